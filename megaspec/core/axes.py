@@ -1,0 +1,88 @@
+"""The axis table: the GPU-count formula, the rank order and both grids, in one place.
+
+world = pp · dp_replicate · dp_shard · cp · tp                     (dense grid)
+world = pp · edp · ep · etp                                        (expert grid, over the same ranks, shares only pp)
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import lcm, prod
+
+# Outermost (largest rank stride) first.
+DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+
+# Groups that are named by their use: the axes that they span.
+DENSE_GROUPS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp_replicate", "dp_shard"),
+    "pp": ("pp",),
+    "dp-cp": ("dp_replicate", "dp_shard", "cp"),
+    "tp-pp": ("pp", "tp"),
+    "tp-dp": ("dp_replicate", "dp_shard", "tp"),
+    "tp-cp": ("cp", "tp"),
+    "tp-dp-cp": ("dp_replicate", "dp_shard", "cp", "tp"),
+}
+EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
+    "tp": ("etp",),
+    "ep": ("ep",),
+    "dp": ("edp",),
+    "pp": ("pp",),
+    "tp-ep": ("ep", "etp"),
+    "tp-ep-pp": ("pp", "ep", "etp"),
+}
+
+
+def world_size(degrees: Mapping[str, int], axes: Sequence[str] = DENSE_AXES) -> int:
+    """Product of the degrees; an axis that is not mentioned counts 1."""
+    return prod(degrees.get(a, 1) for a in axes)
+
+
+def fewest_gpus(*, tp: int = 1, cp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1) -> int:
+    """The smallest world that holds both grids: pp · lcm(tp·cp, etp·ep)."""
+    return pp * lcm(tp * cp, etp * ep)
+
+
+def coordinates(rank: int, degrees: Mapping[str, int], axes: Sequence[str] = DENSE_AXES) -> dict[str, int]:
+    """The position of a rank on each axis of a grid."""
+    where = {}
+    for axis in reversed(axes):
+        rank, where[axis] = divmod(rank, degrees.get(axis, 1))
+    assert rank == 0, f"rank lies outside the grid {dict(degrees)}"
+    return where
+
+
+def rank_of(where: Mapping[str, int], degrees: Mapping[str, int], axes: Sequence[str] = DENSE_AXES) -> int:
+    """The rank at a position; an axis that is not mentioned counts 0."""
+    rank = 0
+    for axis in axes:
+        rank = rank * degrees.get(axis, 1) + where.get(axis, 0)
+    return rank
+
+
+def rank_groups(
+    spanned: Sequence[str], degrees: Mapping[str, int], axes: Sequence[str] = DENSE_AXES
+) -> list[list[int]]:
+    """Every group of ranks that differ only along the `spanned` axes, in rank order, groups by their first rank."""
+    fixed = [a for a in axes if a not in spanned]
+    inner = [a for a in axes if a in spanned]
+
+    def ranges(names: Sequence[str]) -> list[range]:
+        return [range(degrees.get(a, 1)) for a in names]
+
+    groups = []
+    for outer in product(*ranges(fixed)):
+        here = dict(zip(fixed, outer, strict=True))
+        groups.append(
+            [rank_of(here | dict(zip(inner, i, strict=True)), degrees, axes) for i in product(*ranges(inner))]
+        )
+    return sorted(sorted(g) for g in groups)
+
+
+def expert_degrees(degrees: Mapping[str, int], *, ep: int = 1, etp: int = 1) -> dict[str, int]:
+    """The expert grid over the same ranks as a dense grid. `etp·ep` must divide tp·cp·dp."""
+    pp = degrees.get("pp", 1)
+    inner = world_size(degrees) // pp
+    assert inner % (etp * ep) == 0, f"etp·ep={etp * ep} does not divide tp·cp·dp={inner}"
+    return {"pp": pp, "edp": inner // (etp * ep), "ep": ep, "etp": etp}

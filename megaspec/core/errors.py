@@ -1,0 +1,83 @@
+"""Errors that a user can cause or has to act on. Each class carries the exit code that schedulers read."""
+
+from dataclasses import dataclass
+
+
+class MegaspecError(Exception):
+    """Base of every error that the command line prints without a traceback."""
+
+    exit_code = 70
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a recipe: what is set, which rule it breaks, what to try, where it was set.
+
+    `key` is a dotted path such as `parallelism.tp`, or "" when no single key is at fault.
+    """
+
+    key: str
+    message: str
+    origin: str = ""
+    code: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message}   ({self.origin})" if self.origin else self.message
+
+
+class RecipeError(MegaspecError):
+    """A recipe that can't be run as written: every problem found, at once."""
+
+    exit_code = 64
+
+    def __init__(self, problems: list[Problem] | str):
+        self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
+class DataError(MegaspecError):
+    """Training data that is missing, damaged or not what its manifest says."""
+
+    exit_code = 65
+
+
+class CheckpointError(MegaspecError):
+    """A checkpoint that can't be used."""
+
+    exit_code = 66
+
+
+class WriteError(MegaspecError):
+    """A file that can't be written: full disk, read-only folder, quota."""
+
+    exit_code = 73
+
+
+class HangError(MegaspecError):
+    """A collective that did not finish in time, or a rank that failed in one."""
+
+    exit_code = 74
+
+
+class Preempted(MegaspecError):
+    """The run was asked to stop, and has saved: start it again to go on."""
+
+    exit_code = 75
+
+
+class NonFiniteError(MegaspecError):
+    """A loss or gradient that is NaN or Inf."""
+
+    exit_code = 76
+
+
+class HardwareError(MegaspecError):
+    """A machine that is suspected to compute wrongly."""
+
+    exit_code = 77
+
+
+class RunLockedError(MegaspecError):
+    """Another job writes to this run folder."""
+
+    exit_code = 78

@@ -1,0 +1,53 @@
+"""The base class and the field types of every spec. Torch-free."""
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+T = TypeVar("T")
+
+AUTO = "auto"
+# A field that the resolver may fill. In a Recipe it may say "auto"; a Spec refuses to be made while one does.
+Auto = T | Literal["auto"]
+
+_SUFFIX = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class Frozen(BaseModel):
+    """A closed, immutable, strictly typed section of a recipe. The docstring under a field is its documentation."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+def _parse_count(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMBT]?)", value.strip())
+        if match:
+            number, suffix = match.groups()
+            whole, _, fraction = number.partition(".")
+            scale = _SUFFIX.get(suffix, 1)
+            scaled = int(whole + fraction) * scale
+            if scaled % 10 ** len(fraction) == 0:
+                return scaled // 10 ** len(fraction)
+    return value
+
+
+# A whole number that may be written 1e6, 15T, 1.5B or 64k (powers of ten).
+Count = Annotated[int, BeforeValidator(_parse_count)]
+PositiveCount = Annotated[Count, Field(gt=0)]
+NonNegativeCount = Annotated[Count, Field(ge=0)]
+PositiveInt = PositiveCount
+NonNegativeInt = NonNegativeCount
+Probability = Annotated[float, Field(ge=0, lt=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]

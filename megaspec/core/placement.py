@@ -1,0 +1,25 @@
+"""Placement rows: how a model's parameters may be split, as data. A model writes them, strategies read them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["columns", "rows", "vocab", "sequence"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a model's placement: which modules, and how tensor parallelism splits them.
+
+    `pattern` matches module names, `*` standing for one part: `layers.*.attn.wqkv`.
+    `kind`:
+      columns   a Linear whose outputs are split (each of its parts on its own)
+      rows      a Linear whose inputs are split; its output is summed
+      vocab     an Embedding or output head split over the vocabulary
+      sequence  a module that acts on each token alone (norms, positions): weights replicated, tokens split when
+                sequence parallel is on
+    `heads_per_part`, for columns: how many heads each part holds; a part with fewer heads than ranks is replicated.
+    """
+
+    pattern: str
+    kind: Kind
+    heads_per_part: tuple[int, ...] | None = None

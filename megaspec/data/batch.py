@@ -1,0 +1,31 @@
+"""What the loader hands to the training step."""
+
+# B sequences, T tokens
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch of one rank."""
+
+    tokens: Tensor
+    """int64 [B, T]: inputs."""
+    labels: Tensor
+    """int64 [B, T]: the token that follows each input."""
+    mask: Tensor
+    """bool [B, T]: which labels count in the loss."""
+    ids: Tensor
+    """int64 [B]: place of each sequence in the run's sample order (0 is the first sequence of the run)."""
+    documents: Tensor | None = None
+    """int32 [B, T]: number of the document within the sequence that each input belongs to; None without document mask."""
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on a device, copied without waiting when the source is pinned."""
+        moved = {
+            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
+        }
+        return Batch(**moved)

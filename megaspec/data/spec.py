@@ -1,0 +1,64 @@
+"""Where tokens come from."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveFloat, PositiveInt
+
+
+class DataSpec(Frozen):
+    """What every source shares."""
+
+    seq_len: PositiveInt
+    """Tokens per training sequence."""
+    seed: Auto[NonNegativeCount] = "auto"
+    """Seed of the data order. auto: train.seed."""
+    document_mask: bool = False
+    """Attention and positions stop at document bounds inside a packed sequence, and no loss crosses them."""
+
+
+class BlendPart(Frozen):
+    """One data set of a blend."""
+
+    prefix: str
+    """Path of the .bin and .idx files without their ending."""
+    weight: PositiveFloat = 1.0
+    """Share of this data set; the weights are divided by their sum."""
+
+
+class IndexedSpec(DataSpec):
+    """Megatron's .bin/.idx files, one or a weighted blend."""
+
+    kind: Literal["indexed"]
+    blend: tuple[BlendPart, ...] = Field(min_length=1)
+    """The data sets."""
+    split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969.0, 30.0, 1.0)
+    """Shares of documents for training, validation and test."""
+    cache: str = "auto"
+    """Folder for index files. auto: `index-cache` beside the first data set."""
+
+
+class SyntheticSpec(DataSpec):
+    """A learnable sequence that is made as it is read: identical on every machine."""
+
+    kind: Literal["synthetic"]
+    vocab_size: PositiveInt = 256
+    """Token ids are below this."""
+    order: PositiveInt = 1
+    """How many previous tokens the next one depends on."""
+    noise: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Probability that a token is drawn at random."""
+    masked: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of tokens that count nothing in the loss, uneven among sequences."""
+
+
+class RandomSpec(DataSpec):
+    """Uniform random tokens, for measuring speed."""
+
+    kind: Literal["random"]
+    vocab_size: PositiveInt
+    """Token ids are below this."""
+
+
+DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec, Field(discriminator="kind")]

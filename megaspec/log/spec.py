@@ -1,0 +1,16 @@
+"""What a run reports, and where."""
+
+from typing import Literal
+
+from megaspec.core.frozen import Auto, Frozen, PositiveInt
+
+
+class LogSpec(Frozen):
+    """metrics.jsonl in the run folder is always written."""
+
+    every: PositiveInt = 10
+    """Steps between lines on the console."""
+    console: Literal["live", "plain", "quiet"] = "live"
+    """live: one line that is rewritten on a terminal, plain lines elsewhere."""
+    tensorboard: Auto[bool] = "auto"
+    """Write TensorBoard event files. auto: where tensorboard is installed."""

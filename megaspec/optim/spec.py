@@ -1,0 +1,75 @@
+"""Optimizers, learning-rate and weight-decay schedules."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveCount, PositiveFloat, Probability
+
+
+class ScheduleSpec(Frozen):
+    """Learning rate over steps. All lengths are in optimizer steps."""
+
+    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeCount = 0
+    """Steps over which the rate rises linearly from init_lr to lr."""
+    decay_steps: Auto[PositiveCount] = "auto"
+    """Step at which min_lr is reached. auto: train.steps."""
+    init_lr: NonNegativeFloat = 0.0
+    """Learning rate at step 0."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at and after decay_steps."""
+    wsd_decay_steps: PositiveCount | None = None
+    """Length of the final decay of wsd (warm-up, stable, decay)."""
+    wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of the final decay of wsd."""
+
+
+class WeightDecayRamp(Frozen):
+    """Weight decay that changes over the steps."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the change from weight_decay to `end`."""
+    end: NonNegativeFloat | None = None
+    """Weight decay at and after `steps`. None with constant."""
+    steps: PositiveCount | None = None
+    """Length of the change in steps. None with constant."""
+
+
+class OptimizerSpec(Frozen):
+    """What every optimizer shares."""
+
+    lr: PositiveFloat
+    """Highest learning rate."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay of matrices; norms, biases and other vectors get none."""
+    weight_decay_ramp: WeightDecayRamp = WeightDecayRamp()
+    """How the weight decay changes over the steps."""
+    clip: PositiveFloat | None = 1.0
+    """Largest global gradient norm; a larger gradient is scaled down to it. None: no clipping."""
+    schedule: ScheduleSpec = ScheduleSpec()
+    """The learning rate over the steps."""
+
+
+class AdamWSpec(OptimizerSpec):
+    """AdamW (Loshchilov and Hutter 2019)."""
+
+    kind: Literal["adamw"]
+    beta1: Probability = 0.9
+    """Decay of the first moment."""
+    beta2: Probability = 0.95
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+
+
+class SgdSpec(OptimizerSpec):
+    """Stochastic gradient descent with momentum, decoupled weight decay."""
+
+    kind: Literal["sgd"]
+    momentum: Probability = 0.9
+    """Decay of the momentum; 0 keeps no state."""
+
+
+OptimSpec = Annotated[AdamWSpec | SgdSpec, Field(discriminator="kind")]

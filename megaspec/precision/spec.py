@@ -1,0 +1,31 @@
+"""Number formats of weights, activations and gradients. Master weights, optimizer state and gradient sums are at least fp32."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megaspec.core.frozen import Frozen, PositiveFloat, PositiveInt
+
+
+class PlainPrecision(Frozen):
+    """One format for weights and activations, no loss scale."""
+
+    kind: Literal["fp64", "fp32", "bf16"]
+    """Format of weights and activations in forward and backward. fp64 is for proofs."""
+
+
+class Fp16Precision(Frozen):
+    """fp16 with a dynamic loss scale (Micikevicius et al. 2018)."""
+
+    kind: Literal["fp16"]
+    initial_scale: PositiveFloat = 65536.0
+    """Loss scale at the first step."""
+    min_scale: PositiveFloat = 1.0
+    """The scale is not lowered past this."""
+    growth_interval: PositiveInt = 1000
+    """Finite steps in a row after which the scale doubles."""
+    hysteresis: PositiveInt = 2
+    """Non-finite steps that are forgiven before the scale is halved."""
+
+
+PrecisionSpec = Annotated[PlainPrecision | Fp16Precision, Field(discriminator="kind")]

@@ -1,0 +1,50 @@
+"""The resolved recipe: what every rank builds and trains, exactly."""
+
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from megaspec.core.frozen import AUTO, Frozen
+from megaspec.recipe import Recipe
+
+
+class Decision(Frozen):
+    """Something that the resolver decided for the user."""
+
+    key: str
+    """Dotted path of the field."""
+    value: Any
+    """What it was set to."""
+    reason: str
+    """Why."""
+
+
+class Spec(Recipe):
+    """A recipe without anything left open. JSON both ways: `spec.model_dump_json()`, `Spec.model_validate_json(text)`."""
+
+    world_size: int
+    """Ranks of the run: the product of the parallel degrees."""
+    device: str
+    """`cuda` or `cpu`."""
+    segments: tuple[int, ...]
+    """Sequences of the training order that each index segment holds; a longer run appends one (see data/order)."""
+    decisions: tuple[Decision, ...] = ()
+    """What was decided for the user, and why."""
+
+    @model_validator(mode="after")
+    def _nothing_is_open(self) -> Self:
+        left = sorted(open_fields(self))
+        assert not left, f"fields that the resolver left open: {', '.join(left)}"
+        return self
+
+
+def open_fields(section: Frozen, prefix: str = "") -> list[str]:
+    """Dotted paths of the fields that still say "auto"."""
+    left = []
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Frozen):
+            left += open_fields(value, f"{prefix}{name}.")
+        elif value == AUTO and "auto" in str(type(section).model_fields[name].annotation):
+            left.append(f"{prefix}{name}")
+    return left

@@ -1,0 +1,44 @@
+"""Global batch at each step: a pure function of the train spec."""
+
+from megaspec.train.spec import TrainSpec
+
+
+class BatchSchedule:
+    """How many sequences each optimizer step takes.
+
+    With a ramp, the batch at a step is start + k · increment, k = number of whole `samples / increments` parts that
+    lie behind it, until it is global_batch.
+    """
+
+    def __init__(self, train: TrainSpec):
+        self._full = train.global_batch
+        self._stages: list[tuple[int, int, int]] = []  # (first step, first sample, batch)
+        step = sample = 0
+        if train.batch_ramp is not None:
+            ramp = train.batch_ramp
+            n_increments = (train.global_batch - ramp.start) // ramp.increment
+            for k in range(n_increments):
+                batch = ramp.start + k * ramp.increment
+                until = (k + 1) * ramp.samples // n_increments
+                n_steps = max(0, -(-(until - sample) // batch))
+                if n_steps:
+                    self._stages.append((step, sample, batch))
+                step, sample = step + n_steps, sample + n_steps * batch
+        self._stages.append((step, sample, train.global_batch))
+
+    def batch(self, step: int) -> int:
+        """Sequences of the step that follows `step` completed ones."""
+        return self._stage(step)[2]
+
+    def consumed(self, step: int) -> int:
+        """Sequences that the first `step` steps take."""
+        first_step, first_sample, batch = self._stage(step)
+        return first_sample + (step - first_step) * batch
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Every batch size that occurs, in order."""
+        return tuple(batch for _, _, batch in self._stages)
+
+    def _stage(self, step: int) -> tuple[int, int, int]:
+        return next(s for s in reversed(self._stages) if s[0] <= step)

@@ -1,0 +1,48 @@
+"""Length, batch, evaluation and reproducibility of a run."""
+
+from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveCount, PositiveInt
+
+
+class BatchRamp(Frozen):
+    """A global batch that grows in equal increments (Brown et al. 2020)."""
+
+    start: PositiveInt
+    """Global batch in sequences at the first step."""
+    increment: PositiveInt
+    """Sequences by which it grows each time, until it is train.global_batch."""
+    samples: PositiveCount
+    """Sequences over which it grows."""
+
+
+class SampleSpec(Frozen):
+    """Text that the model writes at the end of the run."""
+
+    prompt: str
+    """Text to go on from."""
+    tokens: NonNegativeCount = 64
+    """How many tokens to write; 0 writes none."""
+    temperature: NonNegativeFloat = 0.8
+    """Sampling temperature; 0 takes the likeliest token."""
+
+
+class TrainSpec(Frozen):
+    """One training run."""
+
+    steps: PositiveCount
+    """Optimizer steps."""
+    global_batch: PositiveInt
+    """Sequences per optimizer step, over all ranks and micro batches."""
+    micro_batch: Auto[PositiveInt] = "auto"
+    """Sequences that one rank takes through the model at a time. auto: the largest that divides the share of a rank and holds at most 8,192 tokens."""
+    batch_ramp: BatchRamp | None = None
+    """Grow the global batch at the start. None: train.global_batch from the first step."""
+    seed: NonNegativeCount = 1234
+    """Seed of weights, dropout and, unless data.seed says otherwise, of the data order."""
+    deterministic: bool = False
+    """Use only operations whose result does not change between runs."""
+    eval_every: NonNegativeCount = 0
+    """Steps between evaluations on the validation split; 0 evaluates never."""
+    eval_samples: PositiveCount = 64
+    """Sequences of the validation split per evaluation."""
+    sample: SampleSpec | None = None
+    """Write a text at the end. None: don't."""
