@@ -1,7 +1,5 @@
 """What every decoder family shares."""
 
-from typing import Literal
-
 from megaspec.core.frozen import Auto, Frozen, PositiveFloat, PositiveInt, Probability
 
 
@@ -22,6 +20,8 @@ class TransformerSpec(Frozen):
     """Width of the feed-forward layer. auto: 4 d_model for GPT-2, 8/3 d_model rounded down to 64 for Llama."""
     vocab_size: Auto[PositiveInt] = "auto"
     """Tokens in the vocabulary, unpadded. auto: that of the data's tokenizer."""
+    vocab_pad_to: PositiveInt = 128
+    """Each rank's share of the vocabulary is padded to a multiple of this many rows; padding is never saved."""
     max_seq_len: Auto[PositiveInt] = "auto"
     """Longest sequence in tokens that the model accepts. auto: data.seq_len."""
     tied_embeddings: bool = False
@@ -34,25 +34,3 @@ class TransformerSpec(Frozen):
     """Dropout on the attention weights, as a probability."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the initial weights; outputs into the residual stream get init_std / sqrt(2 n_layers)."""
-
-
-class Llama3RopeScaling(Frozen):
-    """Llama 3.1's stretching of the low rotary frequencies (Meta, llama-models, `apply_scaling`)."""
-
-    kind: Literal["llama3"]
-    factor: PositiveFloat = 8.0
-    """How far the long wavelengths are stretched."""
-    low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original_max_seq_len / low_freq_factor are stretched in full."""
-    high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original_max_seq_len / high_freq_factor are left alone."""
-    original_max_seq_len: PositiveInt = 8192
-    """Sequence length in tokens that the unscaled frequencies were trained for."""
-
-
-class NoRopeScaling(Frozen):
-    """Rotary frequencies as they are."""
-
-    kind: Literal["none"] = "none"
-
-

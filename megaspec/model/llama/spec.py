@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megaspec.core.frozen import PositiveFloat
-from megaspec.model.spec import Llama3RopeScaling, NoRopeScaling, TransformerSpec
+from megaspec.model.spec import TransformerSpec
+from megaspec.nn.spec import Llama3RopeScaling, NoRopeScaling
 
 
 class LlamaSpec(TransformerSpec):

@@ -1,0 +1,61 @@
+"""Operations, their implementations and what each needs: what the resolver reads. Torch-free.
+
+registry.py holds the functions under the same names; a test keeps the two equal.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Where an implementation runs."""
+
+    devices: tuple[str, ...] = ("cuda", "cpu")
+    min_sm: int = 0
+    """Lowest compute capability, 90 for Hopper; 0 when it does not matter."""
+    attention_dropout: bool = True
+    """Whether it can drop attention weights."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Implementations by name, best first: `auto` takes the first whose requirement the target meets."""
+
+    implementations: dict[str, Requirement] = field(default_factory=dict)
+
+
+CATALOG: dict[str, Operation] = {
+    "attention": Operation(
+        {
+            "sdpa": Requirement(attention_dropout=False),
+            "reference": Requirement(),
+        }
+    ),
+    "cross_entropy": Operation(
+        {
+            "triton": Requirement(devices=("cuda",), min_sm=80),
+            "chunked": Requirement(),
+            "reference": Requirement(),
+        }
+    ),
+}
+
+
+def unmet(operation: str, name: str, *, device: str, sm: int, attention_dropout: bool = False) -> str | None:
+    """What an implementation needs and the target lacks, in words; None when it can run."""
+    need = CATALOG[operation].implementations[name]
+    if device not in need.devices:
+        return f"needs {' or '.join(need.devices)}, the target is {device}"
+    if device == "cuda" and sm < need.min_sm:
+        return f"needs sm{need.min_sm}, this GPU is sm{sm}"
+    if attention_dropout and not need.attention_dropout:
+        return "has no attention dropout"
+    return None
+
+
+def choose(operation: str, *, device: str, sm: int, attention_dropout: bool = False) -> str:
+    """The best implementation that the target can run."""
+    for name in CATALOG[operation].implementations:
+        if unmet(operation, name, device=device, sm=sm, attention_dropout=attention_dropout) is None:
+            return name
+    raise AssertionError(f"no implementation of {operation} runs on {device} sm{sm}")

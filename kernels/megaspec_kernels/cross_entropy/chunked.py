@@ -1,0 +1,95 @@
+"""Output head and loss in big pieces: each piece's logits become its gradient in place and are then dropped."""
+
+# M tokens, D model, V rows of the weight on this rank, C tokens of a piece
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.cross_entropy.reference import VocabShard
+
+# Bytes of logits that are held at a time. Few big pieces: GEMMs below about 4 k tokens lose their speed.
+PIECE_BYTES = 1 << 30
+
+Stats = Callable[[Tensor, Tensor, VocabShard], tuple[Tensor, Tensor, Tensor]]
+"""(logits_CV, labels_C, shard) -> this rank's peak, Σ exp(logit − peak) and label's logit (0 where it is not here)"""
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, VocabShard], Tensor]
+"""(logits_CV, labels_C, log_total_C, weights_C, shard) -> d loss / d logits [C, V], padding zero; may overwrite logits"""
+
+
+def local_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Stats`."""
+    wide = logits_CV[:, : shard.valid].to(torch.promote_types(logits_CV.dtype, torch.float32))
+    if shard.valid == 0:
+        zero = wide.new_zeros(len(labels_C))
+        return torch.full_like(zero, torch.finfo(wide.dtype).min), zero, zero
+    peak_C = wide.amax(dim=1)
+    total_C = (wide - peak_C[:, None]).exp_().sum(dim=1)
+    here = (labels_C >= shard.first) & (labels_C < shard.first + shard.valid)
+    column = (labels_C - shard.first).clamp(0, shard.valid - 1)
+    return peak_C, total_C, wide.gather(1, column[:, None])[:, 0] * here
+
+
+def local_gradient(
+    logits_CV: Tensor, labels_C: Tensor, log_total_C: Tensor, weights_C: Tensor, shard: VocabShard
+) -> Tensor:
+    """See `Gradient`."""
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    grad_CV = (logits_CV.to(wide) - log_total_C[:, None]).exp_().mul_(weights_C[:, None])
+    grad_CV[:, shard.valid :] = 0
+    here = (labels_C >= shard.first) & (labels_C < shard.first + shard.valid)
+    column = (labels_C - shard.first).clamp(0, logits_CV.shape[1] - 1)
+    grad_CV.scatter_add_(1, column[:, None], torch.where(here, -weights_C, 0)[:, None])
+    return grad_CV.to(logits_CV.dtype)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The loss and both gradients in one pass over the tokens; backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, x_MD, weight_VD, labels_M, weights_M, shard, stats: Stats, gradient: Gradient):
+        M = x_MD.shape[0]
+        piece = max(1, min(M, PIECE_BYTES // (weight_VD.shape[0] * x_MD.element_size())))
+        wide = torch.promote_types(x_MD.dtype, torch.float32)
+        loss = weights_M.new_zeros(())
+        need_grad = any(ctx.needs_input_grad)
+        grad_x_MD = torch.empty_like(x_MD) if need_grad else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_grad else None
+        for first in range(0, M, piece):
+            part = slice(first, first + piece)
+            logits_CV = x_MD[part] @ weight_VD.t()
+            peak_C, total_C, target_C = stats(logits_CV, labels_M[part], shard)
+            top_C = shard.max(peak_C)
+            total_C = shard.sum(total_C * (peak_C - top_C).exp())
+            log_total_C = top_C + total_C.log()
+            loss += (weights_M[part] * (log_total_C - shard.sum(target_C))).sum()
+            if need_grad:
+                grad_CV = gradient(logits_CV, labels_M[part], log_total_C, weights_M[part], shard)
+                torch.mm(grad_CV, weight_VD, out=grad_x_MD[part])
+                add_product_(grad_weight_VD, grad_CV.t(), x_MD[part])
+        if need_grad:
+            ctx.save_for_backward(grad_x_MD, grad_weight_VD.to(weight_VD.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        grad_x_MD, grad_weight_VD = ctx.saved_tensors
+        return grad_x_MD * grad_out.to(grad_x_MD.dtype), grad_weight_VD * grad_out.to(grad_weight_VD.dtype), *[None] * 5
+
+
+def add_product_(sum_: Tensor, a: Tensor, b: Tensor) -> None:
+    """sum_ += a b, [O, M] [M, I], with the sum kept in its own, wider dtype inside the matrix product on CUDA."""
+    if sum_.dtype == a.dtype:
+        sum_.addmm_(a, b)
+    elif sum_.device.type == "cuda":
+        torch.addmm(sum_, a, b, out_dtype=sum_.dtype, out=sum_)
+    else:
+        sum_ += a @ b
+
+
+def linear_cross_entropy(
+    x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard
+) -> Tensor:
+    """See reference.py; at most PIECE_BYTES of logits live at a time."""
+    return ChunkedCrossEntropy.apply(x_MD, weight_VD, labels_M, weights_M, shard, local_stats, local_gradient)

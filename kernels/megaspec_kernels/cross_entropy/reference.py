@@ -1,0 +1,47 @@
+"""Output head and loss as their equation: Σ wᵢ (log Σⱼ exp(xᵢ·Wⱼ) − xᵢ·W_labelᵢ)."""
+
+# M tokens, D model, V rows of the weight on this rank
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns of the logits that a rank holds, and how ranks combine what they computed from theirs.
+
+    `sum` and `max` reduce over the ranks that share the vocabulary; the gradient of `sum` passes through unchanged.
+    """
+
+    first: int
+    """Token id of the first column."""
+    valid: int
+    """Columns that are tokens; those after it are padding."""
+    sum: Callable[[Tensor], Tensor] = _same
+    max: Callable[[Tensor], Tensor] = _same
+
+
+def linear_cross_entropy(
+    x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard
+) -> Tensor:
+    """[M, D], [V, D], int64 [M], [M] in at least fp32 -> scalar in the dtype of `weights_M`, in at least fp32."""
+    logits_MV = x_MD @ weight_VD[: shard.valid].t()
+    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    lowest = torch.full_like(logits_MV[:, :1], torch.finfo(logits_MV.dtype).min)
+    peak_M = shard.max(torch.cat((logits_MV.detach(), lowest), dim=1).amax(dim=1))
+    total_M = shard.sum((logits_MV - peak_M[:, None]).exp().sum(dim=1))
+    here = (labels_M >= shard.first) & (labels_M < shard.first + shard.valid)
+    column = (labels_M - shard.first).clamp(0, max(shard.valid - 1, 0))
+    if shard.valid:
+        target_M = logits_MV.gather(1, column[:, None])[:, 0] * here
+    else:
+        target_M = logits_MV.sum(dim=1)
+    target_M = shard.sum(target_M)
+    return (weights_M * (peak_M + total_M.log() - target_M)).sum()

@@ -1,0 +1,91 @@
+"""Causal self-attention with grouped queries."""
+
+# B sequences, T tokens, D model, N query heads, K key and value heads, H head size
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megaspec.nn.dropout import Dropout, Noise
+from megaspec.nn.hashing import keep_mask, key_of
+from megaspec.nn.linear import Linear
+from megaspec.nn.rope import rotate
+from megaspec_kernels.registry import AttentionKernel
+
+
+@dataclass(frozen=True)
+class SequenceContext:
+    """What every block needs to know of the batch beside its activations."""
+
+    positions: Tensor
+    """int64 [T], or [B, T] when documents are packed."""
+    angles: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine of the rotary angles at `positions`; None for models without rotary embedding."""
+    documents: Tensor | None = None
+    """int32 [B, T]: document of each token; attention stays inside it. None: one document per sequence."""
+    noise: Noise | None = None
+    """Source of dropout masks; None switches dropout off."""
+
+
+class CausalCore(nn.Module):
+    """softmax(q kᵀ / √H) v over the past. The slot where other ways to attend are put.
+
+    `first_head` is the global number of this rank's first query head.
+    """
+
+    def __init__(self, kernel: AttentionKernel, dropout: float, site: str):
+        super().__init__()
+        self.kernel, self.dropout, self.site, self.first_head = kernel, dropout, site, 0
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
+        """-> [B, T, N, H]"""
+        drop = None
+        if context.noise is not None and self.dropout > 0:
+            drop = AttentionDropout(self.dropout, self.site, context.noise, self.first_head)
+        return self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """Dropout of attention weights: the same mask for the same (sequence, head, query, key) in every layout."""
+
+    probability: float
+    site: str
+    noise: Noise
+    first_head: int
+
+    def __call__(self, weights_BNTS: Tensor) -> Tensor:
+        _, N, T, S = weights_BNTS.shape
+        device = weights_BNTS.device
+        heads = torch.arange(self.first_head, self.first_head + N, device=device)
+        counters = (
+            self.noise.ids[:, None, None, None],
+            heads[None, :, None, None],
+            torch.arange(T, device=device)[None, None, :, None],
+            torch.arange(S, device=device)[None, None, None, :],
+        )
+        keep = keep_mask(key_of(self.noise.seed, self.site), counters, 1.0 - self.probability)
+        return weights_BNTS * keep / (1.0 - self.probability)
+
+
+class Attention(nn.Module):
+    """wo(core(rope(q), rope(k), v)), [B, T, D] -> [B, T, D]."""
+
+    def __init__(
+        self, d_model: int, *, n_heads: int, n_kv_heads: int, d_head: int, bias: bool, core: nn.Module, out: Dropout
+    ):
+        super().__init__()
+        self.d_head = d_head
+        self.wqkv = Linear(d_model, n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head, bias=bias)
+        self.wo = Linear(n_heads * d_head, d_model, bias=bias, residual=True)
+        self.core = core
+        self.dropout = out
+
+    def forward(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+        qkv = self.wqkv(x_BTD)
+        q, k, v = (part.unflatten(-1, (-1, self.d_head)) for part in qkv.split(self.wqkv.parts, dim=-1))
+        if context.angles is not None:
+            q, k = rotate(q, *context.angles), rotate(k, *context.angles)
+        o_BTNH = self.core(q, k, v, context)
+        return self.dropout(self.wo(o_BTNH.flatten(-2)), context.noise)

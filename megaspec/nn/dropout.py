@@ -1,0 +1,42 @@
+"""Dropout whose mask depends on the token, not on where the token is computed."""
+
+# B sequences, T tokens, D features
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megaspec.nn.hashing import keep_mask, key_of
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What random masks are drawn from: the seed and each sequence's place in the run's sample order."""
+
+    seed: int
+    ids: Tensor
+    """int64 [B]"""
+
+
+class Dropout(nn.Module):
+    """Zeroes features with `probability` and scales the rest, [B, T, D] -> [B, T, D].
+
+    `site` is a name that is unique in the model. `part` is (index, count) when this rank holds one of `count` equal
+    parts of the sequence.
+    """
+
+    def __init__(self, probability: float, site: str):
+        super().__init__()
+        self.probability, self.site = probability, site
+        self.part = (0, 1)
+
+    def forward(self, x_BTD: Tensor, noise: Noise | None) -> Tensor:
+        if noise is None or self.probability == 0.0:
+            return x_BTD
+        _, T, D = x_BTD.shape
+        position = torch.arange(self.part[0] * T, (self.part[0] + 1) * T, device=x_BTD.device)
+        feature = torch.arange(D, device=x_BTD.device)
+        counters = (noise.ids[:, None, None], position[None, :, None], feature[None, None, :])
+        keep = keep_mask(key_of(noise.seed, self.site), counters, 1.0 - self.probability)
+        return x_BTD * keep / (1.0 - self.probability)

@@ -1,0 +1,71 @@
+"""Random numbers as a function of a key and a counter, so that every layout draws the same ones.
+
+Counter-based generation after Salmon et al. 2011 ("Parallel random numbers: as easy as 1, 2, 3"), with the 64-bit
+mixer of SplitMix (Steele et al. 2014).
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_INIT_CHUNK = 1 << 24
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(x: Tensor, n: int) -> Tensor:
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """int64 -> int64, a bijection whose output bits all depend on all input bits."""
+    x = x * 1 + _signed(_GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX2)
+    return x ^ _shift_right(x, 31)
+
+
+def key_of(seed: int, name: str) -> int:
+    """A 63-bit key from a seed and a name."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def normal(key: int, index: Tensor) -> Tensor:
+    """float64 standard normals, one for each int64 counter (Box and Muller 1958)."""
+    first = mix(index + key)
+    second = mix(first ^ _signed(_GOLDEN))
+    u1 = (_shift_right(first, 11).to(torch.float64) + 1.0) * 2.0**-53
+    u2 = _shift_right(second, 11).to(torch.float64) * 2.0**-53
+    return torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)
+
+
+def fill_normal_(out: Tensor, *, key: int, start: tuple[int, ...], shape: tuple[int, ...], std: float) -> None:
+    """Fills `out`, the rectangle of a global tensor of `shape` that begins at `start`, with N(0, std²)."""
+    device = out.device
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    rows = max(1, _INIT_CHUNK // max(1, math.prod(out.shape[1:])))
+    for row in range(0, out.shape[0], rows):
+        part = out[row : row + rows]
+        index = torch.zeros((), dtype=torch.int64, device=device)
+        for dim, stride in enumerate(strides):
+            first = start[dim] + (row if dim == 0 else 0)
+            along = torch.arange(first, first + part.shape[dim], device=device) * stride
+            index = index + along.view([-1 if d == dim else 1 for d in range(part.dim())])
+        part.copy_(normal(key, index) * std)
+
+
+def keep_mask(key: int, counters: tuple[Tensor, ...], probability: float) -> Tensor:
+    """bool, the broadcast shape of the int64 counters: True with `probability`, a function of key and counters alone."""
+    state = counters[0] * 0 + key
+    for counter in counters:
+        state = mix(state ^ mix(counter))
+    return _shift_right(state, 32) < int(probability * 2**32)

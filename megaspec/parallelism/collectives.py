@@ -1,0 +1,100 @@
+"""Collectives named by what they do in both directions. `group` None means one rank: nothing to do.
+
+The sequence is dimension 1 of [B, T, D].
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The operators under torch's functional collectives: traceable by torch.compile, the same in torch 2.11 to 2.13.
+_ops = torch.ops._c10d_functional
+wait = _ops.wait_tensor
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the group. Starts it: `wait` before use."""
+    return _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+
+
+def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The maximum over the group. Starts it: `wait` before use."""
+    return _ops.all_reduce(x.contiguous(), "max", group.group_name)
+
+
+def gather_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, T/tp, D] -> the whole sequence, laid out [T, B, D] as the collective needs it. Starts it: `wait` before use."""
+    return _ops.all_gather_into_tensor(x_BTD.transpose(0, 1).contiguous(), group.size(), group.group_name)
+
+
+def reduce_scatter_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, T, D] -> this rank's [B, T/tp, D] of the sum, laid out [T/tp, B, D]. Starts it: `wait` before use."""
+    return _ops.reduce_scatter_tensor(x_BTD.transpose(0, 1).contiguous(), "sum", group.size(), group.group_name)
+
+
+def wait_sequence(x_TBD: Tensor) -> Tensor:
+    """Waits for a gather or reduce-scatter of the sequence and turns its result back to [B, T, D]."""
+    return wait(x_TBD).transpose(0, 1)
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return wait(all_reduce(x, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return wait(all_reduce(grad, ctx.group)), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return wait_sequence(reduce_scatter_sequence(x, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return wait_sequence(gather_sequence(grad, ctx.group)), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return wait_sequence(gather_sequence(x, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return wait_sequence(reduce_scatter_sequence(grad, ctx.group)), None
+
+
+def reduce_forward(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Forward: sum over the group. Backward: nothing (Megatron's g)."""
+    return x if group is None else _Reduce.apply(x, group)
+
+
+def reduce_backward(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Forward: nothing. Backward: sum over the group (Megatron's f)."""
+    return x if group is None else _Copy.apply(x, group)
+
+
+def scatter_forward(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Forward: sum, each rank keeps its part of the sequence. Backward: gather the sequence (Megatron's g bar)."""
+    return x if group is None else _ReduceScatter.apply(x, group)
+
+
+def gather_forward(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Forward: gather the sequence. Backward: sum, each rank keeps its part of the sequence (Megatron's f bar)."""
+    return x if group is None else _Gather.apply(x, group)

@@ -1,0 +1,124 @@
+"""From a Spec to what trains: one list of steps, each with its reason."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megaspec.core.layout import Layout
+from megaspec.model.gpt.model import Gpt
+from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.llama.model import Llama
+from megaspec.model.llama.spec import LlamaSpec
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.init import constants, initial_value, standard_deviations
+from megaspec.nn.rope import Rope
+from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
+from megaspec.parallelism.data_parallel import GradientBuckets
+from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.tensor import TensorParallel
+from megaspec.recipe import ModelSpec
+from megaspec.spec import Spec
+from megaspec_kernels.registry import Kernels, kernels_of
+
+MODELS = {LlamaSpec: Llama, GptSpec: Gpt}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Built:
+    """One rank's share of a run."""
+
+    spec: Spec
+    mesh: Mesh
+    device: torch.device
+    model: Decoder
+    layouts: dict[str, Layout]
+    tensor_parallel: TensorParallel
+    buckets: GradientBuckets
+    optimizer: MasterOptimizer
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By global name."""
+        return self.optimizer.parameters
+
+
+def build_model(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype) -> Decoder:
+    """The one-device model on the meta device: shapes, no memory."""
+    with torch.device("meta"):
+        model = MODELS[type(spec)](spec, kernels)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Gives every parameter and buffer memory on `device`; parameters that are shared stay shared.
+
+    Parameters hold NaN until they are initialised or loaded, so that a forgotten one shows.
+    """
+    real: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in real:
+                full = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype, device=device)
+                real[id(parameter)] = nn.Parameter(full)
+            setattr(module, name, real[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            wide = torch.promote_types(dtype, torch.float32)
+            module.register_buffer(name, torch.empty(buffer.shape, dtype=wide, device=device), persistent=False)
+        if isinstance(module, Rope):
+            module.fill_buffers()
+
+
+@torch.no_grad()
+def initialise(built: Built) -> None:
+    """Starts the master weights from the seed, the same in every layout, and copies them into the model."""
+    spec = built.spec.model
+    stds = standard_deviations(built.model, std=spec.init_std, n_layers=spec.n_layers)
+    fixed = constants(built.model)
+    for name, master in built.optimizer.masters.items():
+        value = initial_value(
+            built.layouts[name],
+            seed=built.spec.train.seed,
+            std=stds.get(name),
+            constant=fixed.get(name),
+            like=master,
+        )
+        master.copy_(value)
+    built.optimizer.write_back()
+
+
+def build(spec: Spec, *, mesh: Mesh) -> Built:
+    """Everything but the weights' values: call `initialise`, or load a checkpoint."""
+    device, dtype = mesh.device, DTYPES[spec.precision.kind]
+    seed_everything(spec)
+    # on the meta device, so that no rank ever holds the whole model
+    model = build_model(spec.model, kernels_of(spec.kernels), dtype=dtype)
+    # before memory is taken: modules become their parallel twins with this rank's shapes
+    tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel)
+    tensor.split_model(model, model.placement)
+    materialise(model, device=device, dtype=dtype)
+    # blocks are equal, so one compiled block serves all; after the split, so that collectives are traced
+    if spec.kernels.compile == "block":
+        for layer in model.layers.values():
+            layer.compile()
+    parameters = dict(model.named_parameters())
+    # last: its hooks and buffers hang on the final parameters
+    buckets = GradientBuckets(
+        parameters, group=mesh.group("dp"), bucket_bytes=spec.parallelism.bucket_mb * 1e6
+    )
+    optimizer = build_optimizer(parameters, spec.optim)
+    return Built(spec, mesh, device, model, tensor.layouts, tensor, buckets, optimizer)
+
+
+def seed_everything(spec: Spec) -> None:
+    """Seeds the generators that nothing in the training step draws from, for what a user adds; sets determinism."""
+    random.seed(spec.train.seed)
+    torch.manual_seed(spec.train.seed)
+    torch.use_deterministic_algorithms(spec.train.deterministic)
+    if spec.train.deterministic:
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.benchmark = False
