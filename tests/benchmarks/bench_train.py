@@ -1,0 +1,144 @@
+"""Training throughput on random tokens: one JSON line, the same fields and arithmetic as the peers' scripts.
+
+  python tests/benchmarks/bench_train.py --model llama1b --mbs 2
+  torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b16 --tp 4
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from megaspec.data.batch import Batch
+from megaspec.parallelism.mesh import Mesh
+from megaspec.runtime.build import build, initialise
+from megaspec.runtime.step import train_step
+from megaspec.spec import Spec
+
+MODELS = {
+    "tiny": {"n_layers": 2, "d_model": 256, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ffn": 512, "vocab_size": 1024},
+    "llama1b": {
+        "n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ffn": 8192,
+        "vocab_size": 128256, "tied_embeddings": True,
+    },
+    "llama8b16": {
+        "n_layers": 16, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "d_ffn": 14336,
+        "vocab_size": 128256,
+    },
+}  # fmt: skip
+PEAK = 989e12
+
+
+def spec_of(args: argparse.Namespace, world: int) -> Spec:
+    """The Spec of one measurement."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dp = world // args.tp
+    kernels = {"attention": args.attention, "cross_entropy": args.cross_entropy, "compile": args.compile}
+    fields = {
+        "name": "bench",
+        "run_dir": "-",
+        "model": MODELS[args.model] | {"kind": "llama", "max_seq_len": args.seq, "rope_base": 5e5},
+        "parallelism": {"tp": args.tp, "dp_replicate": dp, "sequence_parallel": args.tp > 1},
+        "precision": {"kind": args.precision},
+        "data": {"kind": "random", "vocab_size": MODELS[args.model]["vocab_size"], "seq_len": args.seq, "seed": 1},
+        "optim": {"kind": "adamw", "lr": 1e-4, "schedule": {"kind": "constant", "decay_steps": 1}},
+        "kernels": kernels,
+        "train": {"steps": 1, "global_batch": args.mbs * args.accum * dp, "micro_batch": args.mbs},
+        "log": {"tensorboard": False},
+        "launcher": {"ranks": world},
+        "world_size": world,
+        "device": device,
+        "segments": [1],
+    }
+    return Spec.model_validate_json(json.dumps(fields))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="llama1b", choices=MODELS)
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--mbs", type=int, default=1)
+    parser.add_argument("--accum", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--attention", default="sdpa")
+    parser.add_argument("--cross-entropy", default="triton")
+    parser.add_argument("--compile", default="block")
+    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--profile", default="")
+    args = parser.parse_args()
+    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    spec = spec_of(args, world)
+    mesh = Mesh({"tp": args.tp, "dp_replicate": world // args.tp}, rank=rank, device=device)
+    built = build(spec, mesh=mesh)
+    initialise(built)
+    generator = torch.Generator(device=device).manual_seed(7 + mesh.index("dp"))
+    pool = [
+        torch.randint(0, spec.model.vocab_size, (args.mbs, args.seq + 1), device=device, generator=generator)
+        for _ in range(8)
+    ]
+    mask = torch.ones(args.mbs, args.seq, dtype=torch.bool, device=device)
+    ids = torch.arange(args.mbs, device=device)
+    batches = [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), mask, ids) for t in pool]
+
+    def step(i: int):
+        parts = [batches[(i * args.accum + j) % len(batches)] for j in range(args.accum)]
+        return train_step(built, parts, lr=1e-4, weight_decay=0.1)
+
+    times, losses = [], []
+    for i in range(args.warmup + args.steps):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = step(i)
+        if cuda:
+            torch.cuda.synchronize()
+        if i >= args.warmup:
+            times.append(time.perf_counter() - start)
+        losses.append(result.loss.item())
+    if args.profile and rank == 0:
+        with torch.profiler.profile() as prof:
+            step(0)
+            torch.cuda.synchronize()
+        with open(args.profile, "w") as file:
+            file.write(prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90))
+    if rank == 0:
+        print(json.dumps(report(args, spec, world, times, losses)), flush=True)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, spec: Spec, world: int, times: list[float], losses: list[float]) -> dict:
+    """The line that is printed."""
+    m = spec.model
+    q, kv = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
+    matmul = m.n_layers * (m.d_model * (q + 2 * kv) + q * m.d_model + 3 * m.d_model * m.d_ffn) + m.vocab_size * m.d_model
+    full = 6 * matmul + 12 * m.n_layers * q * args.seq
+    causal = 6 * matmul + 6 * m.n_layers * q * args.seq
+    median = statistics.median(times)
+    per_gpu = args.seq * args.mbs * args.accum / median / args.tp
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return {
+        "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum, "tp": args.tp,
+        "gpus": world, "precision": args.precision, "attention": args.attention, "cross_entropy": args.cross_entropy,
+        "compile": args.compile, "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
+        "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
+        "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),
+        "mfu": round(full * per_gpu / PEAK, 4), "mfu_causal": round(causal * per_gpu / PEAK, 4),
+        "peak_mem_gib": round(peak_gib, 2), "loss_first": round(losses[0], 4), "loss_last": round(losses[-1], 4),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
