@@ -19,6 +19,20 @@ from megaspec_kernels.spec import KernelsSpec
 
 ModelSpec = Annotated[LlamaSpec | GptSpec, Field(discriminator="kind")]
 
+# The sections that are chosen by group: conf/<section>/<choice>.yaml, `section=choice`.
+SECTIONS = (
+    "model",
+    "parallelism",
+    "precision",
+    "data",
+    "optim",
+    "kernels",
+    "train",
+    "checkpoint",
+    "log",
+    "launcher",
+)
+
 
 class Recipe(Frozen):
     """What a user wrote. May say "auto"."""

@@ -20,7 +20,7 @@ class Decision(Frozen):
 
 
 class Spec(Recipe):
-    """A recipe without anything left open. JSON both ways: `spec.model_dump_json()`, `Spec.model_validate_json(text)`."""
+    """A recipe without anything left open. JSON both ways: `model_dump_json()` and `Spec.model_validate_json(text)`."""
 
     world_size: int
     """Ranks of the run: the product of the parallel degrees."""

@@ -1,0 +1,301 @@
+"""From a recipe's name and overrides to a typed Recipe. The only file that knows Hydra and OmegaConf.
+
+Hydra reads the overrides' grammar and orders the defaults lists. Reading files, merging, `${...}` and typing are ours,
+so that nothing in a YAML file can run code, read the environment or reach a file outside the search path.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.problems import did_you_mean, one_of, origin_of, typed_problems
+from megaspec.interpolation import interpolate
+from megaspec.recipe import SECTIONS, Recipe
+from megaspec.search import SearchPath, SourceFile
+
+COMMAND_LINE = "command line"
+GROUPS = ("recipe", *SECTIONS)
+MISSING = "???"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A typed recipe, and where each of its values is from."""
+
+    recipe: Recipe
+    origins: dict[str, str]
+    """Dotted path -> `file:line` or `command line`. A value that no one set (a class default) has no entry."""
+
+
+def compose(recipe_name: str, overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = ()) -> Composed:
+    """Compose base.yaml, the groups that the recipe picks, the recipe and the overrides, in this order.
+
+    `overrides` are `path=value`, `group=choice` or `~path` in Hydra's grammar. `config_dirs` hold more groups and a
+    folder of recipes; `./recipes` is always searched. RecipeError lists everything that is wrong, at once.
+    """
+    search = SearchPath(config_dirs)
+    parsed = _parse(overrides)
+    problems = _choice_problems(search, {"recipe": recipe_name}, {"recipe": f"recipe={recipe_name}"})
+    chosen, values = _split(search, parsed, problems)
+    if not problems:
+        problems += search.check_defaults(f"recipe/{recipe_name}", GROUPS) + search.check_defaults("base", GROUPS)
+    if problems:
+        raise RecipeError(problems)
+    tree = _Tree()
+    for package, file in _ordered(search, recipe_name, chosen):
+        tree.add(package, file)
+    if tree.content.get("name") is None:
+        tree.content["name"], tree.origins["name"] = recipe_name.replace("/", "-"), f"recipe={recipe_name}"
+    return _finish(tree, values, search)
+
+
+def recompose(
+    saved: Mapping[str, Any], label: str, overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = ()
+) -> Composed:
+    """Overrides on a recipe that was composed before and kept as JSON; `label` names it in origins."""
+    search = SearchPath(config_dirs)
+    problems: list[Problem] = []
+    chosen, values = _split(search, _parse(overrides), problems)
+    problems += [p for group, choice in chosen.items() for p in search.check_defaults(f"{group}/{choice}", GROUPS)]
+    if problems:
+        raise RecipeError(problems)
+    tree = _Tree()
+    tree.merge(deepcopy(dict(saved)), lambda key: label)
+    for group, choice in chosen.items():
+        tree.drop(group)
+        for config_path in search.closure(f"{group}/{choice}"):
+            tree.add(group, search.read(config_path))
+    return _finish(tree, values, search)
+
+
+@dataclass
+class _Tree:
+    """Plain data that grows by merging, with the origin of every path."""
+
+    content: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def add(self, package: str, file: SourceFile) -> None:
+        """Merge a file at a dotted path of the tree."""
+        prefix = f"{package}." if package else ""
+        body = deepcopy(file.body)
+        for part in reversed(package.split(".") if package else []):
+            body = {part: body}
+        self.merge(body, lambda key: file.origin(key.removeprefix(prefix)))
+
+    def merge(self, body: dict[str, Any], origin: Any) -> None:
+        self._merge(self.content, body, "", origin)
+
+    def drop(self, key: str) -> None:
+        """Forget the origins of a path and of everything below it, and its value when it is a section of the top."""
+        self.content.pop(key, None)
+        self._forget(key)
+
+    def set(self, override: Override) -> Problem | None:
+        """Apply one `path=value` of the command line; deletions too."""
+        key, value = override.key_or_group, override.value()
+        where: Any = self.content
+        *above, last = key.split(".")
+        for depth, part in enumerate(above):
+            path = ".".join(above[: depth + 1])
+            inner = where[int(part)] if _indexes(where, part) else where.get(part) if isinstance(where, dict) else None
+            if inner is None and isinstance(where, dict) and not override.is_delete():
+                inner = where[part] = {}
+                self.origins[path] = COMMAND_LINE
+            if not isinstance(inner, dict | list):
+                what = f"{path} is not a section" if inner is not None else f"{path} is not set"
+                return Problem(key, f"{override.input_line}: {what}", COMMAND_LINE, "override.path")
+            where = inner
+        if override.is_delete():
+            if not isinstance(where, dict) or last not in where:
+                hint = did_you_mean(last, where) if isinstance(where, dict) else ""
+                text = f"{override.input_line}: {key} is not set, so it can't be taken away; {hint or 'drop it'}"
+                return Problem(key, text, COMMAND_LINE, "override.delete")
+            del where[last]
+            self._forget(key)
+        elif _indexes(where, last):
+            where[int(last)] = value
+        elif isinstance(where, list):
+            text = f"{override.input_line}: {'.'.join(above)} has entries 0 to {len(where) - 1}"
+            return Problem(key, text, COMMAND_LINE, "override.path")
+        else:
+            self._merge(where, {last: value}, f"{'.'.join(above)}." if above else "", lambda _: COMMAND_LINE)
+        return None
+
+    def _merge(self, into: dict[str, Any], body: Mapping[str, Any], prefix: str, origin: Any) -> None:
+        for name, value in body.items():
+            key = f"{prefix}{name}"
+            if isinstance(value, dict) and isinstance(into.get(name), dict):
+                self.origins.setdefault(key, origin(key))
+                self._merge(into[name], value, f"{key}.", origin)
+                continue
+            self._forget(key)
+            into[name] = value
+            self._mark(key, value, origin)
+
+    def _mark(self, key: str, value: Any, origin: Any) -> None:
+        self.origins[key] = origin(key)
+        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for name, inner in parts:
+            self._mark(f"{key}.{name}", inner, origin)
+
+    def _forget(self, key: str) -> None:
+        for known in [k for k in self.origins if k == key or k.startswith(f"{key}.")]:
+            del self.origins[known]
+
+
+def _indexes(where: Any, part: str) -> bool:
+    return isinstance(where, list) and part.isdigit() and int(part) < len(where)
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    """Hydra's grammar, with what a single run can't mean refused. `a=1`, `+a=1` and `++a=1` all set."""
+    if version.getbase() is None or not hasattr(version.getbase(), "major"):
+        version.setbase("1.3")
+    parser, parsed, problems = OverridesParser.create(), [], []
+
+    def refuse(text: str, what: str, code: str) -> None:
+        problems.append(Problem("", f"{text}: {what}", COMMAND_LINE, code))
+
+    for text in overrides:
+        try:
+            one = parser.parse_overrides([text])[0]
+        except HydraException:
+            refuse(
+                text, "not an override; write path=value, and quote a value with spaces or commas", "override.syntax"
+            )
+            continue
+        if one.is_sweep_override():
+            refuse(text, "several values; write a list as [1,2], text with a comma as '\"1,2\"'", "override.sweep")
+        elif one.package is not None or one.key_or_group.startswith("hydra"):
+            refuse(text, "neither @packages nor hydra settings belong to a recipe; drop it", "override.hydra")
+        elif not _is_data(one.value()):
+            refuse(text, "not plain data; write numbers, text, lists [..] and sections {a: 1}", "override.data")
+        else:
+            parsed.append(one)
+    if problems:
+        raise RecipeError(problems)
+    return parsed
+
+
+def _is_data(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_data(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(_is_data(v) for v in value)
+    return value is None or isinstance(value, str | int | float)
+
+
+def _split(
+    search: SearchPath, parsed: Sequence[Override], problems: list[Problem]
+) -> tuple[dict[str, str], list[Override]]:
+    """Group choices and value overrides; a choice that does not exist is added to `problems`."""
+    chosen: dict[str, str] = {}
+    values: list[Override] = []
+    for one in parsed:
+        key = one.key_or_group
+        if key == "recipe":
+            problems.append(Problem("recipe", f"{one.input_line}: a run has one recipe", COMMAND_LINE, "choice.recipe"))
+        elif key not in SECTIONS or isinstance(one.value(), dict):
+            values.append(one)
+        elif one.is_delete() or not isinstance(one.value(), str):
+            options = one_of(search.choices(key))
+            text = f"{one.input_line}: {key} is a section; choose {options}, or set its keys: {key}.<key>=..."
+            problems.append(Problem(key, text, COMMAND_LINE, "choice.kind"))
+        else:
+            problems += _choice_problems(search, {key: one.value()}, {key: COMMAND_LINE})
+            chosen[key] = one.value()
+    return chosen, values
+
+
+def _choice_problems(search: SearchPath, choices: Mapping[str, str], origins: Mapping[str, str]) -> list[Problem]:
+    problems = []
+    for group, choice in choices.items():
+        if not search.exists(f"{group}/{choice}"):
+            options = search.choices(group)
+            hint = did_you_mean(choice, options) or f"choose {one_of(options)}"
+            problems.append(
+                Problem(group, f"{group}={choice} does not exist; {hint}", origins[group], "choice.unknown")
+            )
+    return problems
+
+
+class _Repository(ConfigRepository):
+    """What Hydra asks while it orders the defaults lists, answered from our own reader."""
+
+    def __init__(self, search: SearchPath):
+        self._search = search
+        self.sources = []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        defaults = OmegaConf.create(self._search.read(config_path).defaults)
+        header = {"package": "_global_" if config_path.startswith("recipe/") else None}
+        result = ConfigResult(provider="megaspec", path=config_path, config=OmegaConf.create({}), header=header)
+        result.defaults_list = self._create_defaults_list(config_path, defaults)
+        return result
+
+    def group_exists(self, config_path: str) -> bool:
+        return config_path in GROUPS
+
+    def config_exists(self, config_path: str) -> bool:
+        return self._search.exists(config_path)
+
+    def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
+        return self._search.choices(group_name)
+
+
+def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) -> list[tuple[str, SourceFile]]:
+    """(package, file) of everything that takes part, in the order in which it is merged."""
+    lines = [f"recipe={recipe_name}", *(f"{group}={choice}" for group, choice in chosen.items())]
+    try:
+        ordered = create_defaults_list(
+            repo=_Repository(search),
+            config_name="base",
+            overrides_list=OverridesParser.create().parse_overrides(lines),
+            prepend_hydra=False,
+            skip_missing=False,
+        )
+    except HydraException as error:
+        text = " ".join(str(error).split("Config search path")[0].split())
+        raise RecipeError([Problem("defaults", text, f"recipe={recipe_name}", "defaults.order")]) from None
+    return [(one.package or "", search.read(one.config_path)) for one in ordered.defaults]
+
+
+def _finish(tree: _Tree, values: Sequence[Override], search: SearchPath) -> Composed:
+    problems = [p for one in values if (p := tree.set(one)) is not None]
+    content, origins = interpolate(tree.content, tree.origins, problems)
+    for key, origin in sorted(origins.items()):
+        if key.rpartition(".")[2].startswith("_") and key.endswith("_"):
+            problems.append(Problem(key, f"{key}: a recipe is data, it can't name code; drop it", origin, "key.code"))
+    for key in _missing(content):
+        text = f"{key}=??? must be set; in the recipe, or on the command line: {key}=..."
+        problems.append(Problem(key, text, origin_of(origins, key), "key.missing"))
+    if not problems:
+        try:
+            return Composed(Recipe.model_validate_json(json.dumps(content)), origins)
+        except ValidationError as error:
+            choices = {group: search.choices(group) for group in SECTIONS}
+            problems = typed_problems(error, model=Recipe, content=content, origins=origins, choices=choices)
+    raise RecipeError(problems)
+
+
+def _missing(content: Any, prefix: str = "") -> list[str]:
+    if content == MISSING:
+        return [prefix]
+    parts = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [key for name, inner in parts for key in _missing(inner, f"{prefix}.{name}" if prefix else str(name))]

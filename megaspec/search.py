@@ -1,0 +1,177 @@
+"""Where groups and recipes are looked for, and what a file of them may say. Torch-free and Hydra-free."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.marked_yaml import read_yaml
+from megaspec.core.problems import did_you_mean, one_of
+from megaspec.paths import conf_dir, recipes_dir
+
+_NAME = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*(?:/[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*)*"
+)
+_HEADER = re.compile(r"^\s*#\s*@\s*package\b\s*(\S*)", re.MULTILINE)
+_MAX_INHERITANCE = 16
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One YAML file of a group or recipe, read and marked."""
+
+    label: str
+    body: dict[str, Any]
+    defaults: list[Any]
+    lines: dict[str, int]
+
+    def origin(self, key: str) -> str:
+        """`file:line` of a dotted path inside the file."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return f"{self.label}:{self.lines.get(key, 1)}"
+
+
+class SearchPath:
+    """The shipped groups and recipes, `./recipes`, and each folder D given by the user: D/<group>/ and D/recipes/.
+
+    A name is found in exactly one place: two files of the same name are an error, never a silent choice.
+    """
+
+    def __init__(self, config_dirs: Sequence[str | Path] = ()):
+        folders = [Path(d) for d in config_dirs]
+        absent = [d for d in folders if not d.is_dir()]
+        if absent:
+            raise RecipeError(
+                [Problem("", f"--config-dir {d}: no such folder", "command line", "path") for d in absent]
+            )
+        self._groups = _unique([conf_dir(), *folders])
+        self._recipes = _unique([recipes_dir(), Path("recipes"), *(d / "recipes" for d in folders)])
+        self._files: dict[str, SourceFile] = {}
+
+    def exists(self, config_path: str) -> bool:
+        """True for `group/choice`, `recipe/name` and `base` where such a file lies on the path."""
+        return bool(_NAME.fullmatch(config_path)) and bool(self._found(config_path))
+
+    def choices(self, group: str) -> list[str]:
+        """Names of a group's choices, or of the recipes for `recipe`."""
+        folders = self._recipes if group == "recipe" else [root / group for root in self._groups]
+        names = {str(f.relative_to(d).with_suffix("")) for d in folders if d.is_dir() for f in d.rglob("*.yaml")}
+        return sorted(n for n in names if _NAME.fullmatch(n))
+
+    def read(self, config_path: str) -> SourceFile:
+        """The file of a name that exists. RecipeError: two of them, or what `read_yaml` refuses."""
+        if config_path not in self._files:
+            found = self._found(config_path)
+            assert found, f"{config_path} was not checked before it was read"
+            if len(found) > 1:
+                group, _, name = config_path.partition("/")
+                text = f"{group}={name} is in {one_of([_label(f) for f in found])}; rename one".replace(" or ", " and ")
+                raise RecipeError([Problem(group, text, "", "choice.ambiguous")])
+            self._files[config_path] = _read(found[0], is_recipe=config_path.startswith("recipe/"))
+        return self._files[config_path]
+
+    def check_defaults(self, config_path: str, groups: Sequence[str], above: tuple[str, ...] = ()) -> list[Problem]:
+        """Everything that is wrong with the defaults lists of a file and of all that it inherits from."""
+        file = self.read(config_path)
+        problems: list[Problem] = []
+        for number, entry in enumerate(file.defaults):
+            origin = file.origin(f"defaults.{number}")
+            target, problem = _target(entry, config_path=config_path, groups=groups)
+            if problem:
+                problems.append(Problem("defaults", problem, origin, "defaults"))
+            elif target is not None and not self.exists(target):
+                group, _, name = target.partition("/")
+                options = self.choices(group)
+                hint = did_you_mean(name, options) or f"choose {one_of(options)}"
+                problems.append(Problem("defaults", f"{target} does not exist; {hint}", origin, "choice.unknown"))
+            elif target in (*above, config_path) or len(above) >= _MAX_INHERITANCE:
+                chain = " -> ".join([*above, config_path, str(target)])
+                problems.append(Problem("defaults", f"inherits from itself: {chain}", origin, "defaults.cycle"))
+            elif target is not None:
+                problems += self.check_defaults(target, groups, (*above, config_path))
+        return problems
+
+    def closure(self, config_path: str) -> list[str]:
+        """A group's choice after everything that it inherits from, in the order in which they are merged."""
+        group = config_path.rpartition("/")[0]
+        parents = [e for e in self.read(config_path).defaults if isinstance(e, str) and e != "_self_"]
+        inherited = [c for p in parents for c in self.closure(p[1:] if p.startswith("/") else f"{group}/{p}")]
+        return [*inherited, config_path]
+
+    def _found(self, config_path: str) -> list[Path]:
+        is_recipe = config_path.startswith("recipe/")
+        name = f"{config_path.removeprefix('recipe/')}.yaml"
+        candidates = [root / name for root in (self._recipes if is_recipe else self._groups)]
+        return _unique([c for c in candidates if c.is_file()])
+
+
+def _target(entry: Any, *, config_path: str, groups: Sequence[str]) -> tuple[str | None, str | None]:
+    """What an entry of a defaults list names, or what is wrong with it."""
+    group_here = config_path.rpartition("/")[0]
+    is_base = config_path == "base"
+    if entry == "_self_":
+        return None, None
+    if isinstance(entry, str):
+        target = entry[1:] if entry.startswith("/") else f"{group_here}/{entry}"
+        if not _NAME.fullmatch(target):
+            return None, f"{entry} is no name of a file; letters, digits, dots, dashes and underscores"
+        if target.partition("/")[0] != group_here.partition("/")[0]:
+            return None, f"{entry}: a file inherits from its own group; choose another with `override /group: choice`"
+        return target, None
+    if not isinstance(entry, dict) or len(entry) != 1:
+        return None, "an entry is a name, or `override /group: choice`"
+    [(key, choice)] = entry.items()
+    words = key.split()
+    group = words[-1].removeprefix("/") if words else ""
+    if group not in groups:
+        hint = did_you_mean(group, groups) or f"groups are {', '.join(groups)}"
+        return None, f"{key}: {group} is no group; {hint}"
+    if is_base and choice is None:
+        return None, None
+    if not isinstance(choice, str) or not _NAME.fullmatch(choice):
+        return None, f"{key}: {choice} is no name of a file; letters, digits, dots, dashes and underscores"
+    if not is_base and (words != ["override", f"/{group}"] or group == "recipe" or group_here != "recipe"):
+        return None, f"{key}: a recipe chooses with `override /group: choice`, after what it inherits"
+    return f"{group}/{choice}", None
+
+
+def _read(path: Path, *, is_recipe: bool) -> SourceFile:
+    label = _label(path)
+    marked = read_yaml(path, label=label)
+    for match in _HEADER.finditer(path.read_text(encoding="utf-8")):
+        if not is_recipe or match.group(1) != "_global_":
+            text = (
+                f"@package {match.group(1)}: a recipe is global and a choice belongs to its folder's section; drop it"
+            )
+            raise RecipeError([Problem("", text, label, "yaml.package")])
+    body = dict(marked.content)
+    defaults = body.pop("defaults", [])
+    if not isinstance(defaults, list):
+        raise RecipeError(
+            [Problem("defaults", "defaults is a list", f"{label}:{marked.lines['defaults']}", "defaults")]
+        )
+    return SourceFile(label, body, defaults, marked.lines)
+
+
+def _unique(paths: Sequence[Path]) -> list[Path]:
+    seen: dict[Path, Path] = {}
+    for path in paths:
+        seen.setdefault(path.resolve(), path)
+    return list(seen.values())
+
+
+def _label(path: Path) -> str:
+    """A file as messages name it: from the working folder, from the shipped root, or in full."""
+    resolved = path.resolve()
+    for root in _roots():
+        if resolved.is_relative_to(root):
+            return str(resolved.relative_to(root))
+    return str(path)
+
+
+def _roots() -> Iterator[Path]:
+    yield Path.cwd()
+    yield conf_dir().parent
