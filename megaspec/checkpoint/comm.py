@@ -1,0 +1,140 @@
+"""How ranks agree on a checkpoint: plain JSON between them, and one failure becomes everybody's."""
+
+import json
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megaspec.checkpoint.files import UnreadableError
+from megaspec.core.errors import CheckpointError, MegaspecError, RunLockedError, WriteError
+
+T = TypeVar("T")
+
+
+class Comm(Protocol):
+    """What the store needs of a process group. Values are JSON: dict, list, str, int, float, bool, None."""
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank; the others' arguments are not looked at."""
+
+
+class SoloComm:
+    """One process that is alone."""
+
+    rank = 0
+    size = 1
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The one value."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """The value."""
+        return value
+
+
+class DistComm:
+    """The ranks of a process group. JSON travels as bytes in uint8 tensors: torch's object collectives unpickle.
+
+    `device` is where the group's collectives work: cpu for gloo, this rank's GPU for NCCL.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu"):
+        self.group = group
+        self.device = torch.device(device)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        data = self._bytes(value)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self.group)
+        counts = [int(n) for n in torch.cat(lengths).cpu()]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.group)
+        return [_value(part[:n]) for part, n in zip(parts, counts, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        data = self._bytes(value if self.rank == 0 else None)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
+        dist.broadcast(length, group=self.group, group_src=0)
+        if self.rank != 0:
+            data = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+        dist.broadcast(data, group=self.group, group_src=0)
+        return _value(data)
+
+    def _bytes(self, value: Any) -> torch.Tensor:
+        data = bytearray(json.dumps(value, separators=(",", ":")).encode())
+        return torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+
+
+def _value(data: torch.Tensor) -> Any:
+    return json.loads(data.cpu().numpy().tobytes())
+
+
+# The first of these that any rank met is raised on all of them.
+_KINDS: dict[str, type[MegaspecError]] = {
+    "locked": RunLockedError,
+    "unreadable": UnreadableError,
+    "checkpoint": CheckpointError,
+    "write": WriteError,
+    "other": MegaspecError,
+}
+
+
+def together(comm: Comm, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank and return every rank's result (JSON), or raise on every rank when it failed on one.
+
+    A rank that fails in another way than with a MegaspecError still tells the others before its own error goes on.
+    """
+    outcome: dict[str, Any] = {"kind": "other", "text": "failed; its own error says why"}
+    try:
+        outcome = {"value": action()}
+    except MegaspecError as error:
+        kind = next(name for name, cls in _KINDS.items() if isinstance(error, cls))
+        outcome = {"kind": kind, "text": str(error)}
+    finally:
+        outcomes = comm.gather(outcome)
+    for kind, cls in _KINDS.items():
+        failed = {r: o["text"] for r, o in enumerate(outcomes) if o.get("kind") == kind}
+        if failed:
+            raise cls(_report(failed, comm.size))
+    return [o["value"] for o in outcomes]
+
+
+def on_first(comm: Comm, action: Callable[[], T]) -> T:
+    """Run `action` on rank 0 alone; its result (JSON), or its failure, is every rank's."""
+    return together(comm, action if comm.rank == 0 else lambda: None)[0]
+
+
+def _report(failed: dict[int, str], size: int) -> str:
+    if size == 1:
+        return failed[0]
+    by_text: dict[str, list[int]] = {}
+    for rank, text in failed.items():
+        by_text.setdefault(text, []).append(rank)
+    lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()]
+    return "\n".join(lines[:8] + ([f"and {len(lines) - 8} more"] if len(lines) > 8 else []))

@@ -1,0 +1,153 @@
+"""Opening, writing, renaming and removing files so that a crash leaves either the old or the new, and so that no name
+in a checkpoint leads out of its folder. Torch-free."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+from megaspec.core.errors import CheckpointError, WriteError
+
+# Errors of the machine, not of the file: nothing is known about the bytes, so nothing is put aside because of them.
+MACHINE_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE})
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint that this machine or this version can't read, though it may be whole. It is left where it is."""
+
+
+def safe_join(folder: Path, name: str) -> Path:
+    """`folder / name` for a plain file name; a name with a separator, `.` or `..` is refused (CheckpointError)."""
+    if not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
+        raise CheckpointError(f"file name {name!r} must be plain: letters, digits, dot, dash, underscore")
+    return folder / name
+
+
+def read_failure(path: Path, error: OSError) -> CheckpointError:
+    """What to raise when `path` could not be read."""
+    if error.errno in MACHINE_ERRORS:
+        return UnreadableError(f"{path}: cannot be read on this machine: {os.strerror(error.errno)}")
+    if error.errno == errno.ENOENT:
+        return CheckpointError(f"{path}: missing")
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return CheckpointError(
+            f"{path}: expected a file or folder of the checkpoint itself, found a link or another kind"
+        )
+    return CheckpointError(f"{path}: cannot be read: {os.strerror(error.errno or 0)}")
+
+
+def write_failure(path: Path, error: OSError, *, need: int | None = None) -> WriteError:
+    """What to raise when `path` could not be written; `need` is the size in bytes of what was to be written."""
+    text = f"cannot write {error.filename or path}: {os.strerror(error.errno or 0)}"
+    if need is not None:
+        text += f"; need {need:,} bytes"
+        with contextlib.suppress(OSError):
+            text += f", {free_bytes(path):,} bytes are free"
+    return WriteError(f"{text}; make room there, lower checkpoint.keep or set another run_dir")
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that a user may still write on the file system of `path`, or of its nearest folder that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def open_folder(path: Path) -> int:
+    """A descriptor of a folder that is no link. Raises CheckpointError."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise read_failure(path, error) from None
+
+
+def open_regular(folder: Path, folder_fd: int, name: str) -> int:
+    """A descriptor of a regular file in an opened folder; links and devices are refused (CheckpointError)."""
+    path = safe_join(folder, name)
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
+    except OSError as error:
+        raise read_failure(path, error) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{path}: expected a regular file, found another kind")
+    return fd
+
+
+def read_limited(folder: Path, folder_fd: int, name: str, *, limit: int) -> bytes:
+    """A whole small file; one of more than `limit` bytes is refused (CheckpointError)."""
+    path = safe_join(folder, name)
+    fd = open_regular(folder, folder_fd, name)
+    with open(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: expected at most {limit} bytes, found {size}")
+        try:
+            return file.read(limit + 1)
+        except OSError as error:
+            raise read_failure(path, error) from None
+
+
+def pread_into(fd: int, view: memoryview, offset: int) -> int:
+    """Fill `view` (bytes) from `offset`. Returns how many bytes there were; fewer at the end of the file."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def pwrite_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write all of `view` (bytes) at `offset`. Raises OSError."""
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done:], offset + done)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and wait until it is on the disk; an existing file is not touched. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        pwrite_all(fd, memoryview(data), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def rename_durably(source: Path, target: Path) -> None:
+    """Rename and wait until both parents know it. `target` must not exist, or be an empty folder. Raises OSError."""
+    before = os.lstat(source)
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        # A network file system may send a rename twice and answer with the second result: then it is there.
+        if not os.path.lexists(target) or not os.path.samestat(os.lstat(target), before):
+            raise
+    sync_folder(target.parent)
+    if source.parent != target.parent:
+        sync_folder(source.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it, or a link or file in its place. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

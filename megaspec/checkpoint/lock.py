@@ -1,0 +1,319 @@
+"""One writer per run folder. Torch-free.
+
+    lock/00000003.json      who holds the lock; 3 is the fencing token
+    lock/00000003.beat      a counter that the holder raises twice a second
+    lock/00000003.released  the record after the holder let go
+    lock/flock              held with flock(2) where the file system knows it
+
+Whoever has the highest token is the holder. The next token is claimed by link(2), which fails when the name exists, on
+network file systems too, so two claims never both succeed. A holder counts as dead when its process is gone (same
+machine), when the kernel has dropped its flock (same machine, another container), or when its counter stood still for
+`stale_seconds` of the observer's own monotonic clock; no two clocks are ever compared.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from megaspec.checkpoint.files import open_folder, read_limited, sync_folder, write_durably, write_failure
+from megaspec.core.errors import CheckpointError, RunLockedError
+
+LOCK_FOLDER = "lock"
+BEAT_SECONDS = 0.5
+STALE_SECONDS = 30.0
+
+_RECORD = re.compile(r"([0-9]{8,18})\.(json|released)")
+_RECORD_LIMIT = 4096
+_NO_FLOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_NO_LINK = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock. `boot` and `pid_space` say in which machine and container `pid` means something."""
+
+    host: str
+    pid: int
+    started: str
+    since: str
+    boot: str
+    pid_space: str
+    flock: bool
+    nonce: str
+
+    def encode(self) -> bytes:
+        """As a line of JSON."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def decode_holder(data: bytes) -> Holder | None:
+    """The holder in a record; None when the record is damaged."""
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    kinds = {f.name: f.type for f in fields(Holder)}
+    if type(raw) is not dict or {k: type(v) for k, v in raw.items()} != kinds:
+        return None
+    return Holder(**raw)
+
+
+def boot_id() -> str:
+    """Names this boot of this machine; the same in all its containers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+
+
+def pid_space() -> str:
+    """Names the process-id namespace."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return "one"
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this namespace started, in a form that only compares; None when it is gone or a zombie."""
+    try:
+        state_and_later = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state_and_later[0] in "ZX" else state_and_later[19]
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.exists("/proc/self/stat"):
+            return None
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
+    except psutil.NoSuchProcess:
+        return None
+
+
+class RunLock:
+    """The right to write to a run folder. Use as a context manager, or `acquire` and `release`.
+
+    `acquire` raises RunLockedError, which names the holder, and WriteError. A live holder of the same machine is
+    refused at once, one of another machine as soon as its counter moves; a dead one is taken over at once, or after
+    `stale_seconds`.
+    """
+
+    def __init__(
+        self, run_dir: Path | str, *, beat_seconds: float = BEAT_SECONDS, stale_seconds: float = STALE_SECONDS
+    ):
+        self.run_dir = Path(run_dir)
+        self.folder = self.run_dir / LOCK_FOLDER
+        self._beat_seconds = beat_seconds
+        self._stale_seconds = stale_seconds
+        self._token = 0
+        self._record = b""
+        self._pid = 0
+        self._flock_fd: int | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def token(self) -> int:
+        """The fencing token: higher than that of every earlier holder. 0 while the lock is not held."""
+        return self._token
+
+    def __enter__(self) -> Self:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self) -> Self:
+        """Take the lock or raise; see the class."""
+        assert not self._token, f"{self.folder}: this lock is held already, token={self._token}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            while not self._try_acquire():
+                pass
+        except OSError as error:
+            self._drop_flock()
+            raise write_failure(self.folder, error) from None
+        self._pid = os.getpid()
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, name="run-lock-heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def check(self) -> None:
+        """Raise RunLockedError when another job has taken the lock over; to be called right before publishing."""
+        assert self._token, f"{self.folder}: the lock was released, or never acquired"
+        token, kind = self._highest()
+        if token == self._token and kind == "json" and self._read(f"{token:08d}.json") == self._record:
+            return
+        record = self._read(f"{token:08d}.json") if token else b""
+        raise RunLockedError(
+            f"run_dir={self.run_dir} is no longer this job's: {_who(decode_holder(record))} took it over "
+            f"(lock token {token}, this job's was {self._token}); nothing more is written there"
+        )
+
+    def release(self) -> None:
+        """Let go. Does nothing in a forked child, or when the lock is not held."""
+        if not self._token or self._pid != os.getpid():
+            return
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+        with contextlib.suppress(RunLockedError):
+            self.check()
+            stem = self.folder / f"{self._token:08d}"
+            # When this fails the lock is found stale, as this process is soon gone.
+            with contextlib.suppress(OSError):
+                os.rename(stem.with_suffix(".json"), stem.with_suffix(".released"))
+        self._token = 0
+        self._drop_flock()
+
+    def _try_acquire(self) -> bool:
+        """True: the lock is ours. False: somebody else claimed it meanwhile, look again."""
+        has_flock = self._take_flock()
+        token, kind = self._highest()
+        if kind == "json":
+            record = self._read(f"{token:08d}.json")
+            holder = decode_holder(record)
+            if self._lives(token, holder, has_flock):
+                self._drop_flock()
+                raise RunLockedError(
+                    f"run_dir={self.run_dir} is in use by {_who(holder)} (lock token {token}); "
+                    "stop that job, wait until it ends, or set another run_dir"
+                )
+            if self._highest() != (token, kind):
+                return False
+        mine = Holder(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=process_start(os.getpid()) or "",
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
+            boot=boot_id(),
+            pid_space=pid_space(),
+            flock=has_flock,
+            nonce=secrets.token_hex(8),
+        ).encode()
+        if not self._claim(token + 1, mine):
+            return False
+        self._token, self._record = token + 1, mine
+        self._write_beat(1)
+        self._remove_older()
+        return True
+
+    def _claim(self, token: int, record: bytes) -> bool:
+        """Publish a record under a token that nobody has; False when somebody was first."""
+        target = self.folder / f"{token:08d}.json"
+        draft = self.folder / f".claim-{os.getpid()}-{secrets.token_hex(8)}"
+        write_durably(draft, record)
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            # A network file system may have answered a repeated request: two links mean that the first one worked.
+            if os.stat(draft).st_nlink != 2:
+                return False
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+            try:
+                write_durably(target, record)
+            except FileExistsError:
+                return False
+        finally:
+            draft.unlink(missing_ok=True)
+        sync_folder(self.folder)
+        return True
+
+    def _lives(self, token: int, holder: Holder | None, has_flock: bool) -> bool:
+        if holder and holder.boot == boot_id():
+            if holder.pid_space == pid_space():
+                return process_start(holder.pid) == holder.started
+            if holder.flock:
+                return not has_flock
+        return self._counter_moves(token)
+
+    def _counter_moves(self, token: int) -> bool:
+        """Watch the counter of a holder that can't be asked in another way."""
+        first = self._read(f"{token:08d}.beat")
+        give_up = time.monotonic() + self._stale_seconds
+        while time.monotonic() < give_up:
+            time.sleep(min(0.1, self._stale_seconds / 10))
+            if self._highest() != (token, "json"):
+                return False
+            if self._read(f"{token:08d}.beat") != first:
+                return True
+        return False
+
+    def _highest(self) -> tuple[int, str]:
+        """The highest token with the ending of its record; (0, "released") when there is none."""
+        try:
+            found = [m for name in os.listdir(self.folder) if (m := _RECORD.fullmatch(name))]
+        except FileNotFoundError:
+            found = []
+        return max(((int(m[1]), m[2]) for m in found), default=(0, "released"))
+
+    def _read(self, name: str) -> bytes:
+        """A file of the lock folder; empty when there is none."""
+        try:
+            fd = open_folder(self.folder)
+            try:
+                return read_limited(self.folder, fd, name, limit=_RECORD_LIMIT)
+            finally:
+                os.close(fd)
+        except CheckpointError:
+            return b""
+
+    def _beat(self) -> None:
+        count = 1
+        while not self._stop.wait(self._beat_seconds):
+            count += 1
+            # A missed beat is no reason to stop: `check` decides whether the lock is still ours.
+            with contextlib.suppress(OSError):
+                self._write_beat(count)
+
+    def _write_beat(self, count: int) -> None:
+        """Raise the counter in place: opening, writing and closing is what network file systems pass on at once."""
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if count == 1 else 0)
+        fd = os.open(self.folder / f"{self._token:08d}.beat", flags, 0o644)
+        try:
+            os.pwrite(fd, f"{count:020d}\n".encode(), 0)
+        finally:
+            os.close(fd)
+
+    def _remove_older(self) -> None:
+        for name in os.listdir(self.folder):
+            stem = name.partition(".")[0]
+            if stem.isdigit() and int(stem) < self._token:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _take_flock(self) -> bool:
+        self._drop_flock()
+        fd = os.open(self.folder / "flock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            if error.errno not in _NO_FLOCK | {errno.EWOULDBLOCK, errno.EACCES}:
+                raise
+            return False
+        self._flock_fd = fd
+        return True
+
+    def _drop_flock(self) -> None:
+        if self._flock_fd is not None:
+            os.close(self._flock_fd)
+            self._flock_fd = None
+
+
+def _who(holder: Holder | None) -> str:
+    return f"pid {holder.pid} on host {holder.host} since {holder.since}" if holder else "an unknown job"

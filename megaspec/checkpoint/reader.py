@@ -1,0 +1,214 @@
+"""Reading any rectangle of any tensor of a checkpoint, whatever rectangles it was stored in.
+
+Bytes are read with pread into memory of one's own and checked there, so the bytes that were checked are the bytes that
+are used, and a failing disk or network is an error by name. (A mapped file would be checked in one moment and read in
+another, and an I/O error under it ends the process with SIGBUS.)
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from megaspec.checkpoint.files import open_folder
+from megaspec.checkpoint.format import DTYPE_BYTES, Manifest, StoredPiece
+from megaspec.checkpoint.rectangles import Rectangle, intersection, uncovered
+from megaspec.checkpoint.shard import TORCH_DTYPES, as_bytes
+from megaspec.checkpoint.verify import chunk_length, open_stored, read_chunk, read_manifest_at, worker_threads
+from megaspec.core.errors import CheckpointError
+
+KEPT_CHUNKS = 16
+MOST_OPEN_FILES = 128
+ROW_BYTES = 1 << 20  # rows at least this long are read one by one, shorter ones together with what lies between
+BLOCK_BYTES = 256 << 20  # most memory for bytes that are read and not wanted
+
+
+class Reader:
+    """An opened checkpoint. Every chunk that is read is checked against its CRC-32 before a tensor is handed out.
+
+    Raises CheckpointError naming file, expected and found. One thread may read at a time; others wait.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._folder_fd = open_folder(self.path)
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._chunks: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        try:
+            self.manifest: Manifest = read_manifest_at(self.path, self._folder_fd)
+        except CheckpointError:
+            self.close()
+            raise
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.manifest.step
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The Spec that was saved with it, as a JSON object."""
+        return self.manifest.spec
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The state that was saved with it, as a JSON object."""
+        return self.manifest.state
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its files. Tensors that were read stay valid."""
+        if self._pool:
+            self._pool.shutdown()
+            self._pool = None
+        while self._files:
+            os.close(self._files.popitem()[1])
+        self._chunks.clear()
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1
+
+    def names(self) -> list[str]:
+        """Global names of the tensors, sorted."""
+        return sorted(self.manifest.tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.manifest.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape. Raises CheckpointError for a name that isn't there."""
+        return self._stored(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format in which it is stored. Raises CheckpointError for a name that isn't there."""
+        return TORCH_DTYPES[self._stored(name).dtype]
+
+    def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+        """The rectangle of `shape` at `start` of a global tensor, as a new CPU tensor in its stored dtype.
+
+        Without `start` and `shape`: the whole tensor. Raises CheckpointError for damage, a name that isn't there, and a
+        region that no stored piece covers.
+        """
+        stored = self._stored(name)
+        start = tuple(start) if start is not None else (0,) * len(stored.shape)
+        shape = tuple(shape) if shape is not None else tuple(n - s for n, s in zip(stored.shape, start, strict=True))
+        wanted = Rectangle(start, shape)
+        inside = len(start) == len(shape) == len(stored.shape) and all(
+            s >= 0 and n >= 0 and s + n <= whole for s, n, whole in zip(start, shape, stored.shape, strict=True)
+        )
+        assert inside, f"{name}: rectangle {wanted} lies outside the stored shape {list(stored.shape)}"
+        pieces = [(p, cut) for p in stored.pieces if (cut := intersection(wanted, Rectangle(p.start, p.shape)))]
+        # Stored pieces don't overlap, so that counting elements is enough.
+        if sum(cut.numel for _, cut in pieces) != wanted.numel:
+            missing = uncovered(wanted, [cut for _, cut in pieces])
+            raise CheckpointError(f"{self.path}: {name}{missing[0]} of shape {list(stored.shape)} is stored in no file")
+        out = torch.empty(shape, dtype=TORCH_DTYPES[stored.dtype])
+        with self._lock:
+            for piece, cut in pieces:
+                inner = [c - s for c, s in zip(cut.start, piece.start, strict=True)]
+                place = tuple(slice(c - s, c - s + n) for c, s, n in zip(cut.start, start, cut.shape, strict=True))
+                self._fill(out[place], piece, piece.offset, piece.shape, inner, DTYPE_BYTES[stored.dtype])
+        return out
+
+    def _stored(self, name: str) -> Any:
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
+        return self.manifest.tensors[name]
+
+    def _fill(
+        self, out: Tensor, piece: StoredPiece, offset: int, shape: Sequence[int], inner: Sequence[int], itemsize: int
+    ) -> None:
+        """Copy into `out` the rectangle of its shape at `inner` of a row-major block of `shape` at byte `offset`."""
+        if not shape or tuple(out.shape[1:]) == tuple(shape[1:]):
+            row = prod(shape[1:]) * itemsize
+            first = offset + (inner[0] * row if shape else 0)
+            if out.is_contiguous():
+                self._read_bytes(piece.file, first, as_bytes(out))
+            else:
+                rows = max(1, BLOCK_BYTES // row)
+                for at in range(0, out.shape[0], rows):
+                    part = out[at : at + rows]
+                    block = torch.empty(part.shape, dtype=out.dtype)
+                    self._read_bytes(piece.file, first + at * row, as_bytes(block))
+                    part.copy_(block)
+            return
+        row = prod(shape[1:]) * itemsize
+        if row >= ROW_BYTES:
+            for i in range(out.shape[0]):
+                self._fill(out[i], piece, offset + (inner[0] + i) * row, shape[1:], inner[1:], itemsize)
+            return
+        rows = BLOCK_BYTES // row
+        for at in range(0, out.shape[0], rows):
+            part = out[at : at + rows]
+            block = torch.empty((part.shape[0], *shape[1:]), dtype=out.dtype)
+            self._read_bytes(piece.file, offset + (inner[0] + at) * row, as_bytes(block))
+            cut = tuple(slice(s, s + n) for s, n in zip(inner[1:], out.shape[1:], strict=True))
+            part.copy_(block[(slice(None), *cut)])
+
+    def _read_bytes(self, file: int, offset: int, out: memoryview) -> None:
+        """Fill `out` with checked bytes: whole chunks are read in place, several at once, parts from kept ones."""
+        if not len(out):
+            return
+        size = self.manifest.chunk_bytes
+        stored = self.manifest.files[file]
+        fd = self._open(file)
+        whole: list[tuple[int, memoryview]] = []
+        for index, low, high in _spans(offset, len(out), size):
+            place = out[index * size + low - offset : index * size + high - offset]
+            if high - low == chunk_length(stored, index, size):
+                whole.append((index, place))
+            else:
+                place[:] = self._chunk(file, fd, index)[low:high]
+
+        def read(job: tuple[int, memoryview]) -> None:
+            read_chunk(fd, self.path / stored.name, stored, job[0], size, job[1])
+
+        if len(whole) < 2:
+            for job in whole:
+                read(job)
+            return
+        self._pool = self._pool or ThreadPoolExecutor(worker_threads())
+        for _ in self._pool.map(read, whole):
+            pass
+
+    def _chunk(self, file: int, fd: int, index: int) -> memoryview:
+        """A checked chunk; the last few are kept."""
+        key = (file, index)
+        if key not in self._chunks:
+            stored = self.manifest.files[file]
+            buffer = memoryview(bytearray(chunk_length(stored, index, self.manifest.chunk_bytes)))
+            read_chunk(fd, self.path / stored.name, stored, index, self.manifest.chunk_bytes, buffer)
+            self._chunks[key] = buffer
+            if len(self._chunks) > KEPT_CHUNKS:
+                self._chunks.popitem(last=False)
+        self._chunks.move_to_end(key)
+        return self._chunks[key]
+
+    def _open(self, file: int) -> int:
+        if file not in self._files:
+            if len(self._files) >= MOST_OPEN_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            self._files[file] = open_stored(self.path, self._folder_fd, self.manifest.files[file])
+        self._files.move_to_end(file)
+        return self._files[file]
+
+
+def _spans(offset: int, length: int, chunk: int) -> Iterator[tuple[int, int, int]]:
+    """The chunks that a byte range meets: index, and where within the chunk the range begins and ends."""
+    for index in range(offset // chunk, (offset + length - 1) // chunk + 1):
+        base = index * chunk
+        yield index, max(offset - base, 0), min(offset + length - base, chunk)

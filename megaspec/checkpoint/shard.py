@@ -1,0 +1,164 @@
+"""Writing one rank's safetensors file: streamed in chunks by several threads, each chunk hashed as it is written."""
+
+import json
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaspec.checkpoint.files import pwrite_all
+from megaspec.checkpoint.format import LARGEST_NUMBER, MOST_DIMS, is_tensor_name
+from megaspec.checkpoint.verify import worker_threads
+from megaspec.core.faults import reach
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """A rectangle of the global tensor `name` that this rank saves: `tensor` lies at `start` in `global_shape`.
+
+    Of all ranks' pieces, exactly one holds each element of a global tensor. Any device, any strides; dtypes of
+    TORCH_DTYPES. A piece without elements stores nothing but keeps the tensor's name and shape.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        """A piece that can't be stored is a mistake of the caller: AssertionError."""
+        assert is_tensor_name(self.name), f"name={self.name!r}: letters, digits and ._/- only, and no parts like `..`"
+        assert self.tensor.dtype in DTYPE_NAMES, f"{self.name}: dtype={self.tensor.dtype} has no safetensors name"
+        shape = tuple(self.tensor.shape)
+        inside = len(self.start) == len(shape) == len(self.global_shape) <= MOST_DIMS and all(
+            s >= 0 and s + n <= whole for s, n, whole in zip(self.start, shape, self.global_shape, strict=True)
+        )
+        assert inside, f"{self.name}: start={self.start} shape={shape} lies outside global_shape={self.global_shape}"
+        assert prod(self.global_shape) < LARGEST_NUMBER, f"{self.name}: global_shape={self.global_shape} is too large"
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What a shard will be: its header, and each piece that has elements with its byte offset in the file."""
+
+    header: bytes
+    pieces: tuple[tuple[SavedPiece, int], ...]
+    bytes: int
+
+
+def plan_shard(pieces: Sequence[SavedPiece], *, metadata: dict[str, str]) -> ShardPlan:
+    """Lay out a safetensors file: larger elements first, so that every tensor is aligned to its elements."""
+    stored = sorted((p for p in pieces if p.tensor.numel()), key=lambda p: (-p.tensor.element_size(), p.name, p.start))
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    offsets, end = [], 0
+    for p in stored:
+        offsets.append(end)
+        end += p.tensor.numel() * p.tensor.element_size()
+        key = _key(p)
+        assert key not in entries, f"piece {key} is given twice"
+        entries[key] = {
+            "dtype": DTYPE_NAMES[p.tensor.dtype],
+            "shape": list(p.tensor.shape),
+            "data_offsets": [offsets[-1], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return ShardPlan(
+        header, tuple((p, len(header) + o) for p, o in zip(stored, offsets, strict=True)), len(header) + end
+    )
+
+
+def _key(piece: SavedPiece) -> str:
+    """A piece's name in its file: the tensor's own name for a whole tensor, `name[0:4,8:16]` for a part."""
+    if tuple(piece.tensor.shape) == tuple(piece.global_shape):
+        return piece.name
+    spans = ",".join(f"{s}:{s + n}" for s, n in zip(piece.start, piece.tensor.shape, strict=True))
+    return f"{piece.name}[{spans}]"
+
+
+def write_shard(path: Path, plan: ShardPlan, *, chunk_bytes: int) -> tuple[int, ...]:
+    """Write a new file and wait until it is on the disk. Returns the CRC-32 of every chunk. Raises OSError.
+
+    Tensors are taken to the CPU one after another, at most a few chunks ahead of the disk.
+    """
+    threads = worker_threads()
+    crcs: list[int] = []
+    running: deque[Future[int]] = deque()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for index, parts in enumerate(_chunks(plan, chunk_bytes)):
+                    running.append(pool.submit(_write_chunk, fd, parts, index * chunk_bytes))
+                    if len(running) > 2 * threads:
+                        crcs.append(running.popleft().result())
+                crcs += [future.result() for future in running]
+            finally:
+                pool.shutdown(cancel_futures=True)
+        reach("after_shard_write")
+        os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        os.close(fd)
+    return tuple(crcs)
+
+
+def _write_chunk(fd: int, parts: list[memoryview], offset: int) -> int:
+    reach("before_chunk_write")
+    data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+    pwrite_all(fd, data, offset)
+    return zlib.crc32(data)
+
+
+def _chunks(plan: ShardPlan, chunk_bytes: int) -> Iterator[list[memoryview]]:
+    """The file's bytes as chunks, each a list of views."""
+    chunk: list[memoryview] = []
+    room = chunk_bytes
+    for view in _views(plan):
+        while len(view):
+            taken = view[:room]
+            chunk.append(taken)
+            room -= len(taken)
+            view = view[len(taken) :]
+            if room == 0:
+                yield chunk
+                chunk, room = [], chunk_bytes
+    if chunk:
+        yield chunk
+
+
+def _views(plan: ShardPlan) -> Iterator[memoryview]:
+    yield memoryview(plan.header)
+    for piece, _ in plan.pieces:
+        yield as_bytes(piece.tensor.detach().cpu().contiguous())
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes; valid as long as the view lives."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())

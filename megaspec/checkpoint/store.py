@@ -1,0 +1,351 @@
+"""The checkpoints of one run: saved whole or not at all, verified before use, the newest good one taken.
+
+The store knows names, rectangles and JSON; what they mean is the runtime's affair. What a crash may leave stands in
+folders.py.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megaspec.checkpoint import folders
+from megaspec.checkpoint.comm import Comm, on_first, together
+from megaspec.checkpoint.files import (
+    UnreadableError,
+    free_bytes,
+    remove_tree,
+    rename_durably,
+    sync_folder,
+    write_durably,
+    write_failure,
+)
+from megaspec.checkpoint.format import (
+    CHUNK_BYTES,
+    LARGEST_CHUNK,
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    StoredPiece,
+    StoredTensor,
+    encode,
+    encode_json,
+    file_name,
+)
+from megaspec.checkpoint.lock import RunLock
+from megaspec.checkpoint.reader import Reader
+from megaspec.checkpoint.rectangles import Rectangle, overlapping, uncovered
+from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, plan_shard, write_shard
+from megaspec.checkpoint.verify import examine, find_damage, read_manifest
+from megaspec.core.errors import CheckpointError, WriteError
+from megaspec.core.faults import reach
+
+T = TypeVar("T")
+
+# Where a test may kill a process: each of these is passed to core.faults.reach by this package.
+FAULT_POINTS = (
+    "save_started",
+    "before_chunk_write",
+    "after_shard_write",
+    "after_shard_sync",
+    "before_manifest",
+    "after_manifest",
+    "before_set_aside",
+    "after_set_aside",
+    "after_publish",
+    "after_cleanup",
+    "mid_delete",
+    "mid_quarantine",
+)
+
+
+class Store:
+    """Checkpoints under `run_dir/checkpoints`.
+
+    `lock`, on rank 0 of a job that writes, is the run's lock: it is asked before each change, and what an earlier
+    holder had begun to save is removed here, so that it can't be published any more. Without a lock the store still
+    saves, for one's own loops and tests; nothing then keeps a second writer out.
+    """
+
+    def __init__(self, run_dir: Path | str, *, lock: RunLock | None = None, chunk_bytes: int = CHUNK_BYTES):
+        assert 8 <= chunk_bytes <= LARGEST_CHUNK, f"chunk_bytes={chunk_bytes} must be 8 to {LARGEST_CHUNK}"
+        assert chunk_bytes % 8 == 0, f"chunk_bytes={chunk_bytes} must be a multiple of 8"
+        self.folder = Path(run_dir) / folders.CHECKPOINTS
+        self._lock = lock
+        self._chunk_bytes = chunk_bytes
+        self._generation = 0
+        self._published: int | None = None
+        if lock:
+            self._writing(lambda: folders.remove_hidden(self.folder, "saving", "deleted"))
+
+    def steps(self) -> list[int]:
+        """Steps of the published checkpoints, ascending; nothing is verified."""
+        return sorted({c.step for c in folders.candidates(self.folder) if c.replaced_by is None})
+
+    def save(
+        self, step: int, pieces: Sequence[SavedPiece], *, spec: dict[str, Any], state: dict[str, Any], comm: Comm
+    ) -> Path:
+        """Save the pieces of all ranks as the checkpoint of `step` and publish it. Every rank of `comm` calls this.
+
+        `spec` and `state` are JSON objects, taken from rank 0. Returns the folder. An earlier checkpoint of the same
+        step stays good until this one is published. Raises WriteError and RunLockedError, on every rank when it happens
+        on any; the earlier checkpoints are then as they were. Mistakes of the caller: AssertionError when the pieces
+        leave out or repeat elements, TypeError or ValueError for what JSON has no form of (NaN).
+        """
+        needs = together(comm, lambda: plan_shard(pieces, metadata={}).bytes)
+        begun = on_first(comm, lambda: self._begin(step, sum(needs), spec, state))
+        saving = self.folder / begun["name"]
+        try:
+            entries = together(comm, lambda: self._write_own(saving, begun, pieces, comm.rank, needs[comm.rank]))
+            on_first(comm, lambda: self._publish(saving, step, begun["generation"], entries, spec, state))
+        finally:
+            if comm.rank == 0 and os.path.lexists(saving):
+                # What can't be removed now is removed when the run is opened again.
+                with contextlib.suppress(OSError):
+                    remove_tree(saving)
+        return self.folder / folders.step_name(step)
+
+    def newest_good(self, comm: Comm, *, repair: bool = True) -> Reader | None:
+        """Open the newest checkpoint that is good in every byte; ranks share the work. None when none was saved.
+
+        `repair`: put bad ones into quarantine and finish what a crash interrupted; to be false in a process that does
+        not hold the run's lock. Raises CheckpointError when there are only bad ones, saying what was found in each, and
+        when this machine or version can't read one.
+        """
+        found: list[str] = []
+        names = on_first(comm, lambda: [c.path.name for c in folders.candidates(self.folder)])
+        by_name = {c.path.name: c for c in map(self._candidate, names)}
+        for name, candidate in by_name.items():
+            problems = self._verify(candidate.path, comm)
+            if not problems:
+                return self._open_good(candidate, comm, repair)
+            reason = "\n".join(problems)
+            if repair:
+                target = on_first(comm, lambda c=candidate, r=reason: self._put_aside(c, r))
+                found.append(f"{name} (now {target}):\n{reason}")
+            else:
+                found.append(f"{name}:\n{reason}")
+        earlier = on_first(comm, lambda: folders.quarantined(self.folder))
+        if not found and not earlier:
+            return None
+        found = found or [f"{folders.QUARANTINE}/{name}:\n{reason}" for name, reason in earlier.items()]
+        raise CheckpointError(
+            f"{self.folder}: no good checkpoint is left; restore one from a backup or remove the folder to start anew\n"
+            + "\n".join(found)
+        )
+
+    def open(self, step: int, comm: Comm) -> Reader:
+        """Verify and open the checkpoint of one step. Raises CheckpointError; nothing is moved."""
+        path = self.folder / folders.step_name(step)
+        problems = self._verify(path, comm)
+        if problems:
+            raise CheckpointError("\n".join(problems))
+        return open_together(path, comm)
+
+    def prune(self, keep: int) -> list[int]:
+        """Remove all but the newest `keep` checkpoints; for rank 0, after a save. Returns the steps that were removed.
+
+        Counts only those whose manifest and sizes are right; the others, and what this store published last, stay.
+        Raises WriteError.
+        """
+        assert keep >= 1, f"keep={keep} must be at least 1"
+        whole = []
+        for candidate in folders.candidates(self.folder):
+            manifest, problems = examine(candidate.path, deep=False)
+            if candidate.replaced_by is None and manifest and not problems:
+                whole.append((candidate, manifest.generation))
+        doomed = [(c, g) for c, g in whole[keep:] if c.step != self._published]
+        for candidate, generation in doomed:
+            self._writing(lambda c=candidate, g=generation: folders.delete(c.path, c.step, g))
+        return [c.step for c, _ in doomed]
+
+    def _candidate(self, name: str) -> folders.Candidate:
+        found = folders.parse_candidate(self.folder, name)
+        assert found, f"{name} is no name of a checkpoint"
+        return found
+
+    def _verify(self, path: Path, comm: Comm) -> list[str]:
+        """What is wrong with a checkpoint, on every rank the same; each rank checks its share of the bytes."""
+
+        def own_share() -> list[str]:
+            try:
+                return find_damage(path, read_manifest(path), part=comm.rank, parts=comm.size)
+            except UnreadableError:
+                raise
+            except CheckpointError as error:
+                return [str(error)]
+
+        return list(dict.fromkeys(line for lines in together(comm, own_share) for line in lines))
+
+    def _open_good(self, candidate: folders.Candidate, comm: Comm, repair: bool) -> Reader:
+        path = candidate.path
+        if repair:
+            path = self.folder / on_first(comm, lambda: self._finish_interrupted(candidate))
+        return open_together(path, comm)
+
+    def _finish_interrupted(self, good: folders.Candidate) -> str:
+        """Give a good checkpoint its name back, and remove what it makes superfluous. Returns its name."""
+
+        def finish() -> str:
+            target = good.path.with_name(folders.step_name(good.step))
+            if good.path != target:
+                rename_durably(good.path, target)
+            for other in folders.candidates(self.folder):
+                if other.replaced_by is not None and other.step == good.step:
+                    remove_tree(other.path)
+            return target.name
+
+        return self._writing(finish)
+
+    def _put_aside(self, candidate: folders.Candidate, reason: str) -> str:
+        target = self._writing(lambda: folders.put_aside(candidate, reason))
+        return str(target.relative_to(self.folder))
+
+    def _begin(self, step: int, need: int, spec: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0: make the folder to write into. Refuses (WriteError) what the disk has no room for."""
+        assert step >= 0, f"step={step} must not be negative"
+        encode_json([spec, state])
+
+        def begin() -> dict[str, Any]:
+            if not self.folder.exists():
+                self.folder.mkdir(parents=True)
+                sync_folder(self.folder.parent)
+            free = free_bytes(self.folder)
+            if need > free:
+                raise WriteError(
+                    f"cannot write {self.folder / folders.step_name(step)}: need {need:,} bytes, {free:,} bytes "
+                    "are free; make room there, lower checkpoint.keep or set another run_dir"
+                )
+            folders.remove_hidden(self.folder, "saving", "deleted")
+            self._generation = self._next_generation()
+            name = folders.hidden_name("saving", step, self._generation)
+            (self.folder / name).mkdir()
+            reach("save_started")
+            return {"name": name, "generation": self._generation, "id": secrets.token_hex(16), "step": step}
+
+        return self._writing(begin, need=need)
+
+    def _next_generation(self) -> int:
+        known = max(self._generation, folders.highest_generation(self.folder))
+        if self._generation == 0:
+            for candidate in folders.candidates(self.folder):
+                manifest, _ = examine(candidate.path, deep=False)
+                known = max(known, manifest.generation if manifest else 0)
+        return known + 1
+
+    def _write_own(
+        self, saving: Path, begun: dict[str, Any], pieces: Sequence[SavedPiece], rank: int, need: int
+    ) -> dict[str, Any]:
+        """Write this rank's file; returns what the manifest has to say of it. A rank without elements writes none."""
+        # The id makes files of different saves differ even when their tensors are equal.
+        metadata = {k: str(v) for k, v in begun.items() if k != "name"} | {"rank": str(rank)}
+        plan = plan_shard(pieces, metadata=metadata)
+        path = saving / file_name(rank)
+        crcs: tuple[int, ...] = ()
+        try:
+            if plan.pieces:
+                crcs = self._writing(lambda: write_shard(path, plan, chunk_bytes=self._chunk_bytes), need=need)
+                reach("after_shard_sync")
+        finally:
+            # A job that lost the lock meanwhile finds its folder gone: say the cause, not the consequence.
+            if self._lock:
+                self._lock.check()
+        offsets = {id(p): offset for p, offset in plan.pieces}
+        return {
+            "bytes": plan.bytes,
+            "crc32": crcs,
+            "pieces": [
+                [p.name, DTYPE_NAMES[p.tensor.dtype], p.global_shape, offsets.get(id(p)), p.start, [*p.tensor.shape]]
+                for p in pieces
+            ],
+        }
+
+    def _publish(
+        self,
+        saving: Path,
+        step: int,
+        generation: int,
+        entries: list[dict[str, Any]],
+        spec: dict[str, Any],
+        state: dict[str, Any],
+    ) -> None:
+        """Rank 0: write the manifest and give the folder its name."""
+        files, tensors = _collect(entries)
+        manifest = Manifest(
+            step=step,
+            generation=generation,
+            token=self._lock.token if self._lock else 0,
+            chunk_bytes=self._chunk_bytes,
+            files=files,
+            tensors=tensors,
+            spec=spec,
+            state=state,
+        )
+        data = encode(manifest)
+        target = self.folder / folders.step_name(step)
+
+        def publish() -> None:
+            reach("before_manifest")
+            write_durably(saving / MANIFEST, data)
+            sync_folder(saving)
+            reach("after_manifest")
+            if self._lock:
+                self._lock.check()
+            if os.path.lexists(target):
+                reach("before_set_aside")
+                rename_durably(target, self.folder / folders.hidden_name("replaced", step, generation))
+                reach("after_set_aside")
+            rename_durably(saving, target)
+            reach("after_publish")
+            self._published = step
+            folders.remove_hidden(self.folder, "replaced")
+            reach("after_cleanup")
+
+        self._writing(publish, need=len(data))
+
+    def _writing(self, action: Callable[[], T], *, need: int | None = None) -> T:
+        """Change something on the disk: only while the lock is ours, and a failure is a WriteError."""
+        try:
+            if self._lock:
+                self._lock.check()
+            return action()
+        except OSError as error:
+            raise write_failure(self.folder, error, need=need) from None
+
+
+def open_together(path: Path, comm: Comm) -> Reader:
+    """Open a checkpoint on every rank, or raise on every rank."""
+    opened: list[Reader] = []
+    try:
+        together(comm, lambda: opened.append(Reader(path)))
+    except CheckpointError:
+        for reader in opened:
+            reader.close()
+        raise
+    return opened[0]
+
+
+def _collect(entries: list[dict[str, Any]]) -> tuple[tuple[StoredFile, ...], dict[str, StoredTensor]]:
+    """The files and tensors of all ranks' entries. The pieces of a tensor must agree and hold each element once."""
+    files: list[StoredFile] = []
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    for rank, entry in enumerate(entries):
+        if entry["crc32"]:
+            files.append(StoredFile(file_name(rank), entry["bytes"], tuple(entry["crc32"])))
+        for name, dtype, shape, offset, start, extent in entry["pieces"]:
+            kind = (dtype, tuple(shape))
+            assert kinds.setdefault(name, kind) == kind, f"{name}: rank {rank} says {kind}, another says {kinds[name]}"
+            own = pieces.setdefault(name, [])
+            if offset is not None:
+                own.append(StoredPiece(len(files) - 1, offset, tuple(start), tuple(extent)))
+    for name, (_, shape) in kinds.items():
+        rectangles = [Rectangle(p.start, p.shape) for p in pieces[name]]
+        clash = overlapping(rectangles)
+        assert clash is None, f"{name}: two saved pieces overlap: {clash and [*map(str, clash)]}"
+        if sum(r.numel for r in rectangles) != Rectangle((0,) * len(shape), shape).numel:
+            missing = uncovered(Rectangle((0,) * len(shape), shape), rectangles)
+            raise AssertionError(f"{name}: no piece holds {missing[0]} of shape {list(shape)}")
+    return tuple(files), {name: StoredTensor(*kinds[name], tuple(pieces[name])) for name in kinds}

@@ -1,0 +1,170 @@
+"""Is a checkpoint on disk what its manifest says? Torch-free."""
+
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaspec.checkpoint.files import UnreadableError, open_folder, open_regular, pread_into, read_failure, read_limited
+from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, Manifest, NewerFormatError, StoredFile, decode
+from megaspec.core.errors import CheckpointError
+
+MOST_PROBLEMS = 8
+
+
+def worker_threads() -> int:
+    """How many threads read, write and check at once: the cores that this process may use, at most 8."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises CheckpointError; UnreadableError when it may still be whole."""
+    fd = open_folder(folder)
+    try:
+        return read_manifest_at(folder, fd)
+    finally:
+        os.close(fd)
+
+
+def read_manifest_at(folder: Path, folder_fd: int) -> Manifest:
+    """As read_manifest, of a folder that is open; `folder` names it in errors."""
+    data = read_limited(folder, folder_fd, MANIFEST, limit=MANIFEST_LIMIT)
+    try:
+        return decode(data, str(folder / MANIFEST))
+    except NewerFormatError as error:
+        raise UnreadableError(str(error)) from None
+
+
+def open_stored(folder: Path, folder_fd: int, file: StoredFile) -> int:
+    """A descriptor of a stored file. Raises CheckpointError when it is missing, no file, or of another size."""
+    try:
+        fd = open_regular(folder, folder_fd, file.name)
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, expected {file.bytes} bytes") from None
+    size = os.fstat(fd).st_size
+    if size != file.bytes:
+        os.close(fd)
+        raise CheckpointError(f"{folder / file.name}: expected {file.bytes} bytes, found {size}")
+    return fd
+
+
+def read_chunk(fd: int, path: Path, file: StoredFile, index: int, chunk_bytes: int, out: memoryview) -> None:
+    """Read chunk `index` into `out`, which has its size, and check it. Raises CheckpointError."""
+    offset = index * chunk_bytes
+    try:
+        count = pread_into(fd, out, offset)
+    except OSError as error:
+        raise read_failure(path, error) from None
+    if count != len(out):
+        raise CheckpointError(f"{path}: expected {file.bytes} bytes, found {offset + count}")
+    found = zlib.crc32(out)
+    if found != file.crc32[index]:
+        raise CheckpointError(
+            f"{path}: bytes {offset} to {offset + len(out)}: crc32 expected {file.crc32[index]:08x}, found {found:08x}"
+        )
+
+
+def chunk_length(file: StoredFile, index: int, chunk_bytes: int) -> int:
+    """Bytes of a chunk: all have `chunk_bytes` but the last."""
+    return min(chunk_bytes, file.bytes - index * chunk_bytes)
+
+
+@dataclass(frozen=True)
+class _Work:
+    file: StoredFile
+    first: int
+    stop: int
+
+
+def _share(manifest: Manifest, part: int, parts: int) -> list[_Work]:
+    """The chunks, counted over all files, that the part-th of `parts` workers checks."""
+    total = sum(len(f.crc32) for f in manifest.files)
+    low, high = total * part // parts, total * (part + 1) // parts
+    work, before = [], 0
+    for file in manifest.files:
+        first, stop = max(low - before, 0), min(high - before, len(file.crc32))
+        if first < stop:
+            work.append(_Work(file, first, stop))
+        before += len(file.crc32)
+    return work
+
+
+def find_damage(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
+    """Check every byte of this worker's share of the files. Returns what is wrong, a line each, at most MOST_PROBLEMS.
+
+    The shares of `part` = 0 ... parts-1 together are all files. Raises UnreadableError for troubles of this machine.
+    """
+    problems: list[str] = []
+    fd = open_folder(folder)
+    try:
+        with ThreadPoolExecutor(worker_threads()) as pool:
+            for work in _share(manifest, part, parts):
+                problems += _check_file(pool, folder, fd, work, manifest.chunk_bytes)
+                if len(problems) >= MOST_PROBLEMS:
+                    break
+    finally:
+        os.close(fd)
+    return problems[:MOST_PROBLEMS]
+
+
+def _check_file(pool: ThreadPoolExecutor, folder: Path, folder_fd: int, work: _Work, chunk_bytes: int) -> list[str]:
+    try:
+        fd = open_stored(folder, folder_fd, work.file)
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        return [str(error)]
+    path = folder / work.file.name
+
+    def check(chunks: range) -> list[str]:
+        buffer, found = memoryview(bytearray(chunk_bytes)), []
+        for index in chunks:
+            try:
+                read_chunk(
+                    fd, path, work.file, index, chunk_bytes, buffer[: chunk_length(work.file, index, chunk_bytes)]
+                )
+            except UnreadableError:
+                raise
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
+    threads = worker_threads()
+    try:
+        shares: Sequence[range] = [range(work.first + t, work.stop, threads) for t in range(threads)]
+        return [line for lines in pool.map(check, [s for s in shares if s]) for line in lines]
+    finally:
+        os.close(fd)
+
+
+def examine(folder: Path, *, deep: bool) -> tuple[Manifest | None, list[str]]:
+    """A checkpoint's manifest, where it can be read, and what is wrong with the checkpoint.
+
+    `deep` checks every byte; otherwise the manifest and the sizes of the files.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return None, [str(error)]
+    try:
+        return manifest, find_damage(folder, manifest) if deep else _wrong_sizes(folder, manifest)
+    except UnreadableError as error:
+        return manifest, [str(error)]
+
+
+def _wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
+    problems = []
+    fd = open_folder(folder)
+    try:
+        for file in manifest.files:
+            try:
+                os.close(open_stored(folder, fd, file))
+            except CheckpointError as error:
+                problems.append(str(error))
+    finally:
+        os.close(fd)
+    return problems[:MOST_PROBLEMS]
