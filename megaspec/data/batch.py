@@ -21,7 +21,7 @@ class Batch:
     ids: Tensor
     """int64 [B]: place of each sequence in the run's sample order (0 is the first sequence of the run)."""
     documents: Tensor | None = None
-    """int32 [B, T]: number of the document within the sequence that each input belongs to; None without document mask."""
+    """int32 [B, T]: number of the document within the sequence, from 0; None without document mask."""
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device, copied without waiting when the source is pinned."""

@@ -1,0 +1,53 @@
+"""Files that are written whole or not at all."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import WriteError
+
+
+def write_error(path: str | Path, error: OSError, need: int | None = None) -> WriteError:
+    """The error for a failed write: path, cause, and for a full disk what is needed and what is free."""
+    text = f"{path}: can't be written: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        needed = "" if need is None else f", need {need} bytes"
+        text += f"{needed}, free {_free_bytes(Path(path))} bytes; make room or choose another folder"
+    return WriteError(text)
+
+
+def write_atomically(path: Path, chunks: Iterable[Any], *, need: int | None = None) -> None:
+    """Write bytes to a new file beside `path`, bring it to the disk and put it in place.
+
+    Raises WriteError with the path; a file that was there before stays as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise write_error(path, error, need) from error
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a finished file into place and bring the folder entry to the disk."""
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _free_bytes(path: Path) -> int:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -1,0 +1,181 @@
+"""Megatron's data order as arrays: document, sample and shuffle index of one data set, and the index of a blend.
+
+Note "Where a sample begins". The tokens of all documents in the order of the document index are one stream. Sample i
+takes tokens [i·T, i·T + T + 1): inputs and labels overlap by one token. So it begins at the document that holds token
+i·T, which is a search in the running sum of lengths; an empty document holds no token. Only row 0 is (0, 0) whatever
+the first document is.
+
+Note "Blends in lock step". The greedy rule is sequential, but from any nearly balanced state it returns to the same
+path within a few steps. So the range is cut into many chunks which all advance together, each from a guessed state a
+little before its beginning. A chunk whose beginning is not the end of the one before it is made again from that end,
+until all agree: the result is the sequential one, whatever the guesses were.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+INT32_MAX = np.iinfo(np.int32).max
+UINT32_MAX = np.iinfo(np.uint32).max
+# Megatron builds this much more of each data set of a blend than its weight asks for.
+BLEND_SURPLUS = 0.005
+_ROWS = 2**22
+
+
+@dataclass(frozen=True)
+class GptIndices:
+    """The order of one data set."""
+
+    document_index: np.ndarray
+    """int32 [epochs · documents]: documents in the order in which they are read."""
+    sample_index: np.ndarray
+    """int32 or int64 [samples + 1, 2]: place in the document index and token within it at which each sample begins."""
+    shuffle_index: np.ndarray
+    """uint32 or int64 [samples]: row of the sample index that each sample takes."""
+
+
+def split_bounds(split: tuple[float, float, float], n_documents: int) -> tuple[int, int, int, int]:
+    """Bounds of training, validation and test documents: shares of the sum, rounded half to even."""
+    shares = np.array(split, dtype=np.float64)
+    running, bounds = 0.0, [0]
+    for share in (shares / shares.sum()).tolist():
+        running += share
+        bounds.append(round(running * float(n_documents)))
+    return tuple(bounds)
+
+
+def n_epochs(tokens_per_epoch: int, seq_len: int, n_samples: int) -> int:
+    """The fewest passes over the data that hold n_samples sequences and the one token that follows the last."""
+    return max(1, -(-(n_samples * seq_len + 1) // tokens_per_epoch))
+
+
+def gpt_indices(
+    lengths: np.ndarray, documents: np.ndarray, *, seq_len: int, seed: int, n_samples: int | None
+) -> GptIndices:
+    """The order of the given documents, as Megatron's GPTDataset has it.
+
+    lengths: int32, tokens of every document of the file. documents: the numbers of those that are read.
+    n_samples: how many samples are asked for (there will be at least as many); None takes each document once.
+    """
+    per_epoch = int(lengths[documents].sum(dtype=np.int64))
+    assert per_epoch > 0, "no tokens"
+    epochs = 1 if n_samples is None else n_epochs(per_epoch, seq_len, n_samples)
+    before_last = ((epochs - 1) * per_epoch - 1) // seq_len
+    separate = epochs > 1 and n_samples - before_last < int(0.80 * ((per_epoch - 1) // seq_len))
+    random = np.random.RandomState(seed)
+
+    document_index = _document_index(documents, epochs - 1 if separate else epochs, random)
+    if separate:
+        document_index = np.concatenate([document_index, _document_index(documents, 1, random)])
+    sample_index = _sample_index(lengths, document_index, seq_len)
+    total = len(sample_index) - 1
+    shuffle_index = _shuffle_index(before_last if separate else total, total, random)
+    return GptIndices(document_index, sample_index, shuffle_index)
+
+
+def _document_index(documents: np.ndarray, epochs: int, random: np.random.RandomState) -> np.ndarray:
+    index = np.tile(documents.astype(np.int32), epochs)
+    random.shuffle(index)
+    return index
+
+
+def _sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_len: int) -> np.ndarray:
+    ends = np.cumsum(lengths[document_index], dtype=np.int64)
+    n_samples = (int(ends[-1]) - 1) // seq_len
+    largest = max(len(document_index), int(lengths.max()))
+    index = np.zeros((n_samples + 1, 2), dtype=np.int32 if largest <= INT32_MAX else np.int64)
+    for begin in range(1, n_samples + 1, _ROWS):
+        token = np.arange(begin, min(begin + _ROWS, n_samples + 1), dtype=np.int64) * seq_len
+        place = np.searchsorted(ends, token, side="right")
+        index[begin : begin + len(token), 0] = place
+        index[begin : begin + len(token), 1] = token - np.where(place > 0, ends[place - 1], 0)
+    return index
+
+
+def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> np.ndarray:
+    index = np.arange(total, dtype=np.uint32 if total < UINT32_MAX - 1 else np.int64)
+    random.shuffle(index[:first])
+    if first < total:
+        random.shuffle(index[first:])
+    return index
+
+
+def normalized(weights: list[float]) -> list[float]:
+    """Weights divided by their sum."""
+    w = np.array(weights, dtype=np.float64)
+    return (w / np.sum(w)).tolist()
+
+
+def blend_share(weight: float, size: int) -> int:
+    """Samples that Megatron builds of a data set with a normalized weight for `size` samples of the blend."""
+    return ceil(ceil(size * weight) * (1 + BLEND_SURPLUS))
+
+
+def blend_indices(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which data set each of `size` samples comes from, and which of its samples it is.
+
+    At sample n the data set with the largest `weight · max(n, 1) - samples so far` is taken, the first of equals.
+    weights: normalized. Returns int16 [size] and int64 [size].
+    """
+    datasets = _greedy(np.array(weights, dtype=np.float64), size)
+    samples = np.empty(size, dtype=np.int64)
+    for number in range(len(weights)):
+        chosen = np.flatnonzero(datasets == number)
+        samples[chosen] = np.arange(len(chosen))
+    return datasets, samples
+
+
+def _greedy(weights: np.ndarray, size: int) -> np.ndarray:
+    n_chunks = max(1, min(2**14, size // 64))
+    width = -(-size // n_chunks)
+    begins = np.arange(n_chunks, dtype=np.int64) * width
+    warm_up = min(width, 8 * len(weights))
+    out = np.empty((n_chunks, width), dtype=np.int16)
+    counts = _balanced(weights, np.maximum(begins - warm_up, 0))
+    state = _advance(weights, begins - warm_up, counts, warm_up, None)
+    state[:, 0] = 0
+    todo = np.arange(n_chunks)
+    ends = np.empty_like(state)
+    while len(todo):
+        made = np.empty((len(todo), width), dtype=np.int16)
+        ends[:, todo] = _advance(weights, begins[todo], state[:, todo].copy(), width, made)
+        out[todo] = made
+        differs = (state[:, 1:] != ends[:, :-1]).any(axis=0)
+        todo = np.flatnonzero(differs) + 1
+        state[:, todo] = ends[:, todo - 1]
+    return out.reshape(-1)[:size]
+
+
+def _balanced(weights: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """int64 [K, chunks]: counts near `weights · at` that sum to `at`."""
+    ideal = weights[:, None] * at
+    counts = np.floor(ideal).astype(np.int64)
+    missing = at - counts.sum(axis=0)
+    rank = np.argsort(np.argsort(counts - ideal, axis=0, kind="stable"), axis=0, kind="stable")
+    return counts + (rank < missing)
+
+
+def _advance(
+    weights: np.ndarray, begins: np.ndarray, counts: np.ndarray, n_steps: int, out: np.ndarray | None
+) -> np.ndarray:
+    """The counts after n_steps of the greedy rule in every chunk; `out[chunk, step]` gets the choices."""
+    counts = counts.astype(np.float64)  # exact up to 2^53
+    columns = np.arange(counts.shape[1])
+    block = np.empty((64, counts.shape[1]), dtype=np.int16)
+    for step in range(n_steps):
+        at = np.maximum(begins + step, 1).astype(np.float64)
+        largest = weights[0] * at - counts[0]
+        choice = np.zeros(len(columns), dtype=np.int16)
+        for number in range(1, len(weights)):
+            error = weights[number] * at - counts[number]
+            better = error > largest
+            choice[better] = number
+            np.maximum(largest, error, out=largest)
+        counts[choice, columns] += 1
+        if out is not None:
+            block[step % 64] = choice
+            if step % 64 == 63 or step == n_steps - 1:
+                first = step - step % 64
+                out[:, first : step + 1] = block[: step + 1 - first].T
+    return counts.astype(np.int64)

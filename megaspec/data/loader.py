@@ -1,0 +1,196 @@
+"""From sources to batches on the device, read ahead by a thread.
+
+Note "The same order on any layout". Step s takes the positions [consumed(s), consumed(s + 1)). Micro batch j of data
+rank r takes `first + (j · dp_size + r) · micro_batch` and the micro_batch - 1 after it, so together the ranks read the
+step's range from front to back whatever dp_size and micro_batch are.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+import numpy as np
+import torch
+
+from megaspec.data.batch import Batch
+from megaspec.data.indexed_source import IndexedSource
+from megaspec.data.random import RandomSource
+from megaspec.data.source import Sample, Source
+from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, SyntheticSpec
+from megaspec.data.synthetic import SyntheticSource
+
+Split = Literal["train", "valid", "test"]
+
+SOURCES: dict[type[DataSpec], Callable[..., Source]] = {
+    IndexedSpec: IndexedSource,
+    SyntheticSpec: lambda spec, *, vocab_size, **rest: SyntheticSource(spec, **rest),
+    RandomSpec: lambda spec, *, vocab_size, **rest: RandomSource(spec, **rest),
+}
+
+
+class Schedule(Protocol):
+    """The global batch over the steps, in sequences (megaspec.train.batch_schedule)."""
+
+    def batch(self, step: int) -> int: ...
+
+    def consumed(self, step: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank needs for one optimizer step."""
+
+    micro_batches: list[Batch]
+    """On the device, in the order in which they are run."""
+    ids: tuple[int, int]
+    """First position and number of the sequences that all ranks together take in this step."""
+
+
+def open_source(data_spec: DataSpec, *, split: Split, seed: int, segments: tuple[int, ...], vocab_size: int) -> Source:
+    """The source that a data spec describes.
+
+    segments: sequences of each stretch of the training order. vocab_size: token ids must be below it.
+    Raises DataError for files that are missing, damaged or don't fit the vocabulary, WriteError for the index cache.
+    """
+    made = getattr(data_spec, "vocab_size", None)
+    assert made is None or made <= vocab_size, f"data.vocab_size={made} exceeds model.vocab_size={vocab_size}"
+    return SOURCES[type(data_spec)](data_spec, split=split, seed=seed, segments=segments, vocab_size=vocab_size)
+
+
+class Loader:
+    """Batches of one data rank for steps start_step ... start_step + steps - 1, `prefetch` steps read ahead.
+
+    Iterating yields a StepBatch a step. An error of the reading thread is raised where the batch is asked for. Close
+    it, or use it as a context manager, to stop the thread early.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        schedule: Schedule,
+        *,
+        start_step: int,
+        steps: int,
+        micro_batch: int,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+        prefetch: int = 2,
+        document_mask: bool = False,
+    ):
+        self._source, self._schedule = source, schedule
+        self._micro_batch, self._dp_rank, self._dp_size = micro_batch, dp_rank, dp_size
+        self._device, self._document_mask = torch.device(device), document_mask
+        self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._read_ahead, args=(range(start_step, start_step + steps),), name="loader", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        while True:
+            item = self._queue.get() if not self._stopping.is_set() else None
+            if isinstance(item, BaseException):
+                self.close()
+                raise item
+            if item is None:
+                self.close()
+                return
+            yield StepBatch([batch.to(self._device) for batch in item.micro_batches], item.ids)
+
+    def close(self) -> None:
+        """Stop the thread and drop what it read ahead. May be called more than once."""
+        self._stopping.set()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_ahead(self, steps: range) -> None:
+        try:
+            for step in steps:
+                if not self._put(self._step(step)):
+                    return
+            self._put(None)
+        # Whatever it is, the consumer has to get it: a silent thread would leave it waiting for ever.
+        except BaseException as error:  # noqa: BLE001
+            self._put(error)
+
+    def _put(self, item: StepBatch | BaseException | None) -> bool:
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def _step(self, step: int) -> StepBatch:
+        first, count = self._schedule.consumed(step), self._schedule.batch(step)
+        n_micro, rest = divmod(count, self._micro_batch * self._dp_size)
+        assert rest == 0, f"global batch {count} is no multiple of {self._micro_batch} · {self._dp_size}"
+        begins = [first + (j * self._dp_size + self._dp_rank) * self._micro_batch for j in range(n_micro)]
+        batches = [
+            read_batch(self._source, list(range(b, b + self._micro_batch)), document_mask=self._document_mask)
+            for b in begins
+        ]
+        if self._device.type == "cuda":
+            batches = [pinned(batch) for batch in batches]
+        return StepBatch(batches, (first, count))
+
+
+def eval_batches(
+    source: Source,
+    samples: int,
+    *,
+    micro_batch: int,
+    dp_rank: int,
+    dp_size: int,
+    device: torch.device,
+    document_mask: bool = False,
+) -> Iterator[Batch]:
+    """This rank's part of the first `samples` evaluation sequences.
+
+    Every rank yields the same number of micro batches of the same shape; rows past the last sample have a mask that is
+    False throughout and the id -1.
+    """
+    device = torch.device(device)
+    for begin in range(0, samples, micro_batch * dp_size):
+        first = begin + dp_rank * micro_batch
+        positions = [p if p < samples else -1 for p in range(first, first + micro_batch)]
+        batch = read_batch(source, positions, document_mask=document_mask)
+        yield (pinned(batch) if device.type == "cuda" else batch).to(device)
+
+
+def read_batch(source: Source, positions: list[int], *, document_mask: bool) -> Batch:
+    """The sequences at some positions as one batch on the CPU. Position -1: a row that counts nothing."""
+    samples = [source.read(max(position, 0)) for position in positions]
+    tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
+    mask = np.stack([sample.mask & (position >= 0) for sample, position in zip(samples, positions, strict=True)])
+    return Batch(
+        tokens=tokens[:, :-1].contiguous(),
+        labels=tokens[:, 1:].contiguous(),
+        mask=torch.from_numpy(mask),
+        ids=torch.tensor(positions, dtype=torch.int64),
+        documents=_documents(samples) if document_mask else None,
+    )
+
+
+def pinned(batch: Batch) -> Batch:
+    """The same batch in page-locked memory, from which a GPU copies without the CPU waiting."""
+    return Batch(**{name: None if value is None else value.pin_memory() for name, value in vars(batch).items()})
+
+
+def _documents(samples: list[Sample]) -> torch.Tensor:
+    return torch.from_numpy(np.stack([sample.documents for sample in samples]))
