@@ -124,6 +124,13 @@ class RunLock:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
+    @classmethod
+    def held(cls, run_dir: Path | str, token: int) -> Self:
+        """The lock of a run that this process's launcher holds under `token`: to `check`, not to release."""
+        lock = cls(run_dir)
+        lock._token, lock._record = token, lock._read(f"{token:08d}.json")
+        return lock
+
     @property
     def token(self) -> int:
         """The fencing token: higher than that of every earlier holder. 0 while the lock is not held."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from megaspec.data.batch import Batch
 from megaspec.nn.dropout import Noise
 from megaspec.optim.norm import global_norm, local_norms
+from megaspec.precision.scaler import LossScaler
 from megaspec.runtime.build import Built
 
 
@@ -33,14 +34,15 @@ class StepResult:
     """Ranks that want the run to stop after this step."""
 
 
-def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, loss_scale: float) -> Tensor:
+def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, loss_scale: Tensor) -> Tensor:
     """Adds the gradients of all micro batches to the buckets. -> this rank's share of the mean loss.
 
-    `tokens`: valid tokens of the global batch, a scalar.
+    `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars.
     """
     built.buckets.start_step()
     wide = torch.promote_types(next(iter(built.parameters.values())).dtype, torch.float32)
-    weight = loss_scale / tokens.clamp(min=1).to(wide)
+    loss_scale = loss_scale.to(wide)
+    weight = loss_scale / tokens.clamp(min=1)
     total = torch.zeros((), dtype=wide, device=built.device)
     for i, batch in enumerate(batches):
         built.buckets.start_backward(last=i == len(batches) - 1)
@@ -74,16 +76,16 @@ def train_step(
     *,
     lr: float,
     weight_decay: float,
-    loss_scale: float = 1.0,
+    scaler: LossScaler,
     stop: bool = False,
 ) -> StepResult:
     """One step on this rank's micro batches. The host reads nothing back."""
     tokens, stop_count = count_tokens(built, batches, stop=stop)
-    local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
+    local = forward_backward(built, batches, tokens=tokens, loss_scale=scaler.scale)
     norms = local_norms(built.buckets.gradients, built.layouts)
     scaled_norm = global_norm(norms, built.mesh.group("tp"))
-    norm = scaled_norm / loss_scale
-    divide_by = torch.full_like(norm, loss_scale)
+    norm = scaled_norm / scaler.scale
+    divide_by = scaler.scale.clone()
     if built.spec.optim.clip is not None:
         divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
     skip = (~torch.isfinite(norm)).to(torch.float32)
@@ -91,6 +93,7 @@ def train_step(
     built.optimizer.update(
         built.buckets.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(wide), skip=skip
     )
+    scaler.update(skip)
     loss = local.clone()
     if built.mesh.group("dp") is not None:
         dist.all_reduce(loss, group=built.mesh.group("dp"))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megaspec.data.batch import Batch
 from megaspec.parallelism.mesh import Mesh
+from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import build, initialise
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
@@ -83,6 +84,7 @@ def main() -> None:
     mesh = Mesh({"tp": args.tp, "dp_replicate": world // args.tp}, rank=rank, device=device)
     built = build(spec, mesh=mesh)
     initialise(built)
+    scaler = build_scaler(spec.precision, device=device)
     generator = torch.Generator(device=device).manual_seed(7 + mesh.index("dp"))
     pool = [
         torch.randint(0, spec.model.vocab_size, (args.mbs, args.seq + 1), device=device, generator=generator)
@@ -94,7 +96,7 @@ def main() -> None:
 
     def step(i: int):
         parts = [batches[(i * args.accum + j) % len(batches)] for j in range(args.accum)]
-        return train_step(built, parts, lr=1e-4, weight_decay=0.1)
+        return train_step(built, parts, lr=1e-4, weight_decay=0.1, scaler=scaler)
 
     times, losses = [], []
     for i in range(args.warmup + args.steps):

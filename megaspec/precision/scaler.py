@@ -1,0 +1,81 @@
+"""Dynamic loss scale for fp16, decided on the device: the host reads nothing back during a step."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaspec.precision.spec import Fp16Precision, PrecisionSpec
+
+
+class LossScaler:
+    """No scale: bf16 and wider formats have the range of fp32."""
+
+    may_skip = False
+    """Whether a step with a non-finite gradient is skipped and the run goes on."""
+
+    def __init__(self, *, device: torch.device):
+        self.scale = torch.ones((), dtype=torch.float64, device=device)
+        """The factor on the loss, a float64 scalar."""
+
+    def update(self, skipped: Tensor) -> None:
+        """Takes note of a step: `skipped` is a scalar, 1 when its gradient was not finite."""
+
+    def at_floor(self) -> bool:
+        """Whether a non-finite gradient can't be cured by a smaller scale. Waits for the device."""
+        return True
+
+    def state(self) -> dict[str, Any] | None:
+        """As JSON; None without a scale. Waits for the device."""
+        return None
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """The inverse of `state`."""
+
+
+class DynamicLossScaler(LossScaler):
+    """Halves the scale after `hysteresis` non-finite steps, doubles it after `growth_interval` finite ones in a row."""
+
+    may_skip = True
+
+    def __init__(self, spec: Fp16Precision, *, device: torch.device):
+        super().__init__(device=device)
+        self._spec = spec
+        self.scale.fill_(spec.initial_scale)
+        self._finite_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._forgiven_left = torch.full((), spec.hysteresis, dtype=torch.int64, device=device)
+
+    def update(self, skipped: Tensor) -> None:
+        bad = skipped > 0
+        spec = self._spec
+        self._finite_in_row.copy_(torch.where(bad, 0, self._finite_in_row + 1))
+        self._forgiven_left.copy_(torch.where(bad, self._forgiven_left - 1, self._forgiven_left))
+        lower = bad & (self._forgiven_left <= 0)
+        raise_ = self._finite_in_row >= spec.growth_interval
+        self.scale.copy_(torch.where(lower, (self.scale / 2).clamp(min=spec.min_scale), self.scale))
+        self.scale.copy_(torch.where(raise_, self.scale * 2, self.scale))
+        self._forgiven_left.copy_(torch.where(raise_, spec.hysteresis, self._forgiven_left))
+        self._finite_in_row.copy_(torch.where(raise_, 0, self._finite_in_row))
+
+    def at_floor(self) -> bool:
+        return float(self.scale) <= self._spec.min_scale
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "scale": float(self.scale),
+            "finite_in_row": int(self._finite_in_row),
+            "forgiven_left": int(self._forgiven_left),
+        }
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        if state is not None:
+            self.scale.fill_(state["scale"])
+            self._finite_in_row.fill_(state["finite_in_row"])
+            self._forgiven_left.fill_(state["forgiven_left"])
+
+
+def build_scaler(spec: PrecisionSpec, *, device: torch.device) -> LossScaler:
+    """The scaler that a precision needs."""
+    if isinstance(spec, Fp16Precision):
+        return DynamicLossScaler(spec, device=device)
+    return LossScaler(device=device)

@@ -1,0 +1,254 @@
+"""The one training loop: steps, evaluation, checkpoints, and stopping when asked."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaspec.checkpoint.comm import Comm
+from megaspec.checkpoint.store import Store
+from megaspec.core.errors import NonFiniteError, Preempted
+from megaspec.core.faults import reach
+from megaspec.data.loader import Loader, Source, StepBatch, eval_batches, open_source
+from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepDone
+from megaspec.optim.schedule import learning_rate, weight_decay
+from megaspec.precision.scaler import LossScaler, build_scaler
+from megaspec.runtime.build import Built, initialise
+from megaspec.runtime.generate import generate
+from megaspec.runtime.state import load, pieces_of, progress
+from megaspec.runtime.step import StepResult, evaluate, train_step
+from megaspec.train.batch_schedule import BatchSchedule
+
+
+class StopRequest:
+    """Set by a signal handler, read between steps."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def ask(self, *_: object) -> None:
+        """A signal handler."""
+        self.asked = True
+
+
+@dataclass
+class Run:
+    """One rank's run. `emit` takes events; on other ranks than 0 it drops them."""
+
+    built: Built
+    run_dir: Path
+    store: Store
+    comm: Comm
+    stop: StopRequest
+    emit: Callable[[Event], None]
+    step: int = 0
+    tokens: int = 0
+    last_saved: int = -1
+    scaler: LossScaler = field(init=False)
+    schedule: BatchSchedule = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
+        self.schedule = BatchSchedule(self.built.spec.train)
+
+    def start(self) -> None:
+        """Goes on from the newest good checkpoint, or starts the weights from the seed."""
+        reader = self.store.newest_good(self.comm)
+        if reader is None:
+            initialise(self.built)
+            return
+        with reader:
+            load(self.built, reader)
+            self.step, self.tokens = reader.state["step"], reader.state["tokens"]
+            self.scaler.load_state(reader.state["loss_scale"])
+            self.last_saved = self.step
+
+    def train(self) -> None:
+        """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
+        spec = self.built.spec
+        source = self._source("train")
+        loader = Loader(
+            source,
+            self.schedule,
+            start_step=self.step,
+            steps=spec.train.steps,
+            micro_batch=spec.train.micro_batch,
+            dp_rank=self.built.mesh.index("dp"),
+            dp_size=self.built.mesh.size("dp"),
+            device=self.built.device,
+            document_mask=spec.data.document_mask,
+        )
+        clock = time.perf_counter()
+        pending: list[tuple[int, StepBatch, StepResult]] = []
+        # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
+        lag = 1 if self.built.device.type == "cuda" else 0
+        try:
+            for batch in loader:
+                result = self._one_step(batch)
+                self.step += 1
+                pending.append((self.step, batch, result))
+                at_rest = self._wants_rest()
+                stop = False
+                while len(pending) > (0 if at_rest else lag):
+                    now = time.perf_counter()
+                    stop = self._report(*pending.pop(0), seconds=now - clock) or stop
+                    clock = now
+                if stop:
+                    while pending:
+                        self._report(*pending.pop(0), seconds=0.0)
+                    self._save()
+                    raise Preempted(f"stopped after step {self.step} and saved; megaspec resume {self.run_dir} goes on")
+                if self._due(spec.train.eval_every):
+                    self._evaluate()
+                if self._due(spec.checkpoint.every) or self.step == spec.train.steps:
+                    self._save()
+                if at_rest:
+                    clock = time.perf_counter()
+        finally:
+            loader.close()
+        self._sample()
+
+    def _one_step(self, batch: StepBatch) -> StepResult:
+        spec = self.built.spec
+        reach("step")
+        return train_step(
+            self.built,
+            batch.micro_batches,
+            lr=learning_rate(spec.optim.schedule, spec.optim.lr, self.step + 1),
+            weight_decay=weight_decay(spec.optim, self.step + 1),
+            scaler=self.scaler,
+            stop=self.stop.asked,
+        )
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _wants_rest(self) -> bool:
+        """Whether the host has to have seen everything before it goes on."""
+        spec = self.built.spec
+        return (
+            self._due(spec.train.eval_every)
+            or self._due(spec.checkpoint.every)
+            or self.step == spec.train.steps
+        )
+
+    def _report(self, step: int, batch: StepBatch, result: StepResult, *, seconds: float) -> bool:
+        """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
+        numbers = torch.stack(
+            [x.to(torch.float64) for x in (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop)]
+        ).tolist()
+        loss, norm, tokens, skipped, stop = numbers
+        self.tokens += int(tokens)
+        finite = torch.isfinite(torch.tensor([loss, norm])).tolist()
+        curable = self.scaler.may_skip and not self.scaler.at_floor()
+        if not all(finite) and not curable:
+            self._explain_non_finite(step, loss, norm, result)
+        spec = self.built.spec
+        event = StepDone(
+            step=step,
+            steps=spec.train.steps,
+            loss=loss,
+            lr=learning_rate(spec.optim.schedule, spec.optim.lr, step),
+            grad_norm=norm,
+            tokens=int(tokens),
+            samples=self.schedule.consumed(step),
+            first_sample=batch.ids[0],
+            skipped=bool(skipped),
+            loss_scale=float(self.scaler.scale) if self.scaler.may_skip else None,
+            seconds=seconds,
+            sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
+            memory_bytes=torch.cuda.max_memory_allocated(self.built.device) if self.built.device.type == "cuda" else None,
+        )
+        self.emit(event)
+        return stop > 0
+
+    def _explain_non_finite(self, step: int, loss: float, norm: float, result: StepResult) -> None:
+        """Raises NonFiniteError with what, where and which rank; all ranks come here together."""
+        bad = (~torch.isfinite(result.norms)).nonzero().flatten().tolist()
+        name = list(self.built.parameters)[bad[0]] if bad else ""
+        local = float(result.local_loss)
+        reports = self.comm.gather([str(local), name])
+        ranks = [i for i, (value, _) in enumerate(reports) if value in ("nan", "inf", "-inf")]
+        names = sorted({n for _, n in reports if n})
+        what = f"loss={loss}" if ranks else f"gradient norm={norm}"
+        where = f"on rank {', '.join(map(str, ranks))} of {len(reports)}" if ranks else f"in the gradient of {names[0]}"
+        raise NonFiniteError(
+            f"step {step}: {what} is not finite, first seen {where}"
+            + (f"; gradient of {names[0]}" if ranks and names else "")
+            + f"; the update was not applied. Lower optim.lr={self.built.spec.optim.lr}, lengthen the warm-up, or look "
+            f"at samples {self.schedule.consumed(step - 1)} to {self.schedule.consumed(step) - 1}"
+        )
+
+    def _evaluate(self) -> None:
+        spec = self.built.spec
+        start = time.perf_counter()
+        source = self._source("valid")
+        self.built.model.eval()
+        batches = eval_batches(
+            source,
+            spec.train.eval_samples,
+            micro_batch=spec.train.micro_batch,
+            dp_rank=self.built.mesh.index("dp"),
+            dp_size=self.built.mesh.size("dp"),
+            device=self.built.device,
+            document_mask=spec.data.document_mask,
+        )
+        reach("evaluate")
+        loss = float(evaluate(self.built, batches))
+        self.built.model.train()
+        self.emit(EvalDone(step=self.step, split="valid", loss=loss, seconds=time.perf_counter() - start))
+
+    def _save(self) -> None:
+        if self.last_saved == self.step:
+            return
+        spec = self.built.spec
+        start = time.perf_counter()
+        state = progress(
+            self.built,
+            step=self.step,
+            samples=self.schedule.consumed(self.step),
+            tokens=self.tokens,
+            scaler=self.scaler.state(),
+        )
+        path = self.store.save(
+            self.step, pieces_of(self.built), spec=spec.model_dump(mode="json"), state=state, comm=self.comm
+        )
+        self.last_saved = self.step
+        if self.comm.rank == 0:
+            self.store.prune(spec.checkpoint.keep)
+        self.emit(CheckpointSaved(step=self.step, path=str(path), seconds=time.perf_counter() - start))
+
+    def _sample(self) -> None:
+        """Writes a text at the end of a run, where the recipe asks for one and the data have a tokenizer."""
+        spec = self.built.spec
+        if spec.train.sample is None or spec.train.sample.tokens == 0:
+            return
+        tokenizer = self._tokenizer()
+        if tokenizer is None:
+            return
+        written = generate(
+            self.built.model,
+            tokenizer.encode(spec.train.sample.prompt),
+            tokens=spec.train.sample.tokens,
+            temperature=spec.train.sample.temperature,
+            seed=spec.train.seed,
+            max_seq_len=spec.data.seq_len,
+            device=self.built.device,
+            end=tokenizer.eod,
+            multiple=spec.parallelism.tp,
+        )
+        self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=tokenizer.decode(written)))
+
+    def _source(self, split: str) -> Source:
+        spec = self.built.spec
+        return open_source(
+            spec.data,
+            split=split,
+            seed=spec.data.seed,
+            segments=spec.segments,
+            vocab_size=spec.model.vocab_size,
+        )

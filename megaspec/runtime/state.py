@@ -1,0 +1,117 @@
+"""What a checkpoint of a run holds, in global names: the layout that wrote it does not matter to the one that reads it.
+
+  model/<name>          master weights
+  optim/<kind>/<name>   optimizer state
+  rng/<generator>/<rank> random generators that user code may draw from, as bytes
+"""
+
+import zlib
+from typing import Any
+
+import torch
+
+from megaspec.checkpoint.reader import Reader
+from megaspec.checkpoint.store import SavedPiece
+from megaspec.core.errors import CheckpointError
+from megaspec.runtime.build import Built
+
+
+def tensors_of(built: Built) -> dict[str, tuple[str, torch.Tensor]]:
+    """Stored name -> (parameter, tensor of its local shape): everything that has the parameter's layout."""
+    found = {f"model/{name}": (name, master) for name, master in built.optimizer.masters.items()}
+    for kind, tensors in built.optimizer.state().items():
+        found |= {f"optim/{kind}/{name}": (name, tensor) for name, tensor in tensors.items()}
+    return found
+
+
+def pieces_of(built: Built) -> list[SavedPiece]:
+    """What this rank writes: its first copies, shared out among the data-parallel ranks, and its own generators."""
+    dp, dp_rank = built.mesh.size("dp"), built.mesh.index("dp")
+    pieces = []
+    for stored, (name, tensor) in tensors_of(built).items():
+        if zlib.crc32(stored.encode()) % dp != dp_rank:
+            continue
+        layout = built.layouts[name]
+        for piece in layout.pieces:
+            if piece.replica == 0:
+                pieces.append(SavedPiece(stored, layout.shape, piece.global_start, tensor[piece.local_slices]))
+    for name, state in generators(built).items():
+        pieces.append(SavedPiece(f"rng/{name}/{built.mesh.rank}", tuple(state.shape), (0,), state))
+    return pieces
+
+
+def generators(built: Built) -> dict[str, torch.Tensor]:
+    """The state of each random generator as uint8. The training step draws from none of them."""
+    states = {"cpu": torch.get_rng_state()}
+    if built.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(built.device)
+    return states
+
+
+@torch.no_grad()
+def load(built: Built, reader: Reader) -> None:
+    """Fills weights and optimizer state from a checkpoint of any layout.
+
+    Raises CheckpointError for a parameter that is missing, of another shape, or that this model does not have.
+    """
+    wanted = tensors_of(built)
+    shapes = {stored: built.layouts[name].shape for stored, (name, _) in wanted.items()}
+    check_names(reader, shapes)
+    for stored, (name, tensor) in wanted.items():
+        for piece in built.layouts[name].pieces:
+            tensor[piece.local_slices] = reader.read(stored, piece.global_start, piece.shape).to(tensor.device)
+        zero_padding_(tensor, built, name)
+    built.optimizer.updates = reader.state["optimizer_updates"]
+    built.optimizer.write_back()
+    for name, state in generators(built).items():
+        stored = f"rng/{name}/{built.mesh.rank}"
+        if stored in reader:
+            state = reader.read(stored)
+            if name == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, built.device)
+
+
+@torch.no_grad()
+def load_weights(built: Built, reader: Reader) -> None:
+    """Fills the weights alone, for evaluation and generation."""
+    shapes = {f"model/{name}": built.layouts[name].shape for name in built.parameters}
+    check_names(reader, shapes, within="model/")
+    for name, master in built.optimizer.masters.items():
+        for piece in built.layouts[name].pieces:
+            master[piece.local_slices] = reader.read(f"model/{name}", piece.global_start, piece.shape).to(master.device)
+        zero_padding_(master, built, name)
+    built.optimizer.write_back()
+
+
+def check_names(reader: Reader, shapes: dict[str, tuple[int, ...]], *, within: str = "") -> None:
+    """Every tensor that is wanted is there in its shape, and none is left over."""
+    stored = {n for n in reader.names() if n.startswith(within or ("model/", "optim/"))}
+    for name, shape in shapes.items():
+        if name not in stored:
+            raise CheckpointError(f"{reader.path}: holds no {name}; it was written by another model or optimizer")
+        if reader.shape(name) != shape:
+            raise CheckpointError(f"{reader.path}: {name} has shape {list(reader.shape(name))}, this run has {list(shape)}")
+    extra = sorted(stored - shapes.keys())
+    if extra:
+        raise CheckpointError(f"{reader.path}: {extra[0]} and {len(extra) - 1} more belong to no parameter of this run")
+
+
+def zero_padding_(tensor: torch.Tensor, built: Built, name: str) -> None:
+    """Zeroes what no piece covers: rows that pad the vocabulary."""
+    layout = built.layouts[name]
+    covered = sum(p.shape[0] for p in layout.pieces)
+    if covered < layout.local_shape[0]:
+        tensor[covered:] = 0
+
+
+def progress(built: Built, *, step: int, samples: int, tokens: int, scaler: dict[str, Any] | None) -> dict[str, Any]:
+    """The JSON beside the tensors: where the run is."""
+    return {
+        "step": step,
+        "samples": samples,
+        "tokens": tokens,
+        "optimizer_updates": built.optimizer.updates,
+        "loss_scale": scaler,
+    }
