@@ -1,0 +1,272 @@
+"""Ranks as processes of this machine: start, watch, stop, start again. Never imports torch."""
+
+import os
+import selectors
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import WriteError
+from megaspec_launchers.outcome import INTERNAL, PREEMPTED, WORTH_ANOTHER_ATTEMPT, Outcome, RankEnd, judge
+from megaspec_launchers.rank_factory import RankFactory, ServerGone
+from megaspec_launchers.signals import StopRequests
+
+ENTRY = "megaspec.runtime.rank:main"
+# How long ranks may go on after another rank has failed: they can't finish a step without it.
+AFTER_FAILURE_SECONDS = 5.0
+# Between the request to write stacks and the kill.
+STACKS_SECONDS = 0.3
+STDOUT, STDERR = 1, 2
+TAIL_BYTES = 2000
+
+
+def launch(
+    run_dir: str,
+    *,
+    ranks: int,
+    entry: str = ENTRY,
+    max_restarts: int = 0,
+    grace_seconds: float = 30.0,
+    timeout_seconds: float = 600.0,
+    arguments: dict[str, Any] | None = None,
+    factory: RankFactory | None = None,
+) -> int:
+    """Runs `ranks` processes until all have ended. -> the exit code of the run (core/errors.py).
+
+    Each rank is a call `entry(run_dir, rank=, world_size=, local_rank=, attempt=, store=, timeout_seconds=,
+    **arguments)` that returns an exit code; `entry` is "module:function", `arguments` plain JSON data, `store` a
+    FileRendezvous that no other attempt has seen. Rank 0 writes to this terminal, its stderr also to
+    run_dir/logs/rank-0.log; the others write to run_dir/logs/rank-N.log.
+
+    SIGTERM, SIGINT or SIGHUP here reaches every rank once, as SIGTERM. Ranks that still run `grace_seconds` later, or
+    when a second signal comes, are killed. When a rank fails, the others are stopped; when the failure is one that
+    another attempt may not meet, ranks are started again, at most `max_restarts` times. Once the first rank has ended
+    well, the others have `timeout_seconds`. Ranks never outlive this process.
+
+    `factory`: where ranks come from, when several launches share one; it is left open. Call in the main thread.
+    WriteError: the log files can't be made.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
+    own = RankFactory(("torch", entry.partition(":")[0]), threads=threads) if factory is None else None
+    try:
+        with StopRequests() as stop, tempfile.TemporaryDirectory(prefix="megaspec-") as meeting:
+            for attempt in range(max_restarts + 1):
+                keywords = {
+                    "world_size": ranks,
+                    "attempt": attempt,
+                    "store": {"path": os.path.join(meeting, f"attempt-{attempt}")},
+                    "timeout_seconds": timeout_seconds,
+                    **(arguments or {}),
+                }
+                one = _Attempt(run_dir, entry, keywords, factory or own, stop, grace_seconds, timeout_seconds)
+                outcome = one.run()
+                if outcome.cause is not None:
+                    _tell_cause(run_dir, outcome, ranks)
+                if outcome.code not in WORTH_ANOTHER_ATTEMPT or stop.count:
+                    break
+                if attempt < max_restarts:
+                    _say(f"starting again, restart {attempt + 1} of {max_restarts}")
+            return outcome.code
+    finally:
+        if own is not None:
+            own.close()
+
+
+@dataclass
+class _Rank:
+    rank: int
+    pid: int
+    killed: bool = False
+
+
+@dataclass
+class _Attempt:
+    """One life of all ranks. Waits in one selector for the server, for signals and for what rank 0 says."""
+
+    run_dir: str
+    entry: str
+    keywords: dict[str, Any]
+    factory: RankFactory
+    stop: StopRequests
+    grace_seconds: float
+    timeout_seconds: float
+    running: dict[int, _Rank] = field(default_factory=dict)
+    ends: list[RankEnd] = field(default_factory=list)
+    stopping: int = 0
+    deadline: float = float("inf")
+    stacks_asked: bool = False
+
+    def run(self) -> Outcome:
+        if self.stop.count:
+            return self._not_started()
+        logs = _open_logs(self.run_dir, self.keywords["world_size"])
+        pipe, stderr = os.pipe()
+        os.set_blocking(pipe, False)
+        try:
+            self.factory.open()
+            with selectors.DefaultSelector() as self._selector:
+                self._selector.register(self.factory, selectors.EVENT_READ)
+                self._selector.register(self.stop, selectors.EVENT_READ)
+                self._selector.register(pipe, selectors.EVENT_READ, logs[0])
+                if not self._wait_until_ready():
+                    return self._not_started()
+                self._start(logs, stderr)
+                for message in self.factory.ended():
+                    self._ended(message)
+                while self.running:
+                    self._wait()
+                    self._act()
+        except ServerGone:
+            _say("the process that starts ranks ended; its message is above")
+            return Outcome(INTERNAL, None)
+        finally:
+            if self.running:
+                self.factory.close()
+            _copy(pipe, logs[0])
+            for fd in (pipe, stderr, *logs):
+                os.close(fd)
+        return judge(self.ends)
+
+    def _not_started(self) -> Outcome:
+        _say(f"{self.stop.last} before the ranks had started: nothing is lost, start again to go on")
+        return Outcome(PREEMPTED, None)
+
+    def _wait_until_ready(self) -> bool:
+        """Waits for the imports of a cold server. -> False when a request to stop came first."""
+        while not self.factory.is_ready:
+            self._wait()
+            if self.stop.count:
+                return False
+        return True
+
+    def _start(self, logs: Sequence[int], stderr: int) -> None:
+        with open(os.devnull, "rb") as nothing:
+            for rank, log in enumerate(logs):
+                pid = self.factory.start(
+                    entry=self.entry,
+                    run_dir=self.run_dir,
+                    keywords={"rank": rank, "local_rank": rank} | self.keywords,
+                    files=(nothing.fileno(), STDOUT if rank == 0 else log, stderr if rank == 0 else log),
+                )
+                self.running[pid] = _Rank(rank, pid)
+
+    def _wait(self) -> None:
+        """Until something happens or the deadline is there; takes in what happened."""
+        timeout = max(0.0, self.deadline - time.monotonic())
+        ready = self._selector.select(None if timeout == float("inf") else timeout)
+        for key, _ in ready:
+            if key.fileobj is self.stop:
+                self.stop.clear()
+            elif key.fileobj is self.factory:
+                for message in self.factory.receive():
+                    self._ended(message)
+            elif not _copy(key.fd, key.data):
+                self._selector.unregister(key.fd)
+
+    def _ended(self, message: dict[str, Any]) -> None:
+        rank = self.running.pop(message["ended"])
+        end = RankEnd(rank.rank, message["code"], message["signal"], rank.killed and message["signal"] is not None)
+        self.ends.append(end)
+        if not end.is_clean and self.running:
+            self._signal_all(signal.SIGTERM)
+            self._not_later_than(min(self.grace_seconds, AFTER_FAILURE_SECONDS))
+        elif end.is_clean:
+            self._not_later_than(self.timeout_seconds)
+
+    def _act(self) -> None:
+        """Passes requests to stop on, and kills ranks whose time is over."""
+        if self.stop.count > self.stopping:
+            self.stopping = self.stop.count
+            if self.stopping == 1:
+                _say(
+                    f"{self.stop.last}: ranks finish their step and save, within {self.grace_seconds:g} s; "
+                    "another signal kills them at once"
+                )
+                self._signal_all(signal.SIGTERM)
+                self._not_later_than(self.grace_seconds)
+            else:
+                _say(f"{self.stop.last} again: killing {_count(len(self.running))}")
+                self._kill_all()
+        elif time.monotonic() >= self.deadline:
+            if self.stacks_asked:
+                self._kill_all()
+            else:
+                # says where a rank hangs; the kill follows when it had time to write
+                self.stacks_asked = True
+                self._signal_all(signal.SIGUSR2)
+                self.deadline = time.monotonic() + STACKS_SECONDS
+
+    def _not_later_than(self, seconds: float) -> None:
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
+
+    def _signal_all(self, number: int) -> None:
+        for pid in self.running:
+            self.factory.signal(pid, number)
+
+    def _kill_all(self) -> None:
+        self.deadline = float("inf")
+        for pid, rank in self.running.items():
+            rank.killed = True
+            self.factory.signal(pid, signal.SIGKILL, group=True)
+
+
+def _open_logs(run_dir: str, ranks: int) -> list[int]:
+    folder = Path(run_dir, "logs")
+    logs: list[int] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(ranks):
+            path = folder / f"rank-{rank}.log"
+            logs.append(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
+    except OSError as error:
+        for fd in logs:
+            os.close(fd)
+        raise WriteError(f"{error.filename}: {error.strerror}; make room or choose another run_dir") from None
+    return logs
+
+
+def _copy(pipe: int, log: int) -> bool:
+    """What rank 0 wrote to stderr, to this stderr and to its log. -> False when nothing more can come."""
+    while True:
+        try:
+            data = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        for fd in (STDERR, log):
+            _write(fd, data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    """A terminal that was closed or a full disk costs the text, never the run."""
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        pass
+
+
+def _tell_cause(run_dir: str, outcome: Outcome, ranks: int) -> None:
+    assert outcome.cause is not None
+    rank = outcome.cause.rank
+    path = Path(run_dir, "logs", f"rank-{rank}.log")
+    _say(f"{outcome.cause}; what it wrote: {path}")
+    if rank == 0:
+        return  # its stderr is on the terminal
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        for line in file.read().decode(errors="replace").splitlines()[-15:]:
+            _write(STDERR, f"  [rank {rank}] {line}\n".encode())
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _say(text: str) -> None:
+    _write(STDERR, f"megaspec: {text}\n".encode())

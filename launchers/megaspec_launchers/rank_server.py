@@ -1,0 +1,164 @@
+"""The process that ranks are forked from. It imports the heavy packages once, so that a rank starts in milliseconds.
+
+Run as `python -P rank_server.py FD`; FD is one end of a stream socket. One JSON object a line:
+
+    prepare  {"do": "prepare", "path": [...], "modules": [...]}            -> {"ready": pid}
+    start    {"do": "start", "entry", "run_dir", "keywords"} + 3 open files  -> {"started": pid}
+    signal   {"do": "signal", "pid", "signal", "group"}
+    (a rank ends)                                                          -> {"ended": pid, "code", "signal"}
+
+It never touches a GPU, has one thread, and lives in its own session: only its launcher speaks to it. When the launcher
+is gone (end of file), it kills every rank with its children and leaves.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+# Sent by the launcher before it kills a rank that would not end: the rank writes the stack of each thread to stderr.
+STACKS_SIGNAL = signal.SIGUSR2
+# Held back in the server, and in a rank until it has handlers for them: one that comes too early waits, none is lost.
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a freshly forked rank has to do."""
+
+    entry: str
+    run_dir: str
+    keywords: dict[str, Any]
+    files: tuple[int, int, int]
+    parent: int
+
+
+def serve(control: socket.socket) -> Job | None:
+    """Answers the launcher until it is gone. -> in a forked rank its job, in the server None."""
+    wake_read, wake_write = os.pipe()
+    for fd in (wake_read, wake_write):
+        os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    ranks: set[int] = set()
+    buffer, files = b"", []
+    while True:
+        readable, _, _ = select.select([control, wake_read], [], [])
+        if wake_read in readable:
+            os.read(wake_read, 4096)
+            _report_ended(control, ranks)
+        if control not in readable:
+            continue
+        data, came, _, _ = socket.recv_fds(control, 1 << 16, 3)
+        files += came
+        if not data:
+            for pid in ranks:
+                _kill(pid, signal.SIGKILL, group=True)
+            return None
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            match message["do"]:
+                case "prepare":
+                    _prepare(message["path"], message["modules"])
+                    _send(control, {"ready": os.getpid()})
+                case "start":
+                    parent = os.getpid()
+                    pid = os.fork()
+                    if pid == 0:
+                        signal.set_wakeup_fd(-1)
+                        for fd in (wake_read, wake_write):
+                            os.close(fd)
+                        control.close()
+                        first, second, third = files
+                        keywords = message["keywords"]
+                        return Job(message["entry"], message["run_dir"], keywords, (first, second, third), parent)
+                    ranks.add(pid)
+                    for fd in files:
+                        os.close(fd)
+                    files.clear()
+                    _send(control, {"started": pid})
+                case "signal" if message["pid"] in ranks:
+                    _kill(message["pid"], message["signal"], group=message["group"])
+
+
+def _prepare(path: list[str], modules: list[str]) -> None:
+    sys.path[:] = path
+    for module in modules:
+        importlib.import_module(module)
+    assert threading.active_count() == 1, f"{modules} left threads running, which a fork would lose"
+    torch = sys.modules.get("torch")
+    assert torch is None or not torch.cuda.is_initialized(), f"{modules} opened the GPU, which no fork could use again"
+    # so that a collection in a rank does not touch, and so copy, the pages that all ranks share
+    gc.collect()
+    gc.freeze()
+
+
+def _report_ended(control: socket.socket, ranks: set[int]) -> None:
+    for pid in list(ranks):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended == 0:
+            continue
+        ranks.discard(pid)
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+        _send(control, {"ended": pid, "code": code, "signal": number})
+
+
+def _send(control: socket.socket, message: dict[str, Any]) -> None:
+    with suppress(BrokenPipeError):  # the launcher is gone: the next read says so
+        control.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _kill(pid: int, number: int, *, group: bool) -> None:
+    """Signals a rank that has not been waited for, so that its number can't belong to anything else."""
+    try:
+        os.killpg(pid, number) if group else os.kill(pid, number)
+    except ProcessLookupError:
+        os.kill(pid, number)  # forked a moment ago: it has no group of its own yet
+
+
+def run(job: Job) -> int:
+    """Makes a rank out of a forked process and calls its entry. -> exit code."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != job.parent:
+        return 74
+    for here, fd in enumerate(job.files):
+        os.dup2(fd, here)
+        os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    # imported here, not at the top: the server learns its search path from the first message
+    importlib.import_module("megaspec.launcher.stop").watch_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    errors = importlib.import_module("megaspec.core.errors")
+    module, _, function = job.entry.partition(":")
+    main = getattr(importlib.import_module(module), function)
+    store = importlib.import_module("megaspec.launcher.rendezvous").FileRendezvous(**job.keywords["store"])
+    try:
+        return main(job.run_dir, **(job.keywords | {"store": store}))
+    except errors.MegaspecError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    todo = serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.exit(0 if todo is None else run(todo))

@@ -1,0 +1,57 @@
+"""Requests to stop that reach the launcher, as something that a selector can wait for."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from types import FrameType
+from typing import Self
+
+# A request that reaches the launcher twice at once (from the terminal and from a wrapper around it) counts once.
+SAME_REQUEST_SECONDS = 0.3
+
+
+class StopRequests:
+    """Counts SIGTERM, SIGINT and SIGHUP while it is entered; afterwards the former handlers are back.
+
+    Enter it in the main thread. SIGHUP stays ignored where it was (nohup).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = ""
+        self._at = float("-inf")
+
+    def __enter__(self) -> Self:
+        self._read, self._write = os.pipe()
+        for fd in (self._read, self._write):
+            os.set_blocking(fd, False)
+        self._former_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._former = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._former_wakeup)
+        os.close(self._read)
+        os.close(self._write)
+
+    def fileno(self) -> int:
+        """Readable after a signal; `clear` makes it wait for the next."""
+        return self._read
+
+    def clear(self) -> None:
+        """Forgets that signals woke the selector; counts stay."""
+        with suppress(BlockingIOError):
+            os.read(self._read, 4096)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._at > SAME_REQUEST_SECONDS:
+            self.count += 1
+            self.last = signal.Signals(number).name
+            self._at = now

@@ -1,0 +1,46 @@
+"""An entry whose ranks need each other: a gloo world that sums in a loop."""
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaspec.core.errors import HangError
+from megaspec.launcher.rendezvous import FileRendezvous
+
+
+def sums(
+    run_dir: str,
+    *,
+    rank: int,
+    world_size: int,
+    attempt: int,
+    store: FileRendezvous,
+    timeout_seconds: float,
+    deaths: list[int],
+    **_: Any,
+) -> int:
+    """Sums twenty times over all ranks; in attempt n, rank deaths[n] kills itself half-way."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store.path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    total = torch.ones(1)
+    for step in range(20):
+        if step == 10 and attempt < len(deaths) and rank == deaths[attempt]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.all_reduce(total)
+        except RuntimeError as error:
+            raise HangError(f"step {step}: {error}") from None
+        total /= world_size
+    Path(run_dir, f"sum-{rank}").write_text(f"{attempt} {float(total)}")
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,305 @@
+"""The local launcher with toy ranks: exit codes, restarts, signals, output, orphans."""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megaspec.core.errors import WriteError
+from megaspec_launchers import local
+from megaspec_launchers.local import launch
+from megaspec_launchers.rank_factory import RankFactory
+
+ROOT = Path(__file__).parents[2]
+TOYS = "tests.launchers.toys"
+
+
+@pytest.fixture(scope="module")
+def factory():
+    with RankFactory((TOYS,)) as made:
+        yield made
+
+
+def run(tmp_path, factory, name, ranks, *, restarts=0, grace=5.0, timeout=30.0, **arguments):
+    return launch(
+        str(tmp_path),
+        ranks=ranks,
+        entry=f"{TOYS}:{name}",
+        max_restarts=restarts,
+        grace_seconds=grace,
+        timeout_seconds=timeout,
+        arguments=arguments,
+        factory=factory,
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([0], 0),
+        ([0, 0, 0], 0),
+        ([75, 75], 75),
+        (["kill", "wait"], 74),
+        (["wait", "kill"], 74),
+        (["wait", "crash", "wait"], 70),
+        (["wait", "bad data"], 65),
+        (["no checkpoint", "wait"], 66),
+        (["wait", 76], 76),
+        ([78, 78], 78),
+        (["wait", 3], 70),
+    ],
+)
+def test_exit_code(tmp_path, factory, codes, expected):
+    assert run(tmp_path, factory, "codes", len(codes), codes=codes) == expected
+
+
+def test_user_errors_print_no_traceback_and_bugs_do(tmp_path, factory, capfd):
+    run(tmp_path, factory, "codes", 2, codes=["wait", "bad data"])
+    said = capfd.readouterr().err
+    assert "data.path=nowhere is missing" in said
+    assert "Traceback" not in said
+    run(tmp_path, factory, "codes", 2, codes=["wait", "crash"])
+    said = capfd.readouterr().err
+    assert "rank 1 ended with exit code 1" in said
+    assert "a bug on purpose" in said
+    assert "Traceback" in said
+
+
+def test_ranks_know_their_place(tmp_path, factory):
+    assert run(tmp_path, factory, "places", 3, timeout=7.0, extra=[1, {"a": None}]) == 0
+    places = [dict(read_place(tmp_path / f"place-{r}")) for r in range(3)]
+    for rank, place in enumerate(places):
+        assert place["local_rank"] == rank
+        assert (place["world_size"], place["attempt"], place["timeout_seconds"]) == (3, 0, 7.0)
+        assert place["extra"] == [1, {"a": None}]
+        assert place["folder_mode"] == 0o700
+        assert place["session"] == place["pid"]
+    assert len({p["store"] for p in places}) == 1
+    assert not Path(places[0]["store"]).parent.exists()
+
+
+def read_place(path):
+    return ast.literal_eval(path.read_text())
+
+
+def test_output_of_rank_0_is_shown_and_that_of_the_others_kept(tmp_path, factory, capfd):
+    assert run(tmp_path, factory, "talk", 3) == 0
+    out, err = capfd.readouterr()
+    assert out == "out of 0\n"
+    assert err == "err of 0\n"
+    logs = [(tmp_path / "logs" / f"rank-{r}.log").read_text() for r in range(3)]
+    assert logs[0] == "err of 0\n"
+    assert sorted(logs[2].splitlines()) == ["err of 2", "out of 2"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, factory):
+    (tmp_path / "file").touch()
+    with pytest.raises(WriteError, match="file/logs"):
+        run(tmp_path / "file", factory, "talk", 1)
+
+
+def test_killed_ranks_are_started_again(tmp_path, factory, capfd):
+    start = time.monotonic()
+    assert run(tmp_path, factory, "once", 4, restarts=10, dies_at_rank=2, attempts=11) == 0
+    assert time.monotonic() - start < 10
+    for attempt in range(11):
+        for rank in range(4):
+            assert (tmp_path / f"attempt-{attempt}-rank-{rank}").exists()
+    said = capfd.readouterr().err
+    assert said.count("rank 2 was killed by SIGKILL") == 10
+    assert "restart 10 of 10" in said
+
+
+def test_restarts_end(tmp_path, factory):
+    assert run(tmp_path, factory, "once", 2, restarts=2, dies_at_rank=0, attempts=99) == 74
+    assert (tmp_path / "attempt-2-rank-1").exists()
+    assert not (tmp_path / "attempt-3-rank-1").exists()
+
+
+@pytest.mark.parametrize("code", ["bad data", 66, 76, 78, 75])
+def test_what_another_attempt_would_meet_again_is_not_tried_again(tmp_path, factory, capfd, code):
+    run(tmp_path, factory, "codes", 1, restarts=3, codes=[code])
+    assert "starting again" not in capfd.readouterr().err
+
+
+def test_ranks_that_outlive_a_finished_one_are_killed_with_their_stacks(tmp_path, factory, capfd):
+    assert run(tmp_path, factory, "codes", 2, timeout=0.3, codes=[0, "wait"]) == 74
+    said = capfd.readouterr().err
+    assert "rank 1 did not end in time" in said
+    assert "toys.py" in said
+
+
+def test_ranks_of_a_warm_factory_start_at_once(tmp_path, factory):
+    run(tmp_path, factory, "codes", 1, codes=[0])
+    start = time.monotonic()
+    assert run(tmp_path, factory, "codes", 8, codes=[0] * 8) == 0
+    assert time.monotonic() - start < 1.0
+
+
+def test_a_launcher_never_imports_torch():
+    program = "import sys, megaspec_launchers.local, megaspec_launchers.environment; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment())
+
+
+def environment():
+    return os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))}
+
+
+@contextmanager
+def started(tmp_path, name, ranks, **options):
+    """A launcher in a process group of its own, with its ranks up."""
+    command = [sys.executable, str(ROOT / "tests/launchers/start.py"), str(tmp_path), f"{TOYS}:{name}", str(ranks)]
+    process = subprocess.Popen(
+        [*command, json.dumps(options)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: all(text_of(tmp_path / f"up-{r}") for r in range(ranks)))
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def text_of(path):
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition, seconds=15.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def pids(tmp_path, kind, ranks):
+    return [int((tmp_path / f"{kind}-{r}").read_text()) for r in range(ranks)]
+
+
+def gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_reaches_every_rank(tmp_path, number):
+    with started(tmp_path, "saves", 3) as launcher:
+        os.kill(launcher.pid, number)
+        _, said = launcher.communicate(timeout=10)
+    assert launcher.returncode == 75
+    assert all((tmp_path / f"saved-{r}").exists() for r in range(3))
+    assert said.count(signal.Signals(number).name) == 1
+
+
+def test_ctrl_c_reaches_ranks_through_the_launcher_alone(tmp_path):
+    with started(tmp_path, "saves", 2) as launcher:
+        assert not set(pids(tmp_path, "up", 2)) & {p.pid for p in psutil.process_iter() if in_group(p, launcher.pid)}
+        os.killpg(launcher.pid, signal.SIGINT)
+        launcher.communicate(timeout=10)
+    assert launcher.returncode == 75
+
+
+def in_group(process, group):
+    try:
+        return os.getpgid(process.pid) == group
+    except ProcessLookupError:
+        return False
+
+
+def test_ranks_that_do_not_stop_are_killed_after_the_grace_time(tmp_path):
+    with started(tmp_path, "stubborn", 2, grace_seconds=0.5) as launcher:
+        ranks, children = pids(tmp_path, "up", 2), pids(tmp_path, "child", 2)
+        start = time.monotonic()
+        os.kill(launcher.pid, signal.SIGTERM)
+        _, said = launcher.communicate(timeout=10)
+        assert 0.5 < time.monotonic() - start < 3
+    assert launcher.returncode == 74
+    assert "did not end in time" in said
+    assert all(gone(p) for p in ranks)
+    wait_for(lambda: all(gone(p) for p in children))
+
+
+def test_a_second_signal_kills_at_once(tmp_path):
+    with started(tmp_path, "stubborn", 2, grace_seconds=60) as launcher:
+        os.kill(launcher.pid, signal.SIGTERM)
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        start = time.monotonic()
+        os.kill(launcher.pid, signal.SIGINT)
+        _, said = launcher.communicate(timeout=10)
+        assert time.monotonic() - start < 2
+    assert launcher.returncode == 74
+    assert "SIGINT again: killing 2 ranks" in said
+
+
+def test_a_request_that_comes_twice_at_once_counts_once(tmp_path):
+    with started(tmp_path, "saves", 2, grace_seconds=60) as launcher:
+        os.kill(launcher.pid, signal.SIGINT)
+        os.kill(launcher.pid, signal.SIGTERM)
+        launcher.communicate(timeout=10)
+    assert launcher.returncode == 75
+
+
+def test_no_rank_outlives_its_launcher(tmp_path):
+    with started(tmp_path, "stubborn", 2) as launcher:
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(family) >= 5  # the server, two ranks, a child of each
+        launcher.kill()
+        wait_for(lambda: all(gone(p.pid) for p in family), seconds=3)
+
+
+def test_no_rank_outlives_the_server(tmp_path):
+    with started(tmp_path, "stubborn", 2, max_restarts=0) as launcher:
+        (server,) = psutil.Process(launcher.pid).children()
+        server.kill()
+        launcher.communicate(timeout=10)
+        assert launcher.returncode == 70
+        wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)), seconds=3)
+
+
+def test_a_signal_before_the_ranks_have_started_ends_at_once(tmp_path, monkeypatch):
+    ready = local._Attempt._wait_until_ready
+
+    def interrupted(attempt):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ready(attempt)
+
+    monkeypatch.setattr(local._Attempt, "_wait_until_ready", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    start = time.monotonic()
+    with RankFactory(("torch",)) as cold:
+        assert run(tmp_path, cold, "codes", 1, codes=[0]) == 75
+    assert time.monotonic() - start < 1.0
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_entry_that_cannot_be_imported(tmp_path, capfd):
+    with RankFactory(("tests.launchers.nothing",)) as broken:
+        assert run(tmp_path, broken, "codes", 1, codes=[0]) == 70
+    assert "No module named 'tests.launchers.nothing'" in capfd.readouterr().err
+
+
+def test_a_world_recovers_from_ten_kills(tmp_path):
+    deaths = [0, 1, 2, 3, 3, 2, 1, 0, 2, 1]
+    with RankFactory(("torch", "tests.launchers.gloo_toy")) as warm:
+        code = launch(
+            str(tmp_path),
+            ranks=4,
+            entry="tests.launchers.gloo_toy:sums",
+            max_restarts=10,
+            timeout_seconds=20,
+            arguments={"deaths": deaths},
+            factory=warm,
+        )
+    assert code == 0
+    assert [(tmp_path / f"sum-{r}").read_text() for r in range(4)] == ["10 1.0"] * 4

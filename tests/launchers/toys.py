@@ -1,0 +1,81 @@
+"""Entries of ranks for the launcher's tests. Torch-free."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import CheckpointError, DataError
+from megaspec.launcher.stop import stop_requested
+
+
+def codes(run_dir: str, *, rank: int, codes: list[int | str], **_: Any) -> int:
+    """Ends as codes[rank] says; a rank that ends with "wait" waits until it is asked to stop, then returns 74."""
+    match codes[rank]:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash":
+            raise RuntimeError("a bug on purpose")
+        case "bad data":
+            raise DataError("data.path=nowhere is missing; run data prepare")
+        case "no checkpoint":
+            raise CheckpointError("no good checkpoint is left")
+        case "wait":
+            _wait(run_dir, stop_requested)
+            return 74
+        case code:
+            return int(code)
+    return 0
+
+
+def places(run_dir: str, *, rank: int, **keywords: Any) -> int:
+    """Writes what it was called with."""
+    keywords["store"] = keywords["store"].path
+    keywords |= {"session": os.getsid(0), "pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"]}
+    keywords["folder_mode"] = Path(keywords["store"]).parent.stat().st_mode & 0o777
+    Path(run_dir, f"place-{rank}").write_text(repr(sorted(keywords.items())))
+    return 0
+
+
+def talk(run_dir: str, *, rank: int, **_: Any) -> int:
+    """Says a line on stdout and one on stderr."""
+    print(f"out of {rank}")
+    print(f"err of {rank}", file=sys.stderr)
+    return 0
+
+
+def once(run_dir: str, *, rank: int, attempt: int, dies_at_rank: int, attempts: int, **_: Any) -> int:
+    """One rank kills itself in all attempts before the last; the others then wait for it."""
+    Path(run_dir, f"attempt-{attempt}-rank-{rank}").touch()
+    if attempt == attempts - 1:
+        return 0
+    if rank == dies_at_rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _wait(run_dir, stop_requested)
+    return 74
+
+
+def saves(run_dir: str, *, rank: int, **_: Any) -> int:
+    """Runs until it is asked to stop, saves, ends with 75."""
+    Path(run_dir, f"up-{rank}").write_text(str(os.getpid()))
+    _wait(run_dir, stop_requested)
+    Path(run_dir, f"saved-{rank}").touch()
+    return 75
+
+
+def stubborn(run_dir: str, *, rank: int, **_: Any) -> int:
+    """Has a child, and does not stop."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(run_dir, f"child-{rank}").write_text(str(child.pid))
+    Path(run_dir, f"up-{rank}").write_text(str(os.getpid()))
+    _wait(run_dir, lambda: False)
+    return 0
+
+
+def _wait(run_dir: str, done: Any) -> None:
+    end = time.monotonic() + 60
+    while not done() and time.monotonic() < end:
+        time.sleep(0.01)
