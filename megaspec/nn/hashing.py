@@ -64,7 +64,7 @@ def fill_normal_(out: Tensor, *, key: int, start: tuple[int, ...], shape: tuple[
 
 
 def keep_mask(key: int, counters: tuple[Tensor, ...], probability: float) -> Tensor:
-    """bool, the broadcast shape of the int64 counters: True with `probability`, a function of key and counters alone."""
+    """bool, the broadcast shape of the int64 counters: True with `probability`, from key and counters alone."""
     state = counters[0] * 0 + key
     for counter in counters:
         state = mix(state ^ mix(counter))

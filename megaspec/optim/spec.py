@@ -4,7 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveCount, PositiveFloat, Probability
+from megaspec.core.frozen import (
+    Auto,
+    Frozen,
+    NonNegativeCount,
+    NonNegativeFloat,
+    PositiveCount,
+    PositiveFloat,
+    Probability,
+)
 
 
 class ScheduleSpec(Frozen):

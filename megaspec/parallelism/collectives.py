@@ -23,7 +23,7 @@ def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, T/tp, D] -> the whole sequence, laid out [T, B, D] as the collective needs it. Starts it: `wait` before use."""
+    """[B, T/tp, D] -> the whole sequence, laid out [T, B, D]. Starts it: `wait` before use."""
     return _ops.all_gather_into_tensor(x_BTD.transpose(0, 1).contiguous(), group.size(), group.group_name)
 
 

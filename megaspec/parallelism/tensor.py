@@ -227,9 +227,7 @@ class TensorParallel:
         n_out, share = sum(module.parts), module.n_in // tp
         assert share * tp == module.n_in, f"{name}: {module.n_in} inputs don't split over tp={tp}"
         piece = Piece((0, rank * share), (0, 0), (n_out, share))
-        self.layouts[f"{name}.weight"] = Layout(
-            f"{name}.weight", (n_out, module.n_in), (n_out, share), (piece,)
-        )
+        self.layouts[f"{name}.weight"] = Layout(f"{name}.weight", (n_out, module.n_in), (n_out, share), (piece,))
         self._replicated(f"{name}.bias", (n_out,))
         if tp > 1:
             module.n_in = share

@@ -91,27 +91,31 @@ def initialise(built: Built) -> None:
     built.optimizer.write_back()
 
 
-def build(spec: Spec, *, mesh: Mesh) -> Built:
-    """Everything but the weights' values: call `initialise`, or load a checkpoint."""
-    device, dtype = mesh.device, DTYPES[spec.precision.kind]
-    seed_everything(spec)
+def build_split_model(spec: Spec, *, mesh: Mesh) -> tuple[Decoder, TensorParallel]:
+    """The model with this rank's shapes, in memory, and how it was split; weights are NaN until they are filled."""
+    dtype = DTYPES[spec.precision.kind]
     # on the meta device, so that no rank ever holds the whole model
     model = build_model(spec.model, kernels_of(spec.kernels), dtype=dtype)
     # before memory is taken: modules become their parallel twins with this rank's shapes
     tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel)
     tensor.split_model(model, model.placement)
-    materialise(model, device=device, dtype=dtype)
+    materialise(model, device=mesh.device, dtype=dtype)
     # blocks are equal, so one compiled block serves all; after the split, so that collectives are traced
     if spec.kernels.compile == "block":
         for layer in model.layers.values():
             layer.compile()
+    return model, tensor
+
+
+def build(spec: Spec, *, mesh: Mesh) -> Built:
+    """Everything but the weights' values: call `initialise`, or load a checkpoint."""
+    seed_everything(spec)
+    model, tensor = build_split_model(spec, mesh=mesh)
     parameters = dict(model.named_parameters())
     # last: its hooks and buffers hang on the final parameters
-    buckets = GradientBuckets(
-        parameters, group=mesh.group("dp"), bucket_bytes=spec.parallelism.bucket_mb * 1e6
-    )
+    buckets = GradientBuckets(parameters, group=mesh.group("dp"), bucket_bytes=spec.parallelism.bucket_mb * 1e6)
     optimizer = build_optimizer(parameters, spec.optim)
-    return Built(spec, mesh, device, model, tensor.layouts, tensor, buckets, optimizer)
+    return Built(spec, mesh, mesh.device, model, tensor.layouts, tensor, buckets, optimizer)
 
 
 def seed_everything(spec: Spec) -> None:

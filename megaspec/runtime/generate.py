@@ -2,12 +2,77 @@
 
 # B sequences, T tokens, V vocabulary
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megaspec.checkpoint.comm import SoloComm
+from megaspec.checkpoint.store import Store
+from megaspec.core.errors import CheckpointError, DataError
+from megaspec.data.spec import DataSource, IndexedSpec
+from megaspec.data.tokenizer import Tokenizer, tokenizer_of
 from megaspec.nn.decoder import Decoder
+from megaspec.parallelism.mesh import Mesh
+from megaspec.runtime.build import build_split_model
+from megaspec.runtime.state import load_weights
+from megaspec.spec import Spec
+
+
+def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float, seed: int, cuda: bool) -> str:
+    """What the newest good checkpoint of a run writes after `prompt`, on one device whatever layout trained it.
+
+    On a CPU in fp32, on CUDA in the run's precision. Raises CheckpointError, DataError.
+    """
+    trained = Spec.model_validate_json((run_dir / "spec.json").read_text())
+    tokenizer = run_tokenizer(trained.data)
+    reader = Store(run_dir).newest_good(SoloComm(), repair=False)
+    if reader is None:
+        raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; train it first: megaspec resume {run_dir}")
+    device = torch.device("cuda" if cuda else "cpu")
+    spec = for_one_device(trained, cuda=cuda)
+    model, tensor = build_split_model(spec, mesh=Mesh({}, rank=0, device=device))
+    with reader:
+        load_weights(dict(model.named_parameters()), tensor.layouts, reader)
+    written = generate(
+        model,
+        encode(tokenizer, prompt),
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        max_seq_len=spec.model.max_seq_len,
+        device=device,
+        end=tokenizer.eod,
+    )
+    return tokenizer.decode(written)
+
+
+def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
+    """The same model without parallelism, compilation or, on a CPU, low precision."""
+    fields = spec.model_dump(mode="json")
+    fields["parallelism"] |= {"tp": 1, "dp_replicate": 1, "sequence_parallel": False}
+    fields["kernels"] |= {"compile": "none", "attention": "sdpa", "cross_entropy": "chunked"}
+    fields |= {"world_size": 1, "device": "cuda" if cuda else "cpu"}
+    if not cuda and spec.precision.kind != "fp64":
+        fields["precision"] = {"kind": "fp32"}
+    return Spec.model_validate_json(json.dumps(fields))
+
+
+def run_tokenizer(data: DataSource) -> Tokenizer:
+    """The tokenizer that made a run's data. Raises DataError where the data was not made from text."""
+    if not isinstance(data, IndexedSpec):
+        raise DataError(f"data.kind={data.kind} has no tokenizer, so there is no text to write; use data.kind=indexed")
+    return tokenizer_of(data.blend[0].prefix)
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of one text; at least one, the end-of-document token where the text is empty."""
+    ids = [int(i) for i in tokenizer.encode_batch([text])[0]]
+    if not ids and tokenizer.eod is None:
+        raise DataError("the prompt is empty and the tokenizer has no end-of-document token to start from")
+    return ids or [tokenizer.eod]
 
 
 @torch.no_grad()

@@ -1,50 +1,42 @@
 """The one training loop: steps, evaluation, checkpoints, and stopping when asked."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import NonFiniteError, Preempted
 from megaspec.core.faults import reach
-from megaspec.data.loader import Loader, Source, StepBatch, eval_batches, open_source
+from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
+from megaspec.data.source import Source
+from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepDone
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.runtime.build import Built, initialise
-from megaspec.runtime.generate import generate
+from megaspec.runtime.generate import encode, generate, run_tokenizer
 from megaspec.runtime.state import load, pieces_of, progress
 from megaspec.runtime.step import StepResult, evaluate, train_step
 from megaspec.train.batch_schedule import BatchSchedule
 
 
-class StopRequest:
-    """Set by a signal handler, read between steps."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def ask(self, *_: object) -> None:
-        """A signal handler."""
-        self.asked = True
+def ignore(event: Event) -> None:
+    """What ranks other than 0 do with an event."""
 
 
 @dataclass
 class Run:
-    """One rank's run. `emit` takes events; on other ranks than 0 it drops them."""
+    """One rank's run. `emit` takes events; rank 0 sets it."""
 
     built: Built
     run_dir: Path
     store: Store
     comm: Comm
-    stop: StopRequest
-    emit: Callable[[Event], None]
+    emit: Callable[[Event], None] = ignore
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
@@ -75,7 +67,7 @@ class Run:
             source,
             self.schedule,
             start_step=self.step,
-            steps=spec.train.steps,
+            steps=spec.train.steps - self.step,
             micro_batch=spec.train.micro_batch,
             dp_rank=self.built.mesh.index("dp"),
             dp_size=self.built.mesh.size("dp"),
@@ -121,7 +113,7 @@ class Run:
             lr=learning_rate(spec.optim.schedule, spec.optim.lr, self.step + 1),
             weight_decay=weight_decay(spec.optim, self.step + 1),
             scaler=self.scaler,
-            stop=self.stop.asked,
+            stop=stop_requested(),
         )
 
     def _due(self, every: int) -> bool:
@@ -130,11 +122,7 @@ class Run:
     def _wants_rest(self) -> bool:
         """Whether the host has to have seen everything before it goes on."""
         spec = self.built.spec
-        return (
-            self._due(spec.train.eval_every)
-            or self._due(spec.checkpoint.every)
-            or self.step == spec.train.steps
-        )
+        return self._due(spec.train.eval_every) or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
     def _report(self, step: int, batch: StepBatch, result: StepResult, *, seconds: float) -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
@@ -147,7 +135,7 @@ class Run:
         curable = self.scaler.may_skip and not self.scaler.at_floor()
         if not all(finite) and not curable:
             self._explain_non_finite(step, loss, norm, result)
-        spec = self.built.spec
+        spec, device = self.built.spec, self.built.device
         event = StepDone(
             step=step,
             steps=spec.train.steps,
@@ -161,7 +149,7 @@ class Run:
             loss_scale=float(self.scaler.scale) if self.scaler.may_skip else None,
             seconds=seconds,
             sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
-            memory_bytes=torch.cuda.max_memory_allocated(self.built.device) if self.built.device.type == "cuda" else None,
+            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         )
         self.emit(event)
         return stop > 0
@@ -227,12 +215,10 @@ class Run:
         spec = self.built.spec
         if spec.train.sample is None or spec.train.sample.tokens == 0:
             return
-        tokenizer = self._tokenizer()
-        if tokenizer is None:
-            return
+        tokenizer = run_tokenizer(spec.data)
         written = generate(
             self.built.model,
-            tokenizer.encode(spec.train.sample.prompt),
+            encode(tokenizer, spec.train.sample.prompt),
             tokens=spec.train.sample.tokens,
             temperature=spec.train.sample.temperature,
             seed=spec.train.seed,

@@ -1,11 +1,9 @@
 """One rank of a run: from its number and a run folder to an exit code."""
 
-import os
-import signal
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +14,13 @@ from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import HangError, MegaspecError
-from megaspec.log.events import Event, RunEnded, RunStarted
+from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
+from megaspec.launcher.stop import watch_signals
+from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.sinks import open_sinks
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build
-from megaspec.runtime.loop import Run, StopRequest
+from megaspec.runtime.loop import Run
 from megaspec.spec import Spec
 
 
@@ -30,35 +30,51 @@ def main(
     rank: int,
     world_size: int,
     local_rank: int,
-    attempt: int = 0,
-    store: str | None = None,
+    attempt: int,
+    store: Rendezvous,
+    timeout_seconds: float,
     lock_token: int | None = None,
 ) -> int:
-    """Trains the run whose spec.json is in `run_dir`. -> exit code (DESIGN.md 10).
+    """Trains the run whose spec.json is in `run_dir`. -> exit code (core/errors.py).
 
-    `store`: path of a file for the ranks to meet in; None reads MASTER_ADDR and MASTER_PORT, as torchrun sets them.
-    `lock_token`: the fencing token of the launcher that holds the run's lock; None takes the lock here, on rank 0.
+    `store`: where the ranks of this attempt meet. `timeout_seconds`: bound of every collective. `lock_token`: the
+    fencing token of a launcher that holds the run's lock; None takes the lock here, on rank 0.
     """
-    stop = StopRequest()
-    signal.signal(signal.SIGTERM, stop.ask)
-    signal.signal(signal.SIGINT, stop.ask)
+    watch_signals()
+    me = Place(rank, world_size, local_rank, attempt, store, timeout_seconds)
     try:
-        spec = read_spec(Path(run_dir))
-        run_rank(spec, Path(run_dir), stop, rank, world_size, local_rank, attempt, store, lock_token)
+        run_rank(Path(run_dir), me, lock_token)
         return 0
     except MegaspecError as error:
-        print(f"rank {rank}: {error}" if world_size > 1 else str(error), file=sys.stderr, flush=True)
+        tell(me, error)
         return error.exit_code
     except dist.DistError as error:
-        print(f"rank {rank}: a collective failed: {error}", file=sys.stderr, flush=True)
+        tell(me, f"a collective failed: {error}")
         return HangError.exit_code
     except RuntimeError as error:
         # gloo raises plain RuntimeErrors when a peer is gone or late
         if not is_collective_failure(error):
             raise
         traceback.print_exc()
-        print(f"rank {rank}: a collective failed, another rank is gone or late", file=sys.stderr, flush=True)
+        tell(me, "a collective failed: another rank is gone or late")
         return HangError.exit_code
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in its world."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    attempt: int
+    store: Rendezvous
+    timeout_seconds: float
+
+
+def tell(me: Place, what: object) -> None:
+    """An error in this rank's words, on stderr."""
+    print(f"rank {me.rank}: {what}" if me.world_size > 1 else str(what), file=sys.stderr, flush=True)
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
@@ -73,55 +89,33 @@ def read_spec(run_dir: Path) -> Spec:
     return Spec.model_validate_json((run_dir / "spec.json").read_text())
 
 
-def run_rank(
-    spec: Spec,
-    run_dir: Path,
-    stop: StopRequest,
-    rank: int,
-    world_size: int,
-    local_rank: int,
-    attempt: int,
-    store: str | None,
-    lock_token: int | None,
-) -> None:
-    """Sets up devices, groups, lock and sinks, and trains."""
-    device = pick_device(spec, local_rank)
+def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
+    """Sets up device, groups, lock and sinks, and trains."""
+    spec = read_spec(run_dir)
+    assert spec.world_size == me.world_size, f"spec.json is for {spec.world_size} ranks, {me.world_size} were started"
+    device = pick_device(spec, me.local_rank)
     with ExitStack() as stack:
-        if world_size > 1:
-            join_world(spec, rank=rank, world_size=world_size, attempt=attempt, store=store, device=device)
-            stack.callback(leave_world)
-        comm: Comm = DistComm(device=device) if world_size > 1 else SoloComm()
+        if me.world_size > 1:
+            join_world(me, device)
+            stack.callback(dist.destroy_process_group)
+        comm: Comm = DistComm(device=device) if me.world_size > 1 else SoloComm()
         lock = take_lock(run_dir, comm, lock_token, stack)
         degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
-        mesh = Mesh(degrees, rank=rank, device=device)
-        built = build(spec, mesh=mesh)
-        checkpoints = Store(run_dir, lock=lock)
-        run = Run(built, run_dir, checkpoints, comm, stop, emit=lambda event: None)
+        built = build(spec, mesh=Mesh(degrees, rank=me.rank, device=device))
+        run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
-        sinks = open_sinks(spec, run_dir, step=run.step) if rank == 0 else []
-        run.emit = sender(sinks)
-        run.emit(RunStarted(step=run.step, steps=spec.train.steps, attempt=attempt))
-        ended = "failed"
+        if me.rank == 0:
+            run.emit = stack.enter_context(open_sinks(spec, run_dir, step=run.step))
+        run.emit(RunStarted(step=run.step, steps=spec.train.steps, attempt=me.attempt))
+        how = "failed"
         try:
             run.train()
-            ended = "done"
+            how = "done"
         except MegaspecError as error:
-            ended = f"exit {error.exit_code}"
+            how = type(error).__name__
             raise
         finally:
-            run.emit(RunEnded(step=run.step, how=ended))
-            for sink in sinks:
-                sink.close()
-
-
-def sender(sinks: list) -> Callable[[Event], None]:
-    """Hands an event to every sink."""
-
-    def send(event: Event) -> None:
-        for sink in sinks:
-            sink.handle(event)
-
-    return send
+            run.emit(RunEnded(step=run.step, how=how))
 
 
 def pick_device(spec: Spec, local_rank: int) -> torch.device:
@@ -133,54 +127,40 @@ def pick_device(spec: Spec, local_rank: int) -> torch.device:
     return device
 
 
-def join_world(
-    spec: Spec, *, rank: int, world_size: int, attempt: int, store: str | None, device: torch.device
-) -> None:
-    """Makes the default process group; keys are prefixed with the attempt, so that none reads an earlier one's."""
-    timeout = timedelta(seconds=spec.launcher.timeout_seconds)
-    if store is None:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        meeting = dist.TCPStore(address, port, world_size, is_master=rank == 0 and not agent, timeout=timeout)
+def join_world(me: Place, device: torch.device) -> None:
+    """Makes the default process group."""
+    timeout = timedelta(seconds=me.timeout_seconds)
+    meeting: dist.Store
+    if isinstance(me.store, FileRendezvous):
+        meeting = dist.FileStore(me.store.path, me.world_size)
     else:
-        meeting = dist.FileStore(store, world_size)
+        meeting = tcp_store(me.store, me, timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"megaspec/{attempt}", meeting),
-        rank=rank,
-        world_size=world_size,
+        store=meeting,
+        rank=me.rank,
+        world_size=me.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
 
 
-def leave_world() -> None:
-    """Ends the process groups."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def tcp_store(where: TcpRendezvous, me: Place, timeout: timedelta) -> dist.Store:
+    """A store on rank 0's host whose keys begin with the attempt's prefix."""
+    serves = me.rank == 0 and not where.is_open
+    store = dist.TCPStore(where.host, where.port, me.world_size, is_master=serves, timeout=timeout)
+    return dist.PrefixStore(where.prefix, store)
 
 
 def take_lock(run_dir: Path, comm: Comm, token: int | None, stack: ExitStack) -> RunLock | None:
     """The run's lock on rank 0, the launcher's where it holds one; None on the other ranks."""
-    if token is not None:
-        return RunLock.held(run_dir, token) if comm.rank == 0 else None
-    lock = RunLock(run_dir) if comm.rank == 0 else None
+    if comm.rank == 0 and token is not None:
+        return RunLock.held(run_dir, token)
+    lock = RunLock(run_dir) if comm.rank == 0 and token is None else None
 
-    def acquire() -> int:
+    def acquire() -> None:
         if lock is not None:
             stack.enter_context(lock)
-        return 0
 
     on_first(comm, acquire)
     return lock
-
-
-def main_under_torchrun(run_dir: str) -> int:
-    """A rank that torchrun started."""
-    return main(
-        run_dir,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ["LOCAL_RANK"]),
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )

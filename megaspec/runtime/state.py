@@ -1,11 +1,12 @@
 """What a checkpoint of a run holds, in global names: the layout that wrote it does not matter to the one that reads it.
 
-  model/<name>          master weights
-  optim/<kind>/<name>   optimizer state
-  rng/<generator>/<rank> random generators that user code may draw from, as bytes
+model/<name>          master weights
+optim/<kind>/<name>   optimizer state
+rng/<generator>/<rank> random generators that user code may draw from, as bytes
 """
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import SavedPiece
 from megaspec.core.errors import CheckpointError
+from megaspec.core.layout import Layout
 from megaspec.runtime.build import Built
 
 
@@ -58,9 +60,7 @@ def load(built: Built, reader: Reader) -> None:
     shapes = {stored: built.layouts[name].shape for stored, (name, _) in wanted.items()}
     check_names(reader, shapes)
     for stored, (name, tensor) in wanted.items():
-        for piece in built.layouts[name].pieces:
-            tensor[piece.local_slices] = reader.read(stored, piece.global_start, piece.shape).to(tensor.device)
-        zero_padding_(tensor, built, name)
+        fill(tensor, built.layouts[name], stored, reader)
     built.optimizer.updates = reader.state["optimizer_updates"]
     built.optimizer.write_back()
     for name, state in generators(built).items():
@@ -74,15 +74,19 @@ def load(built: Built, reader: Reader) -> None:
 
 
 @torch.no_grad()
-def load_weights(built: Built, reader: Reader) -> None:
-    """Fills the weights alone, for evaluation and generation."""
-    shapes = {f"model/{name}": built.layouts[name].shape for name in built.parameters}
-    check_names(reader, shapes, within="model/")
-    for name, master in built.optimizer.masters.items():
-        for piece in built.layouts[name].pieces:
-            master[piece.local_slices] = reader.read(f"model/{name}", piece.global_start, piece.shape).to(master.device)
-        zero_padding_(master, built, name)
-    built.optimizer.write_back()
+def load_weights(parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], reader: Reader) -> None:
+    """Fills weights alone, in their own dtype, for evaluation and generation. Raises as `load` does."""
+    check_names(reader, {f"model/{name}": layouts[name].shape for name in parameters}, within="model/")
+    for name, parameter in parameters.items():
+        fill(parameter, layouts[name], f"model/{name}", reader)
+
+
+def fill(tensor: torch.Tensor, layout: Layout, stored: str, reader: Reader) -> None:
+    """Reads this rank's rectangles of a stored tensor; rows that pad the vocabulary become zero."""
+    for piece in layout.pieces:
+        tensor[piece.local_slices] = reader.read(stored, piece.global_start, piece.shape).to(tensor.device)
+    covered = sum(p.shape[0] for p in layout.pieces)
+    tensor[covered:] = 0
 
 
 def check_names(reader: Reader, shapes: dict[str, tuple[int, ...]], *, within: str = "") -> None:
@@ -92,18 +96,11 @@ def check_names(reader: Reader, shapes: dict[str, tuple[int, ...]], *, within: s
         if name not in stored:
             raise CheckpointError(f"{reader.path}: holds no {name}; it was written by another model or optimizer")
         if reader.shape(name) != shape:
-            raise CheckpointError(f"{reader.path}: {name} has shape {list(reader.shape(name))}, this run has {list(shape)}")
+            found = list(reader.shape(name))
+            raise CheckpointError(f"{reader.path}: {name} has shape {found}, this run has {list(shape)}")
     extra = sorted(stored - shapes.keys())
     if extra:
         raise CheckpointError(f"{reader.path}: {extra[0]} and {len(extra) - 1} more belong to no parameter of this run")
-
-
-def zero_padding_(tensor: torch.Tensor, built: Built, name: str) -> None:
-    """Zeroes what no piece covers: rows that pad the vocabulary."""
-    layout = built.layouts[name]
-    covered = sum(p.shape[0] for p in layout.pieces)
-    if covered < layout.local_shape[0]:
-        tensor[covered:] = 0
 
 
 def progress(built: Built, *, step: int, samples: int, tokens: int, scaler: dict[str, Any] | None) -> dict[str, Any]:

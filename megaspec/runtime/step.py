@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward over the micro batches, gradient norm, update."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +101,7 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(built: Built, batches: Sequence[Batch]) -> Tensor:
+def evaluate(built: Built, batches: Iterable[Batch]) -> Tensor:
     """The mean loss over the valid tokens of all ranks' batches, a scalar in at least fp32."""
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
     wide = torch.promote_types(next(iter(built.parameters.values())).dtype, torch.float32)
