@@ -31,7 +31,7 @@ def _parse_count(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMBT]?)", value.strip())
+        match = re.fullmatch(r"((?:0|[1-9]\d{0,30})(?:\.\d{1,30})?)([kKMBT]?)", value.strip())
         if match:
             number, suffix = match.groups()
             whole, _, fraction = number.partition(".")

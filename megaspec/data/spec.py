@@ -35,7 +35,7 @@ class IndexedSpec(DataSpec):
     """The data sets."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969.0, 30.0, 1.0)
     """Shares of documents for training, validation and test."""
-    cache: str = "auto"
+    cache: Auto[str] = "auto"
     """Folder for index files. auto: `index-cache` beside the first data set."""
 
 

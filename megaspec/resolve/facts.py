@@ -1,0 +1,23 @@
+"""What the resolver has to know about data and run folders, gathered before it so that it stays pure."""
+
+from dataclasses import dataclass
+
+from megaspec.core.errors import Problem
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Plain data. `gather_facts` in gather.py reads it from disk."""
+
+    run_dir: str
+    """A folder for the run that is free, for run_dir=auto."""
+    vocab_size: int | None = None
+    """Of the data's tokenizer; None where the data does not say or is not there."""
+    train_tokens: int | None = None
+    """Tokens of the training split in one pass; None for sources without end."""
+    valid_tokens: int | None = None
+    """Tokens of the validation split; None for sources without end."""
+    has_tokenizer: bool = False
+    """Whether text can be turned into the data's tokens and back."""
+    problems: tuple[Problem, ...] = ()
+    """Data that is missing or damaged."""

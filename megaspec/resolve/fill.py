@@ -1,0 +1,170 @@
+"""Every default that depends on something else: fills what a recipe leaves to us, and says why.
+
+Each function fills what it is named after, in the order of FILLS: later ones read what earlier ones filled. A value that
+breaks a rule is filled all the same; the rules say so with everything else that is wrong.
+"""
+
+from collections.abc import Callable
+from math import gcd
+from pathlib import PurePath
+from typing import Any
+
+from megaspec.core.errors import Problem
+from megaspec.core.frozen import AUTO
+from megaspec.core.problems import value_at
+from megaspec.recipe import Recipe
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.target import Target
+from megaspec.spec import Decision
+from megaspec_kernels.catalog import choose
+
+MICRO_BATCH_TOKENS = 8192
+CPU_RANKS = 2
+
+
+class Draft:
+    """A recipe as plain data while it is filled."""
+
+    def __init__(self, recipe: Recipe, target: Target, facts: Facts):
+        self.content: dict[str, Any] = recipe.model_dump(mode="json")
+        self.target, self.facts = target, facts
+        self.decisions: list[Decision] = []
+        self.problems: list[Problem] = []
+
+    def __getitem__(self, key: str) -> Any:
+        return value_at(self.content, key)
+
+    def is_open(self, key: str) -> bool:
+        return self[key] == AUTO
+
+    def given(self, key: str) -> Any:
+        """The value at a path, None while it is open."""
+        return None if self.is_open(key) else self[key]
+
+    def fill(self, key: str, value: Any, reason: str) -> None:
+        """Decides an open field; a field that was set stays."""
+        if self.is_open(key):
+            section, _, name = key.rpartition(".")
+            (value_at(self.content, section) if section else self.content)[name] = value
+            self.decisions.append(Decision(key=key, value=value, reason=reason))
+
+
+def run_folder(draft: Draft) -> None:
+    draft.fill("run_dir", draft.facts.run_dir, "runs/<name>, with a number where that exists")
+
+
+def seeds(draft: Draft) -> None:
+    draft.fill("data.seed", draft["train.seed"], "train.seed")
+
+
+def model_shape(draft: Draft) -> None:
+    d_model, n_heads = draft["model.d_model"], draft["model.n_heads"]
+    draft.fill("model.n_kv_heads", n_heads, "model.n_heads: no grouped-query attention")
+    draft.fill("model.d_head", max(1, d_model // n_heads), "model.d_model / model.n_heads")
+    if draft["model.kind"] == "gpt":
+        draft.fill("model.d_ffn", 4 * d_model, "4 model.d_model")
+    else:
+        draft.fill("model.d_ffn", max(64, 8 * d_model // 3 // 64 * 64), "8/3 model.d_model, rounded down to 64")
+    draft.fill("model.max_seq_len", draft["data.seq_len"], "data.seq_len")
+
+
+def vocabulary(draft: Draft) -> None:
+    if draft.facts.vocab_size is not None:
+        draft.fill("model.vocab_size", draft.facts.vocab_size, "the data's tokenizer")
+    elif draft.is_open("model.vocab_size"):
+        text = "model.vocab_size=auto takes the data's vocabulary, which is not known; prepare the data or set it"
+        draft.problems.append(Problem("model.vocab_size", text, code="vocab-unknown"))
+        draft.content["model"]["vocab_size"] = 1
+
+
+def data_cache(draft: Draft) -> None:
+    if draft["data.kind"] == "indexed":
+        folder = PurePath(draft["data.blend"][0]["prefix"]).parent / "index-cache"
+        draft.fill("data.cache", str(folder), "beside the first data set")
+
+
+def ranks(draft: Draft) -> None:
+    target, tp, dp = draft.target, draft.given("parallelism.tp"), draft.given("parallelism.dp_replicate")
+    if target.world_size is not None:
+        draft.fill("launcher.ranks", target.world_size, "torchrun started them")
+    elif tp is not None and dp is not None:
+        draft.fill("launcher.ranks", tp * dp, "parallelism.tp · parallelism.dp_replicate")
+    elif target.device == "cuda":
+        draft.fill("launcher.ranks", target.gpus, f"one per GPU ({target.gpu})")
+    else:
+        most = min(CPU_RANKS, target.cores)
+        least = tp or dp or 1
+        reason = f"no GPU: one per core up to {CPU_RANKS}, a multiple of the degrees that are set"
+        draft.fill("launcher.ranks", max(least, most // least * least), reason)
+
+
+def layout(draft: Draft) -> None:
+    n, dp = draft["launcher.ranks"], draft.given("parallelism.dp_replicate")
+    if dp is not None:
+        draft.fill("parallelism.tp", max(1, n // dp), "launcher.ranks / parallelism.dp_replicate")
+    elif draft.target.device == "cuda":
+        draft.fill("parallelism.tp", 1, "data parallel communicates least; raise it when a model does not fit")
+    else:
+        draft.fill("parallelism.tp", _widest_tp(draft, n), "no GPU: as many ranks as heads and widths divide by")
+    draft.fill("parallelism.dp_replicate", max(1, n // draft["parallelism.tp"]), "launcher.ranks / parallelism.tp")
+    tp, seq_len = draft["parallelism.tp"], draft["data.seq_len"]
+    if tp > 1 and (seq_len % tp or draft["model.max_seq_len"] % tp):
+        draft.fill("parallelism.sequence_parallel", False, f"the sequence length is no multiple of tp={tp}")
+    else:
+        reason = "tp > 1: norms and dropout then work on a part of the tokens" if tp > 1 else "tp is 1"
+        draft.fill("parallelism.sequence_parallel", tp > 1, reason)
+
+
+def _widest_tp(draft: Draft, n: int) -> int:
+    heads, kv, ffn = draft["model.n_heads"], draft["model.n_kv_heads"], draft["model.d_ffn"]
+    fits = (t for t in range(n, 0, -1) if not (n % t or heads % t or ffn % t) and (kv % t == 0 or t % kv == 0))
+    return next(fits)
+
+
+def micro_batch(draft: Draft) -> None:
+    ramp = draft["train.batch_ramp"]
+    batches = [draft["train.global_batch"], *([ramp["start"], ramp["increment"]] if ramp else [])]
+    share = max(1, gcd(*batches) // draft["parallelism.dp_replicate"])
+    most = max(1, MICRO_BATCH_TOKENS // draft["data.seq_len"])
+    largest = max(m for m in range(1, min(share, most) + 1) if share % m == 0)
+    draft.fill("train.micro_batch", largest, f"the largest divisor of a rank's {share} with at most 8,192 tokens")
+
+
+def kernels(draft: Draft) -> None:
+    device, sm = draft.target.device, draft.target.sm
+    drops = draft["model.attention_dropout"] > 0
+    where = f"the best that runs on {draft.target.gpu or device}"
+    best = choose("attention", device=device, sm=sm, attention_dropout=drops)
+    draft.fill("kernels.attention", best, f"{where}{' with attention dropout' if drops else ''}")
+    draft.fill("kernels.cross_entropy", choose("cross_entropy", device=device, sm=sm), where)
+    compiles = "block" if device == "cuda" else "none"
+    draft.fill(
+        "kernels.compile", compiles, "fuses what lies between matrix products" if compiles == "block" else "no GPU"
+    )
+
+
+def schedule(draft: Draft) -> None:
+    draft.fill("optim.schedule.decay_steps", draft["train.steps"], "train.steps")
+
+
+def logging(draft: Draft) -> None:
+    installed = "tensorboard" in draft.target.versions
+    draft.fill(
+        "log.tensorboard", installed, "tensorboard is installed" if installed else "tensorboard is not installed"
+    )
+
+
+FILLS: tuple[Callable[[Draft], None], ...] = (
+    run_folder,
+    seeds,
+    model_shape,
+    vocabulary,
+    data_cache,
+    # ranks before the layout that divides them, the layout before the batch that it divides
+    ranks,
+    layout,
+    micro_batch,
+    kernels,
+    schedule,
+    logging,
+)

@@ -1,0 +1,71 @@
+"""resolve: a recipe, a target and facts in, the Spec of the run out. Pure: reads no file, no clock, no environment."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megaspec.core.errors import DataError, Problem, RecipeError
+from megaspec.core.problems import origin_of
+from megaspec.recipe import Recipe
+from megaspec.resolve.case import Case
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.fill import FILLS, Draft
+from megaspec.resolve.formula import degrees
+from megaspec.resolve.rules import broken_rules
+from megaspec.resolve.target import Target
+from megaspec.spec import Decision, Spec
+from megaspec.train.batch_schedule import BatchSchedule
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A recipe with every auto filled and every rule kept."""
+
+    recipe: Recipe
+    target: Target
+    decisions: tuple[Decision, ...]
+
+    def spec(self, segments: tuple[int, ...]) -> Spec:
+        """The Spec, its training order cut into `segments` (sequences each)."""
+        parallelism = self.recipe.parallelism
+        world = 1
+        for degree in degrees(parallelism).values():
+            world *= degree
+        fields = self.recipe.model_dump(mode="json") | {
+            "world_size": world,
+            "device": self.target.device,
+            "segments": segments,
+            "decisions": [d.model_dump(mode="json") for d in self.decisions],
+        }
+        return Spec.model_validate_json(json.dumps(fields))
+
+
+def resolve(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, str] | None = None) -> Spec:
+    """What will happen, with nothing left open.
+
+    `origins` (see compose) tells problems where a value was set. RecipeError: every rule that is broken, at once.
+    DataError: nothing but the data is wrong.
+    """
+    settled = settle(recipe, target, facts, origins)
+    return settled.spec((BatchSchedule(settled.recipe.train).consumed(settled.recipe.train.steps),))
+
+
+def settle(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, str] | None = None) -> Settled:
+    """Fill, then ask every rule. Raises as `resolve` does."""
+    origins = origins or {}
+    draft = Draft(recipe, target, facts)
+    for fill in FILLS:
+        fill(draft)
+    filled = Recipe.model_validate_json(json.dumps(draft.content))
+    decisions = tuple(draft.decisions)
+    case = Case(filled, target, facts, frozenset(d.key for d in decisions))
+    problems = broken_rules(case, decisions=decisions, origins=origins)
+    data_problems = [
+        Problem(p.key, p.message, p.origin or origin_of(origins, p.key), p.code)
+        for p in (*facts.problems, *draft.problems)
+    ]
+    if problems:
+        raise RecipeError([*problems, *data_problems])
+    if data_problems:
+        raise DataError("\n".join(str(p) for p in data_problems))
+    return Settled(filled, target, decisions)

@@ -1,0 +1,90 @@
+"""Rules about optimization and logging."""
+
+from megaspec.core.errors import Problem
+from megaspec.resolve.case import Case
+
+
+def warmup_ends_before_decay(case: Case) -> Problem | None:
+    """The warm-up is over before the rate has decayed."""
+    schedule = case.recipe.optim.schedule
+    if schedule.kind == "constant" or schedule.warmup_steps < schedule.decay_steps:
+        return None
+    text = f"optim.schedule.warmup_steps={schedule.warmup_steps} must be below decay_steps={schedule.decay_steps}"
+    return Problem("optim.schedule.warmup_steps", f"{text}; try {max(0, schedule.decay_steps // 10)}")
+
+
+def wsd_has_a_decay(case: Case) -> Problem | None:
+    """wsd says how long its final decay is."""
+    schedule = case.recipe.optim.schedule
+    if schedule.kind != "wsd" or schedule.wsd_decay_steps is not None:
+        return None
+    text = f"optim.schedule.kind=wsd needs wsd_decay_steps; try {max(1, schedule.decay_steps // 10)}"
+    return Problem("optim.schedule.wsd_decay_steps", text)
+
+
+def wsd_decay_fits(case: Case) -> Problem | None:
+    """The final decay of wsd starts after the warm-up."""
+    schedule = case.recipe.optim.schedule
+    room = schedule.decay_steps - schedule.warmup_steps
+    if schedule.kind != "wsd" or schedule.wsd_decay_steps is None or schedule.wsd_decay_steps <= max(room, 1):
+        return None
+    text = f"optim.schedule.wsd_decay_steps={schedule.wsd_decay_steps} must be at most decay_steps - warmup_steps"
+    return Problem("optim.schedule.wsd_decay_steps", f"{text} = {room}; try {max(1, room)}")
+
+
+def only_wsd_has_a_final_decay(case: Case) -> Problem | None:
+    """A final decay is set for wsd only: no other schedule reads it."""
+    schedule = case.recipe.optim.schedule
+    if schedule.kind == "wsd" or schedule.wsd_decay_steps is None:
+        return None
+    text = f"optim.schedule.wsd_decay_steps={schedule.wsd_decay_steps} needs kind=wsd, it is {schedule.kind}"
+    return Problem("optim.schedule.wsd_decay_steps", f"{text}; drop it or set optim.schedule.kind=wsd")
+
+
+def lowest_rate_is_lowest(case: Case) -> Problem | None:
+    """min_lr is at most lr."""
+    lr, low = case.recipe.optim.lr, case.recipe.optim.schedule.min_lr
+    if low <= lr:
+        return None
+    text = f"optim.schedule.min_lr={low:g} must be at most optim.lr={lr:g}; try {lr / 10:g}"
+    return Problem("optim.schedule.min_lr", text)
+
+
+def first_rate_is_not_highest(case: Case) -> Problem | None:
+    """init_lr is at most lr."""
+    lr, first = case.recipe.optim.lr, case.recipe.optim.schedule.init_lr
+    if first <= lr:
+        return None
+    return Problem("optim.schedule.init_lr", f"optim.schedule.init_lr={first:g} must be at most optim.lr={lr:g}; try 0")
+
+
+def weight_decay_ramp_is_whole(case: Case) -> Problem | None:
+    """A weight-decay ramp has an end and a length; a constant has neither."""
+    ramp = case.recipe.optim.weight_decay_ramp
+    given = [name for name in ("end", "steps") if getattr(ramp, name) is not None]
+    if ramp.kind == "constant" and given:
+        key = f"optim.weight_decay_ramp.{given[0]}"
+        text = f"{key}={getattr(ramp, given[0])} needs a ramp, optim.weight_decay_ramp.kind=constant"
+        return Problem(key, f"{text}; drop it or set kind=linear or kind=cosine")
+    if ramp.kind != "constant" and len(given) < 2:
+        absent = next(name for name in ("end", "steps") if name not in given)
+        text = f"optim.weight_decay_ramp.kind={ramp.kind} needs optim.weight_decay_ramp.{absent}"
+        return Problem(f"optim.weight_decay_ramp.{absent}", f"{text}; set it, or kind=constant")
+    return None
+
+
+def fp16_scale_is_in_bounds(case: Case) -> Problem | None:
+    """The loss scale starts at or above its lowest value."""
+    precision = case.recipe.precision
+    if precision.kind != "fp16" or precision.min_scale <= precision.initial_scale:
+        return None
+    text = f"precision.min_scale={precision.min_scale:g} must be at most initial_scale={precision.initial_scale:g}"
+    return Problem("precision.min_scale", f"{text}; try 1")
+
+
+def tensorboard_is_installed(case: Case) -> Problem | None:
+    """TensorBoard files are written with the package tensorboard."""
+    if not case.recipe.log.tensorboard or "tensorboard" in case.target.versions:
+        return None
+    text = "log.tensorboard=true needs the package tensorboard; install megaspec[tensorboard] or set it to false"
+    return Problem("log.tensorboard", text)
