@@ -267,6 +267,14 @@ def test_no_rank_outlives_the_server(tmp_path):
         wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)), seconds=3)
 
 
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("kill", 74)])
+def test_a_rank_leaves_no_child_behind(tmp_path, factory, how, code):
+    assert run(tmp_path, factory, "leaves_a_child", 2, how=how) == code
+    wait_for(lambda: all(gone(p) for p in pids(tmp_path, "child", 2)))
+    if how == "return":
+        assert (tmp_path / "logs" / "rank-1.log").read_text() == "no newline at the end"
+
+
 def test_a_signal_before_the_ranks_have_started_ends_at_once(tmp_path, monkeypatch):
     ready = local._Attempt._wait_until_ready
 

@@ -75,6 +75,16 @@ def stubborn(run_dir: str, *, rank: int, **_: Any) -> int:
     return 0
 
 
+def leaves_a_child(run_dir: str, *, rank: int, how: str, **_: Any) -> int:
+    """Ends while its child runs on."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path(run_dir, f"child-{rank}").write_text(str(child.pid))
+    print("no newline at the end", end="")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
 def _wait(run_dir: str, done: Any) -> None:
     end = time.monotonic() + 60
     while not done() and time.monotonic() < end:
