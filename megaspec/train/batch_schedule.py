@@ -19,7 +19,7 @@ class BatchSchedule:
             n_increments = (train.global_batch - ramp.start) // ramp.increment
             for k in range(n_increments):
                 batch = ramp.start + k * ramp.increment
-                until = (k + 1) * ramp.samples // n_increments
+                until = -(-(k + 1) * ramp.samples // n_increments)
                 n_steps = max(0, -(-(until - sample) // batch))
                 if n_steps:
                     self._stages.append((step, sample, batch))
