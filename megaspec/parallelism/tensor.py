@@ -152,6 +152,9 @@ class TensorParallel:
     layouts: dict[str, Layout] = field(default_factory=dict)
     sums: list[GradientSum] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.sequence_parallel = self.sequence_parallel and self.mesh.size("tp") > 1
+
     def split_model(self, model: nn.Module, rows: tuple[Row, ...]) -> None:
         """Splits every module that a row names, on the meta device.
 

@@ -281,9 +281,7 @@ def _ratio(difference: float, size: float) -> float:
 def _relative(values: Sequence[float], truth: Sequence[float]) -> dict[str, float]:
     """Relative errors by step, counted from 1."""
     assert len(values) == len(truth), f"{len(values)} steps and {len(truth)}"
-    return {
-        str(i): _ratio(abs(a - b), abs(b)) for i, (a, b) in enumerate(zip(values, truth, strict=True), start=1)
-    }
+    return {str(i): _ratio(abs(a - b), abs(b)) for i, (a, b) in enumerate(zip(values, truth, strict=True), start=1)}
 
 
 def _worst(label: str, errors: Mapping[str, float], tolerance: float) -> Finding:

@@ -1,0 +1,155 @@
+"""Rank processes for tests: forked from a server that has torch loaded, used for many cases, thrown away when one dies.
+
+A task is a function of a module, `task(rank, *arguments, **more)`. It runs on ranks 0..n-1 inside a fresh world of n
+ranks (no process group at all for one rank) and returns plain data: numbers, strings, lists, dictionaries, arrays.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from tests.source_patch import Patch, install
+
+PRELOAD = ["torch", "torch.distributed", "numpy", "pydantic", "safetensors.torch", "pytest"]
+
+
+class RankDied(AssertionError):
+    """A rank left before its task was done; the text holds what it printed."""
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    log: Path
+
+
+class RankPool:
+    """Rank processes that live until `close`. `patches` change the source of the project before it is imported."""
+
+    def __init__(self, *, patches: tuple[Patch, ...] = (), timeout: float = 120.0, device: str = "cpu"):
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._patches, self._timeout, self._device = patches, timeout, device
+        self._ranks: list[_Rank] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._worlds = 0
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, task: Callable[..., Any], *arguments: Any, ranks: int, **more: Any) -> list[Any]:
+        """What the task returned on each rank. Raises RankDied, after which the pool starts afresh."""
+        while len(self._ranks) < ranks:
+            self._start()
+        self._worlds += 1
+        store = str(Path(self._folder.name) / f"world-{self._worlds}")
+        used = self._ranks[:ranks]
+        for rank in used:
+            # by name, so that the function is looked up in the rank's own, perhaps patched, modules
+            rank.pipe.send((task.__module__, task.__qualname__, arguments, more, store, ranks))
+        results: dict[int, Any] = {}
+        deadline = monotonic() + self._timeout
+        while len(results) < ranks:
+            ready = wait([r.pipe for i, r in enumerate(used) if i not in results], timeout=deadline - monotonic())
+            if not ready:
+                self._give_up(f"ranks {sorted(set(range(ranks)) - set(results))} did not answer in {self._timeout} s")
+            for pipe in ready:
+                index = next(i for i, r in enumerate(used) if r.pipe is pipe)
+                try:
+                    results[index] = pipe.recv()
+                except EOFError:
+                    self._give_up(f"rank {index} died")
+        return [results[i] for i in range(ranks)]
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        for rank in self._ranks:
+            rank.pipe.close()  # an idle rank leaves at the end of its pipe
+        for rank in self._ranks:
+            rank.process.join(timeout=2)
+            if rank.process.is_alive():
+                rank.process.kill()
+        self._ranks = []
+
+    def _start(self) -> None:
+        here, there = self._context.Pipe()
+        index = len(self._ranks)
+        log = Path(self._folder.name) / f"rank-{index}-{self._worlds}.log"
+        process = self._context.Process(
+            target=_serve, args=(there, index, str(log), self._patches, self._device, sys.path), daemon=True
+        )
+        process.start()
+        there.close()
+        self._ranks.append(_Rank(process, here, log))
+
+    def _give_up(self, reason: str) -> None:
+        logs = []
+        for i, rank in enumerate(self._ranks):
+            rank.process.join(timeout=0.2)
+            rank.process.kill()
+            text = rank.log.read_text() if rank.log.exists() else ""
+            if "Error" in text:
+                logs.append(f"--- rank {i}\n{text[-4000:]}")
+        self._ranks = []
+        raise RankDied("\n".join([reason, *logs]))
+
+
+def _serve(pipe: Connection, rank: int, log: str, patches: tuple[Patch, ...], device: str, path: list[str]) -> None:
+    """A rank's life: one task after the other until the pipe ends."""
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stream, 2)
+    sys.path[:] = path
+    install(patches)
+
+    import torch  # loaded in the fork server already
+
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    status = 1
+    try:
+        while True:
+            try:
+                module, name, arguments, more, store, size = pipe.recv()
+            except EOFError:
+                status = 0
+                break
+            task = partial(getattr(import_module(module), name), rank, *arguments, **more)
+            pipe.send(_in_world(task, rank, store, size, device))
+    finally:
+        if status:
+            sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+        os._exit(status)  # gloo's threads may abort in a normal interpreter exit
+
+
+def _in_world(task: Callable[[], Any], rank: int, store: str, size: int, device: str) -> Any:
+    import torch.distributed as dist
+
+    if size == 1:
+        return task()
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.PrefixStore("world", dist.FileStore(store, size)),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    result = task()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
