@@ -79,8 +79,39 @@ def read_index(prefix: str | Path) -> Index:
     return parse_index(map_file(path), path=path, bin_path=bin_path)
 
 
+def read_lengths(prefix: str | Path) -> np.ndarray:
+    """int32 [S]: tokens of each sequence, with the header of the .idx checked and nothing else. Raises DataError."""
+    path = Path(f"{prefix}.idx")
+    buffer = map_file(path)
+    _, n_sequences, _ = _parse_header(buffer, path)
+    lengths = np.frombuffer(buffer, "<i4", n_sequences, HEADER.size)
+    if len(lengths) and lengths.min() < 0:
+        raise DataError(f"{path}: length of sequence {int(np.argmin(lengths))}={lengths.min()}, it is at least 0")
+    return lengths
+
+
 def parse_index(buffer: Any, *, path: Path, bin_path: Path) -> Index:
     """The checked index in a buffer; see `read_index`."""
+    dtype, n_sequences, n_bounds = _parse_header(buffer, path)
+    lengths = np.frombuffer(buffer, "<i4", n_sequences, HEADER.size)
+    offsets = np.frombuffer(buffer, "<i8", n_sequences, HEADER.size + 4 * n_sequences)
+    documents = np.frombuffer(buffer, "<i8", n_bounds, HEADER.size + 12 * n_sequences)
+    tokens = _check_lengths(lengths, offsets, dtype.itemsize, path)
+    _check_documents(documents, n_sequences, path)
+    try:
+        bin_size = bin_path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{bin_path}: can't be read: {error.strerror}") from error
+    if bin_size != tokens * dtype.itemsize:
+        raise DataError(
+            f"{bin_path}: size={bin_size}, the lengths in {path.name} ask for {tokens} tokens of {dtype.name} = "
+            f"{tokens * dtype.itemsize} bytes: truncated, or not the file of this index"
+        )
+    return Index(dtype, lengths, offsets, documents, tokens)
+
+
+def _parse_header(buffer: Any, path: Path) -> tuple[np.dtype, int, int]:
+    """Number format of .bin, S and D."""
     size = len(buffer)
     if size < HEADER.size:
         raise DataError(f"{path}: size={size}, the header alone has {HEADER.size} bytes: truncated")
@@ -100,21 +131,7 @@ def parse_index(buffer: Any, *, path: Path, bin_path: Path) -> Index:
         raise DataError(
             f"{path}: size={size}, sequence count={n_sequences} and document count={n_bounds} need {expected}{modes}"
         )
-    lengths = np.frombuffer(buffer, "<i4", n_sequences, HEADER.size)
-    offsets = np.frombuffer(buffer, "<i8", n_sequences, HEADER.size + 4 * n_sequences)
-    documents = np.frombuffer(buffer, "<i8", n_bounds, HEADER.size + 12 * n_sequences)
-    tokens = _check_lengths(lengths, offsets, dtype.itemsize, path)
-    _check_documents(documents, n_sequences, path)
-    try:
-        bin_size = bin_path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{bin_path}: can't be read: {error.strerror}") from error
-    if bin_size != tokens * dtype.itemsize:
-        raise DataError(
-            f"{bin_path}: size={bin_size}, the lengths in {path.name} ask for {tokens} tokens of {dtype.name} = "
-            f"{tokens * dtype.itemsize} bytes: truncated, or not the file of this index"
-        )
-    return Index(dtype, lengths, offsets, documents, tokens)
+    return dtype, n_sequences, n_bounds
 
 
 def _check_lengths(lengths: np.ndarray, offsets: np.ndarray, itemsize: int, path: Path) -> int:

@@ -34,15 +34,12 @@ class IndexedSource:
         if int(tokens.max()) >= self._vocab_size or int(tokens.min()) < 0:
             wrong = tokens[(tokens >= self._vocab_size) | (tokens < 0)][0]
             raise DataError(
-                f"{file.bin_path}: token id={wrong} in the {self._split} sequence at position {position}, ids are 0 to "
-                f"{self._vocab_size - 1} (model.vocab_size={self._vocab_size}); run `megaspec data inspect {file.prefix}`"
+                f"{file.bin_path}: token id={wrong} in the {self._split} sequence at position {position}, "
+                f"model.vocab_size={self._vocab_size} must be above it; see `megaspec data inspect {file.prefix}`"
             )
         documents = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
-        if self._spec.document_mask:
-            mask = documents[1:] == documents[:-1]
-        else:
-            mask = np.ones(self._spec.seq_len, dtype=bool)
-        return Sample(tokens=tokens, mask=mask, documents=documents[:-1])
+        crosses = (documents[1:] != documents[:-1]) & self._spec.document_mask
+        return Sample(tokens=tokens, mask=~crosses, documents=documents[:-1])
 
 
 def check_vocabulary(key: str, file: IndexedFile, vocab_size: int) -> None:

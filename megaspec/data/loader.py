@@ -105,9 +105,10 @@ class Loader:
     def close(self) -> None:
         """Stop the thread and drop what it read ahead. May be called more than once."""
         self._stopping.set()
+        self._thread.join()
         while not self._queue.empty():
             self._queue.get_nowait()
-        self._thread.join()
+        self._queue.put_nowait(None)  # whoever still waits for a batch wakes up
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +125,7 @@ class Loader:
                     return
             self._put(None)
         # Whatever it is, the consumer has to get it: a silent thread would leave it waiting for ever.
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             self._put(error)
 
     def _put(self, item: StepBatch | BaseException | None) -> bool:

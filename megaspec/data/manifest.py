@@ -188,12 +188,15 @@ def load_manifest(prefix: str | Path) -> Manifest | None:
 
 
 def sha256_of_files(paths: Iterable[Path]) -> str:
-    """Hash of the contents, one after the other."""
+    """Hash of the contents, one after the other. Raises DataError for a file that can't be read."""
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as file:
-            while chunk := file.read(2**20):
-                digest.update(chunk)
+        try:
+            with open(path, "rb") as file:
+                while chunk := file.read(2**20):
+                    digest.update(chunk)
+        except OSError as error:
+            raise DataError(f"{path}: can't be read: {error.strerror or error}") from error
     return digest.hexdigest()
 
 

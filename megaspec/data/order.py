@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from megaspec.core.errors import DataError
-from megaspec.data.index_cache import IndexCache
+from megaspec.data.index_cache import Arrays, IndexCache
 from megaspec.data.indexed import IndexedFile
-from megaspec.data.indices import blend_indices, blend_share, gpt_indices, normalized, split_bounds
+from megaspec.data.indices import INT32_MAX, blend_indices, blend_share, gpt_indices, normalized, split_bounds
 from megaspec.data.manifest import sha256_of_files
 from megaspec.data.spec import IndexedSpec
 
@@ -37,9 +37,7 @@ class Place:
 class _Segment:
     """One stretch of the order over all data sets."""
 
-    def __init__(
-        self, n_samples: int, indices: list[dict[str, np.ndarray] | None], blend: dict[str, np.ndarray] | None
-    ):
+    def __init__(self, n_samples: int, indices: list[Arrays | None], blend: Arrays | None):
         self.n_samples = n_samples
         self.indices = indices
         self._blend = blend
@@ -64,6 +62,9 @@ class DataOrder:
     ):
         assert split in SPLITS, f"split {split!r}"
         self._spec, self._files, self._split = spec, files, split
+        for file in files:
+            if len(file) > INT32_MAX:
+                raise DataError(f"{file.prefix}.idx: sequence count={len(file)}, an order counts up to {INT32_MAX}")
         self._weights = normalized([part.weight for part in spec.blend])
         self._bounds = [
             split_bounds(spec.split, len(file))[SPLITS.index(split) : SPLITS.index(split) + 2] for file in files
@@ -137,7 +138,7 @@ class DataOrder:
             ranges = ", ".join(f"{b} to {e} of {file.prefix}" for file, (b, e) in self._ranges())
             raise DataError(
                 f"data.split={self._spec.split}: the {self._split} split (documents {ranges}) holds no sequence of "
-                f"data.seq_len={self._spec.seq_len} tokens and one more; give it a larger share, or shorten the sequence"
+                f"data.seq_len={self._spec.seq_len} tokens and one more; give it a larger share or shorten the sequence"
             )
         total = sum(self._samples[k] for k in full)
         indices = [self._index(k, EVALUATION_SEED, None) if k in full else None for k in range(len(self._files))]
@@ -146,7 +147,7 @@ class DataOrder:
         blend = self._blend(normalized([self._weights[k] for k in full]), total)
         return _Segment(total, indices, blend | {"dataset": np.array(full)[blend["dataset"]]})
 
-    def _index(self, number: int, seed: int, n_samples: int | None) -> dict[str, np.ndarray]:
+    def _index(self, number: int, seed: int, n_samples: int | None) -> Arrays:
         file, (begin, end) = self._files[number], self._bounds[number]
         key = {
             "kind": "gpt",
@@ -157,7 +158,7 @@ class DataOrder:
             "samples": n_samples,
         }
 
-        def build() -> dict[str, np.ndarray]:
+        def build() -> Arrays:
             documents = np.arange(begin, end, dtype=np.int32)
             return vars(
                 gpt_indices(file.index.lengths, documents, seq_len=self._spec.seq_len, seed=seed, n_samples=n_samples)
@@ -165,8 +166,8 @@ class DataOrder:
 
         return self._cache.get(key, build)
 
-    def _blend(self, weights: list[float], n_samples: int) -> dict[str, np.ndarray]:
-        def build() -> dict[str, np.ndarray]:
+    def _blend(self, weights: list[float], n_samples: int) -> Arrays:
+        def build() -> Arrays:
             dataset, sample = blend_indices(weights, n_samples)
             return {"dataset": dataset, "sample": sample}
 

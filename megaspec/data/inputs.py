@@ -1,0 +1,343 @@
+"""From what a user names to parts of equal work, and from a part to documents.
+
+How the input is cut depends on the input alone, never on the number of workers, so the result doesn't either.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megaspec.core.errors import DataError
+from megaspec.data import python_corpus
+from megaspec.data.manifest import SourceRecord, sha256_of_files
+
+PYTHON_CORPUS = "python"
+LINE_LIMIT = 64 * 2**20
+SMALLEST_PART, LARGEST_PART = 2**20, 256 * 2**20
+_PARTS = 1024
+_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".md": "text", ".parquet": "parquet"}
+_KNOWN = "a .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or the word python"
+
+BAD_KINDS = ("broken JSON", "missing key", "wrong type", "bad UTF-8", "empty document", "line too long")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of one input file: bytes of JSON lines, row groups of parquet, units of the Python corpus."""
+
+    kind: str
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The work of one worker at a time."""
+
+    number: int
+    slices: tuple[Slice, ...]
+    bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Part":
+        return Part(value["number"], tuple(Slice(**s) for s in value["slices"]), value["bytes"])
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A line that is no document."""
+
+    kind: str
+    """One of BAD_KINDS."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One thing that the user named, with the files in it."""
+
+    name: str
+    files: tuple[tuple[str, str, int, int], ...]
+    """(kind, path, bytes, time of change in ns) of each file, in order."""
+    passed_over: int
+    """Files of a folder that are no text."""
+
+
+def find_inputs(names: list[str]) -> list[Input]:
+    """The files behind the names, folders searched through in the order of their paths.
+
+    Raises DataError for what doesn't exist, is of no known kind, or holds nothing.
+    """
+    return [_python_input() if name == PYTHON_CORPUS else _file_input(name) for name in names]
+
+
+def cut(inputs: list[Input]) -> list[Part]:
+    """The inputs as parts, in order."""
+    total = sum(size for given in inputs for _, _, size, _ in given.files)
+    target = min(max(total // _PARTS, SMALLEST_PART), LARGEST_PART)
+    parts: list[Part] = []
+    slices: list[Slice] = []
+    filled = 0
+
+    for given in inputs:
+        for kind, path, size, _ in given.files:
+            for piece, n_bytes in _CUTTERS[kind](path, size, target):
+                if slices and filled + n_bytes > target:
+                    parts.append(Part(len(parts), tuple(slices), filled))
+                    slices, filled = [], 0
+                slices.append(piece)
+                filled += n_bytes
+    if slices:
+        parts.append(Part(len(parts), tuple(slices), filled))
+    return parts
+
+
+def read_documents(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+    """(line, text or what is wrong with it) of a slice. Lines count from 1 at the beginning of the slice.
+
+    Raises DataError when a file as a whole can't be read.
+    """
+    yield from _READERS[piece.kind](piece, key)
+
+
+def lines_before(piece: Slice) -> int:
+    """How many lines of the file lie before the slice."""
+    if piece.kind != "jsonl" or piece.start == 0:
+        return 0
+    count, left = 0, piece.start
+    chunk = b""
+    with _opened(piece.path) as file:
+        while left and (chunk := file.read(min(2**20, left))):
+            count += chunk.count(b"\n")
+            left -= len(chunk)
+    # A line that begins before the slice and ends in it is none of the slice's.
+    return count + (not chunk.endswith(b"\n"))
+
+
+def describe(given: Input) -> SourceRecord:
+    """Name, size and hash of an input; a folder's hash is that of its files' hashes and names."""
+    size = sum(n_bytes for _, _, n_bytes, _ in given.files)
+    if given.name == PYTHON_CORPUS:
+        return SourceRecord(name=given.name, bytes=size, sha256=python_corpus.content_sha256())
+    paths = [Path(path) for _, path, _, _ in given.files]
+    if paths == [Path(given.name)]:
+        return SourceRecord(name=given.name, bytes=size, sha256=sha256_of_files(paths))
+    root = Path(given.name)
+    listed = "".join(f"{sha256_of_files([path])}  {path.relative_to(root).as_posix()}\n" for path in paths)
+    return SourceRecord(name=given.name, bytes=size, sha256=hashlib.sha256(listed.encode()).hexdigest())
+
+
+def _python_input() -> Input:
+    size = sum(unit.bytes for unit in python_corpus.units())
+    return Input(PYTHON_CORPUS, (("python", python_corpus.identity(), size, 0),), 0)
+
+
+def _file_input(name: str) -> Input:
+    root = Path(name)
+    if root.is_dir():
+        found = sorted(path for path in root.rglob("*") if path.is_file())
+        files = tuple(_entry(path) for path in found if path.suffix.lower() in _KINDS)
+        if not files:
+            raise DataError(f"{name}: no .jsonl, .ndjson, .txt, .md or .parquet file in this folder")
+        return Input(name, files, len(found) - len(files))
+    if not root.exists():
+        raise DataError(f"{name}: no such file or folder; an input is {_KNOWN}")
+    if root.suffix.lower() not in _KINDS:
+        raise DataError(f"{name}: an input is {_KNOWN}; JSON lines need the ending .jsonl")
+    return Input(name, (_entry(root),), 0)
+
+
+def _entry(path: Path) -> tuple[str, str, int, int]:
+    status = path.stat()
+    return _KINDS[path.suffix.lower()], str(path), status.st_size, status.st_mtime_ns
+
+
+def _cut_jsonl(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
+    for start in range(0, size, target):
+        stop = min(start + target, size)
+        yield Slice("jsonl", path, start, stop), stop - start
+
+
+def _cut_text(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
+    yield Slice("text", path, 0, size), size
+
+
+def _cut_parquet(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
+    metadata = _parquet_file(path).metadata
+    for group in range(metadata.num_row_groups):
+        yield Slice("parquet", path, group, group + 1), metadata.row_group(group).total_byte_size
+
+
+def _cut_python(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
+    for unit in python_corpus.units():
+        yield Slice("python", f"{unit.kind}:{unit.name}", 0, unit.bytes), unit.bytes
+
+
+def _read_jsonl(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+    quoted = json.dumps(key).encode()
+    with _opened(piece.path) as file:
+        position = 0
+        if piece.start:
+            file.seek(piece.start - 1)
+            position = piece.start - 1 + _skip_line(file)
+        line = 0
+        while position < piece.stop:
+            raw = file.readline(LINE_LIMIT)
+            if not raw:
+                return
+            position += len(raw)
+            line += 1
+            if len(raw) == LINE_LIMIT and not raw.endswith(b"\n"):
+                position += _skip_line(file)
+                yield line, Bad("line too long")
+                continue
+            if position == len(raw) and raw.startswith(b"\xef\xbb\xbf"):
+                raw = raw[3:]
+            yield line, _text_of_line(raw, key, quoted)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[BinaryIO]:
+    try:
+        with open(path, "rb", buffering=2**20) as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{path}: can't be read: {error.strerror or error}") from error
+
+
+def _skip_line(file: BinaryIO) -> int:
+    skipped = 0
+    while chunk := file.readline(LINE_LIMIT):
+        skipped += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _text_of_line(raw: bytes, key: str, quoted: bytes) -> str | Bad:
+    try:
+        decoded = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return Bad("bad UTF-8")
+    if not decoded.strip():
+        return Bad("empty document")
+    try:
+        # Counting is cheap, the hook is not: only a line that may hold the key twice gets it.
+        hook = _once if raw.count(quoted) > 1 else None
+        record = json.loads(decoded, object_pairs_hook=hook, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return Bad("broken JSON")
+    if not isinstance(record, dict):
+        return Bad("wrong type")
+    if key not in record:
+        return Bad("missing key")
+    return _checked(record[key])
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        raise ValueError("key twice")
+    return record
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _checked(text: Any) -> str | Bad:
+    if not isinstance(text, str):
+        return Bad("wrong type")
+    if not text.strip():
+        return Bad("empty document")
+    if _SURROGATE.search(text):
+        return Bad("bad UTF-8")
+    return text
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _read_text(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+    try:
+        with _opened(piece.path) as file:
+            text = file.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        yield 1, Bad("bad UTF-8")
+        return
+    yield 1, _checked(text)
+
+
+def _read_parquet(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+    file = _parquet_file(piece.path)
+    if key not in file.schema_arrow.names:
+        raise DataError(f"{piece.path}: no column {key}; --key names one of {', '.join(file.schema_arrow.names)}")
+    row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+    for batch in file.iter_batches(batch_size=1024, row_groups=list(range(piece.start, piece.stop)), columns=[key]):
+        for value in batch.column(0):
+            row += 1
+            yield row, _arrow_text(value)
+
+
+def _arrow_text(value: Any) -> str | Bad:
+    try:
+        return _checked(value.as_py())
+    except UnicodeDecodeError:
+        return Bad("bad UTF-8")
+
+
+def _parquet_file(path: str) -> Any:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise DataError(f"{path}: parquet needs pyarrow; install the extra megaspec[parquet]") from error
+    try:
+        return ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _read_python(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+    kind, _, name = piece.path.partition(":")
+    for text in python_corpus.documents(kind, name):
+        if isinstance(checked := _checked(text), str):
+            yield 1, checked
+
+
+_CUTTERS: dict[str, Callable[[str, int, int], Iterator[tuple[Slice, int]]]] = {
+    "jsonl": _cut_jsonl,
+    "text": _cut_text,
+    "parquet": _cut_parquet,
+    "python": _cut_python,
+}
+_READERS: dict[str, Callable[[Slice, str], Iterator[tuple[int, str | Bad]]]] = {
+    "jsonl": _read_jsonl,
+    "text": _read_text,
+    "parquet": _read_parquet,
+    "python": _read_python,
+}
+
+
+def changed(inputs: list[Input]) -> str | None:
+    """The first file that is not as it was when the inputs were listed."""
+    for given in inputs:
+        for kind, path, size, time in given.files:
+            if kind == "python":
+                continue
+            try:
+                status = os.stat(path)
+            except OSError:
+                return path
+            if (status.st_size, status.st_mtime_ns) != (size, time):
+                return path
+    return None

@@ -1,0 +1,396 @@
+"""Text to token files: cut the input into parts, have workers tokenize them, put the parts together, publish.
+
+Note "Resuming". Each part's files lie in `<prefix>.parts/` under the part's number, and the part counts as done when
+its .json is there and the checksums in it hold. The cut depends on the input alone, so a job that was killed at any
+moment goes on with the parts that are missing and ends with the same bytes. The published files appear by rename, the
+manifest last: until it is there, or when it is older than the files, reading them is an error.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaspec.core.errors import DataError, MegaspecError, WriteError
+from megaspec.data.files import write_atomically, write_error
+from megaspec.data.indexed import index_bytes, token_dtype
+from megaspec.data.inputs import Input, Part, changed, cut, describe, find_inputs, lines_before, read_documents
+from megaspec.data.manifest import (
+    Manifest,
+    block_bytes_for,
+    crc32_of_blocks,
+    load_manifest,
+    write_manifest,
+)
+from megaspec.data.prepare_worker import Settings, part_path
+from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, record_of, tokenizer_path, train_bpe
+from megaspec.data.workers import run_workers
+
+BPE_TRAINING_BYTES = 64 * 2**20
+_SHOWN = 10
+_COPY = 2**22
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is."""
+
+    bytes_done: int
+    bytes_total: int
+    documents: int
+    tokens: int
+    bad: int
+    stage: str
+    """`tokenizer`, `tokens` or `files`."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of a job."""
+
+    prefix: str
+    manifest: Manifest
+    was_there: bool
+    """The files were there already, made by the same job."""
+    parts_reused: int
+    """Parts that an earlier, interrupted job had finished."""
+    passed_over: int
+    """Files in input folders that are of no known kind."""
+
+
+def prepare(
+    inputs: list[str],
+    out_prefix: str | Path,
+    tokenizer: Tokenizer | BpeRequest,
+    *,
+    key: str = "text",
+    workers: int = 1,
+    skip_bad: int = 0,
+    append_eod: bool = True,
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] = lambda progress: None,
+) -> Prepared:
+    """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, `.tokenizer.json`.
+
+    inputs: files, folders, or `python` for the corpus that every Python carries. key: where JSON lines and parquet
+    hold the text. skip_bad: how many bad lines are left out before the job stops. resume: use the finished parts of
+    an interrupted job. overwrite: replace files that another job made.
+    Raises DataError for bad input, WriteError for a disk that is full or not writable, WorkerDied.
+    """
+    prefix = str(out_prefix)
+    if append_eod and not isinstance(tokenizer, BpeRequest) and tokenizer.eod is None:
+        raise DataError(f"--tokenizer {tokenizer.name}: no token is known to end a document; name one with --eod")
+    found = find_inputs(inputs)
+    job = _job_hash(found, tokenizer, key=key, append_eod=append_eod)
+    folder = Path(f"{prefix}.parts")
+    passed_over = sum(given.passed_over for given in found)
+
+    finished = _finished(prefix, job, skip_bad)
+    if finished is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return Prepared(prefix, finished, True, 0, passed_over)
+    _refuse_overwriting(prefix, folder, job, overwrite)
+    with _own_folder(folder, job, resume=resume):
+        parts = cut(found)
+        if isinstance(tokenizer, BpeRequest):
+            progress(Progress(0, sum(p.bytes for p in parts), 0, 0, 0, "tokenizer"))
+        tokenizer = _tokenizer_in(folder, tokenizer, parts, key)
+        settings = Settings(
+            folder=str(folder),
+            key=key,
+            eod=tokenizer.eod if append_eod else None,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=str(folder / "tokenizer.json") if isinstance(tokenizer, FileTokenizer) else None,
+        )
+        sources = _in_background(lambda: tuple(describe(given) for given in found))
+        entries, reused = _make_parts(parts, settings, workers, skip_bad, progress)
+        if (moved := changed(found)) is not None:
+            raise DataError(f"{moved}: changed while it was read; start the same command again")
+        total = sum(part.bytes for part in parts)
+        progress(Progress(total, total, *_sums(entries), "files"))
+        description = {
+            "tokenizer": record_of(tokenizer),
+            "append_eod": append_eod,
+            "sources": sources.result(),
+            "job": job,
+        }
+        manifest = _publish(prefix, folder, parts, entries, tokenizer, description)
+    return Prepared(prefix, manifest, False, reused, passed_over)
+
+
+def _job_hash(inputs: list[Input], tokenizer: Tokenizer | BpeRequest, *, key: str, append_eod: bool) -> str:
+    trained = isinstance(tokenizer, BpeRequest)
+    job = {
+        "format": 1,
+        "inputs": [[given.name, given.files] for given in inputs],
+        "tokenizer": f"bpe:{tokenizer.vocab_size}" if trained else tokenizer.sha256,
+        "eod": None if trained else tokenizer.eod,
+        "key": key,
+        "append_eod": append_eod,
+    }
+    return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+
+
+def _finished(prefix: str, job: str, skip_bad: int) -> Manifest | None:
+    try:
+        manifest = load_manifest(prefix)
+    except DataError:
+        return None
+    if manifest is None or manifest.job != job or sum(manifest.bad_lines.values()) > skip_bad:
+        return None
+    for ending, size in ((".bin", manifest.bin_bytes), (".idx", manifest.idx_bytes)):
+        path = Path(f"{prefix}{ending}")
+        if not path.exists() or path.stat().st_size != size:
+            return None
+    return manifest
+
+
+def _refuse_overwriting(prefix: str, folder: Path, job: str, overwrite: bool) -> None:
+    ours = _read_json(folder / "job.json") == {"job": job} and (folder / "publishing").exists()
+    there = [f"{prefix}{ending}" for ending in (".bin", ".idx", ".manifest.json") if Path(f"{prefix}{ending}").exists()]
+    if there and not ours and not overwrite:
+        raise DataError(
+            f"--out {prefix}: {there[0]} is there, made from other input, options or another tokenizer; "
+            "choose another name, or replace it with --overwrite"
+        )
+
+
+@contextmanager
+def _own_folder(folder: Path, job: str, *, resume: bool) -> Iterator[None]:
+    """The folder of the parts, locked; emptied when it belongs to another job, removed when the block succeeds."""
+    try:
+        lock = _lock(folder)
+    except OSError as error:
+        raise write_error(error.filename or folder, error) from error
+    try:
+        if not resume or _read_json(folder / "job.json") != {"job": job}:
+            for path in folder.iterdir():
+                path.unlink()
+            write_atomically(folder / "job.json", [json.dumps({"job": job}).encode()])
+        yield
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """A file descriptor that holds the folder's lock until it is closed, or its process dies."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise WriteError(f"{folder}: another `data prepare` writes here; wait for it or stop it") from error
+        # The folder may have been finished and removed before the lock was ours.
+        if folder.exists() and os.path.samestat(os.fstat(lock), folder.stat()):
+            return lock
+        os.close(lock)
+
+
+def _in_background(work: Callable[[], Any]) -> Future:
+    """The future result of a thread that doesn't keep the process alive."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except (MegaspecError, OSError) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _tokenizer_in(folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[Part], key: str) -> Tokenizer:
+    """The tokenizer with its file in the folder, trained if need be."""
+    path = folder / "tokenizer.json"
+    if isinstance(tokenizer, BpeRequest):
+        name = f"bpe:{tokenizer.vocab_size}"
+        if path.exists():
+            return FileTokenizer(path.read_bytes(), name=name)
+        tokenizer = train_bpe(_training_texts(parts, key), tokenizer.vocab_size)
+    if isinstance(tokenizer, FileTokenizer):
+        write_atomically(path, [tokenizer.text])
+    return tokenizer
+
+
+def _training_texts(parts: list[Part], key: str) -> Iterator[str]:
+    """Documents from the beginning of every part, so that all of the input has its share."""
+    each = BPE_TRAINING_BYTES // max(1, len(parts))
+    for part in parts:
+        left = each
+        for piece in part.slices:
+            for _, text in read_documents(piece, key):
+                if isinstance(text, str) and left > 0:
+                    yield text[:left]
+                    left -= len(text)
+            if left <= 0:
+                break
+
+
+def _make_parts(
+    parts: list[Part],
+    settings: Settings,
+    workers: int,
+    skip_bad: int,
+    progress: Callable[[Progress], None],
+) -> tuple[list[dict[str, Any]], int]:
+    """What NUMBER.json says of every part, made where it isn't there; and how many were there."""
+    entries = {part.number: entry for part in parts if (entry := _load_part(settings.folder, part)) is not None}
+    reused = len(entries)
+    total = sum(part.bytes for part in parts)
+    done = sum(part.bytes for part in parts if part.number in entries)
+    running: dict[int, Counter[str]] = {}
+    _check_bad(parts, entries, skip_bad)
+    missing = [part for part in parts if part.number not in entries]
+    for part, event in run_workers(missing, settings, workers):
+        if "done" in event:
+            running.pop(part.number, None)
+            entry = _load_part(settings.folder, part)
+            if entry is None:
+                raise WriteError(f"{part_path(settings.folder, part.number, '.bin')}: not what was written")
+            entries[part.number] = entry
+            done += part.bytes
+            _check_bad(parts, entries, skip_bad)
+        else:
+            running.setdefault(part.number, Counter()).update(event)
+        extra = sum(running.values(), Counter())
+        documents, tokens, bad = _sums(list(entries.values()))
+        bytes_done = min(total, done + extra["characters"])
+        progress(Progress(bytes_done, total, documents + extra["documents"], tokens + extra["tokens"], bad, "tokens"))
+    return [entries[part.number] for part in parts], reused
+
+
+def _load_part(folder: str, part: Part) -> dict[str, Any] | None:
+    """What NUMBER.json says, None when the part isn't whole."""
+    entry = _read_json(part_path(folder, part.number, ".json"))
+    if entry is None:
+        return None
+    data, lengths = part_path(folder, part.number, ".bin"), part_path(folder, part.number, ".len")
+    if not data.exists() or data.stat().st_size != entry["bytes"] or not lengths.exists():
+        return None
+    if zlib.crc32(lengths.read_bytes()) != entry["lengths_crc32"]:
+        return None
+    crc = 0
+    with open(data, "rb") as file:
+        while chunk := file.read(_COPY):
+            crc = zlib.crc32(chunk, crc)
+    return entry if crc == entry["crc32"] else None
+
+
+def _sums(entries: list[dict[str, Any]]) -> tuple[int, int, int]:
+    return (
+        sum(entry["documents"] for entry in entries),
+        sum(entry["tokens"] for entry in entries),
+        sum(sum(entry["bad"].values()) for entry in entries),
+    )
+
+
+def _bad_by_kind(entries: list[dict[str, Any]]) -> dict[str, int]:
+    return dict(sum((Counter(entry["bad"]) for entry in entries), Counter()))
+
+
+def _check_bad(parts: list[Part], entries: dict[int, dict[str, Any]], skip_bad: int) -> None:
+    kinds = _bad_by_kind(list(entries.values()))
+    n_bad = sum(kinds.values())
+    if n_bad <= skip_bad:
+        return
+    shown = []
+    for part in parts:
+        for number, line, kind in entries.get(part.number, {}).get("places", ()):
+            if len(shown) < _SHOWN:
+                piece = part.slices[number]
+                shown.append(f"  {piece.path}:{lines_before(piece) + line}: {kind}")
+    counted = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    more = [f"  and {n_bad - len(shown)} more"] if n_bad > len(shown) else []
+    still = "" if len(entries) == len(parts) else " so far"
+    raise DataError(
+        "\n".join(
+            [
+                f"{n_bad} bad lines{still} ({counted}), --skip-bad {skip_bad} allows {skip_bad}:",
+                *shown,
+                *more,
+                "mend the input, or leave them out with a larger --skip-bad",
+            ]
+        )
+    )
+
+
+def _publish(
+    prefix: str,
+    folder: Path,
+    parts: list[Part],
+    entries: list[dict[str, Any]],
+    tokenizer: Tokenizer,
+    description: dict[str, Any],
+) -> Manifest:
+    """Put the parts together under the final names, the manifest last."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    lengths = np.concatenate(
+        [np.frombuffer(part_path(folder, part.number, ".len").read_bytes(), np.int32) for part in parts]
+        or [np.zeros(0, dtype=np.int32)]
+    )
+    if not len(lengths):
+        raise DataError(f"--out {prefix}: the input holds no document")
+    n_bytes = sum(entry["bytes"] for entry in entries)
+    index = index_bytes(dtype, lengths)
+    idx_bytes = sum(map(len, index))
+    joined = b"".join(index)
+    write_atomically(folder / "publishing", [b""])
+    block = block_bytes_for(n_bytes)
+    bin_path = Path(f"{prefix}.bin")
+    write_atomically(bin_path, _chunks(folder, parts, entries), need=n_bytes)
+    write_atomically(Path(f"{prefix}.idx"), [joined], need=idx_bytes)
+    if isinstance(tokenizer, FileTokenizer):
+        write_atomically(tokenizer_path(prefix), [tokenizer.text], need=len(tokenizer.text))
+    else:
+        tokenizer_path(prefix).unlink(missing_ok=True)
+    manifest = Manifest(
+        tokens=n_bytes // dtype.itemsize,
+        documents=len(lengths),
+        sequences=len(lengths),
+        dtype=dtype.name,
+        bad_lines=_bad_by_kind(entries),
+        bin_bytes=n_bytes,
+        idx_bytes=idx_bytes,
+        idx_sha256=hashlib.sha256(joined).hexdigest(),
+        block_bytes=block,
+        bin_crc32=crc32_of_blocks(np.memmap(bin_path, dtype=np.uint8, mode="r"), block),
+        idx_crc32=crc32_of_blocks(joined, block),
+        **description,
+    )
+    write_manifest(prefix, manifest)
+    return manifest
+
+
+def _chunks(folder: Path, parts: list[Part], entries: list[dict[str, Any]]) -> Iterator[bytes]:
+    for part, entry in zip(parts, entries, strict=True):
+        path, crc = part_path(folder, part.number, ".bin"), 0
+        with open(path, "rb") as file:
+            while chunk := file.read(_COPY):
+                crc = zlib.crc32(chunk, crc)
+                yield chunk
+        if crc != entry["crc32"]:
+            raise DataError(f"{path}: crc32={crc:08x}, {entry['crc32']:08x} was written: damaged; start again")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

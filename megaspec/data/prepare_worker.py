@@ -1,0 +1,173 @@
+"""One worker of `prepare`: tokenizes parts into files. Started as `python -m megaspec.data.prepare_worker`.
+
+Standard input: one JSON line of settings, then one line per part. Standard output: one JSON line per event:
+{"characters": n, "documents": n, "tokens": n}, {"done": part number}, {"data_error": text}, {"write_error": text}.
+"""
+
+import json
+import os
+import signal
+import sys
+import zlib
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaspec.core.errors import DataError, WriteError
+from megaspec.data.files import write_error
+from megaspec.data.indexed import token_dtype
+from megaspec.data.inputs import Bad, Part, Slice, read_documents
+from megaspec.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+
+# Bad lines of a part that are kept with their place; all are counted.
+PLACES_KEPT = 100
+_BATCH_CHARACTERS, _BATCH_TEXTS = 2**19, 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all parts share."""
+
+    folder: str
+    """Folder of the parts' files."""
+    key: str
+    """Key or column that holds the text."""
+    eod: int | None
+    """Appended to every document; None appends nothing."""
+    vocab_size: int
+    """Decides the number format."""
+    tokenizer: str | None
+    """Path of tokenizer.json; None for bytes."""
+
+
+def part_path(folder: str | Path, number: int, ending: str) -> Path:
+    return Path(folder) / f"{number:06d}{ending}"
+
+
+class PartWriter:
+    """Tokenizes one part into NUMBER.bin, NUMBER.len (int32 lengths) and, last, NUMBER.json."""
+
+    def __init__(self, settings: Settings, tokenizer: Tokenizer, report: Any):
+        self._settings, self._tokenizer, self._report = settings, tokenizer, report
+        self._dtype = token_dtype(settings.vocab_size)
+        self._typecode = {"u2": "H", "i4": "i"}[self._dtype.str[1:]]
+
+    def write(self, part: Part) -> None:
+        """Make the files of a part. Raises DataError for unreadable input, WriteError."""
+        self._lengths, self._crc, self._bytes = array("i"), 0, 0
+        self._bad: dict[str, int] = {}
+        self._places: list[tuple[int, int, str]] = []
+        temporary = part_path(self._settings.folder, part.number, f".{os.getpid()}.tmp")
+        try:
+            with open(temporary, "wb", buffering=2**20) as self._file:
+                for number, piece in enumerate(part.slices):
+                    self._slice(number, piece)
+            os.replace(temporary, part_path(self._settings.folder, part.number, ".bin"))
+            lengths = self._lengths.tobytes()
+            self._publish(part.number, ".len", lengths)
+            entry = {
+                "bytes": self._bytes,
+                "crc32": self._crc,
+                "documents": len(self._lengths),
+                "tokens": self._bytes // self._dtype.itemsize,
+                "lengths_crc32": zlib.crc32(lengths),
+                "bad": self._bad,
+                "places": self._places,
+            }
+            self._publish(part.number, ".json", json.dumps(entry).encode())
+        except OSError as error:
+            need = part.bytes * self._dtype.itemsize // 4
+            raise write_error(error.filename or temporary, error, need) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _slice(self, number: int, piece: Slice) -> None:
+        texts: list[str] = []
+        lines: list[int] = []
+        characters = 0
+        for line, text in read_documents(piece, self._settings.key):
+            if isinstance(text, Bad):
+                self._count(number, line, text.kind)
+                continue
+            texts.append(text)
+            lines.append(line)
+            characters += len(text)
+            if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_TEXTS:
+                self._encode(number, texts, lines)
+                texts, lines, characters = [], [], 0
+        if texts:
+            self._encode(number, texts, lines)
+
+    def _encode(self, number: int, texts: list[str], lines: list[int]) -> None:
+        eod = self._settings.eod
+        before = len(self._lengths)
+        pieces = []
+        for ids, line in zip(self._tokenizer.encode_batch(texts), lines, strict=True):
+            if not len(ids):
+                self._count(number, line, "empty document")
+                continue
+            if isinstance(ids, np.ndarray):
+                tokens = array(self._typecode, ids.astype(self._dtype).tobytes())
+            else:
+                tokens = array(self._typecode, ids)
+            if eod is not None:
+                tokens.append(eod)
+            self._lengths.append(len(tokens))
+            pieces.append(tokens)
+        data = b"".join(pieces)
+        self._crc = zlib.crc32(data, self._crc)
+        self._bytes += len(data)
+        self._file.write(data)
+        self._report(
+            {
+                "characters": sum(map(len, texts)),
+                "documents": len(self._lengths) - before,
+                "tokens": len(data) // self._dtype.itemsize,
+            }
+        )
+
+    def _count(self, number: int, line: int, kind: str) -> None:
+        self._bad[kind] = self._bad.get(kind, 0) + 1
+        if len(self._places) < PLACES_KEPT:
+            self._places.append((number, line, kind))
+
+    def _publish(self, number: int, ending: str, data: bytes) -> None:
+        temporary = part_path(self._settings.folder, number, f"{ending}.{os.getpid()}.tmp")
+        temporary.write_bytes(data)
+        os.replace(temporary, part_path(self._settings.folder, number, ending))
+
+
+def open_tokenizer(path: str | None) -> Tokenizer:
+    """The tokenizer of a worker."""
+    return ByteTokenizer() if path is None else FileTokenizer(Path(path).read_bytes(), name=path)
+
+
+def main() -> int:
+    """Serve parts until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what happens
+
+    def report(event: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(event) + "\n")
+        sys.stdout.flush()
+
+    settings = Settings(**json.loads(sys.stdin.readline()))
+    try:
+        writer = PartWriter(settings, open_tokenizer(settings.tokenizer), report)
+        for line in sys.stdin:
+            part = Part.from_json(json.loads(line))
+            writer.write(part)
+            report({"done": part.number})
+    except DataError as error:
+        report({"data_error": str(error)})
+        return error.exit_code
+    except WriteError as error:
+        report({"write_error": str(error)})
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Tokenizers: bytes, built in, and every Hugging Face tokenizer.json."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megaspec.core.errors import DataError
+from megaspec.data.manifest import TokenizerRecord, load_manifest
+
+TOKENIZER_LIMIT = 256 * 2**20
+CONFIG_LIMIT = 16 * 2**20
+VOCAB_LIMIT = 2**24
+BPE_EOD = "<|endoftext|>"
+# Tokens that end a document, in the order in which they are looked for when nothing says which one it is.
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    name: str
+    sha256: str
+    vocab_size: int
+    eod: int | None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int] | np.ndarray]:
+        """Token ids of each text, without eod and without the tokens that a post-processor would add."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; what can't be decoded is shown as U+FFFD."""
+        ...
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8 are ids 0 to 255; 256 ends a document."""
+
+    name = "byte"
+    sha256 = hashlib.sha256(b"byte").hexdigest()
+    vocab_size = 257
+    eod: int | None = 256
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json.
+
+    text: its content. eod: name of the token that ends a document; None looks for one that is known as such.
+    Raises DataError when the content is no tokenizer or has no token of that name.
+    """
+
+    def __init__(self, text: bytes, *, name: str, eod: str | None = None):
+        try:
+            decoded = text.decode("utf-8")
+            self._tokenizer = HfTokenizer.from_str(decoded)
+        # The binding raises Exception itself, no subclass, for whatever it can't parse.
+        except Exception as error:
+            if type(error) not in (Exception, UnicodeDecodeError):
+                raise
+            raise DataError(f"{name}: not a tokenizer.json: {str(error)[:200]}") from error
+        self.text = text
+        self.name = name
+        self.sha256 = hashlib.sha256(text).hexdigest()
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocab_size = max(ids, default=-1) + 1
+        if not 0 < self.vocab_size <= VOCAB_LIMIT:
+            raise DataError(f"{name}: vocabulary size={self.vocab_size}, it is 1 to {VOCAB_LIMIT}")
+        self.eod = self._find_eod(eod)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
+        return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def _find_eod(self, wanted: str | None) -> int | None:
+        if wanted is not None:
+            found = self._tokenizer.token_to_id(wanted)
+            if found is None:
+                raise DataError(f"--eod {wanted}: {self.name} has no such token; its added tokens are {self._added()}")
+            return found
+        return next((i for name in EOD_NAMES if (i := self._tokenizer.token_to_id(name)) is not None), None)
+
+    def _added(self) -> str:
+        names = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        return ", ".join(names[:20]) or "none"
+
+
+@dataclass(frozen=True)
+class BpeRequest:
+    """`bpe:8192`: a tokenizer that is still to be trained on the input."""
+
+    vocab_size: int
+
+
+def parse_tokenizer(choice: str, *, eod: str | None = None) -> Tokenizer | BpeRequest:
+    """A tokenizer by what the command line says: `byte`, `bpe:SIZE`, a file, a folder or a hub name.
+
+    Raises DataError.
+    """
+    if choice == "byte":
+        if eod is not None:
+            raise DataError(f"--eod {eod}: the byte tokenizer has its own, 256; leave --eod out")
+        return ByteTokenizer()
+    if choice.startswith("bpe:"):
+        size = choice.removeprefix("bpe:")
+        if not size.isdecimal() or not 257 < int(size) <= VOCAB_LIMIT:
+            raise DataError(f"--tokenizer {choice}: the size is a number above 257 (256 bytes and eod), as in bpe:8192")
+        return BpeRequest(int(size))
+    return load_tokenizer(choice, eod=eod)
+
+
+def load_tokenizer(where: str | Path, *, eod: str | None = None) -> FileTokenizer:
+    """The tokenizer of a tokenizer.json, of a folder that holds one, or of a model on the Hugging Face hub.
+
+    eod: token that ends a document; None takes eos_token of tokenizer_config.json, else a known name.
+    Raises DataError when there is none, or it is too large or damaged.
+    """
+    path = Path(where)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    elif not path.exists():
+        path = _from_hub(str(where))
+    text = _read(path, TOKENIZER_LIMIT)
+    name = path.parent.name if path.name == "tokenizer.json" else path.name
+    return FileTokenizer(
+        text, name=name or str(path), eod=eod or _configured_eod(path.with_name("tokenizer_config.json"))
+    )
+
+
+def tokenizer_of(prefix: str | Path) -> Tokenizer:
+    """The tokenizer that made a data set, from its manifest and the copy of tokenizer.json beside it.
+
+    Raises DataError when either is missing or they don't belong together.
+    """
+    manifest = load_manifest(prefix)
+    if manifest is None:
+        raise DataError(f"{prefix}.manifest.json: missing, so its tokenizer isn't known; prepare the data again")
+    record = manifest.tokenizer
+    if record.name == ByteTokenizer.name:
+        return ByteTokenizer()
+    path = tokenizer_path(prefix)
+    tokenizer = FileTokenizer(_read(path, TOKENIZER_LIMIT), name=record.name)
+    if tokenizer.sha256 != record.sha256:
+        raise DataError(f"{path}: sha256={tokenizer.sha256}, the manifest says {record.sha256}: not its tokenizer")
+    tokenizer.eod = record.eod
+    return tokenizer
+
+
+def tokenizer_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.tokenizer.json")
+
+
+def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
+    """What the manifest says about a tokenizer."""
+    return TokenizerRecord(
+        name=tokenizer.name, sha256=tokenizer.sha256, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod
+    )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
+    """A byte-level BPE tokenizer (Sennrich et al. 2016, Radford et al. 2019) that loses nothing of any text.
+
+    The same texts give the same tokenizer. Its last id ends a document.
+    Raises DataError when the texts are too few for that many ids.
+    """
+    tokenizer = HfTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    found = tokenizer.get_vocab_size() + 1
+    if found != vocab_size:
+        raise DataError(f"--tokenizer bpe:{vocab_size}: the input is enough for {found} ids only; ask for bpe:{found}")
+    tokenizer.add_special_tokens([BPE_EOD])
+    return FileTokenizer(tokenizer.to_str().encode(), name=f"bpe:{vocab_size}")
+
+
+def _configured_eod(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    try:
+        token = json.loads(_read(path, CONFIG_LIMIT)).get("eos_token")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: not a tokenizer configuration: {error}") from error
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(limit + 1)
+    except OSError as error:
+        raise DataError(f"{path}: can't be read: {error.strerror}") from error
+    if len(text) > limit:
+        raise DataError(f"{path}: larger than {limit} bytes, so no tokenizer")
+    return text
+
+
+def _from_hub(name: str) -> Path:
+    looks_like_path = name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1
+    if looks_like_path:
+        raise DataError(f"--tokenizer {name}: no such file or folder")
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    except ImportError as error:
+        raise DataError(
+            f"--tokenizer {name}: no such file or folder; for a name on the hub install the extra megaspec[hf], or "
+            "give `byte`, `bpe:8192` or the path of a tokenizer.json"
+        ) from error
+    try:
+        path = Path(hf_hub_download(name, "tokenizer.json"))
+    except (OSError, ValueError, HfHubHTTPError, HFValidationError, EntryNotFoundError) as error:
+        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"--tokenizer {name}: neither a file nor a folder, and the hub gave no tokenizer.json ({cause[:200]}); "
+            "give `byte`, `bpe:8192` or the path of a tokenizer.json"
+        ) from error
+    return path

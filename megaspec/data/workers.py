@@ -1,0 +1,115 @@
+"""Worker processes that take parts of a job: started, fed, listened to, and never waited for in vain."""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import DataError, MegaspecError, WriteError
+from megaspec.data.inputs import Part
+from megaspec.data.prepare_worker import Settings
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class WorkerDied(MegaspecError):
+    """A worker process ended before its work did."""
+
+
+class _Worker:
+    def __init__(self, settings: Settings, part: Part):
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # One process per worker: the tokenizer's own threads would only compete with the other workers.
+        environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "megaspec.data.prepare_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self.part = part
+        self._rest = b""
+        self.send(asdict(settings))
+        self.send(part.as_json())
+
+    def send(self, value: dict[str, Any]) -> None:
+        """Write a line. A worker that is gone is noticed when its output ends."""
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(value).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def events(self) -> list[dict[str, Any]] | None:
+        """What has arrived; None at the end of the output."""
+        data = os.read(self.process.stdout.fileno(), 2**16)
+        if not data:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.stdout.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def run_workers(parts: Iterable[Part], settings: Settings, n_workers: int) -> Iterator[tuple[Part, dict[str, Any]]]:
+    """Have every part made; yields (part, event) as events come in, {"done": number} when a part is finished.
+
+    Raises DataError and WriteError of the workers, and WorkerDied when one ends on its own. No worker is left behind.
+    """
+    waiting = deque(parts)
+    workers: list[_Worker] = []
+    selector = selectors.DefaultSelector()
+    try:
+        while waiting and len(workers) < n_workers:
+            worker = _Worker(settings, waiting.popleft())
+            workers.append(worker)
+            selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
+        while selector.get_map():
+            for key, _ in selector.select():
+                worker = key.data
+                events = worker.events()
+                if events is None:
+                    raise WorkerDied(_obituary(worker))
+                for event in events:
+                    _raise_error(event)
+                    part = worker.part
+                    if "done" in event:
+                        if waiting:
+                            worker.part = waiting.popleft()
+                            worker.send(worker.part.as_json())
+                        else:
+                            selector.unregister(worker.process.stdout)
+                    yield part, event
+    finally:
+        selector.close()
+        for worker in workers:
+            worker.stop()
+
+
+def _raise_error(event: dict[str, Any]) -> None:
+    if "data_error" in event:
+        raise DataError(event["data_error"])
+    if "write_error" in event:
+        raise WriteError(event["write_error"])
+
+
+def _obituary(worker: _Worker) -> str:
+    code = worker.process.wait()
+    first = worker.part.slices[0].path
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    hint = "; when memory is short, use fewer --workers" if code == -signal.SIGKILL else ""
+    return (
+        f"the worker with pid {worker.process.pid} {how} at part {worker.part.number} ({first}){hint}; "
+        "the finished parts are kept, start the same command again"
+    )
