@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(_nothing(args.run_dir, wanted))
     rows, problems = [_HEADINGS], []
     for candidate in found:
-        manifest, damage = examine(candidate.path, deep=args.checkpoint_command == "verify")
+        manifest, damage = examine(candidate.path, candidate.step, deep=args.checkpoint_command == "verify")
         # A running job may have removed it meanwhile.
         if candidate.path.exists() or candidate.path.is_symlink():
             rows.append(_row(candidate, manifest, damage, args.checkpoint_command))

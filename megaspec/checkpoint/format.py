@@ -248,16 +248,17 @@ class _Checker:
     def piece(
         self, name: str, item: Any, shape: tuple[int, ...], itemsize: int, files: tuple[StoredFile, ...]
     ) -> StoredPiece:
-        self.that(type(item) is list and len(item) == 4, name, "expected pieces of [file, offset, start, shape]")
-        self.that(bool(files), name, "expected a file for its piece")
+        if type(item) is not list or len(item) != 4 or not files:
+            self.that(False, name, "expected pieces of [file, offset, start, shape]")
         file = self.number(item[0], name, most=len(files) - 1)
-        offset = self.number(item[1], name)
-        piece = StoredPiece(file, offset, self.numbers(item[2], name), self.numbers(item[3], name))
-        inside = len(piece.start) == len(piece.shape) == len(shape) and all(
-            n > 0 and s + n <= whole for s, n, whole in zip(piece.start, piece.shape, shape, strict=True)
-        )
-        self.that(inside, name, f"piece {item} lies outside the shape {list(shape)}")
-        end = offset + prod(piece.shape) * itemsize
-        self.that(end <= files[file].bytes, name, f"piece {item} ends at byte {end} of {files[file].bytes}")
-        self.that(offset % itemsize == 0, name, f"piece {item} starts within an element of {itemsize} bytes")
+        piece = StoredPiece(file, self.number(item[1], name), self.numbers(item[2], name), self.numbers(item[3], name))
+        if not len(piece.start) == len(piece.shape) == len(shape):
+            self.that(False, name, f"piece {item} has other dimensions than the shape {list(shape)}")
+        for start, extent, whole in zip(piece.start, piece.shape, shape, strict=True):
+            if extent <= 0 or start + extent > whole:
+                self.that(False, name, f"piece {item} lies outside the shape {list(shape)}")
+        end = piece.offset + prod(piece.shape) * itemsize
+        if end > files[file].bytes or piece.offset % itemsize:
+            size = files[file].bytes
+            self.that(False, name, f"piece {item} must begin at an element of {itemsize} bytes and end by byte {size}")
         return piece

@@ -118,7 +118,7 @@ class Store:
         names = on_first(comm, lambda: [c.path.name for c in folders.candidates(self.folder)])
         by_name = {c.path.name: c for c in map(self._candidate, names)}
         for name, candidate in by_name.items():
-            problems = self._verify(candidate.path, comm)
+            problems = self._verify(candidate.path, candidate.step, comm)
             if not problems:
                 return self._open_good(candidate, comm, repair)
             reason = "\n".join(problems)
@@ -139,7 +139,7 @@ class Store:
     def open(self, step: int, comm: Comm) -> Reader:
         """Verify and open the checkpoint of one step. Raises CheckpointError; nothing is moved."""
         path = self.folder / folders.step_name(step)
-        problems = self._verify(path, comm)
+        problems = self._verify(path, step, comm)
         if problems:
             raise CheckpointError("\n".join(problems))
         return open_together(path, comm)
@@ -151,9 +151,11 @@ class Store:
         Raises WriteError.
         """
         assert keep >= 1, f"keep={keep} must be at least 1"
+        if self._lock:
+            self._lock.check()
         whole = []
         for candidate in folders.candidates(self.folder):
-            manifest, problems = examine(candidate.path, deep=False)
+            manifest, problems = examine(candidate.path, candidate.step, deep=False)
             if candidate.replaced_by is None and manifest and not problems:
                 whole.append((candidate, manifest.generation))
         doomed = [(c, g) for c, g in whole[keep:] if c.step != self._published]
@@ -166,12 +168,12 @@ class Store:
         assert found, f"{name} is no name of a checkpoint"
         return found
 
-    def _verify(self, path: Path, comm: Comm) -> list[str]:
+    def _verify(self, path: Path, step: int, comm: Comm) -> list[str]:
         """What is wrong with a checkpoint, on every rank the same; each rank checks its share of the bytes."""
 
         def own_share() -> list[str]:
             try:
-                return find_damage(path, read_manifest(path), part=comm.rank, parts=comm.size)
+                return find_damage(path, read_manifest(path, step), part=comm.rank, parts=comm.size)
             except UnreadableError:
                 raise
             except CheckpointError as error:
@@ -209,8 +211,8 @@ class Store:
         encode_json([spec, state])
 
         def begin() -> dict[str, Any]:
-            if not self.folder.exists():
-                self.folder.mkdir(parents=True)
+            if not self.folder.is_dir():
+                self.folder.mkdir(parents=True, exist_ok=True)
                 sync_folder(self.folder.parent)
             free = free_bytes(self.folder)
             if need > free:
@@ -222,7 +224,6 @@ class Store:
             self._generation = self._next_generation()
             name = folders.hidden_name("saving", step, self._generation)
             (self.folder / name).mkdir()
-            reach("save_started")
             return {"name": name, "generation": self._generation, "id": secrets.token_hex(16), "step": step}
 
         return self._writing(begin, need=need)
@@ -231,7 +232,7 @@ class Store:
         known = max(self._generation, folders.highest_generation(self.folder))
         if self._generation == 0:
             for candidate in folders.candidates(self.folder):
-                manifest, _ = examine(candidate.path, deep=False)
+                manifest, _ = examine(candidate.path, candidate.step, deep=False)
                 known = max(known, manifest.generation if manifest else 0)
         return known + 1
 
@@ -244,10 +245,16 @@ class Store:
         plan = plan_shard(pieces, metadata=metadata)
         path = saving / file_name(rank)
         crcs: tuple[int, ...] = ()
+
+        def write() -> tuple[int, ...]:
+            reach("save_started")
+            found = write_shard(path, plan, chunk_bytes=self._chunk_bytes)
+            reach("after_shard_sync")
+            return found
+
         try:
             if plan.pieces:
-                crcs = self._writing(lambda: write_shard(path, plan, chunk_bytes=self._chunk_bytes), need=need)
-                reach("after_shard_sync")
+                crcs = self._writing(write, need=need)
         finally:
             # A job that lost the lock meanwhile finds its folder gone: say the cause, not the consequence.
             if self._lock:
@@ -293,17 +300,28 @@ class Store:
             reach("after_manifest")
             if self._lock:
                 self._lock.check()
-            if os.path.lexists(target):
-                reach("before_set_aside")
-                rename_durably(target, self.folder / folders.hidden_name("replaced", step, generation))
-                reach("after_set_aside")
-            rename_durably(saving, target)
-            reach("after_publish")
+            self._exchange(saving, target, self.folder / folders.hidden_name("replaced", step, generation))
             self._published = step
-            folders.remove_hidden(self.folder, "replaced")
+            # What can't be removed now is removed after a later save.
+            with contextlib.suppress(OSError):
+                folders.remove_hidden(self.folder, "replaced")
             reach("after_cleanup")
 
         self._writing(publish, need=len(data))
+
+    def _exchange(self, saving: Path, target: Path, replaced: Path) -> None:
+        """Put `saving` in the place of `target`, which keeps its bytes under `replaced` until then. Raises OSError."""
+        try:
+            if os.path.lexists(target):
+                reach("before_set_aside")
+                rename_durably(target, replaced)
+                reach("after_set_aside")
+            rename_durably(saving, target)
+        except OSError:
+            if os.path.lexists(replaced) and not os.path.lexists(target):
+                rename_durably(replaced, target)
+            raise
+        reach("after_publish")
 
     def _writing(self, action: Callable[[], T], *, need: int | None = None) -> T:
         """Change something on the disk: only while the lock is ours, and a failure is a WriteError."""

@@ -19,13 +19,19 @@ def worker_threads() -> int:
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError; UnreadableError when it may still be whole."""
+def read_manifest(folder: Path, step: int) -> Manifest:
+    """The manifest of a folder that must be the checkpoint of `step`.
+
+    Raises CheckpointError; UnreadableError when it may still be whole.
+    """
     fd = open_folder(folder)
     try:
-        return read_manifest_at(folder, fd)
+        manifest = read_manifest_at(folder, fd)
     finally:
         os.close(fd)
+    if manifest.step != step:
+        raise CheckpointError(f"{folder / MANIFEST}: expected step {step}, found step {manifest.step}")
+    return manifest
 
 
 def read_manifest_at(folder: Path, folder_fd: int) -> Manifest:
@@ -141,13 +147,13 @@ def _check_file(pool: ThreadPoolExecutor, folder: Path, folder_fd: int, work: _W
         os.close(fd)
 
 
-def examine(folder: Path, *, deep: bool) -> tuple[Manifest | None, list[str]]:
+def examine(folder: Path, step: int, *, deep: bool) -> tuple[Manifest | None, list[str]]:
     """A checkpoint's manifest, where it can be read, and what is wrong with the checkpoint.
 
     `deep` checks every byte; otherwise the manifest and the sizes of the files.
     """
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder, step)
     except CheckpointError as error:
         return None, [str(error)]
     try:

@@ -1,0 +1,276 @@
+"""One writer per run folder: a second is refused by name, a dead one's place is taken, a zombie publishes nothing."""
+
+import errno
+import fcntl
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
+
+from megaspec.checkpoint import lock as lock_module
+from megaspec.checkpoint.lock import RunLock, decode_holder, process_start
+from megaspec.checkpoint.store import Store
+from megaspec.core import faults
+from megaspec.core.errors import MegaspecError, RunLockedError
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_stays():
+    yield
+    faults.disarm()
+
+
+def hold(run: str, told: Connection, *, with_child: bool = False) -> None:
+    """Take the lock, say so, and keep it until killed."""
+    lock = RunLock(run).acquire()
+    child = os.fork() if with_child else 0
+    if with_child and child == 0:
+        time.sleep(60)
+        os._exit(0)
+    told.send((lock.token, child))
+    time.sleep(60)
+
+
+def started(run: Path, **options: bool) -> tuple:
+    said, told = FORKS.Pipe(duplex=False)
+    process = FORKS.Process(target=hold, args=(str(run), told), kwargs=options, daemon=False)
+    process.start()
+    assert said.poll(30)
+    return process, *said.recv()
+
+
+def seconds(action) -> float:
+    begun = time.monotonic()
+    action()
+    return time.monotonic() - begun
+
+
+def refused(run: Path, **options: float) -> str:
+    with pytest.raises(RunLockedError) as caught:
+        RunLock(run, **options).acquire()
+    assert caught.value.exit_code == 78
+    return str(caught.value)
+
+
+def test_a_second_job_is_refused_within_a_second_and_the_dead_are_followed_at_once(tmp_path) -> None:
+    process, token, _ = started(tmp_path)
+    begun = time.monotonic()
+    text = refused(tmp_path)
+    assert time.monotonic() - begun < 1
+    assert f"run_dir={tmp_path} is in use by pid {process.pid} on host {os.uname().nodename} since 20" in text
+    assert "set another run_dir" in text
+    os.kill(process.pid, signal.SIGKILL)
+    while process_start(process.pid):
+        time.sleep(0.001)
+    lock = RunLock(tmp_path)
+    assert seconds(lock.acquire) < 5, "not reaped yet, and taken over all the same, without a wait of 30 s"
+    assert lock.token == token + 1
+    process.join()
+    lock.release()
+
+
+def test_orphans_that_inherited_the_files_do_not_hold_the_lock(tmp_path) -> None:
+    process, _, orphan = started(tmp_path, with_child=True)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    try:
+        assert process_start(orphan)
+        with RunLock(tmp_path) as lock:
+            assert lock.token == 2
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_a_released_lock_is_free_and_tokens_only_grow(tmp_path) -> None:
+    for token in (1, 2, 3):
+        lock = RunLock(tmp_path)
+        assert lock.token == 0
+        with lock:
+            assert lock.token == token
+            lock.check()
+            refused(tmp_path)
+        assert lock.token == 0
+        lock.release()
+    assert sorted(p.name for p in (tmp_path / "lock").iterdir()) == ["00000003.beat", "00000003.released", "flock"]
+
+
+def another_host(monkeypatch, *, space: str = "elsewhere", boot: str = "elsewhere") -> None:
+    """Locks that are acquired until `monkeypatch.undo` look as if another machine or container held them."""
+    monkeypatch.setattr(lock_module, "boot_id", lambda: boot)
+    monkeypatch.setattr(lock_module, "pid_space", lambda: space)
+
+
+def die(lock: RunLock) -> None:
+    """What is left of a holder that was killed: no beats, no flock."""
+    lock._stop.set()
+    lock._thread.join()
+    lock._drop_flock()
+
+
+def test_another_hosts_live_lock_is_refused_as_soon_as_it_beats(tmp_path, monkeypatch) -> None:
+    another_host(monkeypatch)
+    with RunLock(tmp_path):
+        monkeypatch.undo()
+        assert seconds(lambda: refused(tmp_path)) < 1
+
+
+def test_another_hosts_dead_lock_is_taken_over_after_missed_beats(tmp_path, monkeypatch) -> None:
+    another_host(monkeypatch)
+    dead = RunLock(tmp_path).acquire()
+    die(dead)
+    monkeypatch.undo()
+    # Clocks that jump by a day change nothing.
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    os.utime(tmp_path / "lock" / "00000001.beat", (2**33, 2**33))
+    lock = RunLock(tmp_path, stale_seconds=0.4)
+    assert 0.3 < seconds(lock.acquire) < 5
+    with pytest.raises(RunLockedError, match=r"took it over .lock token 2, this job's was 1.; nothing"):
+        dead.check()
+    dead.release()
+    lock.check()
+    lock.release()
+
+
+def test_in_another_container_of_this_host_the_kernel_says_who_is_dead(tmp_path, monkeypatch) -> None:
+    another_host(monkeypatch, boot=lock_module.boot_id())
+    other = RunLock(tmp_path).acquire()
+    monkeypatch.undo()
+    assert seconds(lambda: refused(tmp_path, stale_seconds=100)) < 1
+    die(other)
+    lock = RunLock(tmp_path, stale_seconds=100)
+    assert seconds(lock.acquire) < 5
+    lock.release()
+
+
+def test_without_flock_and_without_hard_links(tmp_path, monkeypatch) -> None:
+    def no_flock(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    def no_link(one: str, other: str) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    for name in ("links", "none"):
+        if name == "none":
+            monkeypatch.setattr(os, "link", no_link)
+        with RunLock(tmp_path / name) as lock:
+            assert lock.token == 1
+            assert not decode_holder((tmp_path / name / "lock" / "00000001.json").read_bytes()).flock
+            refused(tmp_path / name)
+        with RunLock(tmp_path / name) as lock:
+            assert lock.token == 2
+
+
+def test_of_many_that_find_a_dead_holder_one_wins(tmp_path, monkeypatch) -> None:
+    another_host(monkeypatch)
+    die(RunLock(tmp_path).acquire())
+    monkeypatch.undo()
+    start, won, lost = threading.Barrier(8), [], []
+
+    def contend() -> None:
+        lock = RunLock(tmp_path, stale_seconds=0.3)
+        start.wait()
+        try:
+            won.append(lock.acquire())
+        except RunLockedError as error:
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(won) == 1
+    assert len(lost) == 7
+    assert won[0].token == 2
+    assert all(f"pid {os.getpid()}" in text for text in lost)
+    won[0].release()
+
+
+@pytest.mark.parametrize("record", [b"", b"{}", b"[1]", b"\x80\x04.", b"[" * 4000, b'{"host": 1}'])
+def test_a_damaged_record_counts_as_a_holder_that_cannot_be_asked(tmp_path, record) -> None:
+    lock = RunLock(tmp_path).acquire()
+    (tmp_path / "lock" / "00000001.json").write_bytes(record)
+    assert "an unknown job" in refused(tmp_path)
+    with pytest.raises(RunLockedError):
+        lock.check()
+    die(lock)
+    with RunLock(tmp_path, stale_seconds=0.2) as next_one:
+        assert next_one.token == 2
+
+
+def test_when_the_lock_folder_was_removed_the_old_holder_stops(tmp_path) -> None:
+    old = RunLock(tmp_path).acquire()
+    for p in (tmp_path / "lock").iterdir():
+        p.unlink()
+    (tmp_path / "lock").rmdir()
+    with RunLock(tmp_path) as new:
+        assert new.token == old.token == 1
+        with pytest.raises(RunLockedError):
+            old.check()
+        old.release()
+        new.check()
+
+
+TAKEN_OVER_AT = (
+    "save_started",
+    "after_shard_write",
+    "after_shard_sync",
+    "after_manifest",
+    "before_set_aside",
+    "after_set_aside",
+)
+
+
+@pytest.mark.parametrize("point", TAKEN_OVER_AT)
+@pytest.mark.parametrize("step", [1, 2], ids=["re-save", "save"])
+def test_a_zombie_publishes_nothing(tmp_path, monkeypatch, point, step) -> None:
+    """A job that lost its lock in the middle of a save: whatever it does next, the new holder's checkpoints stay."""
+    another_host(monkeypatch)
+    zombie_lock = RunLock(tmp_path).acquire()
+    monkeypatch.undo()
+    zombie = Store(tmp_path, lock=zombie_lock, chunk_bytes=CHUNK)
+    save(zombie, 1)
+    new: list[Store] = []
+
+    def take_over() -> None:
+        die(zombie_lock)
+        lock = RunLock(tmp_path, stale_seconds=0.1).acquire()
+        new.append(Store(tmp_path, lock=lock, chunk_bytes=CHUNK))
+        faults.disarm()
+
+    faults.arm(point, take_over)
+    happens = step == 1 or "set_aside" not in point
+    if not happens:
+        take_over()
+    with pytest.raises(MegaspecError) as caught:
+        save(zombie, step, salt=66)
+    if "set_aside" not in point:
+        assert isinstance(caught.value, RunLockedError), caught.value
+        assert f"pid {os.getpid()}" in str(caught.value)
+    assert new
+    with new[0].newest_good(SOLO) as reader:
+        assert_holds(reader, 1, 0)
+    save(new[0], step, salt=7)
+    for again in (1, 2):
+        with pytest.raises(RunLockedError):
+            save(zombie, again, salt=66)
+    with pytest.raises(RunLockedError):
+        zombie.prune(1)
+    with new[0].newest_good(SOLO) as reader:
+        assert_holds(reader, step, 7)
+        assert reader.manifest.token == 2
+    new[0]._lock.release()
+
+
+def test_a_lock_in_a_forked_child_is_inert(tmp_path) -> None:
+    process, _, orphan = started(tmp_path, with_child=True)
+    os.kill(orphan, signal.SIGTERM)
+    assert f"pid {process.pid}" in refused(tmp_path)
+    process.kill()
+    process.join()
