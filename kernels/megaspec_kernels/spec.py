@@ -9,8 +9,14 @@ class KernelsSpec(Frozen):
     """One implementation per operation; `auto` is decided from the target before the run starts (see catalog.py)."""
 
     attention: Auto[Literal["sdpa", "reference"]] = "auto"
-    """Core attention. sdpa: torch's fused attention, cuDNN first on CUDA. reference: plain matrix products, the only one that has attention dropout."""
+    """Core attention.
+
+    sdpa: torch's fused attention, cuDNN first on CUDA. reference: plain matrix products, the only one that has attention
+    dropout."""
     cross_entropy: Auto[Literal["triton", "chunked", "reference"]] = "auto"
-    """Output head and loss. chunked: in a few big pieces, the gradient computed with the loss, logits never held whole. triton: the same with fused softmax kernels. reference: plain."""
+    """Output head and loss.
+
+    chunked: in a few big pieces, the gradient computed with the loss, logits never held whole. triton: the same with
+    fused softmax kernels. reference: plain."""
     compile: Auto[Literal["block", "none"]] = "auto"
     """torch.compile of each transformer block. auto: block on CUDA."""

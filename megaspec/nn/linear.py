@@ -3,30 +3,74 @@
 # B sequences, T tokens, I inputs, O outputs
 
 from collections import deque
+from collections.abc import Callable
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaspec_kernels.product import add_product_
+
+
+class WeightGradientSum:
+    """Where a layer's weight gradients are summed up by the matrix product itself, in at least fp32.
+
+    `total`: [O, I]. The first product after `start` overwrites it, later ones add. `done` is called after each.
+    Compiled graphs hand on nothing but tensors, so a product finds its sum by the address of `total`.
+    """
+
+    _by_address: ClassVar[WeakValueDictionary[int, "WeightGradientSum"]] = WeakValueDictionary()
+
+    def __init__(self, total: Tensor, done: Callable[[], None]):
+        self.total, self._done, self._fresh = total, done, True
+        self._by_address[total.data_ptr()] = self
+
+    def start(self) -> None:
+        """Forgets what was summed up."""
+        self._fresh = True
+
+    @classmethod
+    def add(cls, total: Tensor, grad_out: Tensor, x: Tensor) -> None:
+        """total = [total +] grad_outᵀ x."""
+        sum_ = cls._by_address[total.data_ptr()]
+        add_product_(total, grad_out.flatten(0, -2).t(), x.flatten(0, -2), overwrite=sum_._fresh)
+        sum_._fresh = False
+        sum_._done()
+
+
+@torch.library.custom_op("megaspec::add_weight_gradient", mutates_args=("total",))
+def add_weight_gradient(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
+    """total += grad_outᵀ x as one operation that torch.compile leaves whole; [O, I], [..., O], [..., I]."""
+    WeightGradientSum.add(total, grad_out, x)
+
+
+@add_weight_gradient.register_fake
+def _(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
+    pass
+
 
 class WeightGradientQueue:
-    """Weight gradients that were put off. `run` computes the oldest ones and adds them to `weight.grad`."""
+    """Weight gradients that were put off; `run` computes the oldest ones."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[nn.Parameter, Tensor, Tensor]] = deque()
+        self._pending: deque[tuple[nn.Parameter, Tensor | None, Tensor, Tensor]] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def put(self, weight: nn.Parameter, grad_out: Tensor, x: Tensor) -> None:
-        self._pending.append((weight, grad_out, x))
+    def put(self, weight: nn.Parameter, total: Tensor | None, grad_out: Tensor, x: Tensor) -> None:
+        self._pending.append((weight, total, grad_out, x))
 
+    @torch.no_grad()
     def run(self, count: int | None = None) -> None:
         """Computes `count` of the pending gradients, all when None."""
         for _ in range(len(self._pending) if count is None else min(count, len(self._pending))):
-            weight, grad_out, x = self._pending.popleft()
-            grad = weight_gradient(grad_out, x)
-            weight.grad = grad if weight.grad is None else weight.grad + grad
+            weight, total, grad_out, x = self._pending.popleft()
+            grad = weight_gradient(weight, total, None, grad_out, x)
+            if grad is not None:
+                weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
 def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:
@@ -34,32 +78,38 @@ def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:
     return grad_out @ weight
 
 
-def weight_gradient(grad_out: Tensor, x: Tensor) -> Tensor:
-    """[..., O], [..., I] -> [O, I], summed over the leading dimensions."""
+def weight_gradient(
+    weight: nn.Parameter, total: Tensor | None, queue: WeightGradientQueue | None, grad_out: Tensor, x: Tensor
+) -> Tensor | None:
+    """[..., O], [..., I] -> [O, I], the one place where weight gradients of linear layers are made.
+
+    Put off when there is a queue, added to `total` when there is one (then None), else handed to autograd.
+    """
+    if queue is not None:
+        queue.put(weight, total, grad_out, x)
+        return None
+    if total is not None:
+        add_weight_gradient(total, grad_out, x)
+        return None
     return grad_out.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 class LinearOp(torch.autograd.Function):
-    """y = x Wᵀ + b. The weight gradient runs at once, or goes into `queue`."""
+    """y = x Wᵀ + b. `total`, `queue`: see weight_gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, queue):
+    def forward(ctx, x, weight, bias, total, queue):
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.queue = bias is not None, queue
+        ctx.has_bias, ctx.total, ctx.queue = bias is not None, total, queue
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
         grad_x = input_gradient(grad_out, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            if ctx.queue is None:
-                grad_weight = weight_gradient(grad_out, x)
-            else:
-                ctx.queue.put(weight, grad_out, x)
+        grad_weight = weight_gradient(weight, ctx.total, ctx.queue, grad_out, x)
         grad_bias = grad_out.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class Linear(nn.Module):
@@ -67,6 +117,7 @@ class Linear(nn.Module):
 
     `parts` are the sizes of outputs that are computed together (query, key, value; gate, up): O is their sum, and
     each is initialised and split on its own. `residual` marks a layer that writes into the residual stream.
+    `total` and `queue`, when set, say where the weight gradient goes and when: see weight_gradient.
     """
 
     def __init__(self, n_in: int, *parts: int, bias: bool = False, residual: bool = False):
@@ -75,9 +126,10 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(parts), n_in))
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
         self.queue: WeightGradientQueue | None = None
+        self.total: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return LinearOp.apply(x, self.weight, self.bias, self.queue)
+        return LinearOp.apply(x, self.weight, self.bias, self.total, self.queue)
 
     def extra_repr(self) -> str:
         return f"{self.n_in} -> {self.parts}, bias={self.bias is not None}"

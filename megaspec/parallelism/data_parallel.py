@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.nn.linear import Linear, WeightGradientSum
+
 
 @dataclass
 class Bucket:
@@ -22,19 +24,27 @@ class GradientBuckets:
     """The sums of gradients over micro batches and ranks, in at least fp32.
 
     Buckets are filled from the last parameter to the first, the order in which the backward pass makes gradients.
+    Linear layers add to them inside the matrix product; other parameters through a hook on their `.grad`.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], *, group: dist.ProcessGroup | None, bucket_bytes: float):
+    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup | None, bucket_bytes: float):
         self._group = group
-        self._parameters = parameters
+        self._parameters = dict(model.named_parameters())
         self._reduce_now = False
         self._fresh: set[str] = set()
         self.gradients: dict[str, Tensor] = {}
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[str, Bucket] = {}
         self._fill_buckets(bucket_bytes)
-        for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
+        self._sums: dict[str, WeightGradientSum] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Linear):
+                key = f"{name}.weight"
+                self._sums[key] = WeightGradientSum(self.gradients[key], lambda key=key: self._arrived(key))
+                module.total = self.gradients[key]
+        for name, parameter in self._parameters.items():
+            if name not in self._sums:
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._take(name, p))
 
     def _fill_buckets(self, bucket_bytes: float) -> None:
         pending: list[str] = []
@@ -59,6 +69,8 @@ class GradientBuckets:
     def start_step(self) -> None:
         """Forgets the last step's sums; the first gradient of each parameter overwrites them."""
         self._fresh = set(self._parameters)
+        for one in self._sums.values():
+            one.start()
 
     def start_backward(self, *, last: bool) -> None:
         """Call before each micro batch's backward pass; in the `last` one of a step, full buckets are reduced."""
@@ -83,10 +95,14 @@ class GradientBuckets:
     def _take(self, name: str, parameter: nn.Parameter) -> None:
         if name in self._fresh:
             self.gradients[name].copy_(parameter.grad)
-            self._fresh.discard(name)
         else:
             self.gradients[name].add_(parameter.grad)
         parameter.grad = None
+        self._arrived(name)
+
+    def _arrived(self, name: str) -> None:
+        """A micro batch's gradient has been added."""
+        self._fresh.discard(name)
         if self._reduce_now:
             bucket = self._bucket_of[name]
             bucket.waiting.discard(name)

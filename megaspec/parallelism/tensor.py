@@ -43,9 +43,10 @@ class ColumnLinearOp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, queue, group, sequence):
+    def forward(ctx, x, weight, bias, total, queue, group, sequence):
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.queue, ctx.group, ctx.sequence = bias is not None, queue, group, sequence
+        ctx.has_bias, ctx.total, ctx.queue = bias is not None, total, queue
+        ctx.group, ctx.sequence = group, sequence
         return F.linear(wait_sequence(gather_sequence(x, group)) if sequence else x, weight, bias)
 
     @staticmethod
@@ -58,14 +59,10 @@ class ColumnLinearOp(torch.autograd.Function):
             x = wait_sequence(gathering)
         else:
             reducing = all_reduce(grad_x, ctx.group)
-        grad_weight = None
-        if ctx.queue is None:
-            grad_weight = weight_gradient(grad_out, x)
-        else:
-            ctx.queue.put(weight, grad_out, x)
+        grad_weight = weight_gradient(weight, ctx.total, ctx.queue, grad_out, x)
         grad_bias = grad_out.flatten(0, -2).sum(0) if ctx.has_bias else None
         grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class ColumnParallelLinear(Linear):
@@ -75,7 +72,7 @@ class ColumnParallelLinear(Linear):
     sequence: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        return ColumnLinearOp.apply(x, self.weight, self.bias, self.queue, self.group, self.sequence)
+        return ColumnLinearOp.apply(x, self.weight, self.bias, self.total, self.queue, self.group, self.sequence)
 
 
 class RowParallelLinear(Linear):
@@ -85,7 +82,7 @@ class RowParallelLinear(Linear):
     sequence: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = LinearOp.apply(x, self.weight, None, self.queue)
+        partial = LinearOp.apply(x, self.weight, None, self.total, self.queue)
         y = scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
         return y if self.bias is None else y + self.bias
 

@@ -113,7 +113,7 @@ def build(spec: Spec, *, mesh: Mesh) -> Built:
     model, tensor = build_split_model(spec, mesh=mesh)
     parameters = dict(model.named_parameters())
     # last: its hooks and buffers hang on the final parameters
-    buckets = GradientBuckets(parameters, group=mesh.group("dp"), bucket_bytes=spec.parallelism.bucket_mb * 1e6)
+    buckets = GradientBuckets(model, group=mesh.group("dp"), bucket_bytes=spec.parallelism.bucket_mb * 1e6)
     optimizer = build_optimizer(parameters, spec.optim)
     return Built(spec, mesh, mesh.device, model, tensor.layouts, tensor, buckets, optimizer)
 

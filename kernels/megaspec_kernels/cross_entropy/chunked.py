@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.product import add_product_
 
 # Bytes of logits that are held at a time. Few big pieces: GEMMs below about 4 k tokens lose their speed.
 PIECE_BYTES = 1 << 30
@@ -15,7 +16,7 @@ PIECE_BYTES = 1 << 30
 Stats = Callable[[Tensor, Tensor, VocabShard], tuple[Tensor, Tensor, Tensor]]
 """(logits_CV, labels_C, shard) -> this rank's peak, Σ exp(logit − peak) and label's logit (0 where it is not here)"""
 Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, VocabShard], Tensor]
-"""(logits_CV, labels_C, log_total_C, weights_C, shard) -> d loss / d logits [C, V], padding zero; may overwrite logits"""
+"""(logits_CV, labels_C, log_total_C, weights_C, shard) -> d loss / d logits [C, V], padding zero; may reuse logits"""
 
 
 def local_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +56,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         loss = weights_M.new_zeros(())
         need_grad = any(ctx.needs_input_grad)
         grad_x_MD = torch.empty_like(x_MD) if need_grad else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=wide) if need_grad else None
+        grad_weight_VD = torch.empty_like(weight_VD, dtype=wide) if need_grad else None
         for first in range(0, M, piece):
             part = slice(first, first + piece)
             logits_CV = x_MD[part] @ weight_VD.t()
@@ -67,7 +68,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if need_grad:
                 grad_CV = gradient(logits_CV, labels_M[part], log_total_C, weights_M[part], shard)
                 torch.mm(grad_CV, weight_VD, out=grad_x_MD[part])
-                add_product_(grad_weight_VD, grad_CV.t(), x_MD[part])
+                add_product_(grad_weight_VD, grad_CV.t(), x_MD[part], overwrite=first == 0)
         if need_grad:
             ctx.save_for_backward(grad_x_MD, grad_weight_VD.to(weight_VD.dtype))
         return loss
@@ -76,16 +77,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_out):
         grad_x_MD, grad_weight_VD = ctx.saved_tensors
         return grad_x_MD * grad_out.to(grad_x_MD.dtype), grad_weight_VD * grad_out.to(grad_weight_VD.dtype), *[None] * 5
-
-
-def add_product_(sum_: Tensor, a: Tensor, b: Tensor) -> None:
-    """sum_ += a b, [O, M] [M, I], with the sum kept in its own, wider dtype inside the matrix product on CUDA."""
-    if sum_.dtype == a.dtype:
-        sum_.addmm_(a, b)
-    elif sum_.device.type == "cuda":
-        torch.addmm(sum_, a, b, out_dtype=sum_.dtype, out=sum_)
-    else:
-        sum_ += a @ b
 
 
 def linear_cross_entropy(

@@ -39,9 +39,6 @@ def linear_cross_entropy(
     total_M = shard.sum((logits_MV - peak_M[:, None]).exp().sum(dim=1))
     here = (labels_M >= shard.first) & (labels_M < shard.first + shard.valid)
     column = (labels_M - shard.first).clamp(0, max(shard.valid - 1, 0))
-    if shard.valid:
-        target_M = logits_MV.gather(1, column[:, None])[:, 0] * here
-    else:
-        target_M = logits_MV.sum(dim=1)
-    target_M = shard.sum(target_M)
+    found_M = logits_MV.gather(1, column[:, None])[:, 0] * here if shard.valid else logits_MV.sum(dim=1)
+    target_M = shard.sum(found_M)
     return (weights_M * (peak_M + total_M.log() - target_M)).sum()

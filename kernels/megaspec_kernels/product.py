@@ -1,0 +1,24 @@
+"""Sums of matrix products."""
+
+import torch
+from torch import Tensor
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool = False) -> None:
+    """total = [total +] a b, [O, M] [M, I]; `overwrite` leaves the old total out.
+
+    A total that is wider than the factors is summed in its own dtype, on CUDA inside the matrix product.
+    """
+    wider = total.dtype != a.dtype
+    if wider and total.device.type == "cuda":
+        if overwrite:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif wider:
+        product = a @ b
+        total.copy_(product) if overwrite else total.add_(product)
+    elif overwrite:
+        torch.mm(a, b, out=total)
+    else:
+        total.addmm_(a, b)
