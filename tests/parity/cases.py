@@ -34,6 +34,8 @@ class Case:
     cross_entropy: str = "chunked"
     scale: float = 1.0
     precision: str = "fp64"
+    lr: float | None = None
+    """None: 1e-3 for AdamW, 1e-2 for plain descent."""
 
     @property
     def ranks(self) -> int:
@@ -155,6 +157,8 @@ def spec_of(case: Case, *, device: str = "cpu") -> Spec:
     optim = {"kind": case.optimizer, "lr": 1e-3, "schedule": {"decay_steps": 20}}
     # clipping hides a wrong scale, so plain gradient descent goes without
     optim |= {"clip": 1.0} if case.optimizer == "adamw" else {"clip": None, "lr": 1e-2}
+    if case.lr is not None:
+        optim["lr"] = case.lr
     whole = {
         "name": "parity",
         "run_dir": "parity",
