@@ -28,6 +28,8 @@ class Spec(Recipe):
     """`cuda` or `cpu`."""
     segments: tuple[int, ...]
     """Sequences of the training order that each index segment holds; a longer run appends one (see data/order)."""
+    data_fingerprint: str = ""
+    """Hash of the data that the run was resolved with; "" for data that is made as it is read."""
     decisions: tuple[Decision, ...] = ()
     """What was decided for the user, and why."""
 

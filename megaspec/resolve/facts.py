@@ -17,7 +17,7 @@ class Facts:
     """Tokens of the training split in one pass; None for sources without end."""
     valid_tokens: int | None = None
     """Tokens of the validation split; None for sources without end."""
-    has_tokenizer: bool = False
-    """Whether text can be turned into the data's tokens and back."""
+    fingerprint: str = ""
+    """Changes with the content of the data; "" for data that is made as it is read, or not there."""
     problems: tuple[Problem, ...] = ()
     """Data that is missing or damaged."""

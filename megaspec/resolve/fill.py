@@ -1,7 +1,7 @@
 """Every default that depends on something else: fills what a recipe leaves to us, and says why.
 
-Each function fills what it is named after, in the order of FILLS: later ones read what earlier ones filled. A value that
-breaks a rule is filled all the same; the rules say so with everything else that is wrong.
+Each function fills what it is named after, in the order of FILLS: later ones read what earlier ones filled. A value
+that breaks a rule is filled all the same; the rules say so with everything else that is wrong.
 """
 
 from collections.abc import Callable
@@ -137,10 +137,10 @@ def kernels(draft: Draft) -> None:
     best = choose("attention", device=device, sm=sm, attention_dropout=drops)
     draft.fill("kernels.attention", best, f"{where}{' with attention dropout' if drops else ''}")
     draft.fill("kernels.cross_entropy", choose("cross_entropy", device=device, sm=sm), where)
-    compiles = "block" if device == "cuda" else "none"
-    draft.fill(
-        "kernels.compile", compiles, "fuses what lies between matrix products" if compiles == "block" else "no GPU"
-    )
+    if device == "cuda":
+        draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
+    else:
+        draft.fill("kernels.compile", "none", "no GPU")
 
 
 def schedule(draft: Draft) -> None:
@@ -149,9 +149,7 @@ def schedule(draft: Draft) -> None:
 
 def logging(draft: Draft) -> None:
     installed = "tensorboard" in draft.target.versions
-    draft.fill(
-        "log.tensorboard", installed, "tensorboard is installed" if installed else "tensorboard is not installed"
-    )
+    draft.fill("log.tensorboard", installed, f"tensorboard is {'installed' if installed else 'not installed'}")
 
 
 FILLS: tuple[Callable[[Draft], None], ...] = (

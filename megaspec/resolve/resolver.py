@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megaspec.core.axes import world_size
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.problems import origin_of
 from megaspec.recipe import Recipe
@@ -23,18 +24,16 @@ class Settled:
 
     recipe: Recipe
     target: Target
+    data_fingerprint: str
     decisions: tuple[Decision, ...]
 
     def spec(self, segments: tuple[int, ...]) -> Spec:
         """The Spec, its training order cut into `segments` (sequences each)."""
-        parallelism = self.recipe.parallelism
-        world = 1
-        for degree in degrees(parallelism).values():
-            world *= degree
         fields = self.recipe.model_dump(mode="json") | {
-            "world_size": world,
+            "world_size": world_size(degrees(self.recipe.parallelism)),
             "device": self.target.device,
             "segments": segments,
+            "data_fingerprint": self.data_fingerprint,
             "decisions": [d.model_dump(mode="json") for d in self.decisions],
         }
         return Spec.model_validate_json(json.dumps(fields))
@@ -68,4 +67,4 @@ def settle(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, s
         raise RecipeError([*problems, *data_problems])
     if data_problems:
         raise DataError("\n".join(str(p) for p in data_problems))
-    return Settled(filled, target, decisions)
+    return Settled(filled, target, facts.fingerprint, decisions)

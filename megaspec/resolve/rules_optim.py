@@ -19,7 +19,7 @@ def wsd_has_a_decay(case: Case) -> Problem | None:
     if schedule.kind != "wsd" or schedule.wsd_decay_steps is not None:
         return None
     text = f"optim.schedule.kind=wsd needs wsd_decay_steps; try {max(1, schedule.decay_steps // 10)}"
-    return Problem("optim.schedule.wsd_decay_steps", text)
+    return Problem("optim.schedule.kind", text)
 
 
 def wsd_decay_fits(case: Case) -> Problem | None:
@@ -69,7 +69,7 @@ def weight_decay_ramp_is_whole(case: Case) -> Problem | None:
     if ramp.kind != "constant" and len(given) < 2:
         absent = next(name for name in ("end", "steps") if name not in given)
         text = f"optim.weight_decay_ramp.kind={ramp.kind} needs optim.weight_decay_ramp.{absent}"
-        return Problem(f"optim.weight_decay_ramp.{absent}", f"{text}; set it, or kind=constant")
+        return Problem("optim.weight_decay_ramp.kind", f"{text}; set it, or kind=constant")
     return None
 
 

@@ -1,0 +1,270 @@
+"""The command line: parse, call, print. `plan` and everything else before ranks start runs without torch."""
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from megaspec import __version__
+from megaspec.checkpoint import commands as checkpoint_commands
+from megaspec.checkpoint.lock import RunLock
+from megaspec.compose import COMMAND_LINE, Composed, compose, recompose
+from megaspec.core.errors import MegaspecError, Problem, RecipeError
+from megaspec.core.problems import did_you_mean, one_of
+from megaspec.data import commands as data_commands
+from megaspec.recipe import Recipe
+from megaspec.resolve.gather import gather_facts, planned_run_dir
+from megaspec.resolve.report import print_plan
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.resume import fork, resume
+from megaspec.resolve.target import Target, detect_target
+from megaspec.run_folder import copy_newest_checkpoint, is_run, make_folder, newest_step, read_run, write_run
+from megaspec.search import SearchPath
+from megaspec.spec import Spec
+
+USAGE_EXIT = RecipeError.exit_code
+INTERRUPTED_EXIT = 130
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start: its folder is written."""
+
+    folder: Path
+    spec: Spec
+    lock: RunLock | None = None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. -> exit code (core/errors.py); 130 after Ctrl-C."""
+    try:
+        args = parse(sys.argv[1:] if arguments is None else list(arguments))
+        return args.call(args)
+    except MegaspecError as error:
+        print(f"megaspec: {error}" if "\n" not in str(error) else f"megaspec:\n{error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("megaspec: stopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED_EXIT
+    except BrokenPipeError:
+        # whoever read our output has gone; keep the interpreter from complaining when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERRUPTED_EXIT
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        raise RecipeError(message)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command and its words. Overrides may stand anywhere; an unknown flag is an error. Raises RecipeError."""
+    parser = _Parser(prog="megaspec", description="Declarative training of large transformers.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"megaspec {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    words = argparse.ArgumentParser(add_help=False)
+    words.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, group=choice or ~path")
+    words.add_argument(
+        "--config-dir", action="append", default=[], metavar="DIR", help="more groups (DIR/<group>/) and DIR/recipes/"
+    )
+
+    def add(name: str, text: str, call: Callable[[argparse.Namespace], int], **more: object) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False, **more)
+        command.set_defaults(call=call)
+        return command
+
+    add("train", "train a recipe: recipe=NAME a.b=c ... [resume=auto]", train, parents=[words])
+    add("plan", "show what `train` would do, without torch and without data", plan, parents=[words])
+    command = add("resume", "go on with a run, changed where the experiment allows it", resume_run)
+    command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    command.add_argument("--fork", metavar="NEW", help="start another run from its newest checkpoint; all may change")
+    command.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, group=choice or ~path")
+    command.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="more groups")
+    command = add("generate", "write text with the newest checkpoint of a run", generate)
+    command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    command.add_argument("text", metavar="TEXT", help="what to go on from")
+    command.add_argument("--tokens", type=int, default=64, metavar="N", help="how many tokens to write (64)")
+    command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (0.8)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
+    for module in (data_commands, checkpoint_commands):
+        module.add_parser(commands).set_defaults(call=module.run)
+    args, rest = parser.parse_known_args(arguments)
+    flags = [r for r in rest if r.startswith("-")]
+    if flags or (rest and not hasattr(args, "words")):
+        raise RecipeError(_unknown_words(flags or rest, commands.choices[args.command]))
+    if rest:
+        args.words = [*args.words, *rest]
+    return args
+
+
+def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
+    known = re.findall(r"--[a-z][a-z-]*", command.format_help())
+    word = words[0].partition("=")[0]
+    hint = did_you_mean(word, known)
+    if not hint and "=" in words[0]:
+        hint = f"settings have no dashes: {words[0].lstrip('-')}"
+    return f"{words[0]}: unknown; {hint or f'see megaspec {command.prog.split()[-1]} --help'}"
+
+
+def train(args: argparse.Namespace) -> int:
+    """Compose, resolve, make the run folder, start the ranks."""
+    how, words = _take(args.words, "resume", ("never", "auto"))
+    composed = _compose(args, words)
+
+    def prepare(target: Target) -> Prepared:
+        folder = planned_run_dir(composed.recipe)
+        if how == "auto" and is_run(folder):
+            return _prepare_resume(folder, composed.recipe, composed.origins, target)
+        return _prepare_new(composed, target, folder if how == "auto" else None)
+
+    return _start(prepare)
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print what `train` would do. Data that is not there is told at the end."""
+    composed, target = _compose(args, args.words), detect_target()
+    facts = gather_facts(composed.recipe)
+    spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
+    _show(spec, target)
+    for problem in facts.problems:
+        print(f"not ready to train: {problem}", file=sys.stderr)
+    return 0
+
+
+def resume_run(args: argparse.Namespace) -> int:
+    """Resolve a run anew with changes, and start its ranks; with --fork, in a folder of its own."""
+    saved = read_run(args.run)
+    composed = recompose(saved.recipe, str(args.run / "recipe.json"), args.words, args.config_dir)
+    if composed.origins.get("run_dir") == COMMAND_LINE:
+        text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"
+        raise RecipeError([Problem("run_dir", text, COMMAND_LINE, "resume-folder")])
+
+    def prepare(target: Target) -> Prepared:
+        if args.fork is not None:
+            return _prepare_fork(args.run, saved.spec, composed, target, args.fork)
+        return _prepare_resume(args.run, composed.recipe, composed.origins, target)
+
+    return _start(prepare)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Print what the newest good checkpoint of a run writes after a text."""
+    if args.tokens < 0 or args.temperature < 0 or args.seed < 0:
+        raise RecipeError("--tokens, --temperature and --seed must be at least 0")
+    read_run(args.run)
+    from megaspec.runtime.generate import generate_text  # torch, only where it is needed
+
+    cuda = detect_target().device == "cuda"
+    written = generate_text(
+        args.run, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed, cuda=cuda
+    )
+    print(f"{args.text}{written}")
+    return 0
+
+
+def _compose(args: argparse.Namespace, words: list[str]) -> Composed:
+    names = [w.removeprefix("recipe=") for w in words if w.startswith("recipe=")]
+    if len(names) != 1 or not names[0]:
+        what = "is missing" if not names else "is given more than once" if len(names) > 1 else "is empty"
+        options = one_of(SearchPath(args.config_dir).choices("recipe"))
+        raise RecipeError([Problem("recipe", f"recipe=NAME {what}; choose {options}", COMMAND_LINE, "choice.recipe")])
+    return compose(names[0], [w for w in words if not w.startswith("recipe=")], args.config_dir)
+
+
+def _take(words: list[str], name: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The value of a word that is no field of a recipe, the first option where it is not given; and the other words."""
+    given = [w.partition("=")[2] for w in words if w.startswith(f"{name}=")]
+    for value in given:
+        if value not in options:
+            raise RecipeError(
+                [Problem(name, f"{name}={value} must be {one_of(options)}", COMMAND_LINE, "choice.unknown")]
+            )
+    return (given[-1] if given else options[0]), [w for w in words if not w.startswith(f"{name}=")]
+
+
+def _prepare_new(composed: Composed, target: Target, folder: Path | None) -> Prepared:
+    facts = gather_facts(composed.recipe)
+    if folder is not None:
+        facts = replace(facts, run_dir=str(folder))
+    spec = resolve(composed.recipe, target, facts, composed.origins)
+    place = Path(spec.run_dir)
+    make_folder(place)
+    lock = RunLock(place).acquire()
+    if is_run(place):
+        make_folder(place)  # another job was first: raises
+    write_run(place, composed.recipe, target, spec)
+    return Prepared(place, spec, lock)
+
+
+def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target: Target) -> Prepared:
+    lock = RunLock(folder).acquire()
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        old = read_run(folder).spec
+        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=newest_step(folder))
+        write_run(folder, recipe, target, spec)
+        stack.pop_all()
+    return Prepared(folder, spec, lock)
+
+
+def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, new: str) -> Prepared:
+    place = Path(new) if "/" in new else source.parent / new
+    fields = composed.recipe.model_dump(mode="json") | {"run_dir": str(place)}
+    if fields["name"] == old.name:
+        fields["name"] = place.name
+    recipe = Recipe.model_validate_json(json.dumps(fields))
+    spec = fork(old, recipe, target, gather_facts(recipe), composed.origins)
+    make_folder(place)
+    lock = RunLock(place).acquire()
+    step = copy_newest_checkpoint(source, place)
+    write_run(place, recipe, target, spec)
+    print(f"{place} starts from step {step} of {source}")
+    return Prepared(place, spec, lock)
+
+
+def _start(prepare: Callable[[Target], Prepared]) -> int:
+    """Prepare the run and train it: in a world that torchrun made, or with ranks of our own."""
+    target = detect_target()
+    if target.world_size is not None:
+        from megaspec.runtime.join import join  # torch, only where it is needed
+
+        def make() -> str:
+            prepared = prepare(target)
+            _show(prepared.spec, target)
+            if prepared.lock is not None:
+                prepared.lock.release()
+            return str(prepared.folder)
+
+        return join(make, os.environ)
+    from megaspec_launchers.local import launch
+
+    prepared = prepare(target)
+    assert prepared.lock is not None, "a run without its lock"
+    with ExitStack() as stack:
+        stack.callback(prepared.lock.release)
+        _show(prepared.spec, target)
+        return launch(
+            str(prepared.folder),
+            ranks=prepared.spec.world_size,
+            max_restarts=prepared.spec.launcher.max_restarts,
+            grace_seconds=prepared.spec.launcher.grace_seconds,
+            timeout_seconds=prepared.spec.launcher.timeout_seconds,
+            arguments={"lock_token": prepared.lock.token},
+        )
+
+
+def _show(spec: Spec, target: Target) -> None:
+    print_plan(spec, target, Console(highlight=False, soft_wrap=False))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""resume: a run's Spec and a changed recipe in, the Spec with which it goes on out. Pure.
+
+Free to change: how the work is divided and computed, how long the run is, what it reports. The rest is the experiment:
+it stays as it was decided when the run began, even where the recipe says auto, and a change of it asks for a fork.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.frozen import AUTO
+from megaspec.core.problems import origin_of, show, value_at
+from megaspec.recipe import Recipe
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.resolver import Settled, settle
+from megaspec.resolve.target import Target
+from megaspec.spec import Decision, Spec
+from megaspec.train.batch_schedule import BatchSchedule
+
+FREE = (
+    "parallelism",
+    "kernels",
+    "launcher",
+    "log",
+    "checkpoint",
+    "data.cache",
+    "model.vocab_pad_to",
+    "run_dir",
+    "train.steps",
+    "train.micro_batch",
+    "train.eval_every",
+    "train.eval_samples",
+    "train.sample",
+    "train.deterministic",
+)
+
+
+def resume(
+    old: Spec,
+    recipe: Recipe,
+    target: Target,
+    facts: Facts,
+    origins: Mapping[str, str] | None = None,
+    *,
+    done_steps: int = 0,
+) -> Spec:
+    """The Spec with which a run goes on in its own folder (`old.run_dir`).
+
+    `recipe`: the run's recipe with the changes. `done_steps`: the step of its newest checkpoint. A longer run gets one
+    more segment of the training order, so that no earlier sample moves; its schedule stays as it was. RecipeError: all
+    changes of the experiment at once, or what `resolve` raises.
+    """
+    origins = origins or {}
+    problems = [_frozen_problem(key, was, now, origins) for key, was, now in changes(old, recipe)]
+    if recipe.train.steps < done_steps:
+        text = f"train.steps={recipe.train.steps} must be at least the {done_steps} that are done"
+        problems.append(Problem("train.steps", text, origin_of(origins, "train.steps"), "resume-steps"))
+    if old.data_fingerprint and facts.fingerprint and old.data_fingerprint != facts.fingerprint:
+        text = "data: its content has changed since the run began; put the old data back, or give --fork NAME"
+        problems.append(Problem("data", text, origin_of(origins, "data"), "resume-data"))
+    if problems:
+        raise RecipeError(problems)
+    pinned, kept = _pinned(old, recipe)
+    settled = settle(pinned, target, replace(facts, run_dir=old.run_dir), origins)
+    settled = replace(settled, decisions=(*settled.decisions, *kept))
+    return settled.spec(_longer(old.segments, settled))
+
+
+def fork(old: Spec, recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, str] | None = None) -> Spec:
+    """The Spec of a new run that starts from a checkpoint of `old`: everything may change, and is resolved anew.
+
+    With the same data, sequence length and seed it goes on in the same training order; otherwise it takes the new
+    order from the sample at which the checkpoint stands. `facts.run_dir` is its folder. Raises what `resolve` raises.
+    """
+    settled = settle(recipe, target, facts, origins)
+    new = settled.recipe
+    is_same_order = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
+    return settled.spec(_longer(old.segments if is_same_order else (), settled))
+
+
+def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
+    """(path, value of the run, value of the recipe) of everything in the experiment that a recipe changes."""
+    was, now = old.model_dump(mode="json"), recipe.model_dump(mode="json")
+    paths = dict.fromkeys([*(key for key, _ in _leaves(now)), *(key for key, _ in _leaves(was))])
+    found = []
+    for key in paths:
+        if key.partition(".")[0] not in now or _is_free(key):
+            continue
+        before, after = value_at(was, key), value_at(now, key)
+        is_told = any(key.startswith(f"{told}.") for told, _, _ in found)
+        if after != AUTO and before != after and not is_told:
+            found.append((key, before, after))
+    return found
+
+
+def _frozen_problem(key: str, was: Any, now: Any, origins: Mapping[str, str]) -> Problem:
+    text = f"{key}={show(now)} changes the experiment, the run has {show(was)}; give --fork NAME to start another run"
+    return Problem(key, f"{text} from its newest checkpoint", origin_of(origins, key), "resume-frozen")
+
+
+def _pinned(old: Spec, recipe: Recipe) -> tuple[Recipe, tuple[Decision, ...]]:
+    """The recipe with the experiment as it was decided, and the decisions that this keeps."""
+    was, now = old.model_dump(mode="json"), recipe.model_dump(mode="json")
+    kept = []
+    for key, value in list(_leaves(now)):
+        if value == AUTO and not _is_free(key) and value_at(was, key) != AUTO:
+            section, _, name = key.rpartition(".")
+            (value_at(now, section) if section else now)[name] = value_at(was, key)
+            reason = "kept from the beginning of the run"
+            if key == "optim.schedule.decay_steps" and recipe.train.steps > old.train.steps:
+                reason += ": the rate is at its lowest from there on; a fork may stretch it"
+            kept.append(Decision(key=key, value=value_at(was, key), reason=reason))
+    now["run_dir"] = old.run_dir
+    return Recipe.model_validate_json(json.dumps(now)), tuple(kept)
+
+
+def _order(recipe: Recipe) -> dict[str, Any]:
+    """What the training order is made from."""
+    return {name: value for name, value in recipe.data.model_dump(mode="json").items() if name != "cache"}
+
+
+def _longer(segments: tuple[int, ...], settled: Settled) -> tuple[int, ...]:
+    """The segments, with one more where the run needs more samples than they hold."""
+    missing = BatchSchedule(settled.recipe.train).consumed(settled.recipe.train.steps) - sum(segments)
+    return (*segments, missing) if missing > 0 else segments
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE)
+
+
+def _leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    parts = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else None
+    if parts is None or not content:
+        yield prefix, content
+        return
+    for name, inner in parts:
+        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))

@@ -1,0 +1,117 @@
+"""The folder of a run: recipe.json, target.json and spec.json, made, changed and read. Torch-free."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megaspec.checkpoint.folders import CHECKPOINTS, candidates
+from megaspec.checkpoint.verify import examine
+from megaspec.core.errors import CheckpointError, Problem, RecipeError
+from megaspec.data.files import publish, write_atomically, write_error
+from megaspec.recipe import Recipe
+from megaspec.resolve.target import Target
+from megaspec.spec import Spec
+
+# What an interrupted `train` may leave before spec.json makes it a run.
+_UNFINISHED = ("lock", "recipe.json", "target.json")
+RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a run folder says about its run."""
+
+    folder: Path
+    recipe: dict[str, Any]
+    """The recipe as it was composed."""
+    spec: Spec
+    """With the folder where it is now as run_dir."""
+
+
+def is_run(folder: Path) -> bool:
+    """True for a folder in which a run was made."""
+    return (folder / SPEC).is_file()
+
+
+def make_folder(folder: Path) -> None:
+    """A new run folder, or an empty one that is there. RecipeError: it is in use. WriteError: it can't be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_empty = all(f.name in _UNFINISHED or f.name.endswith(".tmp") for f in folder.iterdir())
+    except FileExistsError:
+        is_empty = False
+    except OSError as error:
+        raise write_error(folder, error) from None
+    if not is_empty:
+        what = "holds a run; resume=auto goes on with it" if is_run(folder) else "exists and is not empty"
+        text = f"run_dir={folder} {what}; choose another run_dir or name"
+        raise RecipeError([Problem("run_dir", text, code="run-exists")])
+
+
+def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
+    """Writes the three files, each whole or not at all, spec.json last: with it the run exists. Raises WriteError."""
+    for name, content in ((RECIPE, recipe), (TARGET, target), (SPEC, spec)):
+        write_atomically(folder / name, [(content.model_dump_json(indent=1) + "\n").encode()])
+
+
+def read_run(folder: Path) -> SavedRun:
+    """The run of a folder. RecipeError: there is none, or its files are damaged."""
+    if not is_run(folder):
+        nearest = "; give the folder that `megaspec train` named" if folder.is_dir() else "; there is no such folder"
+        raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}){nearest}", code="run-missing")])
+    recipe = _read_json(folder / RECIPE)
+    try:
+        spec = Spec.model_validate_json(json.dumps(_read_json(folder / SPEC) | {"run_dir": str(folder)}))
+    except (ValidationError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise RecipeError([Problem("", f"{folder / SPEC} is damaged: {first}", code="run-damaged")]) from None
+    return SavedRun(folder, recipe, spec)
+
+
+def newest_step(folder: Path) -> int:
+    """The step of a run's newest checkpoint, good or not; 0 when there is none."""
+    return max((c.step for c in candidates(folder / CHECKPOINTS)), default=0)
+
+
+def copy_newest_checkpoint(source: Path, target: Path) -> int:
+    """Copies the newest good checkpoint of a run into another, for a fork. -> its step.
+
+    Every byte is checked before. CheckpointError: there is no good one. WriteError: no room.
+    """
+    damage: list[str] = []
+    for candidate in candidates(source / CHECKPOINTS):
+        _, problems = examine(candidate.path, candidate.step, deep=True)
+        if problems:
+            damage += problems
+            continue
+        place = target / CHECKPOINTS / f"step-{candidate.step:08d}"
+        try:
+            incoming = place.with_name(".incoming")
+            shutil.copytree(candidate.path, incoming)
+            publish(incoming, place)
+        except (OSError, shutil.Error) as error:
+            cause = error if isinstance(error, OSError) and error.errno else OSError(str(error))
+            raise write_error(place, cause, _size(candidate.path)) from None
+        return candidate.step
+    what = "; ".join(damage) if damage else "no checkpoint was saved there"
+    raise CheckpointError(f"{source}: nothing to fork from: {what}")
+
+
+def _size(folder: Path) -> int:
+    return sum(f.stat().st_size for f in folder.iterdir() if f.is_file())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError([Problem("", f"{path} can't be read: {error}", code="run-damaged")]) from None
+    if not isinstance(content, dict):
+        raise RecipeError([Problem("", f"{path} is damaged: it holds no object", code="run-damaged")])
+    return content

@@ -1,0 +1,70 @@
+"""A world that somebody else started, such as torchrun: rank 0 prepares the run, every rank joins it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megaspec.core.errors import HangError, MegaspecError
+from megaspec.runtime.rank import Place, main, read_spec, tcp_store, tell
+from megaspec_launchers.environment import rank_from_environment
+
+JOIN_SECONDS = 600.0
+_FAILED = "failed with exit code "
+
+
+def join(prepare: Callable[[], str], environ: Mapping[str, str]) -> int:
+    """Trains as the rank that the environment names. -> exit code.
+
+    `prepare` makes or finds the run's folder and returns its path; only rank 0 calls it, once for all attempts of the
+    world. What it raises ends every rank with the same exit code.
+    """
+    where = rank_from_environment(environ)
+    assert where is not None, "RANK is not set"
+    me = Place(where.rank, where.world_size, where.local_rank, where.attempt, where.store, JOIN_SECONDS)
+    try:
+        meeting = tcp_store(where.store, me, timedelta(seconds=JOIN_SECONDS))
+        answer = _agree(meeting, me, prepare)
+    except dist.DistError as error:
+        tell(me, f"the ranks did not meet at {where.store.host}:{where.store.port}: {error}")
+        return HangError.exit_code
+    if answer.startswith(_FAILED):
+        return int(answer.removeprefix(_FAILED))
+    return main(
+        answer,
+        rank=me.rank,
+        world_size=me.world_size,
+        local_rank=me.local_rank,
+        attempt=me.attempt,
+        # where rank 0 had to open the store, `meeting` keeps it open
+        store=replace(where.store, is_open=True),
+        timeout_seconds=read_spec(Path(answer)).launcher.timeout_seconds,
+    )
+
+
+def _agree(meeting: dist.Store, me: Place, prepare: Callable[[], str]) -> str:
+    """The run's folder, or how rank 0 failed, told to every rank."""
+    if me.rank == 0:
+        try:
+            answer = _first_answer(meeting, me, prepare)
+        except MegaspecError as error:
+            tell(me, error)
+            answer = f"{_FAILED}{error.exit_code}"
+        meeting.set("run", answer)
+    else:
+        answer = meeting.get("run").decode()
+    # nobody leaves before all have read it: the store may be rank 0's own
+    if meeting.add("read", 1) == me.world_size:
+        meeting.set("all-read", "")
+    meeting.wait(["all-read"])
+    return answer
+
+
+def _first_answer(meeting: dist.PrefixStore, me: Place, prepare: Callable[[], str]) -> str:
+    """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it."""
+    everyone, key = meeting.underlying_store, f"{me.store.prefix.rpartition('/')[0]}/run"
+    if me.attempt == 0 or not everyone.check([key]):
+        everyone.set(key, prepare())
+    return everyone.get(key).decode()
