@@ -95,8 +95,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--tokens", type=int, default=64, metavar="N", help="how many tokens to write (64)")
     command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (0.8)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
-    for module in (data_commands, checkpoint_commands):
-        module.add_parser(commands).set_defaults(call=module.run)
+    for name, module in (("data", data_commands), ("checkpoint", checkpoint_commands)):
+        module.add_parser(commands)
+        commands.choices[name].set_defaults(call=module.run)
     args, rest = parser.parse_known_args(arguments)
     flags = [r for r in rest if r.startswith("-")]
     if flags or (rest and not hasattr(args, "words")):
