@@ -1,66 +1,68 @@
-"""What a run says of itself. Rank 0 hands events to sinks; see sinks.py."""
+"""What happens in a run, as plain data. The training loop emits events; sinks show and keep them. Torch-free.
 
+Numbers are Python numbers; seconds are wall time. `step` counts completed optimizer steps.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """Ranks are up, weights are there."""
+    """Ranks are up, weights are initialised or loaded."""
 
     step: int
-    """Steps that are done already."""
+    """Steps that are done already: 0, or where the run goes on."""
     steps: int
     """Steps of the whole run."""
-    attempt: int
-    """How often ranks were started again."""
+    attempt: int = 0
+    world_size: int = 1
+    flops_per_token: float | None = None
+    """Forward and backward of one token, with causal attention counted once."""
+    peak_flops: float | None = None
+    """Of one device, per second, in the run's format. None: not known, so no MFU is shown."""
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step."""
+    """An optimizer step."""
 
     step: int
-    """Steps done, this one included."""
     steps: int
-    """Steps of the whole run."""
     loss: float
     """Mean over the valid tokens of the global batch."""
     lr: float
-    """Learning rate of this step."""
     grad_norm: float
-    """Global gradient norm before clipping."""
+    """Of the whole gradient, before clipping, without loss scale."""
     tokens: int
-    """Valid tokens of this step's batch."""
+    """Valid tokens of the step: those that the loss counts."""
     samples: int
-    """Sequences taken since the start of the run, this step included."""
+    """Sequences that the run has taken so far."""
     first_sample: int
-    """Place of this step's first sequence in the order of the run."""
+    """Position of the step's first sequence in the data order."""
     skipped: bool
-    """Whether the update was left out because the gradient was not finite (fp16)."""
+    """The update was not applied, since the gradient was not finite."""
     loss_scale: float | None
-    """fp16's loss scale; None in other precisions."""
     seconds: float
-    """Wall time of the step."""
     sequence_tokens: int
-    """Tokens that went through the model, masked ones included: what speed is counted in."""
+    """All tokens of the step, masked ones too: what the machine worked on."""
     memory_bytes: int | None
-    """Peak memory of this rank's GPU since the start; None on a CPU."""
+    """Most that rank 0's device has held; None on the CPU."""
 
 
 @dataclass(frozen=True)
 class EvalDone:
-    """One evaluation."""
+    """An evaluation."""
 
     step: int
     split: str
     loss: float
-    """Mean over the valid tokens."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint was published."""
+    """A checkpoint that is published."""
 
     step: int
     path: str
@@ -78,11 +80,22 @@ class Sampled:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run is over."""
+    """The last event of an attempt that was not killed."""
 
     step: int
     how: str
-    """`done`, or the class of the error that ended it."""
+    """"done", "failed", or the name of the error that ended it."""
 
 
 Event = RunStarted | StepDone | EvalDone | CheckpointSaved | Sampled | RunEnded
+Emit = Callable[[Event], None]
+
+# How each event is called in metrics.jsonl.
+NAMES: dict[type, str] = {
+    RunStarted: "start",
+    StepDone: "step",
+    EvalDone: "eval",
+    CheckpointSaved: "checkpoint",
+    Sampled: "sample",
+    RunEnded: "end",
+}

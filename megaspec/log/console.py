@@ -1,0 +1,137 @@
+"""Progress on the terminal. Torch-free."""
+
+import math
+import shutil
+import sys
+import time
+from collections import deque
+from typing import TextIO
+
+from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunEnded, RunStarted, Sampled, StepDone
+
+# Steps over which speed is averaged, and how often the live line is drawn at most.
+WINDOW = 20
+REDRAW_SECONDS = 0.1
+CLEAR_LINE = "\r\x1b[2K"
+
+
+class ConsoleSink:
+    """One line that is rewritten at every step on a terminal; elsewhere, or with `live` false, a line every few steps.
+
+    `every`: steps between lines that stay. Everything that is not a step gets a line of its own.
+    """
+
+    def __init__(self, *, every: int, live: bool, stream: TextIO | None = None):
+        self._stream = sys.stdout if stream is None else stream
+        self._every = every
+        self._live = live and self._stream.isatty()
+        self._run = RunStarted(step=0, steps=0)
+        self._recent: deque[StepDone] = deque(maxlen=WINDOW)
+        self._drawn_at = -math.inf
+        self._live_text = ""
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._run = event
+                self._recent.clear()
+                if event.step:
+                    self._line(f"going on after step {event.step}")
+            case StepDone():
+                self._step(event)
+            case EvalDone():
+                text = f"{event.split} loss {event.loss:.4f} ({perplexity(event.loss)}), {event.seconds:.1f} s"
+                self._line(f"step {event.step}  {text}")
+            case CheckpointSaved():
+                self._line(f"step {event.step}  saved {event.path}, {event.seconds:.1f} s")
+            case Sampled():
+                self._line(f"step {event.step}  sample:\n{printable(event.prompt + event.text)}")
+            case RunEnded():
+                self._line("" if event.how == "done" else f"ended after step {event.step}: {event.how}")
+
+    def close(self) -> None:
+        """Leaves the terminal at the start of a line."""
+        if self._live_text:
+            self._line("")
+
+    def _step(self, event: StepDone) -> None:
+        # the first step of an attempt pays for compilation and caches: it says nothing about the others
+        if event.step != self._run.step + 1:
+            self._recent.append(event)
+        text = step_line(event, self._recent, self._run)
+        is_due = event.step % self._every == 0 or event.step == event.steps or event.skipped
+        if not self._live:
+            if is_due:
+                self._write(text + "\n")
+            return
+        now = time.monotonic()
+        if is_due or now - self._drawn_at >= REDRAW_SECONDS:
+            columns = shutil.get_terminal_size().columns
+            self._live_text = text[: columns - 1]
+            self._drawn_at = now
+            self._write(CLEAR_LINE + self._live_text)
+
+    def _line(self, text: str) -> None:
+        """A line that stays, above the live one."""
+        if not self._live:
+            if text:
+                self._write(text + "\n")
+            return
+        # the step's own numbers stay where something else happened
+        kept = f"{CLEAR_LINE}{self._live_text}\n" if self._live_text else CLEAR_LINE
+        self._live_text = ""
+        self._write(kept + (text + "\n" if text else ""))
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted) -> str:
+    """A step in one line. `recent`: the steps that speed is averaged over, none of them 0 s long in sum, or empty."""
+    parts = [
+        f"step {event.step}/{event.steps}",
+        f"loss {event.loss:.4f}",
+        f"lr {event.lr:.2e}",
+        f"grad norm {event.grad_norm:.3f}",
+    ]
+    seconds = sum(e.seconds for e in recent)
+    if seconds > 0:
+        speed = sum(e.sequence_tokens for e in recent) / seconds
+        parts.append(f"{quantity(speed)} tokens/s")
+        if run.flops_per_token is not None and run.peak_flops is not None:
+            parts.append(f"MFU {100 * speed * run.flops_per_token / (run.world_size * run.peak_flops):.1f} %")
+    if event.memory_bytes is not None:
+        parts.append(f"{event.memory_bytes / 1e9:.1f} GB")
+    if event.loss_scale is not None:
+        parts.append(f"loss scale {event.loss_scale:g}")
+    if event.skipped:
+        parts.append("update skipped: gradient not finite")
+    if seconds > 0:
+        parts.append(f"ETA {duration(seconds / len(recent) * (event.steps - event.step))}")
+    return "  ".join(parts)
+
+
+def printable(text: str) -> str:
+    """A text that a terminal only shows: what would steer it becomes visible."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def quantity(number: float) -> str:
+    """Three digits and a power of ten: 41.2k."""
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{suffix}" if number < 1000 * limit else f"{number / limit:.0f}{suffix}"
+    return f"{number:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def perplexity(loss: float) -> str:
+    """exp(loss), the number of equally likely tokens that the model hesitates between."""
+    return f"perplexity {math.exp(loss):.2f}" if loss < 20 else "perplexity over 10^8"

@@ -1,0 +1,40 @@
+"""TensorBoard event files. Imported only where they are asked for: tensorboard is an optional package."""
+
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from megaspec.log.events import EvalDone, Event, Sampled, StepDone
+
+
+class TensorboardSink:
+    """Scalars and samples in `folder`. `step`: where the run goes on; TensorBoard hides what came after it before."""
+
+    def __init__(self, folder: Path, *, step: int):
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepDone():
+                for name, value in _scalars(event).items():
+                    if value is not None:
+                        self._writer.add_scalar(name, value, event.step)
+            case EvalDone():
+                self._writer.add_scalar(f"loss/{event.split}", event.loss, event.step)
+            case Sampled():
+                self._writer.add_text("sample", event.prompt + event.text, event.step)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+
+def _scalars(event: StepDone) -> dict[str, float | None]:
+    return {
+        "loss/train": event.loss,
+        "optim/lr": event.lr,
+        "optim/grad_norm": event.grad_norm,
+        "optim/loss_scale": event.loss_scale,
+        "speed/tokens_per_second": event.sequence_tokens / event.seconds if event.seconds > 0 else None,
+        "speed/memory_bytes": event.memory_bytes,
+    }

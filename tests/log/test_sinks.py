@@ -1,0 +1,127 @@
+"""Events reach every sink, and no sink stops a training."""
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megaspec.log import sinks, tensorboard
+from megaspec.log.events import EvalDone, RunEnded, Sampled
+from megaspec.log.jsonl import read_metrics
+from megaspec.log.sinks import METRICS, SINKS, open_sinks
+from megaspec.log.spec import LogSpec
+from tests.log.events_for_tests import step_done
+
+
+def log(**choices):
+    return LogSpec(**({"every": 1, "console": "plain", "tensorboard": False} | choices))
+
+
+def test_metrics_are_kept_whatever_else_is_chosen(tmp_path, capsys):
+    with open_sinks(log(console="quiet"), tmp_path, step=0) as emit:
+        emit(step_done(1))
+    assert len(read_metrics(tmp_path / METRICS)) == 1
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "tensorboard").exists()
+
+
+class Broken:
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def __call__(self, event):
+        self.calls += 1
+        raise self.error
+
+    def close(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed"), RuntimeError("lost")])
+@pytest.mark.parametrize("name", list(SINKS))
+def test_a_sink_that_fails_is_told_once_and_stops_nothing(tmp_path, capsys, monkeypatch, name, error):
+    broken = Broken(error)
+    monkeypatch.setitem(sinks.SINKS, name, lambda *_: broken)
+    with open_sinks(log(tensorboard=True), tmp_path, step=0) as emit:
+        for step in range(1, 6):
+            emit(step_done(step))
+    assert broken.calls == 5
+    out, err = capsys.readouterr()
+    assert err.count(str(error)) == 1
+    assert f"{name}: " in err
+    assert "training goes on" in err
+    if name != METRICS:
+        assert len(read_metrics(tmp_path / METRICS)) == 5
+    if name != "log.console":
+        assert out.count("step") == 5
+
+
+def test_a_sink_that_cannot_be_opened_is_told_once(tmp_path, capsys):
+    (tmp_path / METRICS).mkdir()
+    (tmp_path / "tensorboard").touch()
+    with open_sinks(log(tensorboard=True), tmp_path, step=0) as emit:
+        emit(step_done(1))
+        emit(step_done(2))
+    out, err = capsys.readouterr()
+    assert out.count("step") == 2
+    assert err.count("training goes on") == 2
+
+
+def test_an_error_of_the_training_passes_through(tmp_path):
+    class Bug(Exception):
+        pass
+
+    def train():
+        with open_sinks(log(), tmp_path, step=0) as emit:
+            emit(step_done(1))
+            raise Bug
+
+    with pytest.raises(Bug):
+        train()
+    assert len(read_metrics(tmp_path / METRICS)) == 1
+
+
+def curves(folder):
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
+    chosen = log(console="quiet", tensorboard=True)
+    with open_sinks(chosen, tmp_path, step=0) as emit:
+        for step in range(1, 7):
+            emit(step_done(step, loss=1.0))
+        emit(EvalDone(step=3, split="valid", loss=2.5, seconds=1.0))
+    with open_sinks(chosen, tmp_path, step=4) as emit:
+        for step in range(5, 9):
+            emit(step_done(step, loss=2.0))
+        emit(Sampled(step=8, prompt="a", text="b"))
+        emit(RunEnded(step=8, how="done"))
+    shown = curves(tmp_path / "tensorboard")
+    assert shown["loss/train"] == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 9)]
+    assert shown["loss/valid"] == [(3, 2.5)]
+    assert shown["speed/tokens_per_second"][0] == (1, 2000.0)
+    assert "optim/loss_scale" not in shown
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # tensorboard's own thread
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_tensorboard_costs_a_warning(tmp_path, capsys, monkeypatch):
+    real = tensorboard.SummaryWriter
+
+    def on_full_disk(folder, **options):
+        writer = real(folder, max_queue=1, flush_secs=1, **options)
+        records = writer.file_writer.event_writer._async_writer._writer
+        records._writer = full
+        return writer
+
+    monkeypatch.setattr(tensorboard, "SummaryWriter", on_full_disk)
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        open_sinks(log(console="quiet", tensorboard=True), tmp_path, step=0) as emit,
+    ):
+        for step in range(1, 40):
+            emit(step_done(step))
+    assert len(read_metrics(tmp_path / METRICS)) == 39
+    assert capsys.readouterr().err.count("training goes on") == 1
