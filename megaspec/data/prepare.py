@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megaspec.core.errors import DataError, MegaspecError, WriteError
+from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_atomically, write_error
 from megaspec.data.indexed import index_bytes, token_dtype
 from megaspec.data.inputs import Input, Part, changed, cut, describe, find_inputs, lines_before, read_documents
@@ -92,7 +92,9 @@ def prepare(
     """
     prefix = str(out_prefix)
     if append_eod and not isinstance(tokenizer, BpeRequest) and tokenizer.eod is None:
-        raise DataError(f"--tokenizer {tokenizer.name}: no token is known to end a document; name one with --eod")
+        raise DataError(
+            f"--tokenizer {tokenizer.name}: no token is known to end a document; name one with --eod, or say --eod none"
+        )
     found = find_inputs(inputs)
     job = _job_hash(found, tokenizer, key=key, append_eod=append_eod)
     folder = Path(f"{prefix}.parts")
@@ -209,7 +211,8 @@ def _in_background(work: Callable[[], Any]) -> Future:
     def run() -> None:
         try:
             future.set_result(work())
-        except (MegaspecError, OSError) as error:
+        # Whatever it is, whoever waits for the result has to get it.
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

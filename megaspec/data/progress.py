@@ -1,0 +1,72 @@
+"""How `data prepare` shows where it is."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from megaspec.data import prepare
+
+_STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "files": "writing the files"}
+
+
+@contextmanager
+def prepare_progress() -> Iterator[Callable[[prepare.Progress], None]]:
+    """A bar on standard error while the block runs; on a file or pipe one line per stage."""
+    console = Console(stderr=True)
+    if not sys.stderr.isatty():
+        yield _stage_lines(console)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[counts]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None, counts="")
+
+        def show(now: prepare.Progress) -> None:
+            counts = f"{now.documents:,} documents, {now.tokens:,} tokens" + (f", {now.bad} bad" if now.bad else "")
+            bar.update(
+                task,
+                description=_STAGES[now.stage],
+                completed=now.bytes_done,
+                total=now.bytes_total,
+                counts=counts,
+            )
+
+        yield show
+
+
+def print_prepared(prepared: prepare.Prepared) -> None:
+    """One line that says what is there now, and one for everything that was left out."""
+    console, manifest = Console(soft_wrap=True, highlight=False), prepared.manifest
+    how = "was already prepared" if prepared.was_there else "prepared"
+    console.print(
+        f"{prepared.prefix}: {how}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.dtype}, "
+        f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids)",
+        markup=False,
+    )
+    if prepared.parts_reused:
+        console.print(f"  {prepared.parts_reused} parts were there from a job that was stopped", markup=False)
+    for kind, count in sorted(manifest.bad_lines.items()):
+        console.print(f"  left out: {count} lines, {kind}", markup=False)
+    if prepared.passed_over:
+        console.print(f"  passed over: {prepared.passed_over} files of other kinds", markup=False)
+
+
+def _stage_lines(console: Console) -> Callable[[prepare.Progress], None]:
+    last = ""
+
+    def show(now: prepare.Progress) -> None:
+        nonlocal last
+        if now.stage != last:
+            last = now.stage
+            console.print(f"data prepare: {_STAGES[now.stage]} ({now.bytes_total:,} bytes of input)", markup=False)
+
+    return show
