@@ -47,6 +47,7 @@ class _Open:
 
     node: _Node
     is_mapping: bool
+    line: int
     key: str | None = None
 
 
@@ -107,9 +108,9 @@ class _Builder:
                 case yaml.MappingStartEvent() | yaml.SequenceStartEvent():
                     self._open(event, line)
                 case yaml.MappingEndEvent() | yaml.SequenceEndEvent():
-                    done = self._stack.pop().node
-                    done.done = True
-                    self._place(done, line, counted=True)
+                    ended = self._stack.pop()
+                    ended.node.done = True
+                    self._place(ended.node, ended.line, counted=True)
                 case yaml.ScalarEvent():
                     self._refuse_tag(event, line)
                     node = _Node(_scalar(event.value, plain=event.style is None))
@@ -128,7 +129,7 @@ class _Builder:
             raise self._refuse(line, f"nested deeper than {MAX_DEPTH}", "flatten it", "yaml.depth")
         node = _Node({} if is_mapping else [], done=False)
         self._anchor(event, node)
-        self._stack.append(_Open(node, is_mapping))
+        self._stack.append(_Open(node, is_mapping, line))
 
     def _anchor(self, event: yaml.Event, node: _Node) -> None:
         if event.anchor:

@@ -1,0 +1,301 @@
+"""Composition: what wins, where a value is from, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaspec.compose import compose, recompose
+from megaspec.core.errors import RecipeError
+from megaspec.core.problems import field_paths
+from megaspec.recipe import SECTIONS, Recipe
+
+SHIPPED = ("gpt2_124m", "hello", "llama3_2_1b", "llama3_8b_half")
+ROOT = Path(__file__).parents[1]
+
+
+def problems_of(*args, **keywords):
+    with pytest.raises(RecipeError) as caught:
+        compose(*args, **keywords)
+    return caught.value.problems
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A user's folder with ./recipes and a folder of groups."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes(name):
+    composed = compose(name)
+    assert composed.recipe.name == name
+    assert composed.origins["name"] == f"recipe={name}"
+    assert len((ROOT / "recipes" / f"{name}.yaml").read_text().splitlines()) <= 40
+
+
+def test_every_section_is_a_group_with_choices_that_compose():
+    assert set(SECTIONS) < set(Recipe.model_fields)
+    for section in SECTIONS:
+        choices = sorted(p.stem for p in (ROOT / "conf" / section).glob("*.yaml"))
+        assert choices, section
+        base = ["data.seq_len=8", "data.blend=[{prefix: x}]"] if section == "data" else []
+        for choice in choices:
+            drop = ["~data.blend"] if section == "data" and choice != "indexed" else []
+            composed = compose("hello", [f"{section}={choice}", *(drop or base)])
+            label = f"conf/{section}/{choice}.yaml"
+            assert any(o.startswith(label) for o in composed.origins.values()), label
+
+
+def test_recipe_beats_group_and_command_line_beats_both():
+    assert compose("llama3_2_1b").recipe.optim.lr == 3e-4
+    hello = compose("hello")
+    assert (hello.recipe.optim.lr, hello.origins["optim.lr"]) == (3e-3, "recipes/hello.yaml:16")
+    assert hello.origins["optim.kind"] == "conf/optim/adamw.yaml:1"
+    changed = compose("hello", ["optim.lr=1e-5", "optim.beta2=0.99", "model=gpt2_124m"])
+    assert (changed.recipe.optim.lr, changed.recipe.optim.beta2) == (1e-5, 0.99)
+    assert changed.recipe.model.kind == "gpt"
+    assert changed.origins["optim.lr"] == changed.origins["optim.beta2"] == "command line"
+    assert changed.origins["model.kind"] == "conf/model/gpt2_124m.yaml:2"
+
+
+def test_recipes_and_groups_inherit():
+    half, whole = compose("llama3_8b_half"), compose("llama3_8b_half", ["model=llama3_8b"])
+    assert (half.recipe.model.n_layers, whole.recipe.model.n_layers) == (16, 32)
+    assert half.recipe.model.d_ffn == whole.recipe.model.d_ffn == 14336
+    assert half.origins["model.n_layers"] == "conf/model/llama3_8b_half.yaml:4"
+    assert half.origins["model.d_ffn"].startswith("conf/model/llama3_8b.yaml:")
+    assert half.origins["data.seq_len"].startswith("recipes/llama3_2_1b.yaml:")
+
+
+def test_the_users_own_folders(folder):
+    (folder / "recipes" / "small.yaml").write_text(
+        "defaults:\n  - hello\n  - override /model: mini\ntrain:\n  steps: 7\n"
+    )
+    (folder / "mine" / "model" / "mini.yaml").write_text("defaults:\n  - hello\nn_layers: 1\n")
+    (folder / "mine" / "recipes" / "other.yaml").write_text("# @package _global_\ndefaults:\n  - small\n")
+    composed = compose("small", [], ["mine"])
+    assert (composed.recipe.train.steps, composed.recipe.model.n_layers, composed.recipe.model.d_model) == (7, 1, 128)
+    assert composed.origins["train.steps"] == "recipes/small.yaml:5"
+    assert composed.origins["model.n_layers"] == "mine/model/mini.yaml:3"
+    assert compose("other", [], ["mine"]).recipe.train.steps == 7
+    (problem,) = problems_of("small")
+    assert str(problem) == "model/mini does not exist; choose gpt2_124m, hello, llama3_2_1b, llama3_8b or " + (
+        "llama3_8b_half   (recipes/small.yaml:3)"
+    )
+    assert "--config-dir nowhere: no such folder" in str(problems_of("small", [], ["nowhere"])[0])
+
+
+def test_a_name_that_is_in_two_places_is_never_chosen_silently(folder):
+    (folder / "recipes" / "hello.yaml").write_text("train: {steps: 1}\n")
+    (problem,) = problems_of("hello")
+    assert "recipe=hello is in" in problem.message
+    assert "rename one" in problem.message
+
+
+def test_any_field_can_be_set_without_plus():
+    composed = compose(
+        "hello", ["train.batch_ramp.start=4", "train.batch_ramp.increment=4", "train.batch_ramp.samples=8"]
+    )
+    assert composed.recipe.train.batch_ramp.start == 4
+    same = compose(
+        "hello", ["+optim.eps=1e-7", "++log.every=3", "optim.weight_decay_ramp={kind: linear, end: 0.2, steps: 5}"]
+    )
+    assert (same.recipe.optim.eps, same.recipe.log.every) == (1e-7, 3)
+    assert same.recipe.optim.weight_decay_ramp.end == 0.2
+    assert compose("hello", ["train.sample=null"]).recipe.train.sample is None
+    assert compose("hello", ["~train.sample"]).recipe.train.sample is None
+    assert compose("hello", ["data.blend.0.weight=2"]).recipe.data.blend[0].weight == 2
+    blend = compose("hello", ["data.blend=[{prefix: a},{prefix: b,weight: 3}]"]).recipe.data.blend
+    assert [b.prefix for b in blend] == ["a", "b"]
+
+
+def test_every_scalar_of_the_schema_can_be_named_on_the_command_line():
+    for path in field_paths(Recipe):
+        if path.count(".") == 1 and not path.endswith(".kind"):
+            found = problems_of("hello", [f"{path}=[[]]"])
+            assert all("is no key of a recipe" not in str(p) for p in found), path
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e6", 10**6), ("2k", 2000), ("1.5k", 1500), ("3M", 3 * 10**6), ("1_000", 1000), ("12", 12)],
+)
+def test_counts(text, value):
+    assert compose("hello", [f"train.steps={text}"]).recipe.train.steps == value
+
+
+@pytest.mark.parametrize("text", ["017", "1:30", "1.5", "-1", "0", "1.23k4", "true", "1e-3", "on", "''", "9e999"])
+def test_what_is_no_count(text):
+    (problem,) = problems_of("hello", [f"train.steps={text}"])
+    assert (problem.key, problem.origin) == ("train.steps", "command line")
+
+
+def test_references_take_values_and_nothing_else(folder, monkeypatch):
+    assert compose("hello", ["data=random", "~data.blend"]).recipe.data.vocab_size == 257
+    composed = compose("hello", ["run_dir='runs/${name}-${train.steps}'", "optim.schedule.decay_steps=${train.steps}"])
+    assert composed.recipe.run_dir == "runs/hello-120"
+    assert composed.recipe.optim.schedule.decay_steps == 120
+    monkeypatch.setenv("SECRET", "hidden")
+    for text in ("${oc.env:SECRET}", "${oc.decode:1}", "${hydra:runtime.cwd}", "${now:%Y}", "${a.${b}}", "${"):
+        quoted = f"run_dir='{text}'"
+        (problem,) = problems_of("hello", [quoted])
+        assert "no functions, no environment" in problem.message
+        assert "hidden" not in str(problem)
+        (folder / "recipes" / "bad.yaml").write_text(f"defaults:\n  - hello\nrun_dir: '{text}'\n")
+        (problem,) = problems_of("bad")
+        assert problem.origin == "recipes/bad.yaml:3"
+    assert "is not set" in str(problems_of("hello", ["run_dir=${nope.x}"])[0])
+    assert "itself a reference" in str(problems_of("hello", ["run_dir=${name}", "name=${run_dir}"])[0])
+    (folder / "recipes" / "bad.yaml").write_text("defaults:\n  - hello\n  - override /model: ${oc.env:SECRET}\n")
+    assert problems_of("bad")[0].origin == "recipes/bad.yaml:3"
+    assert "hidden" not in str(problems_of("hello", ["model=${oc.env:SECRET}"])[0])
+
+
+def test_everything_wrong_is_told_at_once_with_the_nearest_key():
+    found = problems_of(
+        "hello",
+        [
+            "optim.lrr=3",
+            "parallelism.tpp=3",
+            "train.lr=3",
+            "modle.n_layers=1",
+            "optim.kind=adamm",
+            "train.global_batch=-1",
+            "log.console=loud",
+        ],
+    )
+    texts = {p.key: p.message for p in found}
+    assert texts["parallelism.tpp"] == "parallelism.tpp=3: tpp is no key of parallelism; did you mean tp?"
+    assert texts["train.lr"] == "train.lr=3: lr is no key of train; did you mean optim.lr?"
+    assert texts["modle"] == "modle: modle is no key of a recipe; did you mean model?"
+    assert texts["optim.kind"] == "optim.kind=adamm must be adamw or sgd; did you mean adamw?"
+    assert texts["train.global_batch"] == "train.global_batch=-1 must be greater than 0"
+    assert texts["log.console"] == "log.console=loud must be live, plain or quiet"
+    assert {p.origin for p in found} == {"command line"}
+
+
+def test_a_key_of_another_kind_says_whose_it_is():
+    (problem,) = problems_of("hello", ["optim=sgd", "optim.beta1=0.9"])
+    assert problem.message == (
+        "optim.beta1=0.9: beta1 is no key when optim.kind=sgd but of optim.kind=adamw; take it away with ~optim.beta1"
+    )
+
+
+def test_typing_errors_name_file_and_line(folder):
+    (folder / "recipes" / "bad.yaml").write_text(
+        "defaults:\n  - hello\ntrain:\n  deterministic: on\n  steps: 017\n"
+        "optim:\n  lr: ???\n  schedule: {kind: cosin}\n"
+    )
+    assert [str(p) for p in problems_of("bad")] == [
+        "optim.lr=??? must be set; in the recipe, or on the command line: optim.lr=...   (recipes/bad.yaml:7)"
+    ]
+    assert [str(p) for p in problems_of("bad", ["optim.lr=nan"])] == [
+        "optim.lr=nan must be a finite number   (command line)",
+        "optim.schedule.kind=cosin must be constant, linear, cosine, inverse_sqrt or wsd; did you mean cosine?"
+        "   (recipes/bad.yaml:8)",
+        "train.steps=017 must be a whole number; '017' reads as text   (recipes/bad.yaml:5)",
+        "train.deterministic=on must be true or false; 'on' reads as text   (recipes/bad.yaml:4)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["helo=1"], "helo is no key"),
+        (["optim=sgdd"], "optim=sgdd does not exist; did you mean sgd?"),
+        (["optim=5"], "choose adamw or sgd"),
+        (["~optim"], "optim is a section"),
+        (["train.steps"], "write path=value"),
+        (["train.steps=1,2"], "write a list as [1,2]"),
+        (["train.steps=range(1,3)"], "several values"),
+        (["hydra.run.dir=x"], "neither @packages nor hydra settings"),
+        (["model@x=hello"], "neither @packages nor hydra settings"),
+        (["recipe=hello"], "a run has one recipe"),
+        (["~optim.foo"], "can't be taken away"),
+        (["train.steps.x=1"], "train.steps is not a section"),
+        (["data.blend.7.prefix=x"], "data.blend.7 is not set"),
+        (["data.blend.1=x"], "has entries 0 to 0"),
+        (["model._target_=os.system"], "can't name code"),
+        (["train.steps=???"], "train.steps=??? must be set"),
+        (["model=../../secret"], "model=../../secret does not exist"),
+        (["~data.kind"], "data.kind is missing; choose one: data=indexed, data=random, data=synthetic"),
+        (["data.split=[1]"], "too few entries"),
+        (["name='a/b'"], "must be text that matches"),
+    ],
+)
+def test_refused_overrides(overrides, words):
+    found = problems_of("hello", overrides)
+    assert words in str(found[0])
+    assert found[0].origin == "command line" or "missing" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("defaults:\n  - helo\n", 2, "recipe/helo does not exist; did you mean hello?"),
+        ("defaults:\n  - bad\n", 2, "inherits from itself"),
+        ("defaults:\n  - ../x\n", 2, "is no name of a file"),
+        ("defaults:\n  - hello\n  - override /modle: hello\n", 3, "modle is no group; did you mean model?"),
+        ("defaults:\n  - hello\n  - override /model: helo\n", 3, "model/helo does not exist; did you mean hello?"),
+        ("defaults:\n  - hello\n  - /model: hello\n", 3, "a recipe chooses with `override /group: choice`"),
+        ("defaults:\n  - hello\n  - override model: hello\n", 3, "a recipe chooses with `override /group: choice`"),
+        ("defaults:\n  - /model/hello\n", 2, "a file inherits from its own group"),
+        ("defaults:\n  - [1]\n", 2, "an entry is a name"),
+        ("defaults: hello\n", 1, "defaults is a list"),
+        ("defaults:\n  - hello\nmodel:\n  _target_: os.system\n", 4, "can't name code"),
+        ("defaults:\n  - hello\nhydra:\n  run: {dir: x}\n", 3, "hydra is no key"),
+        ("# @package model\ndefaults:\n  - hello\n", None, "a recipe is global"),
+    ],
+)
+def test_refused_recipes(folder, text, line, words):
+    (folder / "recipes" / "bad.yaml").write_text(text)
+    problem = problems_of("bad")[0]
+    assert words in problem.message
+    assert problem.origin == (f"recipes/bad.yaml:{line}" if line else "recipes/bad.yaml")
+
+
+def test_wrong_order_of_defaults_is_an_error(folder):
+    (folder / "recipes" / "bad.yaml").write_text("defaults:\n  - override /model: hello\n  - hello\n")
+    assert "must be at the end" in problems_of("bad")[0].message
+
+
+def test_shipped_yaml_names_no_code():
+    files = [*ROOT.glob("conf/**/*.yaml"), *ROOT.glob("recipes/**/*.yaml")]
+    assert len(files) > 20
+    for file in files:
+        text = file.read_text()
+        assert "_target_" not in text, file
+        assert "oc." not in text, file
+        assert "@package" not in text, file
+
+
+def test_recompose_changes_a_saved_recipe():
+    saved = json.loads(compose("hello").recipe.model_dump_json())
+    again = recompose(saved, "run/recipe.json", ["train.steps=9", "kernels=reference", "optim=sgd"])
+    assert again.recipe.train.steps == 9
+    assert again.recipe.kernels.attention == "reference"
+    assert (again.recipe.optim.kind, again.recipe.optim.lr) == ("sgd", 0.1)
+    assert again.recipe.model == compose("hello").recipe.model
+    assert again.origins["train.global_batch"] == "run/recipe.json"
+    assert again.origins["train.steps"] == "command line"
+    assert again.origins["optim.kind"] == "conf/optim/sgd.yaml:1"
+    half = recompose(saved, "run/recipe.json", ["model=llama3_8b_half"]).recipe.model
+    assert (half.n_layers, half.d_model) == (16, 4096)
+
+
+def test_composing_imports_no_torch_and_leaves_hydra_alone(tmp_path):
+    program = (
+        "import sys; from megaspec.compose import compose; compose('hello');"
+        "from hydra.core.global_hydra import GlobalHydra;"
+        "assert not GlobalHydra.instance().is_initialized(); assert 'torch' not in sys.modules"
+    )
+    path = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, cwd=tmp_path, env={"PYTHONPATH": path})
