@@ -49,9 +49,7 @@ def add_parser(subparsers: Any) -> None:
         "inspect", help="check token files", description=_INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     inspect.add_argument("prefix", metavar="PREFIX", help="path of the files without their ending")
-    inspect.add_argument(
-        "--tokenizer", metavar="NAME", help="decode samples with it (default: the one beside them)"
-    )
+    inspect.add_argument("--tokenizer", metavar="NAME", help="decode samples with it (default: the one beside them)")
     inspect.add_argument("--vocab-size", type=_positive, metavar="N", help="token ids must be below N")
     inspect.add_argument("--samples", type=_count, default=3, metavar="N", help="documents to show (default: 3)")
     inspect.set_defaults(run=run)

@@ -109,7 +109,7 @@ def _load(entry: Path, text: str) -> Arrays | None:
                 raise ValueError(f"{path.name} is damaged")
             arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
         return arrays
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         if entry.exists():
             _log.warning("%s: index entry is not whole, making it again", entry)
         return None

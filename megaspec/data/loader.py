@@ -121,7 +121,8 @@ class Loader:
     def _read_ahead(self, steps: range) -> None:
         try:
             for step in steps:
-                if not self._put(self._step(step)):
+                batch = self._step(step)
+                if batch is None or not self._put(batch):
                     return
             self._put(None)
         # Whatever it is, the consumer has to get it: a silent thread would leave it waiting for ever.
@@ -137,17 +138,19 @@ class Loader:
                 continue
         return False
 
-    def _step(self, step: int) -> StepBatch:
+    def _step(self, step: int) -> StepBatch | None:
+        """The batches of a step; None when the loader was closed meanwhile."""
         first, count = self._schedule.consumed(step), self._schedule.batch(step)
         n_micro, rest = divmod(count, self._micro_batch * self._dp_size)
         assert rest == 0, f"global batch {count} is no multiple of {self._micro_batch} · {self._dp_size}"
         begins = [first + (j * self._dp_size + self._dp_rank) * self._micro_batch for j in range(n_micro)]
-        batches = [
-            read_batch(self._source, list(range(b, b + self._micro_batch)), document_mask=self._document_mask)
-            for b in begins
-        ]
-        if self._device.type == "cuda":
-            batches = [pinned(batch) for batch in batches]
+        batches = []
+        for begin in begins:
+            if self._stopping.is_set():
+                return None
+            positions = list(range(begin, begin + self._micro_batch))
+            batch = read_batch(self._source, positions, document_mask=self._document_mask)
+            batches.append(pinned(batch) if self._device.type == "cuda" else batch)
         return StepBatch(batches, (first, count))
 
 
