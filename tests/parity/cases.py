@@ -67,7 +67,7 @@ FACTORS: dict[str, tuple] = {
     "accumulate": (1, 3),
     "mask": ("full", "uneven", "empty_rank", "empty_micro"),
     "tied": (False, True),
-    "pad": (1, 8),
+    "pad": (1, 8, 64),
     "kv_heads": (4, 2, 1),
     "documents": (False, True),
     "dropout": (False, True),
@@ -104,7 +104,10 @@ def covering(factors: dict[str, tuple] = FACTORS) -> list[Case]:
     while missing:
         chosen = dict(min(missing, key=lambda pair: sorted(map(repr, pair))))
         for name in sorted((n for n in names if n not in chosen), key=lambda n: -len(factors[n])):
-            possible = [v for v in factors[name] if legal(chosen | {name: v})]
+            turned = (
+                factors[name][len(cases) % len(factors[name]) :] + factors[name]
+            )  # ties go to another value each time
+            possible = [v for v in turned if legal(chosen | {name: v})]
             gains = [sum(frozenset({(name, v), other}) in missing for other in chosen.items()) for v in possible]
             chosen[name] = possible[gains.index(max(gains))]
         missing -= {frozenset({a, b}) for a in chosen.items() for b in chosen.items() if a != b}

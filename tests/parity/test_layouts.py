@@ -18,7 +18,7 @@ COVERING = covering()
 CORNERS = [
     Case(tp=4, dp=2, sequence=True, accumulate=3, mask="empty_rank", tied=True, pad=8, kv_heads=1, documents=True),
     Case(tp=4, dp=2, sequence=True, accumulate=3, mask="empty_micro", kv_heads=2, dropout=True, attention="reference"),
-    Case(tp=4, sequence=True, mask="uneven", tied=True, kv_heads=1, family="gpt", optimizer="sgd"),
+    Case(tp=4, sequence=True, mask="uneven", tied=True, kv_heads=1, family="gpt", pad=64, cross_entropy="reference"),
     Case(tp=2, dp=2, sequence=True, mask="uneven", kv_heads=1, documents=True, dropout=True, attention="reference"),
     Case(tp=2, dp=2, accumulate=3, mask="empty_rank", tied=True, pad=8, family="gpt", dropout=True,
          attention="reference"),

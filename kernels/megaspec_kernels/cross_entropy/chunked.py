@@ -15,8 +15,8 @@ PIECE_BYTES = 1 << 30
 
 Stats = Callable[[Tensor, Tensor, VocabShard], tuple[Tensor, Tensor, Tensor]]
 """(logits_CV, labels_C, shard) -> this rank's peak, Σ exp(logit − peak) and label's logit (0 where it is not here)"""
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, VocabShard], Tensor]
-"""(logits_CV, labels_C, log_total_C, weights_C, shard) -> d loss / d logits [C, V], padding zero; may reuse logits"""
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, VocabShard], Tensor]
+"""(logits_CV, labels_C, top_C, total_C, weights_C, shard) -> d loss / d logits [C, V], zero in padding; may reuse it"""
 
 
 def local_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,11 +33,11 @@ def local_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple
 
 
 def local_gradient(
-    logits_CV: Tensor, labels_C: Tensor, log_total_C: Tensor, weights_C: Tensor, shard: VocabShard
+    logits_CV: Tensor, labels_C: Tensor, top_C: Tensor, total_C: Tensor, weights_C: Tensor, shard: VocabShard
 ) -> Tensor:
     """See `Gradient`."""
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    grad_CV = (logits_CV.to(wide) - log_total_C[:, None]).exp_().mul_(weights_C[:, None])
+    grad_CV = (logits_CV.to(wide) - top_C[:, None]).exp_().mul_((weights_C / total_C)[:, None])
     grad_CV[:, shard.valid :] = 0
     here = (labels_C >= shard.first) & (labels_C < shard.first + shard.valid)
     column = (labels_C - shard.first).clamp(0, logits_CV.shape[1] - 1)
@@ -63,10 +63,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             peak_C, total_C, target_C = stats(logits_CV, labels_M[part], shard)
             top_C = shard.max(peak_C)
             total_C = shard.sum(total_C * (peak_C - top_C).exp())
-            log_total_C = top_C + total_C.log()
-            loss += (weights_M[part] * (log_total_C - shard.sum(target_C))).sum()
+            # log Σ exp − target without the digits that top + log Σ would lose to a large top
+            loss += (weights_M[part] * (total_C.log() + (top_C - shard.sum(target_C)))).sum()
             if need_grad:
-                grad_CV = gradient(logits_CV, labels_M[part], log_total_C, weights_M[part], shard)
+                grad_CV = gradient(logits_CV, labels_M[part], top_C, total_C, weights_M[part], shard)
                 torch.mm(grad_CV, weight_VD, out=grad_x_MD[part])
                 add_product_(grad_weight_VD, grad_CV.t(), x_MD[part], overwrite=first == 0)
         if need_grad:

@@ -34,7 +34,7 @@ def linear_cross_entropy(
     """[M, D], [V, D], int64 [M], [M] in at least fp32 -> scalar in the dtype of `weights_M`, in at least fp32."""
     logits_MV = x_MD @ weight_VD[: shard.valid].t()
     logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
-    lowest = torch.full_like(logits_MV[:, :1], torch.finfo(logits_MV.dtype).min)
+    lowest = logits_MV.new_full((len(logits_MV), 1), torch.finfo(logits_MV.dtype).min)
     peak_M = shard.max(torch.cat((logits_MV.detach(), lowest), dim=1).amax(dim=1))
     total_M = shard.sum((logits_MV - peak_M[:, None]).exp().sum(dim=1))
     here = (labels_M >= shard.first) & (labels_M < shard.first + shard.valid)

@@ -43,18 +43,19 @@ if triton is not None:
 
     @triton.jit
     def softmax_gradient_kernel(
-        logits_ptr, labels_ptr, log_total_ptr, weights_ptr, stride, first, valid, n_columns, b_v: tl.constexpr
+        logits_ptr, labels_ptr, top_ptr, total_ptr, weights_ptr, stride, first, valid, n_columns, b_v: tl.constexpr
     ):
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * stride
         label = tl.load(labels_ptr + row) - first
-        log_total = tl.load(log_total_ptr + row)
+        top = tl.load(top_ptr + row)
         weight = tl.load(weights_ptr + row)
+        share = weight / tl.load(total_ptr + row)
         for start in range(0, n_columns, b_v):
             column = start + tl.arange(0, b_v)
             x = tl.load(logits_ptr + column, mask=column < valid, other=-float("inf")).to(tl.float32)
-            p = tl.exp(x - log_total) - tl.where((column == label) & (column < valid), 1.0, 0.0)
-            tl.store(logits_ptr + column, (p * weight).to(logits_ptr.dtype.element_ty), mask=column < n_columns)
+            grad = tl.exp(x - top) * share - tl.where((column == label) & (column < valid), weight, 0.0)
+            tl.store(logits_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < n_columns)
 
 
 def softmax_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,14 +72,15 @@ def softmax_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tup
 
 
 def softmax_gradient(
-    logits_CV: Tensor, labels_C: Tensor, log_total_C: Tensor, weights_C: Tensor, shard: VocabShard
+    logits_CV: Tensor, labels_C: Tensor, top_C: Tensor, total_C: Tensor, weights_C: Tensor, shard: VocabShard
 ) -> Tensor:
     """See chunked.Gradient; overwrites and returns the logits."""
     rows, columns = logits_CV.shape
     softmax_gradient_kernel[(rows,)](
         logits_CV,
         labels_C,
-        log_total_C,
+        top_C,
+        total_C,
         weights_C,
         logits_CV.stride(0),
         shard.first,

@@ -1,0 +1,169 @@
+"""Output head and loss against the truth. Triton runs on CUDA, and on the CPU under TRITON_INTERPRET=1."""
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaspec_kernels.cross_entropy import chunked
+from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.registry import REGISTRY
+from tests.kernels.gate import check, in_dtype, results
+
+IMPLEMENTATIONS = sorted(REGISTRY["cross_entropy"])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """M tokens, D features, V tokens of the vocabulary, P rows of padding after them."""
+
+    M: int
+    D: int
+    V: int
+    P: int = 0
+    strided: bool = False
+    size: float = 1.0
+    """Factor on the logits."""
+    masked: str = "some"
+
+    def __str__(self) -> str:
+        extra = f"-{self.masked}" + ("-strided" if self.strided else "") + (f"-x{self.size:g}" if self.size > 1 else "")
+        return f"{self.M}x{self.D}x{self.V}+{self.P}{extra}"
+
+
+SHAPES = [
+    Shape(1, 8, 1, masked="none"),
+    Shape(1, 16, 63, 1, masked="none"),
+    Shape(63, 16, 1, 7),
+    Shape(63, 32, 1000, 24),
+    Shape(63, 32, 67, strided=True),
+    Shape(63, 32, 1000, size=30),
+    Shape(63, 8, 63, 1, masked="all"),
+    Shape(1000, 24, 63, 65),
+]
+DTYPES = {
+    "reference": [torch.float64, torch.float32, torch.bfloat16],
+    "chunked": [torch.float64, torch.float32, torch.bfloat16],
+    "triton": [torch.float32, torch.bfloat16],
+}
+CASES = [(name, dtype) for name in IMPLEMENTATIONS for dtype in DTYPES[name]]
+
+
+@pytest.fixture(autouse=True)
+def _triton_can_run(request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.params.get("name") if hasattr(request.node, "callspec") else None
+    if name == "triton":
+        on_cuda = "cuda" in request.node.callspec.id
+        if not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("Triton runs on the CPU under TRITON_INTERPRET=1 only: see test_triton_interpreted.py")
+
+
+def plain(x: Tensor, weight: Tensor, *, labels: Tensor, weights: Tensor, valid: int) -> Tensor:
+    """torch's own cross-entropy over the logits of the valid columns, in at least fp32."""
+    logits = (x @ weight[:valid].t()).to(torch.promote_types(x.dtype, torch.float32))
+    return (F.cross_entropy(logits, labels, reduction="none") * weights.to(logits.dtype)).sum()
+
+
+def run(name: str, x: Tensor, weight: Tensor, *, labels: Tensor, weights: Tensor, shard: VocabShard) -> Tensor:
+    wide = weights.to(torch.promote_types(x.dtype, torch.float32))
+    return REGISTRY["cross_entropy"][name](x, weight, labels, wide, shard)
+
+
+def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs with gradients, in values that bf16 holds exactly, and the others."""
+    draw = torch.Generator().manual_seed(5)
+    x = torch.randn(shape.M, shape.D, generator=draw) * shape.size
+    weight = torch.randn(shape.V + shape.P, shape.D, generator=draw)  # padding rows hold numbers: they must not count
+    labels = torch.randint(0, shape.V, (shape.M,), generator=draw)
+    weights = torch.rand(shape.M, generator=draw).double() / shape.M
+    if shape.masked == "some":
+        weights[torch.rand(shape.M, generator=draw) < 0.4] = 0
+    if shape.masked == "all":
+        weights[:] = 0
+    inputs = {"x": x.bfloat16().double().to(device), "weight": weight.bfloat16().double().to(device)}
+    if shape.strided:
+        inputs = {"x": inputs["x"].t().contiguous().t(), "weight": inputs["weight"].t().contiguous().t()}
+    return inputs, {"labels": labels.to(device), "weights": weights.float().double().to(device)}
+
+
+def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    inputs, others = make(shape, device)
+    grad = torch.tensor(0.37, dtype=torch.float32).double().to(device)
+    mine = in_dtype(inputs, dtype)
+    check(
+        results(partial(run, name, **others, shard=VocabShard(0, shape.V)), mine, grad),
+        results(partial(plain, **others, valid=shape.V), mine, grad),
+        results(partial(plain, **others, valid=shape.V), inputs, grad),
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    gate(name, shape, dtype, device)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [c for c in CASES if c[0] != "reference"], ids=str)
+def test_gate_in_pieces(name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(63, 32, 67, 5)
+    bytes_a_row = 72 * torch.finfo(dtype).bits // 8
+    monkeypatch.setattr(chunked, "PIECE_BYTES", 10 * bytes_a_row)  # 6 pieces of 10 tokens and one of 3
+    gate(name, shape, dtype, device)
+
+
+@pytest.mark.parametrize("cuts", [(0, 40, 67), (0, 67, 67), (0, 1, 67), (0, 24, 48, 67)], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+def test_shards_add_up(name: str, dtype: torch.dtype, cuts: tuple[int, ...], device: torch.device) -> None:
+    """Each shard is told what the others would send; the second of (0, 67, 67) holds padding alone."""
+    shape, pad = Shape(63, 32, 67), 8
+    inputs, others = make(shape, device)
+    grad = torch.tensor(0.37, dtype=torch.float32).double().to(device)
+    truth = results(partial(plain, **others, valid=shape.V), inputs, grad)
+    mine = in_dtype(inputs, dtype)
+    plain_results = results(partial(plain, **others, valid=shape.V), mine, grad)
+    logits = (mine["x"] @ mine["weight"].t()).double()
+    labels = others["labels"]
+    top = logits.amax(1)
+    found = []
+    for first, end in pairwise(cuts):
+        rest = torch.ones(shape.V, dtype=torch.bool, device=device)
+        rest[first:end] = False
+        sent = iter(
+            [
+                (logits - top[:, None]).exp()[:, rest].sum(1),
+                torch.where(rest[labels], logits.gather(1, labels[:, None])[:, 0], 0),
+            ]
+        )
+        shard = VocabShard(
+            first,
+            end - first,
+            sum=lambda x, sent=sent: x + next(sent).to(x.dtype),
+            max=lambda x: torch.maximum(x, top.to(x.dtype)),
+        )
+        rows = mine["weight"].new_full((end - first + pad, shape.D), 3.0)
+        rows[: end - first] = mine["weight"][first:end]
+        here = results(partial(run, name, **others, shard=shard), {"x": mine["x"], "weight": rows}, grad)
+        assert (here["weight"][end - first :] == 0).all(), "padding rows got a gradient"
+        found.append({**here, "weight": here["weight"][: end - first]})
+    check(
+        {
+            "out": found[-1]["out"],
+            "x": torch.stack([f["x"].double() for f in found]).sum(0).to(dtype),
+            "weight": torch.cat([f["weight"] for f in found]),
+        },
+        plain_results,
+        truth,
+    )
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked"])
+def test_gradcheck(name: str) -> None:
+    inputs, others = make(Shape(5, 4, 7, 2), torch.device("cpu"))
+    leaves = tuple(x.requires_grad_() for x in inputs.values())
+    shard = VocabShard(0, 7)
+    assert torch.autograd.gradcheck(lambda x, w: run(name, x, w, **others, shard=shard), leaves, eps=1e-6, atol=1e-7)

@@ -1,0 +1,45 @@
+"""The catalog that the resolver reads and the registry of functions are the same list."""
+
+from typing import get_args
+
+import pytest
+
+from megaspec_kernels.catalog import CATALOG, choose, unmet
+from megaspec_kernels.registry import REGISTRY, kernels_of
+from megaspec_kernels.spec import KernelsSpec
+
+
+def test_catalog_and_registry_name_the_same_implementations() -> None:
+    assert {op: set(one.implementations) for op, one in CATALOG.items()} == {op: set(r) for op, r in REGISTRY.items()}
+
+
+@pytest.mark.parametrize("operation", CATALOG)
+def test_the_spec_offers_what_the_catalog_has(operation: str) -> None:
+    literal = get_args(KernelsSpec.model_fields[operation].annotation)[0]
+    assert set(get_args(literal)) == set(CATALOG[operation].implementations)
+
+
+@pytest.mark.parametrize("operation", CATALOG)
+def test_every_operation_has_a_reference_that_runs_everywhere(operation: str) -> None:
+    for device, sm in (("cpu", 0), ("cuda", 70), ("cuda", 90)):
+        assert unmet(operation, "reference", device=device, sm=sm, attention_dropout=True) is None
+
+
+def test_names_are_looked_up() -> None:
+    kernels = kernels_of(KernelsSpec(attention="sdpa", cross_entropy="chunked", compile="none"))
+    assert kernels.attention is REGISTRY["attention"]["sdpa"]
+    assert kernels.cross_entropy is REGISTRY["cross_entropy"]["chunked"]
+
+
+def test_the_choice_follows_the_target() -> None:
+    assert choose("attention", device="cpu", sm=0) == "sdpa"
+    assert choose("attention", device="cuda", sm=90, attention_dropout=True) == "reference"
+    assert choose("cross_entropy", device="cuda", sm=90) == "triton"
+    assert choose("cross_entropy", device="cuda", sm=75) == "chunked"
+    assert choose("cross_entropy", device="cpu", sm=0) == "chunked"
+
+
+def test_what_is_missing_is_named() -> None:
+    assert unmet("cross_entropy", "triton", device="cpu", sm=0) == "needs cuda, the target is cpu"
+    assert unmet("cross_entropy", "triton", device="cuda", sm=75) == "needs sm80, this GPU is sm75"
+    assert unmet("attention", "sdpa", device="cpu", sm=0, attention_dropout=True) == "has no attention dropout"

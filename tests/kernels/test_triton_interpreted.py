@@ -1,0 +1,29 @@
+"""The Triton kernels' arithmetic on machines without a GPU, in Triton's interpreter, which must be chosen at import."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
+def test_cross_entropy_passes_the_gate() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-k", "triton and cpu", "tests/kernels/test_cross_entropy.py"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout)}
+    assert counts.get("passed", 0) >= 20, done.stdout[-500:]
+    assert not counts.get("skipped"), done.stdout[-500:]
