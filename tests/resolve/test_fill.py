@@ -1,0 +1,149 @@
+"""What the resolver decides: values, reasons, and that its own choices keep every rule."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megaspec.compose import compose
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.target import Target
+from megaspec.spec import Spec, open_fields
+
+CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
+H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
+FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+
+
+def spec_of(*overrides, target=CPU, name="hello", facts=FACTS):
+    return resolve(compose(name, overrides).recipe, target, facts)
+
+
+def test_hello_on_two_cores_is_tensor_parallel_and_on_gpus_data_parallel():
+    cpu, gpu = spec_of(), spec_of(target=H200)
+    assert (cpu.world_size, cpu.device, cpu.parallelism.tp, cpu.parallelism.dp_replicate) == (2, "cpu", 2, 1)
+    assert cpu.parallelism.sequence_parallel is True
+    assert (gpu.world_size, gpu.device, gpu.parallelism.tp, gpu.parallelism.dp_replicate) == (8, "cuda", 1, 8)
+    assert gpu.parallelism.sequence_parallel is False
+    assert (cpu.kernels.compile, gpu.kernels.compile) == ("none", "block")
+    assert (cpu.kernels.cross_entropy, gpu.kernels.cross_entropy) == ("chunked", "triton")
+    one = spec_of(target=CPU.model_copy(update={"cores": 1}))
+    assert (one.world_size, one.parallelism.tp) == (1, 1)
+
+
+def test_a_torch_without_cuda_leaves_gpus_alone():
+    target = H200.model_copy(update={"versions": {"torch": "2.13.0+cpu"}})
+    assert spec_of(target=target).device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("parallelism.tp=4", "model.n_kv_heads=4"), (4, 4, 1)),
+        (("parallelism.tp=1",), (2, 1, 2)),
+        (("parallelism.dp_replicate=2",), (2, 1, 2)),
+        (("parallelism.tp=2", "parallelism.dp_replicate=3", "train.global_batch=12"), (6, 2, 3)),
+        (("launcher.ranks=4",), (4, 4, 1)),
+        (("launcher.ranks=8",), (8, 4, 2)),
+        (("model.n_heads=1", "model.n_kv_heads=1"), (2, 1, 2)),
+    ],
+)
+def test_ranks_and_layout(overrides, expected):
+    spec = spec_of(*overrides)
+    assert (spec.world_size, spec.parallelism.tp, spec.parallelism.dp_replicate) == expected
+    assert spec.launcher.ranks == spec.world_size
+
+
+def test_the_world_of_torchrun_is_taken():
+    spec = spec_of(target=CPU.model_copy(update={"world_size": 4, "local_ranks": 4}))
+    assert (spec.world_size, spec.parallelism.tp) == (4, 4)
+    assert "torchrun" in next(d.reason for d in spec.decisions if d.key == "launcher.ranks")
+
+
+def test_shapes_follow():
+    hello, gpt = spec_of(), spec_of("model=gpt2_124m", "data.seq_len=256", "train.sample=null")
+    assert (hello.model.d_head, hello.model.n_kv_heads, hello.model.max_seq_len) == (32, 2, 256)
+    assert hello.model.d_ffn == 8 * 128 // 3 // 64 * 64 == 320
+    assert (gpt.model.d_ffn, gpt.model.d_head, gpt.model.n_kv_heads, gpt.model.max_seq_len) == (3072, 64, 12, 1024)
+    assert spec_of("model.vocab_size=auto", facts=replace(FACTS, vocab_size=300)).model.vocab_size == 300
+    assert spec_of("train.seed=7").data.seed == 7
+    assert spec_of("train.steps=50").optim.schedule.decay_steps == 50
+    assert spec_of("data.blend.0.prefix=/x/y/z").data.cache == "/x/y/index-cache"
+    assert spec_of("model.attention_dropout=0.1").kernels.attention == "reference"
+    assert spec_of("data.seq_len=255").parallelism.sequence_parallel is False
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro"),
+    [
+        ((), 16),
+        (("train.global_batch=64",), 32),
+        (("train.global_batch=49",), 7),
+        (("train.global_batch=53",), 1),
+        (("data.seq_len=8192",), 1),
+        (("data.seq_len=16384",), 1),
+        (("parallelism.tp=1", "train.global_batch=12"), 6),
+        (("train.batch_ramp={start: 4, increment: 6, samples: 99}",), 2),
+    ],
+)
+def test_micro_batch_is_the_largest_divisor_with_few_tokens(overrides, micro):
+    assert spec_of(*overrides).train.micro_batch == micro
+
+
+def test_what_was_set_is_never_decided():
+    keys = {d.key for d in spec_of("parallelism.tp=2", "kernels.compile=none", "data.seed=3").decisions}
+    assert not keys & {"parallelism.tp", "kernels.compile", "data.seed", "train.steps", "model.vocab_size"}
+
+
+def test_every_decision_is_listed_with_a_reason_and_an_open_field():
+    recipe = compose("hello").recipe
+    spec = resolve(recipe, CPU, FACTS)
+    assert {d.key for d in spec.decisions} == set(open_fields(recipe))
+    assert all(d.reason for d in spec.decisions)
+    assert open_fields(spec) == []
+
+
+def test_spec_is_json_both_ways_and_resolving_is_pure_and_fast():
+    recipe = compose("llama3_8b_half").recipe
+    start = time.perf_counter()
+    first = resolve(recipe, H200, FACTS.__class__(run_dir="runs/x"))
+    assert time.perf_counter() - start < 1
+    assert resolve(recipe, H200, FACTS.__class__(run_dir="runs/x")) == first
+    assert Spec.model_validate_json(first.model_dump_json()) == first
+    assert first.segments == (20_000 * 64,)
+
+
+def test_a_spec_with_an_open_field_is_refused():
+    fields = json.loads(spec_of().model_dump_json())
+    fields["parallelism"]["tp"] = "auto"
+    with pytest.raises(ValueError, match=r"left open: parallelism\.tp"):
+        Spec.model_validate_json(json.dumps(fields))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.integers(1, 24),
+    kv_share=st.integers(1, 8),
+    ffn=st.integers(1, 700),
+    seq_len=st.integers(1, 600),
+    batch=st.integers(1, 40),
+    ranks=st.integers(1, 12),
+)
+def test_whatever_the_shape_our_own_choices_keep_the_rules(heads, kv_share, ffn, seq_len, batch, ranks):
+    assume(heads % kv_share == 0)
+    shape = (f"model.n_heads={heads}", f"model.n_kv_heads={heads // kv_share}", "model.d_head=16")
+    spec = spec_of(
+        *shape,
+        f"model.d_ffn={ffn}",
+        f"data.seq_len={seq_len}",
+        f"train.global_batch={batch * ranks}",
+        f"launcher.ranks={ranks}",
+    )
+    assert spec.parallelism.tp * spec.parallelism.dp_replicate == ranks
+    wider = (t for t in range(spec.parallelism.tp + 1, ranks + 1) if ranks % t == 0)
+    kv = heads // kv_share
+    assert not any(heads % t == 0 and ffn % t == 0 and (kv % t == 0 or t % kv == 0) for t in wider)

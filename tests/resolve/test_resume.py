@@ -1,0 +1,150 @@
+"""What may change when a run goes on, what asks for a fork, and what stays as it was decided."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megaspec.compose import compose, recompose
+from megaspec.core.errors import RecipeError
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.resume import FREE, changes, fork, resume
+from megaspec.resolve.target import Target
+
+CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
+ONE = CPU.model_copy(update={"cores": 1})
+FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5, fingerprint="a")
+
+
+def start(*overrides):
+    recipe = compose("hello", overrides).recipe
+    return json.loads(recipe.model_dump_json()), resolve(recipe, CPU, FACTS)
+
+
+def go_on(run, *overrides, target=CPU, facts=FACTS, done_steps=0):
+    saved, old = run
+    composed = recompose(saved, "runs/hello/recipe.json", overrides)
+    return resume(old, composed.recipe, target, facts, composed.origins, done_steps=done_steps)
+
+
+def without_decisions(spec):
+    return spec.model_dump(exclude={"decisions"})
+
+
+def test_the_same_spec_without_changes():
+    run = start()
+    assert without_decisions(go_on(run)) == without_decisions(run[1])
+    again = go_on((run[0], go_on(run)))
+    assert without_decisions(again) == without_decisions(run[1])
+
+
+def test_another_layout_and_another_world():
+    run = start()
+    spec = go_on(run, "parallelism.tp=1", "log.every=1", "checkpoint.every=5", "kernels=reference", "~train.sample")
+    assert (spec.parallelism.tp, spec.parallelism.dp_replicate, spec.train.micro_batch) == (1, 2, 8)
+    smaller = go_on(run, target=ONE)
+    assert (smaller.world_size, smaller.parallelism.tp) == (1, 1)
+    for one in (spec, smaller):
+        assert (one.segments, one.data, one.optim, one.model) == tuple(
+            getattr(run[1], name) for name in ("segments", "data", "optim", "model")
+        )
+
+
+def test_a_longer_run_appends_a_segment_and_keeps_its_schedule():
+    run = start()
+    longer = go_on(run, "train.steps=200")
+    assert longer.segments == (120 * 16, 80 * 16)
+    assert longer.optim.schedule.decay_steps == 120
+    kept = {d.key: d.reason for d in longer.decisions}
+    assert "a fork may stretch it" in kept["optim.schedule.decay_steps"]
+    saved = json.loads(recompose(run[0], "r", ["train.steps=200"]).recipe.model_dump_json())
+    longest = go_on((saved, longer), "train.steps=210")
+    assert longest.segments == (120 * 16, 80 * 16, 10 * 16)
+    assert go_on((saved, longest), "train.steps=150", done_steps=130).segments == longest.segments
+    with pytest.raises(RecipeError, match=r"train\.steps=100 must be at least the 130 that are done"):
+        go_on((saved, longest), "train.steps=100", done_steps=130)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=1e-4",
+        "optim.schedule.decay_steps=300",
+        "model.n_layers=5",
+        "model.dropout=0.1",
+        "data.seq_len=128",
+        "data.seed=3",
+        "data.blend.0.prefix=other",
+        "train.global_batch=32",
+        "train.seed=3",
+        "train.batch_ramp={start: 8, increment: 8, samples: 32}",
+        "precision=bf16",
+        "optim=sgd",
+        "name=other",
+    ],
+)
+def test_the_experiment_is_frozen(override):
+    with pytest.raises(RecipeError) as caught:
+        go_on(start(), override)
+    assert {p.code for p in caught.value.problems} == {"resume-frozen"}
+    assert "--fork NAME" in str(caught.value)
+    assert caught.value.problems[0].key.startswith(override.partition("=")[0])
+
+
+def test_all_changes_are_told_at_once():
+    with pytest.raises(RecipeError) as caught:
+        go_on(start(), "optim.lr=1e-4", "model.dropout=0.1", "parallelism.tp=1")
+    assert [str(p) for p in caught.value.problems] == [
+        "model.dropout=0.1 changes the experiment, the run has 0.0; give --fork NAME to start another run from its "
+        "newest checkpoint   (command line)",
+        "optim.lr=0.0001 changes the experiment, the run has 0.003; give --fork NAME to start another run from its "
+        "newest checkpoint   (command line)",
+    ]
+
+
+def test_a_ramp_is_one_change():
+    run = start("train.batch_ramp={start: 8, increment: 8, samples: 32}")
+    recipe = recompose(run[0], "r", ["train.batch_ramp=null"]).recipe
+    assert [key for key, _, _ in changes(run[1], recipe)] == ["train.batch_ramp"]
+
+
+def test_the_experiment_is_not_decided_anew():
+    run = start("model.vocab_size=auto")
+    assert go_on(run, facts=replace(FACTS, vocab_size=200, fingerprint="")).model.vocab_size == 257
+    saved, old = start("data.seed=auto")
+    assert go_on((saved, old)).data.seed == old.data.seed == 1234
+
+
+def test_other_data_under_the_same_name_is_refused():
+    with pytest.raises(RecipeError, match="content has changed"):
+        go_on(start(), facts=replace(FACTS, fingerprint="b"))
+
+
+def test_rules_are_asked_again():
+    with pytest.raises(RecipeError, match=r"parallelism\.tp=3 must divide"):
+        go_on(start(), "parallelism.tp=3")
+
+
+def test_the_run_may_lie_in_another_folder():
+    saved, old = start()
+    moved = old.model_copy(update={"run_dir": "elsewhere/hello"})
+    assert go_on((saved, moved)).run_dir == "elsewhere/hello"
+
+
+def test_a_fork_may_change_everything():
+    saved, old = start()
+    composed = recompose(saved, "r", ["optim.lr=1e-3", "train.steps=200", "train.global_batch=32"])
+    spec = fork(old, composed.recipe, CPU, replace(FACTS, run_dir="runs/new"), composed.origins)
+    assert (spec.optim.lr, spec.optim.schedule.decay_steps, spec.run_dir) == (1e-3, 200, "runs/new")
+    assert spec.segments == (120 * 16, 200 * 32 - 120 * 16)
+    other = recompose(saved, "r", ["data.seq_len=128", "train.steps=200"]).recipe
+    assert fork(old, other, CPU, FACTS).segments == (200 * 16,)
+    assert fork(old, composed.recipe, CPU, replace(FACTS, fingerprint="b")).segments == (200 * 32,)
+
+
+def test_free_keys_exist():
+    from megaspec.core.problems import field_paths
+    from megaspec.recipe import Recipe
+
+    assert set(FREE) <= set(field_paths(Recipe))
