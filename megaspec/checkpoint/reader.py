@@ -43,6 +43,7 @@ class Reader:
         self._chunks: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
+        self._chunk_lock = threading.Lock()
         try:
             self.manifest: Manifest = read_manifest_at(self.path, self._folder_fd)
         except CheckpointError:
@@ -166,37 +167,35 @@ class Reader:
         size = self.manifest.chunk_bytes
         stored = self.manifest.files[file]
         fd = self._open(file)
-        whole: list[tuple[int, memoryview]] = []
-        for index, low, high in _spans(offset, len(out), size):
+
+        def read(span: tuple[int, int, int]) -> None:
+            index, low, high = span
             place = out[index * size + low - offset : index * size + high - offset]
             if high - low == chunk_length(stored, index, size):
-                whole.append((index, place))
+                read_chunk(fd, self.path / stored.name, stored, index, size, place)
             else:
                 place[:] = self._chunk(file, fd, index)[low:high]
 
-        def read(job: tuple[int, memoryview]) -> None:
-            read_chunk(fd, self.path / stored.name, stored, job[0], size, job[1])
-
-        if len(whole) < 2:
-            for job in whole:
-                read(job)
+        spans = list(_spans(offset, len(out), size))
+        if len(spans) == 1:
+            read(spans[0])
             return
         self._pool = self._pool or ThreadPoolExecutor(worker_threads())
-        for _ in self._pool.map(read, whole):
+        for _ in self._pool.map(read, spans):
             pass
 
     def _chunk(self, file: int, fd: int, index: int) -> memoryview:
-        """A checked chunk; the last few are kept."""
-        key = (file, index)
-        if key not in self._chunks:
+        """A checked chunk; the last few are kept. Threads that call this at the same time ask for different chunks."""
+        buffer = self._chunks.pop((file, index), None)
+        if buffer is None:
             stored = self.manifest.files[file]
             buffer = memoryview(bytearray(chunk_length(stored, index, self.manifest.chunk_bytes)))
             read_chunk(fd, self.path / stored.name, stored, index, self.manifest.chunk_bytes, buffer)
-            self._chunks[key] = buffer
-            if len(self._chunks) > KEPT_CHUNKS:
+        self._chunks[file, index] = buffer
+        with self._chunk_lock:
+            while len(self._chunks) > KEPT_CHUNKS:
                 self._chunks.popitem(last=False)
-        self._chunks.move_to_end(key)
-        return self._chunks[key]
+        return buffer
 
     def _open(self, file: int) -> int:
         if file not in self._files:

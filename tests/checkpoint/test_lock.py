@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import signal
+import subprocess
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -72,6 +73,15 @@ def test_a_second_job_is_refused_within_a_second_and_the_dead_are_followed_at_on
     assert lock.token == token + 1
     process.join()
     lock.release()
+
+
+def test_a_process_that_ended_and_was_not_waited_for_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert os.path.exists(f"/proc/{process.pid}")
+    assert process_start(process.pid) is None
+    process.wait()
+    assert process_start(os.getpid()) == process_start(os.getpid()) != process_start(1)
 
 
 def test_orphans_that_inherited_the_files_do_not_hold_the_lock(tmp_path) -> None:
