@@ -48,6 +48,11 @@ class Part:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def identity(self) -> str:
+        """Hash of what the part covers."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
+
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Part":
         return Part(value["number"], tuple(Slice(**s) for s in value["slices"]), value["bytes"])

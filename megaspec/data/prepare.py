@@ -1,19 +1,20 @@
 """Text to token files: cut the input into parts, have workers tokenize them, put the parts together, publish.
 
 Note "Resuming". Each part's files lie in `<prefix>.parts/` under the part's number, and the part counts as done when
-its .json is there and the checksums in it hold. The cut depends on the input alone, so a job that was killed at any
-moment goes on with the parts that are missing and ends with the same bytes. The published files appear by rename, the
-manifest last: until it is there, or when it is older than the files, reading them is an error.
+its .json is there, names the same stretch of input, and the checksums in it hold. The cut depends on the input alone,
+so a job that was killed at any moment goes on with the parts that are missing and ends with the same bytes. The
+published files appear by rename, the manifest last: until it is there, or when it is older than the files, reading
+them is an error.
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_atomically, write_error
 from megaspec.data.indexed import index_bytes, token_dtype
-from megaspec.data.inputs import Input, Part, changed, cut, describe, find_inputs, lines_before, read_documents
+from megaspec.data.inputs import Input, Part, changed, cut, describe, find_inputs, read_documents
 from megaspec.data.manifest import (
     Manifest,
     block_bytes_for,
@@ -34,26 +36,12 @@ from megaspec.data.manifest import (
     load_manifest,
     write_manifest,
 )
+from megaspec.data.parts import Progress, bad_by_kind, make_parts, read_json, sums
 from megaspec.data.prepare_worker import Settings, part_path
 from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, record_of, tokenizer_path, train_bpe
-from megaspec.data.workers import run_workers
 
 BPE_TRAINING_BYTES = 64 * 2**20
-_SHOWN = 10
 _COPY = 2**22
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a job is."""
-
-    bytes_done: int
-    bytes_total: int
-    documents: int
-    tokens: int
-    bad: int
-    stage: str
-    """`tokenizer`, `tokens` or `files`."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +94,7 @@ def prepare(
         return Prepared(prefix, finished, True, 0, passed_over)
     _refuse_overwriting(prefix, folder, job, overwrite)
     with _own_folder(folder, job, resume=resume):
+        _remove_leftovers(prefix)
         parts = cut(found)
         if isinstance(tokenizer, BpeRequest):
             progress(Progress(0, sum(p.bytes for p in parts), 0, 0, 0, "tokenizer"))
@@ -118,11 +107,11 @@ def prepare(
             tokenizer=str(folder / "tokenizer.json") if isinstance(tokenizer, FileTokenizer) else None,
         )
         sources = _in_background(lambda: tuple(describe(given) for given in found))
-        entries, reused = _make_parts(parts, settings, workers, skip_bad, progress)
+        entries, reused = make_parts(parts, settings, workers, skip_bad, progress)
         if (moved := changed(found)) is not None:
             raise DataError(f"{moved}: changed while it was read; start the same command again")
         total = sum(part.bytes for part in parts)
-        progress(Progress(total, total, *_sums(entries), "files"))
+        progress(Progress(total, total, *sums(entries), "files"))
         description = {
             "tokenizer": record_of(tokenizer),
             "append_eod": append_eod,
@@ -161,7 +150,7 @@ def _finished(prefix: str, job: str, skip_bad: int) -> Manifest | None:
 
 
 def _refuse_overwriting(prefix: str, folder: Path, job: str, overwrite: bool) -> None:
-    ours = _read_json(folder / "job.json") == {"job": job} and (folder / "publishing").exists()
+    ours = read_json(folder / "job.json") == _resume_key(job) and (folder / "publishing").exists()
     there = [f"{prefix}{ending}" for ending in (".bin", ".idx", ".manifest.json") if Path(f"{prefix}{ending}").exists()]
     if there and not ours and not overwrite:
         raise DataError(
@@ -178,14 +167,27 @@ def _own_folder(folder: Path, job: str, *, resume: bool) -> Iterator[None]:
     except OSError as error:
         raise write_error(error.filename or folder, error) from error
     try:
-        if not resume or _read_json(folder / "job.json") != {"job": job}:
+        if not resume or read_json(folder / "job.json") != _resume_key(job):
             for path in folder.iterdir():
                 path.unlink()
-            write_atomically(folder / "job.json", [json.dumps({"job": job}).encode()])
+            write_atomically(folder / "job.json", [json.dumps(_resume_key(job)).encode()])
         yield
         shutil.rmtree(folder)
     finally:
         os.close(lock)
+
+
+def _remove_leftovers(prefix: str) -> None:
+    """Remove the temporary files of a job that was killed while it published."""
+    for ending in (".bin", ".idx", ".manifest.json", ".tokenizer.json"):
+        path = Path(f"{prefix}{ending}")
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+
+def _resume_key(job: str) -> dict[str, str]:
+    """Parts are used again for the same job and the same release of the library that tokenized them."""
+    return {"job": job, "tokenizers": tokenizers.__version__}
 
 
 def _lock(folder: Path) -> int:
@@ -246,94 +248,6 @@ def _training_texts(parts: list[Part], key: str) -> Iterator[str]:
                 break
 
 
-def _make_parts(
-    parts: list[Part],
-    settings: Settings,
-    workers: int,
-    skip_bad: int,
-    progress: Callable[[Progress], None],
-) -> tuple[list[dict[str, Any]], int]:
-    """What NUMBER.json says of every part, made where it isn't there; and how many were there."""
-    entries = {part.number: entry for part in parts if (entry := _load_part(settings.folder, part)) is not None}
-    reused = len(entries)
-    total = sum(part.bytes for part in parts)
-    done = sum(part.bytes for part in parts if part.number in entries)
-    running: dict[int, Counter[str]] = {}
-    _check_bad(parts, entries, skip_bad)
-    missing = [part for part in parts if part.number not in entries]
-    for part, event in run_workers(missing, settings, workers):
-        if "done" in event:
-            running.pop(part.number, None)
-            entry = _load_part(settings.folder, part)
-            if entry is None:
-                raise WriteError(f"{part_path(settings.folder, part.number, '.bin')}: not what was written")
-            entries[part.number] = entry
-            done += part.bytes
-            _check_bad(parts, entries, skip_bad)
-        else:
-            running.setdefault(part.number, Counter()).update(event)
-        extra = sum(running.values(), Counter())
-        documents, tokens, bad = _sums(list(entries.values()))
-        bytes_done = min(total, done + extra["characters"])
-        progress(Progress(bytes_done, total, documents + extra["documents"], tokens + extra["tokens"], bad, "tokens"))
-    return [entries[part.number] for part in parts], reused
-
-
-def _load_part(folder: str, part: Part) -> dict[str, Any] | None:
-    """What NUMBER.json says, None when the part isn't whole."""
-    entry = _read_json(part_path(folder, part.number, ".json"))
-    if entry is None:
-        return None
-    data, lengths = part_path(folder, part.number, ".bin"), part_path(folder, part.number, ".len")
-    if not data.exists() or data.stat().st_size != entry["bytes"] or not lengths.exists():
-        return None
-    if zlib.crc32(lengths.read_bytes()) != entry["lengths_crc32"]:
-        return None
-    crc = 0
-    with open(data, "rb") as file:
-        while chunk := file.read(_COPY):
-            crc = zlib.crc32(chunk, crc)
-    return entry if crc == entry["crc32"] else None
-
-
-def _sums(entries: list[dict[str, Any]]) -> tuple[int, int, int]:
-    return (
-        sum(entry["documents"] for entry in entries),
-        sum(entry["tokens"] for entry in entries),
-        sum(sum(entry["bad"].values()) for entry in entries),
-    )
-
-
-def _bad_by_kind(entries: list[dict[str, Any]]) -> dict[str, int]:
-    return dict(sum((Counter(entry["bad"]) for entry in entries), Counter()))
-
-
-def _check_bad(parts: list[Part], entries: dict[int, dict[str, Any]], skip_bad: int) -> None:
-    kinds = _bad_by_kind(list(entries.values()))
-    n_bad = sum(kinds.values())
-    if n_bad <= skip_bad:
-        return
-    shown = []
-    for part in parts:
-        for number, line, kind in entries.get(part.number, {}).get("places", ()):
-            if len(shown) < _SHOWN:
-                piece = part.slices[number]
-                shown.append(f"  {piece.path}:{lines_before(piece) + line}: {kind}")
-    counted = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-    more = [f"  and {n_bad - len(shown)} more"] if n_bad > len(shown) else []
-    still = "" if len(entries) == len(parts) else " so far"
-    raise DataError(
-        "\n".join(
-            [
-                f"{n_bad} bad lines{still} ({counted}), --skip-bad {skip_bad} allows {skip_bad}:",
-                *shown,
-                *more,
-                "mend the input, or leave them out with a larger --skip-bad",
-            ]
-        )
-    )
-
-
 def _publish(
     prefix: str,
     folder: Path,
@@ -368,7 +282,7 @@ def _publish(
         documents=len(lengths),
         sequences=len(lengths),
         dtype=dtype.name,
-        bad_lines=_bad_by_kind(entries),
+        bad_lines=bad_by_kind(entries),
         bin_bytes=n_bytes,
         idx_bytes=idx_bytes,
         idx_sha256=hashlib.sha256(joined).hexdigest(),
@@ -390,10 +304,3 @@ def _chunks(folder: Path, parts: list[Part], entries: list[dict[str, Any]]) -> I
                 yield chunk
         if crc != entry["crc32"]:
             raise DataError(f"{path}: crc32={crc:08x}, {entry['crc32']:08x} was written: damaged; start again")
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None

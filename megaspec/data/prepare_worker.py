@@ -69,6 +69,7 @@ class PartWriter:
             lengths = self._lengths.tobytes()
             self._publish(part.number, ".len", lengths)
             entry = {
+                "part": part.identity,
                 "bytes": self._bytes,
                 "crc32": self._crc,
                 "documents": len(self._lengths),

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megaspec.data import prepare
+from megaspec.data.parts import Progress as JobProgress
+from megaspec.data.prepare import Prepared
 
 _STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "files": "writing the files"}
 
 
 @contextmanager
-def prepare_progress() -> Iterator[Callable[[prepare.Progress], None]]:
+def prepare_progress() -> Iterator[Callable[[JobProgress], None]]:
     """A bar on standard error while the block runs; on a file or pipe one line per stage."""
     console = Console(stderr=True)
     if not sys.stderr.isatty():
@@ -30,7 +31,7 @@ def prepare_progress() -> Iterator[Callable[[prepare.Progress], None]]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None, counts="")
 
-        def show(now: prepare.Progress) -> None:
+        def show(now: JobProgress) -> None:
             counts = f"{now.documents:,} documents, {now.tokens:,} tokens" + (f", {now.bad} bad" if now.bad else "")
             bar.update(
                 task,
@@ -43,7 +44,7 @@ def prepare_progress() -> Iterator[Callable[[prepare.Progress], None]]:
         yield show
 
 
-def print_prepared(prepared: prepare.Prepared) -> None:
+def print_prepared(prepared: Prepared) -> None:
     """One line that says what is there now, and one for everything that was left out."""
     console, manifest = Console(soft_wrap=True, highlight=False), prepared.manifest
     how = "was already prepared" if prepared.was_there else "prepared"
@@ -60,10 +61,10 @@ def print_prepared(prepared: prepare.Prepared) -> None:
         console.print(f"  passed over: {prepared.passed_over} files of other kinds", markup=False)
 
 
-def _stage_lines(console: Console) -> Callable[[prepare.Progress], None]:
+def _stage_lines(console: Console) -> Callable[[JobProgress], None]:
     last = ""
 
-    def show(now: prepare.Progress) -> None:
+    def show(now: JobProgress) -> None:
         nonlocal last
         if now.stage != last:
             last = now.stage

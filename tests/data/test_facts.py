@@ -1,0 +1,81 @@
+import pytest
+
+from megaspec.data.facts import data_facts
+from megaspec.data.spec import BlendPart, IndexedSpec, RandomSpec, SyntheticSpec
+from tests.data.helpers import add_manifest, write_dataset
+
+
+def indexed(*prefixes, **fields) -> IndexedSpec:
+    blend = tuple(BlendPart(prefix=str(prefix)) for prefix in prefixes)
+    return IndexedSpec(kind="indexed", blend=blend, **{"seq_len": 8, "split": (8.0, 1.0, 1.0), **fields})
+
+
+def test_counts_by_split(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8 + [20, 30], vocab_size=500)
+    write_dataset(tmp_path / "b", [100] * 10, vocab_size=500)
+    facts = data_facts(indexed(tmp_path / "a", tmp_path / "b"))
+    assert facts.problems == ()
+    assert facts.tokens == {"train": 880, "valid": 120, "test": 130}
+    assert facts.samples == {"train": 9 + 99, "valid": 2 + 12, "test": 3 + 12}
+    assert facts.train_samples_per_epoch == 108
+    assert (facts.vocab_size, facts.eod, facts.tokenizer) == (500, 0, "byte")
+    assert len(facts.fingerprint) == 64
+
+
+def test_fingerprint_follows_the_content(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8, seed=1)
+    write_dataset(tmp_path / "same", [10] * 8, seed=1)
+    write_dataset(tmp_path / "other", [10] * 8, seed=2)
+    prints = [data_facts(indexed(tmp_path / name)).fingerprint for name in ("a", "same", "other")]
+    assert prints[0] == prints[1] != prints[2]
+
+
+def test_without_a_manifest_the_vocabulary_is_unknown(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8, manifest=False)
+    facts = data_facts(indexed(tmp_path / "a"))
+    assert facts.problems == ()
+    assert facts.vocab_size is None
+    assert facts.tokens["train"] == 60
+
+
+def test_every_problem_is_told_at_once(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8)
+    (tmp_path / "a.bin").write_bytes(b"")
+    facts = data_facts(indexed(tmp_path / "a", tmp_path / "nothing"))
+    first, second = facts.problems
+    assert first.key == "data.blend.0.prefix"
+    assert "a.bin: size=0, its manifest says 160" in first.message
+    assert second.key == "data.blend.1.prefix"
+    assert "nothing.idx: can't be read" in second.message
+    assert "megaspec data prepare" in second.message
+
+
+def test_two_tokenizers_in_one_blend(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8)
+    write_dataset(tmp_path / "b", [10] * 8, manifest=False)
+    manifest = add_manifest(tmp_path / "b", vocab_size=1000, documents=8, tokens=80)
+    from megaspec.data.manifest import write_manifest
+
+    record = manifest.tokenizer.model_copy(update={"sha256": "1" * 64, "name": "other"})
+    write_manifest(tmp_path / "b", manifest.model_copy(update={"tokenizer": record}))
+    (problem,) = data_facts(indexed(tmp_path / "a", tmp_path / "b")).problems
+    assert "mixes tokens of byte" in problem.message
+    assert "other" in problem.message
+
+
+def test_no_document_for_training(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8)
+    (problem,) = data_facts(indexed(tmp_path / "a", split=(0.0, 1.0, 0.0))).problems
+    assert "leaves no document for training" in problem.message
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [SyntheticSpec(kind="synthetic", seq_len=8, vocab_size=99), RandomSpec(kind="random", seq_len=8, vocab_size=99)],
+    ids=lambda spec: spec.kind,
+)
+def test_made_data(spec):
+    facts = data_facts(spec)
+    assert facts.vocab_size == 99
+    assert facts.train_samples_per_epoch is None
+    assert facts.problems == ()
