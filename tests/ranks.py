@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.source_patch import Patch, install
 
-PRELOAD = ["torch", "torch.distributed", "numpy", "pydantic", "safetensors.torch", "pytest"]
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pydantic", "safetensors.torch", "pytest"]
 
 
 class RankDied(AssertionError):

@@ -195,7 +195,9 @@ class TensorParallel:
         tp, rank = self.mesh.size("tp"), self.mesh.index("tp")
         total, global_first, local_first, pieces, local_parts = sum(module.parts), 0, 0, [], []
         for part, heads in zip(module.parts, row.heads_per_part or (None,) * len(module.parts), strict=True):
-            copies = 1 if heads is None or heads % tp == 0 else tp // heads
+            fits = heads is None or heads % tp == 0
+            assert fits or tp % heads == 0, f"{name}: {part} outputs ({heads} heads) don't split over tp={tp}"
+            copies = 1 if fits else tp // heads
             share = part * copies // tp
             assert share * tp == part * copies, f"{name}: {part} outputs ({heads} heads) don't split over tp={tp}"
             pieces.append((global_first + rank // copies * share, local_first, share, rank % copies))
