@@ -29,6 +29,8 @@ from megaspec.resolve.target import Target, detect_target
 from megaspec.run_folder import copy_newest_checkpoint, is_run, make_folder, newest_step, read_run, write_run
 from megaspec.search import SearchPath
 from megaspec.spec import Spec
+from megaspec_launchers.environment import rank_from_environment
+from megaspec_launchers.local import launch
 
 USAGE_EXIT = RecipeError.exit_code
 INTERRUPTED_EXIT = 130
@@ -234,8 +236,8 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
 
 def _start(prepare: Callable[[Target], Prepared]) -> int:
     """Prepare the run and train it: in a world that torchrun made, or with ranks of our own."""
-    target = detect_target()
-    if target.world_size is not None:
+    target, place = detect_target(), rank_from_environment(os.environ)
+    if place is not None:
         from megaspec.runtime.join import join  # torch, only where it is needed
 
         def make() -> str:
@@ -245,9 +247,7 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
                 prepared.lock.release()
             return str(prepared.folder)
 
-        return join(make, os.environ)
-    from megaspec_launchers.local import launch
-
+        return join(make, **vars(place))
     prepared = prepare(target)
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:

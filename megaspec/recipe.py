@@ -1,5 +1,6 @@
 """The whole of a recipe, typed."""
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
@@ -19,19 +20,29 @@ from megaspec_kernels.spec import KernelsSpec
 
 ModelSpec = Annotated[LlamaSpec | GptSpec, Field(discriminator="kind")]
 
-# The sections that are chosen by group: conf/<section>/<choice>.yaml, `section=choice`.
-SECTIONS = (
-    "model",
-    "parallelism",
-    "precision",
-    "data",
-    "optim",
-    "kernels",
-    "train",
-    "checkpoint",
-    "log",
-    "launcher",
-)
+
+@dataclass(frozen=True)
+class Section:
+    """Where a section of a recipe is typed and where it is built. conf/<section>/<choice>.yaml holds its choices."""
+
+    typed: tuple[str, ...]
+    """Modules of its classes."""
+    built: str
+    """`module:name` of what turns it into something that runs."""
+
+
+SECTIONS: dict[str, Section] = {
+    "model": Section(("megaspec.model.llama.spec", "megaspec.model.gpt.spec"), "megaspec.runtime.build:MODELS"),
+    "parallelism": Section(("megaspec.parallelism.spec",), "megaspec.runtime.build:build"),
+    "precision": Section(("megaspec.precision.spec",), "megaspec.precision.scaler:build_scaler"),
+    "data": Section(("megaspec.data.spec",), "megaspec.data.loader:SOURCES"),
+    "optim": Section(("megaspec.optim.spec",), "megaspec.optim.optimizer:build_optimizer"),
+    "kernels": Section(("megaspec_kernels.spec",), "megaspec_kernels.registry:REGISTRY"),
+    "train": Section(("megaspec.train.spec",), "megaspec.runtime.loop:Run"),
+    "checkpoint": Section(("megaspec.checkpoint.spec",), "megaspec.checkpoint.store:Store"),
+    "log": Section(("megaspec.log.spec",), "megaspec.log.sinks:SINKS"),
+    "launcher": Section(("megaspec.launcher.spec",), "megaspec_launchers.local:launch"),
+}
 
 
 class Recipe(Frozen):

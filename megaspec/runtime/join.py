@@ -1,6 +1,6 @@
 """A world that somebody else started, such as torchrun: rank 0 prepares the run, every rank joins it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -8,38 +8,38 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaspec.core.errors import HangError, MegaspecError
+from megaspec.launcher.rendezvous import TcpRendezvous
 from megaspec.runtime.rank import Place, main, read_spec, tcp_store, tell
-from megaspec_launchers.environment import rank_from_environment
 
 JOIN_SECONDS = 600.0
 _FAILED = "failed with exit code "
 
 
-def join(prepare: Callable[[], str], environ: Mapping[str, str]) -> int:
-    """Trains as the rank that the environment names. -> exit code.
+def join(
+    prepare: Callable[[], str], *, rank: int, world_size: int, local_rank: int, attempt: int, store: TcpRendezvous
+) -> int:
+    """Trains as one rank of it. -> exit code.
 
     `prepare` makes or finds the run's folder and returns its path; only rank 0 calls it, once for all attempts of the
     world. What it raises ends every rank with the same exit code.
     """
-    where = rank_from_environment(environ)
-    assert where is not None, "RANK is not set"
-    me = Place(where.rank, where.world_size, where.local_rank, where.attempt, where.store, JOIN_SECONDS)
+    me = Place(rank, world_size, local_rank, attempt, store, JOIN_SECONDS)
     try:
-        meeting = tcp_store(where.store, me, timedelta(seconds=JOIN_SECONDS))
+        meeting = tcp_store(store, me, timedelta(seconds=JOIN_SECONDS))
         answer = _agree(meeting, me, prepare)
     except dist.DistError as error:
-        tell(me, f"the ranks did not meet at {where.store.host}:{where.store.port}: {error}")
+        tell(me, f"the ranks did not meet at {store.host}:{store.port}: {error}")
         return HangError.exit_code
     if answer.startswith(_FAILED):
         return int(answer.removeprefix(_FAILED))
     return main(
         answer,
-        rank=me.rank,
-        world_size=me.world_size,
-        local_rank=me.local_rank,
-        attempt=me.attempt,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        attempt=attempt,
         # where rank 0 had to open the store, `meeting` keeps it open
-        store=replace(where.store, is_open=True),
+        store=replace(store, is_open=True),
         timeout_seconds=read_spec(Path(answer)).launcher.timeout_seconds,
     )
 

@@ -1,0 +1,54 @@
+# Needs Python >= 3.11 and nothing else. PYTHON=... chooses another one.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+# The checkout itself, so that a machine on which nothing can be installed runs the same.
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/launchers
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-slow test-gpu lint format bench golden
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: .venv/.installed ## make .venv with the pinned dependencies and megaspec itself
+
+train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train recipe=hello; CONFIG="a.b=c ..." changes it
+	$(BIN)/megaspec train recipe=hello $(CONFIG)
+
+test test-slow: export OMP_NUM_THREADS := 1
+
+test: .venv/.installed ## all tests that need no GPU and are not marked slow
+	$(BIN)/pytest
+
+test-slow: .venv/.installed ## the tests that are marked slow
+	$(BIN)/pytest -m 'slow and not gpu'
+
+test-gpu: .venv/.installed ## the tests that need CUDA
+	$(BIN)/pytest -m gpu
+
+lint: .venv/.installed ## style, formatting, layers, and what the sources may not say
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pytest tests/test_sources.py
+
+format: .venv/.installed ## bring the sources into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.installed ## every benchmark that this machine can run; a JSON line each
+	for f in tests/benchmarks/bench_*.py; do echo $$f; $(BIN)/python $$f || exit 1; done
+
+golden: .venv/.installed ## write the golden files that are our own: look at the difference before you commit it
+	$(BIN)/python tests/write_golden.py
+
+.venv/.installed: requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; set PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+data/hello.manifest.json: | .venv/.installed
+	$(BIN)/megaspec data prepare python --out data/hello --tokenizer byte
