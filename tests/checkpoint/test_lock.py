@@ -109,6 +109,25 @@ def test_a_released_lock_is_free_and_tokens_only_grow(tmp_path) -> None:
     assert sorted(p.name for p in (tmp_path / "lock").iterdir()) == ["00000003.beat", "00000003.released", "flock"]
 
 
+def test_a_rank_asks_after_the_lock_that_its_launcher_holds(tmp_path) -> None:
+    launcher = RunLock(tmp_path).acquire()
+    lent = RunLock.held(tmp_path, launcher.token)
+    store = Store(tmp_path, lock=lent, chunk_bytes=CHUNK)
+    save(store, 1)
+    with store.newest_good(SOLO) as reader:
+        assert reader.manifest.token == launcher.token == 1
+    lent.release()
+    launcher.check()
+    launcher.release()
+    with pytest.raises(RunLockedError):
+        save(store, 2)
+    with RunLock(tmp_path), pytest.raises(RunLockedError, match="took it over"):
+        save(store, 2)
+    assert store.steps() == [1]
+    with pytest.raises(RunLockedError):
+        RunLock.held(tmp_path, 1).check()
+
+
 def another_host(monkeypatch, *, space: str = "elsewhere", boot: str = "elsewhere") -> None:
     """Locks that are acquired until `monkeypatch.undo` look as if another machine or container held them."""
     monkeypatch.setattr(lock_module, "boot_id", lambda: boot)
