@@ -192,7 +192,8 @@ def assemble(shares: Sequence[tuple[Layout, Tensor]]) -> tuple[Tensor, float, fl
         assert (layout.name, layout.shape) == (name, shape), f"ranks disagree: {layout.name} and {name}"
         unused = torch.ones(layout.local_shape, dtype=torch.bool)
         for piece in layout.pieces:
-            mine, there, known = local[piece.local_slices], out[piece.global_slices], written[piece.global_slices]
+            mine = local[piece.local_slices].to(torch.float64)
+            there, known = out[piece.global_slices], written[piece.global_slices]
             gap = _larger(gap, (mine - there)[known])
             there[~known] = mine[~known]
             known[...] = True

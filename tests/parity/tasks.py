@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megaspec.parallelism.mesh import Mesh
+from megaspec.runtime.build import build, initialise
 from megaspec.runtime.parity import Gathered, Trajectory, run_steps
 from tests.parity.cases import Case, alone, batches_of, empty_sequences, spec_of
 from tests.ranks import RankPool
@@ -64,3 +65,13 @@ def truth_of(case: Case, *, steps: int, device: str = "cpu", round_to: str | Non
     """The one-rank run on the same batches, in this process."""
     torch.set_num_threads(1)
     return _alone(alone(case), tuple(empty_sequences(case)), steps, device, round_to)
+
+
+@torch.no_grad()
+def logits(rank: int, case: Case) -> Any:
+    """The logits of the first batch at the initial weights, on every rank, as a numpy array."""
+    mesh = Mesh({"tp": case.tp, "dp_replicate": case.dp}, rank=rank, device=torch.device("cpu"))
+    built = build(spec_of(case), mesh=mesh)
+    initialise(built)
+    batch = batches_of(case, [], 1)[0]
+    return built.model(batch.tokens, batch.documents).numpy()

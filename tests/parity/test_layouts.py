@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megaspec.runtime.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
-from tests.parity.cases import FACTORS, Case, covering, full_product, legal
-from tests.parity.tasks import run_case, truth_of
+from tests.parity.cases import FACTORS, SEQUENCES, TOKENS, VOCAB, Case, alone, covering, full_product, legal
+from tests.parity.tasks import logits, run_case, truth_of
 from tests.ranks import RankPool
 
 STEPS = 20
@@ -96,6 +96,23 @@ def bf16_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:
 
 def rms(values: Iterable[float]) -> float:
     return torch.tensor(list(values), dtype=torch.float64).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tp=2, sequence=True, documents=True),
+        Case(tp=4, pad=64, tied=True, family="gpt"),
+        Case(tp=2, dp=2, sequence=True, pad=8, kv_heads=1),
+    ],
+    ids=str,
+)
+def test_every_rank_sees_the_whole_logits(pool: RankPool, case: Case) -> None:
+    expected = logits(0, alone(case))
+    assert expected.shape == (SEQUENCES, TOKENS, VOCAB)
+    for found in pool.run(logits, case, ranks=case.ranks):
+        assert found.shape == expected.shape
+        assert abs(found - expected).max() <= 1e-12 * abs(expected).max()
 
 
 @pytest.mark.slow
