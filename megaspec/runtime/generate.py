@@ -30,7 +30,7 @@ def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float
     tokenizer = run_tokenizer(trained.data)
     reader = Store(run_dir).newest_good(SoloComm(), repair=False)
     if reader is None:
-        raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; train it first: megaspec resume {run_dir}")
+        raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
     device = torch.device("cuda" if cuda else "cpu")
     spec = for_one_device(trained, cuda=cuda)
     model, tensor = build_split_model(spec, mesh=Mesh({}, rank=0, device=device))

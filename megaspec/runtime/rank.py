@@ -19,6 +19,8 @@ from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.sinks import open_sinks
 from megaspec.parallelism.mesh import Mesh
+from megaspec.resolve.flops import flops_per_token
+from megaspec.resolve.target import Target
 from megaspec.runtime.build import build
 from megaspec.runtime.loop import Run
 from megaspec.spec import Spec
@@ -105,8 +107,8 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
         if me.rank == 0:
-            run.emit = stack.enter_context(open_sinks(spec, run_dir, step=run.step))
-        run.emit(RunStarted(step=run.step, steps=spec.train.steps, attempt=me.attempt))
+            run.emit = stack.enter_context(open_sinks(spec.log, run_dir, step=run.step))
+        run.emit(started(spec, run_dir, step=run.step, attempt=me.attempt))
         how = "failed"
         try:
             run.train()
@@ -116,6 +118,19 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted:
+    """The run's first event, with what speed is measured against."""
+    target = Target.model_validate_json((run_dir / "target.json").read_text())
+    return RunStarted(
+        step=step,
+        steps=spec.train.steps,
+        attempt=attempt,
+        world_size=spec.world_size,
+        flops_per_token=flops_per_token(spec.model, seq_len=spec.data.seq_len, tp=spec.parallelism.tp),
+        peak_flops=target.peak_flops(spec.precision.kind),
+    )
 
 
 def pick_device(spec: Spec, local_rank: int) -> torch.device:
@@ -154,9 +169,9 @@ def tcp_store(where: TcpRendezvous, me: Place, timeout: timedelta) -> dist.Store
 
 def take_lock(run_dir: Path, comm: Comm, token: int | None, stack: ExitStack) -> RunLock | None:
     """The run's lock on rank 0, the launcher's where it holds one; None on the other ranks."""
-    if comm.rank == 0 and token is not None:
-        return RunLock.held(run_dir, token)
-    lock = RunLock(run_dir) if comm.rank == 0 and token is None else None
+    if token is not None:
+        return RunLock.held(run_dir, token) if comm.rank == 0 else None
+    lock = RunLock(run_dir) if comm.rank == 0 else None
 
     def acquire() -> None:
         if lock is not None:
