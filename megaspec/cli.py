@@ -20,6 +20,7 @@ from megaspec.compose import COMMAND_LINE, Composed, compose, recompose
 from megaspec.core.errors import MegaspecError, Problem, RecipeError
 from megaspec.core.problems import did_you_mean, one_of
 from megaspec.data import commands as data_commands
+from megaspec.log.environment import write_environment
 from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.report import print_plan
@@ -242,6 +243,7 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
 
         def make() -> str:
             prepared = prepare(target)
+            _record(prepared.folder)
             _show(prepared.spec, target)
             if prepared.lock is not None:
                 prepared.lock.release()
@@ -252,6 +254,7 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:
         stack.callback(prepared.lock.release)
+        _record(prepared.folder)
         _show(prepared.spec, target)
         return launch(
             str(prepared.folder),
@@ -261,6 +264,12 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
             timeout_seconds=prepared.spec.launcher.timeout_seconds,
             arguments={"lock_token": prepared.lock.token},
         )
+
+
+def _record(folder: Path) -> None:
+    """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets."""
+    words = {"train", "resume", "--fork", "--config-dir", str(folder)}
+    write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
 
 
 def _show(spec: Spec, target: Target) -> None:

@@ -161,7 +161,7 @@ def run(job: Job) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends a rank with its code, whatever the interpreter would meet while it takes a large process apart.
+    """Ends this process with a code, whatever the interpreter would meet while it takes a large process apart.
 
     Taking it apart costs more than starting it: every page that is shared with the server would be copied first.
     """
@@ -175,5 +175,4 @@ def leave(code: int) -> NoReturn:
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
     todo = serve(socket.socket(fileno=int(sys.argv[1])))
-    if todo is not None:
-        leave(run(todo))
+    leave(0 if todo is None else run(todo))
