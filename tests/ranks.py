@@ -138,6 +138,7 @@ def _serve(pipe: Connection, rank: int, log: str, patches: tuple[Patch, ...], de
 
 
 def _in_world(task: Callable[[], Any], rank: int, store: str, size: int, device: str) -> Any:
+    import torch
     import torch.distributed as dist
 
     if size == 1:
@@ -148,6 +149,7 @@ def _in_world(task: Callable[[], Any], rank: int, store: str, size: int, device:
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),
+        device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
     result = task()
     dist.barrier()

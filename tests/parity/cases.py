@@ -36,6 +36,8 @@ class Case:
     precision: str = "fp64"
     lr: float | None = None
     """None: 1e-3 for AdamW, 1e-2 for plain descent."""
+    compile: str = "none"
+    d_head: int = 8
 
     @property
     def ranks(self) -> int:
@@ -54,6 +56,7 @@ class Case:
             self.optimizer,
             self.attention,
             self.cross_entropy,
+            "compiled" if self.compile == "block" else "",
             f"scale{self.scale:g}" if self.scale != 1 else "",
             self.precision if self.precision != "fp64" else "",
         ]
@@ -135,6 +138,7 @@ def alone(case: Case) -> Case:
         pad=1,
         attention="reference",
         cross_entropy="reference",
+        compile="none",
         scale=1.0,
     )
 
@@ -147,7 +151,7 @@ def spec_of(case: Case, *, device: str = "cpu") -> Spec:
         "d_model": 32,
         "n_heads": 4,
         "n_kv_heads": case.kv_heads,
-        "d_head": 8,
+        "d_head": case.d_head,
         "d_ffn": 48,
         "vocab_size": VOCAB,
         "vocab_pad_to": case.pad,
@@ -175,7 +179,7 @@ def spec_of(case: Case, *, device: str = "cpu") -> Spec:
         "precision": {"kind": case.precision},
         "data": {"kind": "synthetic", "seq_len": TOKENS, "seed": 1, "document_mask": case.documents},
         "optim": optim,
-        "kernels": {"attention": case.attention, "cross_entropy": case.cross_entropy, "compile": "none"},
+        "kernels": {"attention": case.attention, "cross_entropy": case.cross_entropy, "compile": case.compile},
         "train": {
             "steps": 20,
             "global_batch": SEQUENCES,

@@ -1,15 +1,13 @@
 """Every layout trains the model that one rank trains."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
-import torch
 
-from megaspec.runtime.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
 from tests.parity.cases import FACTORS, SEQUENCES, TOKENS, VOCAB, Case, alone, covering, full_product, legal
-from tests.parity.tasks import logits, run_case, truth_of
+from tests.parity.checks import check, check_bf16
+from tests.parity.tasks import logits
 from tests.ranks import RankPool
 
 STEPS = 20
@@ -34,21 +32,9 @@ LOWER = [
 ]
 
 
-def failures(findings: list[Finding]) -> str:
-    return "\n".join(f"{f}, margin {f.margin:.1e}" for f in findings if not f.passed)
-
-
-def check(pool: RankPool, case: Case, steps: int, capsys: pytest.CaptureFixture[str]) -> None:
-    findings = compare(run_case(pool, case, steps=steps), truth_of(case, steps=steps), TOLERANCES[case.precision])
-    closest = next(f for f in findings if f.tolerance)
-    with capsys.disabled():
-        print(f"\n{case}: {closest}", end="")
-    assert all(f.passed for f in findings), f"{case}\n{failures(findings)}"
-
-
 @pytest.mark.parametrize("case", COVERING + CORNERS, ids=str)
 def test_twenty_steps_equal_those_of_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, STEPS, capsys)
+    check(pool, case, capsys, steps=STEPS)
 
 
 def test_the_set_covers_every_legal_pair_in_at_most_24_runs() -> None:
@@ -61,41 +47,14 @@ def test_the_set_covers_every_legal_pair_in_at_most_24_runs() -> None:
 
 @pytest.mark.parametrize("case", LOWER, ids=str)
 def test_fp32_equals_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, replace(case, precision="fp32"), STEPS, capsys)
+    check(pool, replace(case, precision="fp32"), capsys, steps=STEPS)
 
 
 @pytest.mark.parametrize("case", LOWER, ids=str)
 def test_bf16_is_as_close_to_the_truth_as_one_rank_in_bf16(
     pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The truth is fp64 from the same rounded weights; the floor is what bf16 loses on one rank with the same kernels.
-
-    Over 24 batches at the initial weights (a learning rate that moves nothing), since one error has a random sign.
-    """
-    case = replace(case, lr=1e-30)
-    low = replace(case, precision="bf16")
-    truth = truth_of(case, steps=24, round_to="bfloat16")
-    one = replace(low, tp=1, dp=1, sequence=False, accumulate=1)
-    floor = bf16_errors(run_case(pool, one, steps=24, round_to="bfloat16"), truth)
-    split = bf16_errors(run_case(pool, low, steps=24, round_to="bfloat16"), truth)
-    with capsys.disabled():
-        print(f"\n{low}:", ", ".join(f"{k} {split[k]:.1e} (floor {floor[k]:.1e}, tolerance 2x)" for k in split), end="")
-    for what, error in split.items():
-        assert error <= 2 * floor[what], f"{case}: {what} is {error:.2e} off, one rank {floor[what]:.2e}"
-
-
-def bf16_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:
-    """Root mean squares: of relative errors over the batches, of the first batch's gradients over the parameters."""
-    errors = gradient_errors(run.gradients.values, truth.gradients.values)
-    return {
-        "loss": rms((a - b) / b for a, b in zip(run.losses, truth.losses, strict=True)),
-        "norm": rms((a - b) / b for a, b in zip(run.norms, truth.norms, strict=True)),
-        "gradients": rms(errors.values()),
-    }
-
-
-def rms(values: Iterable[float]) -> float:
-    return torch.tensor(list(values), dtype=torch.float64).square().mean().sqrt().item()
+    check_bf16(pool, case, capsys)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +77,4 @@ def test_every_rank_sees_the_whole_logits(pool: RankPool, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", full_product(), ids=str)
 def test_the_full_product_at_step_1(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, 1, capsys)
+    check(pool, case, capsys, steps=1)

@@ -1,0 +1,47 @@
+"""Layouts over NCCL against one GPU: the harness of tests/parity on two devices."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.parity.cases import Case
+from tests.parity.checks import check, check_bf16
+from tests.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+]
+
+CASES = [
+    Case(tp=2, mask="uneven", kv_heads=2, family="llama"),
+    Case(tp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, pad=8, tied=True),
+    Case(tp=2, sequence=True, mask="uneven", family="gpt", documents=True, tied=True, optimizer="sgd"),
+    Case(dp=2, accumulate=3, mask="empty_rank", kv_heads=2),
+    Case(dp=2, mask="uneven", family="gpt", dropout=True, attention="reference", optimizer="sgd"),
+]
+# Sizes that the fused kernels take.
+FUSED = [
+    Case(tp=2, sequence=True, mask="uneven", kv_heads=2, d_head=64, cross_entropy="triton"),
+    Case(tp=2, sequence=True, mask="uneven", kv_heads=2, d_head=64, cross_entropy="triton", compile="block"),
+    Case(dp=2, accumulate=3, mask="uneven", kv_heads=2, d_head=64, cross_entropy="triton", compile="block"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(device="cuda", timeout=300) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp64_equals_one_gpu(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    check(pool, case, capsys, steps=20, device="cuda")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.optimizer == "sgd" or c.family == "llama"] + FUSED, ids=str)
+def test_bf16_is_as_close_to_the_truth_as_one_gpu(
+    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_bf16(pool, case, capsys, device="cuda")

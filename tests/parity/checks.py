@@ -1,0 +1,64 @@
+"""What a run of a case is held to."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megaspec.runtime.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
+from tests.parity.cases import Case
+from tests.parity.tasks import run_case, truth_of
+from tests.ranks import RankPool
+
+BF16_STEPS = 24
+
+
+def failures(findings: list[Finding]) -> str:
+    return "\n".join(f"{f}, margin {f.margin:.1e}" for f in findings if not f.passed)
+
+
+def check(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str], *, steps: int, device: str = "cpu") -> None:
+    """Holds a run to the one-rank run, by the tolerances of its precision; prints what came closest to failing."""
+    run = run_case(pool, case, steps=steps, device=device)
+    findings = compare(run, truth_of(case, steps=steps, device=device), TOLERANCES[case.precision])
+    closest = next(f for f in findings if f.tolerance)
+    with capsys.disabled():
+        print(f"\n{case}: {closest}", end="")
+    assert all(f.passed for f in findings), f"{case}\n{failures(findings)}"
+
+
+def check_bf16(
+    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str], *, plain: Case | None = None, device: str = "cpu"
+) -> None:
+    """In bf16 a run is at most twice as far from the truth as one rank is; prints both.
+
+    The truth is fp64 from the same rounded weights. One rank runs `plain`: the case itself without its layout when
+    None. Over 24 batches at the initial weights (a learning rate that moves nothing), since one error's sign is chance.
+    """
+    case = replace(case, lr=1e-30, precision="bf16")
+    plain = replace(plain or case, lr=1e-30, precision="bf16", tp=1, dp=1, sequence=False, accumulate=1)
+    more = {"steps": BF16_STEPS, "device": device, "round_to": "bfloat16"}
+    truth = truth_of(replace(case, precision="fp64"), **more)
+    floor = bf16_errors(run_case(pool, plain, **more), truth)
+    found = bf16_errors(run_case(pool, case, **more), truth)
+    with capsys.disabled():
+        print(
+            f"\n{case}:", ", ".join(f"{k} {found[k]:.1e} (floor {floor[k]:.1e}, tolerance 2x)" for k in found), end=""
+        )
+    for what, error in found.items():
+        assert error <= 2 * floor[what], f"{case}: {what} is {error:.2e} off, one rank {floor[what]:.2e}"
+
+
+def bf16_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:
+    """Root mean squares: of relative errors over the batches, of the first batch's gradients over the parameters."""
+    errors = gradient_errors(run.gradients.values, truth.gradients.values)
+    return {
+        "loss": rms((a - b) / b for a, b in zip(run.losses, truth.losses, strict=True)),
+        "norm": rms((a - b) / b for a, b in zip(run.norms, truth.norms, strict=True)),
+        "gradients": rms(errors.values()),
+    }
+
+
+def rms(values: Iterable[float]) -> float:
+    return torch.tensor(list(values), dtype=torch.float64).square().mean().sqrt().item()
