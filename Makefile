@@ -41,7 +41,7 @@ bench: .venv/.installed ## every benchmark that this machine can run; a JSON lin
 	for f in tests/benchmarks/bench_*.py; do echo $$f; $(BIN)/python $$f || exit 1; done
 
 golden: .venv/.installed ## write the golden files that are our own: look at the difference before you commit it
-	$(BIN)/python tests/write_golden.py
+	$(BIN)/python -m tests.write_golden
 
 .venv/.installed: requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; set PYTHON=/path/to/python"; exit 1; }

@@ -111,7 +111,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
-    known = re.findall(r"--[a-z][a-z-]*", command.format_help())
+    known = sorted(set(re.findall(r"--[a-z][a-z-]*", command.format_help())))
     word = words[0].partition("=")[0]
     hint = did_you_mean(word, known)
     if not hint and "=" in words[0]:

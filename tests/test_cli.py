@@ -1,0 +1,263 @@
+"""The command line: what it prints, what it returns, and what it refuses."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megaspec.cli import main, parse
+from megaspec.core.errors import RecipeError
+from megaspec.run_folder import is_run, newest_step, read_run
+
+ROOT = Path(__file__).parents[1]
+PATH = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
+TINY = (
+    "recipe=hello",
+    "data=synthetic",
+    "~data.blend",
+    "train.sample=null",
+    "launcher.ranks=1",
+    "model.n_layers=1",
+    "data.seq_len=8",
+    "train.steps=2",
+    "train.global_batch=2",
+    "train.eval_every=0",
+    "optim.schedule.warmup_steps=0",
+    "log.tensorboard=false",
+    "log.console=quiet",
+)
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("RANK", raising=False)
+
+
+def test_plan_shows_the_essentials_without_data(capsys):
+    assert main(["plan", "recipe=hello"]) == 0
+    out, err = capsys.readouterr()
+    for line in (
+        "world 2 = pp 1 · dp_replicate 1 · dp_shard 1 · cp 1 · tp 2",
+        "world 2 = pp 1 · edp 2 · ep 1 · etp 1",
+        "16 sequences = micro 16 · accumulation 1 · dp 1; 4,096 tokens a step",
+        "722,176 = embedding 32,896",
+        "a token with causal attention",
+        "Decided for you",
+        "no GPU: as many ranks as heads and widths divide by",
+    ):
+        assert line in out, line
+    assert "not ready to train: data.blend.0.prefix=data/hello" in err
+    assert "megaspec data prepare" in err
+    assert list(Path().iterdir()) == []
+
+
+def test_plan_is_fast_and_imports_no_torch(tmp_path):
+    # CPU time: the wall clock would measure what else this machine does
+    program = (
+        "import sys, time; from megaspec.cli import main; main(['plan', 'recipe=hello']);"
+        "print('seconds', time.process_time()); assert 'torch' not in sys.modules"
+    )
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", program],
+            cwd=tmp_path,
+            env={"PYTHONPATH": PATH},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seconds.append(float(re.search(r"seconds ([\d.]+)", done.stdout)[1]))
+    assert min(seconds) < 1.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required: COMMAND"),
+        (["trian"], "invalid choice: 'trian'"),
+        (["plan"], "recipe=NAME is missing; choose gpt2_124m, hello"),
+        (["plan", "recipe=hello", "recipe=hello"], "given more than once"),
+        (["plan", "recipe=helo"], "recipe=helo does not exist; did you mean hello?"),
+        (["plan", "recipe=hello", "--config-dri", "x"], "--config-dri: unknown; did you mean --config-dir?"),
+        (["train", "--parallelism.tp=2", "recipe=hello"], "settings have no dashes: parallelism.tp=2"),
+        (["train", "recipe=hello", "resume=always"], "resume=always must be never or auto"),
+        (["plan", "recipe=hello", "optim.lrr=1", "train.stpes=3"], "train.stpes=3: stpes is no key of train"),
+        (["plan", "recipe=hello", "parallelism.tp=3"], "parallelism.tp=3 must divide model.n_heads=4"),
+        (["resume", "nowhere"], "nowhere holds no run (no spec.json); there is no such folder"),
+        (["generate", "nowhere", "text"], "nowhere holds no run"),
+        (["generate", "x", "y", "--tokens", "-1"], "must be at least 0"),
+        (["checkpoint", "list", "x", "--fork"], "--fork: unknown"),
+    ],
+)
+def test_mistakes_exit_64_without_a_traceback(arguments, words, capsys):
+    assert main(arguments) == 64
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_all_mistakes_of_a_recipe_stand_on_lines_of_their_own(capsys):
+    main(["plan", "recipe=hello", "optim.lrr=1", "train.stpes=3"])
+    err = capsys.readouterr().err
+    assert err.splitlines() == [
+        "megaspec:",
+        "optim.lrr=1: lrr is no key when optim.kind=adamw; did you mean lr?   (command line)",
+        "train.stpes=3: stpes is no key of train; did you mean steps?   (command line)",
+    ]
+
+
+def test_overrides_may_stand_anywhere():
+    args = parse(["train", "a.b=1", "--config-dir", "x", "recipe=hello", "--config-dir", "y", "c=-2", "~d.e"])
+    assert args.words == ["a.b=1", "recipe=hello", "c=-2", "~d.e"]
+    assert args.config_dir == ["x", "y"]
+    args = parse(["resume", "--fork", "new", "runs/x", "a=1", "b=2"])
+    assert (str(args.run), args.words, args.fork) == ("runs/x", ["a=1", "b=2"], "new")
+    with pytest.raises(RecipeError, match="unknown"):
+        parse(["generate", "run", "text", "more"])
+
+
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_version_and_help(flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([flag])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith("megaspec 0." if flag == "--version" else "usage: megaspec")
+    if flag == "--help":
+        for command in ("train", "plan", "resume", "generate", "data", "checkpoint"):
+            assert re.search(rf"^ +{command}\b", out, re.MULTILINE)
+
+
+def test_missing_data_exits_65_and_makes_no_folder(capsys):
+    assert main(["train", "recipe=hello"]) == 65
+    assert "data.blend.0.prefix=data/hello" in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+def test_a_closed_pipe_and_ctrl_c_leave_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr("megaspec.cli.detect_target", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["plan", "recipe=hello"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    command = f"{sys.executable} -P -m megaspec.cli plan recipe=hello | true"
+    done = subprocess.run(command, shell=True, env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_trains_goes_on_and_forks(capfd):
+    assert main(["train", *TINY, "name=one"]) == 0
+    folder = Path("runs/one")
+    assert is_run(folder)
+    assert newest_step(folder) == 2
+    first = read_run(folder)
+    assert first.recipe["parallelism"]["tp"] == "auto"
+    assert first.spec.parallelism.tp == 1
+
+    assert main(["train", *TINY, "name=one", "run_dir=runs/one"]) == 64
+    assert "resume=auto goes on with it" in capfd.readouterr().err
+    assert main(["resume", "runs/one", "optim.lr=1"]) == 64
+    assert "changes the experiment" in capfd.readouterr().err
+    assert main(["resume", "runs/one", "run_dir=x"]) == 64
+    assert "a run stays in its folder" in capfd.readouterr().err
+    assert read_run(folder).spec == first.spec
+
+    assert main(["resume", "runs/one", "train.steps=4"]) == 0
+    longer = read_run(folder).spec
+    assert (longer.segments, longer.optim.schedule.decay_steps, newest_step(folder)) == ((4, 4), 2, 4)
+    assert main(["train", *TINY, "name=one", "train.steps=5", "resume=auto"]) == 0
+    assert (read_run(folder).spec.segments, newest_step(folder)) == ((4, 4, 2), 5)
+
+    assert (
+        main(["resume", "runs/one", "--fork", "two", "optim.lr=1e-3", "optim.schedule.min_lr=0", "train.steps=6"]) == 0
+    )
+    assert "runs/two starts from step 5 of runs/one" in capfd.readouterr().out
+    two = read_run(Path("runs/two"))
+    assert (two.spec.name, two.spec.run_dir, two.spec.optim.lr) == ("two", "runs/two", 1e-3)
+    assert newest_step(Path("runs/two")) == 6
+    assert read_run(folder).spec.optim.lr == 3e-3
+
+
+def test_a_new_run_never_takes_a_folder_that_is_used(capfd):
+    Path("runs/hello").mkdir(parents=True)
+    Path("runs/hello/notes.txt").write_text("mine")
+    assert main(["train", *TINY, "run_dir=runs/hello"]) == 64
+    assert "exists and is not empty" in capfd.readouterr().err
+    assert main(["train", *TINY]) == 0
+    assert is_run(Path("runs/hello-2"))
+    assert sorted(p.name for p in Path("runs/hello").iterdir()) == ["notes.txt"]
+
+
+def test_resume_auto_starts_a_run_that_is_not_there_or_was_never_finished():
+    unfinished = Path("runs/one")
+    (unfinished / "lock").mkdir(parents=True)
+    (unfinished / "recipe.json").write_text("{")
+    assert main(["train", *TINY, "name=one", "resume=auto"]) == 0
+    assert newest_step(unfinished) == 2
+
+
+def test_a_damaged_run_folder_is_named(capfd):
+    folder = Path("runs/bad")
+    folder.mkdir(parents=True)
+    (folder / "recipe.json").write_text("{}")
+    for text, words in (("{", "can't be read"), ("[]", "holds no object"), ("{}", "is damaged")):
+        (folder / "spec.json").write_text(text)
+        assert main(["resume", str(folder)]) == 64
+        err = capfd.readouterr().err
+        assert "runs/bad/spec.json" in err
+        assert words in err
+
+
+def test_a_second_job_on_the_same_run_is_refused_within_a_second(capfd):
+    main(["train", *TINY, "name=one"])
+    program = (
+        "import sys, time; from megaspec.checkpoint.lock import RunLock;"
+        "RunLock('runs/one').acquire(); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": PATH}
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        capfd.readouterr()
+        start = time.perf_counter()
+        assert main(["resume", "runs/one", "train.steps=4"]) == 78
+        assert time.perf_counter() - start < 1
+        assert f"pid {holder.pid}" in capfd.readouterr().err
+        assert read_run(Path("runs/one")).spec.train.steps == 2
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_ranks_that_torchrun_started_train_one_run(tmp_path):
+    words = " ".join(f"'{w}'" for w in (*TINY, "launcher.ranks=auto", "run_dir=runs/world"))
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 -m megaspec.cli train {words}"
+    environment = os.environ | {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    run = read_run(Path("runs/world"))
+    assert (run.spec.world_size, newest_step(run.folder)) == (2, 2)
+    assert done.stdout.count("Decided for you") == 1
+    failing = subprocess.run(
+        command.replace("'train.steps=2'", "optim.lrr=1"), shell=True, env=environment, capture_output=True, text=True
+    )
+    assert failing.returncode != 0
+    assert failing.stderr.count("did you mean lr?") >= 1
+
+
+def test_commands_of_the_readme_exist():
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    found = set(re.findall(r"\bmegaspec ([a-z]+)\b(?= |`|$)", text, re.MULTILINE))
+    with pytest.raises(RecipeError, match="choose from") as caught:
+        parse(["nothing"])
+    known = set(re.findall(r"'([a-z]+)'", str(caught.value).partition("choose from")[2]))
+    assert {"train", "plan", "resume"} <= found <= known
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
