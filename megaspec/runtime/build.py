@@ -122,9 +122,7 @@ def seed_everything(spec: Spec) -> None:
     """Seeds the generators that nothing in the training step draws from, for what a user adds; sets determinism."""
     random.seed(spec.train.seed)
     torch.manual_seed(spec.train.seed)
-    # setting it, even to what it is, imports torch's compiler: two seconds in every rank
-    if torch.are_deterministic_algorithms_enabled() != spec.train.deterministic:
-        torch.use_deterministic_algorithms(spec.train.deterministic)
+    torch.use_deterministic_algorithms(spec.train.deterministic)
     if spec.train.deterministic:
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
