@@ -50,6 +50,7 @@ class RankPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._folder.cleanup()
 
     def run(self, task: Callable[..., Any], *arguments: Any, ranks: int, **more: Any) -> list[Any]:
         """What the task returned on each rank. Raises RankDied, after which the pool starts afresh."""

@@ -1,0 +1,43 @@
+"""A step costs three matrix products for each linear layer and for the output head, in every layout."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megaspec.parallelism.mesh import Mesh
+from megaspec.precision.scaler import build_scaler
+from megaspec.runtime.build import build, initialise
+from megaspec.runtime.parity import divide
+from megaspec.runtime.step import train_step
+from tests.parity.cases import Case, batches_of, spec_of
+from tests.ranks import RankPool
+
+LINEARS_AND_HEAD = 2 * 4 + 1
+
+
+def count(rank: int, case: Case) -> int:
+    """Matrix products of one step on one rank; those of attention are batched and not counted."""
+    spec = spec_of(case)
+    mesh = Mesh({"tp": case.tp, "dp_replicate": case.dp}, rank=rank, device=torch.device("cpu"))
+    built = build(spec, mesh=mesh)
+    initialise(built)
+    mine = divide(batches_of(case, [], 1)[0], mesh=mesh, micro_batch=spec.train.micro_batch)
+    scaler = build_scaler(spec.precision, device=mesh.device)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        train_step(built, mine, lr=1e-3, weight_decay=0.1, scaler=scaler)
+    return sum(e.name.rstrip("_") in ("aten::mm", "aten::addmm") for e in seen.events())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(family="gpt", attention="reference", cross_entropy="reference", accumulate=3),
+        Case(tp=2, sequence=True, family="gpt", tied=True),
+        Case(tp=4, dp=2, kv_heads=2, accumulate=3),
+    ],
+    ids=str,
+)
+def test_three_products_for_each_layer(pool: RankPool, case: Case) -> None:
+    expected = 3 * LINEARS_AND_HEAD * case.accumulate
+    assert pool.run(count, case, ranks=case.ranks) == [expected] * case.ranks
