@@ -19,7 +19,7 @@ from megaspec.data.manifest import SourceRecord, sha256_of_files
 
 PYTHON_CORPUS = "python"
 LINE_LIMIT = 64 * 2**20
-SMALLEST_PART, LARGEST_PART = 2**20, 256 * 2**20
+SMALLEST_PART, LARGEST_PART = 2**19, 256 * 2**20
 _PARTS = 1024
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".md": "text", ".parquet": "parquet"}
 _KNOWN = "a .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or the word python"

@@ -24,7 +24,7 @@ from megaspec.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 # Bad lines of a part that are kept with their place; all are counted.
 PLACES_KEPT = 100
-_BATCH_CHARACTERS, _BATCH_TEXTS = 2**19, 1024
+_BATCH_CHARACTERS, _BATCH_TEXTS = 2**17, 128
 
 
 @dataclass(frozen=True)
