@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megaspec.nn.dropout import Dropout, Noise
-from megaspec.nn.hashing import keep_mask, key_of
+from megaspec.nn.hashing import keep_mask, site_key
 from megaspec.nn.linear import Linear
 from megaspec.nn.rope import rotate
 from megaspec_kernels.registry import AttentionKernel
@@ -37,12 +37,17 @@ class CausalCore(nn.Module):
     def __init__(self, kernel: AttentionKernel, dropout: float, site: str):
         super().__init__()
         self.kernel, self.dropout, self.site, self.first_head = kernel, dropout, site, 0
+        self.register_buffer("site_key", site_key(site), persistent=False)
+
+    def fill_buffers(self) -> None:
+        """Computes the site's key; called once the module has left the meta device."""
+        self.site_key.copy_(site_key(self.site))
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
         """-> [B, T, N, H]"""
         drop = None
         if context.noise is not None and self.dropout > 0:
-            drop = AttentionDropout(self.dropout, self.site, context.noise, self.first_head)
+            drop = AttentionDropout(self.dropout, self.site_key, context.noise, self.first_head)
         return self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
 
 
@@ -51,7 +56,7 @@ class AttentionDropout:
     """Dropout of attention weights: the same mask for the same (sequence, head, query, key) in every layout."""
 
     probability: float
-    site: str
+    site_key: Tensor
     noise: Noise
     first_head: int
 
@@ -65,7 +70,7 @@ class AttentionDropout:
             torch.arange(T, device=device)[None, None, :, None],
             torch.arange(S, device=device)[None, None, None, :],
         )
-        keep = keep_mask(key_of(self.noise.seed, self.site), counters, 1.0 - self.probability)
+        keep = keep_mask(self.noise.key(self.site_key), counters, 1.0 - self.probability)
         return weights_BNTS * keep / (1.0 - self.probability)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megaspec.nn.hashing import keep_mask, key_of
+from megaspec.nn.hashing import keep_mask, mix, site_key
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,10 @@ class Noise:
     seed: int
     ids: Tensor
     """int64 [B]"""
+
+    def key(self, site: Tensor) -> Tensor:
+        """int64 scalar: the key of a site's masks in this run. `site`: see hashing.site_key."""
+        return mix(site ^ self.seed)
 
 
 class Dropout(nn.Module):
@@ -30,6 +34,11 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability, self.site = probability, site
         self.part = (0, 1)
+        self.register_buffer("site_key", site_key(site), persistent=False)
+
+    def fill_buffers(self) -> None:
+        """Computes the site's key; called once the module has left the meta device."""
+        self.site_key.copy_(site_key(self.site))
 
     def forward(self, x_BTD: Tensor, noise: Noise | None) -> Tensor:
         if noise is None or self.probability == 0.0:
@@ -38,5 +47,5 @@ class Dropout(nn.Module):
         position = torch.arange(self.part[0] * T, (self.part[0] + 1) * T, device=x_BTD.device)
         feature = torch.arange(D, device=x_BTD.device)
         counters = (noise.ids[:, None, None], position[None, :, None], feature[None, None, :])
-        keep = keep_mask(key_of(noise.seed, self.site), counters, 1.0 - self.probability)
+        keep = keep_mask(noise.key(self.site_key), counters, 1.0 - self.probability)
         return x_BTD * keep / (1.0 - self.probability)

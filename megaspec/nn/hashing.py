@@ -63,9 +63,14 @@ def fill_normal_(out: Tensor, *, key: int, start: tuple[int, ...], shape: tuple[
         part.copy_(normal(key, index) * std)
 
 
-def keep_mask(key: int, counters: tuple[Tensor, ...], probability: float) -> Tensor:
+def site_key(name: str) -> Tensor:
+    """int64 scalar: a key from a name, as a tensor, so that compiled code serves every name."""
+    return torch.tensor(key_of(0, name), dtype=torch.int64)
+
+
+def keep_mask(key: Tensor, counters: tuple[Tensor, ...], probability: float) -> Tensor:
     """bool, the broadcast shape of the int64 counters: True with `probability`, from key and counters alone."""
-    state = counters[0] * 0 + key
+    state = key
     for counter in counters:
         state = mix(state ^ mix(counter))
     return _shift_right(state, 32) < int(probability * 2**32)

@@ -11,7 +11,9 @@ from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.llama.model import Llama
 from megaspec.model.llama.spec import LlamaSpec
+from megaspec.nn.attention import CausalCore
 from megaspec.nn.decoder import Decoder
+from megaspec.nn.dropout import Dropout
 from megaspec.nn.init import constants, initial_value, standard_deviations
 from megaspec.nn.rope import Rope
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
@@ -67,9 +69,9 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -
                 real[id(parameter)] = nn.Parameter(full)
             setattr(module, name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
-            wide = torch.promote_types(dtype, torch.float32)
+            wide = torch.promote_types(dtype, torch.float32) if buffer.is_floating_point() else buffer.dtype
             module.register_buffer(name, torch.empty(buffer.shape, dtype=wide, device=device), persistent=False)
-        if isinstance(module, Rope):
+        if isinstance(module, Rope | Dropout | CausalCore):
             module.fill_buffers()
 
 

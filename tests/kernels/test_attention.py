@@ -83,6 +83,8 @@ def run(name: str):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    if name == "reference" and dtype != torch.float64:
+        pytest.skip("the reference is what others are measured by in this dtype; fp64 holds it to the words below")
     inputs, grad, documents = make(shape, device)
     truth = results(partial(plain, documents=documents), inputs, grad)
     if shape.T == 1:  # one key: its weight is 1 whatever q and k are

@@ -5,7 +5,7 @@ import torch
 
 from megaspec.nn.attention import AttentionDropout
 from megaspec.nn.dropout import Dropout, Noise
-from megaspec.nn.hashing import keep_mask, key_of
+from megaspec.nn.hashing import keep_mask, site_key
 
 
 def masks(
@@ -59,10 +59,10 @@ def test_same_mask_on_every_part_of_sequence_and_batch() -> None:
 def test_same_attention_mask_on_every_part_of_the_heads() -> None:
     weights = torch.ones(2, 6, 5, 5)
     noise = Noise(1, torch.tensor([3, 8]))
-    whole = AttentionDropout(0.2, "core", noise, 0)(weights)
+    whole = AttentionDropout(0.2, site_key("core"), noise, 0)(weights)
     assert 0 < (whole == 0).double().mean() < 0.5
     for first in range(0, 6, 2):
-        part = AttentionDropout(0.2, "core", noise, first)(weights[:, first : first + 2])
+        part = AttentionDropout(0.2, site_key("core"), noise, first)(weights[:, first : first + 2])
         assert torch.equal(part, whole[:, first : first + 2])
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
@@ -75,5 +75,5 @@ def test_off() -> None:
 
 def test_the_order_of_counters_matters() -> None:
     a, b = torch.arange(64)[:, None], torch.arange(64)[None, :]
-    mask = keep_mask(key_of(1, "x"), (a, b), 0.5)
+    mask = keep_mask(site_key("x"), (a, b), 0.5)
     assert not torch.equal(mask, mask.t())
