@@ -250,14 +250,3 @@ def test_ranks_that_torchrun_started_train_one_run(tmp_path):
     )
     assert failing.returncode != 0
     assert failing.stderr.count("did you mean lr?") >= 1
-
-
-def test_commands_of_the_readme_exist():
-    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
-    found = set(re.findall(r"\bmegaspec ([a-z]+)\b(?= |`|$)", text, re.MULTILINE))
-    with pytest.raises(RecipeError, match="choose from") as caught:
-        parse(["nothing"])
-    known = set(re.findall(r"'([a-z]+)'", str(caught.value).partition("choose from")[2]))
-    assert {"train", "plan", "resume"} <= found <= known
-    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
