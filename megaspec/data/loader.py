@@ -8,6 +8,7 @@ step's range from front to back whatever dp_size and micro_batch are.
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -105,10 +106,15 @@ class Loader:
     def close(self) -> None:
         """Stop the thread and drop what it read ahead. May be called more than once."""
         self._stopping.set()
+        self._drop()  # a thread that waits for room goes on at once
         self._thread.join()
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self._drop()
         self._queue.put_nowait(None)  # whoever still waits for a batch wakes up
+
+    def _drop(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
 
     def __enter__(self) -> Self:
         return self

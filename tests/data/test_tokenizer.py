@@ -114,8 +114,9 @@ def test_choices_that_name_nothing(choice, words):
 def test_choices():
     assert isinstance(parse_tokenizer("byte"), ByteTokenizer)
     assert parse_tokenizer("bpe:8192") == BpeRequest(8192)
-    with pytest.raises(DataError, match="--eod x"):
-        parse_tokenizer("byte", eod="x")
+    for choice in ("byte", "bpe:300"):
+        with pytest.raises(DataError, match="--eod x"):
+            parse_tokenizer(choice, eod="x")
 
 
 def test_the_copy_beside_the_data_has_to_be_the_one(bpe, tmp_path):
