@@ -113,12 +113,13 @@ def run_steps(
     *,
     mesh: Mesh,
     batches: Sequence[Batch],
-    loss_scale: float = 1.0,
+    loss_scale: float | None = None,
     round_weights_to: torch.dtype | None = None,
 ) -> Trajectory:
     """Trains from the spec's seed on the given global batches, one a step, at the spec's highest learning rate.
 
-    `round_weights_to` rounds the initial weights, so that runs of different precision start from equal ones.
+    `loss_scale` None: the precision's own. `round_weights_to` rounds the initial weights, so that runs of different
+    precision start from equal ones.
     """
     built = build(spec, mesh=mesh)
     initialise(built)
@@ -127,7 +128,8 @@ def run_steps(
             master.copy_(master.to(round_weights_to))
         built.optimizer.write_back()
     scaler = build_scaler(spec.precision, device=built.device)
-    scaler.scale.fill_(loss_scale)
+    if loss_scale is not None:
+        scaler.scale.fill_(loss_scale)
     gradients = first_gradients(built, batches[0], loss_scale=scaler.scale)
     losses, norms = [], []
     for batch in batches:

@@ -18,7 +18,7 @@ from tests.kernels.gate import check as gate
 from tests.kernels.gate import in_dtype, results
 from tests.kernels.test_cross_entropy import Shape, make, plain, run
 from tests.parity.cases import Case
-from tests.parity.checks import check, check_bf16, failures
+from tests.parity.checks import check, check_low, failures
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
 
@@ -51,7 +51,7 @@ def test_compiled_blocks_and_fused_kernels_lose_no_more_than_plain_ones_in_bf16(
     pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
     eager = replace(case, compile="none", attention="reference", cross_entropy="reference")
-    check_bf16(pool, case, capsys, plain=eager, device="cuda")
+    check_low(pool, case, capsys, plain=eager, device="cuda")
 
 
 def test_a_gpu_trains_as_the_cpu_does(pool: RankPool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parity.cases import Case
-from tests.parity.checks import check, check_bf16
+from tests.parity.checks import check, check_low
 from tests.ranks import RankPool
 
 pytestmark = [
@@ -44,4 +44,4 @@ def test_fp64_equals_one_gpu(pool: RankPool, case: Case, capsys: pytest.CaptureF
 def test_bf16_is_as_close_to_the_truth_as_one_gpu(
     pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_bf16(pool, case, capsys, device="cuda")
+    check_low(pool, case, capsys, device="cuda")

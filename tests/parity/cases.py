@@ -33,6 +33,7 @@ class Case:
     attention: str = "sdpa"
     cross_entropy: str = "chunked"
     scale: float = 1.0
+    """Loss scale at the first step."""
     precision: str = "fp64"
     lr: float | None = None
     """None: 1e-3 for AdamW, 1e-2 for plain descent."""

@@ -11,7 +11,8 @@ from tests.parity.cases import Case
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
 
-BF16_STEPS = 24
+LOW_STEPS = 24
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def failures(findings: list[Finding]) -> str:
@@ -28,20 +29,26 @@ def check(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str], *, ste
     assert all(f.passed for f in findings), f"{case}\n{failures(findings)}"
 
 
-def check_bf16(
-    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str], *, plain: Case | None = None, device: str = "cpu"
+def check_low(
+    pool: RankPool,
+    case: Case,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    plain: Case | None = None,
+    precision: str = "bf16",
+    device: str = "cpu",
 ) -> None:
-    """In bf16 a run is at most twice as far from the truth as one rank is; prints both.
+    """In bf16 or fp16 a run is at most twice as far from the truth as one rank is; prints both.
 
     The truth is fp64 from the same rounded weights. One rank runs `plain`: the case itself without its layout when
     None. Over 24 batches at the initial weights (a learning rate that moves nothing), since one error's sign is chance.
     """
-    case = replace(case, lr=1e-30, precision="bf16")
-    plain = replace(plain or case, lr=1e-30, precision="bf16", tp=1, dp=1, sequence=False, accumulate=1)
-    more = {"steps": BF16_STEPS, "device": device, "round_to": "bfloat16"}
+    case = replace(case, lr=1e-30, precision=precision)
+    plain = replace(plain or case, lr=1e-30, precision=precision, tp=1, dp=1, sequence=False, accumulate=1)
+    more = {"steps": LOW_STEPS, "device": device, "round_to": TORCH_NAMES[precision]}
     truth = truth_of(replace(case, precision="fp64"), **more)
-    floor = bf16_errors(run_case(pool, plain, **more), truth)
-    found = bf16_errors(run_case(pool, case, **more), truth)
+    floor = low_errors(run_case(pool, plain, **more), truth)
+    found = low_errors(run_case(pool, case, **more), truth)
     with capsys.disabled():
         print(
             f"\n{case}:", ", ".join(f"{k} {found[k]:.1e} (floor {floor[k]:.1e}, tolerance 2x)" for k in found), end=""
@@ -50,7 +57,7 @@ def check_bf16(
         assert error <= 2 * floor[what], f"{case}: {what} is {error:.2e} off, one rank {floor[what]:.2e}"
 
 
-def bf16_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:
+def low_errors(run: Trajectory, truth: Trajectory) -> dict[str, float]:
     """Root mean squares: of relative errors over the batches, of the first batch's gradients over the parameters."""
     errors = gradient_errors(run.gradients.values, truth.gradients.values)
     return {

@@ -1,13 +1,15 @@
 """Every layout trains the model that one rank trains."""
 
+import math
 from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
+import torch
 
 from tests.parity.cases import FACTORS, SEQUENCES, TOKENS, VOCAB, Case, alone, covering, full_product, legal
-from tests.parity.checks import check, check_bf16
-from tests.parity.tasks import logits
+from tests.parity.checks import check, check_low
+from tests.parity.tasks import logits, run_case, truth_of
 from tests.ranks import RankPool
 
 STEPS = 20
@@ -54,7 +56,21 @@ def test_fp32_equals_one_rank(pool: RankPool, case: Case, capsys: pytest.Capture
 def test_bf16_is_as_close_to_the_truth_as_one_rank_in_bf16(
     pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_bf16(pool, case, capsys)
+    check_low(pool, case, capsys)
+
+
+def test_fp16_with_a_loss_scale_too(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(tp=2, dp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, optimizer="sgd", scale=256.0)
+    check_low(pool, case, capsys, precision="fp16")
+
+
+def test_a_gradient_that_overflows_moves_nothing_on_any_rank(pool: RankPool) -> None:
+    case = Case(tp=2, dp=2, mask="uneven", precision="fp16", scale=2.0**40)
+    run = run_case(pool, case, steps=2)
+    assert not any(math.isfinite(n) for n in run.norms)
+    still = truth_of(replace(case, lr=1e-30), steps=1)
+    for name, weight in still.weights.values.items():
+        assert torch.equal(run.weights.values[name], weight), name
 
 
 @pytest.mark.parametrize(
