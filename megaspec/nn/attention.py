@@ -46,32 +46,31 @@ class CausalCore(nn.Module):
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
         """-> [B, T, N, H]"""
         drop = None
-        if context.noise is not None and self.dropout > 0:
-            drop = AttentionDropout(self.dropout, self.site_key, context.noise, self.first_head)
+        noise = context.noise
+        if noise is not None and self.dropout > 0:
+            # a function, since torch 2.11 can't trace a call of a dataclass
+            def drop(weights_BNTS: Tensor) -> Tensor:
+                return drop_attention(
+                    weights_BNTS, self.dropout, key=noise.key(self.site_key), ids=noise.ids, first_head=self.first_head
+                )
+
         return self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
 
 
-@dataclass(frozen=True)
-class AttentionDropout:
-    """Dropout of attention weights: the same mask for the same (sequence, head, query, key) in every layout."""
+def drop_attention(weights_BNTS: Tensor, probability: float, *, key: Tensor, ids: Tensor, first_head: int) -> Tensor:
+    """Dropout of attention weights: the same mask for the same (sequence, head, query, key) in every layout.
 
-    probability: float
-    site_key: Tensor
-    noise: Noise
-    first_head: int
-
-    def __call__(self, weights_BNTS: Tensor) -> Tensor:
-        _, N, T, S = weights_BNTS.shape
-        device = weights_BNTS.device
-        heads = torch.arange(self.first_head, self.first_head + N, device=device)
-        counters = (
-            self.noise.ids[:, None, None, None],
-            heads[None, :, None, None],
-            torch.arange(T, device=device)[None, None, :, None],
-            torch.arange(S, device=device)[None, None, None, :],
-        )
-        keep = keep_mask(self.noise.key(self.site_key), counters, 1.0 - self.probability)
-        return weights_BNTS * keep / (1.0 - self.probability)
+    `key`: int64 scalar; `ids`: int64 [B]; `first_head`: the global number of the first of the N heads.
+    """
+    _, N, T, S = weights_BNTS.shape
+    device = weights_BNTS.device
+    counters = (
+        ids[:, None, None, None],
+        torch.arange(first_head, first_head + N, device=device)[None, :, None, None],
+        torch.arange(T, device=device)[None, None, :, None],
+        torch.arange(S, device=device)[None, None, None, :],
+    )
+    return weights_BNTS * keep_mask(key, counters, 1.0 - probability) / (1.0 - probability)
 
 
 class Attention(nn.Module):

@@ -24,6 +24,34 @@ from megaspec.runtime.step import StepResult, evaluate, train_step
 from megaspec.train.batch_schedule import BatchSchedule
 
 
+Mark = float | torch.cuda.Event
+
+
+class StepClock:
+    """Seconds of each step: by events on a GPU, since the host runs ahead of it."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        """The next lap begins now."""
+        self._last = self.mark()
+
+    def mark(self) -> Mark:
+        """The point in time when the device has done all that it was given so far."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, mark: Mark) -> float:
+        """Seconds from the last lap to `mark`, which the device must have passed."""
+        last, self._last = self._last, mark
+        return last.elapsed_time(mark) / 1e3 if self._cuda else mark - last
+
+
 def ignore(event: Event) -> None:
     """What ranks other than 0 do with an event."""
 
@@ -74,32 +102,31 @@ class Run:
             device=self.built.device,
             document_mask=spec.data.document_mask,
         )
-        clock = time.perf_counter()
-        pending: list[tuple[int, StepBatch, StepResult]] = []
+        clock = StepClock(self.built.device)
+        pending: list[tuple[int, StepBatch, StepResult, Mark]] = []
         # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
         lag = 1 if self.built.device.type == "cuda" else 0
         try:
             for batch in loader:
                 result = self._one_step(batch)
                 self.step += 1
-                pending.append((self.step, batch, result))
+                pending.append((self.step, batch, result, clock.mark()))
                 at_rest = self._wants_rest()
                 stop = False
                 while len(pending) > (0 if at_rest else lag):
-                    now = time.perf_counter()
-                    stop = self._report(*pending.pop(0), seconds=now - clock) or stop
-                    clock = now
-                if stop:
-                    while pending:
-                        self._report(*pending.pop(0), seconds=0.0)
-                    self._save()
-                    raise Preempted(f"stopped after step {self.step} and saved; megaspec resume {self.run_dir} goes on")
+                    stop = self._report(*pending.pop(0), clock) or stop
+                # before a stop is honoured: the resumed run goes on behind it
                 if self._due(spec.train.eval_every):
                     self._evaluate()
+                if stop:
+                    while pending:
+                        self._report(*pending.pop(0), clock)
+                    self._save()
+                    raise Preempted(f"stopped after step {self.step} and saved; megaspec resume {self.run_dir} goes on")
                 if self._due(spec.checkpoint.every) or self.step == spec.train.steps:
                     self._save()
                 if at_rest:
-                    clock = time.perf_counter()
+                    clock.restart()
         finally:
             loader.close()
         self._sample()
@@ -124,7 +151,7 @@ class Run:
         spec = self.built.spec
         return self._due(spec.train.eval_every) or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
-    def _report(self, step: int, batch: StepBatch, result: StepResult, *, seconds: float) -> bool:
+    def _report(self, step: int, batch: StepBatch, result: StepResult, mark: Mark, clock: "StepClock") -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
         numbers = torch.stack(
             [x.to(torch.float64) for x in (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop)]
@@ -147,7 +174,7 @@ class Run:
             first_sample=batch.ids[0],
             skipped=bool(skipped),
             loss_scale=float(self.scaler.scale) if self.scaler.may_skip else None,
-            seconds=seconds,
+            seconds=clock.lap(mark),
             sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
             memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         )

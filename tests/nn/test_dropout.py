@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaspec.nn.attention import AttentionDropout
+from megaspec.nn.attention import drop_attention
 from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.hashing import keep_mask, site_key
 
@@ -58,11 +58,11 @@ def test_same_mask_on_every_part_of_sequence_and_batch() -> None:
 
 def test_same_attention_mask_on_every_part_of_the_heads() -> None:
     weights = torch.ones(2, 6, 5, 5)
-    noise = Noise(1, torch.tensor([3, 8]))
-    whole = AttentionDropout(0.2, site_key("core"), noise, 0)(weights)
+    key, ids = site_key("core"), torch.tensor([3, 8])
+    whole = drop_attention(weights, 0.2, key=key, ids=ids, first_head=0)
     assert 0 < (whole == 0).double().mean() < 0.5
     for first in range(0, 6, 2):
-        part = AttentionDropout(0.2, site_key("core"), noise, first)(weights[:, first : first + 2])
+        part = drop_attention(weights[:, first : first + 2], 0.2, key=key, ids=ids, first_head=first)
         assert torch.equal(part, whole[:, first : first + 2])
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
