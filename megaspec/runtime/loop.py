@@ -23,7 +23,6 @@ from megaspec.runtime.state import load, pieces_of, progress
 from megaspec.runtime.step import StepResult, evaluate, train_step
 from megaspec.train.batch_schedule import BatchSchedule
 
-
 Mark = float | torch.cuda.Event
 
 
