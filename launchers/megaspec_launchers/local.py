@@ -16,6 +16,8 @@ from megaspec_launchers.rank_factory import RankFactory, ServerGone
 from megaspec_launchers.signals import StopRequests
 
 ENTRY = "megaspec.runtime.rank:main"
+# torch.optim imports the compiler when an optimizer is made: two seconds, here once instead of in every rank.
+PRELOADED = ("torch", "torch._dynamo", "torch._inductor")
 # How long ranks may go on after another rank has failed: they can't finish a step without it.
 AFTER_FAILURE_SECONDS = 5.0
 # Between the request to write stacks and the kill.
@@ -51,7 +53,7 @@ def launch(
     WriteError: the log files can't be made.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
-    own = RankFactory(("torch", entry.partition(":")[0]), threads=threads) if factory is None else None
+    own = RankFactory((*PRELOADED, entry.partition(":")[0]), threads=threads) if factory is None else None
     try:
         with StopRequests() as stop, tempfile.TemporaryDirectory(prefix="megaspec-") as meeting:
             for attempt in range(max_restarts + 1):

@@ -1,0 +1,52 @@
+"""A rank's entry that arms faults before it runs the project's own."""
+
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megaspec.core import faults
+from megaspec.runtime import rank as runtime
+
+
+def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keywords: Any) -> int:
+    """`fault`: {"rank", "kind", ...}, on that rank alone.
+
+    after   kill -9 after `seconds`
+    point   kill -9 at the `count`-th time at `point`
+    mark    at that time (or at once, for the point "warm-up") make the file `mark` and wait a moment, so that a signal
+            that its appearance triggers comes while the rank is there
+    full    from that time on there is no space left on the disk
+    """
+    if fault is not None and fault["rank"] == rank:
+        _arm(**{k: v for k, v in fault.items() if k != "rank"})
+    return runtime.main(run_dir, rank=rank, **keywords)
+
+
+def _arm(*, kind: str, point: str = "", count: int = 1, seconds: float = 0.0, mark: str = "") -> None:
+    match kind:
+        case "after":
+            killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            killer.daemon = True
+            killer.start()
+        case "point":
+            faults.arm(point, count=count)
+        case "mark" if point == "warm-up":
+            _mark(mark)
+        case "mark":
+            faults.arm(point, lambda: _mark(mark), count=count)
+        case "full":
+            faults.arm(point, _disk_is_full, count=count)
+
+
+def _mark(mark: str) -> None:
+    if not os.path.exists(mark):
+        Path(mark).touch()
+        time.sleep(0.2)
+
+
+def _disk_is_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

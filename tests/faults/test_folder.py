@@ -1,0 +1,87 @@
+"""Two jobs on one run folder, and a disk without room."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megaspec.cli import main
+from tests.faults.runs import assert_same, go, make_run, newest, recipe
+from tests.faults.test_stop import ROOT, wait_for_step
+
+
+def test_a_second_job_is_refused_at_once_and_told_who_has_the_folder(tmp_path, capsys):
+    run = make_run(tmp_path / "run", recipe(steps=5000))
+    path = os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))
+    first = subprocess.Popen(
+        [sys.executable, "-P", "-m", "megaspec.cli", "resume", str(run)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_step(run, first)
+        before = (run / "spec.json").read_bytes()
+        start = time.monotonic()
+        assert main(["resume", str(run), "train.steps=6000"]) == 78
+        assert time.monotonic() - start < 1.0
+        assert str(first.pid) in capsys.readouterr().err
+        assert (run / "spec.json").read_bytes() == before
+        first.terminate()
+        first.communicate(timeout=30)
+        assert first.returncode == 75
+    finally:
+        first.kill()
+        first.wait()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_in_a_save(tmp_path, factory, undisturbed, capfd, rank):
+    run = make_run(tmp_path / "run", recipe())
+    fault = {"rank": rank, "kind": "full", "point": "before_chunk_write", "count": 3}
+    assert go(run, factory, fault=fault) == 73
+    said = capfd.readouterr().err
+    assert "No space left on device" in said
+    assert str(run / "checkpoints") in said
+    assert "need" in said
+    assert newest(run)[0] >= 3
+    assert go(run, factory) == 0
+    assert_same(run, undisturbed[2])
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 400 kB; the test is skipped where none may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("may not mount a tmpfs here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def leave_room(filler, size):
+    """Takes all the space of a file system but `size` bytes: enough for locks and logs, too little for a checkpoint."""
+    free = os.statvfs(filler.parent)
+    filler.write_bytes(b"\0" * (free.f_bavail * free.f_frsize - size))
+
+
+def test_a_disk_that_fills_up(small_disk, factory, undisturbed, capfd):
+    run = make_run(small_disk / "run", recipe())
+    filler = small_disk / "filler"
+    assert go(run, factory, fault={"rank": 1, "kind": "point", "point": "step", "count": 5}) == 74
+    good, tensors, _ = newest(run)
+    leave_room(filler, 24_000)
+    assert go(run, factory) == 73
+    said = capfd.readouterr().err
+    assert str(run / "checkpoints") in said
+    assert re.search(r"need [0-9,]{6,} bytes, [0-9,]+ bytes are free", said), said
+    assert newest(run)[:2] == (good, tensors)
+    filler.unlink()
+    assert go(run, factory) == 0
+    assert_same(run, undisturbed[2])
