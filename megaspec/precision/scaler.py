@@ -21,9 +21,9 @@ class LossScaler:
     def update(self, skipped: Tensor) -> None:
         """Takes note of a step: `skipped` is a scalar, 1 when its gradient was not finite."""
 
-    def at_floor(self) -> bool:
-        """Whether a non-finite gradient can't be cured by a smaller scale. Waits for the device."""
-        return True
+    def may_lower(self, scale: float) -> bool:
+        """Whether a smaller scale may cure the non-finite gradient of a step that ran with this one."""
+        return False
 
     def state(self) -> dict[str, Any] | None:
         """As JSON; None without a scale. Waits for the device."""
@@ -57,8 +57,8 @@ class DynamicLossScaler(LossScaler):
         self._forgiven_left.copy_(torch.where(raise_, spec.hysteresis, self._forgiven_left))
         self._finite_in_row.copy_(torch.where(raise_, 0, self._finite_in_row))
 
-    def at_floor(self) -> bool:
-        return float(self.scale) <= self._spec.min_scale
+    def may_lower(self, scale: float) -> bool:
+        return scale > self._spec.min_scale
 
     def state(self) -> dict[str, Any]:
         return {

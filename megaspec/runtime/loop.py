@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 
 import torch
 
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import NonFiniteError, Preempted
+from megaspec.core.errors import Preempted
 from megaspec.core.faults import reach
 from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
 from megaspec.data.source import Source
@@ -19,6 +20,7 @@ from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.runtime.build import Built, initialise
 from megaspec.runtime.generate import encode, generate, run_tokenizer
+from megaspec.runtime.non_finite import explain
 from megaspec.runtime.state import load, pieces_of, progress
 from megaspec.runtime.step import StepResult, evaluate, train_step
 from megaspec.train.batch_schedule import BatchSchedule
@@ -153,14 +155,17 @@ class Run:
     def _report(self, step: int, batch: StepBatch, result: StepResult, mark: Mark, clock: "StepClock") -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
         numbers = torch.stack(
-            [x.to(torch.float64) for x in (result.loss, result.grad_norm, result.tokens, result.skipped, result.stop)]
+            [
+                x.to(torch.float64)
+                for x in (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
+            ]
         ).tolist()
-        loss, norm, tokens, skipped, stop = numbers
+        loss, norm, tokens, skipped, loss_scale, stop = numbers
         self.tokens += int(tokens)
-        finite = torch.isfinite(torch.tensor([loss, norm])).tolist()
-        curable = self.scaler.may_skip and not self.scaler.at_floor()
-        if not all(finite) and not curable:
-            self._explain_non_finite(step, loss, norm, result)
+        # a smaller loss scale cures gradients that overflow, never a loss
+        if not isfinite(loss) or not (isfinite(norm) or self.scaler.may_lower(loss_scale)):
+            samples = range(self.schedule.consumed(step - 1), self.schedule.consumed(step))
+            raise explain(self.built, self.comm, step=step, loss=loss, norm=norm, result=result, samples=samples)
         spec, device = self.built.spec, self.built.device
         event = StepDone(
             step=step,
@@ -172,30 +177,13 @@ class Run:
             samples=self.schedule.consumed(step),
             first_sample=batch.ids[0],
             skipped=bool(skipped),
-            loss_scale=float(self.scaler.scale) if self.scaler.may_skip else None,
+            loss_scale=loss_scale if self.scaler.may_skip else None,
             seconds=clock.lap(mark),
             sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
             memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         )
         self.emit(event)
         return stop > 0
-
-    def _explain_non_finite(self, step: int, loss: float, norm: float, result: StepResult) -> None:
-        """Raises NonFiniteError with what, where and which rank; all ranks come here together."""
-        bad = (~torch.isfinite(result.norms)).nonzero().flatten().tolist()
-        name = list(self.built.parameters)[bad[0]] if bad else ""
-        local = float(result.local_loss)
-        reports = self.comm.gather([str(local), name])
-        ranks = [i for i, (value, _) in enumerate(reports) if value in ("nan", "inf", "-inf")]
-        names = sorted({n for _, n in reports if n})
-        what = f"loss={loss}" if ranks else f"gradient norm={norm}"
-        where = f"on rank {', '.join(map(str, ranks))} of {len(reports)}" if ranks else f"in the gradient of {names[0]}"
-        raise NonFiniteError(
-            f"step {step}: {what} is not finite, first seen {where}"
-            + (f"; gradient of {names[0]}" if ranks and names else "")
-            + f"; the update was not applied. Lower optim.lr={self.built.spec.optim.lr}, lengthen the warm-up, or look "
-            f"at samples {self.schedule.consumed(step - 1)} to {self.schedule.consumed(step) - 1}"
-        )
 
     def _evaluate(self) -> None:
         spec = self.built.spec

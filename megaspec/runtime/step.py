@@ -25,11 +25,13 @@ class StepResult:
     grad_norm: Tensor
     """Before clipping, without loss scale."""
     norms: Tensor
-    """[n]: this rank's norm of each gradient, in the order of the parameters, with loss scale."""
+    """[n]: this rank's norm of each gradient, in the order of the buckets' gradients, with loss scale."""
     tokens: Tensor
     """Valid tokens of the global batch."""
     skipped: Tensor
-    """1 when the update was not applied because the gradient norm was not finite."""
+    """1 when the update was not applied because the loss or the gradient norm was not finite."""
+    loss_scale: Tensor
+    """The factor on the loss in this step."""
     stop: Tensor
     """Ranks that want the run to stop after this step."""
 
@@ -81,23 +83,24 @@ def train_step(
 ) -> StepResult:
     """One step on this rank's micro batches. The host reads nothing back."""
     tokens, stop_count = count_tokens(built, batches, stop=stop)
-    local = forward_backward(built, batches, tokens=tokens, loss_scale=scaler.scale)
+    loss_scale = scaler.scale.clone()
+    local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
     norms = local_norms(built.buckets.gradients, built.layouts)
     scaled_norm = global_norm(norms, built.mesh.group("tp"))
-    norm = scaled_norm / scaler.scale
-    divide_by = scaler.scale.clone()
+    norm = scaled_norm / loss_scale
+    divide_by = loss_scale
     if built.spec.optim.clip is not None:
         divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
-    skip = (~torch.isfinite(norm)).to(torch.float32)
+    loss = local.clone()
+    if built.mesh.group("dp") is not None:
+        dist.all_reduce(loss, group=built.mesh.group("dp"))
+    skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
     wide = local.dtype
     built.optimizer.update(
         built.buckets.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(wide), skip=skip
     )
     scaler.update(skip)
-    loss = local.clone()
-    if built.mesh.group("dp") is not None:
-        dist.all_reduce(loss, group=built.mesh.group("dp"))
-    return StepResult(loss, local, norm, norms, tokens, skip, stop_count)
+    return StepResult(loss, local, norm, norms, tokens, skip, loss_scale, stop_count)
 
 
 @torch.no_grad()

@@ -1,0 +1,181 @@
+"""What ranks do in these tests: parts of a run's life, and a rank's entry with a fault in it."""
+
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
+from megaspec.checkpoint.store import Store
+from megaspec.core import faults
+from megaspec.core.errors import MegaspecError, Preempted
+from megaspec.launcher import stop
+from megaspec.log.events import EvalDone, StepDone
+from megaspec.parallelism.mesh import Mesh
+from megaspec.runtime import rank as runtime
+from megaspec.runtime.build import Built, build
+from megaspec.runtime.loop import Run
+from megaspec.spec import Spec
+
+TIMED = ("seconds", "memory_bytes")
+
+
+def comm_of(spec: Spec) -> Comm:
+    return DistComm(device=torch.device("cpu")) if spec.world_size > 1 else SoloComm()
+
+
+def build_here(spec: Spec, rank: int) -> Built:
+    """This rank's share of a Spec on the CPU."""
+    degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
+    return build(spec, mesh=Mesh(degrees, rank=rank, device=torch.device("cpu")))
+
+
+def live(rank: int, text: str, folder: str, *, stop_after: int = 0) -> list[dict[str, Any]]:
+    """One life of a run: from its newest checkpoint to its end, or until `stop_after` more steps are done.
+
+    -> steps and evaluations, without what depends on the clock; from rank 0.
+    """
+    spec = Spec.model_validate_json(text)
+    # a life of its own: nothing of an earlier one in this process may help it
+    torch.manual_seed(random.SystemRandom().getrandbits(32))
+    comm = comm_of(spec)
+    run = Run(build_here(spec, rank), Path(folder), Store(folder), comm)
+    events: list[dict[str, Any]] = []
+
+    def note(event: Any) -> None:
+        if isinstance(event, StepDone | EvalDone):
+            # as text where it is not finite: NaN equals nothing
+            numbers = {k: str(v) if isinstance(v, float) and not isfinite(v) else v for k, v in asdict(event).items()}
+            events.append({k: v for k, v in numbers.items() if k not in TIMED})
+
+    run.emit = note
+    run.start()
+    # the last rank is asked, the others have to hear of it
+    if stop_after and rank == spec.world_size - 1:
+        faults.arm("step", lambda: stop._note(signal.SIGTERM, None), count=stop_after)
+    try:
+        run.train()
+    except Preempted:
+        assert stop_after, "nobody asked to stop"
+    finally:
+        faults.disarm()
+        stop._asked.clear()
+    return events if rank == 0 else []
+
+
+def lives(rank: int, text: str, folder: str, *, stops: int) -> list[dict[str, Any]]:
+    """A run that is stopped after every step, `stops` times, and goes on to its end after that."""
+    events = []
+    for _ in range(stops):
+        events += live(rank, text, folder, stop_after=1)
+    return events + live(rank, text, folder)
+
+
+def fails(rank: int, text: str, folder: str, fault: dict[str, Any]) -> tuple[str, str, int]:
+    """A life with a fault (see `plant`). -> (class of the error, its text, updates that were applied)"""
+    spec = Spec.model_validate_json(text)
+    run = Run(build_here(spec, rank), Path(folder), Store(folder), comm_of(spec))
+    run.start()
+    plant(run.built, rank, **fault)
+    try:
+        run.train()
+    except MegaspecError as error:
+        return type(error).__name__, str(error), run.built.optimizer.updates
+    finally:
+        faults.disarm()
+    return "", "", run.built.optimizer.updates
+
+
+def plant(built: Built, rank: int, *, on: int, what: str, step: int, value: float = float("nan")) -> None:
+    """In step `step`, counted from here, rank `on` comes to a number that is not finite.
+
+    `what`: `weight:NAME`, the weight itself; `gradient:NAME`, this rank's share of a gradient; `backward:NAME`, what
+    comes back to the output of a linear layer, from which it spreads to all gradients below; `loss:`, the loss alone.
+    """
+    if rank == on:
+        kind, _, name = what.partition(":")
+        faults.arm("step", lambda: FAULTS[kind](built, name, value), count=step)
+
+
+def poison_weight(built: Built, name: str, value: float) -> None:
+    built.parameters[name].data.view(-1)[0] = value
+
+
+def poison_gradient(built: Built, name: str, value: float) -> None:
+    built.buckets.gradients[name].view(-1)[0] = value
+    # the step would clear what is there when it begins
+    built.buckets.start_step = lambda: None
+
+
+def poison_backward(built: Built, name: str, value: float) -> None:
+    module = built.model.get_submodule(name.removesuffix(".weight"))
+    module.register_forward_hook(lambda *args: _Poison.apply(args[-1], value))
+
+
+def poison_loss(built: Built, name: str, value: float) -> None:
+    loss = built.model.loss
+    built.model.loss = lambda *args, **more: _AddToValue.apply(loss(*args, **more), value)
+
+
+FAULTS: dict[str, Callable[[Built, str, float], None]] = {
+    "weight": poison_weight,
+    "gradient": poison_gradient,
+    "backward": poison_backward,
+    "loss": poison_loss,
+}
+
+
+class _Poison(torch.autograd.Function):
+    """The identity, whose first gradient is not finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: float) -> torch.Tensor:
+        ctx.value = value
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.clone()
+        grad.view(-1)[0] = ctx.value
+        return grad, None
+
+
+class _AddToValue(torch.autograd.Function):
+    """x + value with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, value: float) -> torch.Tensor:
+        return x + value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keywords: Any) -> int:
+    """A rank's entry; `fault`: see `plant`, as soon as the rank has built its model."""
+    if fault is not None:
+        start = Run.start
+
+        def start_and_plant(run: Run) -> None:
+            start(run)
+            plant(run.built, rank, **fault)
+
+        Run.start = start_and_plant
+    return runtime.main(run_dir, rank=rank, **keywords)
+
+
+def read_all(folder: Path) -> dict[int, tuple[dict[str, bytes], dict[str, Any]]]:
+    """Bytes of every tensor, and state, of every checkpoint of a run, by step."""
+    found = {}
+    store = Store(folder)
+    for step in store.steps():
+        with store.open(step, SoloComm()) as reader:
+            tensors = {n: reader.read(n).contiguous().view(torch.uint8).numpy().tobytes() for n in reader.names()}
+            found[step] = (tensors, reader.state)
+    return found

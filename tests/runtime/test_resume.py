@@ -1,0 +1,50 @@
+"""Stopped after any step and gone on with: the same bytes and the same numbers as without a stop."""
+
+import pytest
+
+from tests.runtime import lives
+from tests.runtime.specs import SGD, spec
+
+STEPS = 20
+RAMP = {"train.batch_ramp": {"start": 4, "increment": 4, "samples": 40}, "train.global_batch": 12}
+FP16 = {"kind": "fp16", "initial_scale": 2.0**24, "growth_interval": 3, "hysteresis": 2}
+TP, DP = {"parallelism.tp": 2}, {"parallelism.dp_replicate": 2}
+CASES = {
+    "fp64 adamw tp2": TP,
+    "fp32 sgd dp2": {"precision.kind": "fp32", "optim": SGD, **DP},
+    "bf16 adamw dp2 ramp": {"precision.kind": "bf16", **DP, **RAMP},
+    "fp16 adamw tp2 loss scale": {"precision": FP16, **TP},
+    "fp16 sgd loss scale": {"precision": FP16, "optim": SGD},
+    "bf16 sgd tp2 ramp": {"precision.kind": "bf16", "optim": SGD, **TP, **RAMP},
+    "fp32 gpt tp2 dropout accumulation": {
+        "precision.kind": "fp32",
+        "model": {"kind": "gpt", "n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 37, "dropout": 0.2},
+        "train.micro_batch": 1,
+        **TP,
+    },
+    "fp32 adamw dp2 attention dropout": {"precision.kind": "fp32", "model.attention_dropout": 0.2, **DP},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stopped_after_every_step(name, tmp_path, pool):
+    changes = {"model.dropout": 0.1, "train.steps": STEPS, "train.eval_every": 5, "train.eval_samples": 3}
+    made = spec(changes | CASES[name])
+    whole = spec(changes | CASES[name] | {"checkpoint.every": 1})
+    undisturbed = pool.run(lives.live, whole.model_dump_json(), str(tmp_path / "whole"), ranks=made.world_size)[0]
+    stopped = pool.run(
+        lives.lives, made.model_dump_json(), str(tmp_path / "stopped"), stops=STEPS, ranks=made.world_size
+    )[0]
+    assert [e["step"] for e in undisturbed if "samples" in e] == list(range(1, STEPS + 1))
+    assert stopped == undisturbed
+    expected, found = lives.read_all(tmp_path / "whole"), lives.read_all(tmp_path / "stopped")
+    assert found.keys() == expected.keys() == set(range(1, STEPS + 1))
+    for step, (tensors, state) in expected.items():
+        assert found[step][1] == state, step
+        assert found[step][0].keys() == tensors.keys()
+        assert [n for n, data in tensors.items() if found[step][0][n] != data] == [], step
+    if "loss scale" in name:
+        scales = {state["loss_scale"]["scale"] for _, state in expected.values()}
+        assert any(e["skipped"] for e in undisturbed if "samples" in e)
+        assert len(scales) > 2
+    assert expected[1][0] != expected[STEPS][0]
