@@ -5,11 +5,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 from megaspec.checkpoint.comm import DistComm, on_first, together
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError, MegaspecError, WriteError
+from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 
 def outcome(action) -> object:

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import CHUNK, SOLO, save
 
 from megaspec.checkpoint.commands import add_parser, run
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
+from tests.checkpoint.checkpoint_cases import CHUNK, SOLO, save
 
 ROOT = Path(__file__).parents[2]
 

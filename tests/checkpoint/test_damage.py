@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import CHUNK, SOLO, assert_holds, no_rank_failed, on_ranks, save, values
-from test_format import inner, seal
 
 from megaspec.checkpoint import verify
 from megaspec.checkpoint.files import UnreadableError
@@ -19,6 +17,8 @@ from megaspec.checkpoint.format import MANIFEST
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
+from tests.checkpoint.checkpoint_cases import CHUNK, SOLO, assert_holds, no_rank_failed, on_ranks, save, values
+from tests.checkpoint.test_format import inner, seal
 
 FILES = ("rank-00000.safetensors", "rank-00001.safetensors", MANIFEST)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 from megaspec.checkpoint.comm import DistComm
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import FAULT_POINTS, Store
 from megaspec.core import faults
+from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 PACKAGE = Path(__file__).parents[2] / "megaspec" / "checkpoint"
 

@@ -11,13 +11,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 from megaspec.checkpoint import lock as lock_module
 from megaspec.checkpoint.lock import RunLock, decode_holder, process_start
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import MegaspecError, RunLockedError
+from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 
 @pytest.fixture(autouse=True)

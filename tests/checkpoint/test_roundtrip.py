@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import CHUNK, SOLO, assert_holds, no_rank_failed, on_ranks, save, values
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -18,6 +17,7 @@ from megaspec.checkpoint.rectangles import Rectangle, overlapping, uncovered
 from megaspec.checkpoint.shard import TORCH_DTYPES, SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
+from tests.checkpoint.checkpoint_cases import CHUNK, SOLO, assert_holds, no_rank_failed, on_ranks, save, values
 
 DTYPES = sorted(TORCH_DTYPES)
 

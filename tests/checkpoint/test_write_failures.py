@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, no_rank_failed, on_ranks, save
 
 from megaspec.checkpoint import files
 from megaspec.checkpoint import store as store_module
@@ -17,6 +16,7 @@ from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import FAULT_POINTS, Store
 from megaspec.core import faults
 from megaspec.core.errors import WriteError
+from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, no_rank_failed, on_ranks, save
 
 
 @pytest.fixture(autouse=True)
