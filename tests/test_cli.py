@@ -41,7 +41,7 @@ def _elsewhere(tmp_path, monkeypatch):
 
 
 def test_plan_shows_the_essentials_without_data(capsys):
-    assert main(["plan", "recipe=hello"]) == 0
+    assert main(["plan", "recipe=hello", "train.global_batch=16", "train.steps=120"]) == 0
     out, err = capsys.readouterr()
     for line in (
         "world 2 = pp 1 · dp_replicate 1 · dp_shard 1 · cp 1 · tp 2",

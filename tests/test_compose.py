@@ -140,7 +140,10 @@ def test_what_is_no_count(text):
 
 def test_references_take_values_and_nothing_else(folder, monkeypatch):
     assert compose("hello", ["data=random", "~data.blend"]).recipe.data.vocab_size == 257
-    composed = compose("hello", ["run_dir='runs/${name}-${train.steps}'", "optim.schedule.decay_steps=${train.steps}"])
+    composed = compose(
+        "hello",
+        ["train.steps=120", "run_dir='runs/${name}-${train.steps}'", "optim.schedule.decay_steps=${train.steps}"],
+    )
     assert composed.recipe.run_dir == "runs/hello-120"
     assert composed.recipe.optim.schedule.decay_steps == 120
     monkeypatch.setenv("SECRET", "hidden")

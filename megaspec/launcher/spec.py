@@ -10,7 +10,7 @@ class LocalLauncher(Frozen):
 
     kind: Literal["local"] = "local"
     ranks: Auto[PositiveInt] = "auto"
-    """World size. auto: one per GPU; without a GPU, one per core up to 2."""
+    """World size. auto: one per GPU, as many as divide the global batch; without a GPU, one per core up to 2."""
     max_restarts: NonNegativeCount = 0
     """How often a run whose ranks died is started again from its newest good checkpoint."""
     grace_seconds: PositiveFloat = 30.0

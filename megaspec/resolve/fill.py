@@ -90,7 +90,14 @@ def ranks(draft: Draft) -> None:
     elif tp is not None and dp is not None:
         draft.fill("launcher.ranks", tp * dp, "parallelism.tp · parallelism.dp_replicate")
     elif target.device == "cuda":
-        draft.fill("launcher.ranks", target.gpus, f"one per GPU ({target.gpu})")
+        unit = tp or 1
+        legal = [n for n in range(unit, target.gpus + 1, unit) if _smallest_share(draft) % (n // unit) == 0]
+        most = max(legal, default=target.gpus)
+        why = f"one per GPU ({target.gpu})"
+        if dp is None and most < target.gpus:
+            draft.fill("launcher.ranks", most, f"{why}, as many of the {target.gpus} as divide the global batch")
+        else:
+            draft.fill("launcher.ranks", target.gpus, why)
     else:
         most = min(CPU_RANKS, target.cores)
         least = tp or dp or 1
@@ -121,10 +128,14 @@ def _widest_tp(draft: Draft, n: int) -> int:
     return next(fits)
 
 
-def micro_batch(draft: Draft) -> None:
+def _smallest_share(draft: Draft) -> int:
+    """What every global batch that occurs is a multiple of, in sequences."""
     ramp = draft["train.batch_ramp"]
-    batches = [draft["train.global_batch"], *([ramp["start"], ramp["increment"]] if ramp else [])]
-    share = max(1, gcd(*batches) // draft["parallelism.dp_replicate"])
+    return gcd(draft["train.global_batch"], *([ramp["start"], ramp["increment"]] if ramp else []))
+
+
+def micro_batch(draft: Draft) -> None:
+    share = max(1, _smallest_share(draft) // draft["parallelism.dp_replicate"])
     most = max(1, MICRO_BATCH_TOKENS // draft["data.seq_len"])
     largest = max(m for m in range(1, min(share, most) + 1) if share % m == 0)
     draft.fill("train.micro_batch", largest, f"the largest divisor of a rank's {share} with at most 8,192 tokens")

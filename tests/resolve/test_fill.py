@@ -18,9 +18,12 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
 
+# What the cases below count on, whatever the recipe says.
+BASE = ("train.steps=120", "train.global_batch=16", "optim.schedule.warmup_steps=10")
+
 
 def spec_of(*overrides, target=CPU, name="hello", facts=FACTS):
-    return resolve(compose(name, overrides).recipe, target, facts)
+    return resolve(compose(name, [*BASE, *overrides]).recipe, target, facts)
 
 
 def test_hello_on_two_cores_is_tensor_parallel_and_on_gpus_data_parallel():
@@ -56,6 +59,25 @@ def test_ranks_and_layout(overrides, expected):
     spec = spec_of(*overrides)
     assert (spec.world_size, spec.parallelism.tp, spec.parallelism.dp_replicate) == expected
     assert spec.launcher.ranks == spec.world_size
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "ranks"),
+    [
+        (8, (), 8),
+        (3, (), 2),
+        (7, (), 4),
+        (32, (), 16),
+        (6, ("train.global_batch=12",), 6),
+        (6, ("parallelism.tp=2",), 4),
+        (8, ("train.batch_ramp={start: 2, increment: 2, samples: 24}",), 2),
+    ],
+)
+def test_as_many_gpus_as_divide_the_batch(gpus, overrides, ranks):
+    spec = spec_of(*overrides, target=H200.model_copy(update={"gpus": gpus}))
+    assert spec.world_size == ranks
+    why = next(d.reason for d in spec.decisions if d.key == "launcher.ranks")
+    assert ("divide the global batch" in why) == (ranks < gpus)
 
 
 def test_the_world_of_torchrun_is_taken():

@@ -16,9 +16,12 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 ONE = CPU.model_copy(update={"cores": 1})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5, fingerprint="a")
 
+# What the cases below count on, whatever the recipe says.
+BASE = ("train.steps=120", "train.global_batch=16", "optim.schedule.warmup_steps=10")
+
 
 def start(*overrides):
-    recipe = compose("hello", overrides).recipe
+    recipe = compose("hello", [*BASE, *overrides]).recipe
     return json.loads(recipe.model_dump_json()), resolve(recipe, CPU, FACTS)
 
 

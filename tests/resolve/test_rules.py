@@ -15,6 +15,8 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+# What the cases below count on, whatever the recipe says.
+BASE = ("train.steps=120", "train.global_batch=16", "optim.schedule.warmup_steps=10")
 RANDOM = ("data=random", "~data.blend", "train.sample=null")
 
 
@@ -139,7 +141,7 @@ CASES: dict[str, Wrong] = {
 
 
 def broken(overrides, target=CPU, facts=FACTS) -> list[Problem]:
-    composed = compose("hello", list(overrides))
+    composed = compose("hello", [*BASE, *overrides])
     try:
         resolve(composed.recipe, target, facts, composed.origins)
     except RecipeError as error:
