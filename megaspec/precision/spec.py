@@ -1,4 +1,7 @@
-"""Number formats of weights, activations and gradients. Master weights, optimizer state and gradient sums are at least fp32."""
+"""Number formats of weights, activations and gradients.
+
+Master weights, optimizer state and gradient sums are at least fp32.
+"""
 
 from typing import Annotated, Literal
 

@@ -1,7 +1,7 @@
 """Training throughput on random tokens: one JSON line, the same fields and arithmetic as the peers' scripts.
 
-  python tests/benchmarks/bench_train.py --model llama1b --mbs 2
-  torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b16 --tp 4
+python tests/benchmarks/bench_train.py --model llama1b --mbs 2
+torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b16 --tp 4
 """
 
 import argparse
@@ -21,7 +21,9 @@ from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 
 MODELS = {
-    "tiny": {"n_layers": 2, "d_model": 256, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ffn": 512, "vocab_size": 1024},
+    "tiny": {
+        "n_layers": 2, "d_model": 256, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ffn": 512, "vocab_size": 1024,
+    },
     "llama1b": {
         "n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ffn": 8192,
         "vocab_size": 128256, "tied_embeddings": True,
@@ -114,7 +116,9 @@ def main() -> None:
             step(0)
             torch.cuda.synchronize()
         with open(args.profile, "w") as file:
-            file.write(prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90))
+            file.write(
+                prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90)
+            )
     if rank == 0:
         print(json.dumps(report(args, spec, world, times, losses)), flush=True)
     if world > 1:
@@ -125,7 +129,9 @@ def report(args: argparse.Namespace, spec: Spec, world: int, times: list[float],
     """The line that is printed."""
     m = spec.model
     q, kv = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
-    matmul = m.n_layers * (m.d_model * (q + 2 * kv) + q * m.d_model + 3 * m.d_model * m.d_ffn) + m.vocab_size * m.d_model
+    matmul = (
+        m.n_layers * (m.d_model * (q + 2 * kv) + q * m.d_model + 3 * m.d_model * m.d_ffn) + m.vocab_size * m.d_model
+    )
     full = 6 * matmul + 12 * m.n_layers * q * args.seq
     causal = 6 * matmul + 6 * m.n_layers * q * args.seq
     median = statistics.median(times)
