@@ -14,6 +14,7 @@ from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import MegaspecError, Preempted
+from megaspec.data.loader import Loader, open_source
 from megaspec.launcher import stop
 from megaspec.log.events import EvalDone, StepDone
 from megaspec.parallelism.mesh import Mesh
@@ -21,6 +22,7 @@ from megaspec.runtime import rank as runtime
 from megaspec.runtime.build import Built, build
 from megaspec.runtime.loop import Run
 from megaspec.spec import Spec
+from megaspec.train.batch_schedule import BatchSchedule
 
 TIMED = ("seconds", "memory_bytes")
 
@@ -74,6 +76,27 @@ def lives(rank: int, text: str, folder: str, *, stops: int) -> list[dict[str, An
     for _ in range(stops):
         events += live(rank, text, folder, stop_after=1)
     return events + live(rank, text, folder)
+
+
+def sample_ids(rank: int, text: str) -> list[tuple[int, int, list[int]]]:
+    """By step: the first sequence and the number of them that all ranks take, and the ids of this rank's."""
+    spec = Spec.model_validate_json(text)
+    dp, tp = spec.parallelism.dp_replicate, spec.parallelism.tp
+    source = open_source(
+        spec.data, split="train", seed=spec.data.seed, segments=spec.segments, vocab_size=spec.model.vocab_size
+    )
+    loader = Loader(
+        source,
+        BatchSchedule(spec.train),
+        start_step=0,
+        steps=spec.train.steps,
+        micro_batch=spec.train.micro_batch,
+        dp_rank=rank // tp,
+        dp_size=dp,
+        device=torch.device("cpu"),
+    )
+    with loader:
+        return [(*b.ids, [i for micro in b.micro_batches for i in micro.ids.tolist()]) for b in loader]
 
 
 def fails(rank: int, text: str, folder: str, fault: dict[str, Any]) -> tuple[str, str, int]:
