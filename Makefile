@@ -37,8 +37,15 @@ format: .venv/.installed ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.installed ## every benchmark that this machine can run; a JSON line each
-	for f in tests/benchmarks/bench_*.py; do echo $$f; $(BIN)/python $$f || exit 1; done
+# What a GPU measures, and what a machine without one can.
+BENCH_TRAIN = $(if $(shell command -v nvidia-smi),--model llama1b --mbs 2,\
+	--model tiny --seq 256 --precision fp32 --cross-entropy chunked --compile none)
+
+bench: .venv/.installed ## measure training, checkpoints and data preparation; a JSON line each
+	$(BIN)/python tests/benchmarks/bench_train.py $(BENCH_TRAIN)
+	$(BIN)/python tests/benchmarks/bench_checkpoint.py --gb 1
+	$(BIN)/python -m pip install --quiet --no-deps --target .venv/megatron megatron-core==0.16.1
+	$(BIN)/python tests/benchmarks/bench_data_prepare.py --megatron .venv/megatron
 
 golden: .venv/.installed ## write the golden files that are our own: look at the difference before you commit it
 	$(BIN)/python -m tests.write_golden

@@ -11,7 +11,7 @@ class KernelsSpec(Frozen):
     attention: Auto[Literal["sdpa", "reference"]] = "auto"
     """Core attention.
 
-    sdpa: torch's fused attention, cuDNN first on CUDA. reference: plain matrix products, the only one that has attention
+    sdpa: torch's fused attention, cuDNN first on CUDA. reference: plain matrix products, the only one with attention
     dropout."""
     cross_entropy: Auto[Literal["triton", "chunked", "reference"]] = "auto"
     """Output head and loss.
