@@ -236,10 +236,10 @@ class Run:
             tokens=spec.train.sample.tokens,
             temperature=spec.train.sample.temperature,
             seed=spec.train.seed,
-            max_seq_len=spec.data.seq_len,
+            max_seq_len=spec.model.max_seq_len,
             device=self.built.device,
             end=tokenizer.eod,
-            multiple=spec.parallelism.tp,
+            multiple=spec.parallelism.tp if spec.parallelism.sequence_parallel else 1,
         )
         self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=tokenizer.decode(written)))
 

@@ -1,0 +1,186 @@
+"""train, resume, generate and plan on prepared text, in the folders that a user sees."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megaspec import cli
+from megaspec.checkpoint.comm import SoloComm
+from megaspec.checkpoint.store import Store
+from megaspec.data.loader import open_source
+from megaspec.log.jsonl import read_metrics
+from megaspec.run_folder import read_run
+from megaspec_launchers.local import launch
+
+RECIPE = """
+defaults:
+  - hello
+model: {n_layers: 1, d_model: 32, n_heads: 2, n_kv_heads: 2, d_ffn: 64, dropout: 0.1}
+data: {seq_len: 15, blend: [{prefix: text}], split: [9, 1, 0]}
+train: {steps: 30, global_batch: 4, eval_every: 10, eval_samples: 5, sample: {prompt: "a", tokens: 20, temperature: 0}}
+optim: {lr: 1e-2, schedule: {warmup_steps: 3, min_lr: 0}}
+parallelism: {tp: 2}
+launcher: {ranks: 2, timeout_seconds: 20}
+log: {console: quiet, tensorboard: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a little text, prepared, and a recipe that takes several epochs of it."""
+    folder = tmp_path_factory.mktemp("commands")
+    rng = random.Random(3)
+    words = ["abc", "bca", "cab"]
+    lines = [json.dumps({"text": " ".join(rng.choices(words, k=rng.randint(3, 12)))}) for _ in range(20)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "tiny.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert (
+            cli.main(["data", "prepare", "text.jsonl", "--out", "text", "--tokenizer", "byte", "--workers", "1"]) == 0
+        )
+    return folder
+
+
+@pytest.fixture
+def megaspec(place, factory, monkeypatch):
+    """Runs a command in the folder, with ranks of the factory."""
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(cli, "launch", partial(launch, factory=factory))
+    return lambda *words: cli.main(list(words))
+
+
+def sequences(run, count):
+    """What the run's training order says now."""
+    spec = read_run(run).spec
+    source = open_source(
+        spec.data, split="train", seed=spec.data.seed, segments=spec.segments, vocab_size=spec.model.vocab_size
+    )
+    assert len(source) == sum(spec.segments) >= count
+    return [source.read(i).tokens.tolist() for i in range(count)]
+
+
+def history(run):
+    return read_metrics(run / "metrics.jsonl")
+
+
+def weights(run):
+    with Store(run).newest_good(SoloComm(), repair=False) as reader:
+        return {n: reader.read(n).numpy().tobytes() for n in reader.names() if n.startswith("model/")}
+
+
+def test_a_longer_run_keeps_what_it_took_and_appends(megaspec, capfd):
+    run = Path("runs/longer")
+    assert megaspec("train", "recipe=tiny", "name=longer") == 0
+    taken = sequences(run, 120)
+    assert len({tuple(t) for t in taken}) < 120, "fewer than two epochs"
+    assert megaspec("resume", str(run), "train.steps=50") == 0
+    assert sequences(run, 120) == taken
+    assert read_run(run).spec.segments == (120, 80)
+    steps = [line for line in history(run) if line["event"] == "step"]
+    assert [(s["step"], s["first_sample"], s["samples"]) for s in steps] == [
+        (i + 1, 4 * i, 4 * i + 4) for i in range(50)
+    ]
+    assert [line["step"] for line in history(run) if line["event"] == "eval"] == [10, 20, 30, 40, 50]
+    assert megaspec("resume", str(run), "train.steps=49") == 64
+    assert "train.steps=49 must be at least the 50 that are done" in capfd.readouterr().err
+    assert megaspec("resume", str(run), "train.global_batch=8") == 64
+    assert "train.global_batch=8 changes the experiment" in capfd.readouterr().err
+    assert megaspec("resume", str(run), "train.global_batch=8", "train.steps=60", "--fork", "wider") == 0
+    assert "runs/wider starts from step 50" in capfd.readouterr().out
+    assert [line["step"] for line in history(Path("runs/wider")) if line["event"] == "step"] == [*range(51, 61)]
+
+
+def test_another_layout_and_back(megaspec):
+    """Stopped in between, moved to other ranks and back: the history of one run."""
+    run = Path("runs/moved")
+    assert megaspec("train", "recipe=tiny", "name=moved", "precision=fp64", "train.sample=null", "train.steps=10") == 0
+    for layout, steps in ((1, 20), (2, 30)):
+        assert megaspec("resume", str(run), f"parallelism.tp={layout}", f"train.steps={steps}") == 0
+        assert read_run(run).spec.parallelism.dp_replicate == 2 // layout
+    steps = [line for line in history(run) if line["event"] == "step"]
+    assert [s["first_sample"] for s in steps] == [4 * i for i in range(30)]
+
+
+def test_the_run_folder_says_what_the_run_was_made_with_and_no_secret(megaspec, monkeypatch):
+    canary = "c4n4ry-t0k3n"
+    monkeypatch.setenv("HF_TOKEN", canary)
+    monkeypatch.setenv("WANDB_API_KEY", canary)
+    monkeypatch.setattr("sys.argv", ["megaspec", "train", "recipe=tiny", f"--api-key={canary}", f"key={canary}"])
+    assert (
+        megaspec("train", "recipe=tiny", "name=record", "train.steps=4", "checkpoint.every=1", "checkpoint.keep=3") == 0
+    )
+    run = Path("runs/record")
+    record = json.loads((run / "environment.json").read_text())
+    assert record["command"][:3] == ["megaspec", "train", "recipe=tiny"]
+    assert {"torch", "numpy", "safetensors"} <= record["versions"].keys()
+    for file in run.rglob("*"):
+        if file.is_file():
+            assert canary.encode() not in file.read_bytes(), file
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step-{s:08d}" for s in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("odd", ()), ("even", ("data.seq_len=16", "train.sample.tokens=90")), ("long", ("model.max_seq_len=77",))],
+)
+def test_generated_text_is_that_of_any_layout(name, words, megaspec, capfd):
+    """Written by two ranks at the end of their run, and by one device afterwards."""
+    assert megaspec("train", "recipe=tiny", f"name={name}", "precision=fp64", *words) == 0
+    run = Path("runs") / name
+    assert read_run(run).spec.parallelism.sequence_parallel == (name == "even")
+    (sample,) = [line for line in history(run) if line["event"] == "sample"]
+    assert len(sample["text"]) > 5
+    for more in ([], ["parallelism.tp=1"]):
+        capfd.readouterr()
+        tokens = str(read_run(run).spec.train.sample.tokens)
+        assert megaspec("generate", str(run), "a", "--tokens", tokens, "--temperature", "0") == 0
+        assert capfd.readouterr().out == f"a{sample['text']}\n"
+        assert megaspec("resume", str(run), *more) == 0
+        assert [line["text"] for line in history(run) if line["event"] == "sample"][-1] == sample["text"]
+
+
+def test_generate_says_what_is_missing(megaspec, capfd):
+    def said(*words):
+        capfd.readouterr()
+        code = megaspec("generate", *words)
+        err = capfd.readouterr().err
+        assert "Traceback" not in err
+        return code, err
+
+    code, err = said("runs/none", "a")
+    assert code == 64
+    assert "runs/none holds no run" in err
+    made_up = (
+        "data=synthetic",
+        "~data.blend",
+        "~data.split",
+        "train.sample=null",
+        "train.steps=4",
+        "train.eval_every=0",
+    )
+    assert megaspec("train", "recipe=tiny", "name=made-up", *made_up) == 0
+    code, err = said("runs/made-up", "a")
+    assert code == 65
+    assert "data.kind=synthetic has no tokenizer" in err
+    assert megaspec("train", "recipe=tiny", "name=empty", "train.steps=4") == 0
+    for path in Path("runs/empty/checkpoints").iterdir():
+        path.rename(path.parents[1] / path.name)
+    code, err = said("runs/empty", "a")
+    assert code == 66
+    assert "no checkpoint was saved there yet" in err
+    capfd.readouterr()
+    assert megaspec("train", "recipe=tiny", *made_up, "train.sample={prompt: a}") == 64
+    assert "train.sample needs a tokenizer, data.kind=synthetic has none" in capfd.readouterr().err
+
+
+def test_the_same_numbers_with_deterministic_operations(megaspec):
+    for name in ("one", "two"):
+        assert megaspec("train", "recipe=tiny", f"name={name}", "train=deterministic", "train.steps=6") == 0
+    assert weights(Path("runs/one")) == weights(Path("runs/two"))
