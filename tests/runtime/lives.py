@@ -2,7 +2,7 @@
 
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -14,7 +14,8 @@ from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
 from megaspec.core.errors import MegaspecError, Preempted
-from megaspec.data.loader import Loader, open_source
+from megaspec.data.batch import Batch
+from megaspec.data.loader import Loader, eval_batches, open_source
 from megaspec.launcher import stop
 from megaspec.log.events import EvalDone, StepDone
 from megaspec.parallelism.mesh import Mesh
@@ -97,6 +98,22 @@ def sample_ids(rank: int, text: str) -> list[tuple[int, int, list[int]]]:
     )
     with loader:
         return [(*b.ids, [i for micro in b.micro_batches for i in micro.ids.tolist()]) for b in loader]
+
+
+def eval_batches_of(spec: Spec, rank: int) -> Iterator[Batch]:
+    """What a rank evaluates on."""
+    source = open_source(
+        spec.data, split="valid", seed=spec.data.seed, segments=spec.segments, vocab_size=spec.model.vocab_size
+    )
+    return eval_batches(
+        source,
+        spec.train.eval_samples,
+        micro_batch=spec.train.micro_batch,
+        dp_rank=rank // spec.parallelism.tp,
+        dp_size=spec.parallelism.dp_replicate,
+        device=torch.device("cpu"),
+        document_mask=spec.data.document_mask,
+    )
 
 
 def fails(rank: int, text: str, folder: str, fault: dict[str, Any]) -> tuple[str, str, int]:
