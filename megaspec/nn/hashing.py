@@ -72,5 +72,6 @@ def keep_mask(key: Tensor, counters: tuple[Tensor, ...], probability: float) -> 
     """bool, the broadcast shape of the int64 counters: True with `probability`, from key and counters alone."""
     state = key
     for counter in counters:
-        state = mix(state ^ mix(counter))
+        # xor first: a sum of an arange and a 64-bit constant is beyond what torch 2.11 compiles for a GPU
+        state = mix(state ^ counter)
     return _shift_right(state, 32) < int(probability * 2**32)
