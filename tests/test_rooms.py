@@ -1,0 +1,159 @@
+"""Every setting is read by the code that it is for: fields are watched while runs are resolved, built and trained."""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from megaspec import cli
+from megaspec.core.frozen import Frozen
+from megaspec.launcher.rendezvous import FileRendezvous
+from megaspec.recipe import SECTIONS, Recipe
+from megaspec.runtime.rank import Place, run_rank
+from megaspec.spec import Spec
+
+# Who decides and who types; what they read is not yet put to use.
+BEFORE_A_RUN = ("megaspec.resolve", "megaspec.compose", "megaspec.spec", "megaspec.recipe", "pydantic", __name__)
+# Fields that no rank reads, and what does.
+NOT_FOR_RANKS = {
+    "Spec.name": "megaspec.resolve.gather",
+    "Spec.decisions": "megaspec.resolve.report",
+    "Spec.data_fingerprint": "megaspec.resolve.resume",
+    "Decision.key": "megaspec.resolve.report",
+    "Decision.value": "megaspec.resolve.report",
+    "Decision.reason": "megaspec.resolve.report",
+    "Spec.run_dir": "megaspec.cli",
+    "LocalLauncher.ranks": "megaspec.resolve.rules_mesh",
+    "LocalLauncher.max_restarts": "megaspec.cli",
+    "LocalLauncher.grace_seconds": "megaspec.cli",
+    "LocalLauncher.timeout_seconds": "megaspec.cli",
+}
+TINY = """
+defaults:
+  - hello
+model: {n_layers: 1, d_model: 16, n_heads: 2, n_kv_heads: 1, d_ffn: 64}
+data: {seq_len: 8, blend: [{prefix: text}], split: [9, 1, 0]}
+train: {steps: 3, global_batch: 4, eval_every: 2, eval_samples: 2, sample: {prompt: a, tokens: 2}}
+optim: {schedule: {warmup_steps: 1}}
+launcher: {ranks: 1}
+log: {console: plain, tensorboard: false}
+"""
+MADE_UP = ("~data.blend", "~data.split", "train.sample=null")
+# Together they choose every class that a recipe can name.
+RUNS = {
+    "llama": (
+        "model.rope_scaling={kind: llama3}",
+        "precision=fp16",
+        "train.batch_ramp={start: 2, increment: 2, samples: 4}",
+    ),
+    "gpt": (
+        "model=gpt2_124m",
+        "~model.n_kv_heads",
+        "model.attention_dropout=0.1",
+        "data=synthetic",
+        "optim={kind: sgd, lr: 0.1}",
+        "precision=fp32",
+        "optim.schedule={kind: wsd, warmup_steps: 1, wsd_decay_steps: 1}",
+        "optim.weight_decay_ramp={kind: linear, end: 0.2, steps: 3}",
+        *MADE_UP,
+    ),
+    "random": ("data=random", "data.vocab_size=64", "model.vocab_size=64", *MADE_UP),
+}
+
+
+def classes_in(annotation: Any) -> Iterator[type[Frozen]]:
+    """The spec classes that an annotation names, however deep in it."""
+    if isinstance(annotation, type) and issubclass(annotation, Frozen):
+        yield annotation
+    for part in get_args(annotation):
+        yield from classes_in(part)
+
+
+def reachable(root: type[Frozen]) -> dict[type[Frozen], None]:
+    """`root` and every class of its fields, in the order of the fields."""
+    found = {root: None}
+    for field in root.model_fields.values():
+        for one in classes_in(field.annotation):
+            found |= reachable(one)
+    return found
+
+
+def leaves() -> list[str]:
+    """`Class.field` of every field of a Spec that is no section of its own, without names that only choose a class."""
+    return ["Spec.decisions"] + [
+        f"{one.__name__}.{name}"
+        for one in reachable(Spec)
+        for name, field in one.model_fields.items()
+        if not list(classes_in(field.annotation)) and not (name == "kind" and len(get_args(field.annotation)) == 1)
+    ]
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory) -> dict[str, set[str]]:
+    """`Class.field` -> modules that read it, in runs from the command line to their end."""
+    found: dict[str, set[str]] = defaultdict(set)
+    plain = Frozen.__getattribute__
+
+    def watched(self: Frozen, name: str) -> Any:
+        if name in type(self).model_fields:
+            found[f"{type(self).__name__}.{name}"].add(sys._getframe(1).f_globals["__name__"])
+        return plain(self, name)
+
+    def launch(run_dir: str, *, arguments: dict[str, Any], **_: Any) -> int:
+        run_rank(Path(run_dir), Place(0, 1, 0, 0, FileRendezvous(""), 20.0), arguments["lock_token"])
+        return 0
+
+    folder = tmp_path_factory.mktemp("rooms")
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": f"text {i} and more"}) for i in range(20)))
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "tiny.yaml").write_text(TINY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("RANK", raising=False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setattr(cli, "launch", launch)
+        assert cli.main(["data", "prepare", "text.jsonl", "--out", "text", "--workers", "1"]) == 0
+        patch.setattr(Frozen, "__getattribute__", watched)
+        for name, words in RUNS.items():
+            assert cli.main(["train", "recipe=tiny", f"name={name}", *words]) == 0, name
+            assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
+    return found
+
+
+def test_runs_choose_every_class(readers):
+    chosen = {key.partition(".")[0] for key in readers}
+    assert {one.__name__ for one in reachable(Spec)} <= chosen | {"Spec"}
+
+
+def test_every_field_is_read_where_it_is_put_to_use(readers):
+    unread = [
+        key
+        for key in leaves()
+        if key not in NOT_FOR_RANKS and not any(not r.startswith(BEFORE_A_RUN) for r in readers[key])
+    ]
+    assert not unread, unread
+
+
+@pytest.mark.parametrize("key", NOT_FOR_RANKS)
+def test_what_no_rank_reads_is_read_where_the_list_says(key, readers):
+    assert key in leaves()
+    by = readers[key] | (readers[key.replace("Spec.", "Recipe.")] if key.startswith("Spec.") else set())
+    assert NOT_FOR_RANKS[key] in by
+
+
+def test_every_class_of_a_section_has_a_builder():
+    """Where the table names a dictionary by class, no class is left out."""
+    checked = 0
+    for name, section in SECTIONS.items():
+        module, _, attribute = section.built.partition(":")
+        built = getattr(import_module(module), attribute)
+        classes = set(classes_in(Recipe.model_fields[name].annotation))
+        if isinstance(built, dict) and classes & set(built):
+            assert set(built) == classes, name
+            checked += 1
+    assert checked >= 2
