@@ -70,7 +70,8 @@ def test_updates(content):
     expected = {"exp_avg": first, "exp_avg_sq": second} if content["kind"] == "adamw" else {"velocity": first}
     assert optimizer.updates == 6
     for name, parameter in parameters.items():
-        np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=1e-13)
+        # a weight of about 1 that comes to almost nothing keeps the rounding of 1
+        np.testing.assert_allclose(parameter.detach().numpy(), weights[name], rtol=1e-13, atol=1e-15)
         for kind, tensors in optimizer.state().items():
             np.testing.assert_allclose(tensors[name].numpy(), expected[kind][name], rtol=1e-13)
     assert optimizer.state().keys() == (set() if content is PLAIN else expected.keys())

@@ -26,7 +26,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# What the other cases hold in another combination.
+SLOW = ("bf16 sgd tp2 ramp", "fp16 sgd loss scale")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_stopped_after_every_step(name, tmp_path, pool):
     changes = {"model.dropout": 0.1, "train.steps": STEPS, "train.eval_every": 5, "train.eval_samples": 3}
     made = spec(changes | CASES[name])
