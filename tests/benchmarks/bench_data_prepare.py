@@ -102,7 +102,8 @@ def compare(folder: Path, args: argparse.Namespace) -> dict:
 
 def environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
-    return os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def digest(prefix: Path) -> str:
