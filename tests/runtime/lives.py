@@ -28,14 +28,14 @@ from megaspec.train.batch_schedule import BatchSchedule
 TIMED = ("seconds", "memory_bytes")
 
 
-def comm_of(spec: Spec) -> Comm:
-    return DistComm(device=torch.device("cpu")) if spec.world_size > 1 else SoloComm()
+def comm_of(spec: Spec, rank: int) -> Comm:
+    return DistComm(device=runtime.pick_device(spec, rank)) if spec.world_size > 1 else SoloComm()
 
 
 def build_here(spec: Spec, rank: int) -> Built:
-    """This rank's share of a Spec on the CPU."""
+    """This rank's share of a Spec."""
     degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
-    return build(spec, mesh=Mesh(degrees, rank=rank, device=torch.device("cpu")))
+    return build(spec, mesh=Mesh(degrees, rank=rank, device=runtime.pick_device(spec, rank)))
 
 
 def live(rank: int, text: str, folder: str, *, stop_after: int = 0) -> list[dict[str, Any]]:
@@ -46,7 +46,7 @@ def live(rank: int, text: str, folder: str, *, stop_after: int = 0) -> list[dict
     spec = Spec.model_validate_json(text)
     # a life of its own: nothing of an earlier one in this process may help it
     torch.manual_seed(random.SystemRandom().getrandbits(32))
-    comm = comm_of(spec)
+    comm = comm_of(spec, rank)
     run = Run(build_here(spec, rank), Path(folder), Store(folder), comm)
     events: list[dict[str, Any]] = []
 
@@ -119,7 +119,7 @@ def eval_batches_of(spec: Spec, rank: int) -> Iterator[Batch]:
 def fails(rank: int, text: str, folder: str, fault: dict[str, Any]) -> tuple[str, str, int]:
     """A life with a fault (see `plant`). -> (class of the error, its text, updates that were applied)"""
     spec = Spec.model_validate_json(text)
-    run = Run(build_here(spec, rank), Path(folder), Store(folder), comm_of(spec))
+    run = Run(build_here(spec, rank), Path(folder), Store(folder), comm_of(spec, rank))
     run.start()
     plant(run.built, rank, **fault)
     try:
@@ -143,7 +143,8 @@ def plant(built: Built, rank: int, *, on: int, what: str, step: int, value: floa
 
 
 def poison_weight(built: Built, name: str, value: float) -> None:
-    built.parameters[name].data.view(-1)[0] = value
+    built.optimizer.masters[name].view(-1)[0] = value
+    built.optimizer.write_back()
 
 
 def poison_gradient(built: Built, name: str, value: float) -> None:

@@ -38,9 +38,9 @@ def recipe(changes: dict[str, Any] | None = None) -> Recipe:
     return Recipe.model_validate_json(json.dumps(content))
 
 
-def spec(changes: dict[str, Any] | None = None) -> Spec:
+def spec(changes: dict[str, Any] | None = None, target: Target = TARGET) -> Spec:
     """The Spec of `recipe(changes)`."""
-    return resolve(recipe(changes), TARGET, Facts(run_dir="run"))
+    return resolve(recipe(changes), target, Facts(run_dir="run"))
 
 
 def make_run(folder: Path, changes: dict[str, Any] | None = None) -> Path:
