@@ -1,5 +1,6 @@
 """From a Spec to what trains: one list of steps, each with its reason."""
 
+import os
 import random
 from dataclasses import dataclass
 
@@ -126,5 +127,7 @@ def seed_everything(spec: Spec) -> None:
     torch.manual_seed(spec.train.seed)
     torch.use_deterministic_algorithms(spec.train.deterministic)
     if spec.train.deterministic:
+        # read when the first matrix product opens cuBLAS; without it torch refuses to call itself deterministic
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False

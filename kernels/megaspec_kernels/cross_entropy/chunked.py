@@ -41,7 +41,8 @@ def local_gradient(
     grad_CV[:, shard.valid :] = 0
     here = (labels_C >= shard.first) & (labels_C < shard.first + shard.valid)
     column = (labels_C - shard.first).clamp(0, logits_CV.shape[1] - 1)
-    grad_CV.scatter_add_(1, column[:, None], torch.where(here, -weights_C, 0)[:, None])
+    # one element a row, so that indexing serves; scatter_add has no deterministic form on CUDA
+    grad_CV[torch.arange(len(column), device=column.device), column] -= torch.where(here, weights_C, 0)
     return grad_CV.to(logits_CV.dtype)
 
 
