@@ -1,6 +1,7 @@
 """The process groups of a run: an argument, never a global."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,14 @@ from megaspec.core.axes import DENSE_AXES, DENSE_GROUPS, coordinates, rank_group
 class Mesh:
     """Groups over the dense grid of core/axes.py, made on first use, by all ranks in the same order.
 
-    A mesh of one rank needs no process group at all.
+    A mesh of one rank needs no process group at all. `timeout` bounds each collective of the groups; None: what torch
+    takes for the backend, whatever the world's own bound is.
     """
 
-    def __init__(self, degrees: Mapping[str, int], *, rank: int, device: torch.device):
-        self.degrees, self.rank, self.device = dict(degrees), rank, device
+    def __init__(
+        self, degrees: Mapping[str, int], *, rank: int, device: torch.device, timeout: timedelta | None = None
+    ):
+        self.degrees, self.rank, self.device, self._timeout = dict(degrees), rank, device, timeout
         self.world_size = world_size(degrees)
         self._where = coordinates(rank, degrees)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
@@ -54,7 +58,8 @@ class Mesh:
             self._groups[key] = None
             if len(groups[0]) > 1:
                 for ranks in groups:
-                    group = dist.group.WORLD if len(ranks) == self.world_size else dist.new_group(ranks)
+                    is_world = len(ranks) == self.world_size
+                    group = dist.group.WORLD if is_world else dist.new_group(ranks, timeout=self._timeout)
                     if self.rank in ranks:
                         self._groups[key] = group
         return self._groups[key]

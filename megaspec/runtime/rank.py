@@ -103,7 +103,8 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
         comm: Comm = DistComm(device=device) if me.world_size > 1 else SoloComm()
         lock = take_lock(run_dir, comm, lock_token, stack)
         degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
-        built = build(spec, mesh=Mesh(degrees, rank=me.rank, device=device))
+        timeout = timedelta(seconds=me.timeout_seconds)
+        built = build(spec, mesh=Mesh(degrees, rank=me.rank, device=device, timeout=timeout))
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
         if me.rank == 0:
