@@ -96,8 +96,9 @@ def test_a_loss_scale_that_is_too_high_costs_steps_and_changes_nothing(optim, tm
     for event, next_event in pairwise(events):
         assert next_event["loss_scale"] == event["loss_scale"] / (2 if event["skipped"] else 1)
     saved = lives.read_all(tmp_path)
+    trained = {s: {n: d for n, d in tensors.items() if "rng/" not in n} for s, (tensors, _) in saved.items()}
     for step in range(2, 21):
-        has_moved = saved[step][0] != saved[step - 1][0]
+        has_moved = trained[step] != trained[step - 1]
         assert has_moved == (step not in skipped), step
         assert saved[step][1]["optimizer_updates"] == step - sum(s <= step for s in skipped)
     assert all(isfinite(e["grad_norm"]) for e in events if not e["skipped"])

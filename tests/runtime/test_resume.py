@@ -39,7 +39,9 @@ def test_stopped_after_every_step(name, tmp_path, pool):
     stopped = pool.run(
         lives.lives, made.model_dump_json(), str(tmp_path / "stopped"), stops=STEPS, ranks=made.world_size
     )[0]
-    assert [e["step"] for e in undisturbed if "samples" in e] == list(range(1, STEPS + 1))
+    steps = [e for e in undisturbed if "samples" in e]
+    assert [e["step"] for e in steps] == list(range(1, STEPS + 1))
+    assert [e["first_sample"] for e in steps] == [0, *(e["samples"] for e in steps[:-1])]
     assert stopped == undisturbed
     expected, found = lives.read_all(tmp_path / "whole"), lives.read_all(tmp_path / "stopped")
     assert found.keys() == expected.keys() == set(range(1, STEPS + 1))
@@ -49,6 +51,7 @@ def test_stopped_after_every_step(name, tmp_path, pool):
         assert [n for n, data in tensors.items() if found[step][0][n] != data] == [], step
     if "loss scale" in name:
         scales = {state["loss_scale"]["scale"] for _, state in expected.values()}
-        assert any(e["skipped"] for e in undisturbed if "samples" in e)
+        assert any(e["skipped"] for e in steps)
         assert len(scales) > 2
-    assert expected[1][0] != expected[STEPS][0]
+    for rank in range(made.world_size):
+        assert len({tensors[f"rng/cpu/{rank}"] for tensors, _ in expected.values()}) == STEPS
