@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 from megaspec.core.errors import DataError
 from megaspec.data import python_corpus
-from megaspec.data.manifest import SourceRecord, sha256_of_files
 
 PYTHON_CORPUS = "python"
 LINE_LIMIT = 64 * 2**20
@@ -126,19 +125,6 @@ def lines_before(piece: Slice) -> int:
             left -= len(chunk)
     # A line that begins before the slice and ends in it is none of the slice's.
     return count + (not chunk.endswith(b"\n"))
-
-
-def describe(given: Input) -> SourceRecord:
-    """Name, size and hash of an input; a folder's hash is that of its files' hashes and names."""
-    size = sum(n_bytes for _, _, n_bytes, _ in given.files)
-    if given.name == PYTHON_CORPUS:
-        return SourceRecord(name=given.name, bytes=size, sha256=python_corpus.content_sha256())
-    paths = [Path(path) for _, path, _, _ in given.files]
-    if paths == [Path(given.name)]:
-        return SourceRecord(name=given.name, bytes=size, sha256=sha256_of_files(paths))
-    root = Path(given.name)
-    listed = "".join(f"{sha256_of_files([path])}  {path.relative_to(root).as_posix()}\n" for path in paths)
-    return SourceRecord(name=given.name, bytes=size, sha256=hashlib.sha256(listed.encode()).hexdigest())
 
 
 def _python_input() -> Input:

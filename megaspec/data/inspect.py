@@ -12,7 +12,8 @@ from rich.text import Text
 from megaspec.core.errors import DataError
 from megaspec.data.indexed import IndexedFile
 from megaspec.data.manifest import Manifest, manifest_path, sha256_of_files
-from megaspec.data.tokenizer import Tokenizer, tokenizer_of
+from megaspec.data.provenance import tokenizer_of
+from megaspec.data.tokenizer import Tokenizer
 
 UNSEEN_WITHOUT_MANIFEST = (
     "document bounds that were moved, or lengths and offsets that were moved together",

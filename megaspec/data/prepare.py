@@ -28,7 +28,7 @@ import tokenizers
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_atomically, write_error
 from megaspec.data.indexed import index_bytes, token_dtype
-from megaspec.data.inputs import Input, Part, changed, cut, describe, find_inputs, read_documents
+from megaspec.data.inputs import Input, Part, changed, cut, find_inputs, read_documents
 from megaspec.data.manifest import (
     Manifest,
     block_bytes_for,
@@ -38,7 +38,8 @@ from megaspec.data.manifest import (
 )
 from megaspec.data.parts import Progress, bad_by_kind, make_parts, read_json, sums
 from megaspec.data.prepare_worker import Settings, part_path
-from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, record_of, tokenizer_path, train_bpe
+from megaspec.data.provenance import describe, record_of
+from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
 
 BPE_TRAINING_BYTES = 64 * 2**20
 _COPY = 2**22
@@ -103,7 +104,7 @@ def prepare(
             folder=str(folder),
             key=key,
             eod=tokenizer.eod if append_eod else None,
-            vocab_size=tokenizer.vocab_size,
+            dtype=token_dtype(tokenizer.vocab_size).str,
             tokenizer=str(folder / "tokenizer.json") if isinstance(tokenizer, FileTokenizer) else None,
         )
         sources = _in_background(lambda: tuple(describe(given) for given in found))

@@ -18,7 +18,6 @@ import numpy as np
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_error
-from megaspec.data.indexed import token_dtype
 from megaspec.data.inputs import Bad, Part, Slice, read_documents
 from megaspec.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
@@ -37,8 +36,8 @@ class Settings:
     """Key or column that holds the text."""
     eod: int | None
     """Appended to every document; None appends nothing."""
-    vocab_size: int
-    """Decides the number format."""
+    dtype: str
+    """Number format of the token ids, as numpy writes it: <u2 or <i4."""
     tokenizer: str | None
     """Path of tokenizer.json; None for bytes."""
 
@@ -52,7 +51,7 @@ class PartWriter:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, report: Any):
         self._settings, self._tokenizer, self._report = settings, tokenizer, report
-        self._dtype = token_dtype(settings.vocab_size)
+        self._dtype = np.dtype(settings.dtype)
         self._typecode = {"u2": "H", "i4": "i"}[self._dtype.str[1:]]
 
     def write(self, part: Part) -> None:

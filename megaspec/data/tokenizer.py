@@ -12,7 +12,6 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megaspec.core.errors import DataError
-from megaspec.data.manifest import TokenizerRecord, load_manifest
 
 TOKENIZER_LIMIT = 256 * 2**20
 CONFIG_LIMIT = 16 * 2**20
@@ -139,41 +138,15 @@ def load_tokenizer(where: str | Path, *, eod: str | None = None) -> FileTokenize
         path = path / "tokenizer.json"
     elif not path.exists():
         path = _from_hub(str(where))
-    text = _read(path, TOKENIZER_LIMIT)
+    text = read_limited(path, TOKENIZER_LIMIT)
     name = path.parent.name if path.name == "tokenizer.json" else path.name
     return FileTokenizer(
         text, name=name or str(path), eod=eod or _configured_eod(path.with_name("tokenizer_config.json"))
     )
 
 
-def tokenizer_of(prefix: str | Path) -> Tokenizer:
-    """The tokenizer that made a data set, from its manifest and the copy of tokenizer.json beside it.
-
-    Raises DataError when either is missing or they don't belong together.
-    """
-    manifest = load_manifest(prefix)
-    if manifest is None:
-        raise DataError(f"{prefix}.manifest.json: missing, so its tokenizer isn't known; prepare the data again")
-    record = manifest.tokenizer
-    if record.name == ByteTokenizer.name:
-        return ByteTokenizer()
-    path = tokenizer_path(prefix)
-    tokenizer = FileTokenizer(_read(path, TOKENIZER_LIMIT), name=record.name)
-    if tokenizer.sha256 != record.sha256:
-        raise DataError(f"{path}: sha256={tokenizer.sha256}, the manifest says {record.sha256}: not its tokenizer")
-    tokenizer.eod = record.eod
-    return tokenizer
-
-
 def tokenizer_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer.json")
-
-
-def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
-    """What the manifest says about a tokenizer."""
-    return TokenizerRecord(
-        name=tokenizer.name, sha256=tokenizer.sha256, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod
-    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
@@ -200,14 +173,15 @@ def _configured_eod(path: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        token = json.loads(_read(path, CONFIG_LIMIT)).get("eos_token")
+        token = json.loads(read_limited(path, CONFIG_LIMIT)).get("eos_token")
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: not a tokenizer configuration: {error}") from error
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
-def _read(path: Path, limit: int) -> bytes:
+def read_limited(path: Path, limit: int) -> bytes:
+    """A file of at most `limit` bytes. Raises DataError."""
     try:
         with open(path, "rb") as file:
             text = file.read(limit + 1)

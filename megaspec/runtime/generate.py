@@ -12,8 +12,9 @@ from torch import Tensor
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError, DataError
+from megaspec.data.provenance import tokenizer_of
 from megaspec.data.spec import DataSource, IndexedSpec
-from megaspec.data.tokenizer import Tokenizer, tokenizer_of
+from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build_split_model

@@ -23,9 +23,10 @@ from megaspec.data.files import write_atomically
 from megaspec.data.indexed import IndexedFile
 from megaspec.data.inputs import cut, find_inputs, lines_before, read_documents
 from megaspec.data.inspect import inspect
-from megaspec.data.manifest import load_manifest
+from megaspec.data.manifest import load_manifest, sha256_of_files
 from megaspec.data.prepare import Progress, prepare
-from megaspec.data.tokenizer import ByteTokenizer, parse_tokenizer, tokenizer_of
+from megaspec.data.provenance import tokenizer_of
+from megaspec.data.tokenizer import ByteTokenizer, parse_tokenizer
 from megaspec.data.workers import WorkerDied
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def test_jsonl_becomes_documents(tmp_path):
     assert manifest.documents == 50
     assert manifest.tokens == sum(len(text.encode()) + 1 for text in texts)
     assert (manifest.dtype, manifest.tokenizer.name, manifest.tokenizer.eod) == ("uint16", "byte", 256)
-    assert manifest.sources[0].sha256 == inputs_module.sha256_of_files([tmp_path / "a.jsonl"])
+    assert manifest.sources[0].sha256 == sha256_of_files([tmp_path / "a.jsonl"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "d.bin", "d.idx", "d.manifest.json"]
     assert inspect(tmp_path / "d").documents == 50
 

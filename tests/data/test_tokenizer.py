@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 
 from megaspec.core.errors import DataError
 from megaspec.data import tokenizer as tokenizer_module
+from megaspec.data.provenance import record_of, tokenizer_of
 from megaspec.data.tokenizer import (
     BpeRequest,
     ByteTokenizer,
     FileTokenizer,
     load_tokenizer,
     parse_tokenizer,
-    record_of,
-    tokenizer_of,
     train_bpe,
 )
 from tests.data.helpers import add_manifest, write_dataset
