@@ -27,7 +27,15 @@ from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
 from megaspec.resolve.target import Target, detect_target
-from megaspec.run_folder import copy_newest_checkpoint, is_run, make_folder, newest_step, read_run, write_run
+from megaspec.run_folder import (
+    copy_checkpoint,
+    is_run,
+    make_folder,
+    newest_good,
+    newest_step,
+    read_run,
+    write_run,
+)
 from megaspec.search import SearchPath
 from megaspec.spec import Spec
 from megaspec_launchers.environment import rank_from_environment
@@ -226,10 +234,13 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     if fields["name"] == old.name:
         fields["name"] = place.name
     recipe = Recipe.model_validate_json(json.dumps(fields))
-    spec = fork(old, recipe, target, gather_facts(recipe), composed.origins)
+    checkpoint, manifest = newest_good(source)
+    step, samples = checkpoint.step, manifest.state["samples"]
+    facts = gather_facts(recipe)
+    spec = fork(old, recipe, target, facts, composed.origins, done_steps=step, done_samples=samples)
     make_folder(place)
     lock = RunLock(place).acquire()
-    step = copy_newest_checkpoint(source, place)
+    copy_checkpoint(checkpoint, place)
     write_run(place, recipe, target, spec)
     print(f"{place} starts from step {step} of {source}")
     return Prepared(place, spec, lock)

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megaspec.checkpoint.folders import CHECKPOINTS, candidates
+from megaspec.checkpoint.folders import CHECKPOINTS, Candidate, candidates, step_name
+from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.verify import examine
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.data.files import publish, write_atomically, write_error
@@ -78,28 +79,29 @@ def newest_step(folder: Path) -> int:
     return max((c.step for c in candidates(folder / CHECKPOINTS)), default=0)
 
 
-def copy_newest_checkpoint(source: Path, target: Path) -> int:
-    """Copies the newest good checkpoint of a run into another, for a fork. -> its step.
-
-    Every byte is checked before. CheckpointError: there is no good one. WriteError: no room.
-    """
+def newest_good(source: Path) -> tuple[Candidate, Manifest]:
+    """The newest checkpoint of a run that is good in every byte, for a fork. CheckpointError: there is none."""
     damage: list[str] = []
     for candidate in candidates(source / CHECKPOINTS):
-        _, problems = examine(candidate.path, candidate.step, deep=True)
-        if problems:
-            damage += problems
-            continue
-        place = target / CHECKPOINTS / f"step-{candidate.step:08d}"
-        try:
-            incoming = place.with_name(".incoming")
-            shutil.copytree(candidate.path, incoming)
-            publish(incoming, place)
-        except (OSError, shutil.Error) as error:
-            cause = error if isinstance(error, OSError) and error.errno else OSError(str(error))
-            raise write_error(place, cause, _size(candidate.path)) from None
-        return candidate.step
+        manifest, problems = examine(candidate.path, candidate.step, deep=True)
+        if manifest is not None and not problems:
+            return candidate, manifest
+        damage += problems
     what = "; ".join(damage) if damage else "no checkpoint was saved there"
     raise CheckpointError(f"{source}: nothing to fork from: {what}")
+
+
+def copy_checkpoint(candidate: Candidate, target: Path) -> None:
+    """Copies a checkpoint into another run's folder, whole or not at all. WriteError: no room, or it is gone."""
+    place = target / CHECKPOINTS / step_name(candidate.step)
+    incoming = place.with_name(".incoming")
+    try:
+        shutil.copytree(candidate.path, incoming)
+        publish(incoming, place)
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(place.parent, ignore_errors=True)
+        cause = error if isinstance(error, OSError) and error.errno else OSError(str(error))
+        raise write_error(place, cause, _size(candidate.path)) from None
 
 
 def _size(folder: Path) -> int:

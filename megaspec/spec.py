@@ -28,6 +28,10 @@ class Spec(Recipe):
     """`cuda` or `cpu`."""
     segments: tuple[int, ...]
     """Sequences of the training order that each index segment holds; a longer run appends one (see data/order)."""
+    samples_moved: int = 0
+    """Sequences that a fork's checkpoint had taken beyond what the fork's own batch sizes make of its step; negative
+    when it had taken fewer. Added to the place of every step in the training order, so that none is skipped or taken
+    twice."""
     data_fingerprint: str = ""
     """Hash of the data that the run was resolved with; "" for data that is made as it is read."""
     decisions: tuple[Decision, ...] = ()

@@ -27,12 +27,17 @@ class Settled:
     data_fingerprint: str
     decisions: tuple[Decision, ...]
 
-    def spec(self, segments: tuple[int, ...]) -> Spec:
-        """The Spec, its training order cut into `segments` (sequences each)."""
+    def samples(self, moved: int = 0) -> int:
+        """Sequences of the training order that the run reaches; `moved`: see Spec.samples_moved."""
+        return BatchSchedule(self.recipe.train, moved=moved).consumed(self.recipe.train.steps)
+
+    def spec(self, segments: tuple[int, ...], *, moved: int = 0) -> Spec:
+        """The Spec, its training order cut into `segments` (sequences each); `moved`: see Spec.samples_moved."""
         fields = self.recipe.model_dump(mode="json") | {
             "world_size": world_size(degrees(self.recipe.parallelism)),
             "device": self.target.device,
             "segments": segments,
+            "samples_moved": moved,
             "data_fingerprint": self.data_fingerprint,
             "decisions": [d.model_dump(mode="json") for d in self.decisions],
         }
@@ -46,7 +51,7 @@ def resolve(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, 
     DataError: nothing but the data is wrong.
     """
     settled = settle(recipe, target, facts, origins)
-    return settled.spec((BatchSchedule(settled.recipe.train).consumed(settled.recipe.train.steps),))
+    return settled.spec((settled.samples(),))
 
 
 def settle(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, str] | None = None) -> Settled:

@@ -54,9 +54,7 @@ def resume(
     """
     origins = origins or {}
     problems = [_frozen_problem(key, was, now, origins) for key, was, now in changes(old, recipe)]
-    if recipe.train.steps < done_steps:
-        text = f"train.steps={recipe.train.steps} must be at least the {done_steps} that are done"
-        problems.append(Problem("train.steps", text, origin_of(origins, "train.steps"), "resume-steps"))
+    problems += _too_short(recipe, done_steps, origins)
     if old.data_fingerprint and facts.fingerprint and old.data_fingerprint != facts.fingerprint:
         text = "data: its content has changed since the run began; put the old data back, or give --fork NAME"
         problems.append(Problem("data", text, origin_of(origins, "data"), "resume-data"))
@@ -65,19 +63,35 @@ def resume(
     pinned, kept = _pinned(old, recipe)
     settled = settle(pinned, target, replace(facts, run_dir=old.run_dir), origins)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
-    return settled.spec(_longer(old.segments, settled))
+    moved = old.samples_moved
+    return settled.spec(_longer(old.segments, settled, moved), moved=moved)
 
 
-def fork(old: Spec, recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, str] | None = None) -> Spec:
+def fork(
+    old: Spec,
+    recipe: Recipe,
+    target: Target,
+    facts: Facts,
+    origins: Mapping[str, str] | None = None,
+    *,
+    done_steps: int = 0,
+    done_samples: int = 0,
+) -> Spec:
     """The Spec of a new run that starts from a checkpoint of `old`: everything may change, and is resolved anew.
 
     With the same data, sequence length and seed it goes on in the same training order; otherwise it takes the new
-    order from the sample at which the checkpoint stands. `facts.run_dir` is its folder. Raises what `resolve` raises.
+    order from the sample at which the checkpoint stands: after `done_steps` steps, that many `done_samples`, whatever
+    the batch was and is. `facts.run_dir` is its folder. RecipeError: it would end before it begins, or what `resolve`
+    raises.
     """
+    problems = _too_short(recipe, done_steps, origins or {})
+    if problems:
+        raise RecipeError(problems)
     settled = settle(recipe, target, facts, origins)
     new = settled.recipe
     is_same_order = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
-    return settled.spec(_longer(old.segments if is_same_order else (), settled))
+    moved = done_samples - BatchSchedule(new.train).consumed(done_steps)
+    return settled.spec(_longer(old.segments if is_same_order else (), settled, moved), moved=moved)
 
 
 def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
@@ -93,6 +107,13 @@ def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         if after != AUTO and before != after and not is_told:
             found.append((key, before, after))
     return found
+
+
+def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> list[Problem]:
+    if recipe.train.steps >= done_steps:
+        return []
+    text = f"train.steps={recipe.train.steps} must be at least the {done_steps} that are done"
+    return [Problem("train.steps", text, origin_of(origins, "train.steps"), "resume-steps")]
 
 
 def _frozen_problem(key: str, was: Any, now: Any, origins: Mapping[str, str]) -> Problem:
@@ -121,9 +142,9 @@ def _order(recipe: Recipe) -> dict[str, Any]:
     return {name: value for name, value in recipe.data.model_dump(mode="json").items() if name != "cache"}
 
 
-def _longer(segments: tuple[int, ...], settled: Settled) -> tuple[int, ...]:
+def _longer(segments: tuple[int, ...], settled: Settled, moved: int) -> tuple[int, ...]:
     """The segments, with one more where the run needs more samples than they hold."""
-    missing = BatchSchedule(settled.recipe.train).consumed(settled.recipe.train.steps) - sum(segments)
+    missing = settled.samples(moved) - sum(segments)
     return (*segments, missing) if missing > 0 else segments
 
 

@@ -74,7 +74,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
-        self.schedule = BatchSchedule(self.built.spec.train)
+        spec = self.built.spec
+        self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts the weights from the seed."""

@@ -7,11 +7,12 @@ class BatchSchedule:
     """How many sequences each optimizer step takes.
 
     With a ramp, the batch at a step is start + k · increment, k = number of whole `samples / increments` parts that
-    lie behind it, until it is global_batch.
+    lie behind it, until it is global_batch. `moved` sequences are added to what any step has consumed: see
+    Spec.samples_moved.
     """
 
-    def __init__(self, train: TrainSpec):
-        self._full = train.global_batch
+    def __init__(self, train: TrainSpec, *, moved: int = 0):
+        self._moved = moved
         self._stages: list[tuple[int, int, int]] = []  # (first step, first sample, batch)
         step = sample = 0
         if train.batch_ramp is not None:
@@ -33,7 +34,7 @@ class BatchSchedule:
     def consumed(self, step: int) -> int:
         """Sequences that the first `step` steps take."""
         first_step, first_sample, batch = self._stage(step)
-        return first_sample + (step - first_step) * batch
+        return self._moved + first_sample + (step - first_step) * batch
 
     @property
     def batches(self) -> tuple[int, ...]:

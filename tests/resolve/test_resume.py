@@ -11,6 +11,7 @@ from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import FREE, changes, fork, resume
 from megaspec.resolve.target import Target
+from megaspec.train.batch_schedule import BatchSchedule
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 ONE = CPU.model_copy(update={"cores": 1})
@@ -144,6 +145,28 @@ def test_a_fork_may_change_everything():
     other = recompose(saved, "r", ["data.seq_len=128", "train.steps=200"]).recipe
     assert fork(old, other, CPU, FACTS).segments == (200 * 16,)
     assert fork(old, composed.recipe, CPU, replace(FACTS, fingerprint="b")).segments == (200 * 32,)
+
+
+@pytest.mark.parametrize(("batch", "moved"), [(32, -50 * 16), (16, 0), (4, 50 * 12)])
+def test_a_fork_takes_the_sample_after_the_last_one_that_was_taken(batch, moved):
+    saved, old = start()
+    recipe = recompose(saved, "r", ["train.steps=200", f"train.global_batch={batch}"]).recipe
+    spec = fork(old, recipe, CPU, FACTS, done_steps=50, done_samples=50 * 16)
+    assert spec.samples_moved == moved
+    schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
+    assert (schedule.consumed(50), schedule.consumed(51)) == (50 * 16, 50 * 16 + batch)
+    assert sum(spec.segments) == max(120 * 16, schedule.consumed(200))
+    # it stays so when the fork itself goes on
+    longer = recompose(json.loads(recipe.model_dump_json()), "r", ["train.steps=900"]).recipe
+    longer = resume(spec, longer, CPU, FACTS, done_steps=200)
+    assert (longer.samples_moved, sum(longer.segments)) == (moved, schedule.consumed(900))
+
+
+def test_a_fork_can_not_end_before_it_begins():
+    saved, old = start()
+    composed = recompose(saved, "r", ["train.steps=49"])
+    with pytest.raises(RecipeError, match=r"train.steps=49 must be at least the 50 that are done   \(command line\)"):
+        fork(old, composed.recipe, CPU, FACTS, composed.origins, done_steps=50, done_samples=800)
 
 
 def test_free_keys_exist():

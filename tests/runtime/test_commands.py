@@ -94,7 +94,12 @@ def test_a_longer_run_keeps_what_it_took_and_appends(megaspec, capfd):
     assert "train.global_batch=8 changes the experiment" in capfd.readouterr().err
     assert megaspec("resume", str(run), "train.global_batch=8", "train.steps=60", "--fork", "wider") == 0
     assert "runs/wider starts from step 50" in capfd.readouterr().out
-    assert [line["step"] for line in history(Path("runs/wider")) if line["event"] == "step"] == [*range(51, 61)]
+    wider = [line for line in history(Path("runs/wider")) if line["event"] == "step"]
+    assert [(w["step"], w["first_sample"]) for w in wider] == [(51 + i, 200 + 8 * i) for i in range(10)]
+    assert sequences(Path("runs/wider"), 200) == sequences(run, 200)
+    assert megaspec("resume", str(run), "train.steps=40", "--fork", "shorter") == 64
+    assert "train.steps=40 must be at least the 50 that are done" in capfd.readouterr().err
+    assert not Path("runs/shorter").exists()
 
 
 def test_another_layout_and_back(megaspec):
