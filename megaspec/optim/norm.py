@@ -28,7 +28,9 @@ def local_norms(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]) 
     squares = torch.zeros(len(gradients), dtype=torch.float64, device=first.device)
     if counted:
         norms = torch.stack(torch._foreach_norm(counted)).to(torch.float64)
-        squares.index_add_(0, torch.tensor(owner, device=first.device), norms.square())
+        # from page-locked memory, so that the host does not wait for the GPU
+        where = torch.tensor(owner, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
+        squares.index_add_(0, where, norms.square())
     return squares.sqrt()
 
 

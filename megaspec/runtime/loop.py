@@ -48,9 +48,25 @@ class StepClock:
         return event
 
     def lap(self, mark: Mark) -> float:
-        """Seconds from the last lap to `mark`, which the device must have passed."""
+        """Waits until the device has passed `mark`. -> seconds from the last lap to it."""
         last, self._last = self._last, mark
-        return last.elapsed_time(mark) / 1e3 if self._cuda else mark - last
+        if not self._cuda:
+            return mark - last
+        mark.synchronize()
+        return last.elapsed_time(mark) / 1e3
+
+
+def numbers_of(result: StepResult) -> torch.Tensor:
+    """float64 [6] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop.
+
+    From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
+    own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
+    """
+    asked = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
+    numbers = torch.stack([x.to(torch.float64) for x in asked])
+    if numbers.device.type == "cpu":
+        return numbers
+    return torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
 
 
 def ignore(event: Event) -> None:
@@ -105,14 +121,14 @@ class Run:
             document_mask=spec.data.document_mask,
         )
         clock = StepClock(self.built.device)
-        pending: list[tuple[int, StepBatch, StepResult, Mark]] = []
+        pending: list[tuple[int, StepBatch, StepResult, torch.Tensor, Mark]] = []
         # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
         lag = 1 if self.built.device.type == "cuda" else 0
         try:
             for batch in loader:
                 result = self._one_step(batch)
                 self.step += 1
-                pending.append((self.step, batch, result, clock.mark()))
+                pending.append((self.step, batch, result, numbers_of(result), clock.mark()))
                 at_rest = self._wants_rest()
                 stop = False
                 while len(pending) > (0 if at_rest else lag):
@@ -153,15 +169,12 @@ class Run:
         spec = self.built.spec
         return self._due(spec.train.eval_every) or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
-    def _report(self, step: int, batch: StepBatch, result: StepResult, mark: Mark, clock: "StepClock") -> bool:
+    def _report(
+        self, step: int, batch: StepBatch, result: StepResult, numbers: torch.Tensor, mark: Mark, clock: StepClock
+    ) -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
-        numbers = torch.stack(
-            [
-                x.to(torch.float64)
-                for x in (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
-            ]
-        ).tolist()
-        loss, norm, tokens, skipped, loss_scale, stop = numbers
+        seconds = clock.lap(mark)
+        loss, norm, tokens, skipped, loss_scale, stop = numbers.tolist()
         self.tokens += int(tokens)
         # a smaller loss scale cures gradients that overflow, never a loss
         if not isfinite(loss) or not (isfinite(norm) or self.scaler.may_lower(loss_scale)):
@@ -179,7 +192,7 @@ class Run:
             first_sample=batch.ids[0],
             skipped=bool(skipped),
             loss_scale=loss_scale if self.scaler.may_skip else None,
-            seconds=clock.lap(mark),
+            seconds=seconds,
             sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
             memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         )
