@@ -28,7 +28,8 @@ class Fp16Precision(Frozen):
     growth_interval: PositiveInt = 1000
     """Finite steps in a row after which the scale doubles."""
     hysteresis: PositiveInt = 2
-    """Non-finite steps that are forgiven before the scale is halved."""
+    """How many non-finite steps there are until the scale is halved; each one after that halves it again, until the
+    scale has doubled. 1 halves it at the first."""
 
 
 PrecisionSpec = Annotated[PlainPrecision | Fp16Precision, Field(discriminator="kind")]
