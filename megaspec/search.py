@@ -111,7 +111,7 @@ class SearchPath:
 def _target(entry: Any, *, config_path: str, groups: Sequence[str]) -> tuple[str | None, str | None]:
     """What an entry of a defaults list names, or what is wrong with it."""
     group_here = config_path.rpartition("/")[0]
-    is_base = config_path == "base"
+    is_base, is_recipe = config_path == "base", config_path.startswith("recipe/")
     if entry == "_self_":
         return None, None
     if isinstance(entry, str):
@@ -133,7 +133,7 @@ def _target(entry: Any, *, config_path: str, groups: Sequence[str]) -> tuple[str
         return None, None
     if not isinstance(choice, str) or not _NAME.fullmatch(choice):
         return None, f"{key}: {choice} is no name of a file; letters, digits, dots, dashes and underscores"
-    if not is_base and (words != ["override", f"/{group}"] or group == "recipe" or group_here != "recipe"):
+    if not is_base and (words != ["override", f"/{group}"] or group == "recipe" or not is_recipe):
         return None, f"{key}: a recipe chooses with `override /group: choice`, after what it inherits"
     return f"{group}/{choice}", None
 

@@ -192,6 +192,16 @@ def test_a_key_of_another_kind_says_whose_it_is():
     )
 
 
+def test_a_recipe_in_a_subfolder_chooses_groups_too(folder):
+    (folder / "recipes" / "mine").mkdir()
+    (folder / "recipes" / "mine" / "one.yaml").write_text("defaults:\n  - /recipe/hello\n  - override /optim: sgd\n")
+    assert compose("mine/one").recipe.optim.kind == "sgd"
+
+
+def test_a_list_with_a_wrong_entry_is_not_called_short(folder):
+    assert [p.code for p in problems_of("hello", ["data.blend=[{prefix: a, wieght: 2}]"])] == ["key.unknown"]
+
+
 def test_typing_errors_name_file_and_line(folder):
     (folder / "recipes" / "bad.yaml").write_text(
         "defaults:\n  - hello\ntrain:\n  deterministic: on\n  steps: 017\n"
@@ -231,6 +241,7 @@ def test_typing_errors_name_file_and_line(folder):
         (["model=../../secret"], "model=../../secret does not exist"),
         (["~data.kind"], "data.kind is missing; choose one: data=indexed, data=random, data=synthetic"),
         (["data.split=[1]"], "too few entries"),
+        (["data.blend=[]"], "data.blend=[] must be a list whose length is at least 1"),
         (["name='a/b'"], "must be text that matches"),
     ],
 )

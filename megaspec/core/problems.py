@@ -93,6 +93,8 @@ def typed_problems(
     owners: dict[str, type[BaseModel] | None] = {}
     for one in error.errors(include_url=False):
         key, owner = _path(model, one["loc"])
+        if one["type"] == "too_short" and len(value_at(content, key)) >= one["ctx"]["min_length"]:
+            continue  # long enough: its entries are wrong, and told themselves
         if one["type"].startswith("union_tag"):
             key = f"{key}.{one['ctx']['discriminator'].strip(chr(39))}"
         grouped.setdefault(key, []).append(one)
