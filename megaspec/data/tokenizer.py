@@ -117,10 +117,10 @@ def parse_tokenizer(choice: str, *, eod: str | None = None) -> Tokenizer | BpeRe
         if eod is not None:
             raise DataError(f"--eod {eod}: the byte tokenizer has its own, 256; leave --eod out")
         return ByteTokenizer()
-    if choice.startswith("bpe:"):
+    if choice == "bpe" or choice.startswith("bpe:"):
         if eod is not None:
             raise DataError(f"--eod {eod}: {choice} gets {BPE_EOD} of its own; leave --eod out")
-        size = choice.removeprefix("bpe:")
+        size = choice.removeprefix("bpe").removeprefix(":")
         if not size.isdecimal() or not 257 < int(size) <= VOCAB_LIMIT:
             raise DataError(f"--tokenizer {choice}: the size is a number above 257 (256 bytes and eod), as in bpe:8192")
         return BpeRequest(int(size))

@@ -101,6 +101,7 @@ def test_too_large_a_file(tmp_path, monkeypatch):
         ("./nothing.json", "no such file or folder"),
         ("a/b/c", "no such file or folder"),
         ("bpe:many", "the size is a number"),
+        ("bpe", "the size is a number"),
         ("bpe:257", "above 257"),
         ("bpe:-5", "the size is a number"),
     ],
