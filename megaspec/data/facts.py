@@ -83,7 +83,9 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
     problems += _mixed_tokenizers(spec, manifests)
     if not problems and not tokens["train"]:
         problems.append(
-            Problem("data.split", f"data.split={spec.split} leaves no document for training; raise its first share")
+            Problem(
+                "data.split", f"data.split={list(spec.split)} leaves no document for training; raise its first share"
+            )
         )
     names = {manifest.tokenizer.name for manifest in manifests}
     return DataFacts(

@@ -36,7 +36,9 @@ class GptIndices:
 
 
 def split_bounds(split: tuple[float, float, float], n_documents: int) -> tuple[int, int, int, int]:
-    """Bounds of training, validation and test documents: shares of the sum, rounded half to even."""
+    """Bounds of training, validation and test documents: shares of the sum, rounded half to even; 0 for a sum of 0."""
+    if not any(split):
+        return (0, 0, 0, 0)
     shares = np.array(split, dtype=np.float64)
     running, bounds = 0.0, [0]
     for share in (shares / shares.sum()).tolist():

@@ -63,9 +63,10 @@ def test_two_tokenizers_in_one_blend(tmp_path):
     assert "other" in problem.message
 
 
-def test_no_document_for_training(tmp_path):
+@pytest.mark.parametrize("split", [(0.0, 1.0, 0.0), (0.0, 0.0, 0.0)])
+def test_no_document_for_training(tmp_path, split):
     write_dataset(tmp_path / "a", [10] * 8)
-    (problem,) = data_facts(indexed(tmp_path / "a", split=(0.0, 1.0, 0.0))).problems
+    (problem,) = data_facts(indexed(tmp_path / "a", split=split)).problems
     assert "leaves no document for training" in problem.message
 
 
