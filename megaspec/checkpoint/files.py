@@ -44,11 +44,16 @@ def read_failure(path: Path, error: OSError) -> CheckpointError:
 def write_failure(path: Path, error: OSError, *, need: int | None = None) -> WriteError:
     """What to raise when `path` could not be written; `need` is the size in bytes of what was to be written."""
     text = f"cannot write {error.filename or path}: {os.strerror(error.errno or 0)}"
-    if need is not None:
-        text += f"; need {need:,} bytes"
-        with contextlib.suppress(OSError):
-            text += f", {free_bytes(path):,} bytes are free"
-    return WriteError(f"{text}; make room there, lower checkpoint.keep or set another run_dir")
+    remedy = ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "make room there, lower checkpoint.keep or "
+        if need is not None:
+            text += f"; need {need:,} bytes"
+            with contextlib.suppress(OSError):
+                text += f", {free_bytes(path):,} bytes are free"
+    elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        remedy = "make it writable or "
+    return WriteError(f"{text}; {remedy}set another run_dir")
 
 
 def free_bytes(path: Path) -> int:

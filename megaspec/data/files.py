@@ -16,6 +16,8 @@ def write_error(path: str | Path, error: OSError, need: int | None = None) -> Wr
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         needed = "" if need is None else f", need {need} bytes"
         text += f"{needed}, free {_free_bytes(Path(path))} bytes; make room or choose another folder"
+    else:
+        text += "; choose another folder"
     return WriteError(text)
 
 

@@ -138,7 +138,7 @@ def test_a_re_save_that_fails_between_its_renames_gives_the_old_one_its_name_bac
     store = Store(tmp_path, chunk_bytes=CHUNK)
     save(store, 1)
     faults.arm("after_set_aside", fail)
-    with pytest.raises(WriteError, match="Read-only file system"):
+    with pytest.raises(WriteError, match="Read-only file system; make it writable or set another run_dir"):
         save(store, 1, salt=4)
     assert_kept(store)
 
@@ -157,7 +157,7 @@ def test_one_ranks_other_error_reaches_all_ranks(tmp_path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
-    with pytest.raises(WriteError, match=r"cannot write .*checkpoints"):
+    with pytest.raises(WriteError, match=r"cannot write .*checkpoints.*; set another run_dir$"):
         save(Store(tmp_path), 1)
 
 
