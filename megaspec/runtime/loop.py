@@ -21,7 +21,7 @@ from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.runtime.build import Built, initialise
 from megaspec.runtime.generate import encode, generate, run_tokenizer
 from megaspec.runtime.non_finite import explain
-from megaspec.runtime.state import load, pieces_of, progress
+from megaspec.runtime.state import load, pieces_of, progress, tell_passed_over
 from megaspec.runtime.step import StepResult, evaluate, train_step
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -85,6 +85,8 @@ class Run:
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
+    valid: Source | None = None
+    """What evaluations read, opened and checked by the first of them."""
     scaler: LossScaler = field(init=False)
     schedule: BatchSchedule = field(init=False)
 
@@ -99,6 +101,8 @@ class Run:
         if reader is None:
             initialise(self.built)
             return
+        if self.comm.rank == 0:
+            tell_passed_over(reader)
         with reader:
             load(self.built, reader)
             self.step, self.tokens = reader.state["step"], reader.state["tokens"]
@@ -202,10 +206,11 @@ class Run:
     def _evaluate(self) -> None:
         spec = self.built.spec
         start = time.perf_counter()
-        source = self._source("valid")
+        if self.valid is None:
+            self.valid = self._source("valid")
         self.built.model.eval()
         batches = eval_batches(
-            source,
+            self.valid,
             spec.train.eval_samples,
             micro_batch=spec.train.micro_batch,
             dp_rank=self.built.mesh.index("dp"),

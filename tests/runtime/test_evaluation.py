@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megaspec.data.loader import open_source
+from megaspec.runtime import loop
 from megaspec.runtime.build import initialise
 from megaspec.runtime.step import evaluate
 from tests.runtime import lives
@@ -52,6 +53,27 @@ def test_any_layout_gives_the_mean_over_tokens(layout, samples, pool):
     truth = pool.run(by_definition, one.model_dump_json(), ranks=1)[0]
     for loss in pool.run(evaluated, made.model_dump_json(), ranks=made.world_size):
         assert loss == pytest.approx(truth, rel=1e-12, abs=0)
+
+
+def splits_opened(rank, text, folder):
+    """Which splits a whole run opens, in order."""
+    opened = []
+
+    def note(data_spec, *, split, **more):
+        opened.append(split)
+        return open_source(data_spec, split=split, **more)
+
+    loop.open_source = note
+    try:
+        lives.live(rank, text, folder)
+    finally:
+        loop.open_source = open_source
+    return opened
+
+
+def test_the_validation_data_are_opened_and_checked_once(pool, tmp_path):
+    made = spec({"train.steps": 6, "train.eval_every": 2, "train.eval_samples": 2})
+    assert pool.run(splits_opened, made.model_dump_json(), str(tmp_path), ranks=1) == [["train", "valid"]]
 
 
 def test_a_document_mask_changes_the_evaluation(pool):
