@@ -34,7 +34,10 @@ class Reader:
     """An opened checkpoint. Every chunk that is read is checked against its CRC-32 before a tensor is handed out.
 
     Raises CheckpointError naming file, expected and found. One thread may read at a time; others wait.
+    `passed_over`: newer checkpoints that were not good, and why, for whoever tells the user.
     """
+
+    passed_over: tuple[str, ...] = ()
 
     def __init__(self, path: Path | str):
         self.path = Path(path)

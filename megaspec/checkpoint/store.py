@@ -120,7 +120,9 @@ class Store:
         for name, candidate in by_name.items():
             problems = self._verify(candidate.path, candidate.step, comm)
             if not problems:
-                return self._open_good(candidate, comm, repair)
+                reader = self._open_good(candidate, comm, repair)
+                reader.passed_over = tuple(found)
+                return reader
             reason = "\n".join(problems)
             if repair:
                 target = on_first(comm, lambda c=candidate, r=reason: self._put_aside(c, r))

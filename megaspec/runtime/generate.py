@@ -18,7 +18,7 @@ from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build_split_model
-from megaspec.runtime.state import load_weights
+from megaspec.runtime.state import load_weights, tell_passed_over
 from megaspec.spec import Spec
 
 
@@ -35,6 +35,7 @@ def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float
     device = torch.device("cuda" if cuda else "cpu")
     spec = for_one_device(trained, cuda=cuda)
     model, tensor = build_split_model(spec, mesh=Mesh({}, rank=0, device=device))
+    tell_passed_over(reader)
     with reader:
         load_weights(dict(model.named_parameters()), tensor.layouts, reader)
     written = generate(

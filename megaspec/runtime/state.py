@@ -5,6 +5,7 @@ optim/<kind>/<name>   optimizer state
 rng/<generator>/<rank> random generators that user code may draw from, as bytes
 """
 
+import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -48,6 +49,14 @@ def generators(built: Built) -> dict[str, torch.Tensor]:
     if built.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(built.device)
     return states
+
+
+def tell_passed_over(reader: Reader) -> None:
+    """Says on stderr which newer checkpoints were not good, so that lost steps are never a surprise."""
+    for what in reader.passed_over:
+        print(f"megaspec: a checkpoint is not good: {what}", file=sys.stderr)
+    if reader.passed_over:
+        print(f"megaspec: step {reader.step} is the newest good one", file=sys.stderr, flush=True)
 
 
 @torch.no_grad()
