@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from io import TextIOWrapper
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,6 +45,10 @@ from megaspec_launchers.local import launch
 
 USAGE_EXIT = RecipeError.exit_code
 INTERRUPTED_EXIT = 130
+_ONE_RUN = "one command is one run: give it once for each value, with a name=... of its own"
+_IN_FOLDER = "megaspec plan shows what is decided; a run keeps recipe.json and spec.json in its folder"
+# What users of Hydra reach for.
+_HYDRA_FLAGS = {"-m": _ONE_RUN, "--multirun": _ONE_RUN, "--cfg": _IN_FOLDER, "-c": _IN_FOLDER}
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,9 @@ class Prepared:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. -> exit code (core/errors.py); 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that can't show a letter shows a question mark
     try:
         args = parse(sys.argv[1:] if arguments is None else list(arguments))
         return args.call(args)
@@ -121,7 +130,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
     known = sorted(set(re.findall(r"--[a-z][a-z-]*", command.format_help())))
     word = words[0].partition("=")[0]
-    hint = did_you_mean(word, known)
+    near = did_you_mean(word.lstrip("-"), [k.removeprefix("--") for k in known]).replace("mean ", "mean --")
+    hint = _HYDRA_FLAGS.get(word) or near
     if not hint and "=" in words[0]:
         hint = f"settings have no dashes: {words[0].lstrip('-')}"
     return f"{words[0]}: unknown; {hint or f'see megaspec {command.prog.split()[-1]} --help'}"
@@ -170,8 +180,10 @@ def resume_run(args: argparse.Namespace) -> int:
 
 def generate(args: argparse.Namespace) -> int:
     """Print what the newest good checkpoint of a run writes after a text."""
-    if args.tokens < 0 or args.temperature < 0 or args.seed < 0:
-        raise RecipeError("--tokens, --temperature and --seed must be at least 0")
+    if args.tokens < 0 or not 0 <= args.temperature < inf or args.seed < 0:
+        raise RecipeError("--tokens, --temperature and --seed must be at least 0, and finite")
+    if any("\ud800" <= c <= "\udfff" for c in args.text):
+        raise RecipeError("TEXT is not valid UTF-8; give it in the encoding of the terminal")
     read_run(args.run)
     from megaspec.runtime.generate import generate_text  # torch, only where it is needed
 
@@ -222,7 +234,10 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
     with ExitStack() as stack:
         stack.callback(lock.release)
         old = read_run(folder).spec
-        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=newest_step(folder))
+        done = newest_step(folder)
+        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done)
+        if done == spec.train.steps:
+            print(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further")
         write_run(folder, recipe, target, spec)
         stack.pop_all()
     return Prepared(folder, spec, lock)
@@ -284,7 +299,13 @@ def _record(folder: Path) -> None:
 
 
 def _show(spec: Spec, target: Target) -> None:
-    print_plan(spec, target, Console(highlight=False, soft_wrap=False))
+    print_plan(spec, target, _Terminal(highlight=False, soft_wrap=False))
+
+
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would exit with 1."""
+        raise BrokenPipeError
 
 
 if __name__ == "__main__":

@@ -88,12 +88,18 @@ def test_plan_is_fast_and_imports_no_torch(tmp_path):
         (["plan", "recipe=helo"], "recipe=helo does not exist; did you mean hello?"),
         (["plan", "recipe=hello", "--config-dri", "x"], "--config-dri: unknown; did you mean --config-dir?"),
         (["train", "--parallelism.tp=2", "recipe=hello"], "settings have no dashes: parallelism.tp=2"),
+        (["train", "--steps=5", "recipe=hello"], "settings have no dashes: steps=5"),
         (["train", "recipe=hello", "resume=always"], "resume=always must be never or auto"),
         (["plan", "recipe=hello", "optim.lrr=1", "train.stpes=3"], "train.stpes=3: stpes is no key of train"),
         (["plan", "recipe=hello", "parallelism.tp=3"], "parallelism.tp=3 must divide model.n_heads=4"),
         (["resume", "nowhere"], "nowhere holds no run (no spec.json); there is no such folder"),
         (["generate", "nowhere", "text"], "nowhere holds no run"),
         (["generate", "x", "y", "--tokens", "-1"], "must be at least 0"),
+        (["generate", "x", "y", "--temperature", "nan"], "must be at least 0, and finite"),
+        (["generate", "x", "y", "--temperature", "inf"], "must be at least 0, and finite"),
+        (["generate", "x", "\udcff"], "TEXT is not valid UTF-8"),
+        (["plan", "recipe=hello", "-m", "optim.lr=1,2"], "-m: unknown; one command is one run"),
+        (["train", "recipe=hello", "--cfg", "job"], "--cfg: unknown; megaspec plan shows"),
         (["checkpoint", "list", "x", "--fork"], "--fork: unknown"),
     ],
 )
@@ -134,6 +140,19 @@ def test_version_and_help(flag, capsys):
     if flag == "--help":
         for command in ("train", "plan", "resume", "generate", "data", "checkpoint"):
             assert re.search(rf"^ +{command}\b", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("module", ["megaspec", "megaspec.cli"])
+def test_a_terminal_of_few_letters_and_a_closed_one_show_no_traceback(module, tmp_path):
+    environment = os.environ | {"PYTHONPATH": PATH, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-P", "-m", module, "plan", "recipe=hello"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "world 2 = pp 1 ? dp_replicate 1" in done.stdout
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 130
 
 
 def test_missing_data_exits_65_and_makes_no_folder(capsys):

@@ -189,3 +189,21 @@ def test_the_same_numbers_with_deterministic_operations(megaspec):
     for name in ("one", "two"):
         assert megaspec("train", "recipe=tiny", f"name={name}", "train=deterministic", "train.steps=6") == 0
     assert weights(Path("runs/one")) == weights(Path("runs/two"))
+
+
+def test_a_checkpoint_that_is_passed_over_and_a_run_that_is_done_are_told(megaspec, capfd):
+    assert megaspec("train", "recipe=tiny", "name=bent", "train.steps=4", "checkpoint.every=2") == 0
+    capfd.readouterr()
+    assert megaspec("resume", "runs/bent") == 0
+    assert "all 4 steps are done; a larger train.steps" in capfd.readouterr().out
+    shard = next(Path("runs/bent/checkpoints/step-00000004").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    for words in (("generate", "runs/bent", "a", "--tokens", "2"), ("resume", "runs/bent")):
+        capfd.readouterr()
+        assert megaspec(*words) == 0
+        err = capfd.readouterr().err
+        assert "a checkpoint is not good: step-00000004" in err
+        assert "crc32 expected" in err
+        assert "step 2 is the newest good one" in err
