@@ -2,7 +2,6 @@
 gradient norms, checkpoints and exports read."""
 
 from dataclasses import dataclass
-from math import prod
 
 
 @dataclass(frozen=True)
@@ -38,22 +37,6 @@ class Layout:
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def is_whole(self) -> bool:
-        """True when this rank holds the global tensor as it is, with nothing shared or padded."""
-        return len(self.pieces) == 1 and self.pieces[0].shape == self.shape == self.local_shape
-
-    @property
-    def is_primary(self) -> bool:
-        """True when every element of the local tensor is counted on this rank and none is padding."""
-        return all(p.replica == 0 for p in self.pieces) and sum(prod(p.shape) for p in self.pieces) == prod(
-            self.local_shape
-        )
 
 
 def whole(name: str, shape: tuple[int, ...], *, replica: int = 0) -> Layout:
