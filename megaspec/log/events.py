@@ -47,7 +47,7 @@ class StepDone:
     sequence_tokens: int
     """All tokens of the step, masked ones too: what the machine worked on."""
     memory_bytes: int | None
-    """Most that rank 0's device has held; None on the CPU."""
+    """Most that rank 0's GPU has held; on the CPU what rank 0's process holds now. None: not known."""
 
 
 @dataclass(frozen=True)

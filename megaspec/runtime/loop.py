@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 
+import psutil
 import torch
 
 from megaspec.checkpoint.comm import Comm
@@ -67,6 +68,13 @@ def numbers_of(result: StepResult) -> torch.Tensor:
     if numbers.device.type == "cpu":
         return numbers
     return torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes: the most that a GPU has held, on the CPU what this process holds now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def ignore(event: Event) -> None:
@@ -198,7 +206,7 @@ class Run:
             loss_scale=loss_scale if self.scaler.may_skip else None,
             seconds=seconds,
             sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
-            memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            memory_bytes=memory_of(device),
         )
         self.emit(event)
         return stop > 0
