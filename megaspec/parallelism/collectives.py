@@ -8,28 +8,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 # The operators under torch's functional collectives: traceable by torch.compile, the same in torch 2.11 to 2.13.
+# On the CPU there is nothing to gain from overlap, and gloo has been seen to crash inside these operators, once in
+# about ten thousand steps: there the collectives block.
 _ops = torch.ops._c10d_functional
-wait = _ops.wait_tensor
+
+
+def wait(x: Tensor) -> Tensor:
+    """The result of a collective that was started."""
+    return x if x.device.type == "cpu" else _ops.wait_tensor(x)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the group. Starts it: `wait` before use."""
+    if x.device.type == "cpu":
+        return _blocking_all_reduce(x, dist.ReduceOp.SUM, group)
     return _ops.all_reduce(x.contiguous(), "sum", group.group_name)
 
 
 def all_reduce_max(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The maximum over the group. Starts it: `wait` before use."""
+    if x.device.type == "cpu":
+        return _blocking_all_reduce(x, dist.ReduceOp.MAX, group)
     return _ops.all_reduce(x.contiguous(), "max", group.group_name)
+
+
+def _blocking_all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op, group=group)
+    return out
 
 
 def gather_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T/tp, D] -> the whole sequence, laid out [T, B, D]. Starts it: `wait` before use."""
-    return _ops.all_gather_into_tensor(x_BTD.transpose(0, 1).contiguous(), group.size(), group.group_name)
+    x_TBD = x_BTD.transpose(0, 1).contiguous()
+    if x_TBD.device.type == "cpu":
+        whole = x_TBD.new_empty(x_TBD.shape[0] * group.size(), *x_TBD.shape[1:])
+        dist.all_gather(list(whole.chunk(group.size())), x_TBD, group=group)
+        return whole
+    return _ops.all_gather_into_tensor(x_TBD, group.size(), group.group_name)
 
 
 def reduce_scatter_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T, D] -> this rank's [B, T/tp, D] of the sum, laid out [T/tp, B, D]. Starts it: `wait` before use."""
-    return _ops.reduce_scatter_tensor(x_BTD.transpose(0, 1).contiguous(), "sum", group.size(), group.group_name)
+    x_TBD = x_BTD.transpose(0, 1).contiguous()
+    if x_TBD.device.type == "cpu":
+        return _blocking_all_reduce(x_TBD, dist.ReduceOp.SUM, group).chunk(group.size())[group.rank()]
+    return _ops.reduce_scatter_tensor(x_TBD, "sum", group.size(), group.group_name)
 
 
 def wait_sequence(x_TBD: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The one training loop: steps, evaluation, checkpoints, and stopping when asked."""
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
 from megaspec.data.source import Source
 from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepDone
+from megaspec.log.sinks import METRICS
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.runtime.build import Built, initialise
@@ -107,6 +109,8 @@ class Run:
         """Goes on from the newest good checkpoint, or starts the weights from the seed."""
         reader = self.store.newest_good(self.comm)
         if reader is None:
+            if self.comm.rank == 0 and (self.run_dir / METRICS).exists():
+                print(f"megaspec: {self.run_dir} has no checkpoint: starting from step 0", file=sys.stderr, flush=True)
             initialise(self.built)
             return
         if self.comm.rank == 0:

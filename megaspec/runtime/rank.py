@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import HangError, MegaspecError
+from megaspec.core.errors import HangError, MegaspecError, Preempted
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
@@ -99,7 +100,7 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
     with ExitStack() as stack:
         if me.world_size > 1:
             join_world(me, device)
-            stack.callback(dist.destroy_process_group)
+            stack.push(leave_world)
         comm: Comm = DistComm(device=device) if me.world_size > 1 else SoloComm()
         lock = take_lock(run_dir, comm, lock_token, stack)
         degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
@@ -132,6 +133,13 @@ def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted
         flops_per_token=flops_per_token(spec.model, seq_len=spec.data.seq_len, tp=spec.parallelism.tp),
         peak_flops=target.peak_flops(spec.precision.kind),
     )
+
+
+def leave_world(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    """Ends the process groups, unless this rank failed: others may then never come, and NCCL would wait for them."""
+    if kind is None or issubclass(kind, Preempted):
+        dist.destroy_process_group()
+    return False
 
 
 def pick_device(spec: Spec, local_rank: int) -> torch.device:
