@@ -5,22 +5,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from math import inf
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
-
-from rich.console import Console
 
 from megaspec import __version__
 from megaspec.checkpoint import commands as checkpoint_commands
 from megaspec.checkpoint.lock import RunLock
-from megaspec.compose import COMMAND_LINE, Composed, compose, recompose
+from megaspec.commands.words import compose_words, take, terminal, words_parser
+from megaspec.compose import COMMAND_LINE, Composed, recompose
 from megaspec.core.errors import MegaspecError, Problem, RecipeError
-from megaspec.core.problems import did_you_mean, one_of
+from megaspec.core.problems import did_you_mean
 from megaspec.data import commands as data_commands
 from megaspec.log.environment import write_environment
 from megaspec.recipe import Recipe
@@ -29,6 +29,7 @@ from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
 from megaspec.resolve.target import Target, detect_target
+from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.run_folder import (
     copy_checkpoint,
     is_run,
@@ -38,7 +39,6 @@ from megaspec.run_folder import (
     read_run,
     write_run,
 )
-from megaspec.search import SearchPath
 from megaspec.spec import Spec
 from megaspec_launchers.environment import rank_from_environment
 from megaspec_launchers.local import launch
@@ -49,6 +49,12 @@ _ONE_RUN = "one command is one run: give it once for each value, with a name=...
 _IN_FOLDER = "megaspec plan shows what is decided; a run keeps recipe.json and spec.json in its folder"
 # What users of Hydra reach for.
 _HYDRA_FLAGS = {"-m": _ONE_RUN, "--multirun": _ONE_RUN, "--cfg": _IN_FOLDER, "-c": _IN_FOLDER}
+
+# Commands that stand in modules of their own: `add_parser(commands)` adds the parser of that name, `run(args)` runs it.
+MODULES: dict[str, ModuleType] = {
+    "data": data_commands,
+    "checkpoint": checkpoint_commands,
+}
 
 
 @dataclass(frozen=True)
@@ -91,11 +97,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(prog="megaspec", description="Declarative training of large transformers.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megaspec {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    words = argparse.ArgumentParser(add_help=False)
-    words.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, group=choice or ~path")
-    words.add_argument(
-        "--config-dir", action="append", default=[], metavar="DIR", help="more groups (DIR/<group>/) and DIR/recipes/"
-    )
+    words = words_parser()
 
     def add(name: str, text: str, call: Callable[[argparse.Namespace], int], **more: object) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False, **more)
@@ -115,7 +117,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     command.add_argument("--tokens", type=int, default=64, metavar="N", help="how many tokens to write (64)")
     command.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest (0.8)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (0)")
-    for name, module in (("data", data_commands), ("checkpoint", checkpoint_commands)):
+    for name, module in MODULES.items():
         module.add_parser(commands)
         commands.choices[name].set_defaults(call=module.run)
     args, rest = parser.parse_known_args(arguments)
@@ -139,8 +141,8 @@ def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
 
 def train(args: argparse.Namespace) -> int:
     """Compose, resolve, make the run folder, start the ranks."""
-    how, words = _take(args.words, "resume", ("never", "auto"))
-    composed = _compose(args, words)
+    how, words = take(args.words, "resume", ("never", "auto"))
+    composed = compose_words(words, args.config_dir)
 
     def prepare(target: Target) -> Prepared:
         folder = planned_run_dir(composed.recipe)
@@ -153,7 +155,7 @@ def train(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print what `train` would do. Data that is not there is told at the end."""
-    composed, target = _compose(args, args.words), detect_target()
+    composed, target = compose_words(args.words, args.config_dir), detect_target()
     facts = gather_facts(composed.recipe)
     spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
     _show(spec, target)
@@ -195,31 +197,11 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _compose(args: argparse.Namespace, words: list[str]) -> Composed:
-    names = [w.removeprefix("recipe=") for w in words if w.startswith("recipe=")]
-    if len(names) != 1 or not names[0]:
-        what = "is missing" if not names else "is given more than once" if len(names) > 1 else "is empty"
-        options = one_of(SearchPath(args.config_dir).choices("recipe"))
-        raise RecipeError([Problem("recipe", f"recipe=NAME {what}; choose {options}", COMMAND_LINE, "choice.recipe")])
-    return compose(names[0], [w for w in words if not w.startswith("recipe=")], args.config_dir)
-
-
-def _take(words: list[str], name: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
-    """The value of a word that is no field of a recipe, the first option where it is not given; and the other words."""
-    given = [w.partition("=")[2] for w in words if w.startswith(f"{name}=")]
-    for value in given:
-        if value not in options:
-            raise RecipeError(
-                [Problem(name, f"{name}={value} must be {one_of(options)}", COMMAND_LINE, "choice.unknown")]
-            )
-    return (given[-1] if given else options[0]), [w for w in words if not w.startswith(f"{name}=")]
-
-
 def _prepare_new(composed: Composed, target: Target, folder: Path | None) -> Prepared:
     facts = gather_facts(composed.recipe)
     if folder is not None:
         facts = replace(facts, run_dir=str(folder))
-    spec = resolve(composed.recipe, target, facts, composed.origins)
+    spec = _trainable(resolve(composed.recipe, target, facts, composed.origins), composed.origins)
     place = Path(spec.run_dir)
     make_folder(place)
     lock = RunLock(place).acquire()
@@ -235,7 +217,7 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
         stack.callback(lock.release)
         old = read_run(folder).spec
         done = newest_step(folder)
-        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done)
+        spec = _trainable(resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done), origins)
         if done == spec.train.steps:
             print(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further")
         write_run(folder, recipe, target, spec)
@@ -253,12 +235,21 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     step, samples = checkpoint.step, manifest.state["samples"]
     facts = gather_facts(recipe)
     spec = fork(old, recipe, target, facts, composed.origins, done_steps=step, done_samples=samples)
+    _trainable(spec, composed.origins)
     make_folder(place)
     lock = RunLock(place).acquire()
     copy_checkpoint(checkpoint, place)
     write_run(place, recipe, target, spec)
     print(f"{place} starts from step {step} of {source}")
     return Prepared(place, spec, lock)
+
+
+def _trainable(spec: Spec, origins: Mapping[str, str]) -> Spec:
+    """The Spec, when nothing in it can be planned only. RecipeError: something is."""
+    problems = unbuilt_problems(spec, origins)
+    if problems:
+        raise RecipeError(problems)
+    return spec
 
 
 def _start(prepare: Callable[[Target], Prepared]) -> int:
@@ -299,13 +290,7 @@ def _record(folder: Path) -> None:
 
 
 def _show(spec: Spec, target: Target) -> None:
-    print_plan(spec, target, _Terminal(highlight=False, soft_wrap=False))
-
-
-class _Terminal(Console):
-    def on_broken_pipe(self) -> None:
-        """rich would exit with 1."""
-        raise BrokenPipeError
+    print_plan(spec, target, terminal())
 
 
 if __name__ == "__main__":

@@ -45,6 +45,17 @@ SECTIONS: dict[str, Section] = {
 }
 
 
+class AboutSpec(Frozen):
+    """What a recipe is for and where its numbers are from. Says nothing to the run."""
+
+    purpose: str = ""
+    """One sentence."""
+    source: str = ""
+    """Paper, model card or article that the numbers are from."""
+    hardware: str | None = None
+    """GPUs that the source names: a name that `hardware=` knows. None: it names none."""
+
+
 class Recipe(Frozen):
     """What a user wrote. May say "auto"."""
 
@@ -52,6 +63,8 @@ class Recipe(Frozen):
     """Name of the run: letters, digits, dot, dash, underscore."""
     run_dir: Auto[str] = "auto"
     """Folder of the run. auto: runs/<name>, or runs/<name>-2, -3, ... when that exists."""
+    about: AboutSpec = AboutSpec()
+    """Purpose and provenance."""
     model: ModelSpec
     parallelism: ParallelismSpec = ParallelismSpec()
     precision: PrecisionSpec

@@ -176,7 +176,7 @@ def test_everything_wrong_is_told_at_once_with_the_nearest_key():
         ],
     )
     texts = {p.key: p.message for p in found}
-    assert texts["parallelism.tpp"] == "parallelism.tpp=3: tpp is no key of parallelism; did you mean tp?"
+    assert texts["parallelism.tpp"] == "parallelism.tpp=3: tpp is no key of parallelism; did you mean tp, pp or etp?"
     assert texts["train.lr"] == "train.lr=3: lr is no key of train; did you mean optim.lr?"
     assert texts["modle"] == "modle: modle is no key of a recipe; did you mean model?"
     assert texts["optim.kind"] == "optim.kind=adamm must be adamw or sgd; did you mean adamw?"

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megaspec.core.frozen import Frozen, PositiveFloat, PositiveInt
+from megaspec.core.frozen import Auto, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability
 
 
 class Llama3RopeScaling(Frozen):
@@ -23,3 +23,81 @@ class NoRopeScaling(Frozen):
     """Rotary frequencies as they are."""
 
     kind: Literal["none"] = "none"
+
+
+class BalanceLoss(Frozen):
+    """A loss that keeps the load of experts even: coefficient · E · Σ f_i P_i (Fedus et al. 2021)."""
+
+    kind: Literal["aux", "seq_aux", "global_aux"]
+    """What f and P are taken over. aux: a micro batch. seq_aux: a sequence. global_aux: the global batch."""
+    coefficient: PositiveFloat
+    """Weight of this loss."""
+
+
+class RouterSpec(Frozen):
+    """How tokens choose experts. Scores are computed in at least fp32."""
+
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    """What turns logits into scores."""
+    softmax_first: bool = False
+    """Softmax over all experts, then the best of them without renormalising; false: softmax over the chosen."""
+    scale: PositiveFloat = 1.0
+    """Factor on the weights of the chosen experts."""
+    n_groups: PositiveInt | None = None
+    """Groups of experts; a token first chooses group_top_k of them. None: no groups."""
+    group_top_k: PositiveInt | None = None
+    """Groups that a token may choose experts from. None: no groups."""
+    bias_rate: NonNegativeFloat = 0.0
+    """Step of the bias that balances experts without a loss (Wang et al. 2024); 0: no bias."""
+    balancing: Literal["top_k", "sinkhorn"] = "top_k"
+    """sinkhorn: scores are balanced before the choice (Clark et al. 2022)."""
+    losses: tuple[BalanceLoss, ...] = ()
+    """Balancing losses that are added to the loss."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean squared log-sum-exp of the logits (Zoph et al. 2022)."""
+    jitter: Probability = 0.0
+    """Inputs are multiplied by uniform noise in 1 ± jitter."""
+
+
+class MoeSpec(Frozen):
+    """A mixture of experts in place of the feed-forward layer."""
+
+    n_experts: PositiveInt
+    """Routed experts."""
+    top_k: PositiveInt = 2
+    """Experts that each token takes."""
+    d_expert: Auto[PositiveInt] = "auto"
+    """Width of an expert. auto: model.d_ffn."""
+    d_shared: PositiveInt | None = None
+    """Width of the shared experts together, which every token takes. None: there are none."""
+    shared_gate: bool = False
+    """Weigh the shared experts by a learned gate."""
+    every: PositiveInt = 1
+    """Every n-th layer has experts, from the first after `first_dense`."""
+    first_dense: NonNegativeInt = 0
+    """Layers at the start without experts."""
+    layers: tuple[Literal[0, 1], ...] | None = None
+    """One entry a layer, 1 for experts, instead of `every` and `first_dense`."""
+    router: RouterSpec = RouterSpec()
+    """How tokens choose experts."""
+    capacity_factor: PositiveFloat | None = None
+    """Tokens that an expert takes, over the even share; what exceeds it is dropped. None: nothing is dropped."""
+    drop: Literal["probs", "position"] = "probs"
+    """Whom an expert drops: the lowest weights, or the last in the sequence."""
+    pad_to_capacity: bool = False
+    """Pad the tokens of each expert to its capacity, so that shapes never change."""
+
+
+class MlaSpec(Frozen):
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made from a small latent."""
+
+    q_rank: PositiveInt | None = None
+    """Width of the latent that queries are made from. None: straight from the model's width."""
+    kv_rank: PositiveInt
+    """Width of the latent that keys and values are made from."""
+    d_nope: PositiveInt
+    """Size of the part of a query or key head that carries no position."""
+    d_rope: PositiveInt
+    """Size of the rotary part, whose key is shared by all heads."""
+    d_value: PositiveInt
+    """Size of a value head."""

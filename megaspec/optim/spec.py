@@ -45,6 +45,17 @@ class WeightDecayRamp(Frozen):
     """Length of the change in steps. None with constant."""
 
 
+class StateFormats(Frozen):
+    """Number formats of what the optimizer keeps; fp32 means at least fp32."""
+
+    master: Literal["fp32", "fp16"] = "fp32"
+    """Master weights. fp16 keeps the remainder of a bf16 weight in 16 bits."""
+    exp_avg: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """First moment."""
+    exp_avg_sq: Literal["fp32", "bf16", "fp16", "fp8"] = "fp32"
+    """Second moment."""
+
+
 class OptimizerSpec(Frozen):
     """What every optimizer shares."""
 
@@ -70,6 +81,8 @@ class AdamWSpec(OptimizerSpec):
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
+    formats: StateFormats = StateFormats()
+    """Number formats of master weights and moments."""
 
 
 class SgdSpec(OptimizerSpec):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaspec.core.frozen import Frozen, PositiveFloat, PositiveInt
+from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class PlainPrecision(Frozen):
@@ -32,4 +32,21 @@ class Fp16Precision(Frozen):
     scale has doubled. 1 halves it at the first."""
 
 
-PrecisionSpec = Annotated[PlainPrecision | Fp16Precision, Field(discriminator="kind")]
+class Fp8Precision(Frozen):
+    """fp8 matrix products in the blocks (Micikevicius et al. 2022); everything else is bf16."""
+
+    kind: Literal["fp8"]
+    recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
+    """What shares a scale. tensorwise: a tensor. blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8: 32
+    numbers (Blackwell)."""
+    format: Literal["hybrid", "e4m3"] = "hybrid"
+    """hybrid: e4m3 forward, e5m2 for gradients of outputs. e4m3: everywhere."""
+    first_layers_bf16: NonNegativeInt = 0
+    """Layers at the start that stay in bf16."""
+    last_layers_bf16: NonNegativeInt = 0
+    """Layers at the end that stay in bf16."""
+    gather_fp8: bool = False
+    """Sharded weights are gathered in fp8."""
+
+
+PrecisionSpec = Annotated[PlainPrecision | Fp16Precision | Fp8Precision, Field(discriminator="kind")]

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megaspec.core.errors import Problem
+from megaspec.nn.spec import MlaSpec, MoeSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.batch import data_parallel
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.target import Target
+from megaspec.train.batch_schedule import BatchSchedule
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,40 @@ class Case:
         return self.recipe.parallelism.tp
 
     @property
+    def pp(self) -> int:
+        return self.recipe.parallelism.pp
+
+    @property
+    def cp(self) -> int:
+        return self.recipe.parallelism.cp
+
+    @property
+    def ep(self) -> int:
+        return self.recipe.parallelism.ep
+
+    @property
+    def etp(self) -> int:
+        return self.recipe.parallelism.etp
+
+    @property
     def dp(self) -> int:
         return data_parallel(self.recipe.parallelism)
+
+    @property
+    def moe(self) -> MoeSpec | None:
+        """The experts of the model; None where it has none."""
+        return getattr(self.recipe.model, "moe", None)
+
+    @property
+    def mla(self) -> MlaSpec | None:
+        """The latent attention of the model; None where it has none."""
+        return getattr(self.recipe.model, "mla", None)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches of a rank in the smallest step; 0 when the batch does not divide."""
+        train = self.recipe.train
+        return min(BatchSchedule(train).batches) // (train.micro_batch * self.dp)
 
 
 Rule = Callable[[Case], Problem | None]

@@ -9,6 +9,7 @@ from math import gcd
 from pathlib import PurePath
 from typing import Any
 
+from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
@@ -20,6 +21,7 @@ from megaspec_kernels.catalog import choose
 
 MICRO_BATCH_TOKENS = 8192
 CPU_RANKS = 2
+NODE_RANKS = 8
 
 
 class Draft:
@@ -60,12 +62,17 @@ def seeds(draft: Draft) -> None:
 def model_shape(draft: Draft) -> None:
     d_model, n_heads = draft["model.d_model"], draft["model.n_heads"]
     draft.fill("model.n_kv_heads", n_heads, "model.n_heads: no grouped-query attention")
+    latent = draft["model.mla"]
+    if latent:
+        draft.fill("model.d_head", latent["d_nope"] + latent["d_rope"], "model.mla.d_nope + model.mla.d_rope")
     draft.fill("model.d_head", max(1, d_model // n_heads), "model.d_model / model.n_heads")
     if draft["model.kind"] == "gpt":
         draft.fill("model.d_ffn", 4 * d_model, "4 model.d_model")
     else:
         draft.fill("model.d_ffn", max(64, 8 * d_model // 3 // 64 * 64), "8/3 model.d_model, rounded down to 64")
     draft.fill("model.max_seq_len", draft["data.seq_len"], "data.seq_len")
+    if draft["model.moe"]:
+        draft.fill("model.moe.d_expert", draft["model.d_ffn"], "model.d_ffn")
 
 
 def vocabulary(draft: Draft) -> None:
@@ -83,15 +90,31 @@ def data_cache(draft: Draft) -> None:
         draft.fill("data.cache", str(folder), "beside the first data set")
 
 
+def searched(draft: Draft) -> None:
+    """Degrees that only a search decides; where none is made, the plain choice."""
+    for key, plain in (("pp", 1), ("cp", 1), ("ep", 1), ("dp_strategy", "replicate"), ("recompute.kind", "none")):
+        draft.fill(f"parallelism.{key}", plain, "no GPU: nothing to search for")
+
+
+def _unit(draft: Draft) -> int:
+    """Ranks that the degrees that are set need at least, data parallel left out."""
+    degrees = {axis: draft.given(f"parallelism.{axis}") or 1 for axis in ("tp", "cp", "pp", "ep", "etp")}
+    return fewest_gpus(**degrees)
+
+
 def ranks(draft: Draft) -> None:
-    target, tp, dp = draft.target, draft.given("parallelism.tp"), draft.given("parallelism.dp_replicate")
+    target, tp = draft.target, draft.given("parallelism.tp")
+    replicas, shards = draft.given("parallelism.dp_replicate"), draft.given("parallelism.dp_shard")
+    dp = _known_dp(draft["parallelism.dp_strategy"], replicas, shards)
+    unit = _unit(draft)
     if target.world_size is not None:
         draft.fill("launcher.ranks", target.world_size, "torchrun started them")
     elif tp is not None and dp is not None:
-        draft.fill("launcher.ranks", tp * dp, "parallelism.tp · parallelism.dp_replicate")
+        inner = tp * draft["parallelism.pp"] * draft["parallelism.cp"]
+        draft.fill("launcher.ranks", inner * dp, "the product of the parallel degrees")
     elif target.device == "cuda":
-        unit = tp or 1
-        legal = [n for n in range(unit, target.gpus + 1, unit) if _smallest_share(draft) % (n // unit) == 0]
+        inner = (tp or 1) * draft["parallelism.pp"] * draft["parallelism.cp"]
+        legal = [n for n in range(unit, target.gpus + 1, unit) if _smallest_share(draft) % max(1, n // inner) == 0]
         most = max(legal, default=target.gpus)
         why = f"one per GPU ({target.gpu})"
         if dp is None and most < target.gpus:
@@ -100,26 +123,63 @@ def ranks(draft: Draft) -> None:
             draft.fill("launcher.ranks", target.gpus, why)
     else:
         most = min(CPU_RANKS, target.cores)
-        least = tp or dp or 1
+        least = max(unit, dp or 1)
         reason = f"no GPU: one per core up to {CPU_RANKS}, a multiple of the degrees that are set"
         draft.fill("launcher.ranks", max(least, most // least * least), reason)
 
 
+def _known_dp(strategy: str, replicas: int | None, shards: int | None) -> int | None:
+    """Data-parallel ranks, where what is set says how many."""
+    if strategy == "replicate":
+        return None if replicas is None else replicas * (shards or 1)
+    if strategy == "hsdp":
+        return None if replicas is None or shards is None else replicas * shards
+    return None if shards is None else shards * (replicas or 1)
+
+
 def layout(draft: Draft) -> None:
-    n, dp = draft["launcher.ranks"], draft.given("parallelism.dp_replicate")
+    strategy = draft["parallelism.dp_strategy"]
+    inner = draft["parallelism.pp"] * draft["parallelism.cp"]
+    n = max(1, draft["launcher.ranks"] // inner)
+    dp = _known_dp(strategy, draft.given("parallelism.dp_replicate"), draft.given("parallelism.dp_shard"))
+    over = "launcher.ranks" if inner == 1 else f"launcher.ranks / (pp · cp) = {n},"
     if dp is not None:
-        draft.fill("parallelism.tp", max(1, n // dp), "launcher.ranks / parallelism.dp_replicate")
+        draft.fill("parallelism.tp", max(1, n // dp), f"{over} / data-parallel ranks")
     elif draft.target.device == "cuda":
         draft.fill("parallelism.tp", 1, "data parallel communicates least; raise it when a model does not fit")
     else:
         draft.fill("parallelism.tp", _widest_tp(draft, n), "no GPU: as many ranks as heads and widths divide by")
-    draft.fill("parallelism.dp_replicate", max(1, n // draft["parallelism.tp"]), "launcher.ranks / parallelism.tp")
-    tp, seq_len = draft["parallelism.tp"], draft["data.seq_len"]
+    _data_parallel(draft, strategy, max(1, n // draft["parallelism.tp"]), over)
+    tp, seq_len = draft["parallelism.tp"], draft["data.seq_len"] // draft["parallelism.cp"]
     if tp > 1 and (seq_len % tp or draft["model.max_seq_len"] % tp):
         draft.fill("parallelism.sequence_parallel", False, f"the sequence length is no multiple of tp={tp}")
     else:
         reason = "tp > 1: norms and dropout then work on a part of the tokens" if tp > 1 else "tp is 1"
         draft.fill("parallelism.sequence_parallel", tp > 1, reason)
+
+
+def _data_parallel(draft: Draft, strategy: str, dp: int, over: str) -> None:
+    replicas, shards = draft.given("parallelism.dp_replicate"), draft.given("parallelism.dp_shard")
+    if strategy == "replicate":
+        draft.fill("parallelism.dp_shard", 1, "dp_strategy=replicate shards nothing")
+        draft.fill("parallelism.dp_replicate", max(1, dp // (shards or 1)), f"{over} / tp")
+    elif strategy == "hsdp":
+        inside = max(1, NODE_RANKS // (draft["parallelism.tp"] * draft["parallelism.cp"]))
+        nearest = max(d for d in range(1, dp + 1) if dp % d == 0 and d <= inside)
+        draft.fill("parallelism.dp_shard", max(1, dp // replicas) if replicas else nearest, "the ranks of one node")
+        draft.fill("parallelism.dp_replicate", max(1, dp // draft["parallelism.dp_shard"]), f"{over} / tp / dp_shard")
+    else:
+        draft.fill("parallelism.dp_replicate", max(1, dp // shards) if shards else 1, f"dp_strategy={strategy}")
+        draft.fill("parallelism.dp_shard", max(1, dp // draft["parallelism.dp_replicate"]), f"{over} / tp")
+
+
+def pipeline(draft: Draft) -> None:
+    chunks = draft["parallelism.pipeline.virtual_stages"]
+    if chunks > 1:
+        draft.fill("parallelism.pipeline.schedule", "interleaved", f"virtual_stages={chunks}")
+    else:
+        draft.fill("parallelism.pipeline.schedule", "1f1b", "one chunk per rank")
+    draft.fill("parallelism.pipeline.micro_batch_group", draft["parallelism.pp"], "parallelism.pp")
 
 
 def _widest_tp(draft: Draft, n: int) -> int:
@@ -135,8 +195,9 @@ def _smallest_share(draft: Draft) -> int:
 
 
 def micro_batch(draft: Draft) -> None:
-    share = max(1, _smallest_share(draft) // draft["parallelism.dp_replicate"])
-    most = max(1, MICRO_BATCH_TOKENS // draft["data.seq_len"])
+    dp = draft["parallelism.dp_replicate"] * draft["parallelism.dp_shard"]
+    share = max(1, _smallest_share(draft) // dp)
+    most = max(1, MICRO_BATCH_TOKENS * draft["parallelism.cp"] // draft["data.seq_len"])
     largest = max(m for m in range(1, min(share, most) + 1) if share % m == 0)
     draft.fill("train.micro_batch", largest, f"the largest divisor of a rank's {share} with at most 8,192 tokens")
 
@@ -169,9 +230,11 @@ FILLS: tuple[Callable[[Draft], None], ...] = (
     model_shape,
     vocabulary,
     data_cache,
+    searched,
     # ranks before the layout that divides them, the layout before the batch that it divides
     ranks,
     layout,
+    pipeline,
     micro_batch,
     kernels,
     schedule,

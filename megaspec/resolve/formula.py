@@ -8,8 +8,8 @@ from megaspec.parallelism.spec import ParallelismSpec
 
 
 def degrees(parallelism: ParallelismSpec) -> dict[str, Any]:
-    """The degree of every dense axis; an axis without a field counts 1."""
-    return {axis: getattr(parallelism, axis, 1) for axis in DENSE_AXES}
+    """The degree of every dense axis."""
+    return {axis: getattr(parallelism, axis) for axis in DENSE_AXES}
 
 
 def dense_equation(sizes: Mapping[str, int]) -> str:

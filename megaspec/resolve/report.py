@@ -32,6 +32,10 @@ def print_plan(spec: Spec, target: Target, console: Console) -> None:
 def _lines(spec: Spec, target: Target) -> Iterator[tuple[str, str]]:
     model, parallelism, seq_len = spec.model, spec.parallelism, spec.data.seq_len
     yield "run", f"{spec.name} in {spec.run_dir}"
+    about = spec.about
+    named = (about.purpose, about.source, f"on {about.hardware}" if about.hardware else "")
+    if any(named):
+        yield "about", "; ".join(filter(None, named))
     devices = f"{target.gpus} x {target.gpu}" if spec.device == "cuda" else f"CPU with {target.cores} cores"
     yield "target", f"{devices}, {spec.precision.kind}"
     heads = f"{model.n_heads} heads" + (f" on {model.n_kv_heads}" if model.n_kv_heads != model.n_heads else "")

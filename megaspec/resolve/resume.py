@@ -20,6 +20,7 @@ from megaspec.spec import Decision, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 FREE = (
+    "about",
     "parallelism",
     "kernels",
     "launcher",

@@ -12,7 +12,7 @@ def global_batch_divides(case: Case) -> Problem | None:
     if train.global_batch % unit == 0:
         return None
     text = f"train.global_batch={train.global_batch} must be a multiple of train.micro_batch={train.micro_batch}"
-    text += f" · dp_replicate={case.dp} = {unit}; try {one_of(multiples(train.global_batch, unit))}"
+    text += f" · dp={case.dp} = {unit}; try {one_of(multiples(train.global_batch, unit))}"
     if train.global_batch % case.dp == 0:
         legal = nearest(train.micro_batch, divisors(train.global_batch // case.dp), most=3)
         text += f", or train.micro_batch={one_of(legal)}"
@@ -47,7 +47,7 @@ def ramp_stages_divide(case: Case) -> Problem | None:
         return None
     key, value = ("start", ramp.start) if ramp.start % unit else ("increment", ramp.increment)
     text = f"train.batch_ramp.{key}={value} must be a multiple of train.micro_batch={train.micro_batch}"
-    text += f" · dp_replicate={case.dp} = {unit}; try {one_of(multiples(value, unit))}"
+    text += f" · dp={case.dp} = {unit}; try {one_of(multiples(value, unit))}"
     return Problem(f"train.batch_ramp.{key}", text)
 
 

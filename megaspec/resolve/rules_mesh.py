@@ -1,8 +1,10 @@
 """Rules about ranks, the mesh and what is split over it."""
 
+from megaspec.core.axes import world_size
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.resolve.case import Case, divisors, multiples, nearest
+from megaspec.resolve.formula import degrees
 
 
 def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:
@@ -15,17 +17,22 @@ def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:
 
 def degrees_make_the_world(case: Case) -> Problem | None:
     """launcher.ranks is the product of the parallel degrees."""
-    ranks, tp, dp = case.recipe.launcher.ranks, case.tp, case.dp
-    if tp * dp == ranks:
+    ranks, sizes = case.recipe.launcher.ranks, degrees(case.recipe.parallelism)
+    if world_size(sizes) == ranks:
         return None
-    if "parallelism.dp_replicate" in case.decided:
-        legal = one_of(nearest(tp, divisors(ranks)))
-        return Problem("parallelism.tp", f"parallelism.tp={tp} must divide launcher.ranks={ranks}; try {legal}")
-    if "parallelism.tp" in case.decided:
-        legal = one_of(nearest(dp, divisors(ranks)))
-        text = f"parallelism.dp_replicate={dp} must divide launcher.ranks={ranks}; try {legal}"
-        return Problem("parallelism.dp_replicate", text)
-    text = f"launcher.ranks={ranks} must be parallelism.tp={tp} · parallelism.dp_replicate={dp}; try {tp * dp}"
+    product = " · ".join(
+        f"{axis}={n}" for axis, n in sizes.items() if n > 1 or f"parallelism.{axis}" not in case.decided
+    )
+    given = [axis for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard") if sizes[axis] > 1]
+    given = [axis for axis in given if f"parallelism.{axis}" not in case.decided]
+    if len(given) == 1 and {"parallelism.dp_replicate", "parallelism.tp"} & case.decided:
+        [axis] = given
+        legal = one_of(nearest(sizes[axis], divisors(ranks)))
+        text = f"parallelism.{axis}={sizes[axis]} must divide launcher.ranks={ranks}; try {legal}"
+        return Problem(f"parallelism.{axis}", text)
+    fixed = world_size({axis: n for axis, n in sizes.items() if f"parallelism.{axis}" not in case.decided})
+    legal = one_of(multiples(ranks, fixed)) if fixed != world_size(sizes) else str(fixed)
+    text = f"launcher.ranks={ranks} must be the product of the degrees, {product}; try {legal}"
     return Problem("launcher.ranks", text)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megaspec.core.errors import RecipeError
 from megaspec.core.layout import Layout
 from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
@@ -22,6 +23,7 @@ from megaspec.parallelism.data_parallel import GradientBuckets
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.recipe import ModelSpec
+from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Spec
 from megaspec_kernels.registry import Kernels, kernels_of
 
@@ -111,7 +113,11 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> tuple[Decoder, TensorParalle
 
 
 def build(spec: Spec, *, mesh: Mesh) -> Built:
-    """Everything but the weights' values: call `initialise`, or load a checkpoint."""
+    """Everything but the weights' values: call `initialise`, or load a checkpoint. RecipeError: the Spec asks for what
+    can be planned only."""
+    problems = unbuilt_problems(spec)
+    if problems:
+        raise RecipeError(problems)
     seed_everything(spec)
     model, tensor = build_split_model(spec, mesh=mesh)
     parameters = dict(model.named_parameters())

@@ -179,7 +179,7 @@ def test_messages_hold_both_values_and_the_nearest_legal_ones():
     )
     (text,) = map(str, broken(("train.global_batch=30", "train.micro_batch=4", "parallelism.dp_replicate=2")))
     assert text == (
-        "train.global_batch=30 must be a multiple of train.micro_batch=4 · dp_replicate=2 = 8; try 24 or 32, or "
+        "train.global_batch=30 must be a multiple of train.micro_batch=4 · dp=2 = 8; try 24 or 32, or "
         "train.micro_batch=1, 3 or 5   (command line)"
     )
     (text,) = map(str, broken(("kernels.attention=sdpa", "model.attention_dropout=0.1")))

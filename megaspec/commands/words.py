@@ -1,0 +1,56 @@
+"""What commands share: the words of a command line that make a recipe, and the terminal."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megaspec.compose import COMMAND_LINE, Composed, compose
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.problems import one_of
+from megaspec.search import SearchPath
+
+
+def words_parser() -> argparse.ArgumentParser:
+    """A parent parser of `a.b=c` words and --config-dir."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, group=choice or ~path")
+    parser.add_argument(
+        "--config-dir", action="append", default=[], metavar="DIR", help="more groups (DIR/<group>/) and DIR/recipes/"
+    )
+    return parser
+
+
+def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> Composed:
+    """The recipe of `recipe=NAME a.b=c ...`. RecipeError: no name, several, or what `compose` raises."""
+    names = [w.removeprefix("recipe=") for w in words if w.startswith("recipe=")]
+    if len(names) != 1 or not names[0]:
+        what = "is missing" if not names else "is given more than once" if len(names) > 1 else "is empty"
+        options = one_of(SearchPath(config_dirs).choices("recipe"))
+        raise RecipeError([Problem("recipe", f"recipe=NAME {what}; choose {options}", COMMAND_LINE, "choice.recipe")])
+    return compose(names[0], [w for w in words if not w.startswith("recipe=")], config_dirs)
+
+
+def take(words: list[str], name: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The value of a word that is no field of a recipe, the first option where it is not given; and the other words."""
+    given = [w.partition("=")[2] for w in words if w.startswith(f"{name}=")]
+    for value in given:
+        if value not in options:
+            raise RecipeError(
+                [Problem(name, f"{name}={value} must be {one_of(options)}", COMMAND_LINE, "choice.unknown")]
+            )
+    return (given[-1] if given else options[0]), [w for w in words if not w.startswith(f"{name}=")]
+
+
+class Terminal(Console):
+    """A console that leaves a broken pipe to whoever called."""
+
+    def on_broken_pipe(self) -> None:
+        """rich would exit with 1."""
+        raise BrokenPipeError
+
+
+def terminal() -> Terminal:
+    """Where commands print tables."""
+    return Terminal(highlight=False, soft_wrap=False)

@@ -1,0 +1,80 @@
+"""What the language can say and no runtime code reads yet: it can be planned, and is refused by name before a run.
+
+The list only ever shrinks. A test holds it equal to the fields that a run leaves unread.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaspec.core.errors import Problem
+from megaspec.core.problems import origin_of, show, value_at
+from megaspec.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """A feature that can be planned only."""
+
+    feature: str
+    switch: str
+    """The dotted path that turns it on, with any other value than `off`."""
+    off: Any
+    fields: tuple[str, ...]
+    """Every path that belongs to it, with what lies below."""
+
+
+UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt("pipeline parallel", "parallelism.pp", 1, ("parallelism.pp", "parallelism.pipeline")),
+    Unbuilt("context parallel", "parallelism.cp", 1, ("parallelism.cp", "parallelism.context")),
+    Unbuilt(
+        "a mixture of experts",
+        "model.moe",
+        None,
+        ("model.moe", "parallelism.ep", "parallelism.etp", "parallelism.dispatch"),
+    ),
+    Unbuilt(
+        "sharded data parallel",
+        "parallelism.dp_strategy",
+        "replicate",
+        ("parallelism.dp_strategy", "parallelism.dp_shard"),
+    ),
+    Unbuilt("recompute", "parallelism.recompute.kind", "none", ("parallelism.recompute",)),
+    Unbuilt("a reduction in bf16", "parallelism.grad_reduce", "fp32", ("parallelism.grad_reduce",)),
+    Unbuilt("latent attention", "model.mla", None, ("model.mla",)),
+    Unbuilt("norms of queries and keys", "model.qk_norm", False, ("model.qk_norm",)),
+    Unbuilt(
+        "fp8",
+        "precision.recipe",
+        None,
+        (
+            "precision.recipe",
+            "precision.format",
+            "precision.first_layers_bf16",
+            "precision.last_layers_bf16",
+            "precision.gather_fp8",
+        ),
+    ),
+    Unbuilt("a narrow master weight", "optim.formats.master", "fp32", ("optim.formats.master",)),
+    Unbuilt("a narrow first moment", "optim.formats.exp_avg", "fp32", ("optim.formats.exp_avg",)),
+    Unbuilt("a narrow second moment", "optim.formats.exp_avg_sq", "fp32", ("optim.formats.exp_avg_sq",)),
+)
+
+
+def unbuilt_problems(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
+    """What a filled recipe asks for that can be planned but not trained."""
+    content, problems = recipe.model_dump(mode="json"), []
+    for one in UNBUILT:
+        value = value_at(content, one.switch)
+        if value is None or value == one.off:
+            continue
+        word = f"{one.switch}={'{...}' if isinstance(value, dict) else show(value)}"
+        text = f"{word}: {one.feature} can be planned, not trained; {_way_out(one)}"
+        problems.append(Problem(one.switch, text, origin_of(origins or {}, one.switch), "unbuilt"))
+    return problems
+
+
+def _way_out(one: Unbuilt) -> str:
+    if one.switch == "precision.recipe":
+        return "set precision=bf16"
+    return f"set {one.switch}={show(one.off)}"
