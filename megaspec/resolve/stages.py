@@ -1,0 +1,265 @@
+"""Which layers lie on which pipeline stage.
+
+Stages are numbered in the order of the model. Chunk v of pipeline rank r is stage v · pp + r; with zb_v the way back
+runs the other way round, so that chunk 1 of rank r is stage 2 pp - 1 - r, and rank 0 holds the first and last stage.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from megaspec.core.problems import one_of
+from megaspec.parallelism.spec import ParallelismSpec
+from megaspec.recipe import ModelSpec
+from megaspec.resolve.case import divisors, multiples, nearest
+
+MOST_LAYERS = 10_000
+_KEY = "parallelism.pipeline"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stage: consecutive layers that lie on one rank. It may be empty."""
+
+    layers: tuple[int, ...]
+    """Numbers of its layers."""
+    embedding: bool = False
+    head: bool = False
+    """The last norm, the output head and the loss."""
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Everything that a division depends on."""
+
+    n_layers: int
+    pp: int
+    virtual: int
+    first: int | None
+    last: int | None
+    extra_first: int
+    """1 when the embedding counts as a layer."""
+    extra_last: int
+    """1 when the output head counts as a layer."""
+    layout: str | None
+    is_v: bool
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.virtual
+
+
+@dataclass(frozen=True)
+class _Division:
+    """Layers of every stage, in the order of the model; or why there is no such division."""
+
+    sizes: tuple[int, ...] = ()
+    problem: tuple[str, str] | None = None
+
+
+def stages_of(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[tuple[Chunk, ...], ...]:
+    """Chunks by pipeline rank and virtual stage. The split has to be possible, see `stage_problem`."""
+    return _stages(_split(model, parallelism))
+
+
+def stage_problem(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[str, str] | None:
+    """Why layers can't be divided as asked: the key at fault, and the rule with the nearest legal values."""
+    return _divide(_split(model, parallelism)).problem
+
+
+def stage_number(rank: int, chunk: int, *, pp: int, is_v: bool) -> int:
+    """The stage, in the order of the model, that is chunk `chunk` of a pipeline rank."""
+    return (chunk + 1) * pp - 1 - rank if is_v and chunk % 2 else chunk * pp + rank
+
+
+def parse_layout(text: str) -> tuple[str, ...]:
+    """The letters of each stage of `Et*3|(tt|)*29,t|L`. Raises ValueError with what is wrong."""
+    if len(text) > MOST_LAYERS:
+        raise ValueError(f"is longer than {MOST_LAYERS:,} letters")
+    tokens = re.findall(r"\*\d*|.", re.sub(r"[\s,]", "", text), re.DOTALL)
+    open_groups: list[list[str]] = [[]]
+    for token in tokens:
+        here = open_groups[-1]
+        if token in "EtL|":
+            here.append(token)
+        elif token == "(":
+            open_groups.append([])
+        elif token == ")":
+            if len(open_groups) == 1:
+                raise ValueError("has a ) without its (")
+            open_groups.pop()
+            open_groups[-1].append("".join(here))
+        elif token.startswith("*"):
+            times = token[1:7]
+            if not times or not here:
+                raise ValueError("has a * that is not between a letter or group and a number")
+            if len(token) > 7 or len(here[-1]) * int(times) > MOST_LAYERS:
+                raise ValueError(f"is longer than {MOST_LAYERS:,} letters")
+            here[-1] *= int(times)
+        else:
+            raise ValueError(f"has {token!r}; its letters are E, t and L, with |, (..)*n and t*n")
+    if len(open_groups) > 1:
+        raise ValueError("has a ( without its )")
+    return tuple("".join(open_groups[0]).split("|"))
+
+
+def _split(model: ModelSpec, parallelism: ParallelismSpec) -> _Split:
+    own = parallelism.pipeline
+    return _Split(
+        n_layers=model.n_layers,
+        pp=parallelism.pp,
+        virtual=own.virtual_stages,
+        first=own.first_layers,
+        last=own.last_layers,
+        extra_first=int(own.count_embedding),
+        extra_last=int(own.count_loss),
+        layout=own.layout,
+        is_v=own.schedule == "zb_v",
+    )
+
+
+@lru_cache(maxsize=4096)
+def _stages(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
+    division = _divide(split)
+    assert division.problem is None, division.problem
+    starts = [0, *accumulate(division.sizes)]
+
+    def chunk(rank: int, number: int) -> Chunk:
+        stage = stage_number(rank, number, pp=split.pp, is_v=split.is_v)
+        layers = tuple(range(starts[stage], starts[stage + 1]))
+        return Chunk(layers, embedding=stage == 0, head=stage == split.stages - 1)
+
+    return tuple(tuple(chunk(rank, number) for number in range(split.virtual)) for rank in range(split.pp))
+
+
+@lru_cache(maxsize=4096)
+def _divide(split: _Split) -> _Division:
+    if split.n_layers > MOST_LAYERS:
+        text = f"model.n_layers={split.n_layers} must be at most {MOST_LAYERS:,}; a recipe says layers, not parameters"
+        return _Division(problem=("model.n_layers", text))
+    if split.layout is not None:
+        return _by_layout(split, split.layout)
+    if split.first is not None or split.last is not None:
+        return _uneven(split)
+    return _even(split)
+
+
+def _even(split: _Split) -> _Division:
+    stages, counted = split.stages, split.n_layers + split.extra_first + split.extra_last
+    if counted % stages:
+        return _Division(problem=_not_even(split, counted))
+    sizes = [counted // stages] * stages
+    sizes[0] -= split.extra_first
+    sizes[-1] -= split.extra_last
+    if min(sizes) < 0:
+        text = f"{_KEY}.count_embedding and count_loss leave {min(sizes)} layers to a stage; set one of them to false"
+        return _Division(problem=(f"{_KEY}.count_embedding", text))
+    return _Division(tuple(sizes))
+
+
+def _not_even(split: _Split, counted: int) -> tuple[str, str]:
+    extra = " + 1 embedding" * split.extra_first + " + 1 loss" * split.extra_last
+    total = f"model.n_layers={split.n_layers}{f'{extra} = {counted}' if extra else ''}"
+    legal = one_of(nearest(split.pp, [d for d in divisors(counted) if counted // d % split.virtual == 0]))
+    way_out = f"try {legal}" if legal else "lower virtual_stages"
+    layers = one_of([m - split.extra_first - split.extra_last for m in multiples(counted, split.stages)])
+    if split.virtual > 1 and counted % split.pp == 0:
+        chunks = one_of(nearest(split.virtual, divisors(counted // split.pp)))
+        text = f"{_KEY}.virtual_stages={split.virtual} must divide the {counted // split.pp} layers of each of "
+        return f"{_KEY}.virtual_stages", f"{text}parallelism.pp={split.pp} ranks ({total}); try {chunks}"
+    stages = f"parallelism.pp={split.pp}" + (f" · virtual_stages={split.virtual}" if split.virtual > 1 else "")
+    text = f"{stages} must divide {total}; {way_out}, or model.n_layers={layers}"
+    return "parallelism.pp", f"{text}, or say the stages' layers with {_KEY}.first_layers, last_layers or layout"
+
+
+def _uneven(split: _Split) -> _Division:
+    ends = [n for n in (split.first, split.last) if n is not None]
+    name = "first_layers" if split.first is not None else "last_layers"
+    key, value = f"{_KEY}.{name}", split.first if split.first is not None else split.last
+    middle, rest = split.pp - len(ends), split.n_layers - sum(ends)
+    if split.is_v and split.last is not None:
+        text = f"{_KEY}.last_layers={split.last}: with zb_v the first rank holds the last stage too"
+        return _Division(problem=(f"{_KEY}.last_layers", f"{text}; take it away and set first_layers"))
+    if split.pp == 1:
+        text = f"{key}={value} needs parallelism.pp of at least 2, it is 1; take it away or raise pp"
+        return _Division(problem=(key, text))
+    said = " + ".join(
+        f"{n}={v}" for n, v in (("first_layers", split.first), ("last_layers", split.last)) if v is not None
+    )
+    legal = [
+        v for v in range(split.virtual, split.n_layers, split.virtual) if not _uneven_rest(split, rest + value - v)
+    ]
+    way_out = f"try {key}={one_of(nearest(value, legal))}" if legal else "try another parallelism.pp"
+    wrong = _uneven_rest(split, rest)
+    if wrong:
+        text = f"{_KEY}.{said} leaves {rest} of model.n_layers={split.n_layers} to {middle} ranks in the middle"
+        return _Division(problem=(key, f"{text}, {wrong}; {way_out}"))
+    by_rank = [rest // middle if middle else 0] * split.pp
+    by_rank[0] = split.first if split.first is not None else by_rank[0]
+    by_rank[-1] = split.last if split.last is not None else by_rank[-1]
+    odd = next((n for n in by_rank if n % split.virtual), None)
+    if odd is not None:
+        text = f"{_KEY}.virtual_stages={split.virtual} must divide the layers of every rank, {one_of(by_rank)}"
+        chunks = [d for d in divisors(by_rank[0]) if not any(n % d for n in by_rank)]
+        return _Division(problem=(f"{_KEY}.virtual_stages", f"{text}; try {one_of(chunks)}"))
+    sizes = [0] * split.stages
+    for rank, layers in enumerate(by_rank):
+        for chunk in range(split.virtual):
+            sizes[stage_number(rank, chunk, pp=split.pp, is_v=split.is_v)] = layers // split.virtual
+    return _Division(tuple(sizes))
+
+
+def _uneven_rest(split: _Split, rest: int) -> str:
+    """Why the ranks in the middle can't share `rest` layers; "" when they can."""
+    middle = split.pp - (split.first is not None) - (split.last is not None)
+    if middle == 0:
+        return "" if rest == 0 else "which must be 0"
+    if rest <= 0:
+        return "which must have one each at least"
+    return "" if rest % (middle * split.virtual) == 0 else f"which must be a multiple of {middle * split.virtual}"
+
+
+def _by_layout(split: _Split, text: str) -> _Division:
+    key = f"{_KEY}.layout"
+    try:
+        stages = parse_layout(text)
+    except ValueError as error:
+        return _Division(problem=(key, f"{key}={_short(text)} {error}"))
+    wrong = _wrong_letters(stages, split.n_layers)
+    if wrong:
+        return _Division(problem=(key, f"{key}={_short(text)} {wrong}"))
+    if len(stages) != split.stages:
+        asked = f"parallelism.pp={split.pp} · virtual_stages={split.virtual} = {split.stages}"
+        problem = f"{key}={_short(text)} has {len(stages)} stages and must have {asked}"
+        chunks, remainder = divmod(len(stages), split.pp)
+        legal = one_of(nearest(split.pp, divisors(len(stages))))
+        way_out = f"parallelism.pp={legal}" if remainder else f"{_KEY}.virtual_stages={chunks}"
+        return _Division(problem=(key, f"{problem}; try {way_out}"))
+    return _Division(tuple(stage.count("t") for stage in stages))
+
+
+def _wrong_letters(stages: tuple[str, ...], n_layers: int) -> str:
+    letters = "".join(stages)
+    if letters.count("E") != 1 or not stages[0].startswith("E"):
+        return "must start with its only E, the embedding"
+    if letters.count("L") != 1 or not stages[-1].endswith("L"):
+        return "must end with its only L, the output head and loss"
+    count = letters.count("t")
+    return "" if count == n_layers else f"has {count} layers (t) and must have model.n_layers={n_layers}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def layer_ranges(layers: Sequence[int]) -> str:
+    """`0-7, 16-23`: numbers of layers in words; `none` when there are none."""
+    runs: list[list[int]] = []
+    for number in sorted(layers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) or "none"
