@@ -1,0 +1,306 @@
+"""Pipeline schedules: the order of passes on each rank, how long they take, and what is held in between.
+
+gpipe: Huang et al. 2019. 1f1b: Narayanan et al. 2019. interleaved: Narayanan et al. 2021. zb_h1: Qi et al. 2024. zb_v:
+Qi et al. 2024 (controllable memory). With the last two the backward pass is split: B makes the input gradient, which
+the stage before waits for, W the weight gradient, which nobody waits for and which fills idle time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from megaspec.recipe import Recipe
+from megaspec.resolve.batch import data_parallel
+from megaspec.resolve.stages import stage_number
+
+Kind = Literal["F", "B", "W"]
+
+
+class Pass(NamedTuple):
+    """One micro batch through one chunk."""
+
+    kind: Kind
+    micro: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an order of passes depends on."""
+
+    schedule: str
+    pp: int
+    micro_batches: int
+    virtual: int = 1
+    group: int = 1
+    """Micro batches that an interleaved schedule takes through one chunk before the next."""
+
+    @property
+    def is_v(self) -> bool:
+        return self.schedule == "zb_v"
+
+    @property
+    def splits_backward(self) -> bool:
+        """B and W are passes of their own."""
+        return self.schedule in ("zb_h1", "zb_v")
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of a pass, by stage in the order of the model. With a whole backward pass `backward` holds all of it."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...]
+    """Zero where the backward pass is not split."""
+    transfer: float = 0.0
+    """From one rank to the next."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step's passes in time."""
+
+    seconds: float
+    """From the first pass to the last."""
+    busy: tuple[float, ...]
+    """Seconds of passes, by rank."""
+    starts: tuple[tuple[float, ...], ...]
+    """When each pass of each rank starts, in the order of the schedule."""
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Time lost by waiting, over the busy time of the busiest rank."""
+
+    ratio: float
+    seconds: float
+
+
+def shape_of(recipe: Recipe) -> Shape:
+    """The schedule of a filled recipe, at its full batch."""
+    own, train = recipe.parallelism, recipe.train
+    micro_batches = max(1, train.global_batch // (train.micro_batch * data_parallel(own)))
+    pipeline = own.pipeline
+    return Shape(pipeline.schedule, own.pp, micro_batches, pipeline.virtual_stages, pipeline.micro_batch_group)
+
+
+def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
+    """Passes of each pipeline rank, in order."""
+    return _orders(shape)
+
+
+def in_flight(recipe: Recipe) -> tuple[float, ...]:
+    """Activations that are held at the peak, by pipeline rank, in units of a whole rank's share for a micro batch."""
+    return held(shape_of(recipe))
+
+
+@lru_cache(maxsize=4096)
+def held(shape: Shape) -> tuple[float, ...]:
+    """Micro batches whose activations a rank holds at the peak, a chunk counted 1 / virtual."""
+    pp, m, v = shape.pp, shape.micro_batches, shape.virtual
+    if shape.schedule == "gpipe":
+        return (float(m),) * pp
+    if shape.schedule == "1f1b":
+        return tuple(float(min(pp - rank, m)) for rank in range(pp))
+    if shape.schedule == "interleaved":
+        return tuple(min(m * v, _warm_up(shape, rank) + 1) / v for rank in range(pp))
+    return tuple(_most_held(order) / v for order in _orders(_shorter(shape)))
+
+
+def bubble_formula(shape: Shape) -> float:
+    """Idle over busy time where all stages take the same, and of a split backward B and W each as long as F; zb_v from
+    2 pp - 1 micro batches on."""
+    idle = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / shape.virtual, "zb_h1": 1 / 3, "zb_v": 1 / 6}
+    return idle[shape.schedule] * (shape.pp - 1) / shape.micro_batches
+
+
+def bubble(shape: Shape, durations: Durations) -> Bubble:
+    """Of a whole step. Long steps are simulated in part: past the first micro batches each adds the same."""
+    if shape.pp == 1:
+        return Bubble(0.0, 0.0)
+    busiest = max(_busy_per_micro_batch(shape, durations)) * shape.micro_batches
+    lost = max(0.0, _makespan(shape, durations) - busiest)
+    return Bubble(lost / busiest if busiest else 0.0, lost)
+
+
+def simulate(shape: Shape, durations: Durations) -> Timeline:
+    """Every pass starts when its rank is free and what it waits for has arrived."""
+    pp, last = shape.pp, shape.pp * shape.virtual - 1
+    order = _orders(shape)
+    stage = [[stage_number(r, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)] for r in range(pp)]
+    rank_at = {stage[r][c]: r for r in range(pp) for c in range(shape.virtual)}
+    seconds = {"F": durations.forward, "B": durations.backward, "W": durations.weight}
+    ends: dict[tuple[str, int, int], float] = {}
+    clock, starts = [0.0] * pp, [[] for _ in range(pp)]
+    runnable = list(range(pp))
+    while runnable:
+        rank = runnable.pop()
+        passes, began = order[rank], starts[rank]
+        while len(began) < len(passes):
+            kind, micro, chunk = passes[len(began)]
+            here = stage[rank][chunk]
+            before = here - 1 if kind == "F" else here + 1
+            ready = 0.0
+            if kind != "W" and 0 <= before <= last:
+                end = ends.get((kind, before, micro))
+                if end is None:
+                    break
+                ready = end if rank_at[before] == rank else end + durations.transfer
+            start = max(clock[rank], ready)
+            clock[rank] = start + seconds[kind][here]
+            began.append(start)
+            if kind != "W":
+                ends[kind, here, micro] = clock[rank]
+                after = here + 1 if kind == "F" else here - 1
+                if 0 <= after <= last and rank_at[after] != rank:
+                    runnable.append(rank_at[after])
+    assert all(len(s) == len(o) for s, o in zip(starts, order, strict=True)), f"{shape} waits for itself"
+    busy = tuple(b * shape.micro_batches for b in _busy_per_micro_batch(shape, durations))
+    return Timeline(max(clock), busy, tuple(tuple(s) for s in starts))
+
+
+def chart(shape: Shape, *, width: int = 72, most_ranks: int = 16) -> list[str]:
+    """Ranks over time, a line each: digits are forward passes by micro batch, letters backward passes (a is micro batch
+    0), + weight gradients on their own, . waiting. A chunk's forward pass is one column. What exceeds the width is cut.
+    """
+    few = _with(shape, min(shape.micro_batches, width + shape.micro_batches % _period(shape)))
+    stages = shape.pp * shape.virtual
+    backward = 1.0 if shape.splits_backward else 2.0
+    durations = Durations((1.0,) * stages, (backward,) * stages, (2.0 - backward,) * stages)
+    starts, order = simulate(few, durations).starts, _orders(few)
+    shown = [r for r in range(shape.pp) if shape.pp <= most_ranks or r < most_ranks - 2 or r == shape.pp - 1]
+    lines = []
+    for rank in shown:
+        cells: list[str] = []
+        for start, one in zip(starts[rank], order[rank], strict=True):
+            cells += ["."] * (round(start) - len(cells))
+            cells += [_cell(one)] * (round(backward) if one.kind == "B" else 1)
+        lines.append(f"{rank:>4} {''.join(cells[:width])}{'>' if len(cells) > width else ''}")
+    return [*lines[:-1], " ...", lines[-1]] if len(shown) < shape.pp else lines
+
+
+def _cell(one: Pass) -> str:
+    return {"F": str(one.micro % 10), "B": chr(ord("a") + one.micro % 26), "W": "+"}[one.kind]
+
+
+def _busy_per_micro_batch(shape: Shape, durations: Durations) -> list[float]:
+    whole = [sum(each) for each in zip(durations.forward, durations.backward, durations.weight, strict=True)]
+    return [
+        sum(whole[stage_number(rank, chunk, pp=shape.pp, is_v=shape.is_v)] for chunk in range(shape.virtual))
+        for rank in range(shape.pp)
+    ]
+
+
+@lru_cache(maxsize=8192)
+def _makespan(shape: Shape, durations: Durations) -> float:
+    short = _shorter(shape)
+    first = simulate(short, durations).seconds
+    if short == shape:
+        return first
+    step = _period(shape)
+    second = simulate(_with(short, short.micro_batches + step), durations).seconds
+    return first + (second - first) * (shape.micro_batches - short.micro_batches) / step
+
+
+def _period(shape: Shape) -> int:
+    """Micro batches after which an order repeats itself."""
+    return shape.group if shape.schedule == "interleaved" else 1
+
+
+def _shorter(shape: Shape) -> Shape:
+    """The same schedule with so many micro batches that one more only adds another round in the middle."""
+    period, enough = _period(shape), 2 * shape.pp + shape.group
+    if shape.micro_batches <= enough + period:
+        return shape
+    return _with(shape, enough + (shape.micro_batches - enough) % period)
+
+
+def _with(shape: Shape, micro_batches: int) -> Shape:
+    return Shape(shape.schedule, shape.pp, micro_batches, shape.virtual, shape.group)
+
+
+def _most_held(order: Sequence[Pass]) -> int:
+    """Chunks whose activations are held at most. A split backward frees them when both gradients are made."""
+    freed = "W" if any(p.kind == "W" for p in order) else "B"
+    held_now = most = 0
+    for one in order:
+        held_now += (one.kind == "F") - (one.kind == freed)
+        most = max(most, held_now)
+    return most
+
+
+@lru_cache(maxsize=512)
+def _orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
+    one = {"zb_h1": _zb_h1, "zb_v": _zb_v}.get(shape.schedule, _whole_backward)
+    return tuple(one(shape, rank) for rank in range(shape.pp))
+
+
+def _whole_backward(shape: Shape, rank: int) -> tuple[Pass, ...]:
+    """Forward passes for a while, then one forward and one backward in turn, then what is left of the backward."""
+    forwards = [Pass("F", m, c) for m, c in _chunk_order(shape)]
+    backwards = [Pass("B", m, shape.virtual - 1 - c) for m, c in _chunk_order(shape)]
+    warm_up = len(forwards) if shape.schedule == "gpipe" else min(len(forwards), _warm_up(shape, rank))
+    order = forwards[:warm_up]
+    rest = forwards[warm_up:]
+    for forward, backward in zip(rest, backwards, strict=False):
+        order += [forward, backward]
+    return (*order, *backwards[len(rest) :])
+
+
+def _warm_up(shape: Shape, rank: int) -> int:
+    """Forward passes before the first backward follows one."""
+    after = shape.pp - 1 - rank
+    return after if shape.schedule == "1f1b" else 2 * after + (shape.virtual - 1) * shape.group
+
+
+def _chunk_order(shape: Shape) -> list[tuple[int, int]]:
+    """(micro batch, chunk) of the forward passes: a group of micro batches through each chunk in turn."""
+    group = shape.group if shape.schedule == "interleaved" else shape.micro_batches
+    starts = range(0, shape.micro_batches, group)
+    return [
+        (micro, chunk)
+        for start in starts
+        for chunk in range(shape.virtual)
+        for micro in range(start, min(start + group, shape.micro_batches))
+    ]
+
+
+def _zb_h1(shape: Shape, rank: int) -> tuple[Pass, ...]:
+    """1f1b, with the weight gradient `rank` micro batches late: so many fill what 1f1b waits at the end."""
+    order: list[Pass] = [Pass("F", m, 0) for m in range(min(shape.pp - 1 - rank, shape.micro_batches))]
+    warm_up = len(order)
+    for m in range(shape.micro_batches):
+        if m + warm_up < shape.micro_batches:
+            order.append(Pass("F", m + warm_up, 0))
+        order.append(Pass("B", m, 0))
+        if m >= rank:
+            order.append(Pass("W", m - rank, 0))
+    late = range(max(0, shape.micro_batches - rank), shape.micro_batches)
+    return (*order, *(Pass("W", m, 0) for m in late))
+
+
+def _zb_v(shape: Shape, rank: int) -> tuple[Pass, ...]:
+    """Chunk 0 until the first micro batch is back, both chunks in turn until pp micro batches are held, then F, B and W
+    of each. A step of fewer than 2 pp - 1 micro batches leaves out those that it has not."""
+    pp, n = shape.pp, max(shape.micro_batches, 2 * shape.pp - 1)
+    phases = (
+        ("F0", 2 * (pp - rank) - 1),
+        ("F1 F0", rank),
+        ("F1 B1 W1", pp - rank),
+        ("F0 B0 W0 F1 B1 W1", n - 2 * pp + 1 + rank),
+        ("B0 W0 F1 B1 W1", pp - 1 - rank),
+        ("B0 B1", rank),
+        ("B0 W0", pp - rank),
+        ("W1", rank),
+        ("W0", rank),
+    )
+    words = [word for passes, times in phases for word in passes.split() * times]
+    count = dict.fromkeys(words, -1)
+    order = []
+    for word in words:
+        count[word] += 1
+        if count[word] < shape.micro_batches:
+            order.append(Pass(word[0], count[word], int(word[1])))
+    return tuple(order)

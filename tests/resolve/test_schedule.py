@@ -1,0 +1,145 @@
+"""Pipeline schedules, against the papers' formulas and orders written by hand."""
+
+from itertools import product
+
+import pytest
+
+from megaspec.resolve.schedule import (
+    Durations,
+    Pass,
+    Shape,
+    bubble,
+    bubble_formula,
+    chart,
+    held,
+    orders,
+    simulate,
+)
+from megaspec.resolve.stages import stage_number
+
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("zb_v", 2))
+SHAPES = [
+    Shape(schedule, pp, micro_batches, virtual, pp)
+    for (schedule, virtual), pp, micro_batches in product(SCHEDULES, (2, 4, 8), (16, 40))
+]
+
+
+def equal(shape, *, transfer=0.0, backward=2.0):
+    """Durations of equal stages: a whole stage's forward takes 1."""
+    n, split = shape.pp * shape.virtual, shape.splits_backward
+    each = 1 / shape.virtual
+    own, weight = (backward / 2, backward / 2) if split else (backward, 0.0)
+    return Durations((each,) * n, (each * own,) * n, (each * weight,) * n, transfer)
+
+
+def held_by_counting(shape, rank):
+    """Chunks between their first and last pass, at the most."""
+    freed = "W" if shape.splits_backward else "B"
+    now, most = 0, 0
+    for one in orders(shape)[rank]:
+        now += {"F": 1, freed: -1}.get(one.kind, 0)
+        most = max(most, now)
+    return most / shape.virtual
+
+
+def test_orders_by_hand():
+    def words(shape):
+        return [" ".join(f"{p.kind}{p.micro}" for p in rank) for rank in orders(shape)]
+
+    assert words(Shape("gpipe", 2, 2)) == ["F0 F1 B0 B1", "F0 F1 B0 B1"]
+    assert words(Shape("1f1b", 2, 3)) == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    assert words(Shape("zb_h1", 2, 3)) == ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]
+    chunks = [f"{p.kind}{p.micro}{p.chunk}" for p in orders(Shape("interleaved", 2, 2, 2, 2))[1]]
+    assert chunks == ["F00", "F10", "F01", "B01", "F11", "B11", "B00", "B10"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_pass_runs_once_after_what_it_needs(shape):
+    kinds = "FBW" if shape.splits_backward else "FB"
+    everything = {Pass(k, m, c) for k in kinds for m in range(shape.micro_batches) for c in range(shape.virtual)}
+    durations = equal(shape, transfer=0.25)
+    starts = simulate(shape, durations).starts
+    at = {}
+    for rank, order in enumerate(orders(shape)):
+        assert len(order) == len(everything)
+        assert set(order) == everything
+        for one, start in zip(order, starts[rank], strict=True):
+            at[one.kind, stage_number(rank, one.chunk, pp=shape.pp, is_v=shape.is_v), one.micro] = start, rank
+    took = {"F": durations.forward[0], "B": durations.backward[0], "W": durations.weight[0]}
+    last = shape.pp * shape.virtual - 1
+    for (kind, stage, micro), (start, rank) in at.items():
+        before = {"F": ("F", stage - 1), "B": ("B", stage + 1) if stage < last else ("F", stage), "W": ("B", stage)}[
+            kind
+        ]
+        if (*before, micro) in at:
+            earlier, other = at[(*before, micro)]
+            assert start >= earlier + took[before[0]] + (0.25 if other != rank else 0) - 1e-9
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bubble_is_the_papers(shape):
+    timeline = simulate(shape, equal(shape))
+    assert timeline.seconds / max(timeline.busy) - 1 == pytest.approx(bubble_formula(shape), abs=1e-12)
+    assert bubble(shape, equal(shape)).ratio == pytest.approx(bubble_formula(shape), abs=1e-12)
+
+
+def test_bubble_formulas_with_numbers():
+    assert bubble_formula(Shape("1f1b", 8, 32)) == pytest.approx(7 / 32)
+    assert bubble_formula(Shape("interleaved", 8, 32, 4, 8)) == pytest.approx(7 / 128)
+    assert bubble_formula(Shape("zb_h1", 8, 32)) == pytest.approx(7 / 96)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_held(shape):
+    assert list(held(shape)) == [held_by_counting(shape, rank) for rank in range(shape.pp)]
+
+
+def test_what_is_held_in_the_papers():
+    assert held(Shape("1f1b", 8, 32)) == (8, 7, 6, 5, 4, 3, 2, 1)
+    assert held(Shape("1f1b", 8, 3)) == (3, 3, 3, 3, 3, 3, 2, 1)
+    assert held(Shape("interleaved", 8, 64, 4, 8))[0] == pytest.approx(8 * (1 + 7 / (8 * 4)))
+    assert set(held(Shape("zb_h1", 8, 64))) == {8}
+    assert set(held(Shape("zb_v", 8, 64, 2))) == {8}
+    assert set(held(Shape("gpipe", 4, 64))) == {64}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("1f1b", 4, 90),
+        Shape("gpipe", 4, 90),
+        Shape("interleaved", 4, 88, 3, 4),
+        Shape("interleaved", 4, 100, 2, 6),
+        Shape("zb_h1", 4, 90),
+        Shape("zb_v", 4, 90, 2),
+    ],
+    ids=str,
+)
+def test_long_steps_are_extrapolated_exactly(shape):
+    n = shape.pp * shape.virtual
+    uneven = Durations(
+        forward=tuple(1.0 + 0.3 * (s == n - 1) - 0.1 * (s == 0) for s in range(n)),
+        backward=tuple((1.1 if shape.splits_backward else 2.1) + 0.4 * (s == n - 1) for s in range(n)),
+        weight=(0.9 if shape.splits_backward else 0.0,) * n,
+        transfer=0.05,
+    )
+    whole = simulate(shape, uneven)
+    assert bubble(shape, uneven).seconds == pytest.approx(whole.seconds - max(whole.busy), rel=1e-9, abs=1e-9)
+
+
+def test_a_slow_stage_holds_up_the_others():
+    shape = Shape("1f1b", 4, 8)
+    even = bubble(shape, Durations((1.0,) * 4, (2.0,) * 4, (0.0,) * 4)).seconds
+    slow_end = simulate(shape, Durations((1.0, 1, 1, 2), (2.0, 2, 2, 4), (0.0,) * 4)).seconds
+    assert even == pytest.approx(9)
+    assert slow_end == pytest.approx(8 * 6 + 3 * 3)
+
+
+def test_chart():
+    assert chart(Shape("1f1b", 2, 2)) == ["   0 01..aa.bb", "   1 .0aa1bb"]
+    assert chart(Shape("zb_h1", 2, 2)) == ["   0 01.a+b+", "   1 .0a1b++"]
+    lines = chart(Shape("1f1b", 64, 128), width=40)
+    assert len(lines) == 16
+    assert lines[-2] == " ..."
+    assert lines[-1].startswith("  63 ")
+    assert all(len(line) <= 46 for line in lines)
