@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isqrt, lcm
 
 from megaspec.core.errors import Problem
 from megaspec.nn.spec import MlaSpec, MoeSpec
@@ -57,6 +58,16 @@ class Case:
         return getattr(self.recipe.model, "mla", None)
 
     @property
+    def dense_layers(self) -> int:
+        """Layers with a plain feed-forward layer."""
+        moe, n_layers = self.moe, self.recipe.model.n_layers
+        if moe is None:
+            return n_layers
+        if moe.layers is not None:
+            return moe.layers.count(0)
+        return n_layers - max(0, -(-(n_layers - moe.first_dense) // moe.every))
+
+    @property
     def micro_batches(self) -> int:
         """Micro batches of a rank in the smallest step; 0 when the batch does not divide."""
         train = self.recipe.train
@@ -66,9 +77,30 @@ class Case:
 Rule = Callable[[Case], Problem | None]
 
 
+def sequence_unit(case: Case) -> int:
+    """What a sequence has to be a multiple of, for all that divides it."""
+    chunks = 1 if case.cp == 1 or case.recipe.parallelism.context.kind == "all_to_all" else 2
+    return lcm(chunks * case.cp, case.cp * case.tp if case.recipe.parallelism.sequence_parallel else 1)
+
+
+def legal_tp(case: Case) -> list[int]:
+    """Tensor-parallel degrees that divide everything of the model that they have to divide; 1 at least."""
+    model, moe, mla = case.recipe.model, case.moe, case.mla
+    heads, kv_heads = model.n_heads, model.n_kv_heads
+    widths = [] if moe and not case.dense_layers else [model.d_ffn]
+    widths += [moe.d_shared] if moe and moe.d_shared else []
+    widths += [mla.q_rank] if mla and mla.q_rank else []
+    widths += [mla.kv_rank + mla.d_rope] if mla else []
+    return [
+        t
+        for t in divisors(heads)
+        if (kv_heads % t == 0 or t % kv_heads == 0) and all(width % t == 0 for width in widths)
+    ]
+
+
 def divisors(n: int) -> list[int]:
-    """Of n, ascending."""
-    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    """Of n, ascending; of a number past 10^12, those with a part up to 10^6."""
+    small = [d for d in range(1, min(isqrt(n), 10**6) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 

@@ -198,8 +198,12 @@ def micro_batch(draft: Draft) -> None:
     dp = draft["parallelism.dp_replicate"] * draft["parallelism.dp_shard"]
     share = max(1, _smallest_share(draft) // dp)
     most = max(1, MICRO_BATCH_TOKENS * draft["parallelism.cp"] // draft["data.seq_len"])
-    largest = max(m for m in range(1, min(share, most) + 1) if share % m == 0)
-    draft.fill("train.micro_batch", largest, f"the largest divisor of a rank's {share} with at most 8,192 tokens")
+    pp = draft["parallelism.pp"]
+    largest = max(m for m in range(1, max(1, min(share // pp, most)) + 1) if share % m == 0)
+    stages = f" that leaves {pp} micro batches, one a stage," if pp > 1 else ""
+    draft.fill(
+        "train.micro_batch", largest, f"the largest divisor of a rank's {share}{stages} with at most 8,192 tokens"
+    )
 
 
 def kernels(draft: Draft) -> None:

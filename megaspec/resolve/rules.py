@@ -5,7 +5,17 @@ from dataclasses import replace
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import origin_of
-from megaspec.resolve import rules_batch, rules_mesh, rules_model, rules_optim
+from megaspec.resolve import (
+    rules_batch,
+    rules_context,
+    rules_mesh,
+    rules_model,
+    rules_moe,
+    rules_optim,
+    rules_pipeline,
+    rules_precision,
+    rules_recompute,
+)
 from megaspec.resolve.case import Case, Rule
 from megaspec.spec import Decision
 
@@ -19,6 +29,51 @@ RULES: dict[str, Rule] = {
     "sp-tp": rules_mesh.sequence_parallel_needs_tp,
     "sp-seq": rules_mesh.sequence_splits_over_tp,
     "sp-max-seq": rules_mesh.longest_sequence_splits_over_tp,
+    "dp-replicate": rules_mesh.replicas_share_nothing,
+    "dp-sharded": rules_mesh.sharding_has_ranks_to_share,
+    "dp-fsdp": rules_mesh.fsdp_has_one_replica,
+    "dp-hsdp": rules_mesh.hsdp_shards_and_replicates,
+    "grad-reduce": rules_mesh.reduced_gradients_have_ranks,
+    "pp-layers": rules_pipeline.layers_divide_into_stages,
+    "pp-uneven": rules_pipeline.uneven_stages_hold_all_layers,
+    "pp-layout": rules_pipeline.layout_holds_all_layers,
+    "pp-twice": rules_pipeline.stages_are_described_once,
+    "pp-schedule": rules_pipeline.schedule_has_its_chunks,
+    "pp-off": rules_pipeline.pipeline_settings_need_a_pipeline,
+    "pp-micro-batches": rules_pipeline.interleaving_has_its_micro_batches,
+    "pp-group": rules_pipeline.groups_fit_the_micro_batches,
+    "pp-group-off": rules_pipeline.groups_need_interleaving,
+    "cp-seq": rules_context.sequence_splits_over_cp,
+    "cp-heads": rules_context.heads_split_over_cp,
+    "cp-factors": rules_context.hierarchical_has_factors,
+    "cp-off": rules_context.context_settings_need_cp,
+    "ep-moe": rules_moe.expert_degrees_need_experts,
+    "ep-experts": rules_moe.ep_divides_experts,
+    "ep-grid": rules_moe.expert_grid_fits_the_ranks,
+    "ep-dispatch": rules_moe.dispatch_needs_expert_ranks,
+    "etp-width": rules_moe.etp_divides_experts_width,
+    "tp-shared": rules_moe.tp_divides_shared_experts,
+    "moe-sp": rules_moe.experts_under_tp_split_the_sequence,
+    "moe-none": rules_moe.some_layer_has_experts,
+    "moe-layers": rules_moe.layer_list_is_as_long_as_the_model,
+    "moe-layers-twice": rules_moe.expert_layers_are_named_once,
+    "moe-top-k": rules_moe.tokens_find_enough_experts,
+    "moe-groups": rules_moe.groups_are_given_together,
+    "moe-groups-even": rules_moe.groups_divide_experts,
+    "moe-group-top-k": rules_moe.group_choice_is_within_the_groups,
+    "moe-group-reach": rules_moe.chosen_groups_hold_enough_experts,
+    "moe-bias": rules_moe.bias_balances_independent_scores,
+    "moe-softmax": rules_moe.only_a_softmax_comes_first,
+    "moe-top-1": rules_moe.a_single_expert_has_a_weight,
+    "moe-sinkhorn": rules_moe.sinkhorn_balances_alone,
+    "moe-capacity": rules_moe.capacity_needs_a_plain_choice,
+    "moe-capacity-off": rules_moe.dropping_needs_a_capacity,
+    "moe-losses": rules_moe.losses_are_given_once,
+    "moe-gate": rules_moe.a_gate_needs_shared_experts,
+    "recompute-off": rules_recompute.recompute_settings_need_their_kind,
+    "recompute-parts": rules_recompute.recomputed_parts_are_named_once,
+    "recompute-absent": rules_recompute.recomputed_parts_are_in_the_model,
+    "recompute-layers": rules_recompute.recomputed_layers_are_there,
     "kv-heads": rules_model.kv_heads_divide_heads,
     "heads-width": rules_model.heads_divide_width,
     "rope-even": rules_model.rotary_heads_are_even,
@@ -27,7 +82,18 @@ RULES: dict[str, Rule] = {
     "vocab-data": rules_model.vocabulary_holds_the_data,
     "kernel-attention": rules_model.attention_kernel_runs,
     "kernel-cross-entropy": rules_model.cross_entropy_kernel_runs,
-    "precision-gpu": rules_model.precision_runs_on_the_gpu,
+    "mla-kv-heads": rules_model.latent_attention_has_no_groups,
+    "mla-head": rules_model.latent_heads_have_their_parts,
+    "mla-rope": rules_model.latent_rotary_part_is_even,
+    "mla-qk-norm": rules_model.latent_attention_has_its_own_norms,
+    "mla-tp": rules_model.tp_divides_latents,
+    "precision-gpu": rules_precision.precision_runs_on_the_gpu,
+    "fp8-gpu": rules_precision.fp8_runs_on_the_gpu,
+    "fp8-layers": rules_precision.fp8_leaves_layers_to_itself,
+    "fp8-gather": rules_precision.fp8_gathers_sharded_weights,
+    "fp8-tiles": rules_precision.fp8_products_have_whole_tiles,
+    "formats-sharded": rules_precision.narrow_state_is_sharded,
+    "formats-weights": rules_precision.narrow_state_goes_with_narrow_weights,
     "batch-divides": rules_batch.global_batch_divides,
     "ramp-start": rules_batch.ramp_starts_below_the_batch,
     "ramp-increment": rules_batch.ramp_reaches_the_batch,
@@ -47,6 +113,11 @@ RULES: dict[str, Rule] = {
     "fp16-scale": rules_optim.fp16_scale_is_in_bounds,
     "log-tensorboard": rules_optim.tensorboard_is_installed,
 }
+
+
+def is_legal(case: Case) -> bool:
+    """True when every rule is kept."""
+    return all(rule(case) is None for rule in RULES.values())
 
 
 def broken_rules(case: Case, *, decisions: tuple[Decision, ...], origins: Mapping[str, str]) -> list[Problem]:

@@ -3,7 +3,7 @@
 from megaspec.core.axes import world_size
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
-from megaspec.resolve.case import Case, divisors, multiples, nearest
+from megaspec.resolve.case import Case, divisors, legal_tp, multiples, nearest, sequence_unit
 from megaspec.resolve.formula import degrees
 
 
@@ -20,20 +20,26 @@ def degrees_make_the_world(case: Case) -> Problem | None:
     ranks, sizes = case.recipe.launcher.ranks, degrees(case.recipe.parallelism)
     if world_size(sizes) == ranks:
         return None
-    product = " · ".join(
-        f"{axis}={n}" for axis, n in sizes.items() if n > 1 or f"parallelism.{axis}" not in case.decided
-    )
-    given = [axis for axis in ("tp", "pp", "cp", "dp_replicate", "dp_shard") if sizes[axis] > 1]
-    given = [axis for axis in given if f"parallelism.{axis}" not in case.decided]
-    if len(given) == 1 and {"parallelism.dp_replicate", "parallelism.tp"} & case.decided:
-        [axis] = given
-        legal = one_of(nearest(sizes[axis], divisors(ranks)))
-        text = f"parallelism.{axis}={sizes[axis]} must divide launcher.ranks={ranks}; try {legal}"
+    said = {axis: n for axis, n in sizes.items() if f"parallelism.{axis}" not in case.decided}
+    given = {axis: n for axis, n in said.items() if n > 1}
+    shares = "dp_replicate" if case.recipe.parallelism.dp_strategy == "replicate" else "dp_shard"
+    is_free = not {f"parallelism.{shares}", "parallelism.tp"}.isdisjoint(case.decided)
+    if len(given) == 1 and is_free:
+        [(axis, n)] = given.items()
+        legal = one_of(nearest(n, divisors(ranks)))
+        text = f"parallelism.{axis}={n} must divide launcher.ranks={ranks}; try {legal}"
         return Problem(f"parallelism.{axis}", text)
-    fixed = world_size({axis: n for axis, n in sizes.items() if f"parallelism.{axis}" not in case.decided})
-    legal = one_of(multiples(ranks, fixed)) if fixed != world_size(sizes) else str(fixed)
-    text = f"launcher.ranks={ranks} must be the product of the degrees, {product}; try {legal}"
-    return Problem("launcher.ranks", text)
+    fixed = world_size(said)
+    product = " · ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis in said)
+    legal = one_of(multiples(ranks, fixed) if is_free else [fixed])
+    text = f"launcher.ranks={ranks} must be the product of the degrees, {product}"
+    text += f" = {world_size(sizes)}; try {legal}"
+    axis = max(given, key=lambda name: given[name], default="")
+    smaller = [d for d in divisors(ranks) if axis and ranks % (fixed // given[axis] * d) == 0]
+    if smaller and is_free:
+        text += f", or parallelism.{axis}={one_of(nearest(given[axis], smaller, most=3))}"
+    is_ours = "launcher.ranks" in case.decided and axis
+    return Problem(f"parallelism.{axis}" if is_ours else "launcher.ranks", text)
 
 
 def a_gpu_for_each_rank(case: Case) -> Problem | None:
@@ -54,7 +60,7 @@ def tp_divides_heads(case: Case) -> Problem | None:
     heads = case.recipe.model.n_heads
     if heads % case.tp == 0:
         return None
-    legal = one_of(nearest(case.tp, divisors(heads)))
+    legal = one_of(nearest(case.tp, legal_tp(case)))
     return Problem("parallelism.tp", f"parallelism.tp={case.tp} must divide model.n_heads={heads}; try {legal}")
 
 
@@ -63,19 +69,17 @@ def tp_fits_kv_heads(case: Case) -> Problem | None:
     kv = case.recipe.model.n_kv_heads
     if kv % case.tp == 0 or case.tp % kv == 0:
         return None
-    legal = [t for t in divisors(case.recipe.model.n_heads) if kv % t == 0 or t % kv == 0]
     text = f"parallelism.tp={case.tp} must divide model.n_kv_heads={kv} or be a multiple of it"
-    return Problem("parallelism.tp", f"{text}; try {one_of(nearest(case.tp, legal))}")
+    return Problem("parallelism.tp", f"{text}; try {one_of(nearest(case.tp, legal_tp(case)))}")
 
 
 def tp_divides_ffn(case: Case) -> Problem | None:
     """Each tensor-parallel rank has the same width of the feed-forward layer."""
     width = case.recipe.model.d_ffn
-    if width % case.tp == 0:
+    if width % case.tp == 0 or case.dense_layers == 0:
         return None
-    legal = [t for t in divisors(width) if case.recipe.model.n_heads % t == 0]
     wider = one_of(multiples(width, case.tp))
-    text = f"parallelism.tp={case.tp} must divide model.d_ffn={width}; try {one_of(nearest(case.tp, legal))}"
+    text = f"parallelism.tp={case.tp} must divide model.d_ffn={width}; try {one_of(nearest(case.tp, legal_tp(case)))}"
     return Problem("parallelism.tp", f"{text}, or model.d_ffn={wider}")
 
 
@@ -88,12 +92,14 @@ def sequence_parallel_needs_tp(case: Case) -> Problem | None:
 
 
 def sequence_splits_over_tp(case: Case) -> Problem | None:
-    """Under sequence parallel, sequences divide into equal parts for the tensor-parallel ranks."""
+    """Under sequence parallel, a context-parallel rank's part of a sequence divides among tensor-parallel ranks."""
     seq_len = case.recipe.data.seq_len
-    if not case.recipe.parallelism.sequence_parallel or seq_len % case.tp == 0:
+    part = seq_len // case.cp if seq_len % case.cp == 0 else seq_len
+    if not case.recipe.parallelism.sequence_parallel or part % case.tp == 0:
         return None
-    text = f"data.seq_len={seq_len} must be a multiple of parallelism.tp={case.tp} under sequence parallel"
-    legal = one_of(multiples(seq_len, case.tp))
+    unit = f"parallelism.cp={case.cp} · parallelism.tp={case.tp}" if case.cp > 1 else f"parallelism.tp={case.tp}"
+    text = f"data.seq_len={seq_len} must be a multiple of {unit} under sequence parallel"
+    legal = one_of(multiples(seq_len, sequence_unit(case)))
     return Problem("data.seq_len", f"{text}; try {legal}, or parallelism.sequence_parallel=false")
 
 
@@ -105,3 +111,55 @@ def longest_sequence_splits_over_tp(case: Case) -> Problem | None:
     text = f"model.max_seq_len={longest} must be a multiple of parallelism.tp={case.tp} under sequence parallel"
     legal = one_of(multiples(longest, case.tp))
     return Problem("model.max_seq_len", f"{text}; try {legal}, or parallelism.sequence_parallel=false")
+
+
+def replicas_share_nothing(case: Case) -> Problem | None:
+    """With dp_strategy=replicate no rank shards anything."""
+    parallelism = case.recipe.parallelism
+    if parallelism.dp_strategy != "replicate" or parallelism.dp_shard == 1:
+        return None
+    text = f"parallelism.dp_shard={parallelism.dp_shard} needs a dp_strategy that shards, it is replicate"
+    text += f"; try parallelism.dp_strategy=zero1, or dp_replicate={case.dp} and dp_shard=1"
+    return Problem("parallelism.dp_shard", text)
+
+
+def sharding_has_ranks_to_share(case: Case) -> Problem | None:
+    """zero1, zero2 and fsdp share out over dp_shard: it is not 1 while there are data-parallel ranks."""
+    parallelism = case.recipe.parallelism
+    if parallelism.dp_strategy not in ("zero1", "zero2", "fsdp") or case.dp == 1 or parallelism.dp_shard > 1:
+        return None
+    text = f"parallelism.dp_shard=1 shards nothing, parallelism.dp_strategy={parallelism.dp_strategy} has {case.dp}"
+    text += f" data-parallel ranks; try dp_shard={case.dp} and dp_replicate=1, or dp_strategy=replicate"
+    return Problem("parallelism.dp_shard", text)
+
+
+def fsdp_has_one_replica(case: Case) -> Problem | None:
+    """fsdp shards over all data-parallel ranks; with replicas of the shards it is hsdp."""
+    parallelism = case.recipe.parallelism
+    if parallelism.dp_strategy != "fsdp" or parallelism.dp_replicate == 1 or parallelism.dp_shard == 1:
+        return None
+    text = f"parallelism.dp_replicate={parallelism.dp_replicate} must be 1 with parallelism.dp_strategy=fsdp"
+    return Problem("parallelism.dp_replicate", f"{text}; set it to 1, or dp_strategy=hsdp")
+
+
+def hsdp_shards_and_replicates(case: Case) -> Problem | None:
+    """hsdp has several shards and several replicas of them; with one of either it is another strategy."""
+    parallelism = case.recipe.parallelism
+    if parallelism.dp_strategy != "hsdp" or (parallelism.dp_replicate > 1 and parallelism.dp_shard > 1):
+        return None
+    name = "dp_shard" if parallelism.dp_shard == 1 else "dp_replicate"
+    other = "replicate" if parallelism.dp_shard == 1 else "fsdp"
+    legal = [d for d in divisors(case.dp) if 1 < d < case.dp]
+    way_out = f"try {name}={one_of(nearest(case.dp, legal, most=3))}, or" if legal else "set"
+    text = f"parallelism.{name}=1 must be at least 2 with parallelism.dp_strategy=hsdp over {case.dp} data-parallel"
+    return Problem(f"parallelism.{name}", f"{text} ranks; {way_out} dp_strategy={other}")
+
+
+def reduced_gradients_have_ranks(case: Case) -> Problem | None:
+    """grad_reduce says how gradients are summed over ranks: with dp = cp = 1 there is nothing to sum."""
+    if case.recipe.parallelism.grad_reduce == "fp32" or case.dp * case.cp > 1:
+        return None
+    text = (
+        f"parallelism.grad_reduce={case.recipe.parallelism.grad_reduce} needs data-parallel or context-parallel ranks"
+    )
+    return Problem("parallelism.grad_reduce", f"{text}, dp=1 and cp=1; drop it or use more ranks")

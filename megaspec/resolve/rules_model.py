@@ -1,10 +1,10 @@
-"""Rules about the model and its vocabulary, kernels and number formats."""
+"""Rules about the model and its vocabulary, and kernels."""
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.model.llama.spec import LlamaSpec
 from megaspec.nn.spec import Llama3RopeScaling
-from megaspec.resolve.case import Case, divisors, multiples, nearest
+from megaspec.resolve.case import Case, divisors, legal_tp, multiples, nearest
 from megaspec_kernels.catalog import choose, unmet
 
 
@@ -20,7 +20,7 @@ def kv_heads_divide_heads(case: Case) -> Problem | None:
 def heads_divide_width(case: Case) -> Problem | None:
     """Without model.d_head, heads divide the width of the model."""
     width, heads = case.recipe.model.d_model, case.recipe.model.n_heads
-    if "model.d_head" not in case.decided or width % heads == 0:
+    if "model.d_head" not in case.decided or case.mla is not None or width % heads == 0:
         return None
     text = f"model.n_heads={heads} must divide model.d_model={width} when model.d_head is auto"
     return Problem("model.n_heads", f"{text}; try {one_of(nearest(heads, divisors(width)))}, or set model.d_head")
@@ -29,7 +29,7 @@ def heads_divide_width(case: Case) -> Problem | None:
 def rotary_heads_are_even(case: Case) -> Problem | None:
     """Rotary positions turn pairs of a head's numbers."""
     model = case.recipe.model
-    if not isinstance(model, LlamaSpec) or model.d_head % 2 == 0:
+    if not isinstance(model, LlamaSpec) or model.mla is not None or model.d_head % 2 == 0:
         return None
     text = f"model.d_head={model.d_head} must be even for rotary positions; try {one_of(multiples(model.d_head, 2))}"
     return Problem("model.d_head", text)
@@ -85,9 +85,51 @@ def _kernel(case: Case, operation: str, *, attention_dropout: bool) -> Problem |
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 
 
-def precision_runs_on_the_gpu(case: Case) -> Problem | None:
-    """bf16 needs a GPU of sm80 or newer; CPUs compute it."""
-    kind, sm = case.recipe.precision.kind, case.target.sm
-    if kind != "bf16" or case.target.device != "cuda" or sm >= 80:
+def latent_attention_has_no_groups(case: Case) -> Problem | None:
+    """Latent attention has as many key and value heads as query heads: the latent saves the memory."""
+    model = case.recipe.model
+    if case.mla is None or model.n_kv_heads == model.n_heads:
         return None
-    return Problem("precision.kind", f"precision.kind=bf16 needs sm80, this GPU is sm{sm}; set precision=fp16")
+    text = f"model.n_kv_heads={model.n_kv_heads} must be model.n_heads={model.n_heads} with model.mla"
+    return Problem("model.n_kv_heads", f"{text}; set it to {model.n_heads}, auto, or model.mla=null")
+
+
+def latent_heads_have_their_parts(case: Case) -> Problem | None:
+    """A head of latent attention is its part without position and its rotary part."""
+    mla, d_head = case.mla, case.recipe.model.d_head
+    if mla is None or d_head == mla.d_nope + mla.d_rope:
+        return None
+    text = f"model.d_head={d_head} must be model.mla.d_nope={mla.d_nope} + model.mla.d_rope={mla.d_rope}"
+    return Problem("model.d_head", f"{text}; set it to {mla.d_nope + mla.d_rope} or auto")
+
+
+def latent_rotary_part_is_even(case: Case) -> Problem | None:
+    """Rotary positions turn pairs of numbers, in latent attention those of the rotary part."""
+    if case.mla is None or case.mla.d_rope % 2 == 0:
+        return None
+    text = f"model.mla.d_rope={case.mla.d_rope} must be even for rotary positions"
+    return Problem("model.mla.d_rope", f"{text}; try {one_of(multiples(case.mla.d_rope, 2))}")
+
+
+def latent_attention_has_its_own_norms(case: Case) -> Problem | None:
+    """Norms of query and key heads belong to grouped-query attention: latent attention norms its latents."""
+    if case.mla is None or not getattr(case.recipe.model, "qk_norm", False):
+        return None
+    text = "model.qk_norm=true has no place beside model.mla, whose latents have norms of their own"
+    return Problem("model.qk_norm", f"{text}; set it to false, or model.mla=null")
+
+
+def tp_divides_latents(case: Case) -> Problem | None:
+    """Each tensor-parallel rank makes the same share of the latents, rotary key included."""
+    mla = case.mla
+    if mla is None:
+        return None
+    widths = {"q_rank": mla.q_rank or 0, "kv_rank": mla.kv_rank + mla.d_rope}
+    name = next((name for name, width in widths.items() if width % case.tp), None)
+    if name is None:
+        return None
+    what = f"model.mla.q_rank={mla.q_rank}"
+    if name == "kv_rank":
+        what = f"model.mla.kv_rank={mla.kv_rank} + model.mla.d_rope={mla.d_rope} = {widths[name]}"
+    legal = one_of(nearest(case.tp, legal_tp(case)))
+    return Problem("parallelism.tp", f"parallelism.tp={case.tp} must divide {what}; try {legal}")

@@ -9,7 +9,8 @@ def warmup_ends_before_decay(case: Case) -> Problem | None:
     schedule = case.recipe.optim.schedule
     if schedule.kind == "constant" or schedule.warmup_steps < schedule.decay_steps:
         return None
-    text = f"optim.schedule.warmup_steps={schedule.warmup_steps} must be below decay_steps={schedule.decay_steps}"
+    text = f"optim.schedule.warmup_steps={schedule.warmup_steps} must be below optim.schedule.decay_steps="
+    text += f"{schedule.decay_steps}"
     return Problem("optim.schedule.warmup_steps", f"{text}; try {max(0, schedule.decay_steps // 10)}")
 
 
@@ -33,12 +34,13 @@ def wsd_decay_fits(case: Case) -> Problem | None:
 
 
 def only_wsd_has_a_final_decay(case: Case) -> Problem | None:
-    """A final decay is set for wsd only: no other schedule reads it."""
+    """A final decay, its length or shape, is set for wsd only: no other schedule reads it."""
     schedule = case.recipe.optim.schedule
-    if schedule.kind == "wsd" or schedule.wsd_decay_steps is None:
+    name = "wsd_decay" if schedule.wsd_decay_steps is None else "wsd_decay_steps"
+    if schedule.kind == "wsd" or (name == "wsd_decay" and schedule.wsd_decay == "linear"):
         return None
-    text = f"optim.schedule.wsd_decay_steps={schedule.wsd_decay_steps} needs kind=wsd, it is {schedule.kind}"
-    return Problem("optim.schedule.wsd_decay_steps", f"{text}; drop it or set optim.schedule.kind=wsd")
+    text = f"optim.schedule.{name}={getattr(schedule, name)} needs kind=wsd, it is {schedule.kind}"
+    return Problem(f"optim.schedule.{name}", f"{text}; drop it or set optim.schedule.kind=wsd")
 
 
 def lowest_rate_is_lowest(case: Case) -> Problem | None:

@@ -33,8 +33,8 @@ class TrainSpec(Frozen):
     global_batch: PositiveInt
     """Sequences per optimizer step, over all ranks and micro batches."""
     micro_batch: Auto[PositiveInt] = "auto"
-    """Sequences that one rank takes through the model at a time. auto: the largest that divides the share of a rank and
-    holds at most 8,192 tokens."""
+    """Sequences that one rank takes through the model at a time. auto: the largest that divides the share of a rank,
+    holds at most 8,192 tokens and leaves a micro batch for each pipeline stage."""
     batch_ramp: BatchRamp | None = None
     """Grow the global batch at the start. None: train.global_batch from the first step."""
     seed: NonNegativeCount = 1234

@@ -1,0 +1,332 @@
+"""For every rule the smallest recipe that breaks it, and what mends it: for `megaspec explain`, and held by a test."""
+
+from dataclasses import dataclass
+
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.target import Target
+
+CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
+H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
+V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
+FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Overrides of a shipped recipe that break one rule, and more overrides that mend them."""
+
+    overrides: tuple[str, ...]
+    mended: tuple[str, ...]
+    key: str
+    """The key that the rule names."""
+    recipe: str = "hello"
+    target: Target = CPU
+    facts: Facts = FACTS
+
+
+def _moe(*settings: str, base: str = "n_experts: 8") -> str:
+    return f"model.moe={{{', '.join((base, *settings))}}}"
+
+
+def _router(*settings: str, base: str = "n_experts: 8") -> str:
+    return _moe(f"router: {{{', '.join(settings)}}}", base=base)
+
+
+def _mla(kv_rank: int = 32, d_rope: int = 16) -> str:
+    return f"model.mla={{kv_rank: {kv_rank}, d_nope: 16, d_rope: {d_rope}, d_value: 32}}"
+
+
+_FP8 = "precision.kind=fp8"
+_PP2, _CP4, _TP1, _TP2 = "parallelism.pp=2", "parallelism.cp=4", "parallelism.tp=1", "parallelism.tp=2"
+_PIPELINE, _CONTEXT = "parallelism.pipeline", "parallelism.context"
+_CHUNKS = f"{_PIPELINE}.virtual_stages=2"
+_SP = "parallelism.sequence_parallel"
+
+_MESH = {
+    "ranks-torchrun": Example(
+        ("launcher.ranks=4",), ("launcher.ranks=2",), "launcher.ranks", target=CPU.model_copy(update={"world_size": 2})
+    ),
+    "ranks-degrees": Example(("launcher.ranks=4", "parallelism.tp=3", "model=gpt2_124m"), (_TP2,), "parallelism.tp"),
+    "ranks-gpus": Example(
+        ("launcher.ranks=16", "train.global_batch=16"), ("launcher.ranks=8",), "launcher.ranks", target=H200
+    ),
+    "tp-heads": Example(
+        ("launcher.ranks=8", "parallelism.tp=8", "model.n_kv_heads=1", "model.d_ffn=512"),
+        ("model.n_heads=8",),
+        "parallelism.tp",
+    ),
+    "tp-kv-heads": Example(
+        ("parallelism.tp=4", "model.n_heads=12", "model.n_kv_heads=6", "model.d_head=8"),
+        ("model.n_kv_heads=4",),
+        "parallelism.tp",
+    ),
+    "tp-ffn": Example((_TP2, "model.d_ffn=321"), ("model.d_ffn=322",), "parallelism.tp"),
+    "sp-tp": Example((_TP1, f"{_SP}=true"), (f"{_SP}=false",), _SP),
+    "sp-seq": Example(
+        (f"{_SP}=true", "data.seq_len=255", "model.max_seq_len=256"), ("data.seq_len=254",), "data.seq_len"
+    ),
+    "sp-max-seq": Example((f"{_SP}=true", "model.max_seq_len=257"), ("model.max_seq_len=258",), "model.max_seq_len"),
+    "dp-replicate": Example(
+        (_TP1, "parallelism.dp_shard=2"), ("parallelism.dp_strategy=zero1",), "parallelism.dp_shard"
+    ),
+    "dp-sharded": Example(
+        (_TP1, "parallelism.dp_strategy=zero1", "parallelism.dp_shard=1", "parallelism.dp_replicate=2"),
+        ("parallelism.dp_shard=2", "parallelism.dp_replicate=1"),
+        "parallelism.dp_shard",
+    ),
+    "dp-fsdp": Example(
+        (_TP1, "parallelism.dp_strategy=fsdp", "parallelism.dp_shard=2", "parallelism.dp_replicate=2"),
+        ("parallelism.dp_strategy=hsdp",),
+        "parallelism.dp_replicate",
+    ),
+    "dp-hsdp": Example(
+        (_TP1, "parallelism.dp_strategy=hsdp"), ("parallelism.dp_strategy=fsdp",), "parallelism.dp_replicate"
+    ),
+    "grad-reduce": Example((_TP2, "parallelism.grad_reduce=bf16"), (_TP1,), "parallelism.grad_reduce"),
+}
+_STAGES = {
+    "pp-layers": Example(("parallelism.pp=3",), (_PP2,), "parallelism.pp"),
+    "pp-uneven": Example(
+        (_PP2, f"{_PIPELINE}.first_layers=4"), (f"{_PIPELINE}.first_layers=3",), f"{_PIPELINE}.first_layers"
+    ),
+    "pp-layout": Example(
+        (_PP2, f"{_PIPELINE}.layout='Ett|tL'"), (f"{_PIPELINE}.layout='Ett|ttL'",), f"{_PIPELINE}.layout"
+    ),
+    "pp-twice": Example(
+        (_PP2, f"{_PIPELINE}.layout='Et|tttL'", f"{_PIPELINE}.first_layers=1"),
+        (f"{_PIPELINE}.first_layers=null",),
+        f"{_PIPELINE}.first_layers",
+    ),
+    "pp-schedule": Example((_PP2, f"{_PIPELINE}.schedule=interleaved"), (_CHUNKS,), f"{_PIPELINE}.virtual_stages"),
+    "pp-off": Example((_CHUNKS,), (_PP2,), f"{_PIPELINE}.virtual_stages"),
+    "pp-micro-batches": Example((_PP2, _CHUNKS, "train.micro_batch=8"), ("train.micro_batch=4",), "train.global_batch"),
+    "pp-group": Example(
+        (_PP2, _CHUNKS, "train.micro_batch=2", f"{_PIPELINE}.micro_batch_group=3"),
+        (f"{_PIPELINE}.micro_batch_group=2",),
+        f"{_PIPELINE}.micro_batch_group",
+    ),
+    "pp-group-off": Example(
+        (_PP2, f"{_PIPELINE}.micro_batch_group=4"),
+        (f"{_PIPELINE}.micro_batch_group=2",),
+        f"{_PIPELINE}.micro_batch_group",
+    ),
+    "cp-seq": Example(("parallelism.cp=2", "data.seq_len=254"), ("data.seq_len=252",), "data.seq_len"),
+    "cp-heads": Example((_CP4, f"{_CONTEXT}.kind=all_to_all"), (f"{_CONTEXT}.kind=ring",), "parallelism.cp"),
+    "cp-factors": Example(
+        (_CP4, f"{_CONTEXT}.kind=hierarchical", f"{_CONTEXT}.factors=[2,3]"),
+        (f"{_CONTEXT}.factors=[2,2]",),
+        f"{_CONTEXT}.factors",
+    ),
+    "cp-off": Example((f"{_CONTEXT}.kind=all_to_all",), ("parallelism.cp=2",), f"{_CONTEXT}.kind"),
+}
+_EXPERTS = {
+    "ep-moe": Example(("parallelism.ep=2",), (_moe(),), "parallelism.ep"),
+    "ep-experts": Example(
+        (_moe(base="n_experts: 6"), "parallelism.ep=4", "launcher.ranks=4"), ("parallelism.ep=2",), "parallelism.ep"
+    ),
+    "ep-grid": Example((_moe(), "parallelism.ep=4", "launcher.ranks=2"), ("launcher.ranks=4",), "parallelism.ep"),
+    "ep-dispatch": Example((_moe(), "parallelism.dispatch=all_gather"), ("parallelism.ep=2",), "parallelism.dispatch"),
+    "etp-width": Example((_moe("d_expert: 97"), "parallelism.etp=2"), ("model.moe.d_expert=96",), "parallelism.etp"),
+    "tp-shared": Example((_moe("d_shared: 97"), _TP2), ("model.moe.d_shared=96",), "parallelism.tp"),
+    "moe-sp": Example((_moe(), _TP2, f"{_SP}=false"), (f"{_SP}=true",), _SP),
+    "moe-none": Example((_moe("first_dense: 4"),), ("model.moe.first_dense=3",), "model.moe.first_dense"),
+    "moe-layers": Example((_moe("layers: [0,1,1]"),), ("model.moe.layers=[0,1,1,1]",), "model.moe.layers"),
+    "moe-layers-twice": Example(
+        (_moe("layers: [0,1,1,1]", "first_dense: 1"),), ("model.moe.first_dense=0",), "model.moe.layers"
+    ),
+    "moe-top-k": Example((_moe("top_k: 9"),), ("model.moe.top_k=8",), "model.moe.top_k"),
+    "moe-groups": Example((_router("n_groups: 4"),), ("model.moe.router.group_top_k=2",), "model.moe.router.n_groups"),
+    "moe-groups-even": Example(
+        (_router("n_groups: 3", "group_top_k: 2"),), ("model.moe.router.n_groups=4",), "model.moe.router.n_groups"
+    ),
+    "moe-group-top-k": Example(
+        (_router("n_groups: 2", "group_top_k: 3"),),
+        ("model.moe.router.group_top_k=2",),
+        "model.moe.router.group_top_k",
+    ),
+    "moe-group-reach": Example(
+        (_router("n_groups: 4", "group_top_k: 1", base="n_experts: 8, top_k: 4"),),
+        ("model.moe.router.group_top_k=2",),
+        "model.moe.router.group_top_k",
+    ),
+    "moe-bias": Example(
+        (_router("bias_rate: 1e-3"),), ("model.moe.router.score=sigmoid",), "model.moe.router.bias_rate"
+    ),
+    "moe-softmax": Example(
+        (_router("score: sigmoid", "softmax_first: true"),),
+        ("model.moe.router.softmax_first=false",),
+        "model.moe.router.softmax_first",
+    ),
+    "moe-top-1": Example((_moe("top_k: 1"),), ("model.moe.router.softmax_first=true",), "model.moe.top_k"),
+    "moe-sinkhorn": Example(
+        (_router("balancing: sinkhorn", "losses: [{kind: aux, coefficient: 0.01}]"),),
+        ("model.moe.router.losses=[]",),
+        "model.moe.router.losses",
+    ),
+    "moe-capacity": Example(
+        (_router("balancing: sinkhorn"), "model.moe.capacity_factor=1.25"),
+        ("model.moe.router.balancing=top_k",),
+        "model.moe.capacity_factor",
+    ),
+    "moe-capacity-off": Example(
+        (_moe("pad_to_capacity: true"),), ("model.moe.capacity_factor=1.25",), "model.moe.pad_to_capacity"
+    ),
+    "moe-losses": Example(
+        (_router("losses: [{kind: aux, coefficient: 0.01}, {kind: aux, coefficient: 0.02}]"),),
+        ("model.moe.router.losses=[{kind: aux, coefficient: 0.03}]",),
+        "model.moe.router.losses",
+    ),
+    "moe-gate": Example((_moe("shared_gate: true"),), ("model.moe.d_shared=64",), "model.moe.shared_gate"),
+}
+_RECOMPUTE = {
+    "recompute-off": Example(
+        ("parallelism.recompute.parts=[norm]",),
+        ("parallelism.recompute.kind=selective",),
+        "parallelism.recompute.parts",
+    ),
+    "recompute-parts": Example(
+        ("parallelism.recompute={kind: selective, parts: [norm, norm]}",),
+        ("parallelism.recompute.parts=[norm]",),
+        "parallelism.recompute.parts",
+    ),
+    "recompute-absent": Example(
+        ("parallelism.recompute={kind: selective, parts: [moe]}",),
+        ("parallelism.recompute.parts=[mlp]",),
+        "parallelism.recompute.parts",
+    ),
+    "recompute-layers": Example(
+        ("parallelism.recompute={kind: full, layers: 5}",),
+        ("parallelism.recompute.layers=4",),
+        "parallelism.recompute.layers",
+    ),
+}
+_MODEL = {
+    "kv-heads": Example((_TP1, "model.n_kv_heads=3"), ("model.n_kv_heads=4",), "model.n_kv_heads"),
+    "heads-width": Example((_TP1, "model.n_heads=3", "model.n_kv_heads=3"), ("model.d_head=42",), "model.n_heads"),
+    "rope-even": Example(("model.d_head=33",), ("model.d_head=32",), "model.d_head"),
+    "rope-scaling": Example(
+        ("model.rope_scaling.kind=llama3", "model.rope_scaling.low_freq_factor=4"),
+        ("model.rope_scaling.low_freq_factor=1",),
+        "model.rope_scaling.low_freq_factor",
+    ),
+    "seq-model": Example(("model.max_seq_len=128",), ("data.seq_len=128",), "data.seq_len"),
+    "vocab-data": Example(("model.vocab_size=256",), ("model.vocab_size=auto",), "model.vocab_size"),
+    "mla-kv-heads": Example((_mla(), "model.n_kv_heads=2"), ("model.n_kv_heads=4",), "model.n_kv_heads"),
+    "mla-head": Example((_mla(), "model.n_kv_heads=4", "model.d_head=64"), ("model.d_head=32",), "model.d_head"),
+    "mla-rope": Example((_mla(d_rope=15), "model.n_kv_heads=4", _TP1), ("model.mla.d_rope=16",), "model.mla.d_rope"),
+    "mla-qk-norm": Example(
+        (_mla(), "model.n_kv_heads=4", "model.qk_norm=true"), ("model.qk_norm=false",), "model.qk_norm"
+    ),
+    "mla-tp": Example((_mla(kv_rank=33), "model.n_kv_heads=4", _TP2), ("model.mla.kv_rank=32",), "parallelism.tp"),
+    "kernel-attention": Example(
+        ("kernels.attention=sdpa", "model.attention_dropout=0.1"),
+        ("kernels.attention=reference",),
+        "kernels.attention",
+    ),
+    "kernel-cross-entropy": Example(
+        ("kernels.cross_entropy=triton",), ("kernels.cross_entropy=chunked",), "kernels.cross_entropy"
+    ),
+}
+_PRECISION = {
+    "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),
+    "fp8-gpu": Example((_FP8,), ("precision.kind=bf16",), "precision.kind"),
+    "fp8-layers": Example(
+        (_FP8, "precision.first_layers_bf16=4"),
+        ("precision.first_layers_bf16=1",),
+        "precision.first_layers_bf16",
+        target=H200,
+    ),
+    "fp8-gather": Example(
+        (_FP8, "precision.gather_fp8=true"), ("parallelism.dp_strategy=fsdp",), "precision.gather_fp8", target=H200
+    ),
+    "fp8-tiles": Example((_FP8, "model.d_ffn=328"), ("model.d_ffn=336",), "model.d_ffn", target=H200),
+    "formats-sharded": Example(
+        ("precision.kind=bf16", "optim.formats.exp_avg=bf16"),
+        ("parallelism.dp_strategy=zero1",),
+        "optim.formats.exp_avg",
+    ),
+    "formats-weights": Example(
+        ("optim.formats.exp_avg=bf16", "parallelism.dp_strategy=zero1"),
+        ("precision.kind=bf16",),
+        "optim.formats.exp_avg",
+    ),
+}
+_BATCH = {
+    "batch-divides": Example(
+        ("train.global_batch=30", "train.micro_batch=4"), ("train.global_batch=32",), "train.global_batch"
+    ),
+    "ramp-start": Example(
+        ("train.global_batch=16", "train.batch_ramp={start: 16, increment: 4, samples: 64}"),
+        ("train.batch_ramp.start=8",),
+        "train.batch_ramp.start",
+    ),
+    "ramp-increment": Example(
+        ("train.global_batch=16", "train.batch_ramp={start: 4, increment: 5, samples: 64}", "train.micro_batch=1"),
+        ("train.batch_ramp.increment=6",),
+        "train.batch_ramp.increment",
+    ),
+    "ramp-stages": Example(
+        ("train.global_batch=16", "train.batch_ramp={start: 6, increment: 10, samples: 64}", "train.micro_batch=4"),
+        ("train.batch_ramp={start: 8, increment: 8, samples: 64}",),
+        "train.batch_ramp.start",
+    ),
+    "split-train": Example(("data.split=[0,1,1]",), ("data.split=[1,1,1]",), "data.split"),
+    "eval-split": Example(("data.split=[1,0,0]",), ("train.eval_every=0",), "train.eval_every"),
+    "data-train": Example(
+        ("data.seq_len=2048",),
+        ("data.seq_len=1024",),
+        "data.seq_len",
+        facts=Facts(run_dir="runs/hello", vocab_size=257, train_tokens=2000, valid_tokens=10**5),
+    ),
+    "data-valid": Example(
+        ("data.seq_len=2048",),
+        ("train.eval_every=0",),
+        "data.seq_len",
+        facts=Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=2000),
+    ),
+    "sample-tokenizer": Example(("data=random", "~data.blend"), ("train.sample=null",), "train.sample"),
+}
+_OPTIM = {
+    "lr-warmup": Example(
+        ("optim.schedule.warmup_steps=240", "train.steps=240"),
+        ("optim.schedule.warmup_steps=24",),
+        "optim.schedule.warmup_steps",
+    ),
+    "wsd-steps": Example(("optim.schedule.kind=wsd",), ("optim.schedule.wsd_decay_steps=12",), "optim.schedule.kind"),
+    "wsd-fits": Example(
+        ("optim.schedule={kind: wsd, wsd_decay_steps: 221, warmup_steps: 20}", "train.steps=240"),
+        ("optim.schedule.wsd_decay_steps=220",),
+        "optim.schedule.wsd_decay_steps",
+    ),
+    "wsd-only": Example(
+        ("optim.schedule.wsd_decay_steps=10",), ("optim.schedule.kind=wsd",), "optim.schedule.wsd_decay_steps"
+    ),
+    "lr-min": Example(("optim.schedule.min_lr=0.1",), ("optim.lr=0.1",), "optim.schedule.min_lr"),
+    "lr-init": Example(("optim.schedule.init_lr=0.1",), ("optim.schedule.init_lr=0",), "optim.schedule.init_lr"),
+    "wd-ramp": Example(
+        ("optim.weight_decay_ramp={kind: linear, end: 0.2}",),
+        ("optim.weight_decay_ramp.steps=10",),
+        "optim.weight_decay_ramp.kind",
+    ),
+    "fp16-scale": Example(
+        ("precision={kind: fp16, initial_scale: 2, min_scale: 4}",),
+        ("precision.min_scale=1",),
+        "precision.min_scale",
+    ),
+    "log-tensorboard": Example(
+        ("log.tensorboard=true",),
+        ("log.tensorboard=false",),
+        "log.tensorboard",
+        target=CPU.model_copy(update={"versions": {}}),
+    ),
+}
+EXAMPLES: dict[str, Example] = {
+    **_MESH,
+    **_STAGES,
+    **_EXPERTS,
+    **_RECOMPUTE,
+    **_MODEL,
+    **_PRECISION,
+    **_BATCH,
+    **_OPTIM,
+}

@@ -1,0 +1,188 @@
+"""Rules about pipeline stages and the order of passes through them."""
+
+from megaspec.core.errors import Problem
+from megaspec.core.problems import one_of, show
+from megaspec.resolve.case import Case, divisors, nearest
+from megaspec.resolve.stages import stage_problem
+from megaspec.train.batch_schedule import BatchSchedule
+
+_UNEVEN = ("first_layers", "last_layers")
+_COUNTED = ("count_embedding", "count_loss")
+
+
+def layers_divide_into_stages(case: Case) -> Problem | None:
+    """Every pipeline stage, and every chunk of it, has the same number of layers, unless the recipe says otherwise."""
+    return None if _way(case) else _split(case)
+
+
+def uneven_stages_hold_all_layers(case: Case) -> Problem | None:
+    """With first_layers or last_layers, the stages between them share the remaining layers evenly."""
+    return _split(case) if _way(case) == "uneven" else None
+
+
+def layout_holds_all_layers(case: Case) -> Problem | None:
+    """A layout has one E at its start, one L at its end, a t for each layer, and stages for every rank."""
+    found = _split(case) if _way(case) == "layout" else None
+    if found is None or "; try " in found.message:
+        return found
+    n_layers, stages = case.recipe.model.n_layers, case.pp * case.recipe.parallelism.pipeline.virtual_stages
+    return Problem(found.key, f"{found.message}; try {_even_layout(n_layers, stages)}")
+
+
+def _even_layout(n_layers: int, stages: int) -> str:
+    """A layout of as equal stages as can be: `Et*3|t*3|t*3|t*2L`; in words when it is long."""
+    if stages > 16:
+        return f"E, {n_layers} t in {stages} stages, L"
+    layers, more = divmod(n_layers, stages)
+    sizes = [layers + (stage < more) for stage in range(stages)]
+    letters = [f"t*{size}" if size > 3 else "t" * size for size in sizes]
+    return f"E{'|'.join(letters)}L"
+
+
+def _way(case: Case) -> str:
+    """How the recipe divides layers: "layout", "uneven", or "" for evenly."""
+    pipeline = case.recipe.parallelism.pipeline
+    if pipeline.layout is not None:
+        return "layout"
+    return "uneven" if pipeline.first_layers or pipeline.last_layers else ""
+
+
+def _split(case: Case) -> Problem | None:
+    if case.pp == 1 or _answered_twice(case):
+        return None
+    found = stage_problem(case.recipe.model, case.recipe.parallelism)
+    return None if found is None else Problem(*found)
+
+
+def stages_are_described_once(case: Case) -> Problem | None:
+    """A layout, uneven stages and counting the embedding or loss as layers are three answers to one question."""
+    twice = _answered_twice(case)
+    if twice is None:
+        return None
+    (kept, _), (name, value) = twice
+    key = f"parallelism.pipeline.{name}"
+    text = f"{key}={show(value)} and parallelism.pipeline.{kept} both say how layers are divided"
+    return Problem(key, f"{text}; drop one of them")
+
+
+def _answered_twice(case: Case) -> tuple[tuple[str, object], tuple[str, object]] | None:
+    """The first settings of two of the ways to divide layers; None when there is at most one way."""
+    pipeline = case.recipe.parallelism.pipeline
+    ways = (("layout",), _UNEVEN, _COUNTED)
+    given = [
+        [(name, getattr(pipeline, name)) for name in way if getattr(pipeline, name) not in (None, False)]
+        for way in ways
+    ]
+    first = [way[0] for way in given if way]
+    return (first[0], first[1]) if len(first) > 1 else None
+
+
+def schedule_has_its_chunks(case: Case) -> Problem | None:
+    """The interleaved schedule has two or more chunks per rank, zb_v has two, the others have one."""
+    pipeline = case.recipe.parallelism.pipeline
+    schedule, chunks = pipeline.schedule, pipeline.virtual_stages
+    if case.pp == 1:
+        return None
+    key = "parallelism.pipeline.virtual_stages"
+    if schedule == "interleaved" and chunks < 2:
+        text = f"{key}={chunks} must be at least 2 with parallelism.pipeline.schedule=interleaved"
+        return Problem(key, f"{text}; try 2, or parallelism.pipeline.schedule=1f1b")
+    if schedule == "zb_v" and chunks != 2:
+        return Problem(key, f"{key}={chunks} must be 2 with parallelism.pipeline.schedule=zb_v; set it to 2")
+    if schedule not in ("interleaved", "zb_v") and chunks != 1:
+        text = f"{key}={chunks} must be 1 with parallelism.pipeline.schedule={schedule}"
+        return Problem(key, f"{text}; set it to 1, or parallelism.pipeline.schedule=interleaved")
+    return None
+
+
+def pipeline_settings_need_a_pipeline(case: Case) -> Problem | None:
+    """Settings of the pipeline need more than one stage: with pp=1 nothing reads them."""
+    if case.pp > 1:
+        return None
+    pipeline = case.recipe.parallelism.pipeline
+    if "parallelism.pipeline.micro_batch_group" in case.decided and "parallelism.pipeline.schedule" in case.decided:
+        unread = {name: getattr(pipeline, name) for name in ("virtual_stages", "layout", *_UNEVEN, *_COUNTED)}
+    else:
+        unread = pipeline.model_dump()
+    idle = {"schedule": "1f1b", "virtual_stages": 1, "micro_batch_group": 1, "layout": None}
+    idle |= dict.fromkeys(_UNEVEN) | dict.fromkeys(_COUNTED, False)
+    name = next((name for name, value in unread.items() if value != idle[name]), None)
+    if name is None:
+        return None
+    key = f"parallelism.pipeline.{name}"
+    return Problem(
+        key, f"{key}={show(unread[name])} needs parallelism.pp > 1, it is 1; drop it or raise parallelism.pp"
+    )
+
+
+def interleaving_has_its_micro_batches(case: Case) -> Problem | None:
+    """An interleaved schedule has a micro batch for each pipeline rank at least."""
+    train, pp = case.recipe.train, case.pp
+    few = _fewest(case)
+    if not _interleaves(case) or few is None or few >= pp:
+        return None
+    batch = min(BatchSchedule(train).batches)
+    text = f"train.global_batch={batch} is {few} micro batches a rank ({batch} / (micro_batch {train.micro_batch}"
+    text += f" · dp {case.dp})), parallelism.pipeline.schedule=interleaved needs parallelism.pp={pp}"
+    more = f"try train.global_batch={pp * train.micro_batch * case.dp}"
+    smaller = [m for m in divisors(batch // case.dp) if batch // case.dp // m >= pp]
+    if smaller:
+        more += f", or train.micro_batch={smaller[-1]}"
+    return Problem("train.global_batch", f"{text}; {more}, or parallelism.pipeline.virtual_stages=1")
+
+
+def groups_fit_the_micro_batches(case: Case) -> Problem | None:
+    """An interleaved schedule takes micro batches in groups of at least pp, of which no rest is smaller than pp."""
+    group, pp = case.recipe.parallelism.pipeline.micro_batch_group, case.pp
+    few = _fewest(case)
+    if not _interleaves(case) or few is None or few < pp:
+        return None
+    key = "parallelism.pipeline.micro_batch_group"
+    wrong = next((m for m in _counts(case) if not _groups(group, pp, m)), None)
+    if wrong is None:
+        return None
+    legal = [g for g in range(pp, min(wrong, pp + 4096) + 1) if all(_groups(g, pp, m) for m in _counts(case))]
+    hint = f"try {one_of(nearest(group, legal))}" if legal else _other_batch(case)
+    if not pp <= group <= wrong:
+        rule = f"must lie between parallelism.pp={pp} and the {wrong} micro batches of a rank"
+    else:
+        rule = f"leaves {wrong % group} of a rank's {wrong} micro batches, fewer than parallelism.pp={pp}"
+    return Problem(key, f"{key}={group} {rule}; {hint}")
+
+
+def _other_batch(case: Case) -> str:
+    unit = case.recipe.train.micro_batch * case.dp * case.pp
+    batch = case.recipe.train.global_batch
+    return f"try train.global_batch={max(unit, batch // unit * unit)}"
+
+
+def groups_need_interleaving(case: Case) -> Problem | None:
+    """Only the interleaved schedule takes micro batches in groups."""
+    pipeline, key = case.recipe.parallelism.pipeline, "parallelism.pipeline.micro_batch_group"
+    if case.pp == 1 or pipeline.schedule == "interleaved" or pipeline.micro_batch_group == case.pp:
+        return None
+    text = f"{key}={pipeline.micro_batch_group} needs parallelism.pipeline.schedule=interleaved"
+    return Problem(key, f"{text}, it is {pipeline.schedule}; drop it")
+
+
+def _interleaves(case: Case) -> bool:
+    return case.pp > 1 and case.recipe.parallelism.pipeline.schedule == "interleaved"
+
+
+def _counts(case: Case) -> list[int]:
+    """Micro batches of a rank for every global batch that occurs."""
+    unit = case.recipe.train.micro_batch * case.dp
+    return [batch // unit for batch in BatchSchedule(case.recipe.train).batches]
+
+
+def _fewest(case: Case) -> int | None:
+    """Micro batches of a rank in the smallest step; None when a batch does not divide, which is told elsewhere."""
+    unit = case.recipe.train.micro_batch * case.dp
+    if any(batch % unit for batch in BatchSchedule(case.recipe.train).batches):
+        return None
+    return case.micro_batches
+
+
+def _groups(group: int, pp: int, micro_batches: int) -> bool:
+    rest = micro_batches % group
+    return pp <= group <= micro_batches and (rest == 0 or rest >= pp)
