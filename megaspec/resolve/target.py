@@ -16,10 +16,9 @@ except ImportError:
 from pydantic import Field
 
 from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
+from megaspec.resolve.hardware import hardware_of
 
 _PACKAGES = ("megaspec", "torch", "numpy", "pydantic", "safetensors", "tokenizers", "triton", "tensorboard")
-# Dense peak of the tensor cores in FLOP/s for 16-bit inputs, from NVIDIA's data sheets, by a part of the GPU's name.
-_PEAK_16_BIT = {"GB200": 2.5e15, "B200": 2.25e15, "H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12}
 
 
 class Target(Frozen):
@@ -49,9 +48,8 @@ class Target(Frozen):
 
     def peak_flops(self, precision: str) -> float | None:
         """Peak of one GPU in FLOP/s for a precision's matrix products; None where it is not known."""
-        if self.device != "cuda" or precision not in ("bf16", "fp16") or self.gpu is None:
-            return None
-        return next((peak for name, peak in _PEAK_16_BIT.items() if name in self.gpu), None)
+        hardware = hardware_of(self) if self.device == "cuda" else None
+        return None if hardware is None else hardware.peak.get(precision)
 
 
 def detect_target(environment: Mapping[str, str] | None = None) -> Target:

@@ -50,7 +50,9 @@ def test_torchruns_world(monkeypatch):
 def test_peaks():
     h200 = Target(gpus=1, gpu="NVIDIA H200", sm=90)
     assert h200.peak_flops("bf16") == 989e12
-    assert h200.peak_flops("fp32") is None
+    assert h200.peak_flops("fp32") == 67e12
+    assert h200.peak_flops("fp8") == 1979e12
+    assert Target(gpus=1, gpu="NVIDIA A100-SXM4-80GB", sm=80).peak_flops("fp8") is None
     assert Target(gpus=1, gpu="NVIDIA GB200", sm=100).peak_flops("bf16") == 2.5e15
     assert Target(gpus=1, gpu="Unknown 1", sm=90).peak_flops("bf16") is None
     assert Target().peak_flops("bf16") is None

@@ -1,0 +1,163 @@
+"""What a kind of GPU and the machine around it give, from NVIDIA's data sheets. Torch-free.
+
+How much of it is reached stands in ceilings.py.
+"""
+
+from typing import Protocol
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveFloat, PositiveInt
+from megaspec.core.problems import did_you_mean, one_of
+
+
+class Hardware(Frozen):
+    """One kind of GPU, its links and its network."""
+
+    name: str
+    """What `hardware=` calls it."""
+    gpu_names: tuple[str, ...]
+    """Parts of the name that the driver gives such a GPU."""
+    sm: NonNegativeInt
+    """Compute capability, 90 for Hopper."""
+    memory: PositiveInt
+    """Memory of one GPU in bytes, as the driver reports it."""
+    peak: dict[str, PositiveFloat]
+    """Dense FLOP/s by format of the factors; a format that is missing can't be used. fp32 is without TF32."""
+    memory_bandwidth: PositiveFloat
+    """Bytes per second, read or written."""
+    node_size: PositiveInt
+    """GPUs that NVLink joins."""
+    link_bandwidth: PositiveFloat
+    """NVLink: bytes per second of one GPU in one direction."""
+    network_bandwidth: PositiveFloat
+    """Between nodes: bytes per second of one GPU in one direction, with one network card per GPU."""
+    network_latency: PositiveFloat
+    """Seconds of a short message between nodes."""
+
+
+class NamedGpu(Protocol):
+    """A target, as far as this file needs it."""
+
+    gpu: str | None
+    gpu_memory: int
+
+
+_MIB = 2**20
+_AMPERE = {"fp64": 19.5e12, "fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12}
+_HOPPER = {"fp64": 67e12, "fp32": 67e12, "bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}
+_B200 = {"fp64": 40e12, "fp32": 80e12, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15}
+_GB200 = {"fp64": 45e12, "fp32": 90e12, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15}
+_GBIT = 1e9 / 8
+_LATENCY = 5e-6
+
+# The SXM parts in NVIDIA's own machines (DGX, HGX, NVL72).
+_ALL = (
+    Hardware(
+        name="A100-40",
+        gpu_names=("A100",),
+        sm=80,
+        memory=40960 * _MIB,
+        peak=_AMPERE,
+        memory_bandwidth=1.555e12,
+        node_size=8,
+        link_bandwidth=300e9,
+        network_bandwidth=200 * _GBIT,
+        network_latency=_LATENCY,
+    ),
+    Hardware(
+        name="A100-80",
+        gpu_names=("A100",),
+        sm=80,
+        memory=81920 * _MIB,
+        peak=_AMPERE,
+        memory_bandwidth=2.039e12,
+        node_size=8,
+        link_bandwidth=300e9,
+        network_bandwidth=200 * _GBIT,
+        network_latency=_LATENCY,
+    ),
+    Hardware(
+        name="H100",
+        gpu_names=("H100",),
+        sm=90,
+        memory=81559 * _MIB,
+        peak=_HOPPER,
+        memory_bandwidth=3.35e12,
+        node_size=8,
+        link_bandwidth=450e9,
+        network_bandwidth=400 * _GBIT,
+        network_latency=_LATENCY,
+    ),
+    Hardware(
+        name="H200",
+        gpu_names=("H200",),
+        sm=90,
+        memory=143771 * _MIB,
+        peak=_HOPPER,
+        memory_bandwidth=4.8e12,
+        node_size=8,
+        link_bandwidth=450e9,
+        network_bandwidth=400 * _GBIT,
+        network_latency=_LATENCY,
+    ),
+    Hardware(
+        name="B200",
+        gpu_names=("B200",),
+        sm=100,
+        memory=183359 * _MIB,
+        peak=_B200,
+        memory_bandwidth=7.7e12,
+        node_size=8,
+        link_bandwidth=900e9,
+        network_bandwidth=400 * _GBIT,
+        network_latency=_LATENCY,
+    ),
+    Hardware(
+        name="GB200",
+        gpu_names=("GB200",),
+        sm=100,
+        memory=189471 * _MIB,
+        peak=_GB200,
+        memory_bandwidth=8e12,
+        node_size=72,
+        link_bandwidth=900e9,
+        network_bandwidth=400 * _GBIT,
+        network_latency=_LATENCY,
+    ),
+)
+HARDWARE: dict[str, Hardware] = {one.name: one for one in _ALL}
+
+
+def hardware_named(word: str) -> Hardware:
+    """The GPU that a user names, whatever the case. RecipeError: no such one, or several."""
+    plain = {name.lower(): one for name, one in HARDWARE.items()}
+    wanted = word.lower().removesuffix("gb")
+    if wanted in plain:
+        return plain[wanted]
+    near = [one.name for name, one in plain.items() if wanted and name.startswith(wanted)]
+    options = one_of(near if len(near) > 1 else list(HARDWARE))
+    what = "may be one of several" if len(near) > 1 else "is not known"
+    hint = "" if near else did_you_mean(word.upper(), HARDWARE)
+    raise RecipeError(
+        [Problem("hardware", f"hardware={word} {what}; {f'{hint} ' if hint else ''}choose {options}", "command line")]
+    )
+
+
+def hardware_called(gpu: str, memory: int) -> Hardware | None:
+    """The entry for the driver's name of a GPU and its memory in bytes, 0 when it is not known; None for no entry.
+
+    The nearest memory decides where a name has several; a GPU with another amount keeps its own.
+    """
+    # longest part first: B200 is a part of GB200, H200 of GH200, whose processor is an H100's
+    parts = {"GH200": HARDWARE["H100"].gpu_names[0]} | {p: p for one in _ALL for p in one.gpu_names}
+    part = next((plain for part, plain in sorted(parts.items(), key=lambda p: -len(p[0])) if part in gpu), None)
+    found = [one for one in _ALL if part in one.gpu_names]
+    if not found:
+        return None
+    nearest = min(found, key=lambda one: abs(one.memory - memory)) if memory else found[-1]
+    return nearest.model_copy(update={"memory": memory}) if memory else nearest
+
+
+def hardware_of(target: NamedGpu) -> Hardware | None:
+    """The entry for a target's GPUs; None without a GPU, or with one that the table does not know."""
+    return None if target.gpu is None else hardware_called(target.gpu, target.gpu_memory)
