@@ -1,28 +1,44 @@
-"""The resolved Spec of every shipped recipe on two machines: what a change of a default or a rule shows up in."""
+"""The resolved Spec of every shipped recipe: what a change of a default or a rule shows up in.
+
+A recipe that says its GPUs is resolved for them, the others for two cores and for eight H200.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from megaspec.compose import compose
+from megaspec.core.frozen import AUTO
+from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
 from megaspec.search import SearchPath
 
 FOLDER = Path(__file__).parent / "golden" / "specs"
-TARGETS = {
-    "cpu": Target(cores=2, versions={"torch": "2.13.0+cpu"}),
-    "h200": Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0", "tensorboard": "2.21.0"}),
+CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
+VERSIONS = {"torch": "2.13.0", "tensorboard": "2.21.0"}
+GPUS = {
+    "A100-80": Target(gpu="NVIDIA A100-SXM4-80GB", sm=80, gpu_memory=81920 * 2**20, cores=64, versions=VERSIONS),
+    "H100": Target(gpu="NVIDIA H100 80GB HBM3", sm=90, gpu_memory=81559 * 2**20, cores=64, versions=VERSIONS),
+    "H200": Target(gpu="NVIDIA H200", sm=90, gpu_memory=143771 * 2**20, cores=64, versions=VERSIONS),
 }
+
+
+def targets(recipe: Recipe) -> dict[str, Target]:
+    """File ending -> machine that a recipe is resolved for."""
+    ranks = recipe.launcher.ranks
+    if ranks == AUTO:
+        return {"-cpu": CPU, "-h200": GPUS["H200"].model_copy(update={"gpus": 8})}
+    return {"": GPUS[str(recipe.about.hardware)].model_copy(update={"gpus": ranks})}
 
 
 def resolved() -> dict[str, dict[str, Any]]:
     """File name -> Spec as plain data."""
-    return {
-        f"{name}-{machine}.json": json.loads(
-            resolve(compose(name).recipe, target, Facts(run_dir=f"runs/{name}")).model_dump_json()
-        )
-        for name in SearchPath().choices("recipe")
-        for machine, target in TARGETS.items()
-    }
+    found = {}
+    for name in SearchPath().choices("recipe"):
+        recipe = compose(name).recipe
+        for ending, target in targets(recipe).items():
+            spec = resolve(recipe, target, Facts(run_dir=f"runs/{name}"))
+            found[f"{name}{ending}.json"] = json.loads(spec.model_dump_json())
+    return found
