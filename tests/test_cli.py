@@ -83,7 +83,7 @@ def test_plan_is_fast_and_imports_no_torch(tmp_path):
     [
         ([], "required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
-        (["plan"], "recipe=NAME is missing; choose gpt2_124m, hello"),
+        (["plan"], "recipe=NAME is missing; choose deepseek_v3, gpt2_124m"),
         (["plan", "recipe=hello", "recipe=hello"], "given more than once"),
         (["plan", "recipe=helo"], "recipe=helo does not exist; did you mean hello?"),
         (["plan", "recipe=hello", "--config-dri", "x"], "--config-dri: unknown; did you mean --config-dir?"),

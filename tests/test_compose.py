@@ -13,8 +13,9 @@ from megaspec.core.errors import RecipeError
 from megaspec.core.problems import field_paths
 from megaspec.recipe import SECTIONS, Recipe
 
-SHIPPED = ("gpt2_124m", "hello", "llama3_2_1b", "llama3_8b_half")
 ROOT = Path(__file__).parents[1]
+SHIPPED = sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml"))
+MODELS = sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
 
 
 def problems_of(*args, **keywords):
@@ -87,9 +88,8 @@ def test_the_users_own_folders(folder):
     assert composed.origins["model.n_layers"] == "mine/model/mini.yaml:3"
     assert compose("other", [], ["mine"]).recipe.train.steps == 7
     (problem,) = problems_of("small")
-    assert str(problem) == "model/mini does not exist; choose gpt2_124m, hello, llama3_2_1b, llama3_8b or " + (
-        "llama3_8b_half   (recipes/small.yaml:3)"
-    )
+    options = f"{', '.join(MODELS[:-1])} or {MODELS[-1]}"
+    assert str(problem) == f"model/mini does not exist; choose {options}   (recipes/small.yaml:3)"
     assert "--config-dir nowhere: no such folder" in str(problems_of("small", [], ["nowhere"])[0])
 
 
