@@ -40,20 +40,23 @@ from megaspec.run_folder import (
     write_run,
 )
 from megaspec.spec import Spec
+from megaspec.sweep import commands as sweep_commands
+from megaspec.sweep.commands import multirun
 from megaspec_launchers.environment import rank_from_environment
 from megaspec_launchers.local import launch
 
 USAGE_EXIT = RecipeError.exit_code
 INTERRUPTED_EXIT = 130
-_ONE_RUN = "one command is one run: give it once for each value, with a name=... of its own"
+_SWEEP = "only `megaspec train` runs several points"
 _IN_FOLDER = "megaspec plan shows what is decided; a run keeps recipe.json and spec.json in its folder"
 # What users of Hydra reach for.
-_HYDRA_FLAGS = {"-m": _ONE_RUN, "--multirun": _ONE_RUN, "--cfg": _IN_FOLDER, "-c": _IN_FOLDER}
+_HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _IN_FOLDER, "-c": _IN_FOLDER}
 
 # Commands that stand in modules of their own: `add_parser(commands)` adds the parser of that name, `run(args)` runs it.
 MODULES: dict[str, ModuleType] = {
     "data": data_commands,
     "checkpoint": checkpoint_commands,
+    "sweep": sweep_commands,
 }
 
 
@@ -104,7 +107,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.set_defaults(call=call)
         return command
 
-    add("train", "train a recipe: recipe=NAME a.b=c ... [resume=auto]", train, parents=[words])
+    command = add("train", "train a recipe: recipe=NAME a.b=c ... [resume=auto]", train, parents=[words])
+    command.add_argument("-m", "--multirun", action="store_true", help="run every point of a.b=1,2; sweep.slots=N ...")
     add("plan", "show what `train` would do, without torch and without data", plan, parents=[words])
     command = add("resume", "go on with a run, changed where the experiment allows it", resume_run)
     command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
@@ -141,6 +145,8 @@ def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
 
 def train(args: argparse.Namespace) -> int:
     """Compose, resolve, make the run folder, start the ranks."""
+    if args.multirun:
+        return multirun(args.words, args.config_dir)
     how, words = take(args.words, "resume", ("never", "auto"))
     composed = compose_words(words, args.config_dir)
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override, RangeSweep
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
@@ -31,6 +32,8 @@ from megaspec.search import SearchPath, SourceFile
 COMMAND_LINE = "command line"
 GROUPS = ("recipe", *SECTIONS)
 MISSING = "???"
+# Of one word of a sweep; no sweep has as many points.
+MOST_VALUES = 10_001
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,61 @@ def recompose(
         for config_path in search.closure(f"{group}/{choice}"):
             tree.add(group, search.read(config_path))
     return _finish(tree, values, search)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A word of a sweep: a key and what it takes."""
+
+    key: str
+    words: tuple[str, ...]
+    """One override for each value, in order; empty for an interval."""
+    is_range: bool = False
+    """The values are evenly spaced numbers."""
+    bounds: tuple[float, float] | None = None
+    """Ends of an interval; whole numbers where both are."""
+    is_log: bool = False
+    """The interval is searched in logarithms."""
+
+
+def split_sweep(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> tuple[list[str], list[Swept]]:
+    """Words that say one value, and those that sweep: `a.b=1,2`, range(1,8), glob(*) for groups, interval(1e-4,1e-2).
+
+    RecipeError: what can't be read.
+    """
+    search = SearchPath(config_dirs)
+    plain, swept, problems = [], [], []
+    for one in _parse(words, sweeps=True):
+        if not one.is_sweep_override():
+            plain.append(str(one.input_line))
+            continue
+        found = _swept(one, search)
+        if not found.words and not found.bounds:
+            text = f"{one.input_line}: no value at all; write a.b=1,2, range(1,8), glob(*) or interval(1e-4,1e-2)"
+            problems.append(Problem(found.key, text, COMMAND_LINE, "sweep.empty"))
+        swept.append(found)
+    if problems:
+        raise RecipeError(problems)
+    return plain, swept
+
+
+def plain_values(words: Sequence[str]) -> dict[str, Any]:
+    """Dotted path -> value of `path=value` words that are no part of a recipe. RecipeError: what can't be read."""
+    return {one.key_or_group: one.value() for one in _parse(words)}
+
+
+def _swept(one: Override, search: SearchPath) -> Swept:
+    key, values = one.key_or_group, one.value()
+    if one.is_interval_sweep():
+        bounds = (values.start, values.end)
+        return Swept(key, (), bounds=bounds if values.start < values.end else None, is_log="log" in values.tags)
+    if isinstance(values, Glob):
+        texts = values.filter(search.choices(key)) if key in GROUPS else []
+    elif isinstance(values, RangeSweep) and not values.step:
+        texts = []
+    else:
+        texts = list(islice(one.sweep_string_iterator(), MOST_VALUES))
+    return Swept(key, tuple(f"{one.get_key_element()}={text}" for text in texts), is_range=one.is_range_sweep())
 
 
 @dataclass
@@ -163,8 +221,11 @@ def _indexes(where: Any, part: str) -> bool:
     return isinstance(where, list) and part.isdigit() and int(part) < len(where)
 
 
-def _parse(overrides: Sequence[str]) -> list[Override]:
-    """Hydra's grammar, with what a single run can't mean refused. `a=1`, `+a=1` and `++a=1` all set."""
+def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
+    """Hydra's grammar, with what a recipe can't mean refused, and what a single run can't unless `sweeps`.
+
+    `a=1`, `+a=1` and `++a=1` all set.
+    """
     if version.getbase() is None or not hasattr(version.getbase(), "major"):
         version.setbase("1.3")
     parser, parsed, problems = OverridesParser.create(), [], []
@@ -180,11 +241,12 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
                 text, "not an override; write path=value, and quote a value with spaces or commas", "override.syntax"
             )
             continue
-        if one.is_sweep_override():
-            refuse(text, "several values; write a list as [1,2], text with a comma as '\"1,2\"'", "override.sweep")
+        if one.is_sweep_override() and not sweeps:
+            what = "several values; train -m runs each; write a list as [1,2], text with a comma as '\"1,2\"'"
+            refuse(text, what, "override.sweep")
         elif one.package is not None or one.key_or_group.startswith("hydra"):
             refuse(text, "neither @packages nor hydra settings belong to a recipe; drop it", "override.hydra")
-        elif not _is_data(one.value()):
+        elif not one.is_sweep_override() and not _is_data(one.value()):
             refuse(text, "not plain data; write numbers, text, lists [..] and sections {a: 1}", "override.data")
         else:
             parsed.append(one)

@@ -1,0 +1,117 @@
+"""One life of a point's run: started in a process of its own, asked to stop, judged by how it ended. Torch-free."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from megaspec.core.errors import DataError, MegaspecError, Preempted, RecipeError
+from megaspec.run_folder import is_run, write_run
+from megaspec.sweep import child
+from megaspec.sweep.points import Checker
+from megaspec.sweep.state import Point, State, SweepFolder, recipe_of
+
+# What a launcher may need beyond the time that its ranks have.
+MARGIN_SECONDS = 10.0
+TAIL_BYTES = 4000
+_STOPPED_BY_US = (Preempted.exit_code, -signal.SIGTERM, -signal.SIGKILL)
+
+
+class Attempt:
+    """A point that is being run. `gpus`: those that it may see; `threads`: see child.start.
+
+    RecipeError, DataError: it can't be run any more. WriteError.
+    """
+
+    def __init__(
+        self,
+        folder: SweepFolder,
+        point: Point,
+        checker: Checker,
+        *,
+        gpus: Sequence[str] = (),
+        threads: int | None = None,
+    ):
+        self.gpus = tuple(gpus)
+        self.began = time.monotonic()
+        self._log = folder.log(point)
+        self._asked: State | None = None
+        self._deadline = float("inf")
+        recipe, run = recipe_of(point), folder.run(point)
+        self._grace = recipe.launcher.grace_seconds + MARGIN_SECONDS
+        if not is_run(run):
+            spec = checker.spec(recipe, run, {})
+            run.mkdir(exist_ok=True)
+            write_run(run, recipe, checker.target, spec)
+        self._process = child.start(run, self._log, gpus=gpus, threads=threads)
+        self.point = point.to("running", pid=self._process.pid)
+
+    def ask_to_stop(self, *, then: State) -> None:
+        """Lets the run save and end; `then` is what the point is afterwards. A second call changes nothing."""
+        if self._asked is None:
+            self._asked = then
+            self._deadline = time.monotonic() + self._grace
+            self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the run at once."""
+        self._asked = self._asked or "interrupted"
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def ended(self) -> Point | None:
+        """How the run ended; None while it goes on. One that does not stop in time is killed."""
+        code = self._process.poll()
+        if code is None:
+            if time.monotonic() > self._deadline:
+                self.kill()
+            return None
+        if code == 0:
+            return self.point.to("done", code=0)
+        if self._asked is not None and code in _STOPPED_BY_US:
+            return self.point.to(self._asked, code=Preempted.exit_code)
+        if code == Preempted.exit_code:
+            return self.point.to("interrupted", code=code)
+        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
+        return self.point.to(
+            "failed", code=MegaspecError.exit_code if killed else code, reason=killed or _last_words(self._log)
+        )
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+
+def refused(point: Point, error: RecipeError | DataError) -> Point:
+    """A point that could not be started."""
+    return point.to("failed", code=error.exit_code, reason=str(error))
+
+
+def end_orphan(point: Point, seconds: float) -> None:
+    """Stops the run of a point whose sweep was killed, if it still goes on: it saves, or is killed `seconds` later."""
+    if point.pid is None:
+        return
+    try:
+        process = psutil.Process(point.pid)
+        if not child.is_run_of(process.cmdline(), point.folder):
+            return
+        process.terminate()
+        process.wait(seconds)
+    except psutil.NoSuchProcess:
+        return
+    except psutil.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(point.pid, signal.SIGKILL)
+
+
+def _last_words(log: Path) -> str:
+    """The last thing that a run wrote, its own message where there is one."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    ours = [line.removeprefix("megaspec: ") for line in lines if line.startswith("megaspec: ")]
+    return (ours or lines or [""])[-1][:300]

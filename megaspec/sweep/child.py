@@ -1,0 +1,62 @@
+"""The process of one point: `megaspec resume RUN` that is asked to stop when the sweep's process dies. Torch-free.
+
+python -P -m megaspec.sweep.child PARENT RUN
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megaspec.core.errors import Preempted
+from megaspec.data.files import write_error
+
+PR_SET_PDEATHSIG = 1
+
+
+def start(run: Path, log: Path, *, gpus: Sequence[str], threads: int | None) -> subprocess.Popen[bytes]:
+    """Starts the run of a point in a session of its own; what it writes is appended to `log`. WriteError.
+
+    `threads`: OMP_NUM_THREADS of the ranks, where it is not set already. No `gpus`: those that this process sees.
+    """
+    environment: dict[str, str] = dict(os.environ)
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    # a folder that packages are found in may be relative; -P keeps the working folder itself out
+    environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
+    try:
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "megaspec.sweep.child", str(os.getpid()), str(run)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+    except OSError as error:
+        raise write_error(log, error) from None
+
+
+def is_run_of(command: Sequence[str], folder: str) -> bool:
+    """Whether the command line of a process is that of the run of a point."""
+    return "resume" in command and Path(command[-1]).name == folder
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Ties this process to its parent and becomes `megaspec resume RUN`. -> exit code where the parent is gone."""
+    parent, run = int(arguments[0]), arguments[1]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # outlives exec
+    if os.getppid() != parent:
+        return Preempted.exit_code
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "megaspec", "resume", run])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,283 @@
+"""`megaspec train ... -m`, and `megaspec sweep resume|show FOLDER`. Torch-free."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table as Printed
+
+from megaspec.checkpoint.lock import RunLock
+from megaspec.commands.words import terminal
+from megaspec.compose import COMMAND_LINE
+from megaspec.core.errors import Preempted, Problem, RecipeError
+from megaspec.core.frozen import AUTO
+from megaspec.data.files import write_error
+from megaspec.resolve.target import Target, detect_target
+from megaspec.sweep import hydra_jobs
+from megaspec.sweep.driver import Driver, Search, Table, exit_code, to_run
+from megaspec.sweep.page import values_of
+from megaspec.sweep.points import Checker, Draft, draft, grid, refuse_invalid, without_repeats
+from megaspec.sweep.results import is_better
+from megaspec.sweep.slots import make_slots, point_target
+from megaspec.sweep.spec import SweepSpec
+from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
+from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
+from megaspec_launchers.signals import StopRequests
+
+SWEEPS = Path("sweeps")
+# What a sweep that goes on can't change.
+_KEPT = ("kind", "name", "folder", "seed", "metric", "direction")
+# Points that a table on the terminal shows; the page has all.
+_MOST_ROWS = 60
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add `sweep` with its two sub-commands to a command line; `run` carries them out."""
+    parser = subparsers.add_parser("sweep", help="go on with a sweep, or show what it has come to")
+    commands = parser.add_subparsers(dest="sweep_command", required=True, metavar="resume | show")
+    for name, text in (
+        ("resume", "run the points of a sweep that have not ended; sweep.slots=N and the like change how"),
+        ("show", "print the table of a sweep and write its page anew"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the sweep: sweeps/<name>")
+        if name == "resume":
+            command.add_argument("words", nargs="*", metavar="sweep.a=b", help="slots, gpus, keep_going, again, trials")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `sweep resume` or `sweep show`. -> exit code."""
+    if args.sweep_command == "resume":
+        return resume_sweep(args.folder, args.words)
+    table = Table(SweepFolder(args.folder), SweepFolder(args.folder).head())
+    table.write_page(running=table.head.state == "running")
+    _print(table)
+    return 0
+
+
+def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
+    """Runs every point of a sweep, or goes on with it when it is there. -> exit code of the sweep.
+
+    RecipeError, DataError: a point can't be run; nothing was started.
+    """
+    if "RANK" in os.environ:
+        command = " ".join(["megaspec train", *words, "-m"])
+        text = f"-m starts runs of its own, but torchrun has started this process; give it by itself: {command}"
+        raise RecipeError([Problem("", text, COMMAND_LINE, "sweep.torchrun")])
+    taken = read_words(words, config_dirs)
+    machine = detect_target()
+    checker = Checker(point_target(taken.spec, machine))
+    name, folder = _place(taken)
+    axes = tuple(
+        Axis(key=o.key, words=o.words, is_range=o.is_range, bounds=o.bounds, is_log=o.is_log) for o in taken.swept
+    )
+    if taken.spec.kind == "optuna":
+        from megaspec.sweep.search import probe  # Optuna, only where it is needed
+
+        drafts: list[Draft] = []
+        metric = _metric(taken.spec, probe(axes, taken.plain, config_dirs, checker))
+    else:
+        drafts = _drafts(taken, config_dirs, checker)
+        metric = _metric(taken.spec, drafts)
+    head = SweepHead(
+        name=name,
+        spec=taken.spec,
+        plain=taken.plain,
+        config_dirs=tuple(config_dirs),
+        axes=axes,
+        metric=metric,
+        direction=_direction(taken.spec, metric),
+        launcher=taken.launcher,
+        launcher_words=taken.launcher_words,
+    )
+    with _locked(folder):
+        if not folder.exists():
+            count = len(drafts)
+            folder.make(head, [d.point(i, count=count, name=name, folder=folder.path) for i, d in enumerate(drafts, 1)])
+        elif taken.only_new:
+            raise RecipeError([Problem("resume", f"{folder.path} holds this sweep already; drop resume=never", "", "")])
+        else:
+            _same_sweep(folder, head, drafts)
+            folder.write_head(head)
+        return _go(Table(folder, head), checker, machine)
+
+
+def resume_sweep(path: Path, words: Sequence[str]) -> int:
+    """Goes on with a sweep as it was made, whatever has become of its recipe's files. -> exit code of the sweep."""
+    folder = SweepFolder(path)
+    old = folder.head()
+    foreign = [w for w in words if not w.startswith("sweep.")]
+    if foreign:
+        raise RecipeError(f"{foreign[0]}: the points of a sweep stay as they are; give sweep.slots=N and the like")
+    spec = sweep_spec(words, old.spec.model_dump())
+    changed = [
+        k for k in ("kind", "name", "folder", "seed", "metric", "direction") if getattr(spec, k) != getattr(old.spec, k)
+    ]
+    if changed:
+        text = f"sweep.{changed[0]}={getattr(spec, changed[0])}: a sweep that goes on keeps its {changed[0]}; drop it"
+        raise RecipeError([Problem(f"sweep.{changed[0]}", text, COMMAND_LINE, "sweep.changed")])
+    machine = detect_target()
+    checker = Checker(point_target(spec, machine))
+    with _locked(folder):
+        table = Table(folder, old.model_copy(update={"spec": spec, "state": "running"}))
+        for number in to_run(table):
+            point = table.points[number]
+            ranks = checker.spec(recipe_of(point), folder.run(point), {}).world_size
+            table.points[number] = point.model_copy(update={"ranks": ranks})
+        folder.write_head(table.head)
+        return _go(table, checker, machine)
+
+
+@dataclass
+class _locked:
+    """A sweep's folder, made where it is not there, and this process the only one that runs it."""
+
+    folder: SweepFolder
+
+    def __enter__(self) -> None:
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(self.folder.path, error) from None
+        self._lock = RunLock(self.folder.path).acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _go(table: Table, checker: Checker, machine: Target) -> int:
+    """Runs what is left of a sweep, and shows what it has come to."""
+    left = to_run(table)
+    count = table.head.spec.trials if table.head.spec.kind == "optuna" else len(table.points)
+    _say(
+        f"{table.folder.path}: {count} points, {len(left) or 'none'} of them left"
+        if table.head.spec.kind == "grid"
+        else f"{table.folder.path}: {count} points to search, {len(table.points) - len(left)} of them done"
+    )
+    with StopRequests() as stop:
+        try:
+            failed, stopped = _run_points(table, checker, machine, stop)
+        finally:
+            table.write_page(running=False)
+    code = exit_code(table, failed, stopped=stopped)
+    table.set_state("done" if code == 0 else "interrupted" if code == Preempted.exit_code else "failed")
+    table.write_page(running=False)
+    _print(table)
+    return code
+
+
+def _run_points(table: Table, checker: Checker, machine: Target, stop: StopRequests) -> tuple[list[int], bool]:
+    """-> exit codes of the points that failed, and whether points are left since the sweep was asked to stop."""
+    if table.head.launcher != OWN_LAUNCHER:
+        failed = hydra_jobs.run_points(table, stop)
+        return failed, bool(stop.count and to_run(table))
+    search = _search(table, checker)
+    slots = make_slots(table.head.spec, machine, os.environ)
+    failed = Driver(table, slots, checker, stop, _say, search=search).run()
+    unasked = search is not None and len(table.points) < table.head.spec.trials
+    return failed, bool(stop.count and (to_run(table) or unasked))
+
+
+def _search(table: Table, checker: Checker) -> Search | None:
+    if table.head.spec.kind == "grid":
+        return None
+    from megaspec.sweep.search import OptunaSearch  # Optuna, only where it is needed
+
+    search = OptunaSearch(table.head, table.folder.path, checker, table.points)
+    points = list(table.points.values())
+    search.remember(points, {p.number: table.follower(p).read() for p in points})
+    return search
+
+
+def _drafts(taken: SweepWords, config_dirs: Sequence[str], checker: Checker) -> list[Draft]:
+    """Every point of a grid, checked. RecipeError, DataError: some can't be run."""
+    made = [draft(taken.plain, overrides, config_dirs, checker) for overrides in grid(taken)]
+    drafts, repeats = without_repeats(made)
+    refuse_invalid(drafts)
+    for one, earlier in repeats[:5]:
+        _say(f"{' '.join(one.overrides)} is the same run as {' '.join(earlier.overrides)}: run once")
+    if len(repeats) > 5:
+        _say(f"... and {len(repeats) - 5} repeats more")
+    return drafts
+
+
+def _place(taken: SweepWords) -> tuple[str, SweepFolder]:
+    given = next((w.removeprefix("name=") for w in taken.plain if w.startswith("name=")), None)
+    name = taken.spec.name if taken.spec.name != AUTO else given or default_name(taken)
+    return name, SweepFolder(SWEEPS / name if taken.spec.folder == AUTO else Path(taken.spec.folder))
+
+
+def _metric(spec: SweepSpec, drafts: Sequence[Draft]) -> str:
+    if spec.metric != AUTO:
+        return spec.metric
+    evaluates = all(d.recipe is not None and d.recipe.train.eval_every > 0 for d in drafts)
+    return "valid_loss" if evaluates else "loss"
+
+
+def _direction(spec: SweepSpec, metric: str) -> str:
+    if spec.direction != AUTO:
+        return spec.direction
+    return "maximize" if metric == "tokens_per_second" else "minimize"
+
+
+def _same_sweep(folder: SweepFolder, head: SweepHead, drafts: Sequence[Draft]) -> None:
+    """RecipeError: the folder holds a sweep of other points, or of points that have changed."""
+    old, points = folder.head(), folder.points()
+    ways = f"give sweep.name=NEW, or go on with the old points: megaspec sweep resume {folder.path}"
+    if head.spec.kind == "optuna" or old.spec.kind == "optuna":
+        same = (old.spec.kind, old.axes, set(old.plain)) == (head.spec.kind, head.axes, set(head.plain))
+        what = "another search" if not same else ""
+    else:
+        known = {p.fingerprint for p in points}
+        new = [d for d in drafts if d.fingerprint not in known]
+        overrides = {p.overrides for p in points}
+        changed = [d for d in new if d.overrides in overrides]
+        what = f"{len(points)} other points" if new or len(drafts) != len(points) else ""
+        if changed:
+            what = f"({' '.join(changed[0].overrides)}) composed from other settings than now"
+    if what:
+        raise RecipeError([Problem("sweep.folder", f"{folder.path} holds {what}; {ways}", code="sweep-other")])
+
+
+def _print(table: Table) -> None:
+    """The table of results, the best point first."""
+    head, console = table.head, terminal()
+    results = {n: table.follower(p).read() for n, p in table.points.items()}
+    printed = Printed(box=None, pad_edge=False, header_style="bold")
+    keys = [axis.key for axis in head.axes]
+    for title in ("#", *keys, "loss", "valid loss", "tokens/s", "steps", "state"):
+        printed.add_column(title, justify="left" if title == "state" else "right", overflow="fold")
+    best: Point | None = None
+    for number, point in table.points.items():
+        value = results[number].metric(head.metric)
+        if point.state == "done" and value is not None:
+            other = results[best.number].metric(head.metric) if best is not None else None
+            if other is None or is_better(value, other, head.direction):
+                best = point
+    for number, point in list(table.points.items())[:_MOST_ROWS]:
+        result, values = results[number], values_of(point)
+        state = f"{point.state} ({point.code})" if point.state == "failed" else point.state
+        cells = [str(number), *(values.get(key, "") for key in keys)]
+        cells += [_number(result.metric(name)) for name in ("loss", "valid_loss", "tokens_per_second")]
+        steps = f"{result.step}/{result.steps}" if result.steps else ""
+        printed.add_row(*map(escape, [*cells, steps, state]), style="bold" if point is best else None)
+    console.print(printed)
+    if len(table.points) > _MOST_ROWS:
+        console.print(f"... and {len(table.points) - _MOST_ROWS} points more")
+    if best is not None:
+        console.print(f"best {head.metric}: point {best.number}, {table.folder.run(best)}", soft_wrap=True)
+    console.print(f"page: {table.folder.path / PAGE}", soft_wrap=True)
+    if head.state == "interrupted":
+        console.print(f"goes on with: megaspec sweep resume {table.folder.path}", soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+
+
+def _say(text: str) -> None:
+    print(f"megaspec: {text}", flush=True)

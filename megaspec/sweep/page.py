@@ -1,0 +1,73 @@
+"""index.html of a sweep: one file that needs no network. page.html draws what is put into it here. Torch-free."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaspec.data.files import write_atomically
+from megaspec.sweep.results import Result
+from megaspec.sweep.state import PAGE, Point, SweepHead
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+_MARK = "{{data}}"
+# Points of a curve that are drawn.
+MOST_DRAWN = 160
+
+
+def write_page(
+    folder: Path, head: SweepHead, points: Sequence[Point], results: Mapping[int, Result], *, running: bool
+) -> None:
+    """Writes the page, whole or not at all; one of a sweep that runs loads itself again. WriteError."""
+    data = {
+        "name": head.name,
+        "state": "running" if running else head.state,
+        "metric": head.metric,
+        "direction": head.direction,
+        "keys": [axis.key for axis in head.axes],
+        "plain": list(head.plain),
+        "trials": head.spec.trials if head.spec.kind == "optuna" else len(points),
+        "updated": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "points": [_drawn(point, results[point.number]) for point in points],
+    }
+    # a value that holds "</script>" must not end the element that it stands in
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    page = _TEMPLATE.read_text(encoding="utf-8").replace(_MARK, text)
+    write_atomically(folder / PAGE, [page.encode(errors="backslashreplace")])
+
+
+def values_of(point: Point) -> dict[str, str]:
+    """Key -> value of the words that only this point has."""
+    pairs = (word.partition("=") for word in point.overrides)
+    return {key.lstrip("+"): value for key, _, value in pairs}
+
+
+def _drawn(point: Point, result: Result) -> dict[str, Any]:
+    names = ("loss", "valid_loss", "tokens_per_second")
+    return {
+        "n": point.number,
+        "folder": point.folder,
+        "state": point.state,
+        "code": point.code,
+        "reason": point.reason,
+        "values": values_of(point),
+        "metrics": {name: _finite(result.metric(name)) for name in names},
+        "step": result.step,
+        "steps": result.steps,
+        "loss": _curve(result.loss),
+        "valid_loss": _curve(result.valid_loss),
+    }
+
+
+def _curve(values: Mapping[int, float]) -> list[tuple[int, float | None]]:
+    """At most MOST_DRAWN of the steps, the last among them."""
+    steps = sorted(values)
+    stride = math.ceil(len(steps) / MOST_DRAWN) if steps else 1
+    return [(step, _finite(values[step])) for step in steps[::-1][::stride][::-1]]
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no number for nan and inf."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,148 @@
+"""A search over points with Optuna; a study is made anew from points.jsonl. Torch-free.
+
+The study lives in memory only: points.jsonl is the one record of what was tried, so a killed sweep can't leave two that
+disagree. A sweep that goes on draws on with another stream of the same seed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+try:
+    import optuna  # the extra `sweep`
+except ImportError:
+    optuna = None
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.sweep.points import Checker, draft
+from megaspec.sweep.results import Result
+from megaspec.sweep.state import ENDED, Axis, Point, SweepHead
+
+# Where in the space probes lie that tell whether any point can be run at all.
+_PROBES = (0.0, 0.5, 1.0)
+
+
+class OptunaSearch:
+    """Asks Optuna for points, and tells it what came of them. RecipeError: Optuna is not installed."""
+
+    def __init__(self, head: SweepHead, folder: Path, checker: Checker, points: Mapping[int, Point]):
+        if optuna is None:
+            text = "sweep.kind=optuna needs Optuna: pip install 'megaspec[sweep]', or set sweep.kind=grid"
+            raise RecipeError([Problem("sweep.kind", text, code="sweep.optuna")])
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._head, self._folder, self._checker = head, folder, checker
+        self._space = {axis.key: _distribution(axis) for axis in head.axes}
+        spec = head.spec
+        pruner = optuna.pruners.NopPruner()
+        if spec.pruner == "median":
+            pruner = optuna.pruners.MedianPruner(n_startup_trials=spec.pruner_points, n_warmup_steps=spec.pruner_steps)
+        self._study = optuna.create_study(
+            direction=head.direction,
+            sampler=optuna.samplers.TPESampler(seed=spec.seed + len(points)),
+            pruner=pruner,
+        )
+        self._trials: dict[int, Any] = {}
+        self._reported: dict[int, int] = {}
+        self._values: dict[str, float] = {}
+
+    def remember(self, points: Sequence[Point], results: Mapping[int, Result]) -> None:
+        """Tells Optuna about points of an earlier life, in the order of their numbers."""
+        for point in points:
+            self._study.enqueue_trial(point.params)
+            self._trials[point.number] = self._study.ask(self._space)
+            if point.state in ENDED:
+                self.tell(point, results[point.number])
+
+    def next(self) -> Point | None:
+        """Another point: to run, or one that is settled since no rule allows it or an earlier one is the same."""
+        number = len(self._trials) + 1
+        if number > self._head.spec.trials:
+            return None
+        trial = self._trials[number] = self._study.ask(self._space)
+        overrides = tuple(_word(axis, trial.params[axis.key]) for axis in self._head.axes)
+        made = draft(self._head.plain, overrides, self._head.config_dirs, self._checker)
+        count = self._head.spec.trials
+        point = made.point(number, count=count, name=self._head.name, folder=self._folder)
+        point = point.model_copy(update={"params": dict(trial.params)})
+        if made.problems:
+            point = point.to("invalid", reason="; ".join(map(str, made.problems)))
+            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        elif made.fingerprint in self._values:
+            point = point.to("repeated", reason="an earlier point is the same")
+            self._tell_value(trial, self._values[made.fingerprint])
+        else:
+            self._values[made.fingerprint] = math.nan
+        return point
+
+    def tell(self, point: Point, result: Result) -> None:
+        """How a point ended: with a number, stopped early, or without one."""
+        trial, value = self._trials[point.number], result.metric(self._head.metric)
+        self._report(point, result)
+        if point.state == "pruned":
+            self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+        elif point.state == "repeated":
+            self._tell_value(trial, self._values.get(point.fingerprint, math.nan))
+        else:
+            done = value if point.state == "done" and value is not None else math.nan
+            if point.state != "invalid":
+                self._values[point.fingerprint] = done
+            self._tell_value(trial, done)
+
+    def is_hopeless(self, point: Point, result: Result) -> bool:
+        """Whether a point is worse at its last step than the median of those that are done."""
+        return self._report(point, result) and self._trials[point.number].should_prune()
+
+    def _report(self, point: Point, result: Result) -> bool:
+        """Tells the steps that Optuna doesn't know. -> whether there was any."""
+        curve, known = result.curve(self._head.metric), self._reported.get(point.number, 0)
+        new = [step for step in sorted(curve) if step > known and math.isfinite(curve[step])]
+        for step in new:
+            self._trials[point.number].report(curve[step], step)
+            self._reported[point.number] = step
+        return bool(new)
+
+    def _tell_value(self, trial: Any, value: float) -> None:
+        if math.isfinite(value):
+            self._study.tell(trial, value)
+        else:
+            self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
+
+
+def probe(axes: Sequence[Axis], plain: Sequence[str], config_dirs: Sequence[str], checker: Checker) -> list[Any]:
+    """Drafts from the ends and the middle of the space. RecipeError: not one of them can be run."""
+    drafts = []
+    for share in _PROBES:
+        overrides = tuple(_word(axis, _value_at(axis, share)) for axis in axes)
+        drafts.append(draft(plain, overrides, config_dirs, checker))
+    if all(one.problems for one in drafts):
+        raise RecipeError(drafts[1].problems)
+    return [one for one in drafts if not one.problems]
+
+
+def _value_at(axis: Axis, share: float) -> Any:
+    if axis.bounds is None:
+        index = round(share * (len(axis.words) - 1))
+        return index if axis.is_range else axis.words[index]
+    low, high = axis.bounds
+    value = low * (high / low) ** share if axis.is_log else low + (high - low) * share
+    return round(value) if isinstance(low, int) else value
+
+
+def _distribution(axis: Axis) -> Any:
+    """How Optuna draws a key: a number of an interval, the index of a range, or one of the words."""
+    if axis.bounds is None:
+        if axis.is_range:
+            return optuna.distributions.IntDistribution(0, len(axis.words) - 1)
+        return optuna.distributions.CategoricalDistribution(axis.words)
+    low, high = axis.bounds
+    if isinstance(low, int) and isinstance(high, int):
+        return optuna.distributions.IntDistribution(low, high, log=axis.is_log)
+    return optuna.distributions.FloatDistribution(low, high, log=axis.is_log)
+
+
+def _word(axis: Axis, value: Any) -> str:
+    """The override of a drawn value."""
+    if axis.bounds is not None:
+        return f"{axis.key}={value:.6g}" if isinstance(value, float) else f"{axis.key}={value}"
+    return axis.words[value] if axis.is_range else str(value)

@@ -1,0 +1,152 @@
+"""The words of `megaspec train -m ...`: what sweeps, what is the same in every point, and how the sweep is run."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from pydantic import ValidationError
+
+from megaspec.compose import COMMAND_LINE, Swept, plain_values, split_sweep
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.problems import did_you_mean, one_of, typed_problems
+from megaspec.sweep.spec import SweepSpec
+
+MOST_POINTS = 10_000
+OWN_LAUNCHER = "megaspec"
+LAUNCHERS = (OWN_LAUNCHER, "basic", "joblib", "submitit_local", "submitit_slurm")
+_SWEEPERS = {"basic": "grid", "optuna": "optuna"}
+# Every point has its own.
+_OWN_TO_A_POINT = ("name", "run_dir", "resume")
+
+
+@dataclass(frozen=True)
+class SweepWords:
+    """A command line, taken apart."""
+
+    plain: tuple[str, ...]
+    """What is the same in every point."""
+    swept: tuple[Swept, ...]
+    spec: SweepSpec
+    launcher: str = OWN_LAUNCHER
+    """`megaspec`, or the Hydra launcher that runs the points."""
+    launcher_words: tuple[str, ...] = ()
+    """Settings of that launcher."""
+    only_new: bool = False
+    """resume=never: a sweep that is there is not gone on with."""
+
+
+def read_words(words: Sequence[str], config_dirs: Sequence[str] = ()) -> SweepWords:
+    """Takes the words after `train -m` apart. RecipeError: everything that is wrong with them as a sweep."""
+    hydra = [w for w in words if w.startswith("hydra")]
+    ours = [w for w in words if re.match(r"sweep[.=]", w)]
+    resume = [w for w in words if w.startswith("resume=")]
+    rest = [w for w in words if w not in hydra and w not in ours and w not in resume]
+    launcher, launcher_words, aliases = _hydra_words(hydra)
+    spec = sweep_spec([*aliases, *ours])
+    plain, swept = split_sweep(rest, config_dirs)
+    problems = _problems(plain, swept, spec) + _resume_problems(resume)
+    if spec.kind == "optuna" and launcher != OWN_LAUNCHER:
+        text = f"hydra/launcher={launcher}: a search runs on hydra/launcher={OWN_LAUNCHER}; drop it, or sweep.kind=grid"
+        problems.append(Problem("hydra/launcher", text, COMMAND_LINE, "sweep.launcher"))
+    if problems:
+        raise RecipeError(problems)
+    return SweepWords(tuple(plain), tuple(swept), spec, launcher, tuple(launcher_words), "resume=never" in resume)
+
+
+def sweep_spec(words: Sequence[str], given: Mapping[str, Any] | None = None) -> SweepSpec:
+    """The SweepSpec of `sweep.a=b` words, on top of what is given. RecipeError: all that is wrong with them."""
+    content = dict(given or {})
+    content |= {key.removeprefix("sweep."): value for key, value in plain_values(_without_shorthand(words)).items()}
+    try:
+        return SweepSpec.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        origins = dict.fromkeys(content, COMMAND_LINE)
+        found = typed_problems(error, model=SweepSpec, content=content, origins=origins, choices={})
+        raise RecipeError([_renamed(problem) for problem in found]) from None
+
+
+def default_name(words: SweepWords) -> str:
+    """`<recipe>-<keys>-<hash of what is computed>`: the same for the same command."""
+    recipe = next((w.removeprefix("recipe=") for w in words.plain if w.startswith("recipe=")), "recipes")
+    keys = "-".join(one.key.rpartition(".")[2] for one in words.swept)
+    search = words.spec.model_dump(include={"kind", "seed"})
+    fields = (sorted(words.plain), [(o.key, sorted(o.words), o.bounds, o.is_log) for o in words.swept], search)
+    tag = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9._-]', '-', f'{recipe}-{keys}')[:48].strip('.-_')}-{tag}"
+
+
+def _without_shorthand(words: Sequence[str]) -> list[str]:
+    return [re.sub(r"^sweep=", "sweep.kind=", w) for w in words]
+
+
+def _renamed(problem: Problem) -> Problem:
+    text = problem.message.replace("no key of a recipe", "no key of a sweep")
+    return Problem(f"sweep.{problem.key}", f"sweep.{text}", problem.origin, problem.code)
+
+
+def _hydra_words(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """The launcher, its settings, and `sweep.*` words for what Hydra calls otherwise."""
+    launcher, settings, aliases, problems = OWN_LAUNCHER, [], [], []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "hydra/launcher" and value in LAUNCHERS:
+            launcher = value
+        elif key == "hydra/sweeper" and value in _SWEEPERS:
+            aliases.append(f"sweep.kind={_SWEEPERS[value]}")
+        elif key.startswith("hydra.launcher."):
+            settings.append(word)
+        else:
+            problems.append(Problem(key, f"{word}: {_instead(key, value)}", COMMAND_LINE, "override.hydra"))
+    if settings and launcher == OWN_LAUNCHER and not problems:
+        text = f"{settings[0]}: hydra/launcher={OWN_LAUNCHER} has no such setting; set sweep.slots or sweep.gpus"
+        problems.append(Problem("hydra.launcher", text, COMMAND_LINE, "override.hydra"))
+    if problems:
+        raise RecipeError(problems)
+    return launcher, settings, aliases
+
+
+def _instead(key: str, value: str) -> str:
+    if key in ("hydra/launcher", "hydra/sweeper"):
+        options = LAUNCHERS if key == "hydra/launcher" else list(_SWEEPERS)
+        return did_you_mean(value, options) or f"choose {one_of(options)}"
+    own = {"n_trials": "trials", "n_jobs": "slots", "seed": "seed", "direction": "direction", "dir": "folder"}
+    name = own.get(key.rpartition(".")[2])
+    return f"write sweep.{name}={value}" if name else "no setting of a sweep; those are sweep.* and hydra.launcher.*"
+
+
+def _problems(plain: Sequence[str], swept: Sequence[Swept], spec: SweepSpec) -> list[Problem]:
+    problems: list[Problem] = []
+
+    def refuse(key: str, text: str, code: str) -> None:
+        problems.append(Problem(key, text, COMMAND_LINE, code))
+
+    if not swept:
+        refuse("", "-m without a key of several values, such as optim.lr=1e-3,3e-4; add one, or drop -m", "sweep.empty")
+    given = [w.partition("=")[0].lstrip("+~") for w in plain] + [one.key for one in swept]
+    for one in swept:
+        if one.key in _OWN_TO_A_POINT or one.key.startswith("sweep"):
+            refuse(one.key, f"{one.key} can't be swept: every point has its own; set sweep.name", "sweep.key")
+        elif given.count(one.key) > 1:
+            refuse(one.key, f"{one.key} is given more than once; give all its values in one word", "sweep.twice")
+        if one.bounds and spec.kind == "grid":
+            text = f"{one.key}: a grid can't enumerate an interval; write values or range(...), or sweep.kind=optuna"
+            refuse(one.key, text, "sweep.interval")
+        elif one.bounds and one.is_log and one.bounds[0] <= 0:
+            text = f"{one.key}: a logarithmic interval begins above 0, not at {one.bounds[0]:g}"
+            refuse(one.key, text, "sweep.interval")
+    if any(w.startswith("run_dir=") for w in plain):
+        refuse("run_dir", "run_dir: every point has a folder of its own; set sweep.folder instead", "sweep.key")
+    number = prod(len(one.words) for one in swept) if spec.kind == "grid" else spec.trials
+    if number > MOST_POINTS:
+        text = f"{number:,} points are more than {MOST_POINTS:,}; sweep fewer values, or search: sweep.kind=optuna"
+        refuse("", text, "sweep.size")
+    return problems
+
+
+def _resume_problems(resume: Sequence[str]) -> list[Problem]:
+    bad = [w for w in resume if w not in ("resume=auto", "resume=never")]
+    return [Problem("resume", f"{w}: a sweep takes resume=auto or never", COMMAND_LINE, "choice.unknown") for w in bad]
