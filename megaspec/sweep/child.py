@@ -45,7 +45,7 @@ def start(run: Path, log: Path, *, gpus: Sequence[str], threads: int | None) -> 
 
 def is_run_of(command: Sequence[str], folder: str) -> bool:
     """Whether the command line of a process is that of the run of a point."""
-    return "resume" in command and Path(command[-1]).name == folder
+    return bool({"resume", "megaspec.sweep.child"} & set(command)) and Path(command[-1]).name == folder
 
 
 def main(arguments: Sequence[str]) -> int:

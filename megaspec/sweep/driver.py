@@ -39,8 +39,12 @@ class Table:
     def __init__(self, folder: SweepFolder, head: SweepHead):
         self.folder = folder
         self.head = head
-        self.points = {point.number: point for point in folder.points()}
         self._followers: dict[int, Follower] = {}
+        self.reload()
+
+    def reload(self) -> None:
+        """Reads every point anew: jobs of a Hydra launcher write them themselves."""
+        self.points = {point.number: point for point in self.folder.points()}
 
     def put(self, point: Point) -> None:
         """Keeps a change of a point, or a new one."""

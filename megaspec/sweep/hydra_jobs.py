@@ -1,8 +1,11 @@
 """Points that run through one of Hydra's own launchers: each is a job, which starts the point's run as the slots do.
 
-Torch-free. The Hydra side is hydra_plugins.megaspec_launcher.jobs.
+A job may be in another process or on another machine, so all that passes between it and the sweep are files:
+points.jsonl, and `stop`, which asks the jobs to end. Torch-free; the Hydra side is hydra_plugins.megaspec_launcher.jobs.
 """
 
+import signal
+import threading
 import time
 from importlib import import_module
 from pathlib import Path
@@ -10,13 +13,13 @@ from pathlib import Path
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.resolve.target import detect_target
 from megaspec.sweep.attempt import Attempt, end_orphan, refused
-from megaspec.sweep.driver import ORPHAN_SECONDS, Table, to_run
+from megaspec.sweep.driver import ORPHAN_SECONDS, PAGE_SECONDS, Table, to_run
 from megaspec.sweep.points import Checker
 from megaspec.sweep.slots import point_target
-from megaspec.sweep.state import Point, SweepFolder
+from megaspec.sweep.state import STOP, SweepFolder
 from megaspec_launchers.signals import StopRequests
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.2
 
 
 def run_points(table: Table, stop: StopRequests) -> list[int]:
@@ -25,50 +28,62 @@ def run_points(table: Table, stop: StopRequests) -> list[int]:
     RecipeError: the launcher is not installed, or refuses its settings.
     """
     numbers = to_run(table)
+    (table.folder.path / STOP).unlink(missing_ok=True)
     for number in numbers:
         point = table.points[number]
         if point.state == "running":
             end_orphan(point, ORPHAN_SECONDS)
             table.put(point.to("interrupted"))
-    if numbers and not stop.count:
+    if not numbers or stop.count:
+        return []
+    ended = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(table, stop, ended), daemon=True)
+    watcher.start()
+    try:
         jobs = import_module("hydra_plugins.megaspec_launcher.jobs")
-        problem = jobs.run_points(
-            str(table.folder.path.resolve()), numbers, table.head.launcher, list(table.head.launcher_words)
-        )
-        if problem:
-            raise RecipeError([Problem("hydra/launcher", problem, code="sweep.launcher")])
-    for point in table.folder.points():
-        table.points[point.number] = point
-    return [p.code for p in table.points.values() if p.number in numbers and p.state == "failed" and p.code]
+        folder, settings = str(table.folder.path.resolve()), table.head.launcher_words
+        problem = jobs.run_points(folder, numbers, table.head.launcher, settings)
+    finally:
+        ended.set()
+        watcher.join()
+    if problem:
+        text = f"hydra/launcher={table.head.launcher}: {problem}"
+        raise RecipeError([Problem("hydra/launcher", text, code="sweep.launcher")])
+    table.reload()
+    return [p.code for n, p in table.points.items() if n in numbers and p.state == "failed" and p.code]
 
 
 def run_point(folder: str, number: int) -> int:
-    """One point of a sweep, in the process of a job: started, waited for, and its end kept. -> its exit code.
-
-    The job may run in the main thread of a process that has handlers of its own; SIGTERM and SIGINT reach the point.
-    """
+    """One point of a sweep, in the process of a job: started, waited for, and its end kept. -> its exit code."""
     sweep = SweepFolder(Path(folder))
     point = next(p for p in sweep.points() if p.number == number)
-    checker = Checker(point_target(sweep.head().spec, detect_target()))
-    with StopRequests() as stop:
-        if stop.count:
-            return 0
-        try:
-            attempt = Attempt(sweep, point, checker)
-        except (RecipeError, DataError) as error:
-            sweep.append(refused(point, error))
-            return error.exit_code
-        sweep.append(attempt.point)
-        while (ended := attempt.ended()) is None:
-            if stop.count:
-                attempt.ask_to_stop(then="interrupted")
-            if stop.count > 1:
-                attempt.kill()
-            time.sleep(POLL_SECONDS)
+    in_job_process = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if in_job_process and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the sweep, which writes `stop`
+    if (sweep.path / STOP).exists():
+        return 0
+    try:
+        attempt = Attempt(sweep, point, Checker(point_target(sweep.head().spec, detect_target())))
+    except (RecipeError, DataError) as error:
+        sweep.append(refused(point, error))
+        return error.exit_code
+    sweep.append(attempt.point)
+    while (ended := attempt.ended()) is None:
+        if (sweep.path / STOP).exists():
+            attempt.ask_to_stop(then="interrupted")
+        time.sleep(POLL_SECONDS)
     sweep.append(ended)
-    return _code(ended)
+    assert ended.code is not None, f"point {number} ended without a code"
+    return ended.code
 
 
-def _code(point: Point) -> int:
-    assert point.code is not None, f"point {point.number} ended without a code"
-    return point.code
+def _watch(table: Table, stop: StopRequests, ended: threading.Event) -> None:
+    """While a launcher has the main thread: passes requests to stop on, and keeps the page fresh."""
+    page_at = 0.0
+    while not ended.wait(POLL_SECONDS):
+        if stop.count:
+            (table.folder.path / STOP).touch()
+        if time.monotonic() >= page_at:
+            table.reload()
+            table.write_page(running=True)
+            page_at = time.monotonic() + PAGE_SECONDS

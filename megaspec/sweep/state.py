@@ -22,7 +22,7 @@ from megaspec.recipe import Recipe
 from megaspec.run_folder import is_run
 from megaspec.sweep.spec import SweepSpec
 
-HEAD, POINTS, LOGS, PAGE = "sweep.json", "points.jsonl", "logs", "index.html"
+HEAD, POINTS, LOGS, PAGE, STOP = "sweep.json", "points.jsonl", "logs", "index.html", "stop"
 # What a sweep that was killed while it was made leaves.
 _UNFINISHED = ("lock", POINTS, LOGS)
 

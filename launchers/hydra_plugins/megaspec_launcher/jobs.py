@@ -1,0 +1,56 @@
+"""Points of a sweep as jobs of any Hydra launcher: a real multirun over their numbers, with Hydra's basic sweeper."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+_NAME = "megaspec_points"
+
+
+@dataclass
+class Job:
+    """The configuration of a job: which point of which sweep."""
+
+    folder: str = ""
+    point: int = 0
+
+
+def run_points(folder: str, numbers: Sequence[int], launcher: str, settings: Sequence[str]) -> str:
+    """Runs points of a sweep through a Hydra launcher, and returns when all have ended. -> what was wrong, or ""."""
+    version.setbase("1.3")
+    ConfigStore.instance().store(name=_NAME, node=Job)
+    GlobalHydra.instance().clear()
+    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+    overrides = [
+        f"hydra/launcher={launcher}",
+        *settings,
+        f"folder='{quoted}'",
+        f"point={','.join(map(str, numbers))}",
+        f"hydra.sweep.dir='{quoted}/logs/hydra'",
+        "hydra.sweep.subdir=${point}",
+        "hydra.output_subdir=null",
+        "hydra/hydra_logging=disabled",
+        "hydra/job_logging=disabled",
+    ]
+    try:
+        hydra = Hydra.create_main_hydra2("megaspec", create_config_search_path(None))
+        hydra.multirun(_NAME, run_job, overrides)
+    except HydraException as error:
+        return " ".join(str(error).split())
+    finally:
+        GlobalHydra.instance().clear()
+    return ""
+
+
+def run_job(config: DictConfig) -> int:
+    """One point. -> the exit code of its run."""
+    from megaspec.sweep.hydra_jobs import run_point  # only in the process of a job
+
+    return run_point(config.folder, config.point)
