@@ -1,11 +1,11 @@
 """resume: a run's Spec and a changed recipe in, the Spec with which it goes on out. Pure.
 
-Free to change: how the work is divided and computed, how long the run is, what it reports. The rest is the experiment:
-it stays as it was decided when the run began, even where the recipe says auto, and a change of it asks for a fork.
+What is free to change stands in difference.py. The rest is the experiment: it stays as it was decided when the run
+began, even where the recipe says auto, and a change of it asks for a fork.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,29 +13,12 @@ from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import origin_of, show, value_at
 from megaspec.recipe import Recipe
+from megaspec.resolve.difference import changed, is_free, leaves
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import Settled, settle
 from megaspec.resolve.target import Target
 from megaspec.spec import Decision, Spec
 from megaspec.train.batch_schedule import BatchSchedule
-
-FREE = (
-    "about",
-    "parallelism",
-    "kernels",
-    "launcher",
-    "log",
-    "checkpoint",
-    "data.cache",
-    "model.vocab_pad_to",
-    "run_dir",
-    "train.steps",
-    "train.micro_batch",
-    "train.eval_every",
-    "train.eval_samples",
-    "train.sample",
-    "train.deterministic",
-)
 
 
 def resume(
@@ -98,16 +81,8 @@ def fork(
 def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """(path, value of the run, value of the recipe) of everything in the experiment that a recipe changes."""
     was, now = old.model_dump(mode="json"), recipe.model_dump(mode="json")
-    paths = dict.fromkeys([*(key for key, _ in _leaves(now)), *(key for key, _ in _leaves(was))])
-    found = []
-    for key in paths:
-        if key.partition(".")[0] not in now or _is_free(key):
-            continue
-        before, after = value_at(was, key), value_at(now, key)
-        is_told = any(key.startswith(f"{told}.") for told, _, _ in found)
-        if after != AUTO and before != after and not is_told:
-            found.append((key, before, after))
-    return found
+    was = {name: value for name, value in was.items() if name in now}
+    return [one for one in changed(was, now) if one[2] != AUTO and not is_free(one[0], was, now)]
 
 
 def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> list[Problem]:
@@ -118,7 +93,10 @@ def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> l
 
 
 def _frozen_problem(key: str, was: Any, now: Any, origins: Mapping[str, str]) -> Problem:
-    text = f"{key}={show(now)} changes the experiment, the run has {show(was)}; give --fork NAME to start another run"
+    why = ": experts are balanced within a micro batch" if key == "train.micro_batch" else ""
+    text = (
+        f"{key}={show(now)} changes the experiment{why}, the run has {show(was)}; give --fork NAME to start another run"
+    )
     return Problem(key, f"{text} from its newest checkpoint", origin_of(origins, key), "resume-frozen")
 
 
@@ -126,8 +104,8 @@ def _pinned(old: Spec, recipe: Recipe) -> tuple[Recipe, tuple[Decision, ...]]:
     """The recipe with the experiment as it was decided, and the decisions that this keeps."""
     was, now = old.model_dump(mode="json"), recipe.model_dump(mode="json")
     kept = []
-    for key, value in list(_leaves(now)):
-        if value == AUTO and not _is_free(key) and value_at(was, key) != AUTO:
+    for key, value in list(leaves(now)):
+        if value == AUTO and not is_free(key, was, now) and value_at(was, key) != AUTO:
             section, _, name = key.rpartition(".")
             (value_at(now, section) if section else now)[name] = value_at(was, key)
             reason = "kept from the beginning of the run"
@@ -147,16 +125,3 @@ def _longer(segments: tuple[int, ...], settled: Settled, moved: int) -> tuple[in
     """The segments, with one more where the run needs more samples than they hold."""
     missing = settled.samples(moved) - sum(segments)
     return (*segments, missing) if missing > 0 else segments
-
-
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE)
-
-
-def _leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    parts = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else None
-    if parts is None or not content:
-        yield prefix, content
-        return
-    for name, inner in parts:
-        yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))

@@ -7,9 +7,10 @@ import pytest
 
 from megaspec.compose import compose, recompose
 from megaspec.core.errors import RecipeError
+from megaspec.resolve.difference import FREE
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.resume import FREE, changes, fork, resume
+from megaspec.resolve.resume import changes, fork, resume
 from megaspec.resolve.target import Target
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -174,3 +175,31 @@ def test_free_keys_exist():
     from megaspec.recipe import Recipe
 
     assert set(FREE) <= set(field_paths(Recipe))
+
+
+MOE = "model.moe={{n_experts: 4, top_k: 2, {}}}"
+
+
+@pytest.mark.parametrize(
+    ("experts", "is_frozen"),
+    [
+        ("router: {losses: [{kind: aux, coefficient: 0.01}]}", True),
+        ("router: {losses: [{kind: global_aux, coefficient: 0.01}, {kind: seq_aux, coefficient: 0.01}]}", False),
+        ("router: {balancing: sinkhorn}", True),
+        ("capacity_factor: 1.25", True),
+        ("router: {bias_rate: 1e-3, score: sigmoid}", False),
+    ],
+)
+def test_the_micro_batch_belongs_to_the_experiment_where_experts_are_balanced_within_it(experts, is_frozen):
+    run = start(MOE.format(experts), "parallelism.tp=1")
+    if not is_frozen:
+        assert go_on(run, "train.micro_batch=2").train.micro_batch == 2
+        return
+    with pytest.raises(RecipeError, match=r"train\.micro_batch=2 changes the experiment: experts are balanced within"):
+        go_on(run, "train.micro_batch=2")
+    assert go_on(run, "launcher.ranks=1").train.micro_batch == run[1].train.micro_batch
+
+
+def test_the_format_of_the_gradient_sum_belongs_to_the_experiment():
+    with pytest.raises(RecipeError, match=r"parallelism\.grad_reduce=bf16 changes the experiment"):
+        go_on(start(), "parallelism.grad_reduce=bf16")
