@@ -1,9 +1,13 @@
-"""Parameters of a model, exactly, by what they are for."""
+"""Parameters of a model and of one rank of it, exactly, by what they are for."""
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import ceil
 
 from megaspec.model.gpt.spec import GptSpec
-from megaspec.recipe import ModelSpec
+from megaspec.nn.spec import MlaSpec, MoeSpec
+from megaspec.recipe import ModelSpec, Recipe
+from megaspec.resolve.stages import stages_of
 
 
 @dataclass(frozen=True)
@@ -14,27 +18,178 @@ class ParameterCount:
     positions: int
     attention: int
     mlp: int
+    experts: int
+    """Routed experts, all of them."""
+    shared_experts: int
+    router: int
     norms: int
     head: int
+    active_experts: int = 0
+    """Of `experts`, those that one token passes."""
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "active_experts")
+
+    @property
+    def active(self) -> int:
+        """Those that one token passes, embedding and head included."""
+        return self.total - self.experts + self.active_experts
 
 
+@dataclass(frozen=True)
+class LayerParameters:
+    """Weights of one layer that one rank holds."""
+
+    attention: int
+    mlp: int
+    experts: int
+    shared_experts: int
+    router: int
+    norms: int
+
+    @property
+    def dense(self) -> int:
+        """All but the routed experts, which are shared out over other ranks than the rest."""
+        return self.attention + self.mlp + self.shared_experts + self.router + self.norms
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Weights that one rank of a pipeline stage holds, padding of the vocabulary included."""
+
+    dense: int
+    expert: int
+    """Of routed experts."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def moe_of(model: ModelSpec) -> MoeSpec | None:
+    """The experts of a model; None where it has none."""
+    return getattr(model, "moe", None)
+
+
+def mla_of(model: ModelSpec) -> MlaSpec | None:
+    """The latent attention of a model; None where it has none."""
+    return getattr(model, "mla", None)
+
+
+@lru_cache(maxsize=256)
+def has_experts(model: ModelSpec) -> tuple[bool, ...]:
+    """One entry a layer: whether it has experts in place of the feed-forward layer."""
+    moe = moe_of(model)
+    if moe is None:
+        return (False,) * model.n_layers
+    if moe.layers is not None:
+        return tuple(bool(one) for one in moe.layers)
+    past = (i - moe.first_dense for i in range(model.n_layers))
+    return tuple(i >= 0 and i % moe.every == 0 for i in past)
+
+
+@lru_cache(maxsize=256)
 def count_parameters(model: ModelSpec) -> ParameterCount:
     """From a model without open fields."""
-    d, q, kv = model.d_model, model.n_heads * model.d_head, model.n_kv_heads * model.d_head
-    has_biases = isinstance(model, GptSpec)
-    matrices_up = 1 if has_biases else 2
-    attention = d * (q + 2 * kv) + q * d + (q + 2 * kv + d if has_biases else 0)
-    mlp = (matrices_up + 1) * d * model.d_ffn + (model.d_ffn + d if has_biases else 0)
-    norm = 2 * d if has_biases else d
+    layers = [layer_parameters(model, with_experts=one) for one in has_experts(model)]
+    experts, moe = sum(one.experts for one in layers), moe_of(model)
     return ParameterCount(
-        embedding=model.vocab_size * d,
-        positions=model.max_seq_len * d if has_biases else 0,
-        attention=model.n_layers * attention,
-        mlp=model.n_layers * mlp,
-        norms=(2 * model.n_layers + 1) * norm,
-        head=0 if model.tied_embeddings else model.vocab_size * d,
+        embedding=model.vocab_size * model.d_model,
+        positions=model.max_seq_len * model.d_model if isinstance(model, GptSpec) else 0,
+        attention=sum(one.attention for one in layers),
+        mlp=sum(one.mlp for one in layers),
+        experts=experts,
+        shared_experts=sum(one.shared_experts for one in layers),
+        router=sum(one.router for one in layers),
+        norms=sum(one.norms for one in layers) + _norm(model),
+        head=0 if model.tied_embeddings else model.vocab_size * model.d_model,
+        active_experts=experts // moe.n_experts * min(moe.top_k, moe.n_experts) if moe else 0,
     )
+
+
+@lru_cache(maxsize=8192)
+def layer_parameters(
+    model: ModelSpec, *, with_experts: bool, tp: int = 1, ep: int = 1, etp: int = 1
+) -> LayerParameters:
+    """A layer on one rank: matrices split over tp, experts over ep and etp, norms and router on every rank."""
+    d, moe = model.d_model, moe_of(model)
+    norms = 2 * _norm(model) + _inner_norms(model)
+    attention = _attention(model, tp)
+    if not with_experts or moe is None:
+        return LayerParameters(attention, _mlp(model, tp), 0, 0, 0, norms)
+    return LayerParameters(
+        attention,
+        mlp=0,
+        experts=ceil(moe.n_experts / ep) * 3 * d * ceil(moe.d_expert / etp),
+        shared_experts=3 * d * ceil(moe.d_shared / tp) + (d if moe.shared_gate else 0) if moe.d_shared else 0,
+        router=d * moe.n_experts + (moe.n_experts if moe.router.bias_rate else 0),
+        norms=norms,
+    )
+
+
+def padded_vocab(model: ModelSpec, *, tp: int) -> int:
+    """Rows of the output head over all tensor-parallel ranks, padding included."""
+    multiple = model.vocab_pad_to * tp
+    return -(-model.vocab_size // multiple) * multiple
+
+
+def rank_parameters(recipe: Recipe, stage: int) -> RankParameters:
+    """The weights on one rank of pipeline rank `stage`; a tied head on another rank than the embedding is a copy."""
+    model, own = recipe.model, recipe.parallelism
+    dense = expert = 0
+    holds_table = False
+    for chunk in stages_of(model, own)[stage]:
+        for number in chunk.layers:
+            layer = layer_parameters(model, with_experts=has_experts(model)[number], tp=own.tp, ep=own.ep, etp=own.etp)
+            dense += layer.dense
+            expert += layer.experts
+        dense += _norm(model) if chunk.head else 0
+        dense += model.max_seq_len * model.d_model if chunk.embedding and isinstance(model, GptSpec) else 0
+        for wanted in (chunk.embedding, chunk.head):
+            if wanted and not (holds_table and model.tied_embeddings):
+                dense += table_parameters(model, tp=own.tp)
+                holds_table = True
+    return RankParameters(dense, expert)
+
+
+def table_parameters(model: ModelSpec, *, tp: int) -> int:
+    """A rank's rows of the embedding, or of the output head."""
+    return padded_vocab(model, tp=tp) // tp * model.d_model
+
+
+def local_kv_heads(model: ModelSpec, *, tp: int) -> int:
+    """Key and value heads of one rank: with more ranks than heads several ranks hold the same one."""
+    return ceil(model.n_kv_heads / tp)
+
+
+def _norm(model: ModelSpec) -> int:
+    return 2 * model.d_model if isinstance(model, GptSpec) else model.d_model
+
+
+def _inner_norms(model: ModelSpec) -> int:
+    mla = mla_of(model)
+    latents = mla.kv_rank + (mla.q_rank or 0) if mla else 0
+    return latents + (2 * model.d_head if getattr(model, "qk_norm", False) else 0)
+
+
+def _attention(model: ModelSpec, tp: int) -> int:
+    d, heads, mla = model.d_model, ceil(model.n_heads / tp), mla_of(model)
+    if mla is not None:
+        return _latent_attention(d, heads, mla)
+    q, kv = heads * model.d_head, local_kv_heads(model, tp=tp) * model.d_head
+    biases = q + 2 * kv + d if isinstance(model, GptSpec) else 0
+    return d * (q + 2 * kv) + q * d + biases
+
+
+def _latent_attention(d: int, heads: int, mla: MlaSpec) -> int:
+    """What makes the latents is whole on every rank, heads are split."""
+    d_query = mla.d_nope + mla.d_rope
+    queries = mla.q_rank * (d + heads * d_query) if mla.q_rank else d * heads * d_query
+    keys_values = d * (mla.kv_rank + mla.d_rope) + mla.kv_rank * heads * (mla.d_nope + mla.d_value)
+    return queries + keys_values + heads * mla.d_value * d
+
+
+def _mlp(model: ModelSpec, tp: int) -> int:
+    d, ffn = model.d_model, ceil(model.d_ffn / tp)
+    return 2 * d * ffn + ffn + d if isinstance(model, GptSpec) else 3 * d * ffn
