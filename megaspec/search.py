@@ -37,18 +37,20 @@ class SourceFile:
 class SearchPath:
     """The shipped groups and recipes, `./recipes`, and each folder D given by the user: D/<group>/ and D/recipes/.
 
-    A name is found in exactly one place: two files of the same name are an error, never a silent choice.
+    A recipe that is given as a file adds the folder that it lies in. A name is found in exactly one place: two files of
+    the same name are an error, never a silent choice.
     """
 
     def __init__(self, config_dirs: Sequence[str | Path] = ()):
-        folders = [Path(d) for d in config_dirs]
+        self._beside = [Path(d).parent for d in config_dirs if Path(d).is_file()]
+        folders = [Path(d) for d in config_dirs if not Path(d).is_file()]
         absent = [d for d in folders if not d.is_dir()]
         if absent:
             raise RecipeError(
                 [Problem("", f"--config-dir {d}: no such folder", "command line", "path") for d in absent]
             )
         self._groups = _unique([conf_dir(), *folders])
-        self._recipes = _unique([recipes_dir(), Path("recipes"), *(d / "recipes" for d in folders)])
+        self._recipes = _unique([recipes_dir(), Path("recipes"), *(d / "recipes" for d in folders), *self._beside])
         self._files: dict[str, SourceFile] = {}
 
     def exists(self, config_path: str) -> bool:
@@ -58,8 +60,12 @@ class SearchPath:
     def choices(self, group: str) -> list[str]:
         """Names of a group's choices, or of the recipes for `recipe`."""
         folders = self._recipes if group == "recipe" else [root / group for root in self._groups]
-        names = {str(f.relative_to(d).with_suffix("")) for d in folders if d.is_dir() for f in d.rglob("*.yaml")}
+        names = {str(f.relative_to(d).with_suffix("")) for d in folders if d.is_dir() for f in self._files_in(d)}
         return sorted(n for n in names if _NAME.fullmatch(n))
+
+    def _files_in(self, folder: Path) -> Iterator[Path]:
+        """Its YAML files, and those below it unless it only happens to hold a recipe."""
+        return folder.glob("*.yaml") if folder in self._beside else folder.rglob("*.yaml")
 
     def read(self, config_path: str) -> SourceFile:
         """The file of a name that exists. RecipeError: two of them, or what `read_yaml` refuses."""

@@ -1,0 +1,72 @@
+"""Recipes as `check`, `recipes`, `explain` and `diff` take them: by name or file, on the GPUs that they state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from megaspec.commands.planned import DEFAULT, fewest, planned_target
+from megaspec.compose import Composed, compose
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.frozen import AUTO
+from megaspec.recipe import Recipe
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.hardware import Hardware, hardware_named
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.target import Target, detect_target
+from megaspec.spec import Spec
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A recipe on the machine that it is for."""
+
+    composed: Composed
+    hardware: Hardware
+    target: Target
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.composed.recipe
+
+    @property
+    def gpus(self) -> str:
+        """`64 x H100`; `any` where the recipe states no number."""
+        return "any" if self.recipe.launcher.ranks == AUTO else f"{self.target.gpus} x {self.hardware.name}"
+
+    def spec(self) -> Spec:
+        """What it resolves to, whether its data is there or not. Raises what `resolve` does."""
+        facts = replace(gather_facts(self.recipe), problems=())
+        return resolve(self.recipe, self.target, facts, self.composed.origins)
+
+
+def stated(word: str, overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = ()) -> Stated:
+    """The recipe of a name, or of a YAML file. The GPUs: launcher.ranks of those that its source names, else a node of
+    H100. RecipeError: there is no such recipe, or what `compose` raises."""
+    name, folders = recipe_named(word, config_dirs)
+    composed = compose(name, overrides, folders)
+    hardware = hardware_named(composed.recipe.about.hardware or DEFAULT)
+    return Stated(composed, hardware, planned_target(hardware, _gpus(composed.recipe, hardware), _here()))
+
+
+def recipe_named(word: str, config_dirs: Sequence[str | Path] = ()) -> tuple[str, tuple[str | Path, ...]]:
+    """The name of a recipe, and where to look for it: for a file also its own folder."""
+    if not word.endswith((".yaml", ".yml")):
+        return word, tuple(config_dirs)
+    path = Path(word)
+    if path.suffix == ".yml" or not path.is_file():
+        what = "a recipe ends in .yaml; rename it" if path.is_file() else "no such file; give its path, or a name"
+        raise RecipeError([Problem("recipe", f"{word}: {what}", code="choice.unknown")])
+    return path.stem, (*config_dirs, path)
+
+
+def _gpus(recipe: Recipe, hardware: Hardware) -> int:
+    if recipe.launcher.ranks != AUTO:
+        return recipe.launcher.ranks
+    node = min(8, hardware.node_size)
+    return -(-fewest(recipe) // node) * node
+
+
+@cache
+def _here() -> Target:
+    return detect_target()
