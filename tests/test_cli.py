@@ -269,3 +269,9 @@ def test_ranks_that_torchrun_started_train_one_run(tmp_path):
     )
     assert failing.returncode != 0
     assert failing.stderr.count("did you mean lr?") >= 1
+
+
+def test_two_values_for_one_key_are_refused_and_the_same_word_twice_is_not(capsys):
+    assert main(["plan", "recipe=hello", "optim.lr=1e-3", "+optim.lr=2e-3"]) == 64
+    assert "optim.lr is set twice, optim.lr=1e-3 and +optim.lr=2e-3; keep one" in capsys.readouterr().err
+    assert main(["plan", "recipe=hello", "optim.lr=1e-3", "optim.lr=1e-3"]) == 0

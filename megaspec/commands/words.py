@@ -23,13 +23,30 @@ def words_parser() -> argparse.ArgumentParser:
 
 
 def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> Composed:
-    """The recipe of `recipe=NAME a.b=c ...`. RecipeError: no name, several, or what `compose` raises."""
+    """The recipe of `recipe=NAME a.b=c ...`. RecipeError: no name, several, two values for a key, or what `compose`
+    raises."""
     names = [w.removeprefix("recipe=") for w in words if w.startswith("recipe=")]
     if len(names) != 1 or not names[0]:
         what = "is missing" if not names else "is given more than once" if len(names) > 1 else "is empty"
         options = one_of(SearchPath(config_dirs).choices("recipe"))
         raise RecipeError([Problem("recipe", f"recipe=NAME {what}; choose {options}", COMMAND_LINE, "choice.recipe")])
-    return compose(names[0], [w for w in words if not w.startswith("recipe=")], config_dirs)
+    settings = [w for w in words if not w.startswith("recipe=")]
+    refuse_two_answers(settings)
+    return compose(names[0], settings, config_dirs)
+
+
+def refuse_two_answers(words: Sequence[str]) -> None:
+    """RecipeError: a key that is given two values."""
+    given: dict[str, str] = {}
+    problems = []
+    for word in words:
+        key, equals, _ = word.partition("=")
+        key = key.lstrip("+")
+        if equals and given.setdefault(key, word) != word:
+            text = f"{key} is set twice, {given[key]} and {word}; keep one"
+            problems.append(Problem(key, text, COMMAND_LINE, "override.twice"))
+    if problems:
+        raise RecipeError(problems)
 
 
 def take(words: list[str], name: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
