@@ -1,0 +1,69 @@
+"""`megaspec from-megatron`: the flags of a pretrain_gpt.py command as a recipe."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.data.files import write_atomically, write_error
+
+_DESCRIPTION = """Write the recipe that trains what a pretrain_gpt.py command of Megatron-LM trains.
+
+FLAG: the flags after --, with or without the torchrun and the script in front of them; or @FILE, a file that holds the
+command, or a shell script that makes it with plain assignments. Comments tell which flag each key is from, which flags
+have no meaning here and why, and what Megatron changes without a word. What a recipe can't say is an error."""
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `from-megatron`."""
+    command = commands.add_parser(
+        "from-megatron",
+        help="a recipe from the flags of a pretrain_gpt.py command: -- --num-layers 32 ...",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("flags", nargs="*", metavar="FLAG", help="flags after --, or @FILE")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write it there, e.g. recipes/mine.yaml")
+    command.add_argument("--name", metavar="NAME", help="name of the run (that of the file)")
+    command.add_argument("--gpus", type=int, metavar="N", help="world size, where torchrun does not say it")
+    command.add_argument("--partial", action="store_true", help="write it even if it can't say everything")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, translate, check, write. RecipeError: wrong flags, broken rules, or what would train something else."""
+    # a table of 838 flags, only where it is needed
+    from megaspec.megatron.command import read_command
+    from megaspec.megatron.translate import check, translate
+    from megaspec.megatron.writing import recipe_text
+
+    if args.gpus is not None and args.gpus < 1:
+        raise RecipeError(f"--gpus {args.gpus} must be at least 1")
+    draft = translate(read_command(args.flags), gpus=args.gpus)
+    text = recipe_text(draft, name=args.name)
+    problems = draft.problems or check(text, draft.sources)
+    lost = [] if args.partial else draft.lost
+    if lost:
+        way_out = "give --partial for a recipe without these, which trains something else"
+        problems = [*problems, *lost, Problem("", way_out, "", "megatron-lost")]
+    if problems:
+        raise RecipeError(problems)
+    if args.out is None:
+        print(text, end="")
+    else:
+        _write(args.out, text)
+    for problem in draft.lost:
+        print(f"lost: {problem}", file=sys.stderr)
+    return 0
+
+
+def _write(out: Path, text: str) -> None:
+    if out.exists():
+        raise RecipeError(f"--out {out} exists; give another name")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(out, error) from None
+    write_atomically(out, [text.encode()])
+    print(f"{out}: written; megaspec plan recipe={out.stem} shows it")

@@ -1,0 +1,102 @@
+"""Flags of data, evaluation, checkpoints and the log -> `data`, `train`, `checkpoint`, `log`."""
+
+import re
+from typing import Any
+
+from megaspec.megatron.draft import Draft
+
+_MASKS = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+_STARTS = ("--load-main-params-from-ckpt", "--finetune", "--ckpt-step", "--no-load-optim", "--no-load-rng")
+
+
+def translate_data(draft: Draft) -> None:
+    """Where tokens come from, how documents are kept apart."""
+    blend, name = _blend(draft)
+    if draft["--mock-data"]:
+        draft.choices["data"] = "random"
+        draft.put("data.kind", "random", "--mock-data")
+        size = draft.content["model"].get("vocab_size")
+        if size == "auto":
+            draft.refuse("--mock-data", "its vocabulary is not known; give --vocab-size, too")
+        draft.put("data.vocab_size", size, remark="model.vocab_size")
+        draft.note("--split", "made-up data have no splits")
+    else:
+        draft.choices["data"] = "indexed"
+        draft.put("data.blend", blend, name)
+        if not blend:
+            draft.refuse("--data-path", "is missing; give it, or --mock-data")
+        draft.put("data.split", _split(draft), "--split", ours=[969.0, 30.0, 1.0])
+        if draft.is_given("--data-cache-path"):
+            draft.put("data.cache", draft["--data-cache-path"], "--data-cache-path")
+    seq = "--seq-length" if draft.is_given("--seq-length") else "--encoder-seq-length"
+    draft.put("data.seq_len", draft.seq_len, seq)
+    _masks(draft)
+
+
+def _blend(draft: Draft) -> tuple[list[dict[str, Any]], str]:
+    """Data sets: one prefix, prefixes, or weights and prefixes in turn."""
+    name = "--train-data-path" if draft.is_given("--train-data-path") else "--data-path"
+    words = draft[name] or []
+    try:
+        weights = [float(w) for w in words[::2]] if len(words) % 2 == 0 else []
+    except ValueError:
+        weights = []
+    if weights:
+        return [{"prefix": p, "weight": w} for w, p in zip(weights, words[1::2], strict=True)], name
+    if len(words) > 1 and not draft["--mock-data"]:
+        draft.lose(name, "data sets without weights are weighed by their length there, evenly here; give weights")
+    return [{"prefix": p} for p in words], name
+
+
+def _split(draft: Draft) -> list[float]:
+    if draft.is_given("--train-data-path"):
+        return [1.0, 0.0, 0.0]
+    numbers = re.findall(r"\d*\.?\d+|\d+", draft["--split"])
+    if not 1 <= len(numbers) <= 3:
+        draft.refuse("--split", "must be up to three shares, such as 969,30,1")
+    return [*map(float, numbers), 0.0, 0.0][:3]
+
+
+def _masks(draft: Draft) -> None:
+    given = [n for n in _MASKS if draft[n]]
+    if not given:
+        draft.note("--calculate-per-token-loss", "the loss is always a mean over the valid tokens of the global batch")
+        return
+    draft.put("data.document_mask", True, *_MASKS, "--calculate-per-token-loss")
+    if len(given) < len(_MASKS):
+        absent = ", ".join(n for n in _MASKS if n not in given)
+        draft.lose(given[0], f"without {absent}; data.document_mask does all three")
+    if not draft["--calculate-per-token-loss"]:
+        what = "without --calculate-per-token-loss; each valid token of a global batch weighs the same here"
+        draft.lose("--eod-mask-loss", what)
+
+
+def translate_evaluation(draft: Draft) -> None:
+    """How often and on how much the validation split is evaluated."""
+    every, iterations = draft["--eval-interval"] or 0, draft["--eval-iters"]
+    split = draft.content["data"].get("split")
+    if every and iterations and not draft["--mock-data"] and split is not None and split[1] == 0:
+        draft.change("--eval-interval", "no evaluation, because --split leaves nothing for validation")
+        every = 0
+    every = every if iterations else 0
+    draft.put("train.eval_every", every, "--eval-interval", ours=0)
+    batch = draft.content["train"].get("global_batch")
+    if every and batch:
+        remark = f"{iterations} batches of {batch}"
+        draft.put("train.eval_samples", iterations * batch, "--eval-iters", remark=remark)
+
+
+def translate_output(draft: Draft) -> None:
+    """Checkpoints and the log."""
+    if draft.is_given("--save-interval"):
+        draft.put("checkpoint.every", draft["--save-interval"], "--save-interval")
+    draft.note("--save", "checkpoints lie in the run folder: run_dir=")
+    draft.note("--async-save", "how a checkpoint is written is the store's")
+    draft.note("--tensorboard-dir", "TensorBoard's files lie in the run folder, where tensorboard is installed")
+    if draft.is_given("--load"):
+        is_own = draft["--load"] == draft["--save"] and not any(draft.is_given(n) for n in _STARTS)
+        if is_own:
+            draft.note("--load", "a run goes on with `megaspec train ... resume=auto`, or `megaspec resume RUN`")
+        else:
+            draft.lose("--load", "weights are made from the seed; Megatron's checkpoints are not read")
+    draft.put("log.every", draft["--log-interval"], "--log-interval")

@@ -1,0 +1,156 @@
+"""Flags of the layout -> the sections `parallelism` and `launcher`."""
+
+from megaspec.megatron.draft import Draft
+from megaspec.resolve.stages import parse_layout
+
+_CONTEXT = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "hierarchical"}
+_SHARDED = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
+_PARTS = {
+    "core_attn": "core_attention",
+    "moe_act": "activation",
+    "layernorm": "norm",
+    "mla_up_proj": "mla_up",
+    "mlp": "mlp",
+    "moe": "moe",
+    "shared_experts": "shared_experts",
+}
+_GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+
+
+def translate_layout(draft: Draft) -> None:
+    """Degrees, data parallel, pipeline, context, recompute, number of ranks."""
+    for name, axis, ours in (
+        ("--tensor-model-parallel-size", "tp", ...),
+        ("--pipeline-model-parallel-size", "pp", 1),
+        ("--context-parallel-size", "cp", 1),
+        ("--expert-model-parallel-size", "ep", 1),
+    ):
+        draft.put(f"parallelism.{axis}", draft[name], name, ours=ours)
+    if draft.n_experts:
+        name = "--expert-tensor-parallel-size"
+        remark = "" if draft.is_given(name) else "what Megatron takes from tp"
+        draft.put("parallelism.etp", draft.etp, name, ours=1, remark=remark)
+        dispatch = "all_gather" if draft["--moe-token-dispatcher-type"] == "allgather" else "all_to_all"
+        draft.put("parallelism.dispatch", dispatch, "--moe-token-dispatcher-type", ours="all_to_all")
+    is_split = draft["--sequence-parallel"] and draft.tp > 1
+    draft.put("parallelism.sequence_parallel", is_split, "--sequence-parallel")
+    _data_parallel(draft)
+    if draft.pp > 1:
+        _pipeline(draft)
+    if draft["--context-parallel-size"] > 1:
+        _context(draft)
+    _recompute(draft)
+    reduce = "bf16" if draft["--grad-reduce-in-bf16"] else "fp32"
+    draft.put("parallelism.grad_reduce", reduce, "--grad-reduce-in-bf16", ours="fp32")
+    draft.used.add("--accumulate-allreduce-grads-in-fp32")
+    if draft.is_given("--ddp-bucket-size"):
+        megabytes = draft["--ddp-bucket-size"] * _GRADIENT_BYTES[reduce] / 1e6
+        draft.put("parallelism.bucket_mb", megabytes, "--ddp-bucket-size", remark="parameters there, MB here")
+    draft.put("launcher.ranks", draft.gpus, remark="GPUs of the command" if draft.command.gpus else "GPUs")
+    seconds = draft["--distributed-timeout-minutes"] * 60.0
+    draft.put("launcher.timeout_seconds", seconds, "--distributed-timeout-minutes", ours=600.0)
+
+
+def _data_parallel(draft: Draft) -> None:
+    names = ["--use-distributed-optimizer", "--use-torch-fsdp2", "--use-megatron-fsdp"]
+    strategy = "zero1" if draft["--use-distributed-optimizer"] else "replicate"
+    if draft["--use-torch-fsdp2"]:
+        strategy = "fsdp"
+    if draft["--use-megatron-fsdp"]:
+        strategy = _SHARDED[draft["--data-parallel-sharding-strategy"]]
+        names.append("--data-parallel-sharding-strategy")
+    instances = draft["--num-distributed-optimizer-instances"]
+    if instances > 1 and strategy != "replicate":
+        strategy = "hsdp" if strategy == "fsdp" else strategy
+        draft.put("parallelism.dp_replicate", instances, "--num-distributed-optimizer-instances")
+    draft.put("parallelism.dp_strategy", strategy, *names, ours="replicate")
+
+
+def _pipeline(draft: Draft) -> None:
+    key = "parallelism.pipeline."
+    virtual, name = _virtual_stages(draft)
+    draft.put(f"{key}virtual_stages", virtual, name, ours=1)
+    if virtual > 1 and draft.is_given("--microbatch-group-size-per-virtual-pipeline-stage"):
+        group = "--microbatch-group-size-per-virtual-pipeline-stage"
+        draft.put(f"{key}micro_batch_group", draft[group], group)
+    for name, field in (
+        ("--decoder-first-pipeline-num-layers", "first_layers"),
+        ("--decoder-last-pipeline-num-layers", "last_layers"),
+    ):
+        if draft.is_given(name):
+            draft.put(f"{key}{field}", draft[name], name)
+    for name, field in (
+        ("--account-for-embedding-in-pipeline-split", "count_embedding"),
+        ("--account-for-loss-in-pipeline-split", "count_loss"),
+    ):
+        if draft[name]:
+            draft.put(f"{key}{field}", True, name)
+
+
+def _virtual_stages(draft: Draft) -> tuple[int, str]:
+    """Chunks of a rank, and the flag that says so."""
+    by_layers, by_count = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    by_layout = "--pipeline-model-parallel-layout"
+    given = [n for n in (by_layers, by_count, by_layout) if draft.is_given(n)]
+    if len(given) > 1:
+        draft.refuse(given[0], f"with {' and '.join(given[1:])}; one of them says how layers are divided")
+    if not given:
+        return 1, by_count
+    if given[0] == by_count:
+        return draft[by_count], by_count
+    if given[0] == by_layout:
+        return _from_layout(draft), by_layout
+    layers, size = draft.n_layers or 0, draft[by_layers]
+    if size < 1 or layers % (draft.pp * size):
+        draft.refuse(by_layers, f"--num-layers {layers} must be a multiple of it times pp={draft.pp}")
+        return 1, by_layers
+    return layers // draft.pp // size, by_layers
+
+
+def _from_layout(draft: Draft) -> int:
+    name = "--pipeline-model-parallel-layout"
+    text = draft[name].replace(",", "").replace("m", "")
+    try:
+        stages = len(parse_layout(text))
+    except ValueError as error:
+        draft.refuse(name, str(error))
+        return 1
+    draft.put("parallelism.pipeline.layout", text, name)
+    if stages % draft.pp:
+        draft.refuse(name, f"its {stages} stages must be a multiple of pp={draft.pp}")
+    return max(1, stages // draft.pp)
+
+
+def _context(draft: Draft) -> None:
+    kinds = draft["--cp-comm-type"]
+    remark = "the first of those that were given for each layer" if len(set(kinds)) > 1 else ""
+    kind = _CONTEXT[kinds[0]]
+    draft.put("parallelism.context.kind", kind, "--cp-comm-type", ours="ring", remark=remark)
+    sizes = draft["--hierarchical-context-parallel-sizes"]
+    if kind == "hierarchical" and sizes:
+        draft.put("parallelism.context.factors", sizes, "--hierarchical-context-parallel-sizes")
+
+
+def _recompute(draft: Draft) -> None:
+    kind = draft["--recompute-granularity"]
+    names = ["--recompute-granularity"]
+    if draft["--recompute-activations"]:
+        kind = "selective"
+        names.append("--recompute-activations")
+    modules = list(draft["--recompute-modules"] or [])
+    if draft["--moe-layer-recompute"]:
+        kind = kind or "selective"
+        modules = [*(modules or ["core_attn"]), "moe"] if kind == "selective" else modules
+        names.append("--moe-layer-recompute")
+    draft.put("parallelism.recompute.kind", kind or "none", *names, ours="none")
+    if kind == "full":
+        for name, field in (("--recompute-method", "method"), ("--recompute-num-layers", "layers")):
+            if draft.is_given(name):
+                draft.put(f"parallelism.recompute.{field}", draft[name], name)
+    elif kind == "selective" and modules:
+        unknown = [m for m in modules if m not in _PARTS]
+        if unknown:
+            what = f"{', '.join(unknown)}: recomputed are {', '.join(_PARTS)}"
+            draft.refuse("--recompute-modules", what)
+        parts = list(dict.fromkeys(_PARTS[m] for m in modules if m in _PARTS))
+        draft.put("parallelism.recompute.parts", parts, "--recompute-modules", "--moe-layer-recompute")

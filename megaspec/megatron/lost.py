@@ -1,0 +1,289 @@
+"""Flags without a counterpart: those that change nothing that is computed, those that do, and their details."""
+
+from megaspec.megatron.flag import Fate, Group
+
+GROUPS = (
+    Group(
+        Fate.ABSENT,
+        "memory is not offloaded; what is computed stays the same",
+        """
+        --cpu-offloading-num-layers text, --cpu-offloading-retain-pinned-cpu-buffers,
+        --fine-grained-activation-offloading, --offload-modules text+, --min-offloaded-tensor-size text,
+        --delay-offload-until-cuda-graph, --delta-offload-bytes-across-pp-ranks text,
+        --activation-offload-fraction text, --fine-grained-offloading-max-inflight-offloads text,
+        --optimizer-cpu-offload, --optimizer-offload-fraction text, --use-torch-optimizer-for-cpu-offload,
+        --overlap-cpu-optimizer-d2h-h2d, --no-pin-cpu-grads, --no-pin-cpu-params, --moe-paged-stash,
+        --moe-paged-stash-page-size text, --moe-paged-stash-buffer-size-factor-cuda text,
+        --moe-paged-stash-buffer-size-factor-cpu text
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "this division of the work has no counterpart; what is computed stays the same",
+        """
+        --tensor-parallel-num-weight-shards text, --expert-tensor-parallel-num-weight-shards text,
+        --hybrid-context-parallel, --max-seqlen-per-dp-cp-rank text, --outer-dp-sharding-strategy text,
+        --distribute-saved-activations, --mtp-standalone, --mlp-chunks-for-training text
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "checkpoints are full ones in the run folder, the newest checkpoint.keep of them stay",
+        """
+        --save-retain-interval text, --non-persistent-save-interval text, --non-persistent-ckpt-type text,
+        --non-persistent-global-ckpt-dir text, --non-persistent-local-ckpt-dir text,
+        --non-persistent-local-ckpt-algo text, --replication, --replication-jump text, --replication-factor text,
+        --no-save-optim, --no-save-rng
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "evaluation takes train.eval_samples of one validation split in the batches of the training",
+        """
+        --start-eval-at-iter text, --eval-global-batch-size text, --eval-micro-batch-size text, --full-validation,
+        --multiple-validation-sets, --validation-set-names text+, --test-data-path text*
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "weights are made from the seed and all of them are trained",
+        """
+        --pretrained-checkpoint text, --moe-use-upcycling, --freeze-all-layers
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--load",
+        """
+        --load-main-params-from-ckpt, --finetune, --ckpt-step text, --no-load-optim, --no-load-rng,
+        --override-ckpt-iteration text
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such attention",
+        """
+        --softmax-type text = vanilla, --window-size text, --qk-l2-norm, --qk-clip, --attention-output-gate,
+        --experimental-attention-variant text, --linear-attention-freq text, --no-rope-freq text
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such positions",
+        """
+        --rotary-interleaved, --rotary-percent text = 1.0, --rotary-seq-len-interpolation-factor text,
+        --mrope-section text+, --yarn-original-max-position-embeddings text
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such norm, activation or residual stream",
+        """
+        --apply-layernorm-1p, --fp32-residual-connection, --glu-linear-offset text = 0.0,
+        --activation-func-clamp-value text, --squared-relu, --quick-geglu, --enable-mhc-connections
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such layers",
+        """
+        --mtp-num-layers text, --is-hybrid-model, --hybrid-layer-pattern text, --hybrid-override-pattern text,
+        --spec text*, --heterogeneous-layers-config-path text, --heterogeneous-layers-config-encoded-json text,
+        --decoder-num-layers text, --moe-latent-size text, --yaml-cfg text
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "weights start differently",
+        """
+        --init-method-xavier-uniform, --use-mup
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such routing of tokens to experts",
+        """
+        --moe-enable-routing-replay, --moe-router-force-load-balancing, --moe-router-force-biased text,
+        --moe-apply-probs-on-input, --moe-expert-rank-capacity-factor text
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such number format",
+        """
+        --fp8-quantizer-factory text, --no-fp8-wgrad --disable-fp8-wgrad, --fp8-output-proj, --fp4-format text,
+        --fp4-param-gather, --te-precision-config-file text, --main-grads-dtype text = fp32, --loss-scale text,
+        --moe-dispatch-fwd-dtype text = bf16, --moe-combine-bwd-dtype text = bf16
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such learning rate or weight decay",
+        """
+        --decoupled-lr text, --decoupled-min-lr text, --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type text
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such data, or order of it",
+        """
+        --valid-data-path text*, --data-args-path text, --per-split-data-args-path text,
+        --dataloader-type text = single,
+        --phase-transition-iterations text, --dataloader-inter-document-masking, --fim-data, --sft,
+        --iterations-to-skip text+
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "no such training",
+        """
+        --perform-rl-step, --vision-pretraining, --skip-train, --test-mode, --logits-save-dir text,
+        --logits-load-dir text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--experimental-attention-variant",
+        """
+        --dsa-indexer-n-heads text, --dsa-indexer-head-dim text, --dsa-indexer-topk text, --dsa-indexer-topk-freq text,
+        --dsa-indexer-skip-topk-offset text, --dsa-indexer-loss-coeff text, --dsa-indexer-use-sparse-loss,
+        --dsa-kernel-backend text, --dsa-indexer-rope-interleaved,
+        --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation,
+        --no-dsa-indexer-scoring-relu --disable-dsa-indexer-scoring-relu, --dsa-indexer-k-norm-epsilon text,
+        --dsa-indexer-k-norm-fp32, --linear-conv-kernel-dim text, --linear-key-head-dim text,
+        --linear-value-head-dim text, --linear-num-key-heads text, --linear-num-value-heads text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--qk-clip",
+        """
+        --qk-clip-alpha text, --qk-clip-threshold text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--mtp-num-layers",
+        """
+        --mtp-loss-scaling-factor text, --mtp-use-repeated-layer, --mtp-detach-heads, --mtp-hsm,
+        --mtp-hybrid-override-pattern text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--use-mup",
+        """
+        --mup-width-mult text, --mup-base-hidden-size text, --mup-embedding-mult text, --mup-output-mult text,
+        --mup-base-head-dim text, --mup-attn-scale-power text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--fp8-recipe",
+        """
+        --fp8-margin text, --fp8-interval text, --fp8-amax-history-len text, --fp8-amax-compute-algo text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--fp4-format",
+        """
+        --fp4-recipe text, --fp4-quantizer-factory text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--enable-mhc-connections",
+        """
+        --mhc-num-residual-streams text, --mhc-sinkhorn-iterations text, --mhc-init-gating-factor text,
+        --mhc-recompute-layer-num text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--hybrid-layer-pattern",
+        """
+        --mamba-state-dim text, --mamba-head-dim text, --mamba-num-groups text, --mamba-num-heads text,
+        --gdp-num-householder text, --disable-mamba-mem-eff-path, --gdp-cutedsl-kernel,
+        --gdp-num-chunk-states-to-recompute text, --mamba-training-ssm-states-dtype text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--optimizer",
+        """
+        --muon-momentum text, --muon-no-split-qkv, --muon-nesterov, --muon-scale-mode text,
+        --muon-fp32-matmul-prec text, --muon-coefficient-type text, --muon-num-ns-steps text, --muon-tp-mode text,
+        --muon-use-syrk, --muon-extra-scale-factor text, --muon-scalar-optimizer text, --lion-beta1 text,
+        --lion-beta2 text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--fim-data",
+        """
+        --fim-rate text, --fim-spm-rate text, --fim-split-sample text, --fim-fragment-rate text, --fim-no-prefix text,
+        --fim-prefix-token text, --fim-middle-token text, --fim-suffix-token text, --fim-pad-token text,
+        --fim-eod-token text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--position-embedding-type",
+        """
+        --yarn-beta-fast text, --yarn-beta-slow text, --yarn-correction-range-round-to-int,
+        --no-yarn-correction-range-round-to-int, --relative-attention-num-buckets text,
+        --relative-attention-max-distance text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--rotary-scaling-factor",
+        """
+        --mscale text, --mscale-all-dim text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--window-size",
+        """
+        --window-attn-skip-freq text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--moe-use-upcycling",
+        """
+        --moe-upcycling-granularity text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--moe-router-load-balancing-type",
+        """
+        --moe-router-quantile-balancing-ema text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--sft",
+        """
+        --sft-tokenizer-prompt-format text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--logits-save-dir",
+        """
+        --logits-save-top-k text, --logits-save-top-p text, --logits-save-top-p-min-k text, --logits-save-dtype text
+        """,
+    ),
+    Group(
+        Fate.DETAIL,
+        "--logits-load-dir",
+        """
+        --logits-load-decode-threads text, --logits-load-prefetch-factor text, --logits-load-msc-prefetch-depth text,
+        --logits-load-kd-loss-alpha text, --logits-load-ignore-errors
+        """,
+    ),
+)

@@ -1,0 +1,119 @@
+"""A command of Megatron -> a draft of a recipe, and the proof that the recipe is one."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megaspec.compose import compose
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.megatron.command import Command
+from megaspec.megatron.data import translate_data, translate_evaluation, translate_output
+from megaspec.megatron.draft import Draft, fewest_of
+from megaspec.megatron.flag import Fate
+from megaspec.megatron.flags import BY_NAME
+from megaspec.megatron.layout import translate_layout
+from megaspec.megatron.model import translate_model
+from megaspec.megatron.silent import tell_silent_changes
+from megaspec.megatron.training import translate_training
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.target import Target
+
+_NEEDED = (
+    ("--num-layers", "--encoder-num-layers"),
+    ("--hidden-size",),
+    ("--num-attention-heads",),
+    ("--seq-length", "--encoder-seq-length"),
+    ("--micro-batch-size",),
+    ("--train-iters", "--train-samples"),
+    ("--lr",),
+)
+_EITHER = (
+    ("--num-layers", "--encoder-num-layers"),
+    ("--seq-length", "--encoder-seq-length"),
+    ("--train-iters", "--train-samples"),
+    ("--global-batch-size", "--step-batch-size-schedule"),
+    ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
+    ("--lr-decay-iters", "--lr-decay-samples"),
+    ("--use-torch-fsdp2", "--use-megatron-fsdp"),
+)
+# Stands for the vocabulary of data that are not there.
+_VOCABULARY = 32_000
+_BLACKWELL, _HOPPER = ("B200", 100, 180), ("H100", 90, 80)
+
+
+def translate(command: Command, *, gpus: int | None = None) -> Draft:
+    """The draft of a recipe. `gpus`: world size, where the command does not say it; else the fewest that it needs.
+
+    RecipeError: flags that are missing or exclude each other.
+    """
+    missing = [names for names in _NEEDED if not any(n in command.values for n in names)]
+    if missing:
+        raise RecipeError([Problem("", f"{' or '.join(n)} is missing; give it", "", "megatron-flag") for n in missing])
+    if gpus is not None and command.gpus not in (None, gpus):
+        raise RecipeError(f"--gpus {gpus}: torchrun starts {command.gpus}; drop --gpus, or torchrun's numbers")
+    draft = Draft(command, command.gpus or gpus or fewest_of(command))
+    for names in _EITHER:
+        given = [n for n in names if draft.is_given(n)]
+        if len(given) > 1:
+            draft.refuse(given[0], f"with {' and '.join(given[1:])}; give one")
+    translate_model(draft)
+    translate_layout(draft)
+    translate_training(draft)
+    translate_data(draft)
+    translate_evaluation(draft)
+    translate_output(draft)
+    _tell_lost(draft)
+    tell_silent_changes(draft)
+    for name in command.repeated:
+        draft.change(name, "given more than once: the last one counts")
+    return draft
+
+
+def _tell_lost(draft: Draft) -> None:
+    """Every given flag that can't be said here, unless it says what Megatron does anyway."""
+    for name, value in draft.command.values.items():
+        flag = BY_NAME[name]
+        if flag.fate is Fate.LOST and not _is_default(value, flag.default):
+            draft.lose(name, flag.text)
+
+
+def _is_default(value: object, default: str | None) -> bool:
+    if default is None or not isinstance(value, str):
+        return False
+    try:
+        return float(value) == float(default)
+    except ValueError:
+        return value == default
+
+
+def check(text: str, sources: Mapping[str, str]) -> list[Problem]:
+    """What is wrong with a recipe: composed, typed and resolved for as many GPUs as it says, without its data.
+
+    Each problem names the flags that its key is from (`sources`).
+    """
+    name = f"from-megatron-{os.getpid()}"
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "recipes" / f"{name}.yaml"
+        file.parent.mkdir()
+        file.write_text(text, encoding="utf-8")
+        try:
+            recipe = compose(name, (), [folder]).recipe
+            is_new = getattr(recipe.precision, "recipe", None) == "mxfp8"
+            gpu, sm, gigabytes = _BLACKWELL if is_new else _HOPPER
+            ranks = recipe.launcher.ranks
+            target = Target(gpus=ranks, gpu=gpu, sm=sm, gpu_memory=gigabytes * 10**9, versions={"tensorboard": ""})
+            resolve(recipe, target, Facts(run_dir="runs/planned", vocab_size=_VOCABULARY))
+        except RecipeError as error:
+            return [Problem(p.key, p.message, _flags_of(p.key, sources), p.code) for p in error.problems]
+    return []
+
+
+def _flags_of(key: str, sources: Mapping[str, str]) -> str:
+    """The flags of a key, or of the section around it."""
+    while key:
+        if key in sources:
+            return sources[key]
+        key = key.rpartition(".")[0]
+    return ""
