@@ -304,8 +304,12 @@ class _Repository(ConfigRepository):
         self._search = search
         self.sources = []
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        defaults = OmegaConf.create(self._search.read(config_path).defaults)
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if not self._search.exists(config_path):
+            return None  # a group that base.yaml leaves to the recipe, which may write the section out instead
+        entries = self._search.read(config_path).defaults
+        # Hydra passes over an optional entry that names no file
+        defaults = OmegaConf.create([_optional(e) for e in entries])
         header = {"package": "_global_" if config_path.startswith("recipe/") else None}
         result = ConfigResult(provider="megaspec", path=config_path, config=OmegaConf.create({}), header=header)
         result.defaults_list = self._create_defaults_list(config_path, defaults)
@@ -319,6 +323,13 @@ class _Repository(ConfigRepository):
 
     def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
         return self._search.choices(group_name)
+
+
+def _optional(entry: Any) -> Any:
+    """An entry of a defaults list; one that chooses nothing is optional."""
+    if isinstance(entry, dict) and list(entry.values()) == [None]:
+        return {f"optional {next(iter(entry))}": None}
+    return entry
 
 
 def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) -> list[tuple[str, SourceFile]]:
