@@ -17,6 +17,7 @@ from typing import NoReturn
 from megaspec import __version__
 from megaspec.checkpoint import commands as checkpoint_commands
 from megaspec.checkpoint.lock import RunLock
+from megaspec.commands import from_megatron as from_megatron_commands
 from megaspec.commands.words import compose_words, take, terminal, words_parser
 from megaspec.compose import COMMAND_LINE, Composed, recompose
 from megaspec.core.errors import MegaspecError, Problem, RecipeError
@@ -56,6 +57,7 @@ _HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _IN_FOLDER, "-c": _
 MODULES: dict[str, ModuleType] = {
     "data": data_commands,
     "checkpoint": checkpoint_commands,
+    "from-megatron": from_megatron_commands,
     "sweep": sweep_commands,
 }
 
