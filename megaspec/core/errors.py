@@ -9,6 +9,13 @@ class MegaspecError(Exception):
     exit_code = 70
 
 
+def printable(text: str) -> str:
+    """The text with line breaks and whatever else a terminal would act on written as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a recipe: what is set, which rule it breaks, what to try, where it was set.
@@ -20,6 +27,11 @@ class Problem:
     message: str
     origin: str = ""
     code: str = ""
+
+    def __post_init__(self) -> None:
+        """One printable line, whatever a recipe holds."""
+        for name in ("key", "message", "origin"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
     def __str__(self) -> str:
         return f"{self.message}   ({self.origin})" if self.origin else self.message

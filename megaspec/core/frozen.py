@@ -27,7 +27,8 @@ class Frozen(BaseModel):
     )
 
 
-def _parse_count(value: Any) -> Any:
+def parse_count(value: Any) -> Any:
+    """The whole number that `1e6`, `15T`, `1.5B` or `64k` stands for; anything else as it is."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):
@@ -43,9 +44,13 @@ def _parse_count(value: Any) -> Any:
 
 
 # A whole number that may be written 1e6, 15T, 1.5B or 64k (powers of ten).
-Count = Annotated[int, BeforeValidator(_parse_count)]
-PositiveCount = Annotated[Count, Field(gt=0)]
-NonNegativeCount = Annotated[Count, Field(ge=0)]
+Count = Annotated[int, BeforeValidator(parse_count)]
+MOST = 10**18
+PositiveCount = Annotated[Count, Field(gt=0, le=MOST)]
+NonNegativeCount = Annotated[Count, Field(ge=0, le=MOST)]
+# Ranks of an axis or of a run, and layers: what is counted one by one before a run.
+Degree = Annotated[Count, Field(gt=0, le=2**20)]
+Depth = Annotated[Count, Field(gt=0, le=2**16)]
 PositiveInt = PositiveCount
 NonNegativeInt = NonNegativeCount
 Probability = Annotated[float, Field(ge=0, lt=1)]

@@ -2,14 +2,14 @@
 
 from typing import Literal
 
-from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, PositiveFloat, PositiveInt
+from megaspec.core.frozen import Auto, Degree, Frozen, NonNegativeCount, PositiveFloat
 
 
 class LocalLauncher(Frozen):
     """Ranks as processes of this machine."""
 
     kind: Literal["local"] = "local"
-    ranks: Auto[PositiveInt] = "auto"
+    ranks: Auto[Degree] = "auto"
     """World size. auto: one per GPU, as many as divide the global batch; without a GPU, one per core up to 2."""
     max_restarts: NonNegativeCount = 0
     """How often a run whose ranks died is started again from its newest good checkpoint."""

@@ -1,12 +1,12 @@
 """What every decoder family shares."""
 
-from megaspec.core.frozen import Auto, Frozen, PositiveFloat, PositiveInt, Probability
+from megaspec.core.frozen import Auto, Depth, Frozen, PositiveFloat, PositiveInt, Probability
 
 
 class TransformerSpec(Frozen):
     """A decoder-only transformer of equal blocks."""
 
-    n_layers: PositiveInt
+    n_layers: Depth
     """Number of blocks."""
     d_model: PositiveInt
     """Width of the residual stream."""

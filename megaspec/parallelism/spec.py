@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megaspec.core.frozen import Auto, Frozen, PositiveFloat, PositiveInt
+from megaspec.core.frozen import Auto, Degree, Depth, Frozen, PositiveFloat, PositiveInt
 
 DpStrategy = Literal["replicate", "zero1", "zero2", "fsdp", "hsdp"]
 RecomputePart = Literal["core_attention", "activation", "norm", "mlp", "moe", "shared_experts", "mla_up"]
@@ -15,8 +15,9 @@ class PipelineSpec(Frozen):
     """Order of forward and backward passes. auto: 1f1b, interleaved with virtual_stages > 1.
 
     zb_h1, zb_v: zero bubble, weight gradients split from input gradients (Qi et al. 2024)."""
-    virtual_stages: PositiveInt = 1
-    """Model chunks per rank. interleaved takes 2 or more, zb_v exactly 2, the other schedules 1."""
+    virtual_stages: Auto[Depth] = 1
+    """Model chunks per rank. interleaved takes 2 or more, zb_v exactly 2, the other schedules 1. auto: what `megaspec
+    tune` finds best."""
     micro_batch_group: Auto[PositiveInt] = "auto"
     """Micro batches that an interleaved schedule takes through one chunk before the next. auto: pp."""
     first_layers: PositiveInt | None = None
@@ -59,24 +60,24 @@ class RecomputeSpec(Frozen):
 class ParallelismSpec(Frozen):
     """Degrees of the axes in core/axes.py: world = pp · dp_replicate · dp_shard · cp · tp = pp · edp · ep · etp."""
 
-    tp: Auto[PositiveInt] = "auto"
+    tp: Auto[Degree] = "auto"
     """Tensor parallel: ranks that split every weight matrix. auto: 1 on GPUs; on CPUs all that divide heads and ffn."""
-    pp: Auto[PositiveInt] = 1
+    pp: Auto[Degree] = 1
     """Pipeline parallel: stages that hold different layers. auto: what `megaspec tune` finds best."""
-    cp: Auto[PositiveInt] = 1
+    cp: Auto[Degree] = 1
     """Context parallel: ranks that split each sequence. auto: what `megaspec tune` finds best."""
-    ep: Auto[PositiveInt] = 1
+    ep: Auto[Degree] = 1
     """Expert parallel: ranks that hold different experts. It multiplies no ranks: it lies over tp, cp and data parallel
     ranks. auto: what `megaspec tune` finds best."""
-    etp: PositiveInt = 1
+    etp: Degree = 1
     """Tensor parallel inside an expert: ranks that split its matrices."""
     dp_strategy: Auto[DpStrategy] = "replicate"
     """What data-parallel ranks share out (Rajbhandari et al. 2020). replicate: nothing. zero1: optimizer state. zero2:
     gradients too. fsdp: weights too. hsdp: fsdp over dp_shard ranks, replicated over dp_replicate. auto: what
     `megaspec tune` finds best."""
-    dp_replicate: Auto[PositiveInt] = "auto"
+    dp_replicate: Auto[Degree] = "auto"
     """Data-parallel ranks that hold the same. auto: all of them with replicate, 1 with zero1, zero2 and fsdp."""
-    dp_shard: Auto[PositiveInt] = "auto"
+    dp_shard: Auto[Degree] = "auto"
     """Data-parallel ranks that share out what dp_strategy says. auto: 1 with replicate, all of them with zero1, zero2
     and fsdp, with hsdp those of one node."""
     sequence_parallel: Auto[bool] = "auto"

@@ -12,6 +12,8 @@ from megaspec.resolve.facts import Facts
 from megaspec.resolve.target import Target
 from megaspec.train.batch_schedule import BatchSchedule
 
+LONGEST_RAMP = 10_000
+
 
 @dataclass(frozen=True)
 class Case:
@@ -68,10 +70,18 @@ class Case:
         return n_layers - max(0, -(-(n_layers - moe.first_dense) // moe.every))
 
     @property
+    def batches(self) -> tuple[int, ...]:
+        """Every global batch that occurs; of a ramp that is too long, which is told elsewhere, only the last."""
+        train = self.recipe.train
+        ramp = train.batch_ramp
+        if ramp is not None and (train.global_batch - ramp.start) // ramp.increment > LONGEST_RAMP:
+            return (train.global_batch,)
+        return BatchSchedule(train).batches
+
+    @property
     def micro_batches(self) -> int:
         """Micro batches of a rank in the smallest step; 0 when the batch does not divide."""
-        train = self.recipe.train
-        return min(BatchSchedule(train).batches) // (train.micro_batch * self.dp)
+        return min(self.batches) // (self.recipe.train.micro_batch * self.dp)
 
 
 Rule = Callable[[Case], Problem | None]
@@ -99,8 +109,8 @@ def legal_tp(case: Case) -> list[int]:
 
 
 def divisors(n: int) -> list[int]:
-    """Of n, ascending; of a number past 10^12, those with a part up to 10^6."""
-    small = [d for d in range(1, min(isqrt(n), 10**6) + 1) if n % d == 0]
+    """Of n, ascending; of a number past 10^10, those that are at most 10^5 or n by such a one."""
+    small = [d for d in range(1, min(isqrt(n), 10**5) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 

@@ -14,6 +14,7 @@ from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.recipe import Recipe
+from megaspec.resolve.case import divisors
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.target import Target
 from megaspec.spec import Decision
@@ -92,7 +93,8 @@ def data_cache(draft: Draft) -> None:
 
 def searched(draft: Draft) -> None:
     """Degrees that only a search decides; where none is made, the plain choice."""
-    for key, plain in (("pp", 1), ("cp", 1), ("ep", 1), ("dp_strategy", "replicate"), ("recompute.kind", "none")):
+    degrees = dict.fromkeys(("pp", "cp", "ep", "pipeline.virtual_stages"), 1)
+    for key, plain in {**degrees, "dp_strategy": "replicate", "recompute.kind": "none"}.items():
         draft.fill(f"parallelism.{key}", plain, "no GPU: nothing to search for")
 
 
@@ -165,7 +167,7 @@ def _data_parallel(draft: Draft, strategy: str, dp: int, over: str) -> None:
         draft.fill("parallelism.dp_replicate", max(1, dp // (shards or 1)), f"{over} / tp")
     elif strategy == "hsdp":
         inside = max(1, NODE_RANKS // (draft["parallelism.tp"] * draft["parallelism.cp"]))
-        nearest = max(d for d in range(1, dp + 1) if dp % d == 0 and d <= inside)
+        nearest = max(d for d in range(1, min(dp, inside) + 1) if dp % d == 0)
         draft.fill("parallelism.dp_shard", max(1, dp // replicas) if replicas else nearest, "the ranks of one node")
         draft.fill("parallelism.dp_replicate", max(1, dp // draft["parallelism.dp_shard"]), f"{over} / tp / dp_shard")
     else:
@@ -184,7 +186,7 @@ def pipeline(draft: Draft) -> None:
 
 def _widest_tp(draft: Draft, n: int) -> int:
     heads, kv, ffn = draft["model.n_heads"], draft["model.n_kv_heads"], draft["model.d_ffn"]
-    fits = (t for t in range(n, 0, -1) if not (n % t or heads % t or ffn % t) and (kv % t == 0 or t % kv == 0))
+    fits = (t for t in reversed(divisors(n)) if not (heads % t or ffn % t) and (kv % t == 0 or t % kv == 0))
     return next(fits)
 
 
@@ -199,7 +201,7 @@ def micro_batch(draft: Draft) -> None:
     share = max(1, _smallest_share(draft) // dp)
     most = max(1, MICRO_BATCH_TOKENS * draft["parallelism.cp"] // draft["data.seq_len"])
     pp = draft["parallelism.pp"]
-    largest = max(m for m in range(1, max(1, min(share // pp, most)) + 1) if share % m == 0)
+    largest = max(m for m in divisors(share) if m <= max(1, min(share // pp, most)))
     stages = f" that leaves {pp} micro batches, one a stage," if pp > 1 else ""
     draft.fill(
         "train.micro_batch", largest, f"the largest divisor of a rank's {share}{stages} with at most 8,192 tokens"

@@ -3,10 +3,13 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
 
 from megaspec.core.axes import world_size
 from megaspec.core.errors import DataError, Problem, RecipeError
-from megaspec.core.problems import origin_of
+from megaspec.core.problems import origin_of, typed_problems
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import Case
 from megaspec.resolve.facts import Facts
@@ -60,8 +63,8 @@ def settle(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, s
     draft = Draft(recipe, target, facts)
     for fill in FILLS:
         fill(draft)
-    filled = Recipe.model_validate_json(json.dumps(draft.content))
     decisions = tuple(draft.decisions)
+    filled = _typed(draft.content, {**origins, **{d.key: f"decided: {d.reason}" for d in decisions}})
     case = Case(filled, target, facts, frozenset(d.key for d in decisions))
     problems = broken_rules(case, decisions=decisions, origins=origins)
     data_problems = [
@@ -73,3 +76,12 @@ def settle(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, s
     if data_problems:
         raise DataError("\n".join(str(p) for p in data_problems))
     return Settled(filled, target, facts.fingerprint, decisions)
+
+
+def _typed(content: Mapping[str, Any], origins: Mapping[str, str]) -> Recipe:
+    """A filled recipe. RecipeError: what follows from the values that were set is out of bounds."""
+    try:
+        return Recipe.model_validate_json(json.dumps(content))
+    except ValidationError as error:
+        problems = typed_problems(error, model=Recipe, content=content, origins=origins, choices={})
+        raise RecipeError(problems) from None

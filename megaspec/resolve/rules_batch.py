@@ -3,7 +3,7 @@
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.data.spec import IndexedSpec
-from megaspec.resolve.case import Case, divisors, multiples, nearest
+from megaspec.resolve.case import LONGEST_RAMP, Case, divisors, multiples, nearest
 
 
 def global_batch_divides(case: Case) -> Problem | None:
@@ -29,11 +29,17 @@ def ramp_starts_below_the_batch(case: Case) -> Problem | None:
 
 
 def ramp_reaches_the_batch(case: Case) -> Problem | None:
-    """Whole increments lead from the start of a ramp to the global batch."""
+    """Whole increments, at most 10,000, lead from the start of a ramp to the global batch."""
     ramp, full = case.recipe.train.batch_ramp, case.recipe.train.global_batch
-    if ramp is None or ramp.start >= full or (full - ramp.start) % ramp.increment == 0:
+    if ramp is None or ramp.start >= full:
         return None
     rest = full - ramp.start
+    if rest // ramp.increment > LONGEST_RAMP:
+        text = f"train.batch_ramp.increment={ramp.increment} leads from {ramp.start} to train.global_batch={full} in"
+        text += f" {rest // ramp.increment} increments, {LONGEST_RAMP} at most are possible"
+        return Problem("train.batch_ramp.increment", f"{text}; try {rest // 100 or rest}")
+    if rest % ramp.increment == 0:
+        return None
     text = f"train.batch_ramp.increment={ramp.increment} must divide train.global_batch - train.batch_ramp.start"
     text += f" = {rest}; try {one_of(nearest(ramp.increment, divisors(rest)))}"
     return Problem("train.batch_ramp.increment", text)

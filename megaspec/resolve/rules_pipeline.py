@@ -4,7 +4,6 @@ from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, show
 from megaspec.resolve.case import Case, divisors, nearest
 from megaspec.resolve.stages import stage_problem
-from megaspec.train.batch_schedule import BatchSchedule
 
 _UNEVEN = ("first_layers", "last_layers")
 _COUNTED = ("count_embedding", "count_loss")
@@ -121,7 +120,7 @@ def interleaving_has_its_micro_batches(case: Case) -> Problem | None:
     few = _fewest(case)
     if not _interleaves(case) or few is None or few >= pp:
         return None
-    batch = min(BatchSchedule(train).batches)
+    batch = min(case.batches)
     text = f"train.global_batch={batch} is {few} micro batches a rank ({batch} / (micro_batch {train.micro_batch}"
     text += f" · dp {case.dp})), parallelism.pipeline.schedule=interleaved needs parallelism.pp={pp}"
     more = f"try train.global_batch={pp * train.micro_batch * case.dp}"
@@ -141,7 +140,7 @@ def groups_fit_the_micro_batches(case: Case) -> Problem | None:
     wrong = next((m for m in _counts(case) if not _groups(group, pp, m)), None)
     if wrong is None:
         return None
-    legal = [g for g in range(pp, min(wrong, pp + 4096) + 1) if all(_groups(g, pp, m) for m in _counts(case))]
+    legal = [g for g in range(pp, min(wrong, pp + 64) + 1) if all(_groups(g, pp, m) for m in _counts(case))]
     hint = f"try {one_of(nearest(group, legal))}" if legal else _other_batch(case)
     if not pp <= group <= wrong:
         rule = f"must lie between parallelism.pp={pp} and the {wrong} micro batches of a rank"
@@ -172,13 +171,13 @@ def _interleaves(case: Case) -> bool:
 def _counts(case: Case) -> list[int]:
     """Micro batches of a rank for every global batch that occurs."""
     unit = case.recipe.train.micro_batch * case.dp
-    return [batch // unit for batch in BatchSchedule(case.recipe.train).batches]
+    return [batch // unit for batch in case.batches]
 
 
 def _fewest(case: Case) -> int | None:
     """Micro batches of a rank in the smallest step; None when a batch does not divide, which is told elsewhere."""
     unit = case.recipe.train.micro_batch * case.dp
-    if any(batch % unit for batch in BatchSchedule(case.recipe.train).batches):
+    if any(batch % unit for batch in case.batches):
         return None
     return case.micro_batches
 
