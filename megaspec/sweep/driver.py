@@ -91,12 +91,11 @@ class Driver:
         self._stopping = 0
         self._halted = False
         self._page_at = 0.0
-        self._waiting = to_run(table)
 
     def run(self) -> list[int]:
         """Runs every point that has not ended. -> exit codes of those that failed, in the order in which they did."""
         self._codes: list[int] = []
-        self._end_orphans()
+        self._waiting = settled(self._table)
         with selectors.DefaultSelector() as selector:
             selector.register(self._stop, selectors.EVENT_READ)
             while True:
@@ -110,13 +109,6 @@ class Driver:
                 self._prune()
                 self._refresh()
         return self._codes
-
-    def _end_orphans(self) -> None:
-        for number in self._waiting:
-            point = self._table.points[number]
-            if point.state == "running":
-                end_orphan(point, ORPHAN_SECONDS)
-                self._table.put(point.to("interrupted"))
 
     def _start_what_fits(self) -> None:
         while not self._halted and not self._stop.count:
@@ -216,6 +208,17 @@ def to_run(table: Table) -> list[int]:
     """Numbers of the points that have not ended, and with sweep.again=failed of those that failed."""
     again = table.head.spec.again == "failed"
     return [n for n, p in table.points.items() if p.state not in ENDED or (again and p.state == "failed")]
+
+
+def settled(table: Table) -> list[int]:
+    """What `to_run` says, after what a sweep that was killed has left running has come to its end."""
+    for number in to_run(table):
+        point = table.points[number]
+        if point.state == "running":
+            end_orphan(point, ORPHAN_SECONDS)
+            is_done = table.follower(point).read().is_done
+            table.put(point.to("done", code=0) if is_done else point.to("interrupted"))
+    return to_run(table)
 
 
 def exit_code(table: Table, failed: list[int], *, stopped: bool) -> int:

@@ -1,7 +1,7 @@
 """Points that run through one of Hydra's own launchers: each is a job, which starts the point's run as the slots do.
 
 A job may be in another process or on another machine, so all that passes between it and the sweep are files:
-points.jsonl, and `stop`, which asks the jobs to end. Torch-free; the Hydra side is hydra_plugins.megaspec_launcher.jobs.
+points.jsonl, and `stop`, which asks the jobs to end. The Hydra side is hydra_plugins.megaspec_launcher.jobs.
 """
 
 import signal
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.resolve.target import detect_target
-from megaspec.sweep.attempt import Attempt, end_orphan, refused
-from megaspec.sweep.driver import ORPHAN_SECONDS, PAGE_SECONDS, Table, to_run
+from megaspec.sweep.attempt import Attempt, refused
+from megaspec.sweep.driver import PAGE_SECONDS, Table, settled
 from megaspec.sweep.points import Checker
 from megaspec.sweep.slots import point_target
 from megaspec.sweep.state import STOP, SweepFolder
@@ -27,13 +27,8 @@ def run_points(table: Table, stop: StopRequests) -> list[int]:
 
     RecipeError: the launcher is not installed, or refuses its settings.
     """
-    numbers = to_run(table)
     (table.folder.path / STOP).unlink(missing_ok=True)
-    for number in numbers:
-        point = table.points[number]
-        if point.state == "running":
-            end_orphan(point, ORPHAN_SECONDS)
-            table.put(point.to("interrupted"))
+    numbers = settled(table)
     if not numbers or stop.count:
         return []
     ended = threading.Event()

@@ -21,6 +21,8 @@ class Result:
     valid_loss: dict[int, float] = field(default_factory=dict)
     speed: dict[int, float] = field(default_factory=dict)
     """Tokens per second of a step."""
+    is_done: bool = False
+    """The run has said that all steps are done."""
 
     @property
     def step(self) -> int:
@@ -73,8 +75,10 @@ class Follower:
         except ValueError:
             return  # the file was cut and has grown past the place that was read to
         step, kind = event.get("step"), event.get("event")
-        if kind == "start":
-            self.result.steps = event["steps"]
+        if kind == "end":
+            self.result.is_done = event["how"] == "done"
+        elif kind == "start":
+            self.result.steps, self.result.is_done = event["steps"], False
             for curve in (self.result.loss, self.result.valid_loss, self.result.speed):
                 for later in [s for s in curve if s > step]:
                     del curve[later]

@@ -51,6 +51,7 @@ class OptunaSearch:
         for point in points:
             self._study.enqueue_trial(point.params)
             self._trials[point.number] = self._study.ask(self._space)
+            self._values.setdefault(point.fingerprint, math.nan)
             if point.state in ENDED:
                 self.tell(point, results[point.number])
 
