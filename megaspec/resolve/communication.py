@@ -1,0 +1,316 @@
+"""Every collective of a training step: what it carries, over which ranks, on which link.
+
+Counted for one rank. `bytes` is the size of the whole tensor: what an all-reduce sums, what a gather puts together and
+a reduce-scatter takes apart, what a rank gives away in an all-to-all or sends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+
+from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
+from megaspec.recipe import Recipe
+from megaspec.resolve.formula import degrees
+from megaspec.resolve.hardware import Hardware
+from megaspec.resolve.parameters import RankParameters, has_experts, rank_parameters
+from megaspec.resolve.schedule import Shape, shape_of
+from megaspec.resolve.stages import Chunk, stage_number, stages_of
+from megaspec.resolve.work import Share, recomputed_layers, recomputed_parts
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
+Phase = Literal["forward", "backward", "step"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of message, `times` of it in a step."""
+
+    what: str
+    kind: Kind
+    group: str
+    """The axes that it spans."""
+    ranks: int
+    bytes: int
+    times: int
+    within_node: bool
+    per_node: int
+    """Its ranks in one node."""
+    hidden: bool
+    """It can run beside arithmetic."""
+    phase: Phase
+    """What it runs in or beside; step: after the last micro batch."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a step."""
+        share = {"all_reduce": 2 * (self.ranks - 1) / self.ranks, "p2p": 1.0}
+        return share.get(self.kind, (self.ranks - 1) / self.ranks) * self.bytes * self.times
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Both grids over the ranks, and where node borders lie."""
+
+    dense: dict[str, int]
+    expert: dict[str, int]
+    node: int
+
+    @property
+    def world(self) -> int:
+        return world_size(self.dense)
+
+    def within_node(self, spanned: tuple[str, ...]) -> bool:
+        """Every group along these axes (of one grid) lies in one node."""
+        axes, sizes = (DENSE_AXES, self.dense) if set(spanned) <= set(DENSE_AXES) else (EXPERT_AXES, self.expert)
+        real = [axis for axis in spanned if sizes[axis] > 1]
+        if not real or self.world <= self.node:
+            return True
+        block = prod(sizes[axis] for axis in axes[min(axes.index(axis) for axis in real) :])
+        return self.node % block == 0
+
+    def per_node(self, spanned: tuple[str, ...]) -> int:
+        """Ranks of one group along these axes that share a node."""
+        axes, sizes = (DENSE_AXES, self.dense) if set(spanned) <= set(DENSE_AXES) else (EXPERT_AXES, self.expert)
+        stride, found = 1, 1
+        for axis in reversed(axes):
+            if axis in spanned:
+                found *= min(sizes[axis], max(1, self.node // stride))
+            stride *= sizes[axis]
+        return found
+
+    def make(
+        self, what: str, kind: Kind, spanned: tuple[str, ...], size: float, times: int, *, hidden: bool, phase: Phase
+    ) -> Iterator[Collective]:
+        """The collective; none where the axes hold one rank or nothing is sent."""
+        sizes = self.dense if set(spanned) <= set(DENSE_AXES) else self.expert
+        ranks = prod(sizes[axis] for axis in spanned)
+        if ranks > 1 and size > 0 and times > 0:
+            group = "·".join(axis for axis in spanned if sizes[axis] > 1)
+            within, per_node = self.within_node(spanned), self.per_node(spanned)
+            yield Collective(what, kind, group, ranks, round(size), times, within, per_node, hidden, phase)
+
+
+def mesh_of(recipe: Recipe, node_size: int) -> Mesh:
+    """The grids of a filled recipe."""
+    own = recipe.parallelism
+    dense = degrees(own)
+    return Mesh(dense, expert_degrees(dense, ep=own.ep, etp=own.etp), node_size)
+
+
+def collectives_of(recipe: Recipe, hardware: Hardware, rank: int | None = None) -> tuple[Collective, ...]:
+    """All collectives of a step of one pipeline rank; None: of the one that sends most."""
+    pp = recipe.parallelism.pp
+    ranks = sorted({0, pp // 2, pp - 1}) if rank is None else [rank]
+    return max((_of_rank(recipe, hardware, r) for r in ranks), key=lambda all_: sum(c.sent for c in all_))
+
+
+def _of_rank(recipe: Recipe, hardware: Hardware, rank: int) -> tuple[Collective, ...]:
+    mesh, shape = mesh_of(recipe, hardware.node_size), shape_of(recipe)
+    chunks = stages_of(recipe.model, recipe.parallelism)[rank]
+    found: dict[Collective, int] = {}
+    for chunk in chunks:
+        for one in chunk_collectives(recipe, mesh, chunk):
+            key = replace(one, times=1)
+            found[key] = found.get(key, 0) + one.times * shape.micro_batches
+    for one in (
+        *transfers(recipe, mesh, shape, rank),
+        *step_collectives(recipe, mesh, rank, rank_parameters(recipe, rank)),
+    ):
+        key = replace(one, times=1)
+        found[key] = found.get(key, 0) + one.times
+    return tuple(replace(one, times=times) for one, times in found.items())
+
+
+def chunk_collectives(recipe: Recipe, mesh: Mesh, chunk: Chunk) -> Iterator[Collective]:
+    """Of one micro batch through one chunk."""
+    experts = has_experts(recipe.model)
+    moe = sum(experts[layer] for layer in chunk.layers)
+    again = recomputed_layers(recipe, len(chunk.layers))
+    for with_experts, layers in ((False, len(chunk.layers) - moe), (True, moe)):
+        if not layers:
+            continue
+        for one in layer_collectives(recipe, mesh, with_experts=with_experts):
+            yield replace(one, times=one.times * layers)
+            repeated = round(again * layers / len(chunk.layers))
+            if one.phase == "forward" and repeated:
+                yield replace(one, times=one.times * repeated, phase="backward")
+    yield from end_collectives(recipe, mesh, embedding=chunk.embedding, head=chunk.head)
+
+
+def layer_collectives(recipe: Recipe, mesh: Mesh, *, with_experts: bool) -> Iterator[Collective]:
+    """Of one micro batch through one layer."""
+    again = recomputed_parts(recipe)
+    yield from _tensor(recipe, mesh, "attention", again=False)
+    yield from _context(recipe, mesh)
+    if not with_experts:
+        yield from _tensor(recipe, mesh, "feed-forward", again="mlp" in again)
+        return
+    yield from _dispatch(recipe, mesh, again="moe" in again)
+    if recipe.model.moe.d_shared:
+        yield from _tensor(recipe, mesh, "shared experts", again="shared_experts" in again)
+
+
+def _tensor(recipe: Recipe, mesh: Mesh, what: str, *, again: bool) -> Iterator[Collective]:
+    """Around a pair of matrix products that split columns, then rows. The backward pass gathers the input of the first
+    once more for its weight gradient, unless a compiled block keeps it; it reduces the gradient of that input beside
+    the weight gradient."""
+    share = Share(recipe)
+    size = share.tokens * recipe.model.d_model * share.width
+
+    def make(kind: Kind, times: int, phase: Phase, *, hidden: bool = False) -> Iterator[Collective]:
+        return mesh.make(what, kind, ("tp",), size, times, hidden=hidden, phase=phase)
+
+    if not recipe.parallelism.sequence_parallel:
+        yield from make("all_reduce", 1, "forward")
+        yield from make("all_reduce", int(again), "backward")
+        yield from make("all_reduce", 1, "backward", hidden=True)
+        return
+    yield from make("all_gather", 1, "forward")
+    yield from make("reduce_scatter", 1, "forward")
+    yield from make("all_gather", (1 if recipe.kernels.compile == "block" else 2) + again, "backward")
+    yield from make("reduce_scatter", int(again), "backward")
+    yield from make("reduce_scatter", 1, "backward", hidden=True)
+
+
+def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
+    """Keys and values, or heads against tokens, among the ranks that share a sequence."""
+    own, share = recipe.parallelism, Share(recipe)
+    kv = share.tokens * share.kv_size * share.width
+    outward = share.tokens * (share.q_size + share.v_size) * share.width
+    what = "context"
+    if own.cp == 1:
+        return
+    if own.context.kind == "all_gather":
+        yield from mesh.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="forward")
+        yield from mesh.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="backward")
+        yield from mesh.make(what, "reduce_scatter", ("cp",), kv * own.cp, 1, hidden=False, phase="backward")
+        return
+    swapped, ring = {"ring": (1, own.cp), "all_to_all": (own.cp, 1)}.get(
+        own.context.kind, own.context.factors or (1, 1)
+    )
+    if swapped > 1:
+        # q, k and v to whole sequences of fewer heads, the output back; the gradients the other way
+        for phase in ("forward", "backward"):
+            for one in mesh.make(what, "all_to_all", ("cp",), (kv + outward) / 2, 2, hidden=False, phase=phase):
+                yield replace(one, ranks=swapped)
+    if ring > 1:
+        # keys and values go round; in the backward pass their gradients with them
+        for phase, size in (("forward", kv), ("backward", 2 * kv)):
+            yield from mesh.make(what, "p2p", ("cp",), size, ring - 1, hidden=True, phase=phase)
+
+
+def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool) -> Iterator[Collective]:
+    """Tokens to their experts and back."""
+    share, own = Share(recipe), recipe.parallelism
+    row = recipe.model.d_model * share.width
+    what = "experts' tokens"
+    times = {"forward": 1, "backward": 1 + again}
+    for phase, count in times.items():
+        if own.dispatch == "all_gather":
+            whole = share.split_tokens * row * own.ep * own.etp
+            for kind in ("all_gather", "reduce_scatter"):
+                yield from mesh.make(what, kind, ("ep", "etp"), whole, count, hidden=False, phase=phase)
+            continue
+        rows = share.expert_tokens
+        yield from mesh.make(what, "all_to_all", ("ep",), rows / own.etp * row, 2 * count, hidden=False, phase=phase)
+        for kind in ("all_gather", "reduce_scatter"):
+            yield from mesh.make(what, kind, ("etp",), rows * row, count, hidden=False, phase=phase)
+
+
+def end_collectives(recipe: Recipe, mesh: Mesh, *, embedding: bool, head: bool) -> Iterator[Collective]:
+    """The embedding and the head, whose vocabulary is split over tp."""
+    share = Share(recipe)
+    size = share.tokens * recipe.model.d_model * share.width
+    splits = recipe.parallelism.sequence_parallel
+    if embedding:
+        kind = "reduce_scatter" if splits else "all_reduce"
+        yield from mesh.make("embedding", kind, ("tp",), size, 1, hidden=False, phase="forward")
+        if splits:
+            yield from mesh.make("embedding", "all_gather", ("tp",), size, 1, hidden=False, phase="backward")
+    if head:
+        if splits:
+            yield from mesh.make("output head", "all_gather", ("tp",), size, 1, hidden=False, phase="forward")
+        kind = "reduce_scatter" if splits else "all_reduce"
+        yield from mesh.make("output head", kind, ("tp",), size, 1, hidden=False, phase="backward")
+        # the largest logit, the sum of exponentials and the target's logit of each token
+        yield from mesh.make("loss", "all_reduce", ("tp",), 4 * share.tokens, 3, hidden=False, phase="forward")
+
+
+def transfers(recipe: Recipe, mesh: Mesh, shape: Shape, rank: int) -> Iterator[Collective]:
+    """Activations and their gradients to the neighbouring stages."""
+    share, pp = Share(recipe), shape.pp
+    last = pp * shape.virtual - 1
+    place = {stage_number(r, c, pp=pp, is_v=shape.is_v): r for r in range(pp) for c in range(shape.virtual)}
+    own = [stage_number(rank, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)]
+    size = share.split_tokens * recipe.model.d_model * share.width
+    hidden = shape.virtual > 1
+    for phase, step in (("forward", 1), ("backward", -1)):
+        sends = sum(0 <= s + step <= last and place[s + step] != rank for s in own)
+        yield from mesh.make("stages", "p2p", ("pp",), size, sends * shape.micro_batches, hidden=hidden, phase=phase)
+
+
+def transfer_of(recipe: Recipe, mesh: Mesh) -> Collective | None:
+    """One micro batch from a stage to the next; None with one stage."""
+    share = Share(recipe)
+    size = share.split_tokens * recipe.model.d_model * share.width
+    return next(mesh.make("stages", "p2p", ("pp",), size, 1, hidden=False, phase="forward"), None)
+
+
+def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameters) -> Iterator[Collective]:
+    """Gradients and weights among data-parallel ranks, and the small sums of a step. `count`: what the rank holds."""
+    own, model = recipe.parallelism, recipe.model
+    micro_batches = shape_of(recipe).micro_batches
+    replicas = ("dp_replicate",) if own.dp_replicate > 1 else ()
+    yield from _shared_out(recipe, mesh, "gradients", count.dense, ("dp_shard", "cp"), replicas, micro_batches)
+    yield from _shared_out(recipe, mesh, "experts' gradients", count.expert, ("edp",), (), micro_batches)
+    wide = gradient_width(recipe)
+    if own.sequence_parallel:
+        layers = sum(len(chunk.layers) for chunk in stages_of(model, own)[rank])
+        norms = (2 * layers + 1) * model.d_model * wide
+        yield from mesh.make("norms' gradients", "all_reduce", ("tp",), norms, 1, hidden=False, phase="step")
+    if model.tied_embeddings and own.pp > 1 and rank in (0, own.pp - 1) and own.pipeline.schedule != "zb_v":
+        table = Share(recipe).vocab * model.d_model * wide
+        for one in mesh.make("tied embedding", "all_reduce", ("pp",), table, 1, hidden=False, phase="step"):
+            yield replace(one, ranks=2)
+    every = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    yield from mesh.make("norm, loss, tokens", "all_reduce", every, 64, 3, hidden=False, phase="step")
+
+
+def _shared_out(
+    recipe: Recipe,
+    mesh: Mesh,
+    what: str,
+    parameters: int,
+    shards: tuple[str, ...],
+    replicas: tuple[str, ...],
+    micro_batches: int,
+) -> Iterator[Collective]:
+    """What a strategy sends for so many parameters of a rank. zero2 and fsdp hold no whole gradient between micro
+    batches, and fsdp no whole weight."""
+    strategy, wide = recipe.parallelism.dp_strategy, gradient_width(recipe)
+    weights = what.replace("gradients", "weights")
+
+    def make(
+        name: str, kind: Kind, axes: tuple[str, ...], size: float, times: int, phase: Phase
+    ) -> Iterator[Collective]:
+        return mesh.make(name, kind, axes, size, times, hidden=True, phase=phase)
+
+    if strategy == "replicate":
+        yield from make(what, "all_reduce", (*replicas, *shards), wide * parameters, 1, "backward")
+        return
+    in_shards = max(1, prod((mesh.dense | mesh.expert)[axis] for axis in shards))
+    often = 1 if strategy == "zero1" else micro_batches
+    yield from make(what, "reduce_scatter", shards, wide * parameters, often, "backward")
+    yield from make(what, "all_reduce", replicas, wide * parameters / in_shards, 1, "backward")
+    narrow = 1 if getattr(recipe.precision, "gather_fp8", False) else Share(recipe).width
+    gathers = micro_batches if strategy in ("fsdp", "hsdp") else 1
+    yield from make(weights, "all_gather", shards, narrow * parameters, gathers, "forward")
+    if strategy in ("fsdp", "hsdp"):
+        yield from make(weights, "all_gather", shards, narrow * parameters, gathers, "backward")
+
+
+def gradient_width(recipe: Recipe) -> int:
+    if recipe.precision.kind == "fp64":
+        return 8
+    return 2 if recipe.parallelism.grad_reduce == "bf16" else 4

@@ -1,0 +1,229 @@
+"""How long one micro batch takes through a layer, the embedding and the head, on one rank."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from megaspec.recipe import Recipe
+from megaspec.resolve.ceilings import Ceilings, ProductKind
+from megaspec.resolve.communication import Collective, Mesh, end_collectives, layer_collectives, mesh_of
+from megaspec.resolve.hardware import Hardware
+from megaspec.resolve.parameters import RankParameters, has_experts, rank_parameters
+from megaspec.resolve.stages import Chunk
+from megaspec.resolve.work import (
+    Part,
+    Product,
+    embedding_part,
+    fp8_bytes,
+    head_part,
+    layer_parts,
+    recomputed_layers,
+    recomputed_parts,
+)
+
+# What a collective that runs beside arithmetic costs all the same, of its own time: it takes multiprocessors and
+# memory bandwidth away. Measured on 2 and 4 H200: a hidden all-reduce of gradients adds 0.75 of its time to the step.
+HIDDEN_COST = 0.75
+# Matrix products in a step reach this much of what they reach alone, one kind after the other: the tensor cores' power
+# is limited, and their factors are no longer in the cache. Measured on an H200, 1B and 8B layers alike.
+SUSTAINED = 0.97
+# Between the ends and starts of the some 50 kernels of a layer's forward and backward pass, on the GPU itself.
+GAPS_SECONDS = 0.2e-3
+KINDS = (
+    "matrix products",
+    "attention",
+    "element-wise",
+    "recompute",
+    "tensor parallel",
+    "context parallel",
+    "expert parallel",
+)
+_PRODUCTS, _ATTENTION, _BYTES, _AGAIN = range(4)
+_KIND_OF = {"context": KINDS.index("context parallel"), "experts' tokens": KINDS.index("expert parallel")}
+_TENSOR = KINDS.index("tensor parallel")
+_MOST_KEPT = 20_000
+
+Times = tuple[float, ...]
+_NOTHING = (0.0,) * len(KINDS)
+
+
+class Cost(NamedTuple):
+    """Seconds by KINDS of one micro batch."""
+
+    forward: Times = _NOTHING
+    backward: Times = _NOTHING
+    """The input gradient's pass, with what it computes again."""
+    weight: Times = _NOTHING
+    """The weight gradient's."""
+
+    @property
+    def total(self) -> float:
+        return sum(map(sum, self))
+
+
+def added(costs: Iterable[tuple[Cost, int]]) -> Cost:
+    """The sum of costs, each so many times."""
+    sums = [[0.0] * len(KINDS) for _ in range(3)]
+    for cost, times in costs:
+        for total, one in zip(sums, cost, strict=True):
+            for kind, seconds in enumerate(one):
+                total[kind] += times * seconds
+    return Cost(*map(tuple, sums))
+
+
+def collective_seconds(one: Collective, ceilings: Ceilings, *, messages: int = 1) -> float:
+    """One of its times, cut into so many messages."""
+    each = ceilings.collective_seconds(
+        one.kind, one.bytes / messages, one.ranks, within_node=one.within_node, ranks_per_node=one.per_node
+    )
+    return messages * each
+
+
+def exposed(seconds: float, beside: float) -> float:
+    """What communication adds to arithmetic of `beside` seconds that it runs along."""
+    hidden = min(seconds, beside)
+    return seconds - hidden + HIDDEN_COST * hidden
+
+
+@dataclass
+class LayerTimes:
+    """Costs of the parts of a model in one layout; each is found once."""
+
+    recipe: Recipe
+    hardware: Hardware
+    mesh: Mesh
+    ceilings: Ceilings
+    kept: dict[tuple[Any, ...], Cost] = field(default_factory=dict)
+    counts: dict[tuple[Chunk, ...], RankParameters] = field(default_factory=dict)
+
+    def parameters(self, recipe: Recipe, rank: int, chunks: tuple[Chunk, ...]) -> RankParameters:
+        """Weights on a pipeline rank that holds these chunks."""
+        if chunks not in self.counts:
+            self.counts[chunks] = rank_parameters(recipe, rank)
+        return self.counts[chunks]
+
+    def chunk(self, chunk: Chunk) -> Cost:
+        """One micro batch through the layers of a chunk and the ends that it holds."""
+        key = (chunk.layers, chunk.embedding, chunk.head)
+        if key not in self.kept:
+            self.kept[key] = self._chunk(chunk)
+        return self.kept[key]
+
+    def _chunk(self, chunk: Chunk) -> Cost:
+        experts, count = has_experts(self.recipe.model), {}
+        for layer in chunk.layers:
+            key = (experts[layer], self._in_fp8(layer))
+            count[key] = count.get(key, 0) + 1
+        share = recomputed_layers(self.recipe, len(chunk.layers)) / max(1, len(chunk.layers))
+        costs = [(_again(self.layer(*key), share), n) for key, n in count.items()]
+        if chunk.embedding:
+            costs.append((self._end(embedding_part(self.recipe), embedding=True), 1))
+        if chunk.head:
+            costs.append((self._end(head_part(self.recipe), embedding=False), 1))
+        return added(costs)
+
+    def layer(self, with_experts: bool, in_fp8: bool) -> Cost:
+        """One micro batch through one layer, without what recomputing the whole of it takes."""
+        key = (with_experts, in_fp8)
+        if key not in self.kept:
+            parts = layer_parts(self.recipe, has_experts=with_experts, in_fp8=in_fp8)
+            sums = [list(_NOTHING) for _ in range(3)]
+            again = recomputed_parts(self.recipe)
+            for times, part_of_gaps in zip(sums, (1 / 3, 2 / 3), strict=False):
+                times[_BYTES] += GAPS_SECONDS * part_of_gaps
+            for part in parts:
+                self._add_part(part, sums, is_recomputed=part.name in again)
+            self._add_collectives(layer_collectives(self.recipe, self.mesh, with_experts=with_experts), sums)
+            self.kept[key] = Cost(*map(tuple, sums))
+        return self.kept[key]
+
+    def _end(self, part: Part, *, embedding: bool) -> Cost:
+        sums = [list(_NOTHING) for _ in range(3)]
+        self._add_part(part, sums, is_recomputed=False)
+        ends = end_collectives(self.recipe, self.mesh, embedding=embedding, head=not embedding)
+        self._add_collectives(ends, sums)
+        return Cost(*map(tuple, sums))
+
+    def _add_part(self, part: Part, sums: list[list[float]], *, is_recomputed: bool) -> None:
+        forward, backward, weight = sums
+        before = sum(forward)
+        for product in part.products:
+            forward[_PRODUCTS] += self._product(product, "forward")
+            backward[_PRODUCTS] += self._product(product, "dgrad")
+            weight[_PRODUCTS] += self._product(product, "wgrad")
+        cast_forward, cast_backward = fp8_bytes(part.products)
+        forward[_BYTES] += self.ceilings.memory_seconds(part.forward_bytes + cast_forward)
+        backward[_BYTES] += self.ceilings.memory_seconds(part.backward_bytes + cast_backward)
+        if part.attention is not None:
+            forward[_ATTENTION] += self._attention(part, "forward")
+            backward[_ATTENTION] += self._attention(part, "backward")
+        if is_recomputed:
+            backward[_AGAIN] += sum(forward) - before
+
+    def _product(self, one: Product, kind: ProductKind) -> float:
+        sizes, precision = (one.m, one.n, one.k), one.precision
+        if one.groups:
+            alone = self.ceilings.grouped_matmul_seconds(one.groups, *sizes, precision=precision, kind=kind)
+        else:
+            alone = self.ceilings.matmul_seconds(*sizes, precision=precision, kind=kind)
+        return alone / SUSTAINED
+
+    def _attention(self, part: Part, direction: Literal["forward", "backward"]) -> float:
+        one, kind = part.attention, self.recipe.precision.kind
+        whole = self.ceilings.attention_seconds(
+            tokens=one.tokens,
+            seq_len=one.seq_len,
+            heads=one.heads,
+            kv_heads=one.kv_heads,
+            head_size=one.head_size,
+            direction=direction,
+            precision="bf16" if kind == "fp8" else kind,
+        )
+        return whole * one.share
+
+    def _add_collectives(self, found: Iterable[Collective], sums: list[list[float]]) -> None:
+        """What is sent in a layer. Weight gradients hide half each of two reductions, attention its ring."""
+        for one in found:
+            times = sums[0] if one.phase == "forward" else sums[1]
+            seconds = one.times * collective_seconds(one, self.ceilings)
+            if one.hidden:
+                ring = one.what == "context"
+                beside = times[_ATTENTION] if ring else sums[2][_PRODUCTS] / 2
+                seconds = exposed(seconds, beside)
+            times[_KIND_OF.get(one.what, _TENSOR)] += seconds
+
+    def _in_fp8(self, layer: int) -> bool:
+        precision, last = self.recipe.precision, self.recipe.model.n_layers
+        if precision.kind != "fp8":
+            return False
+        return precision.first_layers_bf16 <= layer < last - precision.last_layers_bf16
+
+
+def _again(cost: Cost, share: float) -> Cost:
+    """With a share of its forward pass computed again in the backward pass."""
+    if not share:
+        return cost
+    backward = list(cost.backward)
+    backward[_AGAIN] += share * sum(cost.forward)
+    return Cost(cost.forward, tuple(backward), cost.weight)
+
+
+_KEPT: dict[tuple[Any, ...], LayerTimes] = {}
+
+
+def layer_times(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> LayerTimes:
+    """Layers take the same in every layout that divides them alike, whatever is done with the rest: found once."""
+    own = recipe.parallelism
+    held = (recipe.model, recipe.precision, recipe.kernels, recipe.data, own.context, own.recompute, hardware, ceilings)
+    key = (
+        *map(id, held),
+        *(own.tp, own.cp, own.ep, own.etp, own.pp, own.dp_replicate, own.dp_shard),
+        *(own.sequence_parallel, own.dispatch, recipe.train.micro_batch),
+    )
+    found = _KEPT.get(key)
+    if found is None:
+        if len(_KEPT) >= _MOST_KEPT:
+            _KEPT.clear()
+        # what the key names by identity is held by the value
+        found = _KEPT[key] = LayerTimes(recipe, hardware, mesh_of(recipe, hardware.node_size), ceilings)
+    return found

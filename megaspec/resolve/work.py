@@ -1,0 +1,255 @@
+"""What one rank computes for one micro batch: matrix products, attention, and the bytes that all else moves.
+
+Counted from the modules in nn/ as they run compiled block by block: everything between matrix products is limited by
+memory, so that its time is the bytes that its kernels read and write.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from megaspec.model.gpt.spec import GptSpec
+from megaspec.recipe import Recipe
+from megaspec.resolve.flops import padded_vocab
+
+# Elements of the residual stream that a norm's backward reads and writes. The sum over tokens for the norm's weight
+# is a second pass, and both passes reach about half of the bandwidth (measured: 1.6 of 4.2 TB/s for 3 elements).
+NORM_BACKWARD = 8
+# A final norm outside the compiled blocks works in fp32 and step by step: bytes per element, forward and backward.
+LOOSE_NORM = (30, 60)
+# A copy that turns [sequence, token] round reaches so much less of the bandwidth (tensor parallel on 2 and 4 H200).
+TURNING = 2.4
+# Without compile each operation reads and writes on its own.
+EAGER_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Product:
+    """[m, k] x [k, n], forward and both gradients. With `groups`, m rows are shared out to as many matrices."""
+
+    m: int
+    n: int
+    k: int
+    precision: str
+    groups: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Causal attention of `tokens` tokens in sequences of `seq_len`; `share` of it is this rank's."""
+
+    tokens: int
+    seq_len: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a layer that can be recomputed on its own."""
+
+    name: str
+    products: tuple[Product, ...] = ()
+    attention: AttentionWork | None = None
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a micro batch and of a layer."""
+
+    recipe: Recipe
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of an activation."""
+        return {"fp64": 8, "fp32": 4}.get(self.recipe.precision.kind, 2)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of a micro batch, in a matrix product."""
+        recipe = self.recipe
+        return max(1, recipe.train.micro_batch * recipe.data.seq_len // recipe.parallelism.cp)
+
+    @cached_property
+    def split_tokens(self) -> int:
+        """Of a micro batch, between matrix products."""
+        own = self.recipe.parallelism
+        return max(1, self.tokens // own.tp) if own.sequence_parallel else self.tokens
+
+    @cached_property
+    def heads(self) -> int:
+        return max(1, self.recipe.model.n_heads // self.recipe.parallelism.tp)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        return max(1, self.recipe.model.n_kv_heads // self.recipe.parallelism.tp)
+
+    @cached_property
+    def q_size(self) -> int:
+        """Width of the queries of a token."""
+        return self.heads * self.recipe.model.d_head
+
+    @cached_property
+    def v_size(self) -> int:
+        """Width of what attention puts out for a token."""
+        mla = getattr(self.recipe.model, "mla", None)
+        return self.heads * mla.d_value if mla else self.q_size
+
+    @cached_property
+    def kv_size(self) -> int:
+        """Width of the keys and values of a token together."""
+        if getattr(self.recipe.model, "mla", None):
+            return self.q_size + self.v_size
+        return 2 * self.kv_heads * self.recipe.model.d_head
+
+    @cached_property
+    def vocab(self) -> int:
+        """Rows of the output head."""
+        tp = self.recipe.parallelism.tp
+        return padded_vocab(self.recipe.model, tp=tp) // tp
+
+    @cached_property
+    def expert_tokens(self) -> int:
+        """Rows that the experts of this rank take, spread evenly."""
+        moe, own = self.recipe.model.moe, self.recipe.parallelism
+        kept = moe.top_k if moe.capacity_factor is None or not moe.pad_to_capacity else moe.top_k * moe.capacity_factor
+        if moe.capacity_factor is not None:
+            kept = min(kept, moe.top_k * moe.capacity_factor)
+        return max(1, round(self.split_tokens * own.etp * kept))
+
+    @cached_property
+    def passes(self) -> int:
+        """How often what is between matrix products is read and written, against a compiled block."""
+        return 1 if self.recipe.kernels.compile == "block" else EAGER_PASSES
+
+
+def layer_parts(recipe: Recipe, *, has_experts: bool, in_fp8: bool) -> tuple[Part, ...]:
+    """The parts of one layer. `in_fp8`: its matrix products take fp8."""
+    share = Share(recipe)
+    kind = recipe.precision.kind
+    precision = "fp8" if in_fp8 else "bf16" if kind == "fp8" else kind
+    parts = [*_attention_parts(share, precision)]
+    parts += _expert_parts(share, precision) if has_experts else _mlp_parts(share, precision)
+    return (*parts, _norms(share))
+
+
+def _attention_parts(share: Share, precision: str) -> Iterator[Part]:
+    recipe, t = share.recipe, share.tokens
+    model, own = recipe.model, recipe.parallelism
+    mla, d, e = getattr(model, "mla", None), model.d_model, share.width * share.passes
+    if mla:
+        q_out, kv_out = share.q_size, share.heads * (mla.d_nope + mla.d_value)
+        down = [Product(t, mla.kv_rank + mla.d_rope, d, precision)]
+        down += [Product(t, mla.q_rank, d, precision)] if mla.q_rank else [Product(t, q_out, d, precision)]
+        up = [Product(t, kv_out, mla.kv_rank, precision)]
+        up += [Product(t, q_out, mla.q_rank, precision)] if mla.q_rank else []
+        yield Part("projections", (*down, Product(t, d, share.v_size, precision)), None, 0.0, 0.0)
+        yield Part("mla_up", tuple(up), None, e * t * (kv_out + q_out), 2 * e * t * (kv_out + q_out))
+        head_size, rotated = (model.d_head + mla.d_value) // 2, share.heads * mla.d_rope
+    else:
+        products = (Product(t, share.q_size + share.kv_size, d, precision), Product(t, d, share.q_size, precision))
+        yield Part("projections", products)
+        head_size = model.d_head
+        rotated = 0 if isinstance(model, GptSpec) else share.q_size + share.kv_size // 2
+    norms = 2 * rotated if getattr(model, "qk_norm", False) else 0
+    heads_split = own.cp if own.context.kind == "all_to_all" else 1
+    if own.context.kind == "hierarchical" and own.context.factors:
+        heads_split = own.context.factors[0]
+    work = AttentionWork(
+        tokens=t * own.cp,
+        seq_len=recipe.data.seq_len,
+        heads=max(1, share.heads // heads_split),
+        kv_heads=max(1, share.heads if mla else share.kv_heads // heads_split),
+        head_size=head_size,
+        share=heads_split / own.cp,
+    )
+    moved = e * t * (2 * rotated + norms)
+    yield Part("core_attention", (), work, moved, moved + e * t * (share.q_size + share.kv_size))
+
+
+def _mlp_parts(share: Share, precision: str) -> Iterator[Part]:
+    model, tp = share.recipe.model, share.recipe.parallelism.tp
+    yield from _feed_forward(share, "mlp", share.tokens, model.d_ffn // tp, precision)
+
+
+def _feed_forward(share: Share, name: str, rows: int, width: int, precision: str, groups: int = 0) -> Iterator[Part]:
+    model, e = share.recipe.model, share.width * share.passes
+    gates = 1 if isinstance(model, GptSpec) else 2
+    up = Product(rows, gates * width, model.d_model, precision, groups)
+    yield Part(name, (up, Product(rows, model.d_model, width, precision, groups)))
+    yield Part("activation", (), None, e * rows * width * (gates + 1), e * rows * width * (2 * gates + 1))
+
+
+def _expert_parts(share: Share, precision: str) -> Iterator[Part]:
+    model, own, e = share.recipe.model, share.recipe.parallelism, share.width
+    moe, d = model.moe, model.d_model
+    rows = share.expert_tokens
+    local = max(1, moe.n_experts // own.ep)
+    yield Part("router", (Product(share.split_tokens, moe.n_experts, d, "fp32"),))
+    yield from _feed_forward(share, "moe", rows, moe.d_expert // own.etp, precision, groups=local)
+    # rows are sorted by expert and put back in order, each time read and written
+    yield Part("moe", (), None, 4 * e * d * rows, 4 * e * d * rows)
+    if moe.d_shared:
+        yield from _feed_forward(share, "shared_experts", share.tokens, moe.d_shared // own.tp, precision)
+
+
+def _norms(share: Share) -> Part:
+    """Both norms and the residual stream: 9 elements a token forward, read or written. Under tensor parallel a gather
+    or scatter of several sequences turns them round, which is a copy each."""
+    recipe = share.recipe
+    d, e = recipe.model.d_model, share.width * share.passes
+    turned = 0
+    if recipe.parallelism.sequence_parallel and recipe.train.micro_batch > 1:
+        turned = TURNING * share.width * d * (8 * share.tokens + 4 * share.split_tokens)
+    forward = 9 * e * d * share.split_tokens
+    return Part("norm", (), None, forward + turned, 2 * NORM_BACKWARD * e * d * share.split_tokens + turned)
+
+
+def fp8_bytes(products: tuple[Product, ...]) -> tuple[float, float]:
+    """Forward and backward bytes of turning the factors of products into fp8, in both layouts."""
+    cast = [p for p in products if p.precision == "fp8"]
+    return sum(4.0 * p.m * p.k for p in cast), sum(4.0 * p.m * p.n for p in cast)
+
+
+def embedding_part(recipe: Recipe) -> Part:
+    """Rows are read and written; the gradient is as large as the whole table and is added to its sum."""
+    share = Share(recipe)
+    d, e = recipe.model.d_model, share.width
+    table = share.vocab * d
+    return Part("embedding", (), None, 2 * e * d * share.tokens, 2 * e * d * share.tokens + (e + e + 8) * table)
+
+
+def head_part(recipe: Recipe) -> Part:
+    """The last norm, the output head and the loss, whose backward pass runs with its forward, piece by piece."""
+    share = Share(recipe)
+    d, e, t = recipe.model.d_model, share.width, share.tokens
+    table = share.vocab * d
+    precision = "bf16" if recipe.precision.kind == "fp8" else recipe.precision.kind
+    logits = share.vocab * t
+    passes = 3 * e if recipe.kernels.cross_entropy == "triton" else 8 * e
+    norm_forward, norm_backward = (each * d * share.split_tokens for each in LOOSE_NORM)
+    product = Product(t, share.vocab, d, precision)
+    # the gradient of the table: to the model's format, scaled, added to its sum
+    backward = norm_backward + (4 + e + 2 * e + e + 8) * table + 2 * e * d * t
+    return Part("head", (product,), None, norm_forward + passes * logits, backward)
+
+
+def recomputed_parts(recipe: Recipe) -> frozenset[str]:
+    """Parts that the backward pass of every layer computes again."""
+    own = recipe.parallelism.recompute
+    if own.kind != "selective":
+        return frozenset()
+    parts = set(own.parts or ("core_attention",))
+    return frozenset(parts | ({"activation"} if parts & {"mlp", "moe", "shared_experts"} else set()))
+
+
+def recomputed_layers(recipe: Recipe, layers: int) -> int:
+    """Of a chunk of so many layers, those that the backward pass computes again as a whole."""
+    own = recipe.parallelism.recompute
+    if own.kind != "full":
+        return 0
+    return min(layers, own.layers or 1) if own.method == "block" else layers

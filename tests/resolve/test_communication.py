@@ -1,0 +1,146 @@
+"""What a step sends, against numbers counted by hand and groups listed rank by rank."""
+
+from itertools import product
+from math import prod
+
+import pytest
+
+from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, rank_groups
+from megaspec.resolve.communication import Mesh, collectives_of
+from megaspec.resolve.hardware import HARDWARE
+from tests.resolve.planned import filled, shaped
+
+H200 = HARDWARE["H200"]
+D, LAYERS, VOCAB, SEQ = 2048, 16, 128256, 8192
+PARAMETERS = 1235814400  # Llama-3.2-1B, its embedding tied
+
+
+def sent(recipe, **of):
+    """(bytes, times) of the collectives with these properties."""
+    found = collectives_of(recipe, H200)
+    return [(c.bytes, c.times) for c in found if all(getattr(c, k) == v for k, v in of.items())]
+
+
+def tiny(*overrides, gpus):
+    return shaped("llama3_2_1b", *overrides, gpus=gpus, global_batch=2 * gpus)
+
+
+def test_one_rank_sends_nothing():
+    assert collectives_of(shaped("llama3_2_1b"), H200) == ()
+
+
+def test_data_parallel_strategies():
+    micro_batches = 2
+    wide, narrow = 4 * PARAMETERS, 2 * PARAMETERS
+
+    def of(strategy, *more):
+        recipe = tiny(f"parallelism.dp_strategy={strategy}", "parallelism.tp=1", *more, gpus=4)
+        return {
+            (c.what, c.kind, c.phase, c.group): (c.bytes, c.times) for c in collectives_of(recipe, H200) if c.hidden
+        }
+
+    assert of("replicate") == {("gradients", "all_reduce", "backward", "dp_replicate"): (wide, 1)}
+    assert of("zero1") == {
+        ("gradients", "reduce_scatter", "backward", "dp_shard"): (wide, 1),
+        ("weights", "all_gather", "forward", "dp_shard"): (narrow, 1),
+    }
+    assert of("zero2")["gradients", "reduce_scatter", "backward", "dp_shard"] == (wide, micro_batches)
+    assert of("fsdp") == {
+        ("gradients", "reduce_scatter", "backward", "dp_shard"): (wide, micro_batches),
+        ("weights", "all_gather", "forward", "dp_shard"): (narrow, micro_batches),
+        ("weights", "all_gather", "backward", "dp_shard"): (narrow, micro_batches),
+    }
+    hybrid = of("hsdp", "parallelism.dp_shard=2")
+    assert hybrid["gradients", "all_reduce", "backward", "dp_replicate"] == (wide // 2, 1)
+    assert of("replicate", "parallelism.grad_reduce=bf16") == {
+        ("gradients", "all_reduce", "backward", "dp_replicate"): (narrow, 1)
+    }
+
+
+def test_tensor_parallel_counts_each_layer_and_both_ends():
+    recipe = tiny("parallelism.tp=2", gpus=4)
+    micro_batches, size = 4, SEQ * D * 2
+    layers = LAYERS * micro_batches
+    for what in ("attention", "feed-forward"):
+        for kind, phase in ((k, p) for k in ("all_gather", "reduce_scatter") for p in ("forward", "backward")):
+            assert sent(recipe, what=what, kind=kind, phase=phase) == [(size, layers)]
+    assert sent(recipe, what="embedding", kind="reduce_scatter") == [(size, micro_batches)]
+    assert sent(recipe, what="loss") == [(4 * SEQ, 3 * micro_batches)]
+    assert sent(recipe, what="norms' gradients") == [((2 * LAYERS + 1) * D * 4, 1)]
+    eager = tiny("parallelism.tp=2", "kernels.compile=none", gpus=4)
+    assert sent(eager, what="attention", kind="all_gather", phase="backward") == [(size, 2 * layers)]
+    whole = tiny("parallelism.tp=2", "parallelism.sequence_parallel=false", gpus=4)
+    assert {c.kind for c in collectives_of(whole, H200)} == {"all_reduce"}
+    assert sent(whole, what="attention", phase="forward") == [(size, layers)]
+
+
+def test_context_parallel_kinds():
+    tokens = SEQ // 4
+    kv, q = tokens * 2 * 8 * 64 * 2, tokens * 2048 * 2
+    calls = LAYERS * 8
+
+    def of(kind, *more):
+        recipe = tiny("parallelism.tp=1", "parallelism.cp=4", f"parallelism.context.kind={kind}", *more, gpus=4)
+        return {
+            (c.kind, c.phase): (c.bytes, c.times, c.ranks) for c in collectives_of(recipe, H200) if c.what == "context"
+        }
+
+    assert of("ring") == {("p2p", "forward"): (kv, 3 * calls, 4), ("p2p", "backward"): (2 * kv, 3 * calls, 4)}
+    assert of("all_gather")["all_gather", "forward"] == (4 * kv, calls, 4)
+    swapped = of("all_to_all")["all_to_all", "forward"]
+    assert swapped[0] * swapped[1] == (2 * q + kv) * calls
+    both = of("hierarchical", "parallelism.context.factors=[2,2]")
+    assert both["p2p", "forward"] == (kv, calls, 4)
+    assert both["all_to_all", "backward"][2] == 2
+
+
+def test_stages_send_what_lies_between_them():
+    recipe = tiny("parallelism.tp=1", "parallelism.pp=4", gpus=4)
+    size, micro_batches = SEQ * D * 2, 8
+    middle = collectives_of(recipe, H200, 1)
+    assert [(c.bytes, c.times) for c in middle if c.what == "stages"] == [(size, micro_batches)] * 2
+    ends = [c.what for c in collectives_of(recipe, H200, 0)]
+    assert ends.count("stages") == 1
+    assert "tied embedding" in ends
+    assert "tied embedding" not in [c.what for c in middle]
+
+
+def test_experts():
+    recipe = filled("mixtral_8x7b", gpus=64, hardware="H100")
+    own, model = recipe.parallelism, recipe.model
+    calls = recipe.train.global_batch // (recipe.train.micro_batch * own.dp_replicate * own.dp_shard)
+    tokens = recipe.train.micro_batch * recipe.data.seq_len // own.cp // (own.tp if own.sequence_parallel else 1)
+    layers = model.n_layers // own.pp
+    found = [c for c in collectives_of(recipe, HARDWARE["H100"], 1) if c.what == "experts' tokens"]
+    assert {c.group for c in found} == {"ep"}
+    assert sum(c.bytes * c.times for c in found) == 4 * layers * calls * tokens * model.moe.top_k * model.d_model * 2
+    experts = model.moe.n_experts // own.ep * 3 * model.d_model * model.moe.d_expert * layers
+    [gradients] = [c for c in collectives_of(recipe, HARDWARE["H100"], 1) if c.what == "experts' gradients"]
+    assert gradients.bytes == 4 * experts
+
+
+def test_full_recompute_sends_the_forward_again():
+    plain = tiny("parallelism.tp=2", gpus=2)
+    again = tiny("parallelism.tp=2", "parallelism.recompute.kind=full", gpus=2)
+
+    def total(recipe, **of):
+        return sum(times for _, times in sent(recipe, what="attention", **of))
+
+    assert total(again, phase="backward") == total(plain, phase="backward") + total(plain, phase="forward")
+
+
+@pytest.mark.parametrize("node", [4, 8, 6])
+def test_which_groups_lie_in_a_node_is_what_listing_their_ranks_says(node):
+    for pp, replicate, shard, cp, tp in product((1, 2), (1, 3), (1, 2), (1, 2), (1, 2, 4)):
+        dense = dict(zip(DENSE_AXES, (pp, replicate, shard, cp, tp), strict=True))
+        inner = prod(dense.values()) // pp
+        etp, ep = (2, 2) if inner % 4 == 0 else (1, 1)
+        expert = expert_degrees(dense, ep=ep, etp=etp)
+        mesh = Mesh(dense, expert, node)
+        spans = [("tp",), ("cp",), ("dp_shard", "cp"), ("dp_replicate",), ("dp_replicate", "dp_shard", "cp"), ("pp",)]
+        for spanned, sizes, axes in [(s, dense, DENSE_AXES) for s in spans] + [
+            (s, expert, EXPERT_AXES) for s in (("ep",), ("etp",), ("edp",), ("ep", "etp"))
+        ]:
+            groups = rank_groups(spanned, sizes, axes)
+            inside = all(group[0] // node == group[-1] // node for group in groups)
+            assert mesh.within_node(spanned) == inside, (spanned, sizes)
