@@ -5,6 +5,9 @@ registry.py holds the functions under the same names; a test keeps the two equal
 
 from dataclasses import dataclass, field
 
+# Bytes of logits that the chunked losses hold at a time. Few big pieces: GEMMs below about 4 k tokens lose their speed.
+LOGITS_BYTES = 1 << 30
+
 
 @dataclass(frozen=True)
 class Requirement:

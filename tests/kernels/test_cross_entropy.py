@@ -112,7 +112,7 @@ def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device)
 def test_gate_in_pieces(name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(63, 32, 67, 5)
     bytes_a_row = 72 * torch.finfo(dtype).bits // 8
-    monkeypatch.setattr(chunked, "PIECE_BYTES", 10 * bytes_a_row)  # 6 pieces of 10 tokens and one of 3
+    monkeypatch.setattr(chunked, "LOGITS_BYTES", 10 * bytes_a_row)  # 6 pieces of 10 tokens and one of 3
     gate(name, shape, dtype, device)
 
 

@@ -1,0 +1,252 @@
+"""Bytes that one layer keeps between its forward and its backward pass, for one micro batch on one rank.
+
+Counted tensor by tensor from nn/ as the blocks run: compiled, or as plain operations. What can't be trained yet is
+counted from the same tensors of a plain way to write it. Letters as in nn/: D model, N heads, H head size, F width.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from megaspec.model.gpt.spec import GptSpec
+from megaspec.parallelism.spec import RecomputeSpec
+from megaspec.recipe import ModelSpec, Recipe
+from megaspec.resolve.parameters import local_kv_heads, mla_of, moe_of
+
+WIDTH = {"fp64": 8, "fp32": 4}
+"""Bytes of a number in a precision; every other computes in 2."""
+_STATISTIC = 4
+"""Bytes of a row's sum, which is kept in fp32."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """All that a layer's activations depend on, for one rank."""
+
+    model: ModelSpec
+    micro_batch: int
+    seq_len: int
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    is_sequence_split: bool
+    dispatch: str
+    width: int
+    is_fp8: bool
+    is_compiled: bool
+    attention: str
+    recompute: RecomputeSpec
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro batch, in a matrix product."""
+        return max(1, self.micro_batch * self.seq_len // self.cp)
+
+    @property
+    def split_tokens(self) -> int:
+        """Of a micro batch, between matrix products."""
+        return max(1, self.tokens // self.tp) if self.is_sequence_split else self.tokens
+
+    @property
+    def wide(self) -> int:
+        """Bytes of what is computed in at least fp32."""
+        return max(4, self.width)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that waits for the backward pass."""
+
+    what: str
+    size: int
+    freed_by: tuple[str, ...] = ()
+    """Parts whose recomputation makes it again."""
+    is_routed: bool = False
+    """Tokens on their way to experts or back."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One layer and one micro batch."""
+
+    input: int
+    """Its input alone: what is left when all of it is recomputed."""
+    kept: int
+    """From forward to backward, the input included, tokens of experts left out."""
+    routed: int
+    """The same for tokens that experts receive and return."""
+    again: int
+    """What `selective` makes again before the backward pass."""
+    backward: int
+    """Gradients of activations that live at once inside the backward pass."""
+    sent: int
+    """Tokens on their way to experts, while they move."""
+
+
+def share_of(recipe: Recipe) -> Share:
+    """The part of a filled recipe that activations depend on."""
+    own, kind = recipe.parallelism, recipe.precision.kind
+    return Share(
+        recipe.model,
+        recipe.train.micro_batch,
+        recipe.data.seq_len,
+        own.tp,
+        own.cp,
+        own.ep,
+        own.etp,
+        own.sequence_parallel and own.tp > 1,
+        own.dispatch,
+        WIDTH.get(kind, 2),
+        kind == "fp8",
+        recipe.kernels.compile == "block",
+        recipe.kernels.attention,
+        own.recompute,
+    )
+
+
+@lru_cache(maxsize=16384)
+def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
+    """What a layer keeps and needs, after recomputation."""
+    tensors = kept_tensors(share, with_experts=with_experts)
+    own = share.recompute
+    parts = set(own.parts or ("core_attention",)) if own.kind == "selective" else set()
+    freed = [t for t in tensors if parts & set(t.freed_by)]
+    stays = [t for t in tensors if not parts & set(t.freed_by)]
+    model, moe, e = share.model, moe_of(share.model), share.width
+    stream = share.split_tokens * model.d_model * e
+    gates = 1 if isinstance(model, GptSpec) else 2
+    if with_experts and moe is not None:
+        arrived = expert_tokens(share)
+        sent = share.split_tokens * moe.top_k * model.d_model * e + arrived * model.d_model * e
+        if share.dispatch == "all_gather":
+            sent += stream * share.ep * share.etp
+        backward = arrived * gates * ceil(moe.d_expert / share.etp) * e
+    else:
+        sent, backward = 0, share.tokens * gates * ceil(model.d_ffn / share.tp) * e
+    return LayerBytes(
+        input=stream,
+        kept=sum(t.size for t in stays if not t.is_routed),
+        routed=sum(t.size for t in stays if t.is_routed),
+        again=sum(t.size for t in freed),
+        # beside the feed-forward layer's own gradient that of the stream is gathered
+        backward=backward + (stream if share.tp > 1 else 0),
+        sent=sent,
+    )
+
+
+def expert_tokens(share: Share) -> int:
+    """Rows that the experts of a rank take when tokens are spread evenly."""
+    moe = moe_of(share.model)
+    taken = float(moe.top_k)
+    if moe.capacity_factor is not None:
+        full = moe.top_k * moe.capacity_factor
+        taken = full if moe.pad_to_capacity else min(taken, full)
+    return max(1, round(share.split_tokens * share.etp * taken))
+
+
+def kept_tensors(share: Share, *, with_experts: bool) -> tuple[Kept, ...]:
+    """Every tensor that a layer keeps when nothing is recomputed."""
+    attention = _latent_attention(share) if mla_of(share.model) else _attention(share)
+    mlp = _experts(share) if with_experts and moe_of(share.model) else _mlp(share)
+    return (*_norm(share, "norm1"), *attention, *_norm(share, "norm2"), *mlp, *_dropout(share))
+
+
+def _linear_input(share: Share, rows: int, columns: int) -> int:
+    """What a matrix product keeps of its input."""
+    return rows * columns * (1 if share.is_fp8 else share.width)
+
+
+def _norm(share: Share, name: str) -> list[Kept]:
+    """A norm, its input (for norm2: what attention added to it) and its output, which a matrix product takes."""
+    d, rows, e = share.model.d_model, share.split_tokens, share.width
+    is_layer_norm = isinstance(share.model, GptSpec)
+    statistics = Kept(f"{name}.statistics", rows * _STATISTIC * (2 if is_layer_norm else 1))
+    stream = [Kept(f"{name}.stream", rows * d * e)]
+    if not share.is_compiled and not is_layer_norm:
+        stream = [Kept(f"{name}.wide", rows * d * share.wide), Kept(f"{name}.normed", rows * d * share.wide, ("norm",))]
+    # The gather of the forward pass and that of the backward pass are one operation to the compiler, which keeps its
+    # result: the whole sequence, not this rank's part of it.
+    out_rows = share.tokens if share.is_compiled else rows
+    return [*stream, statistics, Kept(f"{name}.out", _linear_input(share, out_rows, d), ("norm",))]
+
+
+def _attention(share: Share) -> list[Kept]:
+    model, rows, e = share.model, share.tokens, share.width
+    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model, tp=share.tp)
+    q, kv = heads * model.d_head, kv_heads * model.d_head
+    # values are a view of the product, so that all of it stays
+    tensors = [Kept("qkv", rows * (q + 2 * kv) * e)]
+    is_rotated = not isinstance(model, GptSpec)
+    if is_rotated:
+        tensors += [Kept("q", rows * q * e), Kept("k", rows * kv * e)]
+        if not share.is_compiled and e < share.wide:
+            tensors.append(Kept("rope.wide", rows * (q + kv) * share.wide))
+    if getattr(model, "qk_norm", False):
+        tensors.append(Kept("qk_norm.statistics", rows * (heads + kv_heads) * _STATISTIC))
+        if not share.is_compiled:
+            tensors.append(Kept("qk_norm.wide", 2 * rows * (q + kv) * share.wide))
+    return [*tensors, *_core(share, heads=heads, d_key=model.d_head, d_value=model.d_head)]
+
+
+def _latent_attention(share: Share) -> list[Kept]:
+    model, rows, e, mla = share.model, share.tokens, share.width, mla_of(share.model)
+    heads, d_query = ceil(model.n_heads / share.tp), mla.d_nope + mla.d_rope
+    latents = 2 * mla.kv_rank + mla.d_rope + 2 * (mla.q_rank or 0)
+    return [
+        # each latent before and after its norm
+        Kept("latents", rows * latents * e),
+        Kept("latents.statistics", rows * 2 * _STATISTIC),
+        Kept("q", rows * heads * d_query * e, ("mla_up",)),
+        Kept("k", rows * heads * d_query * e, ("mla_up",)),
+        Kept("kv", rows * heads * (mla.d_nope + mla.d_value) * e, ("mla_up",)),
+        *_core(share, heads=heads, d_key=d_query, d_value=mla.d_value),
+    ]
+
+
+def _core(share: Share, *, heads: int, d_key: int, d_value: int) -> list[Kept]:
+    """softmax(q kᵀ) v, and its output, which the matrix product after it keeps: recomputation can't free that."""
+    rows, e = share.tokens, share.width
+    out = Kept("o", rows * heads * d_value * e)
+    tensors = [out, Kept("o.fp8", rows * heads * d_value)] if share.is_fp8 else [out]
+    if share.attention == "reference":
+        # the weights in fp32 and in the model's format, keys and values once for each query head, queries turned
+        weights = rows * share.seq_len * heads * (e if e >= 4 else 4 + e)
+        turned = rows * heads * (2 * d_key + d_value) * e
+        return [*tensors, Kept("weights", weights, ("core_attention",)), Kept("turned", turned, ("core_attention",))]
+    return [*tensors, Kept("log_sum", rows * heads * _STATISTIC, ("core_attention",))]
+
+
+def _mlp(share: Share) -> list[Kept]:
+    return _feed_forward(share, "mlp", share.tokens, ceil(share.model.d_ffn / share.tp))
+
+
+def _feed_forward(share: Share, name: str, rows: int, columns: int, parts: tuple[str, ...] = ("mlp",)) -> list[Kept]:
+    """The product that goes in, and what comes out of the activation."""
+    gates = 1 if isinstance(share.model, GptSpec) else 2
+    tensors = [Kept(f"{name}.in", rows * gates * columns * share.width, parts)]
+    if gates == 2 and not share.is_compiled:
+        tensors.append(Kept(f"{name}.silu", rows * columns * share.width, ("activation", *parts)))
+    return [*tensors, Kept(f"{name}.out", _linear_input(share, rows, columns), ("activation", *parts))]
+
+
+def _experts(share: Share) -> list[Kept]:
+    model, moe, own_tokens, e = share.model, moe_of(share.model), share.split_tokens, share.width
+    rows = expert_tokens(share)
+    choices = own_tokens * moe.top_k
+    tensors = [
+        # scores before and after the softmax in fp32; weights and numbers of the chosen
+        Kept("router", own_tokens * moe.n_experts * 2 * share.wide + choices * (share.wide + 8), ("moe",)),
+        Kept("dispatched", _linear_input(share, rows, model.d_model), ("moe",), is_routed=True),
+        *_feed_forward(share, "experts", rows, ceil(moe.d_expert / share.etp), ("moe",)),
+        Kept("returned", choices * model.d_model * e, ("moe",), is_routed=True),
+    ]
+    if moe.d_shared:
+        tensors += _feed_forward(share, "shared", share.tokens, ceil(moe.d_shared / share.tp), ("shared_experts",))
+    return tensors
+
+
+def _dropout(share: Share) -> list[Kept]:
+    """Which features stayed, a byte each, after attention and after the feed-forward layer."""
+    size = 2 * share.split_tokens * share.model.d_model
+    return [Kept("dropout", size)] if share.model.dropout else []

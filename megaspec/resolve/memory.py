@@ -1,0 +1,292 @@
+"""The most memory that a rank takes in a step, by what it is for.
+
+The peak lies in the last forward pass before a backward pass, at the output head, or in the first layer of that backward
+pass: everything that is kept is there at once. The optimizer's update needs less. Sizes are counted tensor by tensor;
+`reserve` holds what no tensor accounts for, as measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from math import ceil
+
+from megaspec.core.axes import world_size
+from megaspec.optim.spec import AdamWSpec, OptimSpec
+from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
+from megaspec.recipe import ModelSpec, Recipe
+from megaspec.resolve.activations import LayerBytes, Share, layer_bytes, share_of
+from megaspec.resolve.formula import degrees
+from megaspec.resolve.parameters import (
+    RankParameters,
+    has_experts,
+    layer_parameters,
+    mla_of,
+    rank_parameters,
+    table_parameters,
+)
+from megaspec.resolve.schedule import in_flight
+from megaspec.resolve.stages import stages_of
+from megaspec_kernels.catalog import LOGITS_BYTES
+
+# Measured on H200 with torch 2.11 and CUDA 13.
+_CONTEXT = 0.80e9
+"""CUDA, the loaded kernels and the libraries' handles."""
+_WORKSPACE = 64 * 2**20
+"""Scratch of the matrix products' library; torch counts it as allocated."""
+_GROUP, _PEER, _MOST_PEERS = 0.32e9, 0.19e9, 3
+"""NCCL's buffers of a group: of itself and for each other rank, of which a ring and a tree reach only a few."""
+_SLACK, _MOST_SLACK = 0.03, 1.2e9
+"""What the allocator holds and can't use, as a share of what is allocated and at most."""
+_INPUT = 17
+"""Bytes of a token of a batch: number and label of 8, mask of 1."""
+_FORMAT = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on a rank of one pipeline stage."""
+
+    weights: int
+    """In the model's format, copies in fp8 and tables of angles included."""
+    gradients: int
+    """Sums over micro batches."""
+    optimizer: int
+    """Master weights and moments."""
+    activations: int
+    """Kept for the backward pass, over all micro batches in flight, and what a layer's backward pass works with."""
+    logits: int
+    """What the last norm, the output head and the loss need at once."""
+    expert_buffers: int
+    """Tokens that experts receive and return."""
+    communication: int
+    """Gathered weights, gradients on their way, blocks of keys and values, what stages send."""
+    reserve: int
+    """Context, libraries, communicators, and what the allocator can't use. Not counted by torch."""
+
+    @property
+    def total(self) -> int:
+        """What has to fit in the device."""
+        return sum(getattr(self, f.name) for f in _FIELDS)
+
+    @property
+    def allocated(self) -> int:
+        """What torch counts as allocated at the peak."""
+        return self.total - self.reserve
+
+
+_FIELDS = fields(StageMemory)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What lies on a pipeline rank."""
+
+    chunks: tuple[tuple[int, int], ...]
+    """Layers without and with experts, by chunk."""
+    has_embedding: bool
+    has_head: bool
+
+
+def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...]:
+    """The peak of a rank of each pipeline stage, from a filled recipe."""
+    share, own = share_of(recipe), recipe.parallelism
+    contents = _contents(recipe.model, own.pp, own.pipeline)
+    found: dict[tuple[_Contents, float], StageMemory] = {}
+    stages = []
+    for stage, key in enumerate(zip(contents, in_flight(recipe), strict=True)):
+        if key not in found:
+            found[key] = _stage(recipe, share, stage, *key, device=device)
+        stages.append(found[key])
+    return tuple(stages)
+
+
+def fullest(stages: Sequence[StageMemory]) -> StageMemory:
+    """The stage that needs most."""
+    return max(stages, key=lambda one: one.total)
+
+
+@lru_cache(maxsize=4096)
+def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[_Contents, ...]:
+    experts = has_experts(model)
+    stages = stages_of(model, ParallelismSpec(pp=pp, pipeline=pipeline))
+    return tuple(
+        _Contents(
+            tuple((sum(not experts[i] for i in c.layers), sum(experts[i] for i in c.layers)) for c in chunks),
+            any(c.embedding for c in chunks),
+            any(c.head for c in chunks),
+        )
+        for chunks in stages
+    )
+
+
+def _stage(recipe: Recipe, share: Share, stage: int, contents: _Contents, held: float, *, device: str) -> StageMemory:
+    count = rank_parameters(recipe, stage)
+    layers = tuple(layer_bytes(share, with_experts=one) for one in (False, True))
+    kept, routed, in_backward = _activations(share, layers, contents, held)
+    logits = _head(recipe, share) if contents.has_head else 0
+    tied = share.width * table_parameters(share.model, tp=share.tp) if share.model.tied_embeddings else 0
+    if contents.has_head and contents.has_embedding:
+        # a tied table's gradient waits for the embedding's part of it
+        in_backward += tied
+    inputs = recipe.train.global_batch // _data_ranks(recipe) * recipe.data.seq_len // share.cp * _INPUT
+    workspace = _WORKSPACE if device == "cuda" else 0
+    sizes = {
+        "weights": _weights(recipe, share, count),
+        "gradients": _gradients(recipe, share, count),
+        "optimizer": _optimizer(recipe, share, count),
+        "activations": kept + max(0, in_backward - logits) + inputs + workspace,
+        "logits": logits,
+        "expert_buffers": routed,
+        "communication": _communication(recipe, share, contents),
+    }
+    reserve = _reserve(recipe, sum(sizes.values())) if device == "cuda" else 0
+    return StageMemory(**sizes, reserve=reserve)
+
+
+def _activations(
+    share: Share, layers: tuple[LayerBytes, LayerBytes], contents: _Contents, held: float
+) -> tuple[int, int, int]:
+    """Kept by micro batches in flight; tokens of experts among it; and what the first layer's backward pass adds."""
+    own = share.recompute
+    rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
+    kept, routed, again = rotary * len(contents.chunks), 0, 0
+    for numbers in contents.chunks:
+        free = 0
+        if own.kind == "full" and own.method == "block":
+            free = min(own.layers or 1, sum(numbers))
+        elif own.kind == "full":
+            group = min(own.layers or 1, max(1, sum(numbers)))
+            kept += ceil(sum(numbers) / group) * layers[0].input
+            again = max(again, group * max(_whole(one) for one, n in zip(layers, numbers, strict=True) if n))
+            continue
+        for one, number in zip(layers, numbers, strict=True):
+            # those at the start of a chunk are recomputed first, dense layers before experts
+            whole = min(free, number)
+            free -= whole
+            kept += whole * one.input + (number - whole) * one.kept
+            routed += (number - whole) * one.routed
+            again = max(again, _whole(one) if whole else 0, one.again if number else 0)
+    used = [one for one, n in zip(layers, map(sum, zip(*contents.chunks, strict=True)), strict=True) if n]
+    sent = max((one.sent for one in used), default=0)
+    in_backward = again + max((one.input + one.backward for one in used), default=0)
+    return int(held * kept), int(held * routed) + sent, in_backward
+
+
+def _whole(one: LayerBytes) -> int:
+    """A layer that is recomputed in full, its input left out."""
+    return one.kept + one.routed + one.again - one.input
+
+
+def _angles(model: ModelSpec, positions: int) -> int:
+    """Cosine and sine of every position in fp32."""
+    mla = mla_of(model)
+    return positions * (mla.d_rope if mla else model.d_head) * 4
+
+
+def _head(recipe: Recipe, share: Share) -> int:
+    """The last norm in fp32, its output gathered, and the loss with the gradients that it makes on the way."""
+    d, e, wide, rows = share.model.d_model, share.width, share.wide, share.tokens
+    table = table_parameters(share.model, tp=share.tp)
+    columns = table // d
+    is_layer_norm = not hasattr(share.model, "rope_base")
+    norm = share.split_tokens * ((2 * e * d + 8) if is_layer_norm else ((2 * wide + e) * d + 4))
+    gathered = rows * d * e if share.is_sequence_split else 0
+    kernel = recipe.kernels.cross_entropy
+    if kernel == "reference":
+        return norm + gathered + rows * columns * 3 * wide + table * e
+    # a piece's logits are dropped when the next piece's are there
+    piece = max(1, min(rows, LOGITS_BYTES // (columns * e)))
+    pieces = piece + min(piece, rows - piece)
+    softmax = 0 if kernel == "triton" else piece * columns * (2 * wide if e < wide else wide)
+    at_piece = pieces * columns * e + softmax
+    last = (rows - 1) % piece + 1
+    at_end = last * columns * e + (table * e if e < wide else 0)
+    return norm + gathered + rows * d * e + table * wide + max(at_piece, at_end)
+
+
+def _shards(recipe: Recipe) -> tuple[int, int]:
+    """Ranks that share out a dense weight, and a weight of experts."""
+    own = recipe.parallelism
+    dense = own.dp_shard * own.cp
+    return dense, max(1, dense * own.tp // (own.ep * own.etp))
+
+
+def _shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:
+    """Weights on a rank when they are shared out from a strategy on: 1 zero1, 2 zero2, 3 fsdp."""
+    level = {"replicate": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}[recipe.parallelism.dp_strategy]
+    if level < from_strategy:
+        return count.total
+    dense, expert = _shards(recipe)
+    return ceil(count.dense / dense) + ceil(count.expert / expert)
+
+
+def _weights(recipe: Recipe, share: Share, count: RankParameters) -> int:
+    here = _shared_out(recipe, count, from_strategy=3)
+    tables = _angles(share.model, share.model.max_seq_len) if hasattr(share.model, "rope_base") else 0
+    # fp8 products want both layouts of a weight
+    return here * share.width + (2 * here if share.is_fp8 else 0) + tables
+
+
+def _gradients(recipe: Recipe, share: Share, count: RankParameters) -> int:
+    return _shared_out(recipe, count, from_strategy=2) * share.wide
+
+
+def _optimizer(recipe: Recipe, share: Share, count: RankParameters) -> int:
+    return _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
+
+
+def state_bytes(optim: OptimSpec, *, width: int) -> int:
+    """Bytes of master weight and moments of one weight that is computed with in `width` bytes."""
+    wide = max(4, width)
+    if not isinstance(optim, AdamWSpec):
+        return (wide if width < wide else 0) + (wide if optim.momentum else 0)
+    formats = optim.formats
+    master = {"fp32": wide, "fp16": 2}[formats.master] if width < wide else 0
+    return master + sum(wide if f == "fp32" else _FORMAT[f] for f in (formats.exp_avg, formats.exp_avg_sq))
+
+
+def _communication(recipe: Recipe, share: Share, contents: _Contents) -> int:
+    own, e, model = recipe.parallelism, share.width, share.model
+    total = 0
+    unit = max(
+        (
+            layer_parameters(model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp)
+            for chunk in contents.chunks
+            for one in (False, True)
+            if chunk[one]
+        ),
+        key=lambda one: one.dense + one.experts,
+        default=None,
+    )
+    largest = unit.dense + unit.experts if unit else 0
+    summed = share.wide if own.grad_reduce == "fp32" else 2
+    bucket = max(int(own.bucket_mb * 1e6), share.wide * table_parameters(model, tp=own.tp))
+    if own.dp_strategy in ("fsdp", "hsdp"):
+        # this layer's weights and the next one's, and their gradients on the way
+        ends = table_parameters(model, tp=own.tp) if contents.has_embedding or contents.has_head else 0
+        total += (largest + max(largest, ends)) * e + 2 * largest * summed
+    elif own.dp_strategy == "zero2":
+        total += 2 * bucket
+    elif summed < share.wide and _data_ranks(recipe) > 1:
+        total += 2 * bucket * summed // share.wide
+    if own.pp > 1:
+        total += 4 * share.split_tokens * model.d_model * e
+    if own.cp > 1:
+        kv = 2 * ceil(model.n_kv_heads / own.tp) * model.d_head * share.tokens * e
+        # a ring holds a block and receives the next, with their gradients; a gather holds all of them
+        total += kv * (2 * own.cp if own.context.kind == "all_gather" else 4)
+    return total
+
+
+def _data_ranks(recipe: Recipe) -> int:
+    return recipe.parallelism.dp_replicate * recipe.parallelism.dp_shard
+
+
+def _reserve(recipe: Recipe, allocated: int) -> int:
+    own = recipe.parallelism
+    world = world_size(degrees(own))
+    groups = {"dp": _data_ranks(recipe) * own.cp, "tp": own.tp, "cp": own.cp, "pp": own.pp, "ep": own.ep * own.etp}
+    # a group of all ranks is the world's own
+    sizes = [world] + [ranks for ranks in groups.values() if ranks != world]
+    buffers = sum(_GROUP + _PEER * min(ranks - 1, _MOST_PEERS) for ranks in sizes if ranks > 1)
+    return int(_CONTEXT + buffers + min(_SLACK * allocated, _MOST_SLACK))
