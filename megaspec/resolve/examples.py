@@ -50,6 +50,7 @@ _MESH = {
     "ranks-gpus": Example(
         ("launcher.ranks=16", "train.global_batch=16"), ("launcher.ranks=8",), "launcher.ranks", target=H200
     ),
+    "about-hardware": Example(("about.hardware=H300",), ("about.hardware=H200",), "about.hardware"),
     "tp-heads": Example(
         ("launcher.ranks=8", "parallelism.tp=8", "model.n_kv_heads=1", "model.d_ffn=512"),
         ("model.n_heads=8",),

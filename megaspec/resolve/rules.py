@@ -23,6 +23,7 @@ RULES: dict[str, Rule] = {
     "ranks-torchrun": rules_mesh.ranks_are_those_that_torchrun_started,
     "ranks-degrees": rules_mesh.degrees_make_the_world,
     "ranks-gpus": rules_mesh.a_gpu_for_each_rank,
+    "about-hardware": rules_mesh.named_hardware_is_known,
     "tp-heads": rules_mesh.tp_divides_heads,
     "tp-kv-heads": rules_mesh.tp_fits_kv_heads,
     "tp-ffn": rules_mesh.tp_divides_ffn,

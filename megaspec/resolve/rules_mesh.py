@@ -2,9 +2,10 @@
 
 from megaspec.core.axes import world_size
 from megaspec.core.errors import Problem
-from megaspec.core.problems import one_of
+from megaspec.core.problems import did_you_mean, one_of
 from megaspec.resolve.case import Case, divisors, legal_tp, multiples, nearest, sequence_unit
 from megaspec.resolve.formula import degrees
+from megaspec.resolve.hardware import HARDWARE
 
 
 def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:
@@ -53,6 +54,15 @@ def a_gpu_for_each_rank(case: Case) -> Problem | None:
         return Problem("", text)
     text = f"launcher.ranks={ranks} must be at most the machine's {case.target.gpus} GPUs; try {case.target.gpus}"
     return Problem("launcher.ranks", text)
+
+
+def named_hardware_is_known(case: Case) -> Problem | None:
+    """about.hardware is a kind of GPU that the planner knows."""
+    name = case.recipe.about.hardware
+    if name is None or name in HARDWARE:
+        return None
+    hint = did_you_mean(name, HARDWARE) or f"try {one_of(list(HARDWARE))}"
+    return Problem("about.hardware", f"about.hardware={name} is no GPU that is known; {hint}, or null")
 
 
 def tp_divides_heads(case: Case) -> Problem | None:

@@ -19,7 +19,8 @@ def wsd_has_a_decay(case: Case) -> Problem | None:
     schedule = case.recipe.optim.schedule
     if schedule.kind != "wsd" or schedule.wsd_decay_steps is not None:
         return None
-    text = f"optim.schedule.kind=wsd needs wsd_decay_steps; try {max(1, schedule.decay_steps // 10)}"
+    steps = max(1, min(schedule.decay_steps // 10, schedule.decay_steps - schedule.warmup_steps))
+    text = f"optim.schedule.kind=wsd needs a final decay; set optim.schedule.wsd_decay_steps, e.g. to {steps}"
     return Problem("optim.schedule.kind", text)
 
 

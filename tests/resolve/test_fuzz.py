@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from megaspec.compose import compose
-from megaspec.core.errors import DataError, RecipeError
+from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.frozen import AUTO, parse_count
 from megaspec.core.problems import field_paths, typed_problems, value_at
 from megaspec.paths import recipes_dir
@@ -203,7 +203,7 @@ def typed(content: dict[str, Any]) -> Recipe:
 
 def check(content: dict[str, Any], target: Any, facts: Facts) -> str:
     """How it ended: "typed", "rules", "data" or "runs"."""
-    start, ending = time.perf_counter(), "typed"
+    start, problems, ending = time.perf_counter(), [], "typed"
     try:
         recipe = typed(content)
         ending = "rules"
@@ -212,15 +212,15 @@ def check(content: dict[str, Any], target: Any, facts: Facts) -> str:
         ending = "runs"
         holds_what_was_set(content, settled)
     except RecipeError as error:
-        assert error.problems
-        for problem in error.problems:
-            assert problem.message.strip(), problem
-            assert problem.message.isprintable(), problem
-            assert len(problem.message) < 1000, problem
-            assert problem.code, problem
+        problems = error.problems or [Problem("", "")]
     except DataError:
         ending = "data"
     assert time.perf_counter() - start < LONGEST, content
+    for problem in problems:
+        assert problem.message.strip(), problem
+        assert problem.message.isprintable(), problem
+        assert len(problem.message) < 1000, problem
+        assert problem.code, problem
     return ending
 
 

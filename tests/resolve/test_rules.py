@@ -7,12 +7,12 @@ import pytest
 
 from megaspec.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
-from megaspec.resolve.examples import CPU, EXAMPLES, FACTS
+from megaspec.resolve.examples import CPU, EXAMPLES, FACTS, H200
 from megaspec.resolve.resolver import resolve, settle
 from megaspec.resolve.rules import RULES
 
 # Words by which a message says what to do.
-WAY_OUT = re.compile(r"\b(try|set|drop|keep|lower|raise|write|install|shorten|it has|start|Llama 3 has)\b")
+WAY_OUT = re.compile(r"\b(try|set|drop|keep|lower|raise|write|install|shorten|it has|start|did you mean|Llama 3 has)\b")
 
 
 def broken(overrides, target=CPU, facts=FACTS, recipe="hello") -> list[Problem]:
@@ -117,3 +117,148 @@ def test_data_alone_is_a_data_error_and_with_rules_it_is_told_with_them():
     unknown = replace(FACTS, vocab_size=None)
     with pytest.raises(DataError, match=r"model\.vocab_size=auto takes the data's vocabulary"):
         resolve(compose("hello", ["model.vocab_size=auto"]).recipe, CPU, unknown)
+
+
+def test_the_whole_list_is_told_in_one_report():
+    """Nearly everything that an engineer can get wrong at once, each by its key and where it was set."""
+    wrong = (
+        # a world, a grid of experts and shapes that don't divide
+        "launcher.ranks=100",
+        "parallelism={tp: 8, pp: 3, cp: 4, ep: 7, etp: 5, dp_replicate: 2, dp_shard: 2, sequence_parallel: false}",
+        "parallelism.context={kind: all_to_all, factors: [2, 3]}",
+        "model={n_layers: 16, n_heads: 28, n_kv_heads: 6, d_head: 32, d_ffn: 1001, attention_dropout: 0.1}",
+        "kernels.attention=sdpa",
+        "data.seq_len=1022",
+        "model.max_seq_len=512",
+        # experts
+        "model.moe={n_experts: 12, top_k: 13, d_expert: 96, d_shared: 100, layers: [0, 1], first_dense: 2}",
+        "model.moe.router={n_groups: 5, group_top_k: 6, bias_rate: 0.1, softmax_first: true}",
+        "model.moe.router.losses=[{kind: aux, coefficient: 1.0}, {kind: aux, coefficient: 2.0}]",
+        "model.moe.drop=position",
+        # pipeline, batch, recompute
+        "parallelism.pipeline={schedule: interleaved, virtual_stages: 2}",
+        "train={global_batch: 31, micro_batch: 2, batch_ramp: {start: 64, increment: 3, samples: 100}}",
+        "parallelism.recompute={kind: selective, parts: [mla_up, mla_up], layers: 99}",
+        # formats and optimizer
+        "precision={kind: fp8, gather_fp8: true, first_layers_bf16: 8, last_layers_bf16: 9}",
+        "optim.formats={exp_avg: bf16}",
+        "optim.schedule={kind: wsd, warmup_steps: 500, decay_steps: 400, min_lr: 1.0}",
+        "about.hardware=TPU",
+    )
+    problems = broken(wrong, target=H200)
+    codes = {p.code for p in problems}
+    assert codes == {
+        "ranks-degrees",
+        "ranks-gpus",
+        "about-hardware",
+        "tp-heads",
+        "tp-kv-heads",
+        "tp-ffn",
+        "tp-shared",
+        "kv-heads",
+        "dp-replicate",
+        "pp-layers",
+        "cp-seq",
+        "cp-heads",
+        "cp-factors",
+        "seq-model",
+        "kernel-attention",
+        "ep-experts",
+        "ep-grid",
+        "etp-width",
+        "moe-sp",
+        "moe-layers",
+        "moe-layers-twice",
+        "moe-top-k",
+        "moe-groups-even",
+        "moe-group-top-k",
+        "moe-bias",
+        "moe-losses",
+        "moe-capacity-off",
+        "recompute-off",
+        "recompute-parts",
+        "recompute-absent",
+        "batch-divides",
+        "ramp-start",
+        "ramp-stages",
+        "fp8-layers",
+        "fp8-gather",
+        "fp8-tiles",
+        "formats-sharded",
+        "wsd-steps",
+        "lr-warmup",
+        "lr-min",
+    }
+    assert all(p.origin == "command line" for p in problems), [p for p in problems if p.origin != "command line"]
+    assert all(p.key in p.message and WAY_OUT.search(p.message) for p in problems)
+
+
+def test_typing_errors_of_every_depth_are_told_together():
+    with pytest.raises(RecipeError) as caught:
+        compose(
+            "hello",
+            [
+                "modle.n_layers=1",
+                "model.n_layer=3",
+                "model.moe={n_experts: 8, router: {scor: sigmoid}}",
+                "model.dropout=1.5",
+                "model.n_heads=-4",
+                "train.micro_batch=0",
+                "parallelism.pp=0",
+            ],
+        )
+    found = {p.key: str(p) for p in caught.value.problems}
+    assert set(found) == {
+        "modle",
+        "model.n_layer",
+        "model.moe.router.scor",
+        "model.dropout",
+        "model.n_heads",
+        "train.micro_batch",
+        "parallelism.pp",
+    }
+    assert "did you mean n_layers?" in found["model.n_layer"]
+    assert "did you mean score?" in found["model.moe.router.scor"]
+    assert "less than 1" in found["model.dropout"]
+    assert all(text.endswith("(command line)") for text in found.values())
+
+
+SUGGESTED = re.compile(r"; (?:try|set it to) ([0-9, or]+)")
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_suggested_numbers_mend(code):
+    one = EXAMPLES[code]
+    (problem,) = broken(one.overrides, one.target, one.facts, one.recipe)
+    match = SUGGESTED.search(problem.message)
+    for number in re.findall(r"\d+", match.group(1)) if match else ():
+        changed = (*one.overrides, f"{problem.key}={number}")
+        left = [(p.code, p.key) for p in broken(changed, one.target, one.facts, one.recipe)]
+        assert (code, problem.key) not in left, (problem.message, number)
+
+
+def test_interleaving_asks_for_groups_that_the_batch_can_fill():
+    def codes(group: int, batch: int) -> set[str]:
+        settings = {"pp": 4, "virtual": 2}
+        overrides = (
+            f"parallelism.pp={settings['pp']}",
+            f"parallelism.pipeline.virtual_stages={settings['virtual']}",
+            f"parallelism.pipeline.micro_batch_group={group}",
+            f"train.global_batch={batch}",
+            "train.micro_batch=1",
+            "model.n_layers=8",
+        )
+        return {p.code for p in broken(overrides)}
+
+    # in [pp, M], and the rest of M is none or at least pp
+    assert codes(4, 3) == {"pp-micro-batches"}
+    assert [g for g in range(1, 15) if not codes(g, 12)] == [4, 6, 7, 8, 12]
+    assert codes(3, 12) == {"pp-group"}
+
+
+def test_ranks_decided_by_the_machine_are_not_blamed():
+    (problem,) = broken(("parallelism.pp=4", "parallelism.cp=4", "train.global_batch=64"), target=H200)
+    assert problem.key == "parallelism.pp"
+    assert problem.code == "ranks-degrees"
+    assert "launcher.ranks=8" in problem.message
+    assert "try 16" in problem.message
