@@ -35,7 +35,7 @@ def write_page(
     # a value that holds "</script>" must not end the element that it stands in
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     page = _TEMPLATE.read_text(encoding="utf-8").replace(_MARK, text)
-    write_atomically(folder / PAGE, [page.encode(errors="backslashreplace")])
+    write_atomically(folder / PAGE, [page.encode(errors="replace")])
 
 
 def values_of(point: Point) -> dict[str, str]:

@@ -27,9 +27,7 @@ class OptunaSearch:
     """Asks Optuna for points, and tells it what came of them. RecipeError: Optuna is not installed."""
 
     def __init__(self, head: SweepHead, folder: Path, checker: Checker, points: Mapping[int, Point]):
-        if optuna is None:
-            text = "sweep.kind=optuna needs Optuna: pip install 'megaspec[sweep]', or set sweep.kind=grid"
-            raise RecipeError([Problem("sweep.kind", text, code="sweep.optuna")])
+        _require_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._head, self._folder, self._checker = head, folder, checker
         self._space = {axis.key: _distribution(axis) for axis in head.axes}
@@ -111,7 +109,8 @@ class OptunaSearch:
 
 
 def probe(axes: Sequence[Axis], plain: Sequence[str], config_dirs: Sequence[str], checker: Checker) -> list[Any]:
-    """Drafts from the ends and the middle of the space. RecipeError: not one of them can be run."""
+    """Drafts from the ends and the middle of the space. RecipeError: none can be run, or Optuna is not installed."""
+    _require_optuna()
     drafts = []
     for share in _PROBES:
         overrides = tuple(_word(axis, _value_at(axis, share)) for axis in axes)
@@ -119,6 +118,12 @@ def probe(axes: Sequence[Axis], plain: Sequence[str], config_dirs: Sequence[str]
     if all(one.problems for one in drafts):
         raise RecipeError(drafts[1].problems)
     return [one for one in drafts if not one.problems]
+
+
+def _require_optuna() -> None:
+    if optuna is None:
+        text = "sweep.kind=optuna needs Optuna: pip install 'megaspec[sweep]', or set sweep.kind=grid"
+        raise RecipeError([Problem("sweep.kind", text, code="sweep.optuna")])
 
 
 def _value_at(axis: Axis, share: float) -> Any:
