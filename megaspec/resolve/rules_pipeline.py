@@ -99,19 +99,17 @@ def pipeline_settings_need_a_pipeline(case: Case) -> Problem | None:
     if case.pp > 1:
         return None
     pipeline = case.recipe.parallelism.pipeline
-    if "parallelism.pipeline.micro_batch_group" in case.decided and "parallelism.pipeline.schedule" in case.decided:
-        unread = {name: getattr(pipeline, name) for name in ("virtual_stages", "layout", *_UNEVEN, *_COUNTED)}
-    else:
-        unread = pipeline.model_dump()
-    idle = {"schedule": "1f1b", "virtual_stages": 1, "micro_batch_group": 1, "layout": None}
+    idle: dict[str, object] = {"virtual_stages": 1, "layout": None}
     idle |= dict.fromkeys(_UNEVEN) | dict.fromkeys(_COUNTED, False)
-    name = next((name for name, value in unread.items() if value != idle[name]), None)
+    for setting, value in (("schedule", "1f1b"), ("micro_batch_group", 1)):
+        if f"parallelism.pipeline.{setting}" not in case.decided:
+            idle[setting] = value
+    name = next((name for name, value in idle.items() if getattr(pipeline, name) != value), None)
     if name is None:
         return None
     key = f"parallelism.pipeline.{name}"
-    return Problem(
-        key, f"{key}={show(unread[name])} needs parallelism.pp > 1, it is 1; drop it or raise parallelism.pp"
-    )
+    text = f"{key}={show(getattr(pipeline, name))} needs parallelism.pp > 1, it is 1"
+    return Problem(key, f"{text}; drop it or raise parallelism.pp")
 
 
 def interleaving_has_its_micro_batches(case: Case) -> Problem | None:

@@ -139,5 +139,5 @@ def _narrow(case: Case) -> tuple[str, str] | None:
     optim = case.recipe.optim
     if not isinstance(optim, AdamWSpec):
         return None
-    formats = optim.formats.model_dump()
-    return next(((f"optim.formats.{name}", value) for name, value in formats.items() if value != "fp32"), None)
+    formats = [(name, getattr(optim.formats, name)) for name in ("master", "exp_avg", "exp_avg_sq")]
+    return next(((f"optim.formats.{name}", value) for name, value in formats if value != "fp32"), None)
