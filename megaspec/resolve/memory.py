@@ -1,8 +1,8 @@
 """The most memory that a rank takes in a step, by what it is for.
 
-The peak lies in the last forward pass before a backward pass, at the output head, or in the first layer of that backward
-pass: everything that is kept is there at once. The optimizer's update needs less. Sizes are counted tensor by tensor;
-`reserve` holds what no tensor accounts for, as measured.
+The peak lies in the last forward pass before a backward pass, at the output head, or in the first layer of that
+backward pass: everything that is kept is there at once. The optimizer's update needs less. Sizes are counted tensor by
+tensor; `reserve` holds what no tensor accounts for, as measured.
 """
 
 from collections.abc import Sequence

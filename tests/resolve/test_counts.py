@@ -1,52 +1,24 @@
 """Parameters, FLOPs, batches and the formula, against published and golden numbers."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from megaspec.compose import compose
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.llama.spec import LlamaSpec
 from megaspec.resolve.batch import batch_plan
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.flops import flops_per_sequence, flops_per_token, padded_vocab
+from megaspec.resolve.flops import flops_per_sequence
 from megaspec.resolve.formula import dense_equation, expert_equation
-from megaspec.resolve.parameters import count_parameters
+from megaspec.resolve.parameters import count_parameters, padded_vocab
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
+from tests.resolve.megatron_adapter import cases, recipe_of
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "flops_memory.json").read_text())["cases"]
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 
 
-def model_of(args):
-    """A golden case's model. A routed token passes top-k experts: as many products as one layer k times as wide."""
-    shape = {
-        "n_layers": args["num_layers"],
-        "d_model": args["hidden_size"],
-        "n_heads": args["num_attention_heads"],
-        "n_kv_heads": args["num_query_groups"],
-        "d_head": args["kv_channels"],
-        "d_ffn": args["ffn_hidden_size"] * max(1, args["moe_router_topk"]),
-        "vocab_size": args["padded_vocab_size"],
-        "max_seq_len": args["seq_length"],
-        "tied_embeddings": not args["untie_embeddings_and_output_weights"],
-    }
-    return LlamaSpec(kind="llama", **shape) if args["swiglu"] else GptSpec(kind="gpt", **shape)
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_flops_equal_megatrons(name):
-    case = GOLDEN[name]
-    args = case["args"]
-    model, seq_len = model_of(args), args["seq_length"]
-    assert flops_per_sequence(model, seq_len=seq_len) == case["flops_per_sequence"]
-    assert flops_per_token(model, seq_len=seq_len) == case["flops_per_token"]
-
-
 def test_full_counts_the_other_half_of_the_scores():
-    model = model_of(GOLDEN["llama3-8b"]["args"])
+    model = recipe_of(cases()["llama3-8b"]["args"]).model
     causal, full = (flops_per_sequence(model, seq_len=8192, convention=c) for c in ("causal", "full"))
     assert full - causal == 6 * 32 * 4096 * 8192**2
     # 6 · matmul parameters + 12 · L · q · s per token
