@@ -93,6 +93,19 @@ def test_the_users_own_folders(folder):
     assert "--config-dir nowhere: no such folder" in str(problems_of("small", [], ["nowhere"])[0])
 
 
+def test_a_recipe_may_write_its_model_and_data_out(folder):
+    (folder / "recipes" / "whole.yaml").write_text(
+        "model: {kind: gpt, n_layers: 2, d_model: 8, n_heads: 2}\ndata: {kind: synthetic, seq_len: 4}\n"
+        "train: {steps: 3, global_batch: 2}\n"
+    )
+    recipe = compose("whole").recipe
+    assert (recipe.model.n_layers, recipe.data.kind, recipe.precision.kind) == (2, "synthetic", "bf16")
+    (folder / "recipes" / "whole.yaml").write_text("data: {kind: synthetic, seq_len: 4}\ntrain: {steps: 3}\n")
+    assert [p.key for p in problems_of("whole")] == ["train.global_batch"]
+    (folder / "recipes" / "whole.yaml").write_text("train: {steps: 3, global_batch: 2}\n")
+    assert sorted(p.key for p in problems_of("whole")) == ["data", "model"]
+
+
 def test_a_name_that_is_in_two_places_is_never_chosen_silently(folder):
     (folder / "recipes" / "hello.yaml").write_text("train: {steps: 1}\n")
     (problem,) = problems_of("hello")

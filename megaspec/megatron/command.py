@@ -135,7 +135,7 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
 def _processes(prefix: list[str]) -> int | None:
     """Processes of torchrun on all nodes, where both numbers are plain."""
     found = {"nproc-per-node": "", "nnodes": "1"}
-    for word, behind in zip(prefix, [*prefix[1:], ""], strict=True):
+    for word, behind in zip(prefix, [*prefix, ""][1:], strict=True):
         name, equals, value = word.lstrip("-").replace("_", "-", 2).partition("=")
         name = name.replace("_", "-")
         if word.startswith("--") and name in found:

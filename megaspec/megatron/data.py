@@ -6,7 +6,7 @@ from typing import Any
 from megaspec.megatron.draft import Draft
 
 _MASKS = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
-_STARTS = ("--load-main-params-from-ckpt", "--finetune", "--ckpt-step", "--no-load-optim", "--no-load-rng")
+_STARTS = ("--load-main-params-from-ckpt", "--finetune", "--ckpt-step", "--override-ckpt-iteration")
 
 
 def translate_data(draft: Draft) -> None:
@@ -19,7 +19,8 @@ def translate_data(draft: Draft) -> None:
         if size == "auto":
             draft.refuse("--mock-data", "its vocabulary is not known; give --vocab-size, too")
         draft.put("data.vocab_size", size, remark="model.vocab_size")
-        draft.note("--split", "made-up data have no splits")
+        for name in ("--split", "--data-cache-path", "--data-path", "--train-data-path"):
+            draft.note(name, "random data have no files")
     else:
         draft.choices["data"] = "indexed"
         draft.put("data.blend", blend, name)

@@ -30,6 +30,7 @@ def translate_layout(draft: Draft) -> None:
         name = "--expert-tensor-parallel-size"
         remark = "" if draft.is_given(name) else "what Megatron takes from tp"
         draft.put("parallelism.etp", draft.etp, name, ours=1, remark=remark)
+    if draft["--expert-model-parallel-size"] > 1:
         dispatch = "all_gather" if draft["--moe-token-dispatcher-type"] == "allgather" else "all_to_all"
         draft.put("parallelism.dispatch", dispatch, "--moe-token-dispatcher-type", ours="all_to_all")
     is_split = draft["--sequence-parallel"] and draft.tp > 1

@@ -153,7 +153,8 @@ def translate_experts(draft: Draft) -> None:
     _switch(draft, f"{moe}shared_gate", "--moe-shared-expert-gate")
     score = "--moe-router-score-function"
     draft.put(f"{router}score", _SCORES[draft[score]], score, ours="softmax")
-    _switch(draft, f"{router}softmax_first", "--moe-router-pre-softmax")
+    if draft[score] == "softmax":
+        _switch(draft, f"{router}softmax_first", "--moe-router-pre-softmax")
     _optional(draft, f"{router}scale", "--moe-router-topk-scaling-factor")
     _optional(draft, f"{router}n_groups", "--moe-router-num-groups")
     _optional(draft, f"{router}group_top_k", "--moe-router-group-topk")

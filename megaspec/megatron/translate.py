@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 from megaspec.compose import compose
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.frozen import AUTO
 from megaspec.megatron.command import Command
 from megaspec.megatron.data import translate_data, translate_evaluation, translate_output
 from megaspec.megatron.draft import Draft, fewest_of
@@ -104,7 +105,8 @@ def check(text: str, sources: Mapping[str, str]) -> list[Problem]:
             gpu, sm, gigabytes = _BLACKWELL if is_new else _HOPPER
             ranks = recipe.launcher.ranks
             target = Target(gpus=ranks, gpu=gpu, sm=sm, gpu_memory=gigabytes * 10**9, versions={"tensorboard": ""})
-            resolve(recipe, target, Facts(run_dir="runs/planned", vocab_size=_VOCABULARY))
+            vocabulary = _VOCABULARY if recipe.model.vocab_size == AUTO else None
+            resolve(recipe, target, Facts(run_dir="runs/planned", vocab_size=vocabulary))
         except RecipeError as error:
             return [Problem(p.key, p.message, _flags_of(p.key, sources), p.code) for p in error.problems]
     return []

@@ -11,6 +11,7 @@ from megaspec.megatron.flags import BY_NAME
 
 _WIDTH = 110
 _ORDER = ("model", "parallelism", "precision", "data", "train", "optim", "checkpoint", "log", "launcher")
+_ANYWAY = "what is done here anyway"
 _NO_EFFECT = "says nothing in this command"
 
 
@@ -51,20 +52,18 @@ def _told(heading: str, entries: list[tuple[str, str]]) -> list[str]:
 def _without_key(draft: Draft) -> list[tuple[str, str]]:
     """Given flags that set no key, and why; those that are told elsewhere left out."""
     told = {name for name, _ in draft.silent} | {p.message.split()[0].rstrip(":") for p in draft.lost}
+    told |= {word.rstrip(",;") for remark in draft.remarks.values() for word in remark.split()}
     entries = []
     for name in draft.command.values:
         flag = BY_NAME[name]
+        if name in told:
+            continue
         if flag.fate is Fate.TRANSLATED:
-            if name in draft.notes:
-                entries.append((name, draft.notes[name]))
-            elif name not in draft.used:
-                entries.append((name, _NO_EFFECT))
+            entries.append((name, draft.notes.get(name) or (_ANYWAY if name in draft.used else _NO_EFFECT)))
         elif flag.fate is Fate.DETAIL:
             entries.append((name, f"belongs to {flag.text}"))
-        elif flag.fate is Fate.LOST and name not in told:
-            entries.append((name, "what is done here anyway"))
-        elif flag.fate is not Fate.LOST:
-            entries.append((name, flag.text))
+        else:
+            entries.append((name, _ANYWAY if flag.fate is Fate.LOST else flag.text))
     return entries
 
 

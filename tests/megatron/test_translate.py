@@ -1,0 +1,354 @@
+"""Recipes from commands: the same model, batch, schedule and layout; what can't be said is told, never dropped."""
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megaspec.cli import main
+from megaspec.compose import compose
+from megaspec.core.errors import RecipeError
+from megaspec.megatron import translate as translating
+from megaspec.megatron.command import read_command
+from megaspec.megatron.draft import Draft
+from megaspec.megatron.flag import Fate
+from megaspec.megatron.flags import BY_NAME, FLAGS
+from megaspec.megatron.translate import check, translate
+from megaspec.megatron.writing import recipe_text
+from megaspec.recipe import Recipe
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.parameters import count_parameters
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.target import Target
+from megaspec.spec import Spec
+from tests.megatron import commands
+from tests.megatron.commands import LLAMA, SMALL
+
+REAL = ("GPT3_175B", "LLAMA3_8B", "MIXTRAL_8X7B", "DEEPSEEK_V3")
+
+
+def draft_of(line: str, gpus: int | None = None) -> Draft:
+    return translate(read_command(line.split()), gpus=gpus)
+
+
+def recipe_of(line: str, tmp_path: Path, gpus: int | None = None) -> Recipe:
+    """Through the file, as a user has it."""
+    draft = draft_of(line, gpus)
+    assert (draft.lost, draft.problems) == ([], [])
+    (tmp_path / "recipes").mkdir(exist_ok=True)
+    (tmp_path / "recipes" / "moved.yaml").write_text(recipe_text(draft))
+    return compose("moved", (), [tmp_path]).recipe
+
+
+def spec_of(line: str, tmp_path: Path, gpus: int | None = None) -> Spec:
+    recipe = recipe_of(line, tmp_path, gpus)
+    target = Target(gpus=recipe.launcher.ranks, gpu="H100", sm=90, gpu_memory=80 * 10**9)
+    return resolve(recipe, target, Facts(run_dir="runs/moved"))
+
+
+# Sizes as model cards and papers give them; GPT-3 by hand: 96 layers of 12 d^2 + 13 d, embeddings, last norm.
+@pytest.mark.parametrize(
+    ("name", "parameters", "world", "dp"),
+    [
+        ("GPT3_175B", 96 * (12 * 12288**2 + 13 * 12288) + (50257 + 2048) * 12288 + 2 * 12288, 128, 1),
+        ("LLAMA3_8B", 8_030_261_248, 8, 4),
+        ("MIXTRAL_8X7B", 46_702_792_704, 32, 8),
+        ("DEEPSEEK_V3", 671_026_419_200, 32, 4),
+    ],
+)
+def test_published_commands_become_the_models_that_they_name(name, parameters, world, dp, tmp_path):
+    spec = spec_of(getattr(commands, name), tmp_path)
+    assert count_parameters(spec.model).total == parameters
+    assert spec.world_size == world
+    assert spec.parallelism.dp_replicate * spec.parallelism.dp_shard == dp
+    assert check(recipe_text(draft_of(getattr(commands, name))), {}) == []
+
+
+@pytest.mark.parametrize("name", [*REAL, "LLAMA3_8B_FP8"])
+def test_every_given_flag_is_in_the_recipe(name):
+    draft = draft_of(getattr(commands, name))
+    text = recipe_text(draft)
+    assert [n for n in draft.command.values if n not in text] == []
+
+
+def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
+    gpt = recipe_of(commands.GPT3_175B, tmp_path)
+    assert (gpt.train.steps, gpt.train.global_batch, gpt.train.batch_ramp) == (500_000, 1536, None)
+    schedule = gpt.optim.schedule
+    assert (schedule.kind, schedule.decay_steps, schedule.warmup_steps, schedule.min_lr) == (
+        "cosine",
+        430000,
+        430,
+        6e-6,
+    )
+    assert (gpt.model.dropout, gpt.model.attention_dropout, gpt.model.tied_embeddings) == (0.1, 0.1, True)
+    assert (gpt.precision.kind, gpt.precision.initial_scale, gpt.optim.beta2) == ("fp16", 2.0**32, 0.95)
+    assert (gpt.train.eval_every, gpt.train.eval_samples, gpt.checkpoint.every) == (1000, 15360, 10000)
+    llama = recipe_of(commands.LLAMA3_8B, tmp_path)
+    assert (llama.train.steps, llama.optim.schedule.decay_steps) == (1953125 // 128, 1949218 // 128)
+    assert (llama.parallelism.grad_reduce, llama.parallelism.dp_strategy, llama.parallelism.cp) == ("bf16", "zero1", 2)
+    mixtral = recipe_of(commands.MIXTRAL_8X7B, tmp_path)
+    assert mixtral.parallelism.pipeline.virtual_stages == 32 // 4 // 2
+    assert [(b.prefix, b.weight) for b in mixtral.data.blend] == [("data/a", 30.0), ("data/b", 70.0)]
+    assert (mixtral.optim.beta2, mixtral.optim.weight_decay) == (0.999, 0.1)
+
+
+# What Megatron does without a flag, written out: its defaults are those of GPT-2's days.
+def test_defaults_are_those_of_megatron(tmp_path):
+    spec = spec_of(SMALL, tmp_path, gpus=2)
+    assert (spec.model.kind, spec.model.d_ffn, spec.model.dropout) == ("gpt", 256, 0.1)
+    optim = spec.optim
+    assert (optim.weight_decay, optim.beta1, optim.beta2, optim.eps, optim.clip) == (0.01, 0.9, 0.999, 1e-8, 1.0)
+    assert (optim.schedule.kind, optim.schedule.decay_steps, optim.schedule.warmup_steps) == ("linear", 100, 0)
+    assert (spec.precision.kind, spec.data.split, spec.log.every) == ("fp32", (969.0, 30.0, 1.0), 100)
+    assert (spec.train.seed, spec.data.seed, spec.train.eval_every) == (1234, 1234, 0)
+    assert spec_of(f"{SMALL} --hidden-size 256 {LLAMA}", tmp_path).model.d_ffn == int(256 * 8 / 3 / 64) * 64
+
+
+def set_by(more: str, tmp_path: Path, key: str) -> object:
+    value: object = recipe_of(f"{SMALL} {LLAMA} {more}", tmp_path, gpus=16)
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value.model_dump() if isinstance(value, tuple) and value and hasattr(value[0], "model_dump") else value
+
+
+EXPERTS = "--num-experts 8"
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "value"),
+    [
+        ("--rotary-base 7", "model.rope_base", 7.0),
+        ("--use-rope-scaling --rope-scaling-factor 4", "model.rope_scaling.factor", 4.0),
+        ("--group-query-attention", "model.n_kv_heads", 1),
+        ("--qk-layernorm", "model.qk_norm", True),
+        ("--clip-grad 0", "optim.clip", None),
+        ("--vocab-size 300 --tokenizer-type NullTokenizer", "model.vocab_size", 301),
+        (f"{EXPERTS} --moe-layer-freq 2", "model.moe.every", 2),
+        (f"{EXPERTS} --moe-layer-freq ([0]*1+[1]*3)", "model.moe.first_dense", 1),
+        (f"{EXPERTS} --moe-layer-freq [0,1,1,0]", "model.moe.layers", (0, 1, 1, 0)),
+        (f"{EXPERTS} --tensor-model-parallel-size 4 --sequence-parallel", "parallelism.etp", 4),
+        (f"{EXPERTS} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2 --sequence-parallel",
+         "parallelism.etp", 2),
+        (f"{EXPERTS} --expert-model-parallel-size 2", "parallelism.dispatch", "all_gather"),
+        (f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type flex",
+         "parallelism.dispatch", "all_to_all"),
+        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "model.moe.router.balancing", "sinkhorn"),
+        (f"{EXPERTS} --moe-router-score-function sqrtsoftplus", "model.moe.router.score", "sqrt_softplus"),
+        (f"{EXPERTS} --moe-router-load-balancing-type global_aux_loss", "model.moe.router.losses", ()),
+        ("--use-torch-fsdp2", "parallelism.dp_strategy", "fsdp"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "parallelism.dp_strategy", "zero2"),
+        ("--use-megatron-fsdp --num-distributed-optimizer-instances 4", "parallelism.dp_strategy", "hsdp"),
+        ("--use-distributed-optimizer --num-distributed-optimizer-instances 4", "parallelism.dp_replicate", 4),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t,|tL",
+         "parallelism.pipeline.layout", "Et|t|t|tL"),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t,|tL",
+         "parallelism.pipeline.virtual_stages", 2),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1",
+         "parallelism.pipeline.first_layers", 1),
+        ("--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+         "parallelism.context.factors", (2, 2)),
+        ("--context-parallel-size 2 --cp-comm-type a2a", "parallelism.context.kind", "all_to_all"),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+         "parallelism.recompute.method", "block"),
+        ("--recompute-granularity full --recompute-activations", "parallelism.recompute.kind", "selective"),
+        (f"{EXPERTS} --moe-layer-recompute", "parallelism.recompute.parts", ("core_attention", "moe")),
+        ("--ddp-bucket-size 40000000", "parallelism.bucket_mb", 160.0),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "precision.recipe", "blockwise"),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --first-last-layers-bf16", "precision.last_layers_bf16", 1),
+        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype fp8 --use-distributed-optimizer",
+         "optim.formats.exp_avg", "fp8"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 9", "optim.schedule.wsd_decay", "exponential"),
+        ("--lr-decay-style inverse-square-root", "optim.schedule.kind", "inverse_sqrt"),
+        ("--start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style linear",
+         "optim.weight_decay", 0.1),
+        ("--optimizer sgd --weight-decay 0 --sgd-momentum 0.5", "optim.momentum", 0.5),
+        ("--reset-position-ids --reset-attention-mask --eod-mask-loss --calculate-per-token-loss",
+         "data.document_mask", True),
+        ("--split 9,1", "data.split", (9.0, 1.0, 0.0)),
+        ("--train-data-path data/x", "data.split", (1.0, 0.0, 0.0)),
+        ("--global-batch-size 37 --decrease-batch-size-if-needed", "train.global_batch", 32),
+    ],
+)  # fmt: skip
+def test_flags_set_their_keys(more, key, value, tmp_path):
+    assert set_by(more, tmp_path, key) == value
+
+
+def test_a_batch_that_steps_up_becomes_a_ramp(tmp_path):
+    line = SMALL.replace("--global-batch-size 8", "--step-batch-size-schedule 0:8,16:16,1024:24")
+    assert "equal increments" in str(draft_of(line).lost[0])
+    line = line.replace("1024:24", "32:24").replace("--train-iters 100", "--train-samples 80")
+    recipe = recipe_of(line, tmp_path)
+    assert recipe.train.batch_ramp.model_dump() == {"start": 8, "increment": 8, "samples": 32}
+    assert recipe.train.steps == 2 + 1 + 2  # 8 8 16 24 24 = 80
+    tokens = recipe_of(line.replace("16:16,32:24", "512K:16,1024K:24"), tmp_path)
+    assert tokens.train.batch_ramp.samples == 1024_000 // 32
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--normalization LayerNorm", "--normalization LayerNorm: model.kind=llama has RMSNorm"),
+        ("--position-embedding-type learned_absolute", "model.kind=llama has rotary positions"),
+        ("--position-embedding-type yarn", "rotary (llama) or learned positions (gpt)"),
+        ("--add-qkv-bias", "--add-qkv-bias: model.kind=llama has no biases"),
+        ("--squared-relu", "--squared-relu: no such norm, activation or residual stream"),
+        ("--rotary-percent 0.5", "--rotary-percent 0.5: no such positions"),
+        ("--optimizer muon", "optim.kind is adamw or sgd"),
+        ("--optimizer sgd", "--weight-decay 0.01 (Megatron's default): with --optimizer sgd"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: no such layers"),
+        ("--embedding-init-method-std 1", "the embedding starts with model.init_std, too"),
+        ("--bf16 --fp8-format hybrid", "--fp8-recipe delayed (Megatron's default)"),
+        ("--reset-attention-mask", "without --reset-position-ids, --eod-mask-loss"),
+        ("--load other", "weights are made from the seed"),
+        ("--save a --load a --finetune", "weights are made from the seed"),
+        ("--data-path a b", "weighed by their length there"),
+        ("--multi-latent-attention", "the latents of model.mla are always normed"),
+        ("--multi-latent-attention --qk-layernorm --rotary-scaling-factor 40", "YaRN stretches"),
+        ("--num-experts 8 --moe-router-load-balancing-type quantile_balancing", "top_k or sinkhorn"),
+    ],
+)
+def test_what_a_recipe_can_not_say_is_lost_and_told(more, told, capsys):
+    line = f"{SMALL} {LLAMA} {more}"
+    assert main(["from-megatron", "--gpus", "4", "--", *line.split()]) == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert "--partial" in err
+    assert main(["from-megatron", "--gpus", "4", "--partial", "--", *line.split()]) == 0
+    out, err = capsys.readouterr()
+    assert "# Lost: this recipe trains something else" in out
+    assert told in " ".join(out.replace("\n#    ", "").split())
+    assert "lost: " in err
+
+
+def test_a_published_command_that_can_not_be_said_lists_all_that_is_lost():
+    lost = "\n".join(map(str, draft_of(commands.LLAMA3_8B_FP8).lost))
+    for name in ("--normalization LayerNorm", "--apply-layernorm-1p", "--decoupled-lr", "--fp8-recipe delayed"):
+        assert name in lost
+
+
+@pytest.mark.parametrize("more", ["--rotary-percent 1.0", "--loss-scale-window 5", "--dataloader-type single"])
+def test_what_is_done_anyway_is_not_lost(more):
+    assert draft_of(f"{SMALL} {LLAMA} {more}").lost == []
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--tensor-model-parallel-size 3", "(--tensor-model-parallel-size 3)"),
+        ("--num-attention-heads 0", "model.n_heads=0 must be greater than 0   (--num-attention-heads 0)"),
+        ("--hidden-dropout 1.5", "(--hidden-dropout 1.5)"),
+        ("--lr-warmup-iters 200", "(--lr-warmup-iters 200)"),
+        ("--global-batch-size 9", "(--global-batch-size 9)"),
+    ],
+)
+def test_broken_rules_name_the_flag(more, told, capsys):
+    assert main(["from-megatron", "--gpus", "4", "--", *f"{SMALL} {LLAMA} {more}".split()]) == 64
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--bf16", "--num-layers or --encoder-num-layers is missing"),
+        (f"{SMALL} --train-samples 3", "--train-iters 100: with --train-samples; give one"),
+        (f"{SMALL} --bf16 --fp16", "--fp16: with --bf16"),
+        (SMALL.replace("--data-path data/x", ""), "--data-path: is missing"),
+        (f"{SMALL.replace('--vocab-size 256', '')} --mock-data", "give --vocab-size, too"),
+        (f"{SMALL} {LLAMA} --num-experts 4 --moe-layer-freq __import__('os')", "a list of 0 and 1"),
+        (f"{SMALL} {LLAMA} --num-experts 4 --moe-layer-freq [0]*99999999", "a list of 0 and 1"),
+        (f"{SMALL} {LLAMA} --num-experts 4 --moe-aux-loss-coeff 1 2", "2 for 1 kinds of balancing"),
+        (f"{SMALL} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "multiple of it"),
+        (f"{SMALL} --recompute-granularity selective --recompute-modules gdp_qkv", "gdp_qkv: recomputed are"),
+        (f"{SMALL} --step-batch-size-schedule x", "--global-batch-size 8: with --step-batch-size-schedule"),
+    ],
+)
+def test_commands_that_say_nothing_clear(line, told, capsys):
+    assert main(["from-megatron", "--", *line.split()]) == 64
+    assert told in capsys.readouterr().err
+
+
+def test_the_world_is_torchruns_or_gpus_or_the_fewest(capsys):
+    wide = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 64"
+    assert draft_of(f"{SMALL} {wide}").gpus == 4
+    assert draft_of(f"{SMALL} {wide}", gpus=16).gpus == 16
+    # pp * lcm(tp * cp, etp * ep): 2 * lcm(2, 2 * 8)
+    assert draft_of(f"{SMALL} {wide} --num-experts 8 --expert-model-parallel-size 8").gpus == 32
+    line = f"torchrun --nproc_per_node 8 --nnodes 2 a.py {SMALL} {wide}"
+    assert draft_of(line).gpus == 16
+    assert main(["from-megatron", "--gpus", "4", "--", *line.split()]) == 64
+    assert "torchrun starts 16" in capsys.readouterr().err
+
+
+def test_a_file_is_written_once_and_plans(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["from-megatron", "--out", "recipes/mine.yaml", "--name", "mine-1", "--", *SMALL.split()]
+    assert main(words) == 0
+    assert compose("mine").recipe.name == "mine-1"
+    assert main(words) == 64
+    assert "recipes/mine.yaml exists" in capsys.readouterr().err
+
+
+@dataclass
+class Watched(Draft):
+    """A draft that keeps which flags were asked for."""
+
+    asked: set[str] = field(default_factory=set)
+
+    def __getitem__(self, name: str) -> object:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def is_given(self, name: str) -> bool:
+        self.asked.add(name)
+        return super().is_given(name)
+
+
+def test_every_translated_flag_is_asked_for(monkeypatch):
+    """A flag of the table that no translation reads would be dropped without a word."""
+    made: list[Watched] = []
+    monkeypatch.setattr(translating, "Draft", lambda *a: made.append(Watched(*a)) or made[-1])
+    more = (
+        f"{EXPERTS} --moe-expert-capacity-factor 1 --fp16 --pipeline-model-parallel-size 2 --context-parallel-size 2",
+        "--multi-latent-attention --optimizer sgd --lr-decay-style WSD --use-megatron-fsdp --save a --load a",
+        "--bf16 --fp8-format hybrid --expert-model-parallel-size 2 "
+        f"--first-last-layers-bf16 --use-rope-scaling {EXPERTS} --moe-layer-recompute "
+        "--moe-router-enable-expert-bias --use-precision-aware-optimizer --weight-decay-incr-style linear",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --group-query-attention "
+        "--recompute-granularity full --use-distributed-optimizer --context-parallel-size 2",
+    )
+    for one in more:
+        draft_of(f"{SMALL} {LLAMA} {one}")
+    draft_of(SMALL.replace("--global-batch-size 8", "--step-batch-size-schedule 0:8"))
+    draft_of(f"{SMALL} --mock-data --eval-interval 5")
+    draft_of(SMALL.replace("--vocab-size", "--padded-vocab-size"))
+    asked = set().union(*(one.asked for one in made))
+    assert sorted(f.name for f in FLAGS if f.fate is Fate.TRANSLATED and f.name not in asked) == []
+
+
+VALUES = ("0", "1", "2", "-1", "7", "0.5", "1e30", "nan", "x", "a,b", "[0]*3", "E|t|L", "0:8 16:9")
+
+
+def test_any_mix_of_flags_ends_in_a_recipe_or_in_typed_errors():
+    draw = random.Random(20)
+    n_drafts = 0
+    for _ in range(400):
+        words = f"{SMALL} {LLAMA if draw.random() < 0.5 else ''}".split()
+        for flag in draw.sample(FLAGS, draw.randint(1, 12)):
+            words.append(draw.choice(flag.names))
+            options = (flag.type or "").split("|")
+            if flag.type is not None:
+                words.append(draw.choice(options if len(options) > 1 else VALUES))
+        try:
+            draft = translate(read_command(words), gpus=draw.choice((None, 8)))
+        except RecipeError:
+            continue
+        n_drafts += 1
+        text = recipe_text(draft)
+        assert [n for n in draft.command.values if n not in text] == []
+        if n_drafts % 8 == 0:
+            check(text, draft.sources)
+    assert n_drafts > 100
+    assert "--num-layers" in BY_NAME
