@@ -1,0 +1,215 @@
+"""`megaspec explain`: keys with type, default, value and origin; rules; every other code."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from megaspec.cli import main
+from megaspec.commands.codes import CODES
+from megaspec.commands.explain import explain_key, explain_rule, read_by, refusal, rules_about, unit_of
+from megaspec.compose import compose
+from megaspec.core.errors import RecipeError
+from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
+from megaspec.core.marked_yaml import parse_yaml
+from megaspec.core.problems import field_paths
+from megaspec.recipe import Recipe
+from megaspec.resolve.examples import EXAMPLES
+from megaspec.resolve.rules import RULES
+
+ROOT = Path(__file__).parents[2]
+FIELDS = list(fields_of(Recipe))
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def explain(capsys, *words):
+    """heading -> texts."""
+    assert main(["explain", *words]) == 0
+    told = {}
+    for line in capsys.readouterr().out.splitlines()[1:]:
+        heading, _, text = line.strip().partition("  ")
+        told.setdefault(heading, []).append(text.strip())
+    return told
+
+
+def field(path, when="") -> FieldAt:
+    return next(f for f in FIELDS if f.path == path and when in f.when)
+
+
+def test_a_key_in_a_recipe(capsys):
+    told = explain(capsys, "optim.lr", "recipe=llama3_70b")
+    assert told["means"] == ["Highest learning rate."]
+    assert told["type"] == ["number above 0"]
+    assert told["default"] == ["none: it must be set"]
+    assert told["in llama3_70b"] == ["0.00015   (recipes/llama3_70b.yaml:10)"]
+    assert [text.partition(":")[0] for text in told["rule"]] == ["lr-min", "lr-init"]
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["optim.lr", "recipe=hello", "optim.lr=1.0"], "1.0   (command line)"),
+        (["optim.kind", "recipe=hello"], "adamw   (conf/optim/adamw.yaml:1)"),
+        (["optim.beta1", "recipe=hello"], "0.9   (default)"),
+        (["data.blend.0.prefix", "recipe=hello"], "data/hello   (recipes/hello.yaml:7)"),
+        (["recipe=llama2_13b", "train.global_batch"], "1024   (recipes/llama2_7b.yaml:13)"),
+        (
+            ["parallelism.dp_shard", "recipe=gpt3_175b"],
+            "4   (decided for 128 x H100: launcher.ranks / (pp · cp) = 16, / tp)",
+        ),
+        (["parallelism.tp", "recipe=hello", "launcher.ranks=3", "parallelism.tp=2"], "2   (command line)"),
+        (["model.moe.layers", "recipe=mixtral_8x7b"], "null   (default)"),
+    ],
+)
+def test_where_a_value_is_from(capsys, words, value):
+    told = explain(capsys, *words)
+    (heading,) = [h for h in told if h.startswith("in ")]
+    assert told[heading] == [value]
+
+
+def test_a_key_that_two_kinds_have_with_other_defaults(capsys):
+    told = explain(capsys, "model.tied_embeddings")
+    assert list(zip(told["when"], told["default"], strict=True)) == [
+        ("model.kind=llama", "false"),
+        ("model.kind=gpt", "true"),
+    ]
+    assert explain(capsys, "model.tied_embeddings", "recipe=gpt2_124m")["default"] == ["true"]
+
+
+def test_a_section_lists_its_keys_and_choices(capsys):
+    told = explain(capsys, "optim")
+    assert told["kind sgd"] == ["Stochastic gradient descent with momentum, decoupled weight decay."]
+    assert told["kind"] == ["adamw or sgd"]
+    assert told["lr"] == ["Highest learning rate"]
+    assert told["momentum"] == ["Decay of the momentum; 0 keeps no state   [optim.kind=sgd]"]
+    assert told["choices"] == ["optim=adamw, optim=sgd"]
+    assert explain(capsys, "data.blend")["prefix"] == ["Path of the .bin and .idx files without their ending"]
+
+
+def test_types_in_words():
+    assert field("train.steps").type_in_words.startswith("whole number above 0")
+    assert field("parallelism.tp").type_in_words.endswith(" or auto")
+    assert field("optim.beta1").type_in_words == "number at least 0 and below 1"
+    assert field("optim.clip").type_in_words == "number above 0 or null"
+    assert field("data.document_mask").type_in_words == "true or false"
+    assert field("kernels.attention").type_in_words == "sdpa, reference or auto"
+    assert field("parallelism.context.factors").type_in_words.startswith("list of 2, each whole number above 0")
+    assert field("model.mla").type_in_words == "section or null"
+    assert field("name").type_in_words == "text"
+    assert field("kernels.compile").literals == ("block", "none", "auto")
+    assert field("log.tensorboard").literals == ("true", "false", "auto")
+
+
+def test_fields_are_those_that_pydantic_knows():
+    assert set(field_paths(Recipe)) == {f.path for f in FIELDS if f".{ENTRY}" not in f.path}
+    assert {f.path for f in FIELDS if f".{ENTRY}" in f.path} == {
+        "data.blend.*.prefix",
+        "data.blend.*.weight",
+        "model.moe.router.losses.*.kind",
+        "model.moe.router.losses.*.coefficient",
+    }
+    assert same_path("data.blend.*.prefix", "data.blend.12.prefix")
+    assert not same_path("data.blend.*.prefix", "data.blend.x.prefix")
+
+
+@pytest.mark.parametrize(
+    ("path", "unit"),
+    [
+        ("train.steps", "steps"),
+        ("train.global_batch", "sequences"),
+        ("data.seq_len", "tokens"),
+        ("launcher.grace_seconds", "seconds"),
+        ("parallelism.bucket_mb", "MB (10^6 bytes)"),
+        ("optim.schedule.warmup_steps", "steps"),
+        ("optim.lr", ""),
+        ("train.seed", ""),
+    ],
+)
+def test_units(path, unit):
+    assert unit_of(field(path)) == unit
+
+
+def test_every_key_can_be_explained():
+    for one in FIELDS:
+        assert list(explain_key(one.path.replace(ENTRY, "0"), None)), one.path
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_every_rule_can_be_explained(code):
+    told = dict(explain_rule(code))
+    assert told["rule"] == RULES[code].__doc__
+    assert EXAMPLES[code].key in told["says"]
+    assert told["wrong"].startswith("megaspec plan recipe=")
+    assert told["mended"]
+    assert read_by(code) <= {f.path for f in FIELDS}
+
+
+def test_rules_are_found_by_what_they_read():
+    assert "tp-heads" in rules_about("parallelism.tp")
+    assert "tp-heads" in rules_about("model.n_heads")
+    assert rules_about("train.seed") == []
+    for code, example in EXAMPLES.items():
+        assert code in rules_about(example.key), code
+
+
+def codes_in_sources():
+    """Every code that a Problem is made with, read off the sources."""
+    for path in (p for room in ("megaspec", "launchers") for p in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            given = [k.value for k in node.keywords if k.arg == "code"]
+            given += node.args[3:4] if name == "Problem" else []
+            given += node.args[-1:] if name in ("_refuse", "refuse") and len(node.args) >= 3 else []
+            values = [one.value for one in given if isinstance(one, ast.Constant)]
+        yield from (
+            value for value in values if isinstance(value, str) and re.fullmatch(r"[a-z]+([.-][a-z-]+)*", value)
+        )
+
+
+def test_every_code_is_known():
+    found = set(codes_in_sources())
+    assert len(found) > 40
+    assert found - set(RULES) <= set(CODES), found - set(RULES) - set(CODES)
+    assert not set(CODES) & set(RULES)
+
+
+@pytest.mark.parametrize("code", [code for code, known in CODES.items() if known.words or known.yaml])
+def test_the_example_of_a_code_is_refused_with_it(code):
+    known = CODES[code]
+    with pytest.raises(RecipeError) as caught:
+        parse_yaml(known.yaml, label="x") if known.yaml else compose("hello", known.words)
+    assert caught.value.problems[0].code == code
+    assert refusal(known)
+
+
+def test_a_code_in_words(capsys):
+    told = explain(capsys, "key.unknown")
+    assert told["says"] == ["optim.lrr=0.0003: lrr is no key when optim.kind=adamw; did you mean lr?   (command line)"]
+    assert explain(capsys, "tp-heads")["rule"] == [RULES["tp-heads"].__doc__]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["optim.lrr"], "did you mean optim.lr"),
+        (["warmup"], "did you mean optim.schedule.warmup_steps?"),
+        (["lr"], "did you mean optim.lr?"),
+        (["tp-head"], "did you mean tp-heads"),
+        (["qqqqqqq"], "sections are"),
+        ([], "give one key or code"),
+        (["optim.lr", "optim.lr=1"], "name one recipe"),
+        (["optim.lr", "recipe=helo"], "did you mean hello?"),
+    ],
+)
+def test_what_is_refused(capsys, words, text):
+    assert main(["explain", *words]) == 64
+    assert text in capsys.readouterr().err
