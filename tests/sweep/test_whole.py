@@ -1,0 +1,92 @@
+"""Sweeps that train: killed in the middle in every way, each point's steps are taken once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.sweep.conftest import TINY, points, states
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "megaspec", "train", "-m", *TINY, "sweep.name=s", "sweep.slots=2", *words]
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
+    return dict(os.environ) | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def steps_of(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.startswith('{"event": "step"')]
+
+
+def starts_of(folder: Path) -> list[int]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines if line.startswith('{"event": "start"')]
+
+
+def life(number: signal.Signals, at: int, *words: str) -> int:
+    """One life of the sweep, ended by a signal once so many steps were done by all its points. -> exit code."""
+    process = subprocess.Popen(command(*words), env=environment(), stdout=subprocess.DEVNULL)
+    while process.poll() is None and sum(len(steps_of(f)) for f in Path("sweeps/s").glob("*")) < at:
+        time.sleep(0.02)
+    process.send_signal(number)
+    return process.wait(60)
+
+
+def runs_left() -> list[int]:
+    return [p.pid for p in psutil.process_iter() if is_run_here(p)]
+
+
+def is_run_here(process: psutil.Process) -> bool:
+    try:
+        return process.cwd() == os.getcwd() and "resume" in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def finish(*words: str) -> None:
+    done = subprocess.run(command(*words), env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_each_ran_once(count: int, steps: int) -> None:
+    assert states() == ["done"] * count
+    for point in points().values():
+        folder = Path("sweeps/s", point.folder)
+        assert steps_of(folder) == list(range(1, steps + 1)), point.folder
+        starts = starts_of(folder)
+        assert starts[0] == 0, point.folder
+        assert starts == sorted(set(starts)), point.folder  # no life began where another one had
+    assert runs_left() == []
+
+
+def test_a_killed_sweep_goes_on():
+    words = ("optim.lr=1e-3,3e-3", "train.steps=150", "checkpoint.every=20")
+    assert life(signal.SIGKILL, 20, *words) == -signal.SIGKILL
+    finish(*words)
+    assert_each_ran_once(2, 150)
+    assert len(starts_of(Path("sweeps/s", points()[1].folder))) == 2
+
+
+@pytest.mark.slow
+def test_twelve_points_are_killed_and_stopped():
+    words = ("optim.lr=1e-4,3e-4,1e-3,3e-3", "data.seed=1,2,3", "train.steps=300", "checkpoint.every=50")
+    assert life(signal.SIGKILL, 1000, *words) == -signal.SIGKILL
+    assert life(signal.SIGTERM, 2000, *words) == 75
+    assert runs_left() == []
+    finish(*words)
+    assert_each_ran_once(12, 300)
+    lives = [len(starts_of(Path("sweeps/s", p.folder))) for p in points().values()]
+    assert 12 < sum(lives) <= 16  # only the two points of each interrupted pair lived again
