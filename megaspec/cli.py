@@ -17,7 +17,14 @@ from typing import NoReturn
 from megaspec import __version__
 from megaspec.checkpoint import commands as checkpoint_commands
 from megaspec.checkpoint.lock import RunLock
+from megaspec.commands import bench as bench_commands
+from megaspec.commands import check as check_commands
+from megaspec.commands import diff as diff_commands
+from megaspec.commands import explain as explain_commands
 from megaspec.commands import from_megatron as from_megatron_commands
+from megaspec.commands import plan as plan_commands
+from megaspec.commands import recipes as recipes_commands
+from megaspec.commands import tune
 from megaspec.commands.words import compose_words, take, terminal, words_parser
 from megaspec.compose import COMMAND_LINE, Composed, recompose
 from megaspec.core.errors import MegaspecError, Problem, RecipeError
@@ -55,9 +62,16 @@ _HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _IN_FOLDER, "-c": _
 
 # Commands that stand in modules of their own: `add_parser(commands)` adds the parser of that name, `run(args)` runs it.
 MODULES: dict[str, ModuleType] = {
+    "tune": tune,
+    "plan": plan_commands,
     "data": data_commands,
     "checkpoint": checkpoint_commands,
     "from-megatron": from_megatron_commands,
+    "bench": bench_commands,
+    "diff": diff_commands,
+    "explain": explain_commands,
+    "check": check_commands,
+    "recipes": recipes_commands,
     "sweep": sweep_commands,
 }
 
@@ -111,7 +125,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     command = add("train", "train a recipe: recipe=NAME a.b=c ... [resume=auto]", train, parents=[words])
     command.add_argument("-m", "--multirun", action="store_true", help="run every point of a.b=1,2; sweep.slots=N ...")
-    add("plan", "show what `train` would do, without torch and without data", plan, parents=[words])
     command = add("resume", "go on with a run, changed where the experiment allows it", resume_run)
     command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     command.add_argument("--fork", metavar="NEW", help="start another run from its newest checkpoint; all may change")
@@ -159,17 +172,6 @@ def train(args: argparse.Namespace) -> int:
         return _prepare_new(composed, target, folder if how == "auto" else None)
 
     return _start(prepare)
-
-
-def plan(args: argparse.Namespace) -> int:
-    """Print what `train` would do. Data that is not there is told at the end."""
-    composed, target = compose_words(args.words, args.config_dir), detect_target()
-    facts = gather_facts(composed.recipe)
-    spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
-    _show(spec, target)
-    for problem in facts.problems:
-        print(f"not ready to train: {problem}", file=sys.stderr)
-    return 0
 
 
 def resume_run(args: argparse.Namespace) -> int:

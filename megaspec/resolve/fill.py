@@ -4,6 +4,7 @@ Each function fills what it is named after, in the order of FILLS: later ones re
 that breaks a rule is filled all the same; the rules say so with everything else that is wrong.
 """
 
+import json
 from collections.abc import Callable
 from math import gcd
 from pathlib import PurePath
@@ -15,14 +16,26 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import divisors
+from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
+from megaspec.resolve.hardware import Hardware, hardware_of
 from megaspec.resolve.target import Target
+from megaspec.resolve.tune import SEARCHED, Found, Grid, tune
 from megaspec.spec import Decision
 from megaspec_kernels.catalog import choose
 
 MICRO_BATCH_TOKENS = 8192
 CPU_RANKS = 2
 NODE_RANKS = 8
+# What only a search decides, and what stands there without one.
+PLAIN = {
+    "parallelism.pp": 1,
+    "parallelism.pipeline.virtual_stages": 1,
+    "parallelism.cp": 1,
+    "parallelism.ep": 1,
+    "parallelism.dp_strategy": "replicate",
+    "parallelism.recompute.kind": "none",
+}
 
 
 class Draft:
@@ -92,10 +105,40 @@ def data_cache(draft: Draft) -> None:
 
 
 def searched(draft: Draft) -> None:
-    """Degrees that only a search decides; where none is made, the plain choice."""
-    degrees = dict.fromkeys(("pp", "cp", "ep", "pipeline.virtual_stages"), 1)
-    for key, plain in {**degrees, "dp_strategy": "replicate", "recompute.kind": "none"}.items():
-        draft.fill(f"parallelism.{key}", plain, "no GPU: nothing to search for")
+    """Degrees that only a search decides; on a machine that nothing is known about, the plain choice."""
+    if not any(draft.is_open(key) for key in PLAIN):
+        return
+    hardware = hardware_of(draft.target) if draft.target.device == "cuda" else None
+    why = "no GPU that is known: nothing to search with"
+    if hardware is not None:
+        found = _search(draft, hardware)
+        why = "no layout that can be trained keeps every rule"
+        if found.best:
+            best = found.best[0].recipe.model_dump(mode="json")
+            fate = f"fastest of {found.fitting:,} that fit" if found.fitting else "nothing fits; it needs least memory"
+            for key in SEARCHED:
+                draft.fill(key, value_at(best, key), f"{fate}, {found.weighed:,} weighed (megaspec tune)")
+    for key, plain in PLAIN.items():
+        draft.fill(key, plain, why)
+
+
+def _search(draft: Draft, hardware: Hardware) -> Found:
+    """The best layouts among those that can be trained, what is set staying as it is."""
+    open_keys = frozenset(key for key in SEARCHED if draft.is_open(key))
+    recipe = Recipe.model_validate_json(json.dumps(draft.content))
+    base = plainly_filled(recipe, draft.target, draft.facts)
+    grid = Grid(base, draft.target, draft.facts, hardware, ceilings_of(hardware), open_keys, is_for_training=True)
+    return tune(grid, most=1)
+
+
+def plainly_filled(recipe: Recipe, target: Target, facts: Facts) -> Recipe:
+    """The recipe with every auto filled, without a search: what a search starts from."""
+    draft = Draft(recipe, target, facts)
+    for key, plain in PLAIN.items():
+        draft.fill(key, plain, "")
+    for fill in FILLS:
+        fill(draft)
+    return Recipe.model_validate_json(json.dumps(draft.content))
 
 
 def _unit(draft: Draft) -> int:

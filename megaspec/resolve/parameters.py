@@ -139,11 +139,14 @@ def rank_parameters(recipe: Recipe, stage: int) -> RankParameters:
     model, own = recipe.model, recipe.parallelism
     dense = expert = 0
     holds_table = False
+    experts = has_experts(model)
     for chunk in stages_of(model, own)[stage]:
-        for number in chunk.layers:
-            layer = layer_parameters(model, with_experts=has_experts(model)[number], tp=own.tp, ep=own.ep, etp=own.etp)
-            dense += layer.dense
-            expert += layer.experts
+        routed = sum(experts[number] for number in chunk.layers)
+        for with_experts, layers in ((True, routed), (False, len(chunk.layers) - routed)):
+            if layers:
+                layer = layer_parameters(model, with_experts=with_experts, tp=own.tp, ep=own.ep, etp=own.etp)
+                dense += layers * layer.dense
+                expert += layers * layer.experts
         dense += _norm(model) if chunk.head else 0
         dense += model.max_seq_len * model.d_model if chunk.embedding and isinstance(model, GptSpec) else 0
         for wanted in (chunk.embedding, chunk.head):

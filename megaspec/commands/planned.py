@@ -1,0 +1,123 @@
+"""The machine that a recipe is planned for: `hardware=`, `gpus=` and `ceilings=` on a command line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaspec.commands.words import compose_words
+from megaspec.compose import COMMAND_LINE, Composed
+from megaspec.core.axes import fewest_gpus
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.frozen import AUTO
+from megaspec.recipe import Recipe
+from megaspec.resolve.ceilings import Ceilings, ceilings_of, read_ceilings
+from megaspec.resolve.hardware import Hardware, hardware_named, hardware_of
+from megaspec.resolve.target import Target, detect_target
+
+DEFAULT = "H100"
+CPU = "cpu"
+MAX_GPUS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A composed recipe and what it is planned for."""
+
+    composed: Composed
+    target: Target
+    hardware: Hardware | None
+    """None for a machine without GPUs, or with GPUs that the table does not know."""
+    ceilings: Ceilings | None
+    why: str
+    """How the machine was chosen."""
+
+
+def plan_words(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> Planned:
+    """`recipe=NAME [hardware=NAME] [gpus=N] [ceilings=FILE] a.b=c ...`.
+
+    Without `hardware=`: the GPUs of this machine; where it has none, those that the recipe's source names, else H100.
+    Without `gpus=`: those of this machine, else launcher.ranks, else as many nodes as the degrees that are set need.
+    """
+    given, rest = _words_for_us(words)
+    composed = compose_words(rest, config_dirs)
+    here = detect_target()
+    name = given.get("hardware")
+    if name == CPU:
+        target = here.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "gpu_memory": 0})
+        return Planned(composed, target, None, None, "hardware=cpu")
+    if name is None and here.device == "cuda" and "gpus" not in given:
+        hardware = hardware_of(here)
+        return Planned(composed, here, hardware, _ceilings(given, hardware), "this machine")
+    hardware, why = _hardware(name, composed.recipe, here)
+    gpus = _gpus(given, composed.recipe, hardware)
+    return Planned(composed, planned_target(hardware, gpus, here), hardware, _ceilings(given, hardware), why)
+
+
+def planned_target(hardware: Hardware, gpus: int, here: Target) -> Target:
+    """A machine, or several, of this many GPUs, with the packages of this one."""
+    versions = here.versions | {"torch": here.versions.get("torch", "").partition("+")[0]}
+    return Target(
+        gpus=gpus,
+        gpu=hardware.name,
+        sm=hardware.sm,
+        gpu_memory=hardware.memory,
+        cores=here.cores,
+        versions=versions,
+    )
+
+
+def fewest(recipe: Recipe) -> int:
+    """GPUs that the degrees of a recipe need, those that it leaves open counted 1."""
+    own = recipe.parallelism
+    degrees = {axis: getattr(own, axis) for axis in ("tp", "pp", "cp", "ep", "etp")}
+    least = fewest_gpus(**{axis: 1 if n == AUTO else n for axis, n in degrees.items()})
+    inner = 1
+    for n in (own.tp, own.pp, own.cp, own.dp_replicate, own.dp_shard):
+        inner *= 1 if n == AUTO else n
+    return max(least, inner)
+
+
+def _words_for_us(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in ("hardware", "gpus", "ceilings"):
+            rest.append(word)
+        elif name in given or not value:
+            what = "is given more than once" if name in given else "is empty"
+            raise RecipeError([Problem(name, f"{name}= {what}", COMMAND_LINE, "choice.unknown")])
+        else:
+            given[name] = value
+    return given, rest
+
+
+def _hardware(name: str | None, recipe: Recipe, here: Target) -> tuple[Hardware, str]:
+    if name is not None:
+        return hardware_named(name), f"hardware={name}"
+    own = hardware_of(here) if here.device == "cuda" else None
+    if own is not None:
+        return own, "the GPUs of this machine"
+    if recipe.about.hardware is not None:
+        return hardware_named(recipe.about.hardware), "no GPU here: what the recipe's source names"
+    return hardware_named(DEFAULT), f"no GPU here: {DEFAULT}; hardware= names another"
+
+
+def _gpus(given: dict[str, str], recipe: Recipe, hardware: Hardware) -> int:
+    text = given.get("gpus")
+    if text is None:
+        least = fewest(recipe)
+        nodes = -(-least // hardware.node_size)
+        return (
+            recipe.launcher.ranks if recipe.launcher.ranks != AUTO else max(least, min(8, hardware.node_size) * nodes)
+        )
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_GPUS or len(text) > 9:
+        text = f"gpus={text} must be a whole number from 1 to {MAX_GPUS:,}"
+        raise RecipeError([Problem("gpus", text, COMMAND_LINE, "choice.unknown")])
+    return int(text)
+
+
+def _ceilings(given: dict[str, str], hardware: Hardware | None) -> Ceilings | None:
+    if "ceilings" in given:
+        return read_ceilings(Path(given["ceilings"]), hardware)
+    return None if hardware is None else ceilings_of(hardware)

@@ -1,0 +1,206 @@
+"""`megaspec tune`: the best layouts of a recipe for a number of GPUs."""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.markup import escape
+from rich.table import Table
+
+from megaspec.commands.planned import plan_words
+from megaspec.commands.words import terminal, words_parser
+from megaspec.compose import COMMAND_LINE, Composed, compose
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.frozen import AUTO
+from megaspec.core.problems import one_of, show, value_at
+from megaspec.data.files import write_atomically
+from megaspec.recipe import Recipe
+from megaspec.resolve.difference import leaves
+from megaspec.resolve.fill import plainly_filled
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.hardware import HARDWARE, Hardware
+from megaspec.resolve.tune import SEARCHED, Candidate, Found, Grid, tune
+from megaspec.resolve.unbuilt import unbuilt_problems
+
+GIB = 2**30
+# What follows from the fields that a search decides, unless the command line sets it.
+OPEN_WITH_THEM = ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.sequence_parallel")
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search that was made."""
+
+    composed: Composed
+    hardware: Hardware
+    grid: Grid
+    found: Found
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `tune`."""
+    text = "search for the fastest layouts of a recipe: recipe=NAME gpus=N [hardware=H100] a.b=c ..."
+    command = commands.add_parser("tune", help=text, description=text, allow_abbrev=False, parents=[words_parser()])
+    command.add_argument("--top", type=int, default=10, metavar="N", help="how many to print (10)")
+    command.add_argument("--out", type=Path, metavar="FILE", help="write one as a recipe, e.g. recipes/mine.yaml")
+    command.add_argument("--take", type=int, default=1, metavar="N", help="which one --out writes (1, the fastest)")
+    command.add_argument("--trainable", action="store_true", help="only what can be trained today")
+    command.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, print, write."""
+    if args.top < 1 or args.take < 1:
+        raise RecipeError("--top and --take must be at least 1")
+    search = find(args)
+    if not search.found.best:
+        world, batch = search.grid.recipe.launcher.ranks, search.grid.recipe.train.global_batch
+        text = f"no layout of {world} GPUs keeps the rules at train.global_batch={batch}; try another gpus= or batch"
+        raise RecipeError([Problem("parallelism", text, code="tune-none")])
+    if args.json:
+        print(json.dumps(as_json(search), indent=1))
+    else:
+        show_found(search)
+    if not search.found.best[0].fits:
+        memory, hardware = search.found.best[0].memory.total / GIB, search.hardware
+        text = f"no layout fits: the smallest needs {memory:.1f} GiB of {hardware.name}'s {hardware.memory / GIB:.1f}"
+        raise RecipeError([Problem("parallelism", f"{text}; try more GPUs (gpus=) or a larger one (hardware=)")])
+    if args.out is not None:
+        write(args, search)
+    return 0
+
+
+def find(args: argparse.Namespace) -> Search:
+    """The search that a command line asks for. What it sets itself stays."""
+    planned = plan_words(args.words, args.config_dir)
+    composed, target = planned.composed, planned.target
+    if planned.hardware is None or planned.ceilings is None:
+        text = f"hardware={target.gpu or 'cpu'} has nothing to search with; choose {one_of(list(HARDWARE))}"
+        raise RecipeError([Problem("hardware", text, COMMAND_LINE, "hardware-unknown")])
+    fixed = {key for key, origin in composed.origins.items() if origin == COMMAND_LINE}
+    open_keys = frozenset(key for key in SEARCHED if not any(key == f or key.startswith(f"{f}.") for f in fixed))
+    content = composed.recipe.model_dump(mode="json")
+    content["launcher"]["ranks"] = target.gpus
+    for key in OPEN_WITH_THEM:
+        if key not in fixed:
+            content["parallelism"][key.rpartition(".")[2]] = AUTO
+    if "train.micro_batch" in open_keys:
+        content["train"]["micro_batch"] = AUTO
+    asked = Recipe.model_validate_json(json.dumps(content))
+    facts = replace(gather_facts(asked), problems=())
+    base = plainly_filled(asked, target, facts)
+    grid = Grid(base, target, facts, planned.hardware, planned.ceilings, open_keys, is_for_training=args.trainable)
+    return Search(composed, planned.hardware, grid, tune(grid, most=max(args.top, args.take)))
+
+
+def words_of(recipe: Recipe) -> str:
+    """A layout in short, without what is 1 or off: `tp4 pp4x2 cp2 zero1x2 mb1`."""
+    own, words = recipe.parallelism, []
+    chunks = own.pipeline.virtual_stages
+    for axis in ("tp", "pp", "cp", "ep", "etp"):
+        if getattr(own, axis) > 1:
+            words.append(f"{axis}{getattr(own, axis)}" + (f"x{chunks}" if axis == "pp" and chunks > 1 else ""))
+    dp = own.dp_replicate * own.dp_shard
+    if dp > 1:
+        ranks = f"{own.dp_replicate}x{own.dp_shard}" if own.dp_strategy == "hsdp" else str(dp)
+        words.append(f"{own.dp_strategy}:{ranks}")
+    words.append(f"mb{recipe.train.micro_batch}")
+    if own.recompute.kind != "none":
+        words.append(f"recompute:{own.recompute.kind}")
+    return " ".join(words)
+
+
+def show_found(search: Search) -> None:
+    """The table of the best layouts."""
+    out, found, hardware = terminal(), search.found, search.hardware
+    recipe = search.grid.recipe
+    batch = f"{recipe.train.global_batch} sequences of {recipe.data.seq_len:,}"
+    out.print(
+        f"{recipe.name} on {recipe.launcher.ranks} x {hardware.name}, {batch} a step: {found.weighed:,} layouts and "
+        f"micro batches are legal, {found.fitting:,} fit"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "step", "tok/s/GPU", "MFU", "free GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for number, one in enumerate(found.best, start=1):
+        free = (hardware.memory - one.memory.total) / GIB
+        table.add_row(
+            f"{number}*" if unbuilt_problems(one.recipe) else f"{number}",
+            _time(one.time.seconds),
+            f"{one.time.tokens_per_second_per_gpu:,.0f}",
+            f"{one.time.mfu['causal']:.1%}",
+            f"{free:,.1f}",
+            one.limit,
+            escape(words_of(one.recipe)),
+        )
+    out.print(table)
+    if any(unbuilt_problems(one.recipe) for one in found.best):
+        out.print("* can be planned, not trained yet; --trainable leaves these out")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.0f} ms"
+
+
+def as_json(search: Search) -> dict[str, Any]:
+    """What a program reads."""
+    return {
+        "recipe": search.composed.recipe.name,
+        "hardware": search.hardware.name,
+        "gpus": search.grid.recipe.launcher.ranks,
+        "weighed": search.found.weighed,
+        "fitting": search.found.fitting,
+        "best": [_candidate(one) for one in search.found.best],
+    }
+
+
+def _candidate(one: Candidate) -> dict[str, Any]:
+    return {
+        "overrides": [f"{key}={show(value)}" for key, value in layout_of(one.recipe).items()],
+        "seconds": one.time.seconds,
+        "tokens_per_second_per_gpu": one.time.tokens_per_second_per_gpu,
+        "mfu": one.time.mfu,
+        "memory": one.memory.total,
+        "fits": one.fits,
+        "limit": one.limit,
+        "trainable": not unbuilt_problems(one.recipe),
+    }
+
+
+def layout_of(recipe: Recipe) -> dict[str, Any]:
+    """Every field that says the layout, by dotted path."""
+    content = recipe.model_dump(mode="json")
+    keys = (*SEARCHED, *OPEN_WITH_THEM, "parallelism.pipeline.schedule", "parallelism.pipeline.micro_batch_group")
+    return {key: value_at(content, key) for key in keys} | {"launcher.ranks": recipe.launcher.ranks}
+
+
+def write(args: argparse.Namespace, search: Search) -> None:
+    """One layout as a recipe that inherits from the one that was asked about, and holds all that the words changed."""
+    if args.take > len(search.found.best):
+        raise RecipeError(f"--take {args.take}: {len(search.found.best)} layouts were found")
+    one = search.found.best[args.take - 1]
+    parent = next(w.removeprefix("recipe=") for w in args.words if w.startswith("recipe="))
+    plain = compose(parent, (), args.config_dir).recipe.model_dump(mode="json")
+    asked = search.composed.recipe.model_dump(mode="json")
+    changed = {key: value for key, value in leaves(asked) if value != value_at(plain, key)}
+    changed |= {key: value for key, value in layout_of(one.recipe).items() if value != value_at(plain, key)}
+    changed.pop("name", None)
+    nested: dict[str, Any] = {}
+    for key, value in changed.items():
+        *above, last = key.split(".")
+        where = nested
+        for part in above:
+            where = where.setdefault(part, {})
+        where[last] = value
+    words, machine = " ".join(args.words), f"{one.recipe.launcher.ranks} x {search.hardware.name}"
+    text = f"# Number {args.take} of `megaspec tune {words}` on {machine}: predicted to take\n"
+    text += f"# {_time(one.time.seconds)} a step and {one.memory.total / GIB:.1f} GiB of the fullest rank.\n"
+    text += yaml.safe_dump({"defaults": [parent], **nested}, sort_keys=False)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(args.out, [text.encode()])
+    print(f"{args.out}: written")

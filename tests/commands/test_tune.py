@@ -1,0 +1,67 @@
+"""`megaspec tune`: what it prints and writes."""
+
+import json
+
+import pytest
+
+from megaspec.cli import main
+from megaspec.commands.planned import plan_words
+from megaspec.core.errors import RecipeError
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.memory import fullest, memory_of
+from megaspec.resolve.resolver import resolve
+
+WORDS = ("recipe=llama3_8b", "gpus=8", "hardware=H100", "train.global_batch=32")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_json_holds_layouts_that_resolve_to_what_it_says(capsys):
+    assert main(["tune", *WORDS, "--json", "--top", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["gpus"], found["hardware"], len(found["best"])) == (8, "H100", 3)
+    for one in found["best"]:
+        words = [w for w in one["overrides"] if not w.startswith("launcher")]
+        planned = plan_words([*WORDS, *words])
+        spec = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x"))
+        assert fullest(memory_of(spec)).total == one["memory"]
+
+
+def test_one_is_written_as_a_recipe_that_is_that_layout(tmp_path, capsys):
+    out = tmp_path / "recipes" / "mine.yaml"
+    assert main(["tune", *WORDS, "optim.lr=1e-4", "parallelism.tp=2", "--out", str(out), "--take", "2"]) == 0
+    assert "limited by" in capsys.readouterr().out
+    assert main(["tune", *WORDS, "optim.lr=1e-4", "parallelism.tp=2", "--json"]) == 0
+    second = json.loads(capsys.readouterr().out)["best"][1]
+    planned = plan_words(["recipe=mine", "hardware=H100"])
+    spec = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x"))
+    assert (spec.world_size, spec.parallelism.tp, spec.optim.lr, spec.train.global_batch) == (8, 2, 1e-4, 32)
+    assert fullest(memory_of(spec)).total == second["memory"]
+    assert "defaults:\n- llama3_8b" in out.read_text()
+
+
+def test_what_can_be_trained_today(capsys):
+    assert main(["tune", "recipe=llama3_2_1b", "gpus=4", "hardware=H200", "--trainable", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best
+    assert all(one["trainable"] for one in best)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("recipe=llama3_1_405b", "gpus=8"), "no layout fits: the smallest needs"),
+        (("recipe=llama3_8b", "gpus=7", "parallelism.tp=2"), "no layout of 7 GPUs keeps the rules"),
+        (("recipe=llama3_8b", "gpus=0"), "gpus=0 must be a whole number from 1"),
+        (("recipe=llama3_8b", "hardware=H300"), "hardware=H300 is not known"),
+        (("recipe=llama3_8b", "hardware=cpu"), "hardware=cpu has nothing to search with"),
+        ((*WORDS, "--take", "0"), "must be at least 1"),
+    ],
+)
+def test_what_can_not_be_found_is_said(words, said, capsys):
+    assert main(["tune", *words]) == RecipeError.exit_code
+    assert said in capsys.readouterr().err
