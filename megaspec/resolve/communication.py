@@ -91,22 +91,23 @@ class Mesh:
             yield Collective(what, kind, group, ranks, round(size), times, within, per_node, hidden, phase)
 
 
-def mesh_of(recipe: Recipe, node_size: int) -> Mesh:
-    """The grids of a filled recipe."""
+def mesh_of(recipe: Recipe, hardware: Hardware | None) -> Mesh:
+    """The grids of a filled recipe. Without hardware all ranks lie in one node."""
     own = recipe.parallelism
     dense = degrees(own)
-    return Mesh(dense, expert_degrees(dense, ep=own.ep, etp=own.etp), node_size)
+    node = hardware.node_size if hardware else world_size(dense)
+    return Mesh(dense, expert_degrees(dense, ep=own.ep, etp=own.etp), node)
 
 
-def collectives_of(recipe: Recipe, hardware: Hardware, rank: int | None = None) -> tuple[Collective, ...]:
+def collectives_of(recipe: Recipe, hardware: Hardware | None, rank: int | None = None) -> tuple[Collective, ...]:
     """All collectives of a step of one pipeline rank; None: of the one that sends most."""
     pp = recipe.parallelism.pp
     ranks = sorted({0, pp // 2, pp - 1}) if rank is None else [rank]
     return max((_of_rank(recipe, hardware, r) for r in ranks), key=lambda all_: sum(c.sent for c in all_))
 
 
-def _of_rank(recipe: Recipe, hardware: Hardware, rank: int) -> tuple[Collective, ...]:
-    mesh, shape = mesh_of(recipe, hardware.node_size), shape_of(recipe)
+def _of_rank(recipe: Recipe, hardware: Hardware | None, rank: int) -> tuple[Collective, ...]:
+    mesh, shape = mesh_of(recipe, hardware), shape_of(recipe)
     chunks = stages_of(recipe.model, recipe.parallelism)[rank]
     found: dict[Collective, int] = {}
     for chunk in chunks:

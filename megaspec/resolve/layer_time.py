@@ -225,5 +225,5 @@ def layer_times(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Layer
         if len(_KEPT) >= _MOST_KEPT:
             _KEPT.clear()
         # what the key names by identity is held by the value
-        found = _KEPT[key] = LayerTimes(recipe, hardware, mesh_of(recipe, hardware.node_size), ceilings)
+        found = _KEPT[key] = LayerTimes(recipe, hardware, mesh_of(recipe, hardware), ceilings)
     return found

@@ -1,0 +1,54 @@
+"""`megaspec plan`: what `train` would do, without torch, without data and on any hardware."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+from megaspec.commands.planned import plan_words
+from megaspec.commands.words import terminal, words_parser
+from megaspec.compose import COMMAND_LINE
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.plan import make_plan, rank_view
+from megaspec.resolve.report import print_ranks, print_whole_plan
+from megaspec.resolve.resolver import resolve
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `plan`."""
+    text = "show what `train` would do: recipe=NAME [hardware=H100] [gpus=N] [ceilings=FILE] a.b=c ..."
+    command = commands.add_parser("plan", help=text, description=text, allow_abbrev=False, parents=[words_parser()])
+    command.add_argument("--json", action="store_true", help="one JSON object")
+    command.add_argument("--ranks", metavar="0,5", help="these ranks' own view: place, groups, layers, memory")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Resolve for the machine that is asked about, and print. Data that is not there is told at the end."""
+    planned = plan_words(args.words, args.config_dir)
+    composed, target = planned.composed, planned.target
+    facts = gather_facts(composed.recipe)
+    spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
+    plan = make_plan(spec, target, hardware=planned.hardware, ceilings=planned.ceilings, why=planned.why)
+    views = [rank_view(plan, rank) for rank in _ranks(args.ranks, spec.world_size)]
+    if args.json:
+        content = plan.as_json() | ({"ranks": [view.model_dump(mode="json") for view in views]} if views else {})
+        print(json.dumps(content, indent=1))
+    else:
+        print_whole_plan(plan, terminal())
+        print_ranks(views, terminal())
+    for problem in facts.problems:
+        print(f"not ready to train: {problem}", file=sys.stderr)
+    return 0
+
+
+def _ranks(text: str | None, world: int) -> list[int]:
+    """`0,5` -> [0, 5]. RecipeError: not numbers of ranks."""
+    if text is None:
+        return []
+    words = text.split(",")
+    if not all(w.isascii() and w.isdigit() and len(w) < 10 and int(w) < world for w in words):
+        wrong = f"--ranks {text} must be ranks from 0 to {world - 1}, with commas between them"
+        raise RecipeError([Problem("", wrong, COMMAND_LINE)])
+    return [int(w) for w in words]

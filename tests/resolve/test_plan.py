@@ -1,0 +1,154 @@
+"""A whole plan, against groups listed rank by rank and figures of other modules."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from megaspec.compose import compose
+from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, rank_groups
+from megaspec.resolve.ceilings import ceilings_of
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.hardware import HARDWARE
+from megaspec.resolve.plan import make_plan, rank_view
+from megaspec.resolve.report import print_plan, print_whole_plan
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.target import Target
+
+CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
+
+
+def machine(gpus, name="H100"):
+    kind = HARDWARE[name]
+    return Target(gpus=gpus, gpu=name, sm=kind.sm, gpu_memory=kind.memory, cores=16, versions={"torch": "2.13.0"})
+
+
+def planned(recipe, *overrides, gpus=8, name="H100"):
+    target, hardware = machine(gpus, name), HARDWARE[name]
+    composed = compose(recipe, overrides)
+    vocab = 257 if recipe == "hello" else None
+    facts = Facts(run_dir="runs/x", vocab_size=vocab, train_tokens=10**13, valid_tokens=10**9)
+    spec = resolve(composed.recipe, target, facts, composed.origins)
+    return make_plan(spec, target, hardware=hardware, ceilings=ceilings_of(hardware))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return planned("llama3_70b", gpus=64)
+
+
+def text_of(print_it, *arguments, width=80):
+    console = Console(width=width, record=True, file=None, force_terminal=False, quiet=False)
+    with console.capture() as captured:
+        print_it(*arguments, console)
+    return captured.get()
+
+
+def test_json_has_what_programs_read(llama):
+    content = json.loads(json.dumps(llama.as_json()))
+    mesh = content["mesh"]
+    assert mesh["world"] == 64 == mesh["pp"] * mesh["edp"] * mesh["ep"] * mesh["etp"]
+    assert (mesh["tp"], mesh["cp"], mesh["pp"], mesh["dp_replicate"] * mesh["dp_shard"]) == (4, 2, 4, 2)
+    assert content["parameters"]["total"] == content["parameters"]["active"] == 70_553_706_496
+    assert len(content["parameters"]["per_stage"]) == len(content["memory"]["per_stage"]) == 4
+    kinds = ("weights", "gradients", "optimizer", "activations", "logits", "expert_buffers", "communication", "reserve")
+    assert content["memory"]["total"] == sum(content["memory"][kind] for kind in kinds)
+    assert content["memory"]["total"] == max(stage["total"] for stage in content["memory"]["per_stage"])
+    assert content["memory"]["fits"] == (content["memory"]["total"] <= content["memory"]["capacity"])
+    assert content["step_time"]["seconds"] == pytest.approx(sum(content["step_time"]["parts"].values()))
+    tokens = content["batch"]["tokens_per_step"] / content["step_time"]["seconds"]
+    assert content["tokens_per_second"] == pytest.approx(tokens)
+    flops = content["flops_per_token"]["full"] * tokens
+    assert content["mfu"]["full"] == pytest.approx(flops / (64 * 989e12))
+    assert content["bubble"]["formula"] == pytest.approx(3 / content["batch"]["accumulation"])
+    assert {"name", "hardware", "communication", "decisions", "days", "groups"} <= set(content)
+
+
+def test_groups_are_those_of_the_mesh(llama):
+    for group in llama.groups:
+        listed = rank_groups((group.axis,), llama.mesh, DENSE_AXES)
+        assert (list(group.first), len(listed)) == (listed[0], group.count)
+        assert group.within_node == all(ranks[0] // 8 == ranks[-1] // 8 for ranks in listed)
+    assert [g.axis for g in llama.groups] == ["tp", "cp", "dp_shard", "pp"]
+
+
+def test_experts_have_groups_of_their_own():
+    plan = planned("mixtral_8x7b", gpus=64)
+    listed = {g.axis: g for g in plan.groups}
+    assert list(listed["ep"].first) == rank_groups(("ep",), plan.mesh, EXPERT_AXES)[0]
+    assert plan.parameters["active"] < plan.parameters["total"] / 3
+    assert "model.moe" in plan.unbuilt
+
+
+def test_a_rank_sees_its_own_place(llama):
+    view = rank_view(llama, 43)
+    assert view.dense == {"pp": 2, "dp_replicate": 0, "dp_shard": 1, "cp": 0, "tp": 3}
+    assert view.groups["tp"] == (40, 41, 42, 43)
+    assert view.groups["pp"] == (11, 27, 43, 59)
+    assert view.layers == ("40-59",)
+    assert view.parameters == llama.parameters["per_stage"][2]
+    for axis, ranks in view.groups.items():
+        axes = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
+        assert list(ranks) in rank_groups((axis,), llama.mesh, axes)
+
+
+def test_what_does_not_fit_says_so_and_what_would():
+    plan = planned("llama3_8b", "parallelism.dp_strategy=replicate", gpus=8)
+    assert plan.memory.fits is False
+    assert plan.memory.fits_on == ("B200", "GB200")
+    shown = text_of(print_whole_plan, plan)
+    assert "does NOT fit H100's 79.6 GiB" in shown
+    assert "fits B200 or GB200" in " ".join(shown.split())
+
+
+def test_the_source_names_other_hardware():
+    plan = planned("llama2_7b", gpus=8, name="H200")
+    assert plan.source_fit == "it fits A100-80, which its source names"
+
+
+def test_everything_fits_eighty_columns(llama):
+    for plan in (llama, planned("deepseek_v3", gpus=256), planned("hello", "train.global_batch=64")):
+        shown = text_of(print_whole_plan, plan)
+        assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+        for heading in (
+            "mesh",
+            "Memory of the fullest rank",
+            "What a rank sends",
+            "A step takes about",
+            "Decided for you",
+        ):
+            assert heading in shown
+
+
+def test_pipelines_are_drawn(llama):
+    shown = text_of(print_whole_plan, llama)
+    assert "   0 0123......aa4bb5" in shown
+    assert "1f1b, 256 micro batches: bubble 1.2% of the busy time" in " ".join(shown.split())
+
+
+def test_before_train_there_is_one_screen():
+    composed = compose("hello", ("train.global_batch=16",))
+    facts = Facts(run_dir="runs/x", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+    for target in (CPU, machine(4, "H200"), replace_name(machine(4, "H200"), "Unheard-of GPU")):
+        spec = resolve(composed.recipe, target, facts, composed.origins)
+        shown = text_of(print_plan, spec, target, width=120)
+        assert shown.count("\n") <= 40
+        assert "16 sequences = micro" in shown
+        assert "on the fullest rank" in shown
+        assert ("a step predicted" in shown) == (target.gpu == "H200")
+
+
+def replace_name(target, name):
+    return target.model_copy(update={"gpu": name})
+
+
+def test_hardware_that_is_not_in_the_table_is_planned_without_times():
+    target = replace_name(machine(4), "Unheard-of GPU")
+    composed = compose("hello", ("train.global_batch=16",))
+    facts = replace(Facts(run_dir="runs/x"), vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+    spec = resolve(composed.recipe, target, facts, composed.origins)
+    plan = make_plan(spec, target, hardware=None, ceilings=None)
+    assert plan.step_time is None
+    assert plan.hardware.name == "Unheard-of GPU"
+    assert "A step takes" not in text_of(print_whole_plan, plan)
