@@ -16,6 +16,10 @@ import torch.distributed as dist
 from megaspec.data.batch import Batch
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
+from megaspec.recipe import Recipe
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.target import detect_target
 from megaspec.runtime.build import build, initialise
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
@@ -38,26 +42,20 @@ PEAK = 989e12
 
 def spec_of(args: argparse.Namespace, world: int) -> Spec:
     """The Spec of one measurement."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     dp = world // args.tp
-    kernels = {"attention": args.attention, "cross_entropy": args.cross_entropy, "compile": args.compile}
     fields = {
         "name": "bench",
-        "run_dir": "-",
         "model": MODELS[args.model] | {"kind": "llama", "max_seq_len": args.seq, "rope_base": 5e5},
         "parallelism": {"tp": args.tp, "dp_replicate": dp, "sequence_parallel": args.tp > 1},
         "precision": {"kind": args.precision},
         "data": {"kind": "random", "vocab_size": MODELS[args.model]["vocab_size"], "seq_len": args.seq, "seed": 1},
-        "optim": {"kind": "adamw", "lr": 1e-4, "schedule": {"kind": "constant", "decay_steps": 1}},
-        "kernels": kernels,
+        "optim": {"kind": "adamw", "lr": 1e-4, "schedule": {"kind": "constant"}},
+        "kernels": {"attention": args.attention, "cross_entropy": args.cross_entropy, "compile": args.compile},
         "train": {"steps": 1, "global_batch": args.mbs * args.accum * dp, "micro_batch": args.mbs},
         "log": {"tensorboard": False},
         "launcher": {"ranks": world},
-        "world_size": world,
-        "device": device,
-        "segments": [1],
     }
-    return Spec.model_validate_json(json.dumps(fields))
+    return resolve(Recipe.model_validate_json(json.dumps(fields)), detect_target(), Facts(run_dir="-"))
 
 
 def main() -> None:
@@ -136,7 +134,9 @@ def report(args: argparse.Namespace, spec: Spec, world: int, times: list[float],
     causal = 6 * matmul + 6 * m.n_layers * q * args.seq
     median = statistics.median(times)
     per_gpu = args.seq * args.mbs * args.accum / median / args.tp
-    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    cuda = torch.cuda.is_available()
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    reserved = torch.cuda.max_memory_reserved() if cuda else 0
     return {
         "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum, "tp": args.tp,
         "gpus": world, "precision": args.precision, "attention": args.attention, "cross_entropy": args.cross_entropy,
@@ -144,7 +144,8 @@ def report(args: argparse.Namespace, spec: Spec, world: int, times: list[float],
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
         "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),
         "mfu": round(full * per_gpu / PEAK, 4), "mfu_causal": round(causal * per_gpu / PEAK, 4),
-        "peak_mem_gib": round(peak_gib, 2), "loss_first": round(losses[0], 4), "loss_last": round(losses[-1], 4),
+        "peak_mem_gib": round(peak / 2**30, 2), "max_memory_allocated": peak, "max_memory_reserved": reserved,
+        "loss_first": round(losses[0], 4), "loss_last": round(losses[-1], 4),
     }  # fmt: skip
 
 
