@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.core.problems import did_you_mean, one_of, origin_of, typed_problems
+from megaspec.core.marked_yaml import MAX_DEPTH
+from megaspec.core.problems import did_you_mean, one_of, origin_of, show, typed_problems
 from megaspec.interpolation import interpolate
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.search import SearchPath, SourceFile
@@ -32,6 +33,7 @@ from megaspec.search import SearchPath, SourceFile
 COMMAND_LINE = "command line"
 GROUPS = ("recipe", *SECTIONS)
 MISSING = "???"
+MAX_WORD = 16_384
 # Of one word of a sweep; no sweep has as many points.
 MOST_VALUES = 10_001
 
@@ -45,13 +47,16 @@ class Composed:
     """Dotted path -> `file:line` or `command line`. A value that no one set (a class default) has no entry."""
 
 
-def compose(recipe_name: str, overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] = ()) -> Composed:
+def compose(
+    recipe_name: str, overrides: Sequence[str] = (), config_dirs: Sequence[str | Path] | SearchPath = ()
+) -> Composed:
     """Compose base.yaml, the groups that the recipe picks, the recipe and the overrides, in this order.
 
     `overrides` are `path=value`, `group=choice` or `~path` in Hydra's grammar. `config_dirs` hold more groups and a
-    folder of recipes; `./recipes` is always searched. RecipeError lists everything that is wrong, at once.
+    folder of recipes; `./recipes` is always searched. A SearchPath in their place reads each file once for all that is
+    composed with it. RecipeError lists everything that is wrong, at once.
     """
-    search = SearchPath(config_dirs)
+    search = config_dirs if isinstance(config_dirs, SearchPath) else SearchPath(config_dirs)
     parsed = _parse(overrides)
     problems = _choice_problems(search, {"recipe": recipe_name}, {"recipe": f"recipe={recipe_name}"})
     chosen, values = _split(search, parsed, problems)
@@ -202,7 +207,8 @@ class _Tree:
                 self.origins.setdefault(key, origin(key))
                 self._merge(into[name], value, f"{key}.", origin)
                 continue
-            self._forget(key)
+            if name in into:
+                self._forget(key)
             into[name] = value
             self._mark(key, value, origin)
 
@@ -231,12 +237,16 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
     parser, parsed, problems = OverridesParser.create(), [], []
 
     def refuse(text: str, what: str, code: str) -> None:
-        problems.append(Problem("", f"{text}: {what}", COMMAND_LINE, code))
+        problems.append(Problem("", f"{show(text)}: {what}", COMMAND_LINE, code))
 
     for text in overrides:
+        if len(text) > MAX_WORD or _depth(text) > MAX_DEPTH:
+            limit = f"longer than {MAX_WORD} characters" if len(text) > MAX_WORD else f"nested deeper than {MAX_DEPTH}"
+            refuse(text, f"{limit}; write it in a recipe", "override.size")
+            continue
         try:
             one = parser.parse_overrides([text])[0]
-        except HydraException:
+        except (HydraException, ValueError):  # ValueError: a number of thousands of digits
             refuse(
                 text, "not an override; write path=value, and quote a value with spaces or commas", "override.syntax"
             )
@@ -253,6 +263,12 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
     if problems:
         raise RecipeError(problems)
     return parsed
+
+
+def _depth(text: str) -> int:
+    """How deep the brackets of a word are nested, those in quotes counted too."""
+    steps = (1 if c in "[{(" else -1 for c in text if c in "[{()}]")
+    return max(accumulate(steps), default=0)
 
 
 def _is_data(value: Any) -> bool:
@@ -335,6 +351,8 @@ def _optional(entry: Any) -> Any:
 def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) -> list[tuple[str, SourceFile]]:
     """(package, file) of everything that takes part, in the order in which it is merged."""
     lines = [f"recipe={recipe_name}", *(f"{group}={choice}" for group, choice in chosen.items())]
+    if tuple(lines) in search.orders:
+        return search.orders[tuple(lines)]
     try:
         ordered = create_defaults_list(
             repo=_Repository(search),
@@ -346,7 +364,8 @@ def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) ->
     except HydraException as error:
         text = " ".join(str(error).split("Config search path")[0].split())
         raise RecipeError([Problem("defaults", text, f"recipe={recipe_name}", "defaults.order")]) from None
-    return [(one.package or "", search.read(one.config_path)) for one in ordered.defaults]
+    search.orders[tuple(lines)] = [(one.package or "", search.read(one.config_path)) for one in ordered.defaults]
+    return search.orders[tuple(lines)]
 
 
 def _finish(tree: _Tree, values: Sequence[Override], search: SearchPath) -> Composed:

@@ -52,6 +52,8 @@ class SearchPath:
         self._groups = _unique([conf_dir(), *folders])
         self._recipes = _unique([recipes_dir(), Path("recipes"), *(d / "recipes" for d in folders), *self._beside])
         self._files: dict[str, SourceFile] = {}
+        self.orders: dict[tuple[str, ...], list[tuple[str, SourceFile]]] = {}
+        """What takes part in a recipe with these choices, as it was ordered before: (package, file)."""
 
     def exists(self, config_path: str) -> bool:
         """True for `group/choice`, `recipe/name` and `base` where such a file lies on the path."""

@@ -22,13 +22,14 @@ def words_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> Composed:
+def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] | SearchPath = ()) -> Composed:
     """The recipe of `recipe=NAME a.b=c ...`. RecipeError: no name, several, two values for a key, or what `compose`
     raises."""
     names = [w.removeprefix("recipe=") for w in words if w.startswith("recipe=")]
     if len(names) != 1 or not names[0]:
         what = "is missing" if not names else "is given more than once" if len(names) > 1 else "is empty"
-        options = one_of(SearchPath(config_dirs).choices("recipe"))
+        search = config_dirs if isinstance(config_dirs, SearchPath) else SearchPath(config_dirs)
+        options = one_of(search.choices("recipe"))
         raise RecipeError([Problem("recipe", f"recipe=NAME {what}; choose {options}", COMMAND_LINE, "choice.recipe")])
     settings = [w for w in words if not w.startswith("recipe=")]
     refuse_two_answers(settings)

@@ -76,10 +76,10 @@ class Attempt:
             return self.point.to(self._asked, code=Preempted.exit_code)
         if code == Preempted.exit_code:
             return self.point.to("interrupted", code=code)
-        killed = f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-        return self.point.to(
-            "failed", code=MegaspecError.exit_code if killed else code, reason=killed or _last_words(self._log)
-        )
+        # a crash ends with 1 or a signal, which tell a scheduler nothing
+        known = code if code >= RecipeError.exit_code else MegaspecError.exit_code
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else _last_words(self._log)
+        return self.point.to("failed", code=known, reason=reason)
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):

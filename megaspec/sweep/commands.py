@@ -19,7 +19,7 @@ from megaspec.resolve.target import Target, detect_target
 from megaspec.sweep import hydra_jobs
 from megaspec.sweep.driver import Driver, Search, Table, exit_code, to_run
 from megaspec.sweep.page import values_of
-from megaspec.sweep.points import Checker, Draft, draft, grid, refuse_invalid, without_repeats
+from megaspec.sweep.points import Checker, Draft, grid, refuse_invalid, without_repeats
 from megaspec.sweep.results import is_better
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.spec import SweepSpec
@@ -70,7 +70,7 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         raise RecipeError([Problem("", text, COMMAND_LINE, "sweep.torchrun")])
     taken = read_words(words, config_dirs)
     machine = detect_target()
-    checker = Checker(point_target(taken.spec, machine))
+    checker = Checker(point_target(taken.spec, machine), config_dirs)
     name, folder = _place(taken)
     axes = tuple(
         Axis(key=o.key, words=o.words, is_range=o.is_range, bounds=o.bounds, is_log=o.is_log) for o in taken.swept
@@ -79,9 +79,9 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         from megaspec.sweep.search import probe  # Optuna, only where it is needed
 
         drafts: list[Draft] = []
-        metric = _metric(taken.spec, probe(axes, taken.plain, config_dirs, checker))
+        metric = _metric(taken.spec, probe(axes, taken.plain, checker))
     else:
-        drafts = _drafts(taken, config_dirs, checker)
+        drafts = _drafts(taken, checker)
         metric = _metric(taken.spec, drafts)
     head = SweepHead(
         name=name,
@@ -121,7 +121,7 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
         text = f"sweep.{changed[0]}={getattr(spec, changed[0])}: a sweep that goes on keeps its {changed[0]}; drop it"
         raise RecipeError([Problem(f"sweep.{changed[0]}", text, COMMAND_LINE, "sweep.changed")])
     machine = detect_target()
-    checker = Checker(point_target(spec, machine))
+    checker = Checker(point_target(spec, machine), old.config_dirs)
     with _locked(folder):
         table = Table(folder, old.model_copy(update={"spec": spec, "state": "running"}))
         for number in to_run(table):
@@ -193,9 +193,9 @@ def _search(table: Table, checker: Checker) -> Search | None:
     return search
 
 
-def _drafts(taken: SweepWords, config_dirs: Sequence[str], checker: Checker) -> list[Draft]:
+def _drafts(taken: SweepWords, checker: Checker) -> list[Draft]:
     """Every point of a grid, checked. RecipeError, DataError: some can't be run."""
-    made = [draft(taken.plain, overrides, config_dirs, checker) for overrides in grid(taken)]
+    made = [checker.draft(taken.plain, overrides) for overrides in grid(taken)]
     drafts, repeats = without_repeats(made)
     refuse_invalid(drafts)
     for one, earlier in repeats[:5]:

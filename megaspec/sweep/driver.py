@@ -197,7 +197,7 @@ class Driver:
     def _refresh(self) -> None:
         if time.monotonic() >= self._page_at:
             self._table.write_page(running=True)
-            self._page_at = time.monotonic() + PAGE_SECONDS
+            self._page_at = time.monotonic() + max(PAGE_SECONDS, len(self._table.points) / 100)
 
     def _tell(self, point: Point, text: str) -> None:
         count = self._table.head.spec.trials if self._search is not None else len(self._table.points)

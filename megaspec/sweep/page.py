@@ -13,14 +13,15 @@ from megaspec.sweep.state import PAGE, Point, SweepHead
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARK = "{{data}}"
-# Points of a curve that are drawn.
-MOST_DRAWN = 160
+# Points of a curve that are drawn, and of all curves together, so that a page of many stays small.
+MOST_DRAWN, MOST_DRAWN_IN_ALL = 160, 60_000
 
 
 def write_page(
     folder: Path, head: SweepHead, points: Sequence[Point], results: Mapping[int, Result], *, running: bool
 ) -> None:
     """Writes the page, whole or not at all; one of a sweep that runs loads itself again. WriteError."""
+    most = max(8, min(MOST_DRAWN, MOST_DRAWN_IN_ALL // max(1, len(points))))
     data = {
         "name": head.name,
         "state": "running" if running else head.state,
@@ -30,7 +31,7 @@ def write_page(
         "plain": list(head.plain),
         "trials": head.spec.trials if head.spec.kind == "optuna" else len(points),
         "updated": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "points": [_drawn(point, results[point.number]) for point in points],
+        "points": [_drawn(point, results[point.number], most) for point in points],
     }
     # a value that holds "</script>" must not end the element that it stands in
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
@@ -44,7 +45,7 @@ def values_of(point: Point) -> dict[str, str]:
     return {key.lstrip("+"): value for key, _, value in pairs}
 
 
-def _drawn(point: Point, result: Result) -> dict[str, Any]:
+def _drawn(point: Point, result: Result, most: int) -> dict[str, Any]:
     names = ("loss", "valid_loss", "tokens_per_second")
     return {
         "n": point.number,
@@ -56,15 +57,15 @@ def _drawn(point: Point, result: Result) -> dict[str, Any]:
         "metrics": {name: _finite(result.metric(name)) for name in names},
         "step": result.step,
         "steps": result.steps,
-        "loss": _curve(result.loss),
-        "valid_loss": _curve(result.valid_loss),
+        "loss": _curve(result.loss, most),
+        "valid_loss": _curve(result.valid_loss, most),
     }
 
 
-def _curve(values: Mapping[int, float]) -> list[tuple[int, float | None]]:
-    """At most MOST_DRAWN of the steps, the last among them."""
+def _curve(values: Mapping[int, float], most: int) -> list[tuple[int, float | None]]:
+    """At most so many of the steps, the last among them."""
     steps = sorted(values)
-    stride = math.ceil(len(steps) / MOST_DRAWN) if steps else 1
+    stride = math.ceil(len(steps) / most) if steps else 1
     return [(step, _finite(values[step])) for step in steps[::-1][::stride][::-1]]
 
 

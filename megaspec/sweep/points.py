@@ -16,6 +16,7 @@ from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.search import SearchPath
 from megaspec.spec import Spec
 from megaspec.sweep.state import Point
 from megaspec.sweep.words import SweepWords
@@ -27,10 +28,27 @@ _SHOWN = 20
 
 @dataclass
 class Checker:
-    """Resolves recipes for one target, and reads the facts of the same data once."""
+    """Composes and resolves points for one target, and reads every file once."""
 
     target: Target
+    config_dirs: Sequence[str] = ()
     _facts: dict[str, Facts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._search = SearchPath(self.config_dirs)
+
+    def draft(self, plain: Sequence[str], overrides: tuple[str, ...]) -> "Draft":
+        """A point, composed and checked; what is wrong is told in `problems`."""
+        made = Draft(overrides)
+        try:
+            composed = compose_words([*plain, *overrides], self._search)
+            made.recipe = composed.recipe
+            made.ranks = self.spec(composed.recipe, Path("run"), composed.origins).world_size
+        except RecipeError as error:
+            made.problems = error.problems
+        except DataError as error:
+            made.problems, made.is_data = [Problem("", line) for line in str(error).splitlines()], True
+        return made
 
     def spec(self, recipe: Recipe, run_dir: Path, origins: dict[str, str]) -> Spec:
         """The Spec of a point. RecipeError, DataError: it can't be run."""
@@ -81,20 +99,6 @@ class Draft:
 def grid(words: SweepWords) -> list[tuple[str, ...]]:
     """The overrides of every point, the last word turning fastest."""
     return list(product(*(one.words for one in words.swept)))
-
-
-def draft(plain: Sequence[str], overrides: tuple[str, ...], config_dirs: Sequence[str], checker: Checker) -> Draft:
-    """A point, composed and checked; what is wrong is told in `problems`."""
-    made = Draft(overrides)
-    try:
-        composed = compose_words([*plain, *overrides], config_dirs)
-        made.recipe = composed.recipe
-        made.ranks = checker.spec(composed.recipe, Path("run"), composed.origins).world_size
-    except RecipeError as error:
-        made.problems = error.problems
-    except DataError as error:
-        made.problems, made.is_data = [Problem("", line) for line in str(error).splitlines()], True
-    return made
 
 
 def without_repeats(drafts: Iterable[Draft]) -> tuple[list[Draft], list[tuple[Draft, Draft]]]:

@@ -15,7 +15,7 @@ except ImportError:
     optuna = None
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.sweep.points import Checker, draft
+from megaspec.sweep.points import Checker, Draft
 from megaspec.sweep.results import Result
 from megaspec.sweep.state import ENDED, Axis, Point, SweepHead
 
@@ -60,7 +60,7 @@ class OptunaSearch:
             return None
         trial = self._trials[number] = self._study.ask(self._space)
         overrides = tuple(_word(axis, trial.params[axis.key]) for axis in self._head.axes)
-        made = draft(self._head.plain, overrides, self._head.config_dirs, self._checker)
+        made = self._checker.draft(self._head.plain, overrides)
         count = self._head.spec.trials
         point = made.point(number, count=count, name=self._head.name, folder=self._folder)
         point = point.model_copy(update={"params": dict(trial.params)})
@@ -108,13 +108,13 @@ class OptunaSearch:
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
 
 
-def probe(axes: Sequence[Axis], plain: Sequence[str], config_dirs: Sequence[str], checker: Checker) -> list[Any]:
+def probe(axes: Sequence[Axis], plain: Sequence[str], checker: Checker) -> list[Draft]:
     """Drafts from the ends and the middle of the space. RecipeError: none can be run, or Optuna is not installed."""
     _require_optuna()
     drafts = []
     for share in _PROBES:
         overrides = tuple(_word(axis, _value_at(axis, share)) for axis in axes)
-        drafts.append(draft(plain, overrides, config_dirs, checker))
+        drafts.append(checker.draft(plain, overrides))
     if all(one.problems for one in drafts):
         raise RecipeError(drafts[1].problems)
     return [one for one in drafts if not one.problems]
