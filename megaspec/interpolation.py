@@ -29,9 +29,9 @@ def interpolate(
     references = [(key, text) for key, text in _texts(result, "") if "${" in text]
 
     def refuse(key: str, text: str, why: str) -> None:
-        problems.append(Problem(key, f"{key}={text}: {why}", origin_of(origins, key), "reference"))
+        problems.append(Problem(key, f"{key}={show(text)}: {why}", origin_of(origins, key), "reference"))
 
-    if len(references) > _MAX_REFERENCES:
+    if sum(text.count("${") for _, text in references) > _MAX_REFERENCES:
         refuse(*references[0], f"more than {_MAX_REFERENCES} references; write the values")
         return result, found
     for key, text in references:

@@ -15,7 +15,8 @@ from megaspec.core.errors import Problem, RecipeError
 
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 32
-MAX_NODES = 20_000
+MAX_NODES = 10_000
+MAX_KEY = 100
 
 _NULL = {"", "~", "null", "Null", "NULL"}
 _TRUTH = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -153,6 +154,9 @@ class _Builder:
             raise self._refuse(line, "a key is plain text", "write `key: value`", "yaml.key")
         if key == "<<":
             raise self._refuse(line, "`<<` merges hide where a value is from", "inherit with `defaults:`", "yaml.merge")
+        if len(key) > MAX_KEY:
+            text = f"{key[:20]}... is longer than {MAX_KEY} characters"
+            raise self._refuse(line, text, "no key of a recipe is", "yaml.key")
         if key in top.node.value:
             first = top.node.lines.get(key, "?")
             raise self._refuse(line, f"{key} is set twice, first in line {first}", "keep one", "yaml.duplicate")

@@ -26,6 +26,7 @@ _WORDS = {
     "dict_type": "a section (a mapping of keys to values)",
     "finite_number": "a finite number",
 }
+MOST_PROBLEMS = 50
 _BOUNDS = {
     "greater_than": ("greater than", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -99,10 +100,13 @@ def typed_problems(
             key = f"{key}.{one['ctx']['discriminator'].strip(chr(39))}"
         grouped.setdefault(key, []).append(one)
         owners[key] = owner
-    return [
+    told = [
         _problem(key, errors, owner=owners[key], model=model, content=content, origins=origins, choices=choices)
-        for key, errors in grouped.items()
+        for key, errors in list(grouped.items())[:MOST_PROBLEMS]
     ]
+    rest = len(grouped) - len(told)
+    more = f"{rest} more keys are wrong; mend these first"
+    return [*told, Problem("", more, code="key.more")] if rest else told
 
 
 def _problem(
