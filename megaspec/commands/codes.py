@@ -54,6 +54,7 @@ _KEYS = {
     "key.missing": Known(
         "A key that has no default is set.", "Set it in the recipe or on the command line.", ("train.steps=???",)
     ),
+    "key.more": Known("More is wrong than is told at once.", "Mend what is told, and look again."),
     "key.code": Known(
         "A recipe is data: it names no code.", "Drop the key; `kind:` chooses what is built.", ("+optim._target_=x",)
     ),
@@ -74,6 +75,7 @@ _KEYS = {
         "Run several with `megaspec train -m`; write a list as [1,2].",
         ("optim.lr=1e-3,1e-4",),
     ),
+    "override.size": Known("A word of a command line is longer than any value needs to be.", "Write it in a recipe."),
     "override.twice": Known("A key is given two values on one command line.", "Keep one."),
     "override.hydra": Known("Packages and settings of Hydra are no part of a recipe.", "Drop it."),
     "override.data": Known(
@@ -98,6 +100,11 @@ _RUNS = {
         "It can be planned, and is not built yet: `train` refuses it before anything starts.",
         "Do what the message says, or plan only.",
     ),
+    "memory": Known(
+        "The fullest rank needs more memory than its GPU has, as predicted.",
+        "Do what the message says, or train all the same with memory=ignore.",
+    ),
+    "hardware-unknown": Known("Nothing is known of such a GPU.", "Name one with hardware=."),
     "vocab-unknown": Known("model.vocab_size=auto takes that of the data.", "Prepare the data, or set the size."),
     "data-files": Known("Data that is named is not there, or damaged.", "Make it with `megaspec data prepare`."),
     "data-tokenizers": Known("All data sets of a blend have one tokenizer.", "Prepare them with the same."),

@@ -60,6 +60,15 @@ def recipe_named(word: str, config_dirs: Sequence[str | Path] = ()) -> tuple[str
     return path.stem, (*config_dirs, path)
 
 
+def size_in_words(parameters: int) -> str:
+    """`8.03B`, `124M`: three figures."""
+    for scale, suffix in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if parameters >= scale:
+            whole = len(str(parameters // scale))
+            return f"{parameters / scale:.{max(0, 3 - whole)}f}{suffix}"
+    return str(parameters)
+
+
 def _gpus(recipe: Recipe, hardware: Hardware) -> int:
     if recipe.launcher.ranks != AUTO:
         return recipe.launcher.ranks

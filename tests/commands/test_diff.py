@@ -50,6 +50,8 @@ def test_another_mapping(capsys):
         "parallelism.cp": (2, 1),
         "parallelism.dp_shard": (8, 4),
         "launcher.ranks": (1024, 256),
+        "parallelism.recompute.kind": ("selective", "full"),
+        "parallelism.recompute.parts": (["norm", "activation"], None),
     }
 
 

@@ -170,9 +170,7 @@ def codes_in_sources():
             given += node.args[3:4] if name == "Problem" else []
             given += node.args[-1:] if name in ("_refuse", "refuse") and len(node.args) >= 3 else []
             values = [one.value for one in given if isinstance(one, ast.Constant)]
-        yield from (
-            value for value in values if isinstance(value, str) and re.fullmatch(r"[a-z]+([.-][a-z-]+)*", value)
-        )
+            yield from (v for v in values if isinstance(v, str) and re.fullmatch(r"[a-z]+([.-][a-z-]+)*", v))
 
 
 def test_every_code_is_known():

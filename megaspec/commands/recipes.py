@@ -1,0 +1,62 @@
+"""`megaspec recipes`: which there are, how large, for which GPUs, what for, and where their numbers are from."""
+
+import argparse
+import json
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from megaspec.commands.stated import size_in_words, stated
+from megaspec.commands.words import terminal
+from megaspec.core.errors import DataError, RecipeError
+from megaspec.core.frozen import AUTO
+from megaspec.resolve.parameters import count_parameters
+from megaspec.search import SearchPath
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `recipes`."""
+    text = "list the recipes: size, GPUs, purpose and provenance"
+    command = commands.add_parser("recipes", help=text, description=text, allow_abbrev=False)
+    command.add_argument("--json", action="store_true", help="one JSON object")
+    command.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="more groups and recipes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print all of them; a recipe that can't be read is listed with what is wrong first."""
+    found = {name: about(name, args.config_dir) for name in SearchPath(args.config_dir).choices("recipe")}
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in (
+        ("recipe", "left"), ("parameters", "right"), ("GPUs", "left"), ("purpose", "left"), ("source", "left"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in ("recipe", "GPUs", "parameters"))
+    for name, one in found.items():
+        table.add_row(name, _size(one), escape(one["on"]), escape(one["purpose"]), escape(one["source"]))
+    terminal().print(table)
+    return 0
+
+
+def about(name: str, config_dirs: list[str]) -> dict[str, Any]:
+    """One recipe, for a program."""
+    facts: dict[str, Any] = {"parameters": None, "active": None, "gpus": None, "hardware": None, "on": ""}
+    try:
+        one = stated(name, (), config_dirs)
+        own = one.recipe.about
+        ranks = one.recipe.launcher.ranks
+        facts |= {"gpus": None if ranks == AUTO else ranks, "hardware": own.hardware, "on": one.gpus}
+        facts |= {"purpose": own.purpose, "source": own.source}
+        count = count_parameters(one.spec().model)
+    except (RecipeError, DataError) as error:
+        return {"purpose": "", "source": "", **facts, "wrong": str(error).splitlines()[0]}
+    return {**facts, "parameters": count.total, "active": count.active}
+
+
+def _size(one: dict[str, Any]) -> str:
+    if one["parameters"] is None:
+        return "wrong"
+    total, active = size_in_words(one["parameters"]), size_in_words(one["active"])
+    return total if one["active"] == one["parameters"] else f"{total}, {active} active"
