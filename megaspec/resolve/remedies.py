@@ -1,0 +1,231 @@
+"""What would make a run fit that does not: changes that keep the world and the rules, the cheapest first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from megaspec.core.problems import show
+from megaspec.optim.spec import AdamWSpec
+from megaspec.parallelism.spec import RecomputeSpec
+from megaspec.recipe import Recipe
+from megaspec.resolve.case import Case, divisors
+from megaspec.resolve.difference import leaves
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.hardware import HARDWARE, Hardware
+from megaspec.resolve.memory import fullest, memory_of
+from megaspec.resolve.parameters import has_experts, moe_of
+from megaspec.resolve.rules import RULES
+from megaspec.resolve.stages import stage_problem
+from megaspec.resolve.target import Target
+from megaspec.resolve.unbuilt import unbuilt_problems
+
+# Share of a device that a remedy may be predicted to take: predictions lie within 5 %.
+ROOM = 0.95
+MOST = 4
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings with which a run fits."""
+
+    overrides: tuple[str, ...]
+    """`path=value` each; `hardware=NAME` where only larger GPUs help."""
+    total: int
+    """Bytes of the fullest rank."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change."""
+
+    field: str
+    """What it turns: two levers of the same field don't go together."""
+    cost: int
+    """A rough order of what it costs in time; only its order counts."""
+    turn: Callable[[Recipe], Recipe | None]
+    """The changed recipe; None where there is nothing to turn."""
+
+
+def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
+    """At most four ways to make a filled recipe fit; none when it fits already.
+
+    What can be trained goes before what can be planned only, then what costs less time; larger GPUs come last."""
+    room = ROOM * hardware.memory
+    if fullest(memory_of(recipe)).total <= room:
+        return []
+    already, is_trainable = _broken(recipe, hardware), not unbuilt_problems(recipe)
+    widest = max(hardware.node_size, recipe.parallelism.tp)
+    found: dict[frozenset[str], tuple[tuple[bool, int], Remedy]] = {}
+    for levers in _choices():
+        fields = frozenset(lever.field for lever in levers)
+        if any(less <= fields for less in found):
+            continue
+        changed = _turned(recipe, levers)
+        if changed is None or changed.parallelism.tp > widest:
+            continue
+        total = fullest(memory_of(changed)).total
+        if total <= room and _broken(changed, hardware) <= already:
+            order = (is_trainable and bool(unbuilt_problems(changed)), _cost(levers))
+            found[fields] = order, Remedy(_overrides(recipe, changed), total)
+    ways = [remedy for _, remedy in sorted(found.values(), key=lambda one: one[0])]
+    larger = _larger(recipe, hardware)
+    return [*ways[: MOST - len(larger)], *larger]
+
+
+def _choices() -> list[tuple[Lever, ...]]:
+    """Single levers, then pairs and triples of different fields, each kind the cheapest first."""
+    return [
+        levers
+        for count in (1, 2, 3)
+        for levers in sorted(combinations(LEVERS, count), key=_cost)
+        if len({lever.field for lever in levers}) == count
+    ]
+
+
+def _cost(levers: tuple[Lever, ...]) -> int:
+    return sum(lever.cost for lever in levers)
+
+
+def _turned(recipe: Recipe, levers: tuple[Lever, ...]) -> Recipe | None:
+    changed: Recipe | None = recipe
+    for lever in levers:
+        changed = lever.turn(changed) if changed is not None else None
+    return changed
+
+
+def _broken(recipe: Recipe, hardware: Hardware) -> set[str]:
+    """Codes of the rules that a recipe breaks on such GPUs."""
+    target = Target(
+        gpus=recipe.launcher.ranks,
+        gpu=hardware.gpu_names[0],
+        sm=hardware.sm,
+        gpu_memory=hardware.memory,
+        versions={"torch": "", "tensorboard": ""},
+    )
+    case = Case(recipe, target, Facts(recipe.run_dir), frozenset())
+    return {code for code, rule in RULES.items() if rule(case) is not None}
+
+
+def _overrides(recipe: Recipe, changed: Recipe) -> tuple[str, ...]:
+    before = dict(_settings(recipe))
+    return tuple(f"{key}={_word(value)}" for key, value in _settings(changed) if value != before.get(key))
+
+
+def _settings(recipe: Recipe) -> list[tuple[str, Any]]:
+    """(path, value) of what levers turn; a list is one value."""
+    content = recipe.model_dump(mode="json", include={"parallelism", "optim", "train"})
+    parts = content["parallelism"]["recompute"].pop("parts")
+    return [*leaves(content), ("parallelism.recompute.parts", parts)]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return show(value)
+
+
+def _larger(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
+    """The smallest kind of GPU with more memory that is enough."""
+    total = fullest(memory_of(recipe)).total
+    fits = [one for one in HARDWARE.values() if one.memory > hardware.memory and total <= ROOM * one.memory]
+    return [Remedy((f"hardware={min(fits, key=lambda one: one.memory).name}",), total)] if fits else []
+
+
+def _laid_out(recipe: Recipe, **changes: Any) -> Recipe:
+    return recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=changes)})
+
+
+def _one_sequence(recipe: Recipe) -> Recipe | None:
+    smaller = [m for m in divisors(recipe.train.micro_batch) if m < recipe.train.micro_batch]
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": 1})}) if smaller else None
+
+
+def _strategy(name: str) -> Callable[[Recipe], Recipe | None]:
+    def turn(recipe: Recipe) -> Recipe | None:
+        own = recipe.parallelism
+        order = ("replicate", "zero1", "zero2", "fsdp")
+        is_next = own.dp_strategy in order and order.index(own.dp_strategy) < order.index(name)
+        ranks = own.dp_replicate * own.dp_shard
+        return _laid_out(recipe, dp_strategy=name, dp_replicate=1, dp_shard=ranks) if is_next else None
+
+    return turn
+
+
+def _selective(recipe: Recipe) -> Recipe | None:
+    """What is cheap to make again: norms and activations."""
+    own = recipe.parallelism.recompute
+    if own.kind != "none":
+        return None
+    return _laid_out(recipe, recompute=RecomputeSpec(kind="selective", parts=("norm", "activation")))
+
+
+def _feed_forward(recipe: Recipe) -> Recipe | None:
+    own, experts = recipe.parallelism.recompute, has_experts(recipe.model)
+    if own.kind == "full" or set(own.parts or ()) & {"mlp", "moe"}:
+        return None
+    moe = moe_of(recipe.model)
+    parts = ["norm"] + ["mlp"] * (not all(experts)) + ["moe"] * any(experts)
+    parts += ["shared_experts"] if moe is not None and moe.d_shared and any(experts) else []
+    return _laid_out(recipe, recompute=RecomputeSpec(kind="selective", parts=tuple(parts)))
+
+
+def _full(recipe: Recipe) -> Recipe | None:
+    if recipe.parallelism.recompute.kind == "full":
+        return None
+    return _laid_out(recipe, recompute=RecomputeSpec(kind="full"))
+
+
+def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
+    """Twice the ranks on an axis, half of them on data parallel."""
+
+    def turn(recipe: Recipe) -> Recipe | None:
+        own = recipe.parallelism
+        name = "dp_replicate" if own.dp_replicate % 2 == 0 else "dp_shard"
+        dp = getattr(own, name)
+        if dp % 2 or (axis == "pp" and own.pipeline.layout is not None):
+            return None
+        changes: dict[str, Any] = {axis: 2 * getattr(own, axis), name: dp // 2}
+        if dp == 2 and own.dp_strategy != "replicate" and changes.get("cp", own.cp) == 1:
+            # nobody is left to share with
+            changes["dp_strategy"] = "replicate"
+        if axis == "pp":
+            changes["pipeline"] = own.pipeline.model_copy(update={"micro_batch_group": 2 * own.pp})
+        widened = own.model_copy(update=changes)
+        if stage_problem(recipe.model, widened) is not None:
+            return None
+        share = recipe.data.seq_len // widened.cp
+        splits = widened.tp > 1 and not share % widened.tp and not recipe.model.max_seq_len % widened.tp
+        return _laid_out(recipe, **changes, sequence_parallel=splits)
+
+    return turn
+
+
+def _more_experts(recipe: Recipe) -> Recipe | None:
+    own = recipe.parallelism
+    return None if moe_of(recipe.model) is None else _laid_out(recipe, ep=2 * own.ep)
+
+
+def _narrow_moments(recipe: Recipe) -> Recipe | None:
+    optim = recipe.optim
+    if not isinstance(optim, AdamWSpec) or "bf16" in (optim.formats.exp_avg, optim.formats.exp_avg_sq):
+        return None
+    formats = optim.formats.model_copy(update={"exp_avg": "bf16", "exp_avg_sq": "bf16"})
+    return recipe.model_copy(update={"optim": optim.model_copy(update={"formats": formats})})
+
+
+LEVERS = (
+    Lever("strategy", 1, _strategy("zero1")),
+    Lever("micro batch", 2, _one_sequence),
+    Lever("experts", 2, _more_experts),
+    Lever("strategy", 3, _strategy("zero2")),
+    Lever("recompute", 4, _selective),
+    Lever("strategy", 5, _strategy("fsdp")),
+    Lever("recompute", 6, _feed_forward),
+    Lever("tp", 6, _doubled("tp")),
+    Lever("cp", 7, _doubled("cp")),
+    Lever("pp", 7, _doubled("pp")),
+    # it changes what is computed
+    Lever("moments", 9, _narrow_moments),
+    Lever("recompute", 10, _full),
+)
