@@ -46,7 +46,7 @@ def assert_works(python, tmp_path, expected):
     assert Path(run(python, "-c", "import megaspec; print(megaspec.__file__)", cwd=elsewhere).strip()) == expected
     out = run(python.parent / "megaspec", "plan", "recipe=hello", cwd=elsewhere)
     assert "world" in out
-    assert "parallelism.tp" in out
+    assert "Memory of the fullest rank" in out
     modules = "megaspec_kernels.catalog, megaspec_launchers.local, megaspec.runtime.build"
     run(python, "-P", "-c", f"import {modules}", cwd=elsewhere)
 
@@ -63,11 +63,13 @@ def wheel(tmp_path_factory):
 def test_wheel_holds_what_runs_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {n.partition("/")[0] for n in names if ".dist-info" not in n}
-    assert tops == {"megaspec", "megaspec_kernels", "megaspec_launchers"}
+    assert tops == {"megaspec", "megaspec_kernels", "megaspec_launchers", "hydra_plugins"}
     for room in ("conf", "recipes"):
         shipped = {str(p.relative_to(ROOT)) for p in (ROOT / room).rglob("*.yaml")}
         assert shipped == {n.removeprefix("megaspec/_data/") for n in names if n.startswith(f"megaspec/_data/{room}/")}
-    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "megaspec").rglob("*.py")}
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "megaspec").rglob("*.*") if p.suffix != ".pyc"}
+    assert any(name.endswith(".html") for name in sources)
+    assert any(name.endswith(".json") for name in sources)
     assert sources <= set(names)
 
 
