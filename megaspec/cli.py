@@ -24,6 +24,7 @@ from megaspec.commands import explain as explain_commands
 from megaspec.commands import from_megatron as from_megatron_commands
 from megaspec.commands import plan as plan_commands
 from megaspec.commands import recipes as recipes_commands
+from megaspec.commands import schema as schema_commands
 from megaspec.commands import tune
 from megaspec.commands.words import compose_words, take, terminal, words_parser
 from megaspec.compose import COMMAND_LINE, Composed, recompose
@@ -31,7 +32,9 @@ from megaspec.core.errors import MegaspecError, Problem, RecipeError
 from megaspec.core.problems import did_you_mean
 from megaspec.data import commands as data_commands
 from megaspec.log.environment import write_environment
+from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
+from megaspec.resolve.fits import memory_problem, memory_warning
 from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
@@ -57,6 +60,8 @@ USAGE_EXIT = RecipeError.exit_code
 INTERRUPTED_EXIT = 130
 _SWEEP = "only `megaspec train` runs several points"
 _IN_FOLDER = "megaspec plan shows what is decided; a run keeps recipe.json and spec.json in its folder"
+# memory=ignore starts a run that is predicted not to fit.
+MEMORY = ("check", "ignore")
 # What users of Hydra reach for.
 _HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _IN_FOLDER, "-c": _IN_FOLDER}
 
@@ -72,6 +77,7 @@ MODULES: dict[str, ModuleType] = {
     "explain": explain_commands,
     "check": check_commands,
     "recipes": recipes_commands,
+    "schema": schema_commands,
     "sweep": sweep_commands,
 }
 
@@ -91,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a letter shows a question mark
     try:
-        args = parse(sys.argv[1:] if arguments is None else list(arguments))
+        packages, words = take_flags(sys.argv[1:] if arguments is None else arguments)
+        load(packages)
+        args = parse(words)
         return args.call(args)
     except MegaspecError as error:
         print(f"megaspec: {error}" if "\n" not in str(error) else f"megaspec:\n{error}", file=sys.stderr)
@@ -115,6 +123,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command and its words. Overrides may stand anywhere; an unknown flag is an error. Raises RecipeError."""
     parser = _Parser(prog="megaspec", description="Declarative training of large transformers.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"megaspec {__version__}")
+    # taken out before: here for the help only
+    parser.add_argument("--plugin", action="append", metavar="PACKAGE", help="add what a package offers; anywhere")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     words = words_parser()
 
@@ -123,7 +133,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         command.set_defaults(call=call)
         return command
 
-    command = add("train", "train a recipe: recipe=NAME a.b=c ... [resume=auto]", train, parents=[words])
+    command = add(
+        "train", "train a recipe: recipe=NAME a.b=c ... [resume=auto] [memory=ignore]", train, parents=[words]
+    )
     command.add_argument("-m", "--multirun", action="store_true", help="run every point of a.b=1,2; sweep.slots=N ...")
     command = add("resume", "go on with a run, changed where the experiment allows it", resume_run)
     command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
@@ -163,13 +175,14 @@ def train(args: argparse.Namespace) -> int:
     if args.multirun:
         return multirun(args.words, args.config_dir)
     how, words = take(args.words, "resume", ("never", "auto"))
+    memory, words = take(words, "memory", MEMORY)
     composed = compose_words(words, args.config_dir)
 
     def prepare(target: Target) -> Prepared:
         folder = planned_run_dir(composed.recipe)
         if how == "auto" and is_run(folder):
-            return _prepare_resume(folder, composed.recipe, composed.origins, target)
-        return _prepare_new(composed, target, folder if how == "auto" else None)
+            return _prepare_resume(folder, composed.recipe, composed.origins, target, memory=memory)
+        return _prepare_new(composed, target, folder if how == "auto" else None, memory=memory)
 
     return _start(prepare)
 
@@ -177,15 +190,16 @@ def train(args: argparse.Namespace) -> int:
 def resume_run(args: argparse.Namespace) -> int:
     """Resolve a run anew with changes, and start its ranks; with --fork, in a folder of its own."""
     saved = read_run(args.run)
-    composed = recompose(saved.recipe, str(args.run / "recipe.json"), args.words, args.config_dir)
+    memory, words = take(args.words, "memory", MEMORY)
+    composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
     if composed.origins.get("run_dir") == COMMAND_LINE:
         text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"
         raise RecipeError([Problem("run_dir", text, COMMAND_LINE, "resume-folder")])
 
     def prepare(target: Target) -> Prepared:
         if args.fork is not None:
-            return _prepare_fork(args.run, saved.spec, composed, target, args.fork)
-        return _prepare_resume(args.run, composed.recipe, composed.origins, target)
+            return _prepare_fork(args.run, saved.spec, composed, target, args.fork, memory=memory)
+        return _prepare_resume(args.run, composed.recipe, composed.origins, target, memory=memory)
 
     return _start(prepare)
 
@@ -207,11 +221,12 @@ def generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare_new(composed: Composed, target: Target, folder: Path | None) -> Prepared:
+def _prepare_new(composed: Composed, target: Target, folder: Path | None, *, memory: str) -> Prepared:
     facts = gather_facts(composed.recipe)
     if folder is not None:
         facts = replace(facts, run_dir=str(folder))
-    spec = _trainable(resolve(composed.recipe, target, facts, composed.origins), composed.origins)
+    spec = resolve(composed.recipe, target, facts, composed.origins)
+    _trainable(spec, target, composed.origins, memory=memory)
     place = Path(spec.run_dir)
     make_folder(place)
     lock = RunLock(place).acquire()
@@ -221,13 +236,14 @@ def _prepare_new(composed: Composed, target: Target, folder: Path | None) -> Pre
     return Prepared(place, spec, lock)
 
 
-def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target: Target) -> Prepared:
+def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target: Target, *, memory: str) -> Prepared:
     lock = RunLock(folder).acquire()
     with ExitStack() as stack:
         stack.callback(lock.release)
         old = read_run(folder).spec
         done = newest_step(folder)
-        spec = _trainable(resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done), origins)
+        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done)
+        _trainable(spec, target, origins, memory=memory)
         if done == spec.train.steps:
             print(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further")
         write_run(folder, recipe, target, spec)
@@ -235,7 +251,7 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
     return Prepared(folder, spec, lock)
 
 
-def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, new: str) -> Prepared:
+def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, new: str, *, memory: str) -> Prepared:
     place = Path(new) if "/" in new else source.parent / new
     fields = composed.recipe.model_dump(mode="json") | {"run_dir": str(place)}
     if fields["name"] == old.name:
@@ -245,7 +261,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     step, samples = checkpoint.step, manifest.state["samples"]
     facts = gather_facts(recipe)
     spec = fork(old, recipe, target, facts, composed.origins, done_steps=step, done_samples=samples)
-    _trainable(spec, composed.origins)
+    _trainable(spec, target, composed.origins, memory=memory)
     make_folder(place)
     lock = RunLock(place).acquire()
     copy_checkpoint(checkpoint, place)
@@ -254,12 +270,17 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     return Prepared(place, spec, lock)
 
 
-def _trainable(spec: Spec, origins: Mapping[str, str]) -> Spec:
-    """The Spec, when nothing in it can be planned only. RecipeError: something is."""
+def _trainable(spec: Spec, target: Target, origins: Mapping[str, str], *, memory: str) -> None:
+    """RecipeError: something can be planned only, or the run can't fit the GPUs' memory."""
     problems = unbuilt_problems(spec, origins)
+    too_large = memory_problem(spec, target, origins) if memory == "check" else None
+    if too_large is not None:
+        problems.append(too_large)
     if problems:
         raise RecipeError(problems)
-    return spec
+    warning = memory_warning(spec, target)
+    if warning:
+        print(f"megaspec: {warning}", file=sys.stderr)
 
 
 def _start(prepare: Callable[[Target], Prepared]) -> int:
@@ -289,13 +310,13 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
             max_restarts=prepared.spec.launcher.max_restarts,
             grace_seconds=prepared.spec.launcher.grace_seconds,
             timeout_seconds=prepared.spec.launcher.timeout_seconds,
-            arguments={"lock_token": prepared.lock.token},
+            arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
         )
 
 
 def _record(folder: Path) -> None:
     """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets."""
-    words = {"train", "resume", "--fork", "--config-dir", str(folder)}
+    words = {"train", "resume", "--fork", "--config-dir", "--plugin", *loaded(), str(folder)}
     write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
 
 

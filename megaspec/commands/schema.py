@@ -1,0 +1,138 @@
+"""`megaspec schema`: the language as a JSON schema, with which a YAML editor completes, explains and flags.
+
+A recipe and a choice of a group are fragments: they may leave out what another file sets. So nothing is required but in
+the entries of lists, and a section of several kinds may be any of them.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.problems import did_you_mean, one_of
+from megaspec.data.files import write_atomically
+from megaspec.recipe import SECTIONS, Recipe
+from megaspec.search import SearchPath
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+RECIPE = "recipe"
+# `${path.to.key}` stands for a value, `???` for one that has to be set.
+_REFERENCE = {"type": "string", "pattern": r"^\?\?\?$|\$\{\.*[A-Za-z0-9_.]+\}"}
+# Editors read `1_000` and, some of them, `1e6` as text; recipes read both as numbers, and 15T as well.
+_COUNT = {"type": "string", "pattern": r"^[0-9][0-9_]*(\.[0-9]+)?([kKMBT]|[eE]\+?[0-9]+)?$"}
+_NUMBER = {"type": "string", "pattern": r"^[-+]?([0-9][0-9_]*)?\.?[0-9]*([eE][-+]?[0-9]+)?$"}
+_NAME = {"type": "string", "pattern": r"^/?[A-Za-z0-9_][A-Za-z0-9_./-]*$"}
+# pydantic writes bounds in its own words where a field has a validator.
+_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `schema`."""
+    text = "print the JSON schema of recipes, or of the choices of a group, for YAML editors"
+    more = (
+        "Name it in a file with a line `# yaml-language-server: $schema=FILE`, below `# @package` where there is one."
+    )
+    command = commands.add_parser("schema", help=text, description=f"{text}. {more}", allow_abbrev=False)
+    command.add_argument(
+        "group", nargs="?", default=RECIPE, metavar="GROUP", help="recipe (default), model, optim, ..."
+    )
+    command.add_argument("--out", type=Path, metavar="FILE", help="write it there")
+    command.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="more groups and recipes")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write it."""
+    known = (RECIPE, *SECTIONS)
+    if args.group not in known:
+        hint = did_you_mean(args.group, known) or f"choose {one_of(known)}"
+        raise RecipeError([Problem("", f"{args.group} is no group; {hint}", "command line", "choice.unknown")])
+    text = json.dumps(schema(args.group, SearchPath(args.config_dir)), indent=1, ensure_ascii=False) + "\n"
+    if args.out is None:
+        print(text, end="")
+        return 0
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(args.out, [text.encode()])
+    print(f"{args.out}: written; name it in a file: # yaml-language-server: $schema={args.out}")
+    return 0
+
+
+def schema(group: str, search: SearchPath) -> dict[str, Any]:
+    """The schema of recipes, or of the files of one group."""
+    whole = Recipe.model_json_schema()
+    classes = {name: _class(one, is_entry=name in _entries(whole)) for name, one in whole["$defs"].items()}
+    sections = {name: _property(one) for name, one in whole["properties"].items()}
+    head = {"$schema": DIALECT, "title": f"megaspec {group}", "type": "object"}
+    if group == RECIPE:
+        fields = {"defaults": _defaults(RECIPE, search, SECTIONS), **sections}
+        return {**head, "properties": fields, "additionalProperties": False, "$defs": classes}
+    kinds = [name for name, one in whole["$defs"].items() if _is_of(whole, one, group)]
+    inherited = {"defaults": _defaults(group, search, ())}
+    options = [{**classes[name], "properties": {**inherited, **classes[name]["properties"]}} for name in kinds]
+    return {**head, "anyOf": options, "$defs": classes}
+
+
+def _is_of(whole: dict[str, Any], one: dict[str, Any], section: str) -> bool:
+    """True for a class that may stand in a section of the top."""
+    field = whole["properties"][section]
+    names = [field["$ref"]] if "$ref" in field else [option["$ref"] for option in field.get("oneOf", ())]
+    return any(whole["$defs"][name.rpartition("/")[2]] is one for name in names)
+
+
+def _entries(node: Any) -> set[str]:
+    """Names of the classes that stand in lists: those are written out whole."""
+    if isinstance(node, dict):
+        here = {node["items"]["$ref"].rpartition("/")[2]} if "$ref" in (node.get("items") or {}) else set()
+        return here.union(*(_entries(inner) for inner in node.values()))
+    return set().union(*(_entries(inner) for inner in node)) if isinstance(node, list) else set()
+
+
+def _class(one: dict[str, Any], *, is_entry: bool) -> dict[str, Any]:
+    """A section: closed, and a fragment unless it is an entry of a list."""
+    fields = {name: _property(field) for name, field in one["properties"].items()}
+    made = {"type": "object", "properties": fields, "additionalProperties": False}
+    if "description" in one:
+        made["description"] = " ".join(one["description"].split())
+    return {**made, "required": one["required"]} if is_entry and one.get("required") else made
+
+
+def _property(field: dict[str, Any]) -> dict[str, Any]:
+    """A field: its values, or a reference to another."""
+    about = {}
+    if "description" in field:
+        about["description"] = " ".join(field["description"].split())
+    if "default" in field and not isinstance(field["default"], dict):
+        about["default"] = field["default"]
+    options = _values({key: value for key, value in field.items() if key not in ("description", "default", "title")})
+    if not any(option.get("type") == "string" and len(option) == 1 for option in options):
+        options.append(_REFERENCE)
+    return {**about, **(options[0] if len(options) == 1 else {"anyOf": options})}
+
+
+def _values(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """The alternatives of a value, flat."""
+    for union in ("anyOf", "oneOf"):
+        if union in node:
+            return [option for one in node[union] for option in _values(one)]
+    plain = {_BOUNDS.get(key, key): value for key, value in node.items() if key not in ("title", "discriminator")}
+    for key in ("items", "prefixItems"):
+        if key in plain:
+            inner = plain[key]
+            plain[key] = [_property(one) for one in inner] if isinstance(inner, list) else _property(inner)
+    extra = {"integer": [_COUNT], "number": [_NUMBER]}.get(plain.get("type", ""), [])
+    return [plain, *extra]
+
+
+def _defaults(group: str, search: SearchPath, groups: Sequence[str] | dict[str, Any]) -> dict[str, Any]:
+    """The list of what a file inherits and, in a recipe, chooses. Names that are known are offered, others allowed."""
+    entries: list[dict[str, Any]] = [_name(group, search)]
+    if groups:
+        chosen = {f"override /{one}": _name(one, search) for one in groups}
+        entries.append({"type": "object", "properties": chosen, "additionalProperties": False, "minProperties": 1})
+    about = "What this file builds on, in order; `_self_` stands for the file itself."
+    return {"description": about, "type": "array", "items": {"anyOf": entries}}
+
+
+def _name(group: str, search: SearchPath) -> dict[str, Any]:
+    return {"anyOf": [{"enum": search.choices(group)}, _NAME]}
