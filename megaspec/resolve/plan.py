@@ -15,6 +15,7 @@ from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.layer_time import collective_seconds
 from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.parameters import count_parameters, rank_parameters
+from megaspec.resolve.remedies import remedies
 from megaspec.resolve.schedule import bubble_formula, chart, shape_of
 from megaspec.resolve.stages import layer_ranges, stages_of
 from megaspec.resolve.step_time import StepTime, step_time
@@ -216,7 +217,7 @@ def make_plan(
         stages=stages,
         batch={f.name: getattr(batch, f.name) for f in fields(batch)} | {"steps": spec.train.steps, "seq_len": seq_len},
         segments=len(spec.segments),
-        memory=fit_of(spec, memory, target.gpu_memory if spec.device == "cuda" else 0),
+        memory=fit_of(spec, memory, hardware=hardware, capacity=target.gpu_memory if spec.device == "cuda" else 0),
         source_fit=_source_fit(spec, memory, hardware),
         flops_per_token=flops,
         flops=flops["causal"] * batch.tokens,
@@ -282,11 +283,12 @@ def memory_by_kind(stage: StageMemory) -> dict[str, int]:
     return {kind: getattr(stage, kind) for kind in MEMORY_KINDS} | {"total": stage.total}
 
 
-def fit_of(spec: Spec, memory: Sequence[StageMemory], capacity: int) -> Fit:
+def fit_of(spec: Spec, memory: Sequence[StageMemory], *, hardware: Hardware | None, capacity: int) -> Fit:
     """The fullest rank against the memory of a device; capacity 0: not known."""
     most = fullest(memory)
     by_kind = memory_by_kind(most)
     total = by_kind.pop("total")
+    ways_out = remedies(spec, hardware) if hardware and total > capacity > 0 else []
     return Fit(
         by_kind=by_kind,
         total=total,
@@ -294,7 +296,7 @@ def fit_of(spec: Spec, memory: Sequence[StageMemory], capacity: int) -> Fit:
         fits=total <= capacity if capacity else None,
         rank=list(memory).index(most),
         fits_on=tuple(name for name, one in HARDWARE.items() if total <= one.memory),
-        remedies=(),
+        remedies=tuple(Remedy(overrides=one.overrides, total=one.total) for one in ways_out),
     )
 
 

@@ -17,8 +17,8 @@ from megaspec.resolve.flops import padded_vocab
 NORM_BACKWARD = 8
 # A final norm outside the compiled blocks works in fp32 and step by step: bytes per element, forward and backward.
 LOOSE_NORM = (30, 60)
-# A copy that turns [sequence, token] round reaches so much less of the bandwidth (tensor parallel on 2 and 4 H200).
-TURNING = 2.4
+# A copy that turns [sequence, token] round takes so much longer than its bytes (tensor parallel on 2 and 4 H200).
+TURNING = 2.6
 # Without compile each operation reads and writes on its own.
 EAGER_PASSES = 3
 

@@ -1,0 +1,52 @@
+"""Whether a run fits the memory of its GPUs, asked before it starts."""
+
+from collections.abc import Mapping
+
+from megaspec.core.errors import Problem
+from megaspec.core.problems import one_of, origin_of
+from megaspec.recipe import Recipe
+from megaspec.resolve.hardware import hardware_of
+from megaspec.resolve.memory import fullest, memory_of
+from megaspec.resolve.remedies import remedies
+from megaspec.resolve.target import Target
+from megaspec.spec import Spec
+
+# Predictions lie within 5 % of what was measured: past REFUSED of a GPU's memory a run can't fit, past TOLD it may not.
+REFUSED, TOLD = 1.10, 0.97
+GIB = 2**30
+_KEY = "train.micro_batch"
+
+
+def memory_problem(spec: Spec, target: Target, origins: Mapping[str, str] | None = None) -> Problem | None:
+    """Why a run on GPUs would run out of memory, with what would fit; None where it fits or the memory is not known."""
+    share = _share(spec, target)
+    if share <= REFUSED:
+        return None
+    text = f"{_KEY}={spec.train.micro_batch}: {_needs(spec, target)}"
+    return Problem(
+        _KEY, f"{text}; {_way_out(spec, target)}, or memory=ignore", origin_of(origins or {}, _KEY), "memory"
+    )
+
+
+def memory_warning(spec: Spec, target: Target) -> str:
+    """A line about a run that fits barely, or barely does not; "" where there is nothing to say."""
+    return f"memory: {_needs(spec, target)}; it may not fit" if TOLD < _share(spec, target) <= REFUSED else ""
+
+
+def _share(spec: Spec, target: Target) -> float:
+    """What the fullest rank needs over what its GPU has; 0 on a CPU."""
+    if spec.device != "cuda" or not target.gpu_memory:
+        return 0.0
+    return fullest(memory_of(spec)).total / target.gpu_memory
+
+
+def _needs(spec: Spec, target: Target) -> str:
+    needed, has = fullest(memory_of(spec)).total / GIB, target.gpu_memory / GIB
+    return f"the fullest rank needs {needed:,.1f} GiB as predicted, and {target.gpu} has {has:,.1f}"
+
+
+def _way_out(recipe: Recipe, target: Target) -> str:
+    hardware = hardware_of(target)
+    found = remedies(recipe, hardware) if hardware else []
+    words = [f"{' '.join(one.overrides)} ({one.total / GIB:,.1f} GiB)" for one in found[:3]]
+    return f"try {one_of(words)}" if words else "megaspec tune searches for a layout that fits"
