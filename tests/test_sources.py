@@ -8,6 +8,7 @@ import pytest
 
 from megaspec.core.problems import field_paths
 from megaspec.recipe import SECTIONS, Recipe
+from megaspec.resolve.unbuilt import UNBUILT
 from megaspec.spec import Spec
 
 ROOT = Path(__file__).parents[1]
