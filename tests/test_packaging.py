@@ -47,7 +47,8 @@ def assert_works(python, tmp_path, expected):
     out = run(python.parent / "megaspec", "plan", "recipe=hello", cwd=elsewhere)
     assert "world" in out
     assert "Memory of the fullest rank" in out
-    modules = "megaspec_kernels.catalog, megaspec_launchers.local, megaspec.runtime.build"
+    modules = "megaspec_kernels.catalog, megaspec_launchers.local, megaspec.runtime.build, "
+    modules += "hydra_plugins.megaspec_launcher.launcher"
     run(python, "-P", "-c", f"import {modules}", cwd=elsewhere)
 
 
@@ -64,6 +65,8 @@ def test_wheel_holds_what_runs_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {n.partition("/")[0] for n in names if ".dist-info" not in n}
     assert tops == {"megaspec", "megaspec_kernels", "megaspec_launchers", "hydra_plugins"}
+    assert "hydra_plugins/__init__.py" not in names  # Hydra looks for plugins in a namespace package
+    assert {"hydra_plugins/megaspec_launcher/launcher.py", "megaspec/sweep/page.html"} <= set(names)
     for room in ("conf", "recipes"):
         shipped = {str(p.relative_to(ROOT)) for p in (ROOT / room).rglob("*.yaml")}
         assert shipped == {n.removeprefix("megaspec/_data/") for n in names if n.startswith(f"megaspec/_data/{room}/")}
@@ -95,7 +98,7 @@ def test_every_dependency_is_pinned():
         if line and not line.startswith("#")
     )
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(d for e in ("dev", "tensorboard", "parquet") for d in extras[e])]
+    wanted = [*project["dependencies"], *(d for e in ("dev", "tensorboard", "parquet", "sweep") for d in extras[e])]
     for one in wanted:
         name = one.partition(";")[0].split("=")[0].split(">")[0].split("<")[0].split("[")[0].strip().lower()
         assert name in pins, name
