@@ -49,6 +49,12 @@ class Share:
         return max(1, self.tokens // self.tp) if self.is_sequence_split else self.tokens
 
     @property
+    def recomputed_parts(self) -> frozenset[str]:
+        """What `selective` recomputes."""
+        own = self.recompute
+        return frozenset(own.parts or ("core_attention",)) if own.kind == "selective" else frozenset()
+
+    @property
     def wide(self) -> int:
         """Bytes of what is computed in at least fp32."""
         return max(4, self.width)
@@ -109,8 +115,7 @@ def share_of(recipe: Recipe) -> Share:
 def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
     """What a layer keeps and needs, after recomputation."""
     tensors = kept_tensors(share, with_experts=with_experts)
-    own = share.recompute
-    parts = set(own.parts or ("core_attention",)) if own.kind == "selective" else set()
+    parts = share.recomputed_parts
     freed = [t for t in tensors if parts & set(t.freed_by)]
     stays = [t for t in tensors if not parts & set(t.freed_by)]
     model, moe, e = share.model, moe_of(share.model), share.width
@@ -175,13 +180,12 @@ def _attention(share: Share) -> list[Kept]:
     model, rows, e = share.model, share.tokens, share.width
     heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model, tp=share.tp)
     q, kv = heads * model.d_head, kv_heads * model.d_head
-    # values are a view of the product, so that all of it stays
-    tensors = [Kept("qkv", rows * (q + 2 * kv) * e)]
-    is_rotated = not isinstance(model, GptSpec)
-    if is_rotated:
-        tensors += [Kept("q", rows * q * e), Kept("k", rows * kv * e)]
-        if not share.is_compiled and e < share.wide:
-            tensors.append(Kept("rope.wide", rows * (q + kv) * share.wide))
+    tensors = []
+    if share.attention != "reference" or "core_attention" in share.recomputed_parts:
+        # values are a view of the product, so that all of it stays
+        tensors.append(Kept("qkv", rows * (q + 2 * kv) * e))
+        if not isinstance(model, GptSpec):
+            tensors += [Kept("q", rows * q * e), Kept("k", rows * kv * e)]
     if getattr(model, "qk_norm", False):
         tensors.append(Kept("qk_norm.statistics", rows * (heads + kv_heads) * _STATISTIC))
         if not share.is_compiled:
@@ -210,8 +214,9 @@ def _core(share: Share, *, heads: int, d_key: int, d_value: int) -> list[Kept]:
     out = Kept("o", rows * heads * d_value * e)
     tensors = [out, Kept("o.fp8", rows * heads * d_value)] if share.is_fp8 else [out]
     if share.attention == "reference":
-        # the weights in fp32 and in the model's format, keys and values once for each query head, queries turned
-        weights = rows * share.seq_len * heads * (e if e >= 4 else 4 + e)
+        # the weights in fp32 and in the model's format; keys and values once for each query head, and queries, in the
+        # order of the products; the mask
+        weights = rows * share.seq_len * heads * (e if e >= 4 else 4 + e) + share.seq_len**2
         turned = rows * heads * (2 * d_key + d_value) * e
         return [*tensors, Kept("weights", weights, ("core_attention",)), Kept("turned", turned, ("core_attention",))]
     return [*tensors, Kept("log_sum", rows * heads * _STATISTIC, ("core_attention",))]

@@ -131,7 +131,7 @@ def _stage(recipe: Recipe, share: Share, stage: int, contents: _Contents, held: 
     inputs = recipe.train.global_batch // _data_ranks(recipe) * recipe.data.seq_len // share.cp * _INPUT
     workspace = _WORKSPACE if device == "cuda" else 0
     sizes = {
-        "weights": _weights(recipe, share, count),
+        "weights": _weights(recipe, share, contents, count),
         "gradients": _gradients(recipe, share, count),
         "optimizer": _optimizer(recipe, share, count),
         "activations": kept + max(0, in_backward - logits) + inputs + workspace,
@@ -157,7 +157,8 @@ def _activations(
         elif own.kind == "full":
             group = min(own.layers or 1, max(1, sum(numbers)))
             kept += ceil(sum(numbers) / group) * layers[0].input
-            again = max(again, group * max(_whole(one) for one, n in zip(layers, numbers, strict=True) if n))
+            largest = max((_whole(one) for one, n in zip(layers, numbers, strict=True) if n), default=0)
+            again = max(again, group * largest + (group - 1) * layers[0].input)
             continue
         for one, number in zip(layers, numbers, strict=True):
             # those at the start of a chunk are recomputed first, dense layers before experts
@@ -220,11 +221,13 @@ def _shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) ->
     return ceil(count.dense / dense) + ceil(count.expert / expert)
 
 
-def _weights(recipe: Recipe, share: Share, count: RankParameters) -> int:
-    here = _shared_out(recipe, count, from_strategy=3)
+def _weights(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> int:
     tables = _angles(share.model, share.model.max_seq_len) if hasattr(share.model, "rope_base") else 0
-    # fp8 products want both layouts of a weight
-    return here * share.width + (2 * here if share.is_fp8 else 0) + tables
+    if share.is_fp8 and recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
+        # products of the blocks want both layouts of a weight
+        ends = contents.has_embedding + contents.has_head
+        tables += 2 * max(0, count.total - ends * table_parameters(share.model, tp=share.tp))
+    return _shared_out(recipe, count, from_strategy=3) * share.width + tables
 
 
 def _gradients(recipe: Recipe, share: Share, count: RankParameters) -> int:
