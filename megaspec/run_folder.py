@@ -13,6 +13,7 @@ from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.verify import examine
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.data.files import publish, write_atomically, write_error
+from megaspec.plugins import demand
 from megaspec.recipe import Recipe
 from megaspec.resolve.target import Target
 from megaspec.spec import Spec
@@ -65,9 +66,10 @@ def read_run(folder: Path) -> SavedRun:
     if not is_run(folder):
         nearest = "; give the folder that `megaspec train` named" if folder.is_dir() else "; there is no such folder"
         raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}){nearest}", code="run-missing")])
-    recipe = _read_json(folder / RECIPE)
+    recipe, saved = _read_json(folder / RECIPE), _read_json(folder / SPEC)
+    demand(saved, str(folder))
     try:
-        spec = Spec.model_validate_json(json.dumps(_read_json(folder / SPEC) | {"run_dir": str(folder)}))
+        spec = Spec.model_validate_json(json.dumps(saved | {"run_dir": str(folder)}))
     except (ValidationError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise RecipeError([Problem("", f"{folder / SPEC} is damaged: {first}", code="run-damaged")]) from None

@@ -36,6 +36,8 @@ class Spec(Recipe):
     """Hash of the data that the run was resolved with; "" for data that is made as it is read."""
     decisions: tuple[Decision, ...] = ()
     """What was decided for the user, and why."""
+    plugins: tuple[str, ...] = ()
+    """Packages that it was typed with: a command line that starts it again names them with --plugin."""
 
     @model_validator(mode="after")
     def _nothing_is_open(self) -> Self:

@@ -1,6 +1,7 @@
 """What the resolver has to know about the data, read from manifests and index headers only. Torch-free and fast."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +40,11 @@ class DataFacts:
 
 def data_facts(data_spec: DataSpec) -> DataFacts:
     """The facts for a data spec. What is wrong with the files is told in `problems`, never raised."""
-    return _FACTS[type(data_spec)](data_spec)
+    return FACTS[type(data_spec)](data_spec)
 
 
-def _made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
+def made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
+    """Of data that is made as it is read: no files, no end."""
     endless = dict.fromkeys(SPLITS)
     return DataFacts(
         vocab_size=spec.vocab_size,
@@ -126,4 +128,8 @@ def _mixed_tokenizers(spec: IndexedSpec, manifests: list[Manifest]) -> list[Prob
     ]
 
 
-_FACTS = {IndexedSpec: _indexed, SyntheticSpec: _made, RandomSpec: _made}
+FACTS: dict[type[DataSpec], Callable[..., DataFacts]] = {
+    IndexedSpec: _indexed,
+    SyntheticSpec: made,
+    RandomSpec: made,
+}

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
+from megaspec.core.frozen import Frozen
 from megaspec.log.console import ConsoleSink
 from megaspec.log.events import Emit, Event
 from megaspec.log.jsonl import JsonlSink
@@ -51,6 +52,10 @@ SINKS: dict[str, Callable[[LogSpec, Path, int], Sink | None]] = {
 }
 
 
+# Type of an entry of log.sinks -> opener of its sink; plugins fill it.
+OPENERS: dict[type[Frozen], Callable[[Frozen, Path, int], Sink]] = {}
+
+
 @contextmanager
 def open_sinks(log: LogSpec, run_dir: Path, *, step: int) -> Iterator[Emit]:
     """A function that takes events and never raises. `step`: where the run goes on, 0 for a new one.
@@ -75,12 +80,18 @@ def open_sinks(log: LogSpec, run_dir: Path, *, step: int) -> Iterator[Emit]:
         if sink is not None:
             sinks[name] = sink
 
+    def open_added(name: str, entry: Frozen) -> None:
+        sinks[name] = OPENERS[type(entry)](entry, run_dir, step)
+
     def emit(event: Event) -> None:
         for name, sink in sinks.items():
             fails(name, lambda sink=sink: sink(event))
 
     for name in SINKS:
         fails(name, lambda name=name: open_one(name))
+    for number, entry in enumerate(getattr(log, "sinks", ())):
+        name = f"log.sinks.{number}"
+        fails(name, lambda name=name, entry=entry: open_added(name, entry))
     try:
         yield emit
     finally:

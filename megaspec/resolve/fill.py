@@ -14,6 +14,7 @@ from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
+from megaspec.model.gpt.spec import GptSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import divisors
 from megaspec.resolve.ceilings import ceilings_of
@@ -43,7 +44,7 @@ class Draft:
 
     def __init__(self, recipe: Recipe, target: Target, facts: Facts):
         self.content: dict[str, Any] = recipe.model_dump(mode="json")
-        self.target, self.facts = target, facts
+        self.recipe, self.target, self.facts = recipe, target, facts
         self.decisions: list[Decision] = []
         self.problems: list[Problem] = []
 
@@ -80,7 +81,7 @@ def model_shape(draft: Draft) -> None:
     if latent:
         draft.fill("model.d_head", latent["d_nope"] + latent["d_rope"], "model.mla.d_nope + model.mla.d_rope")
     draft.fill("model.d_head", max(1, d_model // n_heads), "model.d_model / model.n_heads")
-    if draft["model.kind"] == "gpt":
+    if isinstance(draft.recipe.model, GptSpec):
         draft.fill("model.d_ffn", 4 * d_model, "4 model.d_model")
     else:
         draft.fill("model.d_ffn", max(64, 8 * d_model // 3 // 64 * 64), "8/3 model.d_model, rounded down to 64")

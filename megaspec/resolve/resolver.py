@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megaspec import plugins
 from megaspec.core.axes import world_size
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.problems import origin_of, typed_problems
@@ -43,6 +44,7 @@ class Settled:
             "samples_moved": moved,
             "data_fingerprint": self.data_fingerprint,
             "decisions": [d.model_dump(mode="json") for d in self.decisions],
+            "plugins": plugins.loaded(),
         }
         return Spec.model_validate_json(json.dumps(fields))
 

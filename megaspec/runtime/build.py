@@ -2,12 +2,14 @@
 
 import os
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from megaspec.core.errors import RecipeError
+from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
 from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
@@ -25,9 +27,11 @@ from megaspec.parallelism.tensor import TensorParallel
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Spec
-from megaspec_kernels.registry import Kernels, kernels_of
+from megaspec_kernels.registry import CrossEntropyKernel, Kernels, kernels_of
 
 MODELS = {LlamaSpec: Llama, GptSpec: Gpt}
+# Type of train.loss -> maker of a kernel in place of kernels.cross_entropy; plugins fill it.
+LOSSES: dict[type[Frozen], Callable[[Frozen], CrossEntropyKernel]] = {}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -96,11 +100,16 @@ def initialise(built: Built) -> None:
     built.optimizer.write_back()
 
 
+def _kernels(spec: Spec) -> Kernels:
+    kernels, loss = kernels_of(spec.kernels), getattr(spec.train, "loss", None)
+    return kernels if loss is None else replace(kernels, cross_entropy=LOSSES[type(loss)](loss))
+
+
 def build_split_model(spec: Spec, *, mesh: Mesh) -> tuple[Decoder, TensorParallel]:
     """The model with this rank's shapes, in memory, and how it was split; weights are NaN until they are filled."""
     dtype = DTYPES[spec.precision.kind]
     # on the meta device, so that no rank ever holds the whole model
-    model = build_model(spec.model, kernels_of(spec.kernels), dtype=dtype)
+    model = build_model(spec.model, _kernels(spec), dtype=dtype)
     # before memory is taken: modules become their parallel twins with this rank's shapes
     tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel)
     tensor.split_model(model, model.placement)

@@ -18,6 +18,7 @@ from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build_split_model
+from megaspec.runtime.plugins import connect
 from megaspec.runtime.state import load_weights, tell_passed_over
 from megaspec.spec import Spec
 
@@ -27,6 +28,7 @@ def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float
 
     On a CPU in fp32, on CUDA in the run's precision. Raises CheckpointError, DataError.
     """
+    connect()
     trained = Spec.model_validate_json((run_dir / "spec.json").read_text())
     tokenizer = run_tokenizer(trained.data)
     reader = Store(run_dir).newest_good(SoloComm(), repair=False)

@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,10 +21,12 @@ from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.sinks import open_sinks
 from megaspec.parallelism.mesh import Mesh
+from megaspec.plugins import load, loaded
 from megaspec.resolve.flops import flops_per_token
 from megaspec.resolve.target import Target
 from megaspec.runtime.build import build
 from megaspec.runtime.loop import Run
+from megaspec.runtime.plugins import connect
 from megaspec.spec import Spec
 
 
@@ -37,15 +40,18 @@ def main(
     store: Rendezvous,
     timeout_seconds: float,
     lock_token: int | None = None,
+    plugins: Sequence[str] = (),
 ) -> int:
     """Trains the run whose spec.json is in `run_dir`. -> exit code (core/errors.py).
 
     `store`: where the ranks of this attempt meet. `timeout_seconds`: bound of every collective. `lock_token`: the
-    fencing token of a launcher that holds the run's lock; None takes the lock here, on rank 0.
+    fencing token of a launcher that holds the run's lock; None takes the lock here, on rank 0. `plugins`: packages
+    that the command line named.
     """
     watch_signals()
     me = Place(rank, world_size, local_rank, attempt, store, timeout_seconds)
     try:
+        load(plugins)
         run_rank(Path(run_dir), me, lock_token)
         return 0
     except MegaspecError as error:
@@ -95,6 +101,8 @@ def read_spec(run_dir: Path) -> Spec:
 def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
     """Sets up device, groups, lock and sinks, and trains."""
     spec = read_spec(run_dir)
+    assert set(spec.plugins) <= set(loaded()), f"spec.json needs plugins {spec.plugins}, loaded are {loaded()}"
+    connect()
     assert spec.world_size == me.world_size, f"spec.json is for {spec.world_size} ranks, {me.world_size} were started"
     device = pick_device(spec, me.local_rank)
     with ExitStack() as stack:

@@ -1,0 +1,223 @@
+"""Plugins extend the language and what ranks build; a bad one is refused, and a run folder never imports one.
+
+Loading changes the process for good, so whatever loads one runs in a process of its own.
+"""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaspec.core.errors import RecipeError
+from megaspec.plugins import load, loaded, take_flags
+from megaspec.recipe import Recipe
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers")),
+    "OMP_NUM_THREADS": "1",
+}
+PLUGIN = f"--plugin={HERE / 'tiny_plugin'}"
+WORDS = (
+    "recipe=hello",
+    "data={kind: count, vocab_size: 16, seq_len: 16}",
+    "~data.blend",
+    "model={kind: squared, n_layers: 1, d_model: 16, n_heads: 2, n_kv_heads: 2, vocab_size: 16, power: 3}",
+    "optim={kind: lion, lr: 1e-3, schedule: {warmup_steps: 0, min_lr: 1e-4}}",
+    "train={steps: 3, global_batch: 4, eval_every: 0, sample: null, loss: {kind: smooth, share: 0.25}}",
+    "launcher.ranks=2",
+    "parallelism.tp=1",
+    "log={console: quiet, tensorboard: false, sinks: [{kind: csv, file: out.csv}]}",
+)
+
+
+def start(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-P", "-m", "megaspec", *words]
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+
+
+def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
+    trained = start("train", *WORDS, PLUGIN, cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    run = tmp_path / "runs" / "hello"
+    spec = json.loads((run / "spec.json").read_text())
+    assert spec["plugins"] == ["tiny_plugin"]
+    assert (spec["model"]["kind"], spec["model"]["power"], spec["model"]["d_ffn"]) == ("squared", 3, 64)
+    assert spec["optim"]["beta"] == 0.9
+
+    alone = start("resume", "runs/hello", "train.steps=5", cwd=tmp_path)
+    assert alone.returncode == 64
+    assert "runs/hello was made with plugins" in alone.stderr
+    assert "add --plugin tiny_plugin" in alone.stderr
+
+    # as it says: here the package is found by its name
+    flags = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{HERE}"}
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "megaspec",
+        "resume",
+        "runs/hello",
+        "train.steps=5",
+        "--plugin",
+        "tiny_plugin",
+    ]
+    more = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT | flags, capture_output=True, text=True, timeout=120)
+    assert more.returncode == 0, more.stderr
+    rows = list(csv.reader((run / "out.csv").open()))
+    assert [int(step) for step, _ in rows] == [1, 2, 3, 4, 5]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line and "grad_norm" in line]
+    assert [float(loss) for _, loss in rows] == pytest.approx(losses, rel=1e-6)
+
+
+def test_planning_needs_no_torch_and_without_the_flag_nothing_is_known(tmp_path):
+    script = "import sys; from megaspec.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-P", "-c", f"{script}; sys.exit(code)", "plan", PLUGIN, *WORDS]
+    plan = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert plan.returncode == 0, plan.stderr
+    assert "squared" in plan.stdout
+    without = start("plan", *WORDS, cwd=tmp_path)
+    assert without.returncode == 64
+    for told in ("model.kind=squared must be", "data.kind=count must be", "optim.kind=lion", "loss is no key of train"):
+        assert told in without.stderr
+    wrong = ("model.pwer=2", "train.loss.share=1", "log.sinks.0.fil=a", "optim.beta=2")
+    closed = start("plan", *WORDS, PLUGIN, *wrong, cwd=tmp_path)
+    assert closed.returncode == 64
+    for told in ("did you mean power?", "train.loss.share=1 must be less than 1", "did you mean file?", "optim.beta=2"):
+        assert told in closed.stderr
+
+
+def test_yaml_names_no_plugin(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "sly.yaml").write_text("defaults: [hello]\nplugins: [tiny_plugin]\n")
+    refused = start("plan", "recipe=sly", cwd=tmp_path)
+    assert refused.returncode == 64
+    assert "plugins: plugins is no key of a recipe" in refused.stderr.replace("=['tiny_plugin']", "")
+
+
+LOSSES = """
+import sys, torch
+from megaspec.plugins import load
+load([sys.argv[1]])
+from megaspec.cli import compose_words, detect_target, gather_facts, resolve
+from megaspec.data.loader import open_source
+from megaspec.parallelism.mesh import Mesh
+from megaspec.runtime.build import build, initialise
+from megaspec.runtime.plugins import connect
+connect()
+for loss in ("null", "{kind: smooth, share: 0}", "{kind: smooth, share: 0.5}", "{kind: smooth, share: 0.25}"):
+    words = [w for w in sys.argv[2:] if not w.startswith(("launcher.ranks", "train="))]
+    train = f"train={{steps: 1, global_batch: 1, eval_every: 0, sample: null, loss: {loss}}}"
+    words += ["launcher.ranks=1", "precision=fp64", train]
+    recipe = compose_words(words).recipe
+    spec = resolve(recipe, detect_target(), gather_facts(recipe))
+    built = build(spec, mesh=Mesh({}, rank=0, device=torch.device("cpu")))
+    initialise(built)
+    source = open_source(spec.data, split="train", seed=1, segments=(4,), vocab_size=16)
+    tokens = torch.tensor(source.read(0).tokens)[None]
+    print(repr(built.model.loss(tokens[:, :-1], tokens[:, 1:], torch.ones(1, 16, dtype=torch.float64)).item()))
+    hidden = built.model.hidden(tokens[:, :-1])
+    logits = hidden[0] @ built.model.head.weight[:16].t()
+print(repr((torch.logsumexp(logits, -1).sum() - logits.mean(-1).sum()).item()))
+"""
+
+
+def test_the_loss_of_a_plugin_is_the_loss_that_is_trained(tmp_path):
+    command = [sys.executable, "-P", "-c", LOSSES, str(HERE / "tiny_plugin"), *WORDS]
+    made = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert made.returncode == 0, made.stderr
+    plain, none, half, quarter, flat = map(float, made.stdout.split())
+    assert none == pytest.approx(plain, rel=1e-12)
+    assert half == pytest.approx(0.5 * plain + 0.5 * flat, rel=1e-12)
+    assert quarter == pytest.approx(0.75 * plain + 0.25 * flat, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packages", "rest"),
+    [
+        (["plan", "--plugin", "a", "x=1"], ["a"], ["plan", "x=1"]),
+        (["--plugin=a", "plan", "--plugin", "./b/c"], ["a", "./b/c"], ["plan"]),
+        (["from-megatron", "--", "--plugin", "a"], [], ["from-megatron", "--", "--plugin", "a"]),
+    ],
+)
+def test_flags_stand_anywhere_before_the_dashes(arguments, packages, rest):
+    assert take_flags(arguments) == (packages, rest)
+
+
+@pytest.mark.parametrize("arguments", [["plan", "--plugin"], ["--plugin=", "plan"], ["--plugin", "--json", "plan"]])
+def test_a_flag_without_its_package(arguments):
+    with pytest.raises(RecipeError, match="its package is missing"):
+        take_flags(arguments)
+
+
+IMPORTS = """
+from typing import Literal
+from megaspec.core.frozen import Frozen
+from megaspec.data.spec import DataSpec
+from megaspec.model.llama.spec import LlamaSpec
+from megaspec.optim.spec import OptimizerSpec
+from megaspec.plugins import Part, Plugin
+class Mine(LlamaSpec):
+    kind: Literal["{kind}"]
+    "A model."
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("", "it has no PLUGIN"),
+        ("PLUGIN = 3", "it has no PLUGIN"),
+        ("PLUGIN = Plugin()", "adds nothing; give models, sources, optimizers, losses, sinks"),
+        ("PLUGIN = Plugin(models=(3,))", "models: 3 must be a megaspec.plugins.Part"),
+        ("PLUGIN = Plugin(models=(Part(Mine, 'x'),))", "build='x' must be text such as my_plugin.model:MyModel"),
+        ("PLUGIN = Plugin(models=(Part(Mine, 'nowhere.at:all'),))", "there is no module nowhere.at"),
+        ("PLUGIN = Plugin(models=(Part(Mine, 'NAME:Absent'),))", "NAME defines no Absent"),
+        ("PLUGIN = Plugin(models=(Part(Mine, 'NAME:Mine'),) * 2)", "model.kind=mine is its own already's"),
+        ("PLUGIN = Plugin(losses=(Part(Frozen, 'NAME:Mine'),))", 'Frozen lacks kind: Literal["name"]'),
+        ("PLUGIN = Plugin(sources=(Part(DataSpec, 'NAME:Mine'),))", "DataSpec lacks the field vocab_size"),
+        ("PLUGIN = Plugin(optimizers=(Part(OptimizerSpec, 'NAME:Mine'),))", "OptimizerSpec must inherit from"),
+        ("import nowhere_at_all", "can't be imported: No module named 'nowhere_at_all'"),
+        ("x = = 1", "can't be imported: invalid syntax"),
+    ],
+)
+def test_a_plugin_that_lacks_a_part_is_refused_with_what_is_missing(body, told, tmp_path, monkeypatch):
+    name = f"plugin_{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(
+        IMPORTS.replace("{kind}", "mine") + body.replace("NAME", name, body.count(":"))
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = Recipe.model_fields["model"].annotation
+    with pytest.raises(RecipeError) as refused:
+        load([f"{tmp_path / name}.py"])
+    assert told.replace("NAME", name) in str(refused.value)
+    assert (loaded(), Recipe.model_fields["model"].annotation) == ((), before)
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "clashing.py").write_text(
+        IMPORTS.replace("{kind}", "gpt") + "PLUGIN = Plugin(models=(Part(Mine, 'clashing:Mine'),))"
+    )
+    (tmp_path / "json.py").write_text("")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(RecipeError, match=r"model\.kind=gpt is megaspec's; choose another name"):
+        load([f"{tmp_path}/clashing.py"])
+    with pytest.raises(RecipeError, match="has the same name and is found first"):
+        load([f"{tmp_path}/json.py"])
+    with pytest.raises(RecipeError, match="no such folder or file"):
+        load(["./nowhere"])
+    with pytest.raises(RecipeError, match="no import name"):
+        load(["a-b"])
+
+
+def test_specs_that_import_torch_are_refused(tmp_path):
+    (tmp_path / "heavy.py").write_text("import torch\n")
+    refused = start("plan", "recipe=hello", "--plugin", "./heavy.py", cwd=tmp_path)
+    assert refused.returncode == 64
+    assert "its specs import torch" in refused.stderr

@@ -1,0 +1,100 @@
+"""What ranks build for the example."""
+
+# M tokens, D model, V vocabulary
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megaspec.data.source import EVALUATION_SAMPLES, Sample
+from megaspec.log.events import Event, StepDone
+from megaspec.model.gpt.model import Gpt
+from megaspec.nn.mlp import GeluMlp
+from megaspec.optim.optimizer import Sgd, decays
+from megaspec_kernels.cross_entropy.reference import VocabShard, linear_cross_entropy
+from megaspec_kernels.registry import Kernels
+from tiny_plugin import CountSpec, CsvSpec, LionSpec, SmoothSpec, SquaredSpec
+
+
+class SquaredMlp(GeluMlp):
+    """down(relu(up(x)) ^ power)."""
+
+    power: int
+
+    def forward(self, x_BTD: Tensor, noise: object) -> Tensor:
+        return self.dropout(self.w_down(F.relu(self.w_up(x_BTD)) ** self.power), noise)
+
+
+def squared(spec: SquaredSpec, kernels: Kernels) -> Gpt:
+    """GPT-2 with another activation."""
+    model = Gpt(spec, kernels)
+    for layer in model.layers.values():
+        layer.mlp.__class__, layer.mlp.power = SquaredMlp, spec.power
+    return model
+
+
+class Lion(Sgd):
+    """w = w - lr (sign(beta v + (1 - beta) g) + weight_decay w);  v = momentum v + (1 - momentum) g."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: LionSpec):
+        super().__init__(parameters, spec)
+        self._beta = spec.beta
+
+    @torch.no_grad()
+    def update(
+        self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divide_by: Tensor, skip: Tensor
+    ) -> None:
+        apply = skip == 0
+        for name, master in self.masters.items():
+            gradient, velocity = gradients[name] / divide_by, self._velocity[name]
+            step = torch.sign(velocity.lerp(gradient, 1 - self._beta))
+            velocity.copy_(torch.where(apply, velocity.lerp(gradient, 1 - self._momentum), velocity))
+            step = step + weight_decay * master if decays(master) else step
+            master.copy_(torch.where(apply, master - lr * step, master))
+        self._updates += apply
+        self.write_back()
+
+
+def smooth(spec: SmoothSpec) -> Callable[..., Tensor]:
+    """(1 - share) cross-entropy + share · the mean over all tokens of -log p; whole vocabularies only."""
+
+    def loss(x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard) -> Tensor:
+        sharp = linear_cross_entropy(x_MD, weight_VD, labels_M, weights_M, shard)
+        logits_MV = x_MD @ weight_VD[: shard.valid].t()
+        flat_M = -logits_MV.log_softmax(dim=-1).mean(dim=-1)
+        return (1 - spec.share) * sharp + spec.share * (weights_M * flat_M).sum()
+
+    return loss
+
+
+class Csv:
+    """Writes `step,loss`."""
+
+    def __init__(self, spec: CsvSpec, run_dir: Path, step: int):
+        self._file = (run_dir / spec.file).open("a")
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self._file.write(f"{event.step},{event.loss}\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Count:
+    """Sequences that count."""
+
+    def __init__(self, spec: CountSpec, *, split: str, seed: int, segments: tuple[int, ...], vocab_size: int):
+        self._spec, self._n = spec, sum(segments) if split == "train" else EVALUATION_SAMPLES
+
+    def __len__(self) -> int:
+        return self._n
+
+    def read(self, position: int) -> Sample:
+        length = self._spec.seq_len
+        tokens = (np.arange(length + 1, dtype=np.int64) + position) % self._spec.vocab_size
+        return Sample(tokens, np.ones(length, dtype=bool), np.zeros(length, dtype=np.int32))
