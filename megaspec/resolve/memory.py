@@ -194,7 +194,7 @@ def _head(recipe: Recipe, share: Share) -> int:
     gathered = rows * d * e if share.is_sequence_split else 0
     kernel = recipe.kernels.cross_entropy
     if kernel == "reference":
-        return norm + gathered + rows * columns * 3 * wide + table * e
+        return norm + gathered + rows * columns * 3 * wide
     # a piece's logits are dropped when the next piece's are there
     piece = max(1, min(rows, LOGITS_BYTES // (columns * e)))
     pieces = piece + min(piece, rows - piece)

@@ -1,0 +1,74 @@
+"""What would make a run fit: it does, it keeps the rules, and the cheapest comes first."""
+
+import json
+
+import pytest
+
+from megaspec.recipe import Recipe
+from megaspec.resolve.hardware import HARDWARE
+from megaspec.resolve.memory import fullest, memory_of
+from megaspec.resolve.remedies import ROOM, remedies
+from tests.resolve.plans import MOE, plan
+
+WIDE = {"kind": "llama", "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 14336}
+EIGHT_B = WIDE | {"vocab_size": 128256, "max_seq_len": 8192}
+STEP = {"data.seq_len": 8192, "train": {"steps": 8, "global_batch": 16, "micro_batch": 1}}
+
+
+def eight_b(parallelism, **model):
+    return plan(EIGHT_B | model, STEP | {"parallelism": {"tp": 1, **parallelism}})
+
+
+def changed(recipe, overrides):
+    content = json.loads(recipe.model_dump_json())
+    for override in overrides:
+        path, _, value = override.partition("=")
+        *sections, name = path.split(".")
+        place = content
+        for section in sections:
+            place = place[section]
+        plain = value.strip("[]").split(",") if value.startswith("[") else value
+        place[name] = {"true": True, "false": False, "null": None}.get(value, int(value) if value.isdigit() else plain)
+    return Recipe.model_validate_json(json.dumps(content))
+
+
+def test_nothing_for_what_fits():
+    assert remedies(eight_b({"dp_strategy": "fsdp", "dp_replicate": 1, "dp_shard": 8}), HARDWARE["H100"]) == []
+
+
+@pytest.mark.parametrize("hardware", ["A100-40", "A100-80", "H100", "H200"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        eight_b({"dp_replicate": 8}),
+        eight_b({"dp_replicate": 16}, n_layers=48),
+        eight_b({"dp_replicate": 16}, moe=MOE | {"d_expert": 4096, "d_shared": 4096}),
+    ],
+    ids=["8b", "12b", "experts"],
+)
+def test_each_fits_and_leads_to_its_total(recipe, hardware):
+    gpu = HARDWARE[hardware]
+    ways = remedies(recipe, gpu)
+    assert len(ways) <= 4
+    assert len({way.overrides for way in ways}) == len(ways)
+    for way in ways:
+        if way.overrides[0].startswith("hardware="):
+            assert way.total <= ROOM * HARDWARE[way.overrides[0].partition("=")[2]].memory
+            continue
+        other = changed(recipe, way.overrides)
+        assert fullest(memory_of(other)).total == way.total <= ROOM * gpu.memory
+        own = other.parallelism
+        assert own.tp * own.pp * own.cp * own.dp_replicate * own.dp_shard == recipe.launcher.ranks
+        assert own.tp <= gpu.node_size
+
+
+def test_what_can_be_trained_comes_first_and_then_the_cheapest():
+    # 8 B weights on one H200: with 18 bytes each they don't fit
+    first, *others = remedies(eight_b({"dp_replicate": 8}), HARDWARE["H200"])
+    assert first.overrides == ("parallelism.tp=2", "parallelism.dp_replicate=4", "parallelism.sequence_parallel=true")
+    assert others[0].overrides[0] == "parallelism.dp_strategy=zero1"
+
+
+def test_a_larger_gpu_comes_last():
+    ways = remedies(eight_b({"dp_replicate": 1, "dp_strategy": "replicate"}, n_layers=16), HARDWARE["H100"])
+    assert ways[-1].overrides == ("hardware=H200",)
