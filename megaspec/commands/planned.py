@@ -100,7 +100,7 @@ def _hardware(name: str | None, recipe: Recipe, here: Target) -> tuple[Hardware,
         return own, "the GPUs of this machine"
     if recipe.about.hardware is not None:
         return hardware_named(recipe.about.hardware), "no GPU here: what the recipe's source names"
-    return hardware_named(DEFAULT), f"no GPU here: {DEFAULT}; hardware= names another"
+    return hardware_named(DEFAULT), "no GPU here; hardware=cpu plans for this CPU"
 
 
 def _gpus(given: dict[str, str], recipe: Recipe, hardware: Hardware) -> int:
