@@ -90,13 +90,25 @@ class _Contents:
 def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...]:
     """The peak of a rank of each pipeline stage, from a filled recipe."""
     share, own = share_of(recipe), recipe.parallelism
-    contents = _contents(recipe.model, own.pp, own.pipeline)
-    found: dict[tuple[_Contents, float], StageMemory] = {}
+    layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
+    is_cuda = device == "cuda"
+    beside = recipe.train.global_batch // _data_ranks(recipe) * recipe.data.seq_len // share.cp * _INPUT
+    beside += _WORKSPACE if is_cuda else 0
+    outside = _outside(recipe) if is_cuda else 0
+    # stages in the middle hold the same and differ in the micro batches in flight
+    held_always: dict[_Contents, dict[str, int]] = {}
     stages = []
-    for stage, key in enumerate(zip(contents, in_flight(recipe), strict=True)):
-        if key not in found:
-            found[key] = _stage(recipe, share, stage, *key, device=device)
-        stages.append(found[key])
+    for stage, (contents, held) in enumerate(
+        zip(_contents(recipe.model, own.pp, own.pipeline), in_flight(recipe), strict=True)
+    ):
+        if contents not in held_always:
+            held_always[contents] = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
+        sizes = held_always[contents]
+        kept, routed, in_backward = _activations(share, layers, contents, held)
+        activations = kept + max(0, in_backward - sizes["logits"]) + beside
+        allocated = sum(sizes.values()) + activations + routed
+        reserve = outside + int(min(_SLACK * allocated, _MOST_SLACK)) if is_cuda else 0
+        stages.append(StageMemory(**sizes, activations=activations, expert_buffers=routed, reserve=reserve))
     return tuple(stages)
 
 
@@ -119,28 +131,15 @@ def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[_Conte
     )
 
 
-def _stage(recipe: Recipe, share: Share, stage: int, contents: _Contents, held: float, *, device: str) -> StageMemory:
-    count = rank_parameters(recipe, stage)
-    layers = tuple(layer_bytes(share, with_experts=one) for one in (False, True))
-    kept, routed, in_backward = _activations(share, layers, contents, held)
-    logits = _head(recipe, share) if contents.has_head else 0
-    tied = share.width * table_parameters(share.model, tp=share.tp) if share.model.tied_embeddings else 0
-    if contents.has_head and contents.has_embedding:
-        # a tied table's gradient waits for the embedding's part of it
-        in_backward += tied
-    inputs = recipe.train.global_batch // _data_ranks(recipe) * recipe.data.seq_len // share.cp * _INPUT
-    workspace = _WORKSPACE if device == "cuda" else 0
-    sizes = {
+def _held_always(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> dict[str, int]:
+    """What does not depend on the micro batches in flight."""
+    return {
         "weights": _weights(recipe, share, contents, count),
-        "gradients": _gradients(recipe, share, count),
-        "optimizer": _optimizer(recipe, share, count),
-        "activations": kept + max(0, in_backward - logits) + inputs + workspace,
-        "logits": logits,
-        "expert_buffers": routed,
+        "gradients": _shared_out(recipe, count, from_strategy=2) * share.wide,
+        "optimizer": _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width),
+        "logits": _head(recipe, share) if contents.has_head else 0,
         "communication": _communication(recipe, share, contents),
     }
-    reserve = _reserve(recipe, sum(sizes.values())) if device == "cuda" else 0
-    return StageMemory(**sizes, reserve=reserve)
 
 
 def _activations(
@@ -170,6 +169,9 @@ def _activations(
     used = [one for one, n in zip(layers, map(sum, zip(*contents.chunks, strict=True)), strict=True) if n]
     sent = max((one.sent for one in used), default=0)
     in_backward = again + max((one.input + one.backward for one in used), default=0)
+    if contents.has_head and contents.has_embedding and share.model.tied_embeddings:
+        # the gradient of a tied table waits for the embedding's part of it
+        in_backward += share.width * table_parameters(share.model, tp=share.tp)
     return int(held * kept), int(held * routed) + sent, in_backward
 
 
@@ -230,14 +232,6 @@ def _weights(recipe: Recipe, share: Share, contents: _Contents, count: RankParam
     return _shared_out(recipe, count, from_strategy=3) * share.width + tables
 
 
-def _gradients(recipe: Recipe, share: Share, count: RankParameters) -> int:
-    return _shared_out(recipe, count, from_strategy=2) * share.wide
-
-
-def _optimizer(recipe: Recipe, share: Share, count: RankParameters) -> int:
-    return _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
-
-
 def state_bytes(optim: OptimSpec, *, width: int) -> int:
     """Bytes of master weight and moments of one weight that is computed with in `width` bytes."""
     wide = max(4, width)
@@ -285,11 +279,11 @@ def _data_ranks(recipe: Recipe) -> int:
     return recipe.parallelism.dp_replicate * recipe.parallelism.dp_shard
 
 
-def _reserve(recipe: Recipe, allocated: int) -> int:
+def _outside(recipe: Recipe) -> int:
+    """What lies outside of torch's allocator."""
     own = recipe.parallelism
     world = world_size(degrees(own))
-    groups = {"dp": _data_ranks(recipe) * own.cp, "tp": own.tp, "cp": own.cp, "pp": own.pp, "ep": own.ep * own.etp}
+    groups = (_data_ranks(recipe) * own.cp, own.tp, own.cp, own.pp, own.ep * own.etp)
     # a group of all ranks is the world's own
-    sizes = [world] + [ranks for ranks in groups.values() if ranks != world]
-    buffers = sum(_GROUP + _PEER * min(ranks - 1, _MOST_PEERS) for ranks in sizes if ranks > 1)
-    return int(_CONTEXT + buffers + min(_SLACK * allocated, _MOST_SLACK))
+    sizes = [world, *(ranks for ranks in groups if ranks != world)]
+    return int(_CONTEXT + sum(_GROUP + _PEER * min(ranks - 1, _MOST_PEERS) for ranks in sizes if ranks > 1))
