@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from megaspec.core.errors import DataError, MegaspecError, Preempted, RecipeError
+from megaspec.plugins import plugin_flags
 from megaspec.run_folder import is_run, write_run
 from megaspec.sweep import child
 from megaspec.sweep.points import Checker
@@ -47,7 +48,8 @@ class Attempt:
             spec = checker.spec(recipe, run, {})
             run.mkdir(exist_ok=True)
             write_run(run, recipe, checker.target, spec)
-        self._process = child.start(run, self._log, gpus=gpus, threads=threads)
+        words = plugin_flags() + (["memory=ignore"] if checker.memory == "ignore" else [])
+        self._process = child.start(run, self._log, gpus=gpus, threads=threads, words=words)
         self.point = point.to("running", pid=self._process.pid)
 
     def ask_to_stop(self, *, then: State) -> None:

@@ -1,6 +1,6 @@
 """The process of one point: `megaspec resume RUN` that is asked to stop when the sweep's process dies. Torch-free.
 
-python -P -m megaspec.sweep.child PARENT RUN
+python -P -m megaspec.sweep.child PARENT RUN [memory=ignore] [--plugin=PACKAGE]
 """
 
 import ctypes
@@ -13,14 +13,18 @@ from pathlib import Path
 
 from megaspec.core.errors import Preempted
 from megaspec.data.files import write_error
+from megaspec.plugins import plugin_flags
 
 PR_SET_PDEATHSIG = 1
 
 
-def start(run: Path, log: Path, *, gpus: Sequence[str], threads: int | None) -> subprocess.Popen[bytes]:
+def start(
+    run: Path, log: Path, *, gpus: Sequence[str], threads: int | None, words: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
     """Starts the run of a point in a session of its own; what it writes is appended to `log`. WriteError.
 
     `threads`: OMP_NUM_THREADS of the ranks, where it is not set already. No `gpus`: those that this process sees.
+    `words`: more of the command line.
     """
     environment: dict[str, str] = dict(os.environ)
     if gpus:
@@ -32,7 +36,16 @@ def start(run: Path, log: Path, *, gpus: Sequence[str], threads: int | None) -> 
     try:
         with log.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "megaspec.sweep.child", str(os.getpid()), str(run)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "megaspec.sweep.child",
+                    str(os.getpid()),
+                    str(run),
+                    *plugin_flags(),
+                    *words,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -45,17 +58,17 @@ def start(run: Path, log: Path, *, gpus: Sequence[str], threads: int | None) -> 
 
 def is_run_of(command: Sequence[str], folder: str) -> bool:
     """Whether the command line of a process is that of the run of a point."""
-    return bool({"resume", "megaspec.sweep.child"} & set(command)) and Path(command[-1]).name == folder
+    return bool({"resume", "megaspec.sweep.child"} & set(command)) and folder in [Path(w).name for w in command]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Ties this process to its parent and becomes `megaspec resume RUN`. -> exit code where the parent is gone."""
-    parent, run = int(arguments[0]), arguments[1]
+    parent, run, words = int(arguments[0]), arguments[1], arguments[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # outlives exec
     if os.getppid() != parent:
         return Preempted.exit_code
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "megaspec", "resume", run])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "megaspec", "resume", run, *words])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table as Printed
 
 from megaspec.checkpoint.lock import RunLock
-from megaspec.commands.words import terminal
+from megaspec.commands.words import take, terminal
 from megaspec.compose import COMMAND_LINE
 from megaspec.core.errors import Preempted, Problem, RecipeError
 from megaspec.core.frozen import AUTO
@@ -24,7 +24,7 @@ from megaspec.sweep.results import is_better
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
-from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
+from megaspec.sweep.words import MEMORY, OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
 from megaspec_launchers.signals import StopRequests
 
 SWEEPS = Path("sweeps")
@@ -70,7 +70,7 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         raise RecipeError([Problem("", text, COMMAND_LINE, "sweep.torchrun")])
     taken = read_words(words, config_dirs)
     machine = detect_target()
-    checker = Checker(point_target(taken.spec, machine), config_dirs)
+    checker = Checker(point_target(taken.spec, machine), config_dirs, taken.memory)
     name, folder = _place(taken)
     axes = tuple(
         Axis(key=o.key, words=o.words, is_range=o.is_range, bounds=o.bounds, is_log=o.is_log) for o in taken.swept
@@ -93,6 +93,7 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         direction=_direction(taken.spec, metric),
         launcher=taken.launcher,
         launcher_words=taken.launcher_words,
+        memory=taken.memory,
     )
     with _locked(folder):
         if not folder.exists():
@@ -110,6 +111,9 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
     """Goes on with a sweep as it was made, whatever has become of its recipe's files. -> exit code of the sweep."""
     folder = SweepFolder(path)
     old = folder.head()
+    given = any(w.startswith("memory=") for w in words)
+    memory, words = take(list(words), "memory", MEMORY)
+    memory = memory if given else old.memory
     foreign = [w for w in words if not w.startswith("sweep.")]
     if foreign:
         raise RecipeError(f"{foreign[0]}: the points of a sweep stay as they are; give sweep.slots=N and the like")
@@ -121,9 +125,9 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
         text = f"sweep.{changed[0]}={getattr(spec, changed[0])}: a sweep that goes on keeps its {changed[0]}; drop it"
         raise RecipeError([Problem(f"sweep.{changed[0]}", text, COMMAND_LINE, "sweep.changed")])
     machine = detect_target()
-    checker = Checker(point_target(spec, machine), old.config_dirs)
+    checker = Checker(point_target(spec, machine), old.config_dirs, memory)
     with _locked(folder):
-        table = Table(folder, old.model_copy(update={"spec": spec, "state": "running"}))
+        table = Table(folder, old.model_copy(update={"spec": spec, "memory": memory, "state": "running"}))
         for number in to_run(table):
             point = table.points[number]
             ranks = checker.spec(recipe_of(point), folder.run(point), {}).world_size

@@ -7,10 +7,12 @@ points.jsonl, and `stop`, which asks the jobs to end. The Hydra side is hydra_pl
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from megaspec.core.errors import DataError, Problem, RecipeError
+from megaspec.plugins import load, loaded
 from megaspec.resolve.target import detect_target
 from megaspec.sweep.attempt import Attempt, refused
 from megaspec.sweep.driver import PAGE_SECONDS, Table, settled
@@ -37,7 +39,7 @@ def run_points(table: Table, stop: StopRequests) -> list[int]:
     try:
         jobs = import_module("hydra_plugins.megaspec_launcher.jobs")
         folder, settings = str(table.folder.path.resolve()), table.head.launcher_words
-        problem = jobs.run_points(folder, numbers, table.head.launcher, settings)
+        problem = jobs.run_points(folder, numbers, table.head.launcher, settings, plugins=loaded())
     finally:
         ended.set()
         watcher.join()
@@ -48,8 +50,9 @@ def run_points(table: Table, stop: StopRequests) -> list[int]:
     return [p.code for n, p in table.points.items() if n in numbers and p.state == "failed" and p.code]
 
 
-def run_point(folder: str, number: int) -> int:
+def run_point(folder: str, number: int, plugins: Sequence[str] = ()) -> int:
     """One point of a sweep, in the process of a job: started, waited for, and its end kept. -> its exit code."""
+    load(plugins)
     sweep = SweepFolder(Path(folder))
     point = next(p for p in sweep.points() if p.number == number)
     in_job_process = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -58,7 +61,9 @@ def run_point(folder: str, number: int) -> int:
     if (sweep.path / STOP).exists():
         return 0
     try:
-        attempt = Attempt(sweep, point, Checker(point_target(sweep.head().spec, detect_target())))
+        head = sweep.head()
+        checker = Checker(point_target(head.spec, detect_target()), memory=head.memory)
+        attempt = Attempt(sweep, point, checker)
     except (RecipeError, DataError) as error:
         sweep.append(refused(point, error))
         return error.exit_code

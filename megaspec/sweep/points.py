@@ -12,6 +12,7 @@ from megaspec.commands.words import compose_words
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
+from megaspec.resolve.fits import memory_problem
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
@@ -32,6 +33,7 @@ class Checker:
 
     target: Target
     config_dirs: Sequence[str] = ()
+    memory: str = "check"
     _facts: dict[str, Facts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,8 +59,9 @@ class Checker:
             self._facts[key] = gather_facts(recipe)
         spec = resolve(recipe, self.target, replace(self._facts[key], run_dir=str(run_dir)), origins)
         problems = unbuilt_problems(spec, origins)
-        if problems:
-            raise RecipeError(problems)
+        too_large = memory_problem(spec, self.target, origins) if self.memory == "check" else None
+        if problems or too_large:
+            raise RecipeError([*problems, too_large] if too_large else problems)
         return spec
 
 

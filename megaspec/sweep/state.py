@@ -86,6 +86,8 @@ class SweepHead(Frozen):
     direction: Literal["minimize", "maximize"]
     launcher: str
     launcher_words: tuple[str, ...] = ()
+    memory: Literal["check", "ignore"] = "check"
+    """Whether points that are predicted not to fit their GPUs are refused."""
     state: Literal["running", "interrupted", "failed", "done"] = "running"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megaspec.commands.words import take
 from megaspec.compose import COMMAND_LINE, Swept, plain_values, split_sweep
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.problems import did_you_mean, one_of, typed_problems
@@ -18,6 +19,7 @@ from megaspec.sweep.spec import SweepSpec
 MOST_POINTS = 10_000
 OWN_LAUNCHER = "megaspec"
 LAUNCHERS = (OWN_LAUNCHER, "basic", "joblib", "submitit_local", "submitit_slurm")
+MEMORY = ("check", "ignore")
 _SWEEPERS = {"basic": "grid", "optuna": "optuna"}
 # Every point has its own.
 _OWN_TO_A_POINT = ("name", "run_dir", "resume")
@@ -35,12 +37,15 @@ class SweepWords:
     """`megaspec`, or the Hydra launcher that runs the points."""
     launcher_words: tuple[str, ...] = ()
     """Settings of that launcher."""
+    memory: str = MEMORY[0]
+    """ignore: points that are predicted not to fit their GPUs are run all the same."""
     only_new: bool = False
     """resume=never: a sweep that is there is not gone on with."""
 
 
 def read_words(words: Sequence[str], config_dirs: Sequence[str] = ()) -> SweepWords:
     """Takes the words after `train -m` apart. RecipeError: everything that is wrong with them as a sweep."""
+    memory, words = take(list(words), "memory", MEMORY)
     hydra = [w for w in words if w.startswith("hydra")]
     ours = [w for w in words if re.match(r"sweep[.=]", w)]
     resume = [w for w in words if w.startswith("resume=")]
@@ -54,7 +59,9 @@ def read_words(words: Sequence[str], config_dirs: Sequence[str] = ()) -> SweepWo
         problems.append(Problem("hydra/launcher", text, COMMAND_LINE, "sweep.launcher"))
     if problems:
         raise RecipeError(problems)
-    return SweepWords(tuple(plain), tuple(swept), spec, launcher, tuple(launcher_words), "resume=never" in resume)
+    return SweepWords(
+        tuple(plain), tuple(swept), spec, launcher, tuple(launcher_words), memory, only_new="resume=never" in resume
+    )
 
 
 def sweep_spec(words: Sequence[str], given: Mapping[str, Any] | None = None) -> SweepSpec:

@@ -41,7 +41,7 @@ def _elsewhere(tmp_path, monkeypatch):
 def stubbed(monkeypatch):
     """Runs are stub.py's."""
 
-    def start(run, log, *, gpus, threads):
+    def start(run, log, *, gpus, threads, words):
         environment = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
         with log.open("ab") as file:
             return subprocess.Popen(

@@ -196,3 +196,19 @@ def test_points_see_gpus_of_their_own(monkeypatch):
         for other_begin, other_end, others in spans[i + 1 :]:
             assert not (begin < other_end and other_begin < end) or not mine & others
     assert max(sum(b <= begin < e for b, e, _ in spans) for begin, _, _ in spans) >= 3
+
+
+def test_points_that_do_not_fit_the_memory_are_refused_unless_told(monkeypatch, capsys):
+    small = Target(gpus=2, gpu="NVIDIA H200", sm=90, gpu_memory=2**32, cores=8)
+    monkeypatch.setattr(commands, "detect_target", lambda: small)
+    words = ("model.d_model=32,4096", "model.n_layers=2", "precision=bf16", "data.seq_len=256")
+    tiny = [w for w in TINY if not w.startswith(("model.n_layers", "data.seq_len"))]
+    command = ["train", "-m", *tiny, *words, "train.steps=2", "sweep.name=s"]
+    assert main(command) == 64
+    err = capsys.readouterr().err
+    assert "1 of 2 points can't be run" in err
+    assert "point 2 (model.d_model=4096): train.micro_batch=" in err
+    assert "the fullest rank needs" in err
+    assert not Path("sweeps").exists()
+    assert main([*command, "memory=ignore"]) == 0
+    assert states() == ["done", "done"]

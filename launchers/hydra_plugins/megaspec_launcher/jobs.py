@@ -1,7 +1,7 @@
 """Points of a sweep as jobs of any Hydra launcher: a real multirun over their numbers, with Hydra's basic sweeper."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydra import version
 from hydra._internal.hydra import Hydra
@@ -20,9 +20,13 @@ class Job:
 
     folder: str = ""
     point: int = 0
+    plugins: list[str] = field(default_factory=list)
+    """Packages that the command line named with --plugin."""
 
 
-def run_points(folder: str, numbers: Sequence[int], launcher: str, settings: Sequence[str]) -> str:
+def run_points(
+    folder: str, numbers: Sequence[int], launcher: str, settings: Sequence[str], *, plugins: Sequence[str] = ()
+) -> str:
     """Runs points of a sweep through a Hydra launcher, and returns when all have ended. -> what was wrong, or ""."""
     version.setbase("1.3")
     ConfigStore.instance().store(name=_NAME, node=Job)
@@ -32,6 +36,7 @@ def run_points(folder: str, numbers: Sequence[int], launcher: str, settings: Seq
         f"hydra/launcher={launcher}",
         *settings,
         f"folder='{quoted}'",
+        f"plugins=[{','.join(plugins)}]",
         f"point={','.join(map(str, numbers))}",
         f"hydra.sweep.dir='{quoted}/logs/hydra'",
         "hydra.sweep.subdir=${point}",
@@ -53,4 +58,4 @@ def run_job(config: DictConfig) -> int:
     """One point. -> the exit code of its run."""
     from megaspec.sweep.hydra_jobs import run_point  # only in the process of a job
 
-    return run_point(config.folder, config.point)
+    return run_point(config.folder, config.point, tuple(config.plugins))
