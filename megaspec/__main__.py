@@ -1,7 +1,20 @@
-"""`python -m megaspec`."""
+"""`megaspec`, and `python -m megaspec`."""
 
 import sys
 
-from megaspec.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """A command line; or one that is not finished, which a shell asks about at each press of a key."""
+    if sys.argv[1:2] == ["_complete"]:
+        # without the rest of the command line, which takes longer to import than a key may take
+        from megaspec.completion import complete
+
+        print("\n".join(complete(" ".join(sys.argv[2:]))))
+        return 0
+    from megaspec import cli
+
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

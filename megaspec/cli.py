@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from megaspec import __version__
+from megaspec import __version__, completion
 from megaspec.checkpoint import commands as checkpoint_commands
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands import bench as bench_commands
@@ -78,6 +78,7 @@ MODULES: dict[str, ModuleType] = {
     "check": check_commands,
     "recipes": recipes_commands,
     "schema": schema_commands,
+    "completion": completion,
     "sweep": sweep_commands,
 }
 

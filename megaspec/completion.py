@@ -1,0 +1,211 @@
+"""`megaspec completion bash|zsh`: a script with which a shell completes commands, recipes, groups, keys and values.
+
+The script asks `megaspec _complete LINE` at each press of the key. That has to be quick, so it imports neither the
+command line nor Hydra: commands and their flags stand here, and a test holds them equal to the parsers.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.fields import ENTRY, fields_of
+from megaspec.core.frozen import Frozen
+from megaspec.recipe import SECTIONS, Recipe
+from megaspec.resolve.hardware import HARDWARE
+from megaspec.search import SearchPath
+from megaspec.sweep.spec import SweepSpec
+
+_BASH = r"""_megaspec_complete() {
+    local line="${COMP_LINE:0:COMP_POINT}" word IFS=$'\n'
+    word="${line##*[[:space:]]}"
+    COMPREPLY=($("${COMP_WORDS[0]}" _complete "$line" 2>/dev/null))
+    # where bash breaks words at =, it wants only what follows
+    if [[ "$COMP_WORDBREAKS" == *=* && "$word" == *=* ]]; then
+        COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
+    fi
+    if [[ ${#COMPREPLY[@]} == 1 && "${COMPREPLY[0]}" == *[=.] ]]; then
+        compopt -o nospace 2>/dev/null
+    fi
+}
+complete -o default -F _megaspec_complete megaspec
+"""
+_ZSH = r"""_megaspec_complete() {
+    local -a found open whole
+    found=(${(f)"$("${words[1]}" _complete "${BUFFER[1,CURSOR]}" 2>/dev/null)"})
+    open=(${(M)found:#*[=.]})
+    whole=(${found:#*[=.]})
+    compadd -Q -S '' -a open
+    compadd -Q -a whole
+    (( ${#found} )) || _files
+}
+compdef _megaspec_complete megaspec
+"""
+SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What may follow a command."""
+
+    flags: tuple[str, ...] = ()
+    takes: str = ""
+    """words: recipe=, groups and keys. run: a folder, then words. names: recipes. key, group, shell: one of those."""
+    own: tuple[str, ...] = ()
+    """Words of this command that are no keys: names of `OWN`."""
+
+
+OWN: dict[str, tuple[str, ...]] = {
+    "hardware": (*HARDWARE, "cpu"),
+    "gpus": (),
+    "ceilings": (),
+    "resume": ("auto", "never"),
+    "memory": ("check", "ignore"),
+}
+_MACHINE = ("hardware", "gpus", "ceilings")
+COMMANDS: dict[str, Completed] = {
+    "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
+    "plan": Completed(("--config-dir", "--json", "--ranks"), "words", _MACHINE),
+    "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
+    "resume": Completed(("--config-dir", "--fork"), "run", ("memory",)),
+    "generate": Completed(("--seed", "--temperature", "--tokens")),
+    "check": Completed(("--config-dir", "--json"), "names"),
+    "recipes": Completed(("--config-dir", "--json")),
+    "explain": Completed(("--config-dir",), "key"),
+    "schema": Completed(("--config-dir", "--out"), "group"),
+    "diff": Completed(("--config-dir", "--json"), "names"),
+    "completion": Completed((), "shell"),
+    "from-megatron": Completed(("--gpus", "--name", "--out", "--partial")),
+    "sweep": Completed(),
+    "sweep resume": Completed(),
+    "sweep show": Completed(),
+    "bench": Completed(),
+    "bench ceilings": Completed(("--out",)),
+    "data": Completed(),
+    "data prepare": Completed(
+        ("--eod", "--key", "--out", "--overwrite", "--restart", "--skip-bad", "--tokenizer", "--workers")
+    ),
+    "data inspect": Completed(("--samples", "--tokenizer", "--vocab-size")),
+    "checkpoint": Completed(),
+    "checkpoint list": Completed(),
+    "checkpoint verify": Completed(("--step",)),
+}
+# Flags that stand alone; what follows any other is its value, which the shell completes as a file.
+_ALONE = ("--json", "--multirun", "--trainable", "--partial", "--overwrite", "--restart", "--skip-bad", "--help")
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `completion`."""
+    text = 'print a script for a shell: eval "$(megaspec completion bash)" completes from then on'
+    command = commands.add_parser("completion", help=text, description=text, allow_abbrev=False)
+    command.add_argument("shell", choices=sorted(SCRIPTS), help="put the eval line into ~/.bashrc or ~/.zshrc")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script."""
+    print(SCRIPTS[args.shell], end="")
+    return 0
+
+
+def complete(line: str) -> list[str]:
+    """What the last word of a command line may become."""
+    words = line.split()[1:]
+    current = "" if not words or line[-1:].isspace() else words.pop()
+    before, dirs = _positions(words)
+    name = " ".join(before[:2]) if " ".join(before[:2]) in COMMANDS else " ".join(before[:1])
+    if words and words[-1].startswith("--") and words[-1] not in _ALONE:
+        return []
+    if name not in COMMANDS:
+        found = [one for one in COMMANDS if " " not in one] if not before else []
+        found += ["--help", "--plugin", "--version"] if not before else []
+    elif current.startswith("-"):
+        found = [*COMMANDS[name].flags, "--help"]
+    else:
+        below = [one.partition(" ")[2] for one in COMMANDS if one.startswith(f"{name} ")]
+        is_swept = "-m" in words or "--multirun" in words
+        found = below or list(_following(name, before, current, SearchPath(dirs), is_swept=is_swept))
+    return sorted({one for one in found if one.startswith(current)})
+
+
+def _positions(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that are neither flags nor their values, and the folders of --config-dir that exist."""
+    before, dirs = [], []
+    for number, word in enumerate(words):
+        previous = words[number - 1] if number else ""
+        if previous == "--config-dir":
+            dirs += _existing(word)
+        elif not word.startswith("-") and (not previous.startswith("--") or previous in _ALONE):
+            before.append(word)
+    return before, dirs
+
+
+def _existing(folder: str) -> list[str]:
+    path = Path(folder).expanduser()
+    return [str(path)] if path.is_dir() else []
+
+
+def _following(name: str, before: list[str], current: str, search: SearchPath, *, is_swept: bool) -> Iterator[str]:
+    """Candidates for a word of a command, those that do not match included."""
+    command = COMMANDS[name]
+    match command.takes:
+        case "names":
+            yield from search.choices("recipe")
+        case "shell":
+            yield from SCRIPTS
+        case "group":
+            yield from ("recipe", *SECTIONS)
+        case "key" if not [w for w in before[1:] if "=" not in w] and "=" not in current:
+            yield from _keys(current, end="")
+            yield from (*_codes(), "recipe=")
+        case "words" | "key":
+            yield from _words(command, current, search, is_swept=is_swept)
+        case "run" if len(before) > 1:
+            yield from _words(command, current, search, is_swept=is_swept)
+
+
+def _words(command: Completed, current: str, search: SearchPath, *, is_swept: bool) -> Iterator[str]:
+    """`key=value` words."""
+    key, equals, value = current.partition("=")
+    if equals:
+        listed = value.rpartition(",")[0]
+        start = f"{key}={listed}," if listed else f"{key}="
+        yield from (f"{start}{one}" for one in _values(key.lstrip("+"), search))
+        return
+    if key.startswith("~"):
+        yield from (f"~{one}" for one in _keys(key[1:], end=""))
+        return
+    yield from (f"{one}=" for one in ("recipe", *SECTIONS, *command.own) if command.takes != "run" or one != "recipe")
+    yield from _keys(current)
+    if is_swept:
+        yield from _keys(current, model=SweepSpec, prefix="sweep.")
+
+
+def _keys(current: str, *, end: str = "=", model: type[Frozen] = Recipe, prefix: str = "") -> Iterator[str]:
+    """The keys that begin with a word, up to their next dot."""
+    fields = [field for field in fields_of(model) if ENTRY not in field.path]
+    for field in fields:
+        path = f"{prefix}{field.path}"
+        if path.startswith(current):
+            next_dot = path.find(".", len(current))
+            yield path[: next_dot + 1] if next_dot >= 0 else f"{path}{'.' if field.models else end}"
+
+
+def _values(key: str, search: SearchPath) -> Iterator[str]:
+    """What a key may be, where that is a fixed word."""
+    if key == "recipe" or key in SECTIONS:
+        yield from search.choices(key)
+    yield from OWN.get(key, ())
+    is_of_sweep = key.startswith("sweep.")
+    path, model = (key.removeprefix("sweep."), SweepSpec) if is_of_sweep else (key, Recipe)
+    for field in fields_of(model):
+        if field.path == path:
+            yield from field.literals
+
+
+def _codes() -> tuple[str, ...]:
+    # only `explain` needs them: importing every rule would slow the key in all other commands
+    from megaspec.commands.codes import CODES
+    from megaspec.resolve.rules import RULES
+
+    return (*RULES, *CODES)
