@@ -109,9 +109,7 @@ def _vocabulary(draft: Draft) -> None:
     key, kind = "model.vocab_size", draft["--tokenizer-type"]
     names = [n for n in ("--tokenizer-type", "--tokenizer-model") if draft.is_given(n)]
     if draft.is_given("--vocab-size"):
-        size = draft["--vocab-size"] + (kind == "NullTokenizer")
-        remark = "one more, the end of a document, is what the null tokenizer adds" if kind == "NullTokenizer" else ""
-        draft.put(key, size, "--vocab-size", *names, remark=remark)
+        draft.put(key, draft["--vocab-size"], "--vocab-size", *names)
     elif draft.is_given("--padded-vocab-size"):
         draft.put(key, draft["--padded-vocab-size"], "--padded-vocab-size", *names)
     elif kind in _TOKENIZERS:

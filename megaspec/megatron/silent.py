@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from megaspec.megatron.draft import Draft
 
 _EMERGING = ("muon", "dist_muon", "lion", "soap", "adaptive_muon")
+# Tokenizers that take --vocab-size.
+_SIZED = ("NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
 _VIRTUAL = (
     "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
@@ -177,6 +179,11 @@ SILENT: tuple[Silent, ...] = (
         "--make-vocab-size-divisible-by",
         lambda d: True,
         "the vocabulary is padded to a multiple of this times tp, in checkpoints too; here padding is never saved",
+    ),
+    Silent(
+        "--vocab-size",
+        lambda d: d.is_given("--vocab-size") and d["--tokenizer-type"] not in (None, *_SIZED),
+        "ignored with this --tokenizer-type, whose own size counts; here it counts, and has to hold the data's tokens",
     ),
     Silent(
         "--rampup-batch-size",

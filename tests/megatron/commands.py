@@ -21,7 +21,7 @@ CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node=8 --nnodes=1 pretrain_gp
 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion
 --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235
 --tensor-model-parallel-size 1 --context-parallel-size 2 --sequence-parallel --use-distributed-optimizer
---overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer --vocab-size 128255
+--overlap-grad-reduce --overlap-param-gather --mock-data --tokenizer-type NullTokenizer --vocab-size 128256
 --data-cache-path cache --no-mmap-bin-files --num-workers 1 --log-interval 1 --eval-iters 32 --eval-interval 100
 --save-interval 1000 --profile --profile-step-start 4 --distributed-timeout-minutes 60 --ckpt-format torch_dist
 """

@@ -44,6 +44,7 @@ HAPPENS = [
     ("--num-experts 8", "--moe-ffn-hidden-size", "as wide as --ffn-hidden-size"),
     ("--num-experts 0", "--num-experts", "become none"),
     ("--rampup-batch-size 2 2 100", "--rampup-batch-size", "ignored"),
+    ("--tokenizer-type HuggingFaceTokenizer", "--vocab-size", "whose own size counts"),
     ("--num-query-groups 2", "--num-query-groups", "ignored without --group-query-attention"),
     ("--global-batch-size 10 --decrease-batch-size-if-needed", "--decrease-batch-size-if-needed", "10 becomes 8"),
     ("--eval-interval 5 --split 1,0,0", "--eval-interval", "no evaluation"),

@@ -124,7 +124,7 @@ EXPERTS = "--num-experts 8"
         ("--group-query-attention", "model.n_kv_heads", 1),
         ("--qk-layernorm", "model.qk_norm", True),
         ("--clip-grad 0", "optim.clip", None),
-        ("--vocab-size 300 --tokenizer-type NullTokenizer", "model.vocab_size", 301),
+        ("--vocab-size 300 --tokenizer-type NullTokenizer", "model.vocab_size", 300),
         (f"{EXPERTS} --moe-layer-freq 2", "model.moe.every", 2),
         (f"{EXPERTS} --moe-layer-freq ([0]*1+[1]*3)", "model.moe.first_dense", 1),
         (f"{EXPERTS} --moe-layer-freq [0,1,1,0]", "model.moe.layers", (0, 1, 1, 0)),
