@@ -50,6 +50,14 @@ class Case:
         return data_parallel(self.recipe.parallelism)
 
     @property
+    def dp_is_open(self) -> bool:
+        """Whether nothing says how many data-parallel ranks there are: they were left to us, and no number fits."""
+        own = self.recipe.parallelism
+        shares = "dp_replicate" if own.dp_strategy == "replicate" else "dp_shard"
+        product = own.pp * self.dp * own.cp * own.tp
+        return f"parallelism.{shares}" in self.decided and product != self.recipe.launcher.ranks
+
+    @property
     def moe(self) -> MoeSpec | None:
         """The experts of the model; None where it has none."""
         return getattr(self.recipe.model, "moe", None)

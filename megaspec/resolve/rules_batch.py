@@ -9,7 +9,7 @@ from megaspec.resolve.case import LONGEST_RAMP, Case, divisors, multiples, neare
 def global_batch_divides(case: Case) -> Problem | None:
     """The global batch is whole micro batches on every data-parallel rank."""
     train, unit = case.recipe.train, case.recipe.train.micro_batch * case.dp
-    if train.global_batch % unit == 0:
+    if train.global_batch % (train.micro_batch if case.dp_is_open else unit) == 0:
         return None
     text = f"train.global_batch={train.global_batch} must be a multiple of train.micro_batch={train.micro_batch}"
     text += f" · dp={case.dp} = {unit}; try {one_of(multiples(train.global_batch, unit))}"
@@ -49,7 +49,7 @@ def ramp_stages_divide(case: Case) -> Problem | None:
     """Every batch of a ramp is whole micro batches on every data-parallel rank."""
     train, ramp = case.recipe.train, case.recipe.train.batch_ramp
     unit = train.micro_batch * case.dp
-    if ramp is None or (ramp.start % unit == 0 and ramp.increment % unit == 0):
+    if case.dp_is_open or ramp is None or (ramp.start % unit == 0 and ramp.increment % unit == 0):
         return None
     key, value = ("start", ramp.start) if ramp.start % unit else ("increment", ramp.increment)
     text = f"train.batch_ramp.{key}={value} must be a multiple of train.micro_batch={train.micro_batch}"

@@ -32,15 +32,16 @@ def degrees_make_the_world(case: Case) -> Problem | None:
         return Problem(f"parallelism.{axis}", text)
     fixed = world_size(said)
     product = " · ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis in said)
-    legal = one_of(multiples(ranks, fixed) if is_free else [fixed])
-    text = f"launcher.ranks={ranks} must be the product of the degrees, {product}"
-    text += f" = {world_size(sizes)}; try {legal}"
     axis = max(given, key=lambda name: given[name], default="")
     smaller = [d for d in divisors(ranks) if axis and ranks % (fixed // given[axis] * d) == 0]
+    way_out = f"launcher.ranks={one_of(multiples(ranks, fixed) if is_free else [fixed])}"
     if smaller and is_free:
-        text += f", or parallelism.{axis}={one_of(nearest(given[axis], smaller, most=3))}"
-    is_ours = "launcher.ranks" in case.decided and axis
-    return Problem(f"parallelism.{axis}" if is_ours else "launcher.ranks", text)
+        way_out += f", or parallelism.{axis}={one_of(nearest(given[axis], smaller, most=3))}"
+    if "launcher.ranks" in case.decided and axis:
+        text = f"parallelism.{axis}={given[axis]}: the degrees, {product} = {world_size(sizes)}"
+        return Problem(f"parallelism.{axis}", f"{text}, must make launcher.ranks={ranks}; try {way_out}")
+    text = f"launcher.ranks={ranks} must be the product of the degrees, {product} = {world_size(sizes)}"
+    return Problem("launcher.ranks", f"{text}; try {way_out}")
 
 
 def a_gpu_for_each_rank(case: Case) -> Problem | None:

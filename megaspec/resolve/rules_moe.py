@@ -234,6 +234,8 @@ def expert_grid_fits_the_ranks(case: Case) -> Problem | None:
     inner = case.tp * case.cp * case.dp
     if case.moe is None or inner % (case.ep * case.etp) == 0:
         return None
+    if case.dp_is_open and case.recipe.launcher.ranks % (case.pp * case.ep * case.etp) == 0:
+        return None
     name = "ep" if case.ep > 1 else "etp"
     key, value = f"parallelism.{name}", getattr(case, name)
     product = f"ep={case.ep} · etp={case.etp} = {case.ep * case.etp}"

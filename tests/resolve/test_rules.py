@@ -261,4 +261,11 @@ def test_ranks_decided_by_the_machine_are_not_blamed():
     assert problem.key == "parallelism.pp"
     assert problem.code == "ranks-degrees"
     assert "launcher.ranks=8" in problem.message
-    assert "try 16" in problem.message
+    assert "try launcher.ranks=16, or parallelism.pp=1 or 2" in problem.message
+
+
+def test_a_guessed_number_of_replicas_is_not_held_against_the_batch():
+    codes = {p.code for p in broken(("launcher.ranks=100", "parallelism.tp=4", "parallelism.cp=8"))}
+    assert codes == {"ranks-degrees"}
+    both = ("launcher.ranks=100", "parallelism.tp=4", "parallelism.cp=8", "parallelism.dp_replicate=3")
+    assert {p.code for p in broken((*both, "train.micro_batch=1"))} == {"ranks-degrees", "batch-divides"}
