@@ -166,8 +166,14 @@ class SweepFolder:
 
 
 def recipe_of(point: Point) -> Recipe:
-    """The recipe of a point."""
-    return Recipe.model_validate_json(json.dumps(point.recipe))
+    """The recipe of a point. RecipeError: this process can't read it."""
+    try:
+        return Recipe.model_validate_json(json.dumps(point.recipe))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        text = f"point {point.number}: its recipe can't be read: {what}; name the plugins that the sweep was made with"
+        raise RecipeError([Problem("", text, code="sweep-damaged")]) from None
 
 
 def _line(point: Point) -> bytes:
