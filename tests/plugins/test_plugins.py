@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.cli import main
 from megaspec.core.errors import RecipeError
 from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
@@ -21,7 +22,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers")),
     "OMP_NUM_THREADS": "1",
 }
-PLUGIN = f"--plugin={HERE / 'tiny_plugin'}"
+PLUGINS = ("--plugin", str(HERE / "tiny_plugin"), f"--plugin={HERE / 'smooth_plugin'}")
 WORDS = (
     "recipe=hello",
     "data={kind: count, vocab_size: 16, seq_len: 16}",
@@ -41,32 +42,23 @@ def start(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
-    trained = start("train", *WORDS, PLUGIN, cwd=tmp_path)
+    trained = start("train", *WORDS, *PLUGINS, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     run = tmp_path / "runs" / "hello"
     spec = json.loads((run / "spec.json").read_text())
-    assert spec["plugins"] == ["tiny_plugin"]
+    assert spec["plugins"] == ["smooth_plugin", "tiny_plugin"]
     assert (spec["model"]["kind"], spec["model"]["power"], spec["model"]["d_ffn"]) == ("squared", 3, 64)
     assert spec["optim"]["beta"] == 0.9
 
     alone = start("resume", "runs/hello", "train.steps=5", cwd=tmp_path)
     assert alone.returncode == 64
     assert "runs/hello was made with plugins" in alone.stderr
-    assert "add --plugin tiny_plugin" in alone.stderr
+    assert "add --plugin smooth_plugin --plugin tiny_plugin" in alone.stderr
 
     # as it says: here the package is found by its name
     flags = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{HERE}"}
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "megaspec",
-        "resume",
-        "runs/hello",
-        "train.steps=5",
-        "--plugin",
-        "tiny_plugin",
-    ]
+    words = ("resume", "runs/hello", "train.steps=5", "--plugin", "smooth_plugin", "--plugin", "tiny_plugin")
+    command = [sys.executable, "-P", "-m", "megaspec", *words]
     more = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT | flags, capture_output=True, text=True, timeout=120)
     assert more.returncode == 0, more.stderr
     rows = list(csv.reader((run / "out.csv").open()))
@@ -76,35 +68,46 @@ def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
     assert [float(loss) for _, loss in rows] == pytest.approx(losses, rel=1e-6)
 
 
-def test_planning_needs_no_torch_and_without_the_flag_nothing_is_known(tmp_path):
-    script = "import sys; from megaspec.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    command = [sys.executable, "-P", "-c", f"{script}; sys.exit(code)", "plan", PLUGIN, *WORDS]
+PLAN = """
+import sys
+from megaspec.cli import main
+assert main(["plan", *sys.argv[1:]]) == 0
+wrong = ("model.pwer=2", "train.loss.share=1", "log.sinks.0.fil=a", "optim.beta=2")
+code = main(["plan", *sys.argv[1:], *wrong])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+def test_planning_needs_no_torch_and_every_key_of_a_plugin_is_typed_and_closed(tmp_path):
+    command = [sys.executable, "-P", "-c", PLAN, *PLUGINS, *WORDS]
     plan = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    assert plan.returncode == 0, plan.stderr
+    assert plan.returncode == 64, plan.stderr
     assert "squared" in plan.stdout
-    without = start("plan", *WORDS, cwd=tmp_path)
-    assert without.returncode == 64
-    for told in ("model.kind=squared must be", "data.kind=count must be", "optim.kind=lion", "loss is no key of train"):
-        assert told in without.stderr
-    wrong = ("model.pwer=2", "train.loss.share=1", "log.sinks.0.fil=a", "optim.beta=2")
-    closed = start("plan", *WORDS, PLUGIN, *wrong, cwd=tmp_path)
-    assert closed.returncode == 64
     for told in ("did you mean power?", "train.loss.share=1 must be less than 1", "did you mean file?", "optim.beta=2"):
-        assert told in closed.stderr
+        assert told in plan.stderr
 
 
-def test_yaml_names_no_plugin(tmp_path):
+def test_without_the_flag_nothing_is_known(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *WORDS]) == 64
+    error = capsys.readouterr().err
+    for told in ("model.kind=squared must be", "data.kind=count must be", "optim.kind=lion", "loss is no key of train"):
+        assert told in error
+
+
+def test_yaml_names_no_plugin(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "sly.yaml").write_text("defaults: [hello]\nplugins: [tiny_plugin]\n")
-    refused = start("plan", "recipe=sly", cwd=tmp_path)
-    assert refused.returncode == 64
-    assert "plugins: plugins is no key of a recipe" in refused.stderr.replace("=['tiny_plugin']", "")
+    assert main(["plan", "recipe=sly"]) == 64
+    assert "plugins is no key of a recipe" in capsys.readouterr().err
 
 
 LOSSES = """
 import sys, torch
 from megaspec.plugins import load
-load([sys.argv[1]])
+load(sys.argv[1].split())
 from megaspec.cli import compose_words, detect_target, gather_facts, resolve
 from megaspec.data.loader import open_source
 from megaspec.parallelism.mesh import Mesh
@@ -129,7 +132,7 @@ print(repr((torch.logsumexp(logits, -1).sum() - logits.mean(-1).sum()).item()))
 
 
 def test_the_loss_of_a_plugin_is_the_loss_that_is_trained(tmp_path):
-    command = [sys.executable, "-P", "-c", LOSSES, str(HERE / "tiny_plugin"), *WORDS]
+    command = [sys.executable, "-P", "-c", LOSSES, f"{HERE / 'tiny_plugin'} {HERE / 'smooth_plugin'}", *WORDS]
     made = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr
     plain, none, half, quarter, flat = map(float, made.stdout.split())

@@ -1,9 +1,7 @@
-"""A plugin: a model whose feed-forward layer squares its ReLU, Lion, a loss with label smoothing, a CSV of losses, and
-a source that counts."""
+"""A plugin: a model whose feed-forward layer squares its ReLU, Lion, a CSV of losses, and a source
+that counts."""
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from megaspec.core.frozen import Frozen, PositiveInt, Probability
 from megaspec.data.spec import DataSpec
@@ -28,14 +26,6 @@ class LionSpec(SgdSpec):
     """Weight of the moving average in the step that is taken."""
 
 
-class SmoothSpec(Frozen):
-    """Cross-entropy with label smoothing."""
-
-    kind: Literal["smooth"]
-    share: Annotated[float, Field(ge=0, lt=1)]
-    """Part of each label that is spread over the vocabulary."""
-
-
 class CsvSpec(Frozen):
     """A line per step: step and loss."""
 
@@ -55,7 +45,6 @@ class CountSpec(DataSpec):
 PLUGIN = Plugin(
     models=(Part(SquaredSpec, "tiny_plugin.build:squared"),),
     optimizers=(Part(LionSpec, "tiny_plugin.build:Lion"),),
-    losses=(Part(SmoothSpec, "tiny_plugin.build:smooth"),),
     sinks=(Part(CsvSpec, "tiny_plugin.build:Csv"),),
     sources=(Part(CountSpec, "tiny_plugin.build:Count"),),
 )

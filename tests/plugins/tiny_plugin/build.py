@@ -1,8 +1,8 @@
 """What ranks build for the example."""
 
-# M tokens, D model, V vocabulary
+# B sequences, T tokens, D model
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,8 @@ from megaspec.log.events import Event, StepDone
 from megaspec.model.gpt.model import Gpt
 from megaspec.nn.mlp import GeluMlp
 from megaspec.optim.optimizer import Sgd, decays
-from megaspec_kernels.cross_entropy.reference import VocabShard, linear_cross_entropy
 from megaspec_kernels.registry import Kernels
-from tiny_plugin import CountSpec, CsvSpec, LionSpec, SmoothSpec, SquaredSpec
+from tiny_plugin import CountSpec, CsvSpec, LionSpec, SquaredSpec
 
 
 class SquaredMlp(GeluMlp):
@@ -57,18 +56,6 @@ class Lion(Sgd):
             master.copy_(torch.where(apply, master - lr * step, master))
         self._updates += apply
         self.write_back()
-
-
-def smooth(spec: SmoothSpec) -> Callable[..., Tensor]:
-    """(1 - share) cross-entropy + share · the mean over all tokens of -log p; whole vocabularies only."""
-
-    def loss(x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard) -> Tensor:
-        sharp = linear_cross_entropy(x_MD, weight_VD, labels_M, weights_M, shard)
-        logits_MV = x_MD @ weight_VD[: shard.valid].t()
-        flat_M = -logits_MV.log_softmax(dim=-1).mean(dim=-1)
-        return (1 - spec.share) * sharp + spec.share * (weights_M * flat_M).sum()
-
-    return loss
 
 
 class Csv:
