@@ -104,6 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return args.call(args)
     except MegaspecError as error:
         print(f"megaspec: {error}" if "\n" not in str(error) else f"megaspec:\n{error}", file=sys.stderr)
+        codes = dict.fromkeys(p.code for p in getattr(error, "problems", ()) if p.code)
+        if codes and sys.stderr.isatty():
+            print(f"more about it: megaspec explain {' | '.join(codes)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("megaspec: stopped by Ctrl-C", file=sys.stderr)

@@ -144,4 +144,11 @@ _MEGATRON = {
     "megatron-lost": Known("A flag of Megatron-LM has no meaning here.", "Read why, and leave it out."),
 }
 
-CODES: dict[str, Known] = {**_NAMES, **_KEYS, **_YAML, **_RUNS, **_SWEEPS, **_MEGATRON}
+_PLUGINS = {
+    "plugin": Known("A package that is given with --plugin offers no plugin, or a wrong one.", "Mend the package."),
+    "plugin-missing": Known(
+        "A run was made with a plugin that is not given now, or that is not installed.", "Give it with --plugin."
+    ),
+}
+
+CODES: dict[str, Known] = {**_NAMES, **_KEYS, **_YAML, **_RUNS, **_SWEEPS, **_MEGATRON, **_PLUGINS}

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,13 @@ def test_a_code_in_words(capsys):
 def test_what_is_refused(capsys, words, text):
     assert main(["explain", *words]) == 64
     assert text in capsys.readouterr().err
+
+
+def test_a_person_who_made_a_mistake_is_told_the_codes(capsys, monkeypatch):
+    words = ["plan", "recipe=hello", "parallelism.tp=3", "optim.schedule.min_lr=1.0"]
+    assert main(words) == 64
+    assert "megaspec explain" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(words) == 64
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "more about it: megaspec explain tp-heads | tp-kv-heads | tp-ffn | lr-min"
