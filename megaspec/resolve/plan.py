@@ -199,7 +199,7 @@ def make_plan(
     return Plan(
         name=spec.name,
         run_dir=spec.run_dir,
-        about=spec.about.model_dump(mode="json"),
+        about={"purpose": spec.about.purpose, "source": spec.about.source, "hardware": spec.about.hardware},
         hardware=_machine(target, mesh, hardware=hardware, ceilings=ceilings, why=why),
         device=spec.device,
         precision=spec.precision.kind,

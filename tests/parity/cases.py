@@ -174,6 +174,8 @@ def spec_of(case: Case, *, device: str = "cpu") -> Spec:
         "parallelism": {
             "tp": case.tp,
             "dp_replicate": case.dp,
+            "dp_shard": 1,
+            "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
             "sequence_parallel": case.sequence,
             "bucket_mb": 0.02,  # several buckets
         },

@@ -18,7 +18,12 @@ BASE: dict[str, Any] = {
     "precision": {"kind": "fp64"},
     "data": {"kind": "synthetic", "vocab_size": 37, "seq_len": 16, "masked": 0.2},
     "optim": {"kind": "adamw", "lr": 1e-2, "schedule": {"warmup_steps": 4}},
-    "parallelism": {"tp": 1, "dp_replicate": 1},
+    "parallelism": {
+        "tp": 1,
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
+    },
     "train": {"steps": 20, "global_batch": 4},
     "checkpoint": {"keep": 100},
     "log": {"console": "quiet", "tensorboard": False},

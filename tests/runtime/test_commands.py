@@ -181,7 +181,8 @@ def test_generate_says_what_is_missing(megaspec, capfd):
     assert code == 66
     assert "no checkpoint was saved there yet" in err
     capfd.readouterr()
-    assert megaspec("train", "recipe=tiny", *made_up, "train.sample={prompt: a}") == 64
+    asked = [*(w for w in made_up if not w.startswith("train.sample=")), "train.sample={prompt: a}"]
+    assert megaspec("train", "recipe=tiny", *asked) == 64
     assert "train.sample needs a tokenizer, data.kind=synthetic has none" in capfd.readouterr().err
 
 
