@@ -32,6 +32,8 @@ SWEEPS = Path("sweeps")
 _KEPT = ("kind", "name", "folder", "seed", "metric", "direction")
 # Points that a table on the terminal shows; the page has all.
 _MOST_ROWS = 60
+# Points whose check takes long enough to say so.
+_MANY = 500
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -163,10 +165,7 @@ def _go(table: Table, checker: Checker, machine: Target) -> int:
         else f"{table.folder.path}: {count} points to search, {len(table.points) - len(left)} of them done"
     )
     with StopRequests() as stop:
-        try:
-            failed, stopped = _run_points(table, checker, machine, stop)
-        finally:
-            table.write_page(running=False)
+        failed, stopped = _run_points(table, checker, machine, stop)
     code = exit_code(table, failed, stopped=stopped)
     table.set_state("done" if code == 0 else "interrupted" if code == Preempted.exit_code else "failed")
     table.write_page(running=False)
@@ -199,7 +198,10 @@ def _search(table: Table, checker: Checker) -> Search | None:
 
 def _drafts(taken: SweepWords, checker: Checker) -> list[Draft]:
     """Every point of a grid, checked. RecipeError, DataError: some can't be run."""
-    made = [checker.draft(taken.plain, overrides) for overrides in grid(taken)]
+    combinations = grid(taken)
+    if len(combinations) >= _MANY:
+        _say(f"checking {len(combinations):,} points")
+    made = [checker.draft(taken.plain, overrides) for overrides in combinations]
     drafts, repeats = without_repeats(made)
     refuse_invalid(drafts)
     for one, earlier in repeats[:5]:

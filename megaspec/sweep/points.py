@@ -124,11 +124,12 @@ def refuse_invalid(drafts: Sequence[Draft]) -> None:
     everywhere = _shared([one for _, one in bad]) if len(bad) == len(drafts) else []
     lines = [f"{len(bad)} of {len(drafts)} points can't be run; nothing was started"]
     lines += [f"every point: {text}" for text in everywhere]
-    for number, one in bad[:_SHOWN]:
-        own = [str(p) for p in one.problems if str(p) not in everywhere]
-        lines += [f"point {number} ({' '.join(one.overrides)}): {text}" for text in own]
-    if len(bad) > _SHOWN:
-        lines.append(f"... and {len(bad) - _SHOWN:,} points more")
+    own = [(number, one, [str(p) for p in one.problems if str(p) not in everywhere]) for number, one in bad]
+    named = [(number, one, texts) for number, one, texts in own if texts]
+    for number, one, texts in named[:_SHOWN]:
+        lines += [f"point {number} ({' '.join(one.overrides)}): {text}" for text in texts]
+    if len(named) > _SHOWN:
+        lines.append(f"... and {len(named) - _SHOWN:,} points more")
     if kind is DataError:
         raise DataError("\n".join(lines))
     raise RecipeError([Problem("", line, code="sweep.points") for line in lines])

@@ -85,6 +85,14 @@ def test_what_is_wrong_with_every_point_is_told_once(capsys):
     assert "every point: optim.lrr" in err
 
 
+def test_of_many_invalid_points_the_first_are_named(capsys):
+    assert sweep("train.micro_batch=range(3,40)", "data.seed=1,2") == 64
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1].startswith("74 of 74 points can't be run")
+    assert sum(line.startswith("point ") for line in lines) == 20
+    assert lines[-1] == "... and 54 points more"
+
+
 def test_points_that_are_the_same_run_once(capsys):
     assert sweep("optim.lr=1e-3,0.001,1e-2") == 0
     assert "optim.lr=0.001 is the same run as optim.lr=0.001: run once" in capsys.readouterr().out

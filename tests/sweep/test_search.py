@@ -75,6 +75,24 @@ def test_points_that_no_rule_allows_are_counted_and_never_started(capsys):
     assert len(points()) == 6
 
 
+@pytest.mark.usefixtures("stubbed")
+def test_points_that_fall_behind_are_stopped_and_never_run_again(capsys):
+    """The loss of the stand-in is the learning rate from its first step on, so it is known who falls behind."""
+    words = ("optim.lr=interval(0.1,0.9)", "sweep.kind=optuna", "sweep.trials=8", "about.purpose=slow", "sweep.seed=2")
+    assert sweep(*words, "sweep.pruner=median", "sweep.pruner_points=2", "sweep.slots=2", steps=60) == 0
+    found = points()
+    assert set(states()) == {"done", "pruned"}
+    rate = {n: p.params["optim.lr"] for n, p in found.items()}
+    pruned = [n for n, p in found.items() if p.state == "pruned"]
+    assert min(rate[n] for n in pruned) > min(rate[n] for n, p in found.items() if p.state == "done")
+    for number in pruned:
+        path = Path("sweeps/s", found[number].folder, "metrics.jsonl")
+        assert path.read_text().count('"step",') < 60
+    before = lives()
+    assert main(["sweep", "resume", "sweeps/s"]) == 0
+    assert lives() == before
+
+
 def test_a_search_none_of_whose_points_can_run_is_refused(capsys):
     assert sweep("optim.lrr=interval(0,1)", "sweep.kind=optuna") == 64
     assert "lrr is no key" in capsys.readouterr().err
