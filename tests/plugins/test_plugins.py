@@ -31,7 +31,7 @@ WORDS = (
     "optim={kind: lion, lr: 1e-3, schedule: {warmup_steps: 0, min_lr: 1e-4}}",
     "train={steps: 3, global_batch: 4, eval_every: 0, sample: null, loss: {kind: smooth, share: 0.25}}",
     "launcher.ranks=2",
-    "parallelism.tp=1",
+    "parallelism.tp=2",
     "log={console: quiet, tensorboard: false, sinks: [{kind: csv, file: out.csv}]}",
 )
 
@@ -57,7 +57,16 @@ def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
 
     # as it says: here the package is found by its name
     flags = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{HERE}"}
-    words = ("resume", "runs/hello", "train.steps=5", "--plugin", "smooth_plugin", "--plugin", "tiny_plugin")
+    words = (
+        "resume",
+        "runs/hello",
+        "train.steps=5",
+        "parallelism.tp=1",
+        "--plugin",
+        "smooth_plugin",
+        "--plugin",
+        "tiny_plugin",
+    )
     command = [sys.executable, "-P", "-m", "megaspec", *words]
     more = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT | flags, capture_output=True, text=True, timeout=120)
     assert more.returncode == 0, more.stderr
@@ -115,7 +124,7 @@ from megaspec.runtime.build import build, initialise
 from megaspec.runtime.plugins import connect
 connect()
 for loss in ("null", "{kind: smooth, share: 0}", "{kind: smooth, share: 0.5}", "{kind: smooth, share: 0.25}"):
-    words = [w for w in sys.argv[2:] if not w.startswith(("launcher.ranks", "train="))]
+    words = [w for w in sys.argv[2:] if not w.startswith(("launcher.ranks", "parallelism", "train="))]
     train = f"train={{steps: 1, global_batch: 1, eval_every: 0, sample: null, loss: {loss}}}"
     words += ["launcher.ranks=1", "precision=fp64", train]
     recipe = compose_words(words).recipe
