@@ -104,9 +104,10 @@ def _print(found: Sequence[Checked]) -> None:
     for one in found:
         for problem in one.problems:
             code = f" \\[{problem.code}]" if problem.code else ""
-            out.print(f"{escape(one.name)}: {escape(str(problem))}{code}")
+            out.print(f"{escape(one.name)}: {escape(str(problem))}{code}", soft_wrap=True)
     wrong = sum(1 for one in found if one.problems)
-    out.print(f"{len(found)} recipes, {wrong} wrong" if wrong else f"{len(found)} recipes, all right")
+    count = f"{len(found)} recipe{'' if len(found) == 1 else 's'}"
+    out.print(f"{count}, {wrong} wrong" if wrong else f"{count}, all right")
     if wrong:
         out.print("megaspec explain CODE says more about a problem")
 

@@ -89,9 +89,8 @@ def explain_key(key: str, recipe: Stated | None) -> Iterator[tuple[str, str]]:
     yield from _keys_of(found, every)
     if key in SECTIONS:
         yield "choices", f"{key}={f', {key}='.join(SearchPath().choices(key))}"
-    if not any(f.models for f in found):
-        for code in rules_about(key):
-            yield "rule", f"{code}: {RULES[code].__doc__}"
+    for code in rules_about(key):
+        yield "rule", f"{code}: {RULES[code].__doc__}"
 
 
 def _grouped(found: list[FieldAt]) -> list[list[FieldAt]]:

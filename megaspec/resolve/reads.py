@@ -1,6 +1,6 @@
 """Which settings a rule looks at: found by watching it look at the example that breaks it."""
 
-from typing import Any
+from typing import Any, get_args
 
 from megaspec.core.fields import ENTRY
 from megaspec.core.frozen import Frozen
@@ -24,6 +24,8 @@ class _Watched:
             return value
         path = f"{self._path}{name}"
         if isinstance(value, Frozen):
+            if type(None) in get_args(type(self._section).model_fields[name].annotation):
+                self._seen.add(path)  # that it is there at all is a setting, too
             return _Watched(value, f"{path}.", self._seen)
         self._seen.add(path)
         if isinstance(value, tuple) and value and isinstance(value[0], Frozen):

@@ -155,7 +155,8 @@ def test_every_rule_can_be_explained(code):
 def test_rules_are_found_by_what_they_read():
     assert "tp-heads" in rules_about("parallelism.tp")
     assert "tp-heads" in rules_about("model.n_heads")
-    assert rules_about("train.seed") == []
+    assert {"moe-sp", "moe-top-k"} <= set(rules_about("model.moe"))
+    assert rules_about("train.seed") == rules_about("parallelism") == []
     for code, example in EXAMPLES.items():
         assert code in rules_about(example.key), code
 
