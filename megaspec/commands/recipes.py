@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 
 from megaspec.commands.stated import size_in_words, stated
 from megaspec.commands.words import terminal
@@ -29,15 +29,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=1))
         return 0
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in (
-        ("recipe", "left"), ("parameters", "right"), ("GPUs", "left"), ("purpose", "left"), ("source", "left"),
-    ):  # fmt: skip
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=heading in ("recipe", "GPUs", "parameters"))
+    out = terminal()
+    widths = [max(len(text) for text in column) for column in zip(*map(_line, found.items()), strict=True)]
     for name, one in found.items():
-        table.add_row(name, _size(one), escape(one["on"]), escape(one["purpose"]), escape(one["source"]))
-    terminal().print(table)
+        first = "  ".join(text.ljust(width) for text, width in zip(_line((name, one)), widths, strict=True))
+        out.print(f"[bold]{escape(first.rstrip())}")
+        for text in filter(None, (one["purpose"], one["source"], one.get("wrong"))):
+            out.print(Padding(escape(text), (0, 0, 0, 4)))
     return 0
+
+
+def _line(entry: tuple[str, dict[str, Any]]) -> tuple[str, str, str]:
+    name, one = entry
+    return name, _size(one), one["on"]
 
 
 def about(name: str, config_dirs: list[str]) -> dict[str, Any]:
