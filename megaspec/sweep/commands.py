@@ -176,7 +176,7 @@ def _go(table: Table, checker: Checker, machine: Target) -> int:
 def _run_points(table: Table, checker: Checker, machine: Target, stop: StopRequests) -> tuple[list[int], bool]:
     """-> exit codes of the points that failed, and whether points are left since the sweep was asked to stop."""
     if table.head.launcher != OWN_LAUNCHER:
-        failed = hydra_jobs.run_points(table, stop)
+        failed = hydra_jobs.run_points(table, stop, _say)
         return failed, bool(stop.count and to_run(table))
     search = _search(table, checker)
     slots = make_slots(table.head.spec, machine, os.environ)

@@ -15,7 +15,7 @@ from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.plugins import load, loaded
 from megaspec.resolve.target import detect_target
 from megaspec.sweep.attempt import Attempt, refused
-from megaspec.sweep.driver import PAGE_SECONDS, Table, settled
+from megaspec.sweep.driver import PAGE_SECONDS, Say, Table, settled
 from megaspec.sweep.points import Checker
 from megaspec.sweep.slots import point_target
 from megaspec.sweep.state import STOP, SweepFolder
@@ -24,7 +24,7 @@ from megaspec_launchers.signals import StopRequests
 POLL_SECONDS = 0.2
 
 
-def run_points(table: Table, stop: StopRequests) -> list[int]:
+def run_points(table: Table, stop: StopRequests, say: Say) -> list[int]:
     """Hands every point that has not ended to the sweep's Hydra launcher. -> exit codes of those that failed.
 
     RecipeError: the launcher is not installed, or refuses its settings.
@@ -34,7 +34,7 @@ def run_points(table: Table, stop: StopRequests) -> list[int]:
     if not numbers or stop.count:
         return []
     ended = threading.Event()
-    watcher = threading.Thread(target=_watch, args=(table, stop, ended), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(table, stop, say, ended), daemon=True)
     watcher.start()
     try:
         jobs = import_module("hydra_plugins.megaspec_launcher.jobs")
@@ -46,7 +46,6 @@ def run_points(table: Table, stop: StopRequests) -> list[int]:
     if problem:
         text = f"hydra/launcher={table.head.launcher}: {problem}"
         raise RecipeError([Problem("hydra/launcher", text, code="sweep.launcher")])
-    table.reload()
     return [p.code for n, p in table.points.items() if n in numbers and p.state == "failed" and p.code]
 
 
@@ -77,13 +76,20 @@ def run_point(folder: str, number: int, plugins: Sequence[str] = ()) -> int:
     return ended.code
 
 
-def _watch(table: Table, stop: StopRequests, ended: threading.Event) -> None:
-    """While a launcher has the main thread: passes requests to stop on, and keeps the page fresh."""
-    page_at = 0.0
-    while not ended.wait(POLL_SECONDS):
+def _watch(table: Table, stop: StopRequests, say: Say, ended: threading.Event) -> None:
+    """While a launcher has the main thread: passes requests to stop on, tells what changed, keeps the page fresh."""
+    known = {number: point.state for number, point in table.points.items()}
+    look_at, is_last = 0.0, False
+    while not is_last:
+        is_last = ended.wait(POLL_SECONDS)
         if stop.count:
             (table.folder.path / STOP).touch()
-        if time.monotonic() >= page_at:
+        if time.monotonic() >= look_at or is_last:
             table.reload()
+            for number, point in table.points.items():
+                if point.state != known[number]:
+                    why = f": {point.reason}" if point.reason else ""
+                    say(f"point {number} of {len(known)} ({' '.join(point.overrides)}) {point.state}{why}")
+                known[number] = point.state
             table.write_page(running=True)
-            page_at = time.monotonic() + PAGE_SECONDS
+            look_at = time.monotonic() + PAGE_SECONDS
