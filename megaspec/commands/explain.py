@@ -46,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
     words = [w for w in args.words if w not in asked]
     if len(asked) != 1:
         raise RecipeError(f"give one key or code, not {len(asked)}: megaspec explain optim.lr, or tp-heads")
-    (name,) = asked
-    out = terminal()
+    name = asked[0].rstrip(".")  # a completed section ends in a dot
     if name in RULES or name in CODES:
-        lines = explain_rule(name) if name in RULES else explain_code(CODES[name])
+        lines = list(explain_rule(name) if name in RULES else explain_code(CODES[name]))
     else:
-        lines = explain_key(name, in_recipe(words, args.config_dir))
-    table = Table.grid(padding=(0, 2))
+        lines = list(explain_key(name, in_recipe(words, args.config_dir)))
+    out = terminal()
     out.print(f"[bold]{escape(name)}")
+    table = Table.grid(padding=(0, 2))
     for heading, text in lines:
         table.add_row(heading, escape(text))
     out.print(table)

@@ -91,6 +91,7 @@ def test_a_section_lists_its_keys_and_choices(capsys):
     assert told["lr"] == ["Highest learning rate"]
     assert told["momentum"] == ["Decay of the momentum; 0 keeps no state   [optim.kind=sgd]"]
     assert told["choices"] == ["optim=adamw, optim=sgd"]
+    assert explain(capsys, "optim.") == told
     assert explain(capsys, "data.blend")["prefix"] == ["Path of the .bin and .idx files without their ending"]
 
 
@@ -212,7 +213,9 @@ def test_a_code_in_words(capsys):
 )
 def test_what_is_refused(capsys, words, text):
     assert main(["explain", *words]) == 64
-    assert text in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert text in err
+    assert out == ""
 
 
 def test_a_person_who_made_a_mistake_is_told_the_codes(capsys, monkeypatch):
