@@ -169,6 +169,8 @@ def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
     word = words[0].partition("=")[0]
     near = did_you_mean(word.lstrip("-"), [k.removeprefix("--") for k in known]).replace("mean ", "mean --")
     hint = _HYDRA_FLAGS.get(word) or near
+    if command.prog.endswith("from-megatron"):
+        hint = "the flags of pretrain_gpt.py stand after --"
     if not hint and "=" in words[0]:
         hint = f"settings have no dashes: {words[0].lstrip('-')}"
     return f"{words[0]}: unknown; {hint or f'see megaspec {command.prog.split()[-1]} --help'}"

@@ -270,6 +270,11 @@ def test_commands_that_say_nothing_clear(line, told, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_flags_without_the_dashes_in_front(capsys):
+    assert main(["from-megatron", "--num-layers", "3"]) == 64
+    assert "--num-layers: unknown; the flags of pretrain_gpt.py stand after --" in capsys.readouterr().err
+
+
 def test_the_world_is_torchruns_or_gpus_or_the_fewest(capsys):
     wide = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 64"
     assert draft_of(f"{SMALL} {wide}").gpus == 4
