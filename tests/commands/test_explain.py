@@ -49,7 +49,7 @@ def test_a_key_in_a_recipe(capsys):
     assert told["means"] == ["Highest learning rate."]
     assert told["type"] == ["number above 0"]
     assert told["default"] == ["none: it must be set"]
-    assert told["in llama3_70b"] == ["0.00015   (recipes/llama3_70b.yaml:10)"]
+    assert told["in llama3_70b"] == ["0.00015   (recipes/llama3_70b.yaml:7)"]
     assert [text.partition(":")[0] for text in told["rule"]] == ["lr-min", "lr-init"]
 
 
@@ -60,7 +60,7 @@ def test_a_key_in_a_recipe(capsys):
         (["optim.kind", "recipe=hello"], "adamw   (conf/optim/adamw.yaml:1)"),
         (["optim.beta1", "recipe=hello"], "0.9   (default)"),
         (["data.blend.0.prefix", "recipe=hello"], "data/hello   (recipes/hello.yaml:7)"),
-        (["recipe=llama2_13b", "train.global_batch"], "1024   (recipes/llama2_7b.yaml:13)"),
+        (["recipe=llama2_13b", "train.global_batch"], "1024   (recipes/llama2_7b.yaml:11)"),
         (
             ["parallelism.dp_shard", "recipe=gpt3_175b"],
             "4   (decided for 128 x H100: launcher.ranks / (pp · cp) = 16, / tp)",
