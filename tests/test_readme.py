@@ -64,10 +64,10 @@ def test_mistakes_read_as_shown(monkeypatch, capsys):
 
 
 def test_commands_and_targets_exist():
-    found = set(re.findall(r"^megaspec ([a-z]+)", README, re.MULTILINE))
+    found = set(re.findall(r"^megaspec ([a-z-]+)", README, re.MULTILINE))
     with pytest.raises(RecipeError, match="choose from") as caught:
         parse(["nothing"])
-    known = set(re.findall(r"'([a-z]+)'", str(caught.value).partition("choose from")[2]))
+    known = set(re.findall(r"'([a-z-]+)'", str(caught.value).partition("choose from")[2]))
     assert found == known
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z-]+)", TEXT, re.MULTILINE))
