@@ -33,8 +33,9 @@ def resume(
     """The Spec with which a run goes on in its own folder (`old.run_dir`).
 
     `recipe`: the run's recipe with the changes. `done_steps`: the step of its newest checkpoint. A longer run gets one
-    more segment of the training order, so that no earlier sample moves; its schedule stays as it was. RecipeError: all
-    changes of the experiment at once, or what `resolve` raises.
+    more segment of the training order, so that no earlier sample moves; its schedule stays as it was. Where nothing
+    comes out otherwise, `old` itself, with the reasons that it was decided for. RecipeError: all changes of the
+    experiment at once, or what `resolve` raises.
     """
     origins = origins or {}
     problems = [_frozen_problem(key, was, now, origins) for key, was, now in changes(old, recipe)]
@@ -46,9 +47,12 @@ def resume(
         raise RecipeError(problems)
     pinned, kept = _pinned(old, recipe)
     settled = settle(pinned, target, replace(facts, run_dir=old.run_dir), origins)
+    is_decided_anew = any(one not in old.decisions for one in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
     moved = old.samples_moved
-    return settled.spec(_longer(old.segments, settled, moved), moved=moved)
+    new = settled.spec(_longer(old.segments, settled, moved), moved=moved)
+    is_same = not is_decided_anew and new.model_copy(update={"decisions": old.decisions}) == old
+    return old if is_same else new
 
 
 def fork(

@@ -33,15 +33,20 @@ def go_on(run, *overrides, target=CPU, facts=FACTS, done_steps=0):
     return resume(old, composed.recipe, target, facts, composed.origins, done_steps=done_steps)
 
 
-def without_decisions(spec):
-    return spec.model_dump(exclude={"decisions"})
-
-
-def test_the_same_spec_without_changes():
+def test_the_same_spec_with_its_first_reasons_where_nothing_changes():
     run = start()
-    assert without_decisions(go_on(run)) == without_decisions(run[1])
-    again = go_on((run[0], go_on(run)))
-    assert without_decisions(again) == without_decisions(run[1])
+    assert go_on(run) == run[1]
+    assert {d.key: d.reason for d in go_on(run).decisions}["optim.schedule.decay_steps"] == "train.steps"
+    kept = {d.key for d in go_on(run, "checkpoint.every=5").decisions if d.reason.startswith("kept from the beginning")}
+    assert kept == {"model.d_head", "model.d_ffn", "model.max_seq_len", "data.seed", "optim.schedule.decay_steps"}
+
+
+def test_what_another_machine_decides_is_told_with_its_own_reasons():
+    run = start("launcher.ranks=2", "parallelism.tp=2")
+    without_tensorboard = CPU.model_copy(update={"versions": {"torch": "2.13.0+cpu"}})
+    there = go_on(run, target=without_tensorboard)
+    assert there != run[1]
+    assert "not installed" in {d.key: d.reason for d in there.decisions}["log.tensorboard"]
 
 
 def test_another_layout_and_another_world():
