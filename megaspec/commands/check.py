@@ -9,15 +9,14 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from megaspec.commands.stated import Stated, size_in_words, stated
+from megaspec.commands.stated import Stated, stated
 from megaspec.commands.words import terminal
 from megaspec.core.errors import DataError, MegaspecError, Problem, RecipeError
+from megaspec.core.units import GIB, count_in_words
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.parameters import count_parameters
 from megaspec.resolve.remedies import remedies
 from megaspec.search import SearchPath
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def _print(found: Sequence[Checked]) -> None:
         table.add_column(heading, justify=justify, overflow="fold")
     for one in found:
         mark = "[red]wrong" if one.problems else "ok"
-        size = "" if one.parameters is None else size_in_words(one.parameters)
+        size = "" if one.parameters is None else count_in_words(one.parameters)
         table.add_row(mark, escape(one.name), escape(one.gpus), size, escape(_room(one)))
     out.print(table)
     for one in found:
@@ -115,6 +114,6 @@ def _print(found: Sequence[Checked]) -> None:
 def _room(one: Checked) -> str:
     if one.memory is None or one.capacity is None:
         return f"{len(one.problems)} problem{'s' if len(one.problems) > 1 else ''}"
-    numbers = f"{one.memory / _GIB:.1f} of {one.capacity / _GIB:.1f} GiB"
+    numbers = f"{one.memory / GIB:.1f} of {one.capacity / GIB:.1f} GiB"
     way_out = f"try {one.way_out}" if one.way_out else "megaspec tune searches for a layout"
     return f"fits: {numbers}" if one.fits else f"does not fit: {numbers}; {way_out}"

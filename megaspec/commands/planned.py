@@ -66,7 +66,15 @@ def planned_target(hardware: Hardware, gpus: int, here: Target) -> Target:
     )
 
 
-def fewest(recipe: Recipe) -> int:
+def stated_gpus(recipe: Recipe, hardware: Hardware) -> int:
+    """launcher.ranks, else as many nodes as the degrees that are set need, of eight GPUs where a node has more."""
+    if recipe.launcher.ranks != AUTO:
+        return recipe.launcher.ranks
+    least = _fewest(recipe)
+    return max(least, min(8, hardware.node_size) * -(-least // hardware.node_size))
+
+
+def _fewest(recipe: Recipe) -> int:
     """GPUs that the degrees of a recipe need, those that it leaves open counted 1."""
     own = recipe.parallelism
     degrees = {axis: getattr(own, axis) for axis in ("tp", "pp", "cp", "ep", "etp")}
@@ -106,11 +114,7 @@ def _hardware(name: str | None, recipe: Recipe, here: Target) -> tuple[Hardware,
 def _gpus(given: dict[str, str], recipe: Recipe, hardware: Hardware) -> int:
     text = given.get("gpus")
     if text is None:
-        least = fewest(recipe)
-        nodes = -(-least // hardware.node_size)
-        return (
-            recipe.launcher.ranks if recipe.launcher.ranks != AUTO else max(least, min(8, hardware.node_size) * nodes)
-        )
+        return stated_gpus(recipe, hardware)
     if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_GPUS or len(text) > 9:
         text = f"gpus={text} must be a whole number from 1 to {MAX_GPUS:,}"
         raise RecipeError([Problem("gpus", text, COMMAND_LINE, "choice.unknown")])

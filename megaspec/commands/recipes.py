@@ -7,10 +7,11 @@ from typing import Any
 from rich.markup import escape
 from rich.padding import Padding
 
-from megaspec.commands.stated import size_in_words, stated
+from megaspec.commands.stated import stated
 from megaspec.commands.words import terminal
 from megaspec.core.errors import DataError, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.core.units import count_in_words
 from megaspec.resolve.parameters import count_parameters
 from megaspec.search import SearchPath
 
@@ -62,5 +63,5 @@ def about(name: str, config_dirs: list[str]) -> dict[str, Any]:
 def _size(one: dict[str, Any]) -> str:
     if one["parameters"] is None:
         return "wrong"
-    total, active = size_in_words(one["parameters"]), size_in_words(one["active"])
+    total, active = count_in_words(one["parameters"]), count_in_words(one["active"])
     return total if one["active"] == one["parameters"] else f"{total}, {active} active"

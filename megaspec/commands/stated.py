@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from megaspec.commands.planned import DEFAULT, fewest, planned_target
+from megaspec.commands.planned import DEFAULT, planned_target, stated_gpus
 from megaspec.compose import Composed, compose
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
@@ -46,7 +46,7 @@ def stated(word: str, overrides: Sequence[str] = (), config_dirs: Sequence[str |
     name, folders = recipe_named(word, config_dirs)
     composed = compose(name, overrides, folders)
     hardware = hardware_named(composed.recipe.about.hardware or DEFAULT)
-    return Stated(composed, hardware, planned_target(hardware, _gpus(composed.recipe, hardware), _here()))
+    return Stated(composed, hardware, planned_target(hardware, stated_gpus(composed.recipe, hardware), _here()))
 
 
 def recipe_named(word: str, config_dirs: Sequence[str | Path] = ()) -> tuple[str, tuple[str | Path, ...]]:
@@ -58,22 +58,6 @@ def recipe_named(word: str, config_dirs: Sequence[str | Path] = ()) -> tuple[str
         what = "a recipe ends in .yaml; rename it" if path.is_file() else "no such file; give its path, or a name"
         raise RecipeError([Problem("recipe", f"{word}: {what}", code="choice.unknown")])
     return path.stem, (*config_dirs, path)
-
-
-def size_in_words(parameters: int) -> str:
-    """`8.03B`, `124M`: three figures."""
-    for scale, suffix in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if parameters >= scale:
-            whole = len(str(parameters // scale))
-            return f"{parameters / scale:.{max(0, 3 - whole)}f}{suffix}"
-    return str(parameters)
-
-
-def _gpus(recipe: Recipe, hardware: Hardware) -> int:
-    if recipe.launcher.ranks != AUTO:
-        return recipe.launcher.ranks
-    node = min(8, hardware.node_size)
-    return -(-fewest(recipe) // node) * node
 
 
 @cache

@@ -16,6 +16,7 @@ from megaspec.compose import COMMAND_LINE, Composed, compose
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show, value_at
+from megaspec.core.units import GIB
 from megaspec.data.files import write_atomically
 from megaspec.recipe import Recipe
 from megaspec.resolve.difference import leaves
@@ -25,7 +26,6 @@ from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.tune import SEARCHED, Candidate, Found, Grid, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 
-GIB = 2**30
 # What follows from the fields that a search decides, unless the command line sets it.
 OPEN_WITH_THEM = ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.sequence_parallel")
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, origin_of
+from megaspec.core.units import GIB
 from megaspec.recipe import Recipe
 from megaspec.resolve.hardware import hardware_of
 from megaspec.resolve.memory import fullest, memory_of
@@ -13,7 +14,6 @@ from megaspec.spec import Spec
 
 # Predictions lie within 5 % of what was measured: past REFUSED of a GPU's memory a run can't fit, past TOLD it may not.
 REFUSED, TOLD = 1.10, 0.97
-GIB = 2**30
 _KEY = "train.micro_batch"
 
 

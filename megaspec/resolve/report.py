@@ -8,13 +8,13 @@ from rich.table import Table
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import one_of, show
+from megaspec.core.units import bytes_in_words
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.hardware import hardware_of
 from megaspec.resolve.plan import Fit, Group, Message, Plan, RankView, make_plan
 from megaspec.resolve.target import Target
 from megaspec.spec import Decision, Spec
 
-GIB, MIB = 2**30, 2**20
 _BAR = 40
 _MOST_STAGES = 8
 # A degree or strategy that was decided to be one of these leaves things as they are: those are told in a line.
@@ -67,13 +67,8 @@ def print_ranks(views: Sequence[RankView], console: Console) -> None:
             facts.add_row(f"its {axis} group", _ranks(ranks))
         facts.add_row("layers", "; ".join(view.layers))
         facts.add_row("weights", f"{view.parameters:,}")
-        facts.add_row("memory", f"{size(view.memory['total'])}")
+        facts.add_row("memory", bytes_in_words(view.memory["total"]))
         console.print(facts)
-
-
-def size(count: float) -> str:
-    """Bytes in words."""
-    return f"{count / GIB:,.1f} GiB" if count >= GIB / 10 else f"{count / MIB:,.1f} MiB"
 
 
 def _print_lines(lines: Lines, console: Console) -> None:
@@ -183,18 +178,19 @@ def verdict(fit: Fit, hardware: str) -> str:
         return "of a machine whose memory is not known"
     free = fit.capacity - fit.total
     if fit.fits:
-        return f"fits {hardware}'s {size(fit.capacity)}, {size(free)} free"
-    text = f"does NOT fit {hardware}'s {size(fit.capacity)}, {size(-free)} too much"
+        return f"fits {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(free)} free"
+    text = f"does NOT fit {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(-free)} too much"
     return text + (f"; fits {one_of(fit.fits_on)}" if fit.fits_on else "; fits no GPU in the table")
 
 
 def _memory_in_short(plan: Plan) -> Lines:
     if plan.device == "cuda":
-        yield "memory", f"{size(plan.memory.total)} on the fullest rank: {verdict(plan.memory, plan.hardware.name)}"
+        total, fits = bytes_in_words(plan.memory.total), verdict(plan.memory, plan.hardware.name)
+        yield "memory", f"{total} on the fullest rank: {fits}"
         for remedy in plan.memory.remedies if not plan.memory.fits else ():
-            yield "", f"{' '.join(remedy.overrides)} would take {size(remedy.total)}"
+            yield "", f"{' '.join(remedy.overrides)} would take {bytes_in_words(remedy.total)}"
     else:
-        yield "memory", f"{size(plan.memory.total)} on the fullest rank"
+        yield "memory", f"{bytes_in_words(plan.memory.total)} on the fullest rank"
 
 
 def _print_memory(plan: Plan, console: Console) -> None:
@@ -207,16 +203,16 @@ def _print_memory(plan: Plan, console: Console) -> None:
     table.add_column(justify="right")
     for kind, count in fit.by_kind.items():
         if count:
-            table.add_row(kind.replace("_", " "), size(count), "#" * round(_BAR * count / scale))
+            table.add_row(kind.replace("_", " "), bytes_in_words(count), "#" * round(_BAR * count / scale))
     end = round(_BAR * fit.capacity / scale) if fit.capacity else 0
     used = round(_BAR * fit.total / scale)
     bar = "#" * used + "." * max(0, end - used) if not end or used <= end else "#" * end + "!" * (used - end)
-    table.add_row("[bold]total", size(fit.total), escape(f"[{bar}]"))
+    table.add_row("[bold]total", bytes_in_words(fit.total), escape(f"[{bar}]"))
     console.print(table)
     if plan.device == "cuda":
         console.print(escape(verdict(fit, plan.hardware.name)))
     for remedy in fit.remedies if not fit.fits else ():
-        console.print(f"  {size(remedy.total)} with {escape(' '.join(remedy.overrides))}", soft_wrap=True)
+        console.print(f"  {bytes_in_words(remedy.total)} with {escape(' '.join(remedy.overrides))}", soft_wrap=True)
     if plan.source_fit:
         console.print(escape(plan.source_fit))
 

@@ -11,7 +11,8 @@ import pytest
 
 from megaspec.cli import main
 from megaspec.commands.check import check
-from megaspec.commands.stated import size_in_words, stated
+from megaspec.commands.stated import stated
+from megaspec.core.units import count_in_words
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.search import SearchPath
 
@@ -121,4 +122,4 @@ def test_what_is_no_recipe(capsys, tmp_path, word, text):
 
 def test_sizes_in_words():
     sizes = (7, 722_176, 124_439_808, 6_738_415_616, 13_015_864_320, 671_026_419_200)
-    assert [size_in_words(n) for n in sizes] == ["7", "722k", "124M", "6.74B", "13.0B", "671B"]
+    assert [count_in_words(n) for n in sizes] == ["7", "722k", "124M", "6.74B", "13.0B", "671B"]
