@@ -34,13 +34,12 @@ from megaspec.data import commands as data_commands
 from megaspec.log.environment import write_environment
 from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
-from megaspec.resolve.fits import memory_problem, memory_warning
+from megaspec.resolve.fits import MEMORY, memory_warning, start_problems
 from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
 from megaspec.resolve.target import Target, detect_target
-from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.run_folder import (
     copy_checkpoint,
     is_run,
@@ -60,8 +59,6 @@ USAGE_EXIT = RecipeError.exit_code
 INTERRUPTED_EXIT = 130
 _SWEEP = "only `megaspec train` runs several points"
 _IN_FOLDER = "megaspec plan shows what is decided; a run keeps recipe.json and spec.json in its folder"
-# memory=ignore starts a run that is predicted not to fit.
-MEMORY = ("check", "ignore")
 # What users of Hydra reach for.
 _HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _IN_FOLDER, "-c": _IN_FOLDER}
 
@@ -278,10 +275,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
 
 def _trainable(spec: Spec, target: Target, origins: Mapping[str, str], *, memory: str) -> None:
     """RecipeError: something can be planned only, or the run can't fit the GPUs' memory."""
-    problems = unbuilt_problems(spec, origins)
-    too_large = memory_problem(spec, target, origins) if memory == "check" else None
-    if too_large is not None:
-        problems.append(too_large)
+    problems = start_problems(spec, target, origins, memory=memory)
     if problems:
         raise RecipeError(problems)
     warning = memory_warning(spec, target)

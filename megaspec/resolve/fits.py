@@ -1,4 +1,4 @@
-"""Whether a run fits the memory of its GPUs, asked before it starts."""
+"""Whether a run can start: what it asks for is built, and it fits the memory of its GPUs."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,22 @@ from megaspec.resolve.hardware import hardware_of
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.remedies import remedies
 from megaspec.resolve.target import Target
+from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Spec
 
 # Predictions lie within 5 % of what was measured: past REFUSED of a GPU's memory a run can't fit, past TOLD it may not.
 REFUSED, TOLD = 1.10, 0.97
+# `memory=` on a command line: ignore starts a run that is predicted not to fit.
+MEMORY = ("check", "ignore")
 _KEY = "train.micro_batch"
+
+
+def start_problems(
+    spec: Spec, target: Target, origins: Mapping[str, str] | None = None, *, memory: str = "check"
+) -> list[Problem]:
+    """Why a run can't start: what can be planned only, and, unless `memory` is ignore, memory that it can't have."""
+    too_large = memory_problem(spec, target, origins) if memory == "check" else None
+    return [*unbuilt_problems(spec, origins), *([too_large] if too_large else [])]
 
 
 def memory_problem(spec: Spec, target: Target, origins: Mapping[str, str] | None = None) -> Problem | None:

@@ -15,6 +15,7 @@ from megaspec.compose import COMMAND_LINE
 from megaspec.core.errors import Preempted, Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.data.files import write_error
+from megaspec.resolve.fits import MEMORY
 from megaspec.resolve.target import Target, detect_target
 from megaspec.sweep import hydra_jobs
 from megaspec.sweep.driver import Driver, Search, Table, exit_code, to_run
@@ -24,7 +25,7 @@ from megaspec.sweep.results import is_better
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
-from megaspec.sweep.words import MEMORY, OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
+from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
 from megaspec_launchers.signals import StopRequests
 
 SWEEPS = Path("sweeps")
@@ -120,9 +121,7 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
     if foreign:
         raise RecipeError(f"{foreign[0]}: the points of a sweep stay as they are; give sweep.slots=N and the like")
     spec = sweep_spec(words, old.spec.model_dump())
-    changed = [
-        k for k in ("kind", "name", "folder", "seed", "metric", "direction") if getattr(spec, k) != getattr(old.spec, k)
-    ]
+    changed = [key for key in _KEPT if getattr(spec, key) != getattr(old.spec, key)]
     if changed:
         text = f"sweep.{changed[0]}={getattr(spec, changed[0])}: a sweep that goes on keeps its {changed[0]}; drop it"
         raise RecipeError([Problem(f"sweep.{changed[0]}", text, COMMAND_LINE, "sweep.changed")])
@@ -157,13 +156,11 @@ class _locked:
 
 def _go(table: Table, checker: Checker, machine: Target) -> int:
     """Runs what is left of a sweep, and shows what it has come to."""
-    left = to_run(table)
-    count = table.head.spec.trials if table.head.spec.kind == "optuna" else len(table.points)
-    _say(
-        f"{table.folder.path}: {count} points, {len(left) or 'none'} of them left"
-        if table.head.spec.kind == "grid"
-        else f"{table.folder.path}: {count} points to search, {len(table.points) - len(left)} of them done"
-    )
+    left, found = len(to_run(table)), len(table.points)
+    if table.head.spec.kind == "grid":
+        _say(f"{table.folder.path}: {found} points, {left or 'none'} of them left")
+    else:
+        _say(f"{table.folder.path}: {table.head.spec.trials} points to search, {found - left} of them done")
     with StopRequests() as stop:
         failed, stopped = _run_points(table, checker, machine, stop)
     code = exit_code(table, failed, stopped=stopped)

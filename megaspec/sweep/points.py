@@ -12,11 +12,10 @@ from megaspec.commands.words import compose_words
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.fits import memory_problem
+from megaspec.resolve.fits import start_problems
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
-from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.search import SearchPath
 from megaspec.spec import Spec
 from megaspec.sweep.state import Point
@@ -58,10 +57,9 @@ class Checker:
         if key not in self._facts:
             self._facts[key] = gather_facts(recipe)
         spec = resolve(recipe, self.target, replace(self._facts[key], run_dir=str(run_dir)), origins)
-        problems = unbuilt_problems(spec, origins)
-        too_large = memory_problem(spec, self.target, origins) if self.memory == "check" else None
-        if problems or too_large:
-            raise RecipeError([*problems, too_large] if too_large else problems)
+        problems = start_problems(spec, self.target, origins, memory=self.memory)
+        if problems:
+            raise RecipeError(problems)
         return spec
 
 

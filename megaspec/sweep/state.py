@@ -58,9 +58,7 @@ class Point(Frozen):
 
     def to(self, state: State, **fields: Any) -> "Point":
         """The point in another state; process, code and reason are those of `fields`."""
-        return self.model_copy(
-            update={"code": None, "reason": "", "pid": None, "started": None, **fields, "state": state}
-        )
+        return self.model_copy(update={"code": None, "reason": "", "pid": None, **fields, "state": state})
 
 
 class Axis(Frozen):

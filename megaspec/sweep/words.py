@@ -14,12 +14,12 @@ from megaspec.commands.words import take
 from megaspec.compose import COMMAND_LINE, Swept, plain_values, split_sweep
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.problems import did_you_mean, one_of, typed_problems
+from megaspec.resolve.fits import MEMORY
 from megaspec.sweep.spec import SweepSpec
 
 MOST_POINTS = 10_000
 OWN_LAUNCHER = "megaspec"
 LAUNCHERS = (OWN_LAUNCHER, "basic", "joblib", "submitit_local", "submitit_slurm")
-MEMORY = ("check", "ignore")
 _SWEEPERS = {"basic": "grid", "optuna": "optuna"}
 # Every point has its own.
 _OWN_TO_A_POINT = ("name", "run_dir", "resume")

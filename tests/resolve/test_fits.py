@@ -4,8 +4,9 @@ import pytest
 
 from megaspec import cli
 from megaspec.compose import compose
+from megaspec.core.units import GIB
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.fits import GIB, memory_problem, memory_warning
+from megaspec.resolve.fits import memory_problem, memory_warning
 from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.resolver import resolve
