@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import RecipeError, WriteError
+from megaspec.data.files import write_text
 from megaspec.resolve.ceilings import Ceilings, CeilingTable
 from megaspec.resolve.hardware import HARDWARE, Hardware, hardware_of
 from megaspec.resolve.target import Target, detect_target
@@ -42,16 +43,13 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out or f"ceilings-{hardware.name.lower()}.json")
     _check_writable(out)
 
-    from megaspec.runtime.ceilings import measure, write_table
+    from megaspec.runtime.ceilings import measure, table_text
 
     is_first = place is None or place.rank == 0
     with _world(place) as device:
         table = measure(hardware, device=device, target=target, tell=_tell if is_first else _silent)
     if is_first:
-        try:
-            out.write_text(write_table(table))
-        except OSError as error:
-            raise WriteError(f"{out}: {error.strerror}; name another file with --out") from error
+        write_text(out, table_text(table))
         for line in summary(table):
             print(line)
         print(f"written: {out}")
@@ -77,8 +75,8 @@ def summary(table: CeilingTable) -> Iterator[str]:
             )
             rates.append(f"{factor * 8192**2 * 32 * head_size / seconds / 1e12:,.0f}")
         yield f"attention, heads of {head_size}, 8192 tokens, forward, backward: {', '.join(rates)} TFLOP/s"
-    rate = 2**30 / ceilings.memory_seconds(2**30) / 1e12
-    yield f"element-wise: {rate:.2f} TB/s, an optimizer's update: {rate * table.update_share:.2f} TB/s"
+    copied, updated = (2**30 / seconds(2**30) / 1e12 for seconds in (ceilings.memory_seconds, ceilings.update_seconds))
+    yield f"element-wise: {copied:.2f} TB/s, an optimizer's update: {updated:.2f} TB/s"
     for one in table.collectives:
         yield f"{one.kind} over {one.ranks} GPUs, 256 MiB: {2**28 / one.curve.at(2**28) / 1e9:,.0f} GB/s"
     yield f"host: {table.launch_seconds * 1e3:.2f} ms a step, {table.layer_seconds * 1e3:.2f} ms a layer"

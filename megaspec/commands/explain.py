@@ -13,7 +13,7 @@ from rich.table import Table
 from megaspec.commands.codes import CODES, Known
 from megaspec.commands.stated import Stated, stated
 from megaspec.commands.words import terminal, words_parser
-from megaspec.compose import Composed, compose, recompose
+from megaspec.compose import COMMAND_LINE, Composed, compose, recompose
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path, tags_of
 from megaspec.core.marked_yaml import parse_yaml
@@ -66,7 +66,7 @@ def in_recipe(words: list[str], config_dirs: list[str]) -> Stated | None:
     if not named and not words:
         return None
     if len(named) != 1:
-        raise RecipeError([Problem("recipe", "name one recipe: recipe=NAME", "command line", "choice.recipe")])
+        raise RecipeError([Problem("recipe", "name one recipe: recipe=NAME", COMMAND_LINE, "choice.recipe")])
     return stated(named[0], [w for w in words if not w.startswith("recipe=")], config_dirs)
 
 

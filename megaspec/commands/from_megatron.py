@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.data.files import write_atomically, write_error
+from megaspec.data.files import write_text
 
 _DESCRIPTION = """Write the recipe that trains what a pretrain_gpt.py command of Megatron-LM trains.
 
@@ -61,9 +61,5 @@ def run(args: argparse.Namespace) -> int:
 def _write(out: Path, text: str) -> None:
     if out.exists():
         raise RecipeError(f"--out {out} exists; give another name")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(out, error) from None
-    write_atomically(out, [text.encode()])
+    write_text(out, text)
     print(f"{out}: written; megaspec plan recipe={out.stem} shows it")

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megaspec.compose import COMMAND_LINE
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.problems import did_you_mean, one_of
-from megaspec.data.files import write_atomically
+from megaspec.data.files import write_text
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.search import SearchPath
 
@@ -47,13 +48,12 @@ def run(args: argparse.Namespace) -> int:
     known = (RECIPE, *SECTIONS)
     if args.group not in known:
         hint = did_you_mean(args.group, known) or f"choose {one_of(known)}"
-        raise RecipeError([Problem("", f"{args.group} is no group; {hint}", "command line", "choice.unknown")])
+        raise RecipeError([Problem("", f"{args.group} is no group; {hint}", COMMAND_LINE, "choice.unknown")])
     text = json.dumps(schema(args.group, SearchPath(args.config_dir)), indent=1, ensure_ascii=False) + "\n"
     if args.out is None:
         print(text, end="")
         return 0
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.out, [text.encode()])
+    write_text(args.out, text)
     print(f"{args.out}: written; name it in a file: # yaml-language-server: $schema={args.out}")
     return 0
 

@@ -17,7 +17,7 @@ from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show, value_at
 from megaspec.core.units import GIB
-from megaspec.data.files import write_atomically
+from megaspec.data.files import write_text
 from megaspec.recipe import Recipe
 from megaspec.resolve.difference import leaves
 from megaspec.resolve.fill import plainly_filled
@@ -201,6 +201,5 @@ def write(args: argparse.Namespace, search: Search) -> None:
     text = f"# Number {args.take} of `megaspec tune {words}` on {machine}: predicted to take\n"
     text += f"# {_time(one.time.seconds)} a step and {one.memory.total / GIB:.1f} GiB of the fullest rank.\n"
     text += yaml.safe_dump({"defaults": [parent], **nested}, sort_keys=False)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.out, [text.encode()])
+    write_text(args.out, text)
     print(f"{args.out}: written")

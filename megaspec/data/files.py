@@ -39,6 +39,15 @@ def write_atomically(path: Path, chunks: Iterable[Any], *, need: int | None = No
         raise write_error(path, error, need) from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that a user has asked for, with the folders that it lies in. WriteError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(path, error) from None
+    write_atomically(path, [text.encode()])
+
+
 def publish(temporary: Path, path: Path) -> None:
     """Rename a finished file into place and bring the folder entry to the disk."""
     os.replace(temporary, path)

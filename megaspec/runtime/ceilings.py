@@ -115,7 +115,7 @@ def measure(hardware: Hardware, *, device: torch.device, target: Target, tell: C
     )
 
 
-def write_table(table: CeilingTable) -> str:
+def table_text(table: CeilingTable) -> str:
     """The table as JSON, one line for each of its parts."""
     parts = table.model_dump(mode="json").items()
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(part)}" for name, part in parts) + "\n}\n"

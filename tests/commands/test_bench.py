@@ -10,7 +10,7 @@ from megaspec.core.errors import WriteError
 from megaspec.resolve.ceilings import CeilingTable, ceilings_of
 from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.target import Target
-from megaspec.runtime.ceilings import write_table
+from megaspec.runtime.ceilings import table_text
 
 TABLE = ceilings_of(HARDWARE["H200"]).table
 
@@ -36,7 +36,7 @@ def test_a_file_that_cant_be_written_is_told_before_measuring(monkeypatch, tmp_p
 
 
 def test_the_file_reads_back_and_stays_reviewable():
-    text = write_table(TABLE)
+    text = table_text(TABLE)
     assert CeilingTable.model_validate_json(text) == TABLE
     assert [line.split(":")[0] for line in text.splitlines()[1:3]] == ['"hardware"', '"source"']
     assert len(text.splitlines()) == len(json.loads(text)) + 2

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from megaspec.cli import main
 from megaspec.commands.schema import schema
 from megaspec.compose import compose
-from megaspec.core.errors import RecipeError
+from megaspec.core.errors import RecipeError, WriteError
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.recipe import SECTIONS
 from megaspec.search import SearchPath
@@ -148,3 +148,9 @@ def test_the_line_that_names_a_schema_leaves_a_recipe_as_it_is(tmp_path, monkeyp
         text = "\n".join([*order, "defaults:", "  - hello", "train: {steps: 7}"])
         (tmp_path / "recipes" / "mine.yaml").write_text(text)
         assert compose("mine").recipe.train.steps == 7
+
+
+def test_a_file_that_cant_be_written_is_an_error_without_traceback(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    assert main(["schema", "--out", str(tmp_path / "file" / "schema.json")]) == WriteError.exit_code
+    assert "can't be written" in capsys.readouterr().err

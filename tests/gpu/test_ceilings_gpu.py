@@ -7,7 +7,7 @@ from megaspec.resolve.ceilings import read_ceilings
 from megaspec.resolve.hardware import hardware_of
 from megaspec.resolve.target import detect_target
 from megaspec.runtime import ceilings as module
-from megaspec.runtime.ceilings import Stopwatch, measure, write_table
+from megaspec.runtime.ceilings import Stopwatch, measure, table_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")]
 
@@ -31,7 +31,7 @@ def test_a_small_table_is_measured_and_read_back(monkeypatch, tmp_path):
     hardware = hardware_of(target)
     told = []
     table = measure(hardware, device=DEVICE, target=target, tell=told.append)
-    (tmp_path / "mine.json").write_text(write_table(table))
+    (tmp_path / "mine.json").write_text(table_text(table))
     ceilings = read_ceilings(tmp_path / "mine.json")
     assert ceilings.table == table
     assert len(told) >= 6
