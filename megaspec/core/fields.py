@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megaspec.core.problems import one_of
+from megaspec.core.problems import models_of, one_of, options_of
 
 # Stands for the number of an entry in the path of a list's entries.
 ENTRY = "*"
@@ -41,7 +41,7 @@ class FieldAt:
     @property
     def models(self) -> tuple[type[BaseModel], ...]:
         """The classes of a section; none for a plain value."""
-        return tuple(o for o in _options(self.info.annotation) if isinstance(o, type) and issubclass(o, BaseModel))
+        return tuple(models_of(self.info.annotation))
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -63,13 +63,12 @@ def fields_of(model: type[BaseModel], prefix: str = "", when: str = "") -> Itera
 
 
 def _below(annotation: Any, path: str, when: str) -> Iterator[FieldAt]:
-    options = _options(annotation)
-    models = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+    models = models_of(annotation)
     for one in models:
         tags = tags_of(one)
         here = f"{path}.kind={one_of(tags)}" if len(models) > 1 and tags else when
         yield from fields_of(one, f"{path}.", here)
-    for option in options:
+    for option in options_of(annotation):
         if get_origin(option) is tuple:
             yield from _below(get_args(option)[0], f"{path}.{ENTRY}", when)
 
@@ -88,27 +87,14 @@ def same_path(pattern: str, path: str) -> bool:
     )
 
 
-def _options(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation: unions flattened, Annotated taken off."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _options(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        return [o for a in get_args(annotation) for o in _options(a)]
-    return [annotation]
-
-
 def _literals(annotation: Any) -> Iterator[str]:
-    for option in _options(annotation):
-        origin = get_origin(option)
-        if origin is Literal:
+    for option in options_of(annotation):
+        if get_origin(option) is Literal:
             yield from (str(word) for word in get_args(option))
         elif option is bool:
             yield from ("true", "false")
         elif option is type(None):
             yield "null"
-        elif origin is tuple:
-            continue
 
 
 def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:

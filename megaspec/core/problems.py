@@ -164,7 +164,7 @@ def _section_models(model: type[BaseModel], section: str) -> list[type[BaseModel
     """The alternatives of a section that has several."""
     here = [model]
     for part in filter(None, section.split(".")):
-        here = [inner for m in here if part in m.model_fields for inner in _models(m.model_fields[part].annotation)]
+        here = [inner for m in here if part in m.model_fields for inner in models_of(m.model_fields[part].annotation)]
     return list(dict.fromkeys(here)) if len(here) > 1 else []
 
 
@@ -190,18 +190,19 @@ def _literals(error: dict[str, Any]) -> list[str]:
     return [w.strip(" '") for w in text.replace(" or ", ", ").split(",")]
 
 
-def _options(annotation: Any) -> list[Any]:
+def options_of(annotation: Any) -> list[Any]:
     """The alternatives of an annotation: unions flattened, Annotated taken off."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _options(get_args(annotation)[0])
+        return options_of(get_args(annotation)[0])
     if origin in (Union, types.UnionType):
-        return [o for a in get_args(annotation) for o in _options(a)]
+        return [o for a in get_args(annotation) for o in options_of(a)]
     return [annotation]
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    return [o for o in _options(annotation) if isinstance(o, type) and issubclass(o, BaseModel)]
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    """The sections among the alternatives of an annotation."""
+    return [o for o in options_of(annotation) if isinstance(o, type) and issubclass(o, BaseModel)]
 
 
 def _tag(model: type[BaseModel]) -> tuple[str, ...]:
@@ -216,13 +217,13 @@ def _path(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
     here: Any = model
     owner: type[BaseModel] | None = model
     for element in loc:
-        models = _models(here)
+        models = models_of(here)
         tagged = next((m for m in models if element in _tag(m)), None) if len(models) > 1 else None
         if tagged is not None:
             here = tagged
         elif isinstance(element, int):
             parts.append(str(element))
-            inner = next((o for o in _options(here) if get_origin(o) in (tuple, list)), None)
+            inner = next((o for o in options_of(here) if get_origin(o) in (tuple, list)), None)
             here, owner = (get_args(inner)[0] if inner else None), None
         elif len(models) == 1:
             parts.append(str(element))
@@ -237,6 +238,6 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     paths: list[str] = []
     for name, field in model.model_fields.items():
         paths.append(f"{prefix}{name}")
-        for inner in _models(field.annotation):
+        for inner in models_of(field.annotation):
             paths += field_paths(inner, f"{prefix}{name}.")
     return list(dict.fromkeys(paths))
