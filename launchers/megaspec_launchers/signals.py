@@ -1,7 +1,9 @@
-"""Requests to stop that reach the launcher, as something that a selector can wait for."""
+"""Requests to stop that reach the launcher, as something that a selector can wait for, and the end of a parent."""
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from types import FrameType
@@ -9,6 +11,14 @@ from typing import Self
 
 # A request that reaches the launcher twice at once (from the terminal and from a wrapper around it) counts once.
 SAME_REQUEST_SECONDS = 0.3
+PR_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int) -> bool:
+    """Has Linux send SIGTERM to this process when its parent dies, also past an exec. -> False: it has died already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    return os.getppid() == parent
 
 
 class StopRequests:

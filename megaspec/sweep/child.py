@@ -3,9 +3,7 @@
 python -P -m megaspec.sweep.child PARENT RUN [memory=ignore] [--plugin=PACKAGE]
 """
 
-import ctypes
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,9 +11,7 @@ from pathlib import Path
 
 from megaspec.core.errors import Preempted
 from megaspec.data.files import write_error
-from megaspec.plugins import plugin_flags
-
-PR_SET_PDEATHSIG = 1
+from megaspec_launchers.signals import end_with
 
 
 def start(
@@ -36,16 +32,7 @@ def start(
     try:
         with log.open("ab") as file:
             return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "megaspec.sweep.child",
-                    str(os.getpid()),
-                    str(run),
-                    *plugin_flags(),
-                    *words,
-                ],
+                [sys.executable, "-P", "-m", "megaspec.sweep.child", str(os.getpid()), str(run), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -64,9 +51,7 @@ def is_run_of(command: Sequence[str], folder: str) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Ties this process to its parent and becomes `megaspec resume RUN`. -> exit code where the parent is gone."""
     parent, run, words = int(arguments[0]), arguments[1], arguments[2:]
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # outlives exec
-    if os.getppid() != parent:
+    if not end_with(parent):
         return Preempted.exit_code
     os.execv(sys.executable, [sys.executable, "-P", "-m", "megaspec", "resume", run, *words])
 

@@ -5,11 +5,8 @@
 All jobs are composed before the first starts, and one that fails doesn't stop the others.
 """
 
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -24,8 +21,7 @@ from omegaconf import DictConfig, open_dict
 
 from megaspec.resolve.target import detect_target
 from megaspec.sweep.slots import CORES_OF_A_SLOT, Slots, visible_gpus
-
-PR_SET_PDEATHSIG = 1
+from megaspec_launchers.signals import end_with
 
 
 @dataclass
@@ -109,9 +105,7 @@ class MegaspecLauncher(Launcher):
 
     def _job(self, config: DictConfig, gpus: Sequence[str], result: Connection, parent: int) -> None:
         os.setsid()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
+        if not end_with(parent):
             return
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
