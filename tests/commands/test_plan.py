@@ -74,8 +74,9 @@ def test_mistakes(words, says, capsys):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("recipe", ["llama3_1_405b", "deepseek_v3"])
-def test_large_plans_are_fast_and_load_no_torch(recipe, tmp_path):
+@pytest.mark.parametrize("recipe", ["hello", "llama3_1_405b", "deepseek_v3"])
+def test_plans_are_fast_and_load_no_torch(recipe, tmp_path):
+    # CPU time: the wall clock would measure what else this machine does
     program = (
         f"import sys, time; from megaspec.cli import main; main(['plan', 'recipe={recipe}']);"
         "print('seconds', time.process_time()); assert 'torch' not in sys.modules"
