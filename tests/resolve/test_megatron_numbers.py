@@ -3,9 +3,10 @@
 import pytest
 
 from megaspec.resolve.flops import flops_per_sequence, flops_per_token
-from megaspec.resolve.megatron_memory import activation_bytes, weight_and_optimizer_bytes
+from megaspec.resolve.memory import memory_of
 from megaspec.resolve.parameters import count_parameters
 from tests.resolve.megatron_adapter import cases, recipe_of
+from tests.resolve.megatron_memory import activation_bytes, weight_and_optimizer_bytes
 
 CASES = cases()
 # Megatron sums in floating point; ours are whole numbers and fractions, rounded once.
@@ -20,6 +21,25 @@ def test_flops(name):
     flops = flops_per_sequence(recipe.model, seq_len=seq_len, tp=own.tp)
     assert flops == pytest.approx(case["flops_per_sequence"], rel=ROUNDING)
     assert flops_per_token(recipe.model, seq_len=seq_len) == pytest.approx(case["flops_per_token"], rel=ROUNDING)
+
+
+def test_weights_and_optimizer_of_the_plan():
+    """Of the first stage, to the byte: the differences are what Megatron leaves out or counts otherwise."""
+
+    def planned(name):
+        stage = memory_of(recipe_of(CASES[name]["args"]))[0]
+        return stage.weights + stage.gradients + stage.optimizer
+
+    golden = {name: case["weight_optimizer_bytes"] for name, case in CASES.items()}
+    # learned positions, biases of 6 layers; the last norm, of which each stage has a part there
+    biases = 6 * (3 * 12288 // 8 + 12288 + 49152 // 8 + 12288)
+    left_out = 2048 * 12288 + biases - 2 * 12288 // 16
+    assert planned("gpt3-175b") - golden["gpt3-175b"] == (6 + 12 / 8) * left_out
+    # the optimizer is shared out over dp and cp, over dp alone there; sines and cosines in fp32
+    angles = 8192 * 64 * 2 * 4
+    assert planned("llama3-8b") - angles == golden["llama3-8b"] / (6 + 12 / 4) * (6 + 12 / 8)
+    angles = 4096 * 64 * 2 * 4
+    assert planned("mixtral-8x7b") - angles == golden["mixtral-8x7b"] - (6 + 12 / 16) * 4096 / 4
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""What Megatron-LM's own memory report says of a recipe, to compare with: memory.py is what we go by.
+"""What Megatron-LM's own memory report says of a recipe, to compare memory.py with.
 
 Its formulas (megatron/training/theoretical_memory_usage.py) leave out, among others, the context-parallel split of
 activations and optimizer state, tokens of experts, grouped keys in activations, gathered weights and buffers.
