@@ -15,7 +15,7 @@ from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.layer_time import collective_seconds
 from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.parameters import count_parameters, rank_parameters
-from megaspec.resolve.remedies import remedies
+from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.schedule import bubble_formula, chart, shape_of
 from megaspec.resolve.stages import layer_ranges, stages_of
 from megaspec.resolve.step_time import StepTime, step_time
@@ -66,14 +66,6 @@ class StageShare(Frozen):
     """Of one of its ranks."""
     memory: dict[str, int]
     """Bytes of one of its ranks by kind, and `total`."""
-
-
-class Remedy(Frozen):
-    """Settings that make a run fit."""
-
-    overrides: tuple[str, ...]
-    total: int
-    """Bytes of the fullest rank."""
 
 
 class Fit(Frozen):
@@ -288,7 +280,6 @@ def fit_of(spec: Spec, memory: Sequence[StageMemory], *, hardware: Hardware | No
     most = fullest(memory)
     by_kind = memory_by_kind(most)
     total = by_kind.pop("total")
-    ways_out = remedies(spec, hardware) if hardware and total > capacity > 0 else []
     return Fit(
         by_kind=by_kind,
         total=total,
@@ -296,7 +287,7 @@ def fit_of(spec: Spec, memory: Sequence[StageMemory], *, hardware: Hardware | No
         fits=total <= capacity if capacity else None,
         rank=list(memory).index(most),
         fits_on=tuple(name for name, one in HARDWARE.items() if total <= one.memory),
-        remedies=tuple(Remedy(overrides=one.overrides, total=one.total) for one in ways_out),
+        remedies=tuple(remedies(spec, hardware)) if hardware and total > capacity > 0 else (),
     )
 
 

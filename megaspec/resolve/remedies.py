@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from megaspec.core.frozen import Frozen
 from megaspec.core.problems import show
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
@@ -20,13 +21,10 @@ from megaspec.resolve.stages import stage_problem
 from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
 
-# Share of a device that a remedy may be predicted to take: predictions lie within 5 %.
-ROOM = 0.95
 MOST = 4
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(Frozen):
     """Settings with which a run fits."""
 
     overrides: tuple[str, ...]
@@ -51,8 +49,7 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
     """At most four ways to make a filled recipe fit; none when it fits already.
 
     What can be trained goes before what can be planned only, then what costs less time; larger GPUs come last."""
-    room = ROOM * hardware.memory
-    if fullest(memory_of(recipe)).total <= room:
+    if fullest(memory_of(recipe)).total <= hardware.room:
         return []
     already, is_trainable = _broken(recipe, hardware), not unbuilt_problems(recipe)
     widest = max(hardware.node_size, recipe.parallelism.tp)
@@ -65,9 +62,9 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
         if changed is None or changed.parallelism.tp > widest:
             continue
         total = fullest(memory_of(changed)).total
-        if total <= room and _broken(changed, hardware) <= already:
+        if total <= hardware.room and _broken(changed, hardware) <= already:
             order = (is_trainable and bool(unbuilt_problems(changed)), _cost(levers))
-            found[fields] = order, Remedy(_overrides(recipe, changed), total)
+            found[fields] = order, Remedy(overrides=_overrides(recipe, changed), total=total)
     ways = [remedy for _, remedy in sorted(found.values(), key=lambda one: one[0])]
     larger = _larger(recipe, hardware)
     return [*ways[: MOST - len(larger)], *larger]
@@ -128,8 +125,10 @@ def _word(value: Any) -> str:
 def _larger(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
     """The smallest kind of GPU with more memory that is enough."""
     total = fullest(memory_of(recipe)).total
-    fits = [one for one in HARDWARE.values() if one.memory > hardware.memory and total <= ROOM * one.memory]
-    return [Remedy((f"hardware={min(fits, key=lambda one: one.memory).name}",), total)] if fits else []
+    fits = [one for one in HARDWARE.values() if one.memory > hardware.memory and total <= one.room]
+    if not fits:
+        return []
+    return [Remedy(overrides=(f"hardware={min(fits, key=lambda one: one.memory).name}",), total=total)]
 
 
 def _laid_out(recipe: Recipe, **changes: Any) -> Recipe:

@@ -86,11 +86,6 @@ def shape_of(recipe: Recipe) -> Shape:
     return Shape(pipeline.schedule, own.pp, micro_batches, pipeline.virtual_stages, pipeline.micro_batch_group)
 
 
-def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
-    """Passes of each pipeline rank, in order."""
-    return _orders(shape)
-
-
 def in_flight(recipe: Recipe) -> tuple[float, ...]:
     """Activations that are held at the peak, by pipeline rank, in units of a whole rank's share for a micro batch."""
     return held(shape_of(recipe))
@@ -106,7 +101,7 @@ def held(shape: Shape) -> tuple[float, ...]:
         return tuple(float(min(pp - rank, m)) for rank in range(pp))
     if shape.schedule == "interleaved":
         return tuple(min(m * v, _warm_up(shape, rank) + 1) / v for rank in range(pp))
-    return tuple(_most_held(order) / v for order in _orders(_shorter(shape)))
+    return tuple(_most_held(order) / v for order in orders(_shorter(shape)))
 
 
 def bubble_formula(shape: Shape) -> float:
@@ -128,7 +123,7 @@ def bubble(shape: Shape, durations: Durations) -> Bubble:
 def simulate(shape: Shape, durations: Durations) -> Timeline:
     """Every pass starts when its rank is free and what it waits for has arrived."""
     pp, last = shape.pp, shape.pp * shape.virtual - 1
-    order = _orders(shape)
+    order = orders(shape)
     stage = [[stage_number(r, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)] for r in range(pp)]
     rank_at = {stage[r][c]: r for r in range(pp) for c in range(shape.virtual)}
     seconds = {"F": durations.forward, "B": durations.backward, "W": durations.weight}
@@ -169,7 +164,7 @@ def chart(shape: Shape, *, width: int = 72, most_ranks: int = 16) -> list[str]:
     stages = shape.pp * shape.virtual
     backward = 1.0 if shape.splits_backward else 2.0
     durations = Durations((1.0,) * stages, (backward,) * stages, (2.0 - backward,) * stages)
-    starts, order = simulate(few, durations).starts, _orders(few)
+    starts, order = simulate(few, durations).starts, orders(few)
     shown = [r for r in range(shape.pp) if shape.pp <= most_ranks or r < most_ranks - 2 or r == shape.pp - 1]
     lines = []
     for rank in shown:
@@ -232,7 +227,8 @@ def _most_held(order: Sequence[Pass]) -> int:
 
 
 @lru_cache(maxsize=512)
-def _orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
+def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
+    """Passes of each pipeline rank, in order."""
     one = {"zb_h1": _zb_h1, "zb_v": _zb_v}.get(shape.schedule, _whole_backward)
     return tuple(one(shape, rank) for rank in range(shape.pp))
 

@@ -38,8 +38,6 @@ SEARCHED = (
     "parallelism.recompute.kind",
     "train.micro_batch",
 )
-# Share of a GPU's memory that a layout may be predicted to take: predictions lie within 5 %.
-ROOM = 0.95
 STRATEGIES = ("replicate", "zero1", "zero2", "fsdp", "hsdp")
 _RECOMPUTE = {
     "none": RecomputeSpec(),
@@ -105,7 +103,6 @@ class Grid:
 
 def tune(grid: Grid, *, most: int = 10) -> Found:
     """The fastest layouts that fit."""
-    capacity = ROOM * grid.hardware.memory
     fitting: list[Candidate] = []
     smallest: tuple[Recipe, StageMemory] | None = None
     weighed = 0
@@ -117,7 +114,7 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
                     continue
                 weighed += 1
                 memory = fullest(memory_of(recipe))
-                if memory.total <= capacity:
+                if memory.total <= grid.hardware.room:
                     time = step_time(recipe, grid.hardware, grid.ceilings)
                     fitting.append(Candidate(recipe, memory, time, True))
                     break

@@ -16,7 +16,7 @@ from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.step_time import step_time
 from megaspec.resolve.target import Target
-from megaspec.resolve.tune import ROOM, SEARCHED, Grid, layouts, tune
+from megaspec.resolve.tune import SEARCHED, Grid, layouts, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 
 FACTS = Facts(run_dir="runs/x", vocab_size=128_256)
@@ -46,7 +46,7 @@ def test_every_layout_that_is_found_resolves_fits_and_is_no_slower_than_the_next
     seconds = [one.time.seconds for one in found.best]
     assert seconds == sorted(seconds)
     for one in found.best:
-        assert one.memory.total <= ROOM * grid.hardware.memory
+        assert one.memory.total <= 0.95 * grid.hardware.memory
         spec = resolve(one.recipe, grid.target, FACTS)
         assert spec.parallelism == one.recipe.parallelism
         assert spec.world_size == 32
