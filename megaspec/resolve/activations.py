@@ -11,7 +11,8 @@ from math import ceil
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.parameters import local_kv_heads, mla_of, moe_of
+from megaspec.resolve.kinds import mla_of, moe_of
+from megaspec.resolve.parameters import local_kv_heads
 
 WIDTH = {"fp64": 8, "fp32": 4}
 """Bytes of a number in a precision; every other computes in 2."""

@@ -9,6 +9,7 @@ from megaspec.nn.spec import MlaSpec, MoeSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.batch import data_parallel
 from megaspec.resolve.facts import Facts
+from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.resolve.target import Target
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -60,22 +61,17 @@ class Case:
     @property
     def moe(self) -> MoeSpec | None:
         """The experts of the model; None where it has none."""
-        return getattr(self.recipe.model, "moe", None)
+        return moe_of(self.recipe.model)
 
     @property
     def mla(self) -> MlaSpec | None:
         """The latent attention of the model; None where it has none."""
-        return getattr(self.recipe.model, "mla", None)
+        return mla_of(self.recipe.model)
 
     @property
     def dense_layers(self) -> int:
         """Layers with a plain feed-forward layer."""
-        moe, n_layers = self.moe, self.recipe.model.n_layers
-        if moe is None:
-            return n_layers
-        if moe.layers is not None:
-            return moe.layers.count(0)
-        return n_layers - max(0, -(-(n_layers - moe.first_dense) // moe.every))
+        return has_experts(self.recipe.model).count(False)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -99,6 +95,11 @@ def sequence_unit(case: Case) -> int:
     """What a sequence has to be a multiple of, for all that divides it."""
     chunks = 1 if case.cp == 1 or case.recipe.parallelism.context.kind == "all_to_all" else 2
     return lcm(chunks * case.cp, case.cp * case.tp if case.recipe.parallelism.sequence_parallel else 1)
+
+
+def can_split_sequences(*, tp: int, cp: int, seq_len: int, max_seq_len: int) -> bool:
+    """Whether tensor-parallel ranks can share sequences out: those of the training and the longest there may be."""
+    return tp > 1 and seq_len // cp % tp == 0 and max_seq_len % tp == 0
 
 
 def legal_tp(case: Case) -> list[int]:

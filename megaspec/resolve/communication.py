@@ -13,7 +13,8 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_si
 from megaspec.recipe import Recipe
 from megaspec.resolve.formula import degrees
 from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.parameters import RankParameters, has_experts, rank_parameters
+from megaspec.resolve.kinds import has_experts
+from megaspec.resolve.parameters import RankParameters, rank_parameters
 from megaspec.resolve.schedule import Shape, shape_of
 from megaspec.resolve.stages import Chunk, stage_number, stages_of
 from megaspec.resolve.work import Share, recomputed_layers, recomputed_parts

@@ -16,7 +16,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.case import divisors
+from megaspec.resolve.case import can_split_sequences, divisors
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware, hardware_of
@@ -196,8 +196,8 @@ def layout(draft: Draft) -> None:
     else:
         draft.fill("parallelism.tp", _widest_tp(draft, n), "no GPU: as many ranks as heads and widths divide by")
     _data_parallel(draft, strategy, max(1, n // draft["parallelism.tp"]), over)
-    tp, seq_len = draft["parallelism.tp"], draft["data.seq_len"] // draft["parallelism.cp"]
-    if tp > 1 and (seq_len % tp or draft["model.max_seq_len"] % tp):
+    tp, lengths = draft["parallelism.tp"], {"seq_len": draft["data.seq_len"], "max_seq_len": draft["model.max_seq_len"]}
+    if tp > 1 and not can_split_sequences(tp=tp, cp=draft["parallelism.cp"], **lengths):
         draft.fill("parallelism.sequence_parallel", False, f"the sequence length is no multiple of tp={tp}")
     else:
         reason = "tp > 1: norms and dropout then work on a part of the tokens" if tp > 1 else "tp is 1"

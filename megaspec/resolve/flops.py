@@ -10,7 +10,8 @@ from typing import Literal
 
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.recipe import ModelSpec
-from megaspec.resolve.parameters import has_experts, mla_of, moe_of, padded_vocab
+from megaspec.resolve.kinds import has_experts, mla_of, moe_of
+from megaspec.resolve.parameters import padded_vocab
 
 Convention = Literal["causal", "full"]
 # Forward, input gradient and weight gradient, each a multiply and an add.

@@ -8,7 +8,8 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.ceilings import Ceilings, ProductKind
 from megaspec.resolve.communication import Collective, Mesh, end_collectives, layer_collectives, mesh_of
 from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.parameters import RankParameters, has_experts, rank_parameters
+from megaspec.resolve.kinds import has_experts
+from megaspec.resolve.parameters import RankParameters, rank_parameters
 from megaspec.resolve.stages import Chunk
 from megaspec.resolve.work import (
     Part,

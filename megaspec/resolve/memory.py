@@ -16,14 +16,8 @@ from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
 from megaspec.recipe import ModelSpec, Recipe
 from megaspec.resolve.activations import LayerBytes, Share, layer_bytes, share_of
 from megaspec.resolve.formula import degrees
-from megaspec.resolve.parameters import (
-    RankParameters,
-    has_experts,
-    layer_parameters,
-    mla_of,
-    rank_parameters,
-    table_parameters,
-)
+from megaspec.resolve.kinds import has_experts, mla_of
+from megaspec.resolve.parameters import RankParameters, layer_parameters, rank_parameters, table_parameters
 from megaspec.resolve.schedule import in_flight
 from megaspec.resolve.stages import stages_of
 from megaspec_kernels.catalog import LOGITS_BYTES

@@ -5,8 +5,9 @@ from functools import lru_cache
 from math import ceil
 
 from megaspec.model.gpt.spec import GptSpec
-from megaspec.nn.spec import MlaSpec, MoeSpec
+from megaspec.nn.spec import MlaSpec
 from megaspec.recipe import ModelSpec, Recipe
+from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.resolve.stages import stages_of
 
 
@@ -65,28 +66,6 @@ class RankParameters:
     @property
     def total(self) -> int:
         return self.dense + self.expert
-
-
-def moe_of(model: ModelSpec) -> MoeSpec | None:
-    """The experts of a model; None where it has none."""
-    return getattr(model, "moe", None)
-
-
-def mla_of(model: ModelSpec) -> MlaSpec | None:
-    """The latent attention of a model; None where it has none."""
-    return getattr(model, "mla", None)
-
-
-@lru_cache(maxsize=256)
-def has_experts(model: ModelSpec) -> tuple[bool, ...]:
-    """One entry a layer: whether it has experts in place of the feed-forward layer."""
-    moe = moe_of(model)
-    if moe is None:
-        return (False,) * model.n_layers
-    if moe.layers is not None:
-        return tuple(bool(one) for one in moe.layers)
-    past = (i - moe.first_dense for i in range(model.n_layers))
-    return tuple(i >= 0 and i % moe.every == 0 for i in past)
 
 
 @lru_cache(maxsize=256)

@@ -10,12 +10,12 @@ from megaspec.core.problems import show
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.case import Case, divisors
+from megaspec.resolve.case import Case, can_split_sequences, divisors
 from megaspec.resolve.difference import leaves
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import HARDWARE, Hardware
+from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.memory import fullest, memory_of
-from megaspec.resolve.parameters import has_experts, moe_of
 from megaspec.resolve.rules import RULES
 from megaspec.resolve.stages import stage_problem
 from megaspec.resolve.target import Target
@@ -193,8 +193,8 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
         widened = own.model_copy(update=changes)
         if stage_problem(recipe.model, widened) is not None:
             return None
-        share = recipe.data.seq_len // widened.cp
-        splits = widened.tp > 1 and not share % widened.tp and not recipe.model.max_seq_len % widened.tp
+        lengths = {"seq_len": recipe.data.seq_len, "max_seq_len": recipe.model.max_seq_len}
+        splits = can_split_sequences(tp=widened.tp, cp=widened.cp, **lengths)
         return _laid_out(recipe, **changes, sequence_parallel=splits)
 
     return turn

@@ -14,10 +14,11 @@ from megaspec.core.axes import fewest_gpus
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.batch import data_parallel
-from megaspec.resolve.case import Case, divisors
+from megaspec.resolve.case import Case, can_split_sequences, divisors
 from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware
+from megaspec.resolve.kinds import moe_of
 from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.rules import is_legal
 from megaspec.resolve.stages import stage_problem
@@ -131,7 +132,7 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
 def layouts(grid: Grid) -> Iterator[Recipe]:
     """Every legal choice of degrees and virtual stages, the rest as in the recipe."""
     world, model, own = grid.recipe.launcher.ranks, grid.recipe.model, grid.recipe.parallelism
-    moe = getattr(model, "moe", None)
+    moe = moe_of(model)
     within_node = [d for d in divisors(world) if d <= grid.hardware.node_size]
     tps = grid.options("parallelism.tp", [d for d in within_node if model.n_heads % d == 0])
     pps = grid.options("parallelism.pp", [d for d in divisors(world) if d <= model.n_layers])
@@ -148,7 +149,9 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
                 degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "pipeline": pipeline}
                 dp = world // (tp * pp * cp)
                 shares = _shares("replicate", dp, tp * cp, grid.hardware.node_size)
-                splits = tp > 1 and grid.recipe.data.seq_len // cp % tp == 0 and model.max_seq_len % tp == 0
+                splits = can_split_sequences(
+                    tp=tp, cp=cp, seq_len=grid.recipe.data.seq_len, max_seq_len=model.max_seq_len
+                )
                 changed = {**degrees, **shares, "dp_strategy": "replicate", "sequence_parallel": splits}
                 recipe = _changed(grid.recipe, own.model_copy(update=changed), _micro_batches(grid, dp)[0])
                 if is_legal(_case(grid, recipe)):

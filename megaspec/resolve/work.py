@@ -10,7 +10,8 @@ from functools import cached_property
 
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.flops import padded_vocab
+from megaspec.resolve.kinds import mla_of
+from megaspec.resolve.parameters import padded_vocab
 
 # Elements of the residual stream that a norm's backward reads and writes. The sum over tokens for the norm's weight
 # is a second pass, and both passes reach about half of the bandwidth (measured: 1.6 of 4.2 TB/s for 3 elements).
@@ -96,13 +97,13 @@ class Share:
     @cached_property
     def v_size(self) -> int:
         """Width of what attention puts out for a token."""
-        mla = getattr(self.recipe.model, "mla", None)
+        mla = mla_of(self.recipe.model)
         return self.heads * mla.d_value if mla else self.q_size
 
     @cached_property
     def kv_size(self) -> int:
         """Width of the keys and values of a token together."""
-        if getattr(self.recipe.model, "mla", None):
+        if mla_of(self.recipe.model):
             return self.q_size + self.v_size
         return 2 * self.kv_heads * self.recipe.model.d_head
 
@@ -140,7 +141,7 @@ def layer_parts(recipe: Recipe, *, has_experts: bool, in_fp8: bool) -> tuple[Par
 def _attention_parts(share: Share, precision: str) -> Iterator[Part]:
     recipe, t = share.recipe, share.tokens
     model, own = recipe.model, recipe.parallelism
-    mla, d, e = getattr(model, "mla", None), model.d_model, share.width * share.passes
+    mla, d, e = mla_of(model), model.d_model, share.width * share.passes
     if mla:
         q_out, kv_out = share.q_size, share.heads * (mla.d_nope + mla.d_value)
         down = [Product(t, mla.kv_rank + mla.d_rope, d, precision)]

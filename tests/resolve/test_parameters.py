@@ -5,7 +5,8 @@ import pytest
 from megaspec.compose import compose
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_filled
-from megaspec.resolve.parameters import count_parameters, has_experts, layer_parameters, rank_parameters
+from megaspec.resolve.kinds import has_experts
+from megaspec.resolve.parameters import count_parameters, layer_parameters, rank_parameters
 from megaspec.resolve.target import Target
 from tests.resolve.plans import GPT, LLAMA, MLA, MOE, plan
 
