@@ -27,8 +27,8 @@ from megaspec.commands import recipes as recipes_commands
 from megaspec.commands import schema as schema_commands
 from megaspec.commands import tune
 from megaspec.commands.words import compose_words, take, terminal, words_parser
-from megaspec.compose import COMMAND_LINE, Composed, recompose
-from megaspec.core.errors import MegaspecError, Problem, RecipeError
+from megaspec.compose import Composed, recompose
+from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.problems import did_you_mean
 from megaspec.data import commands as data_commands
 from megaspec.log.environment import write_environment

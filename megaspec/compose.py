@@ -23,14 +23,13 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.marked_yaml import MAX_DEPTH
 from megaspec.core.problems import did_you_mean, one_of, origin_of, show, typed_problems
 from megaspec.interpolation import interpolate
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.search import SearchPath, SourceFile
 
-COMMAND_LINE = "command line"
 GROUPS = ("recipe", *SECTIONS)
 MISSING = "???"
 MAX_WORD = 16_384

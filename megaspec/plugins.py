@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen
 from megaspec.data import facts
 from megaspec.data.spec import DataSpec
@@ -146,7 +146,7 @@ def load(packages: Sequence[str]) -> None:
         plugin = getattr(_imported(name, package), NAME, None)
         problems = _problems(plugin)
         if problems:
-            raise RecipeError([Problem("", f"{_FLAG} {package}: {p}", "command line", "plugin") for p in problems])
+            raise RecipeError([Problem("", f"{_FLAG} {package}: {p}", COMMAND_LINE, "plugin") for p in problems])
         for kind, part in _all_parts(plugin):
             _LOADED.parts[kind].append(part)
         _LOADED.names.append(name)
@@ -190,14 +190,14 @@ def _imported(name: str, package: str) -> ModuleType:
         module = import_module(name)
     except (ImportError, SyntaxError) as error:
         text = f"{_FLAG} {package}: can't be imported: {error}; install it, or give its folder: {_FLAG} ./{name}"
-        raise RecipeError([Problem("", text, "command line", "plugin")]) from None
+        raise RecipeError([Problem("", text, COMMAND_LINE, "plugin")]) from None
     if not had_torch and "torch" in sys.modules:
         text = f"{_FLAG} {package}: its specs import torch; name builders as text, module:name"
-        raise RecipeError([Problem("", text, "command line", "plugin")])
+        raise RecipeError([Problem("", text, COMMAND_LINE, "plugin")])
     file = Path(module.__file__ or "").resolve()
     if _is_path(package) and Path(package).resolve() not in (file, file.parent):
         text = f"{_FLAG} {package}: {file} has the same name and is found first; rename yours"
-        raise RecipeError([Problem("", text, "command line", "plugin")])
+        raise RecipeError([Problem("", text, COMMAND_LINE, "plugin")])
     return module
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.marked_yaml import read_yaml
 from megaspec.core.problems import did_you_mean, one_of
 from megaspec.paths import conf_dir, recipes_dir
@@ -46,9 +46,7 @@ class SearchPath:
         folders = [Path(d) for d in config_dirs if not Path(d).is_file()]
         absent = [d for d in folders if not d.is_dir()]
         if absent:
-            raise RecipeError(
-                [Problem("", f"--config-dir {d}: no such folder", "command line", "path") for d in absent]
-            )
+            raise RecipeError([Problem("", f"--config-dir {d}: no such folder", COMMAND_LINE, "path") for d in absent])
         self._groups = _unique([conf_dir(), *folders])
         self._recipes = _unique([recipes_dir(), Path("recipes"), *(d / "recipes" for d in folders), *self._beside])
         self._files: dict[str, SourceFile] = {}

@@ -13,8 +13,8 @@ from rich.table import Table
 from megaspec.commands.codes import CODES, Known
 from megaspec.commands.stated import Stated, stated
 from megaspec.commands.words import terminal, words_parser
-from megaspec.compose import COMMAND_LINE, Composed, compose, recompose
-from megaspec.core.errors import DataError, Problem, RecipeError
+from megaspec.compose import Composed, compose, recompose
+from megaspec.core.errors import COMMAND_LINE, DataError, Problem, RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path, tags_of
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import did_you_mean, one_of, show, value_at

@@ -8,8 +8,7 @@ from typing import Any
 
 from megaspec.commands.planned import plan_words
 from megaspec.commands.words import terminal, words_parser
-from megaspec.compose import COMMAND_LINE
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.plan import make_plan, rank_view
 from megaspec.resolve.report import print_ranks, print_whole_plan

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaspec.commands.words import compose_words
-from megaspec.compose import COMMAND_LINE, Composed
+from megaspec.compose import Composed
 from megaspec.core.axes import fewest_gpus
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.recipe import Recipe
 from megaspec.resolve.ceilings import Ceilings, ceilings_of, read_ceilings

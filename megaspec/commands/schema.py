@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaspec.compose import COMMAND_LINE
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.problems import did_you_mean, one_of
 from megaspec.data.files import write_text
 from megaspec.recipe import SECTIONS, Recipe

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from megaspec.commands.planned import plan_words
 from megaspec.commands.words import terminal, words_parser
-from megaspec.compose import COMMAND_LINE, Composed, compose
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.compose import Composed, compose
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import one_of, show, value_at
 from megaspec.core.units import GIB

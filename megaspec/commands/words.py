@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megaspec.compose import COMMAND_LINE, Composed, compose
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.compose import Composed, compose
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.problems import one_of
 from megaspec.search import SearchPath
 

@@ -16,6 +16,10 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+# Where a value was set that stands in no file.
+COMMAND_LINE = "command line"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a recipe: what is set, which rule it breaks, what to try, where it was set.

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen, PositiveInt
 from megaspec.core.problems import one_of
 from megaspec.resolve.curves import Curve, Seconds
@@ -256,4 +256,4 @@ def _read(path: Path) -> CeilingTable:
 
 
 def _refused(path: Path, what: str) -> RecipeError:
-    return RecipeError([Problem("ceilings", f"ceilings={path} {what}", "command line")])
+    return RecipeError([Problem("ceilings", f"ceilings={path} {what}", COMMAND_LINE)])

@@ -5,7 +5,7 @@ How much of it is reached stands in ceilings.py.
 
 from typing import Protocol
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 from megaspec.core.problems import did_you_mean, one_of
 
@@ -144,7 +144,7 @@ def hardware_named(word: str) -> Hardware:
     what = "may be one of several" if len(near) > 1 else "is not known"
     hint = "" if near else did_you_mean(word.upper(), HARDWARE)
     raise RecipeError(
-        [Problem("hardware", f"hardware={word} {what}; {f'{hint} ' if hint else ''}choose {options}", "command line")]
+        [Problem("hardware", f"hardware={word} {what}; {f'{hint} ' if hint else ''}choose {options}", COMMAND_LINE)]
     )
 
 

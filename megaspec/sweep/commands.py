@@ -11,8 +11,7 @@ from rich.table import Table as Printed
 
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands.words import take, terminal
-from megaspec.compose import COMMAND_LINE
-from megaspec.core.errors import Preempted, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Preempted, Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.data.files import write_error
 from megaspec.resolve.fits import MEMORY
