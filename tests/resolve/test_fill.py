@@ -131,9 +131,9 @@ def test_every_decision_is_listed_with_a_reason_and_an_open_field():
 
 def test_spec_is_json_both_ways_and_resolving_is_pure_and_fast():
     recipe = compose("llama3_8b_half").recipe
-    start = time.perf_counter()
+    start = time.process_time()
     first = resolve(recipe, H200, FACTS.__class__(run_dir="runs/x"))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert resolve(recipe, H200, FACTS.__class__(run_dir="runs/x")) == first
     assert Spec.model_validate_json(first.model_dump_json()) == first
     assert first.segments == (20_000 * 64,)

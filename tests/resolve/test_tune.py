@@ -113,10 +113,10 @@ def test_when_nothing_fits_the_smallest_is_told():
 def test_parallelism_auto_takes_the_best_that_can_be_trained_and_says_so(name, hardware, gpus):
     grid = grid_of(name, "parallelism=auto", gpus=gpus, hardware=hardware, trainable=True)
     best = tune(grid, most=1).best[0]
-    start = time.perf_counter()
+    start = time.process_time()
     recipe = compose(name, ["parallelism=auto", f"launcher.ranks={gpus}"]).recipe
     spec = resolve(recipe, target_of(hardware, gpus), FACTS)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     assert spec.parallelism.tp == best.recipe.parallelism.tp
     assert spec.train.micro_batch == best.recipe.train.micro_batch
     assert unbuilt_problems(spec) == []
