@@ -11,7 +11,7 @@ from typing import Literal
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
 from megaspec.recipe import Recipe
-from megaspec.resolve.formula import degrees
+from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import has_experts
 from megaspec.resolve.parameters import RankParameters, rank_parameters
@@ -265,7 +265,11 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
     micro_batches = shape_of(recipe).micro_batches
     replicas = ("dp_replicate",) if own.dp_replicate > 1 else ()
     yield from _shared_out(recipe, mesh, "gradients", count.dense, ("dp_shard", "cp"), replicas, micro_batches)
-    yield from _shared_out(recipe, mesh, "experts' gradients", count.expert, ("edp",), (), micro_batches)
+    # shares of experts lie inside a replica, as all others do; what is not shared out is summed over all of edp at once
+    shares = own.dp_strategy != "replicate"
+    inside = replace(mesh, expert=mesh.expert | {"edp": sharing_ranks(own)[1]}) if shares else mesh
+    across = replicas if shares else ()
+    yield from _shared_out(recipe, inside, "experts' gradients", count.expert, ("edp",), across, micro_batches)
     wide = gradient_width(recipe)
     if own.sequence_parallel:
         layers = sum(len(chunk.layers) for chunk in stages_of(model, own)[rank])

@@ -126,6 +126,15 @@ _EXPERTS = {
         (_moe(base="n_experts: 6"), "parallelism.ep=4", "launcher.ranks=4"), ("parallelism.ep=2",), "parallelism.ep"
     ),
     "ep-grid": Example((_moe(), "parallelism.ep=4", "launcher.ranks=2"), ("launcher.ranks=4",), "parallelism.ep"),
+    "ep-replicas": Example(
+        (
+            _moe(),
+            "launcher.ranks=4",
+            "parallelism={tp: 1, ep: 4, dp_strategy: hsdp, dp_replicate: 2, dp_shard: 2}",
+        ),
+        ("parallelism.ep=2",),
+        "parallelism.dp_replicate",
+    ),
     "ep-dispatch": Example((_moe(), "parallelism.dispatch=all_gather"), ("parallelism.ep=2",), "parallelism.dispatch"),
     "etp-width": Example((_moe("d_expert: 97"), "parallelism.etp=2"), ("model.moe.d_expert=96",), "parallelism.etp"),
     "tp-shared": Example((_moe("d_shared: 97"), _TP2), ("model.moe.d_shared=96",), "parallelism.tp"),

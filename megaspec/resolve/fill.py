@@ -21,7 +21,7 @@ from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware, hardware_of
 from megaspec.resolve.target import Target
-from megaspec.resolve.tune import SEARCHED, Found, Grid, tune
+from megaspec.resolve.tune import SEARCHED, Found, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
 from megaspec_kernels.catalog import choose
 
@@ -210,9 +210,12 @@ def _data_parallel(draft: Draft, strategy: str, dp: int, over: str) -> None:
         draft.fill("parallelism.dp_shard", 1, "dp_strategy=replicate shards nothing")
         draft.fill("parallelism.dp_replicate", max(1, dp // (shards or 1)), f"{over} / tp")
     elif strategy == "hsdp":
-        inside = max(1, NODE_RANKS // (draft["parallelism.tp"] * draft["parallelism.cp"]))
-        nearest = max(d for d in range(1, min(dp, inside) + 1) if dp % d == 0)
-        draft.fill("parallelism.dp_shard", max(1, dp // replicas) if replicas else nearest, "the ranks of one node")
+        inner, grid = (
+            draft["parallelism.tp"] * draft["parallelism.cp"],
+            draft["parallelism.ep"] * draft["parallelism.etp"],
+        )
+        shard, why = shards_of_a_replica(dp, inner, node=NODE_RANKS, grid=grid)
+        draft.fill("parallelism.dp_shard", max(1, dp // replicas) if replicas else shard, why)
         draft.fill("parallelism.dp_replicate", max(1, dp // draft["parallelism.dp_shard"]), f"{over} / tp / dp_shard")
     else:
         draft.fill("parallelism.dp_replicate", max(1, dp // shards) if shards else 1, f"dp_strategy={strategy}")

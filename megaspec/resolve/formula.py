@@ -12,6 +12,13 @@ def degrees(parallelism: ParallelismSpec) -> dict[str, Any]:
     return {axis: getattr(parallelism, axis) for axis in DENSE_AXES}
 
 
+def sharing_ranks(parallelism: ParallelismSpec) -> tuple[int, int]:
+    """Ranks among which a strategy shares out a dense weight, and a weight of experts. Both lie inside one replica: the
+    dp_replicate replicas hold all experts each, so that ep · etp divides dp_shard · cp · tp."""
+    dense = parallelism.dp_shard * parallelism.cp
+    return dense, max(1, dense * parallelism.tp // (parallelism.ep * parallelism.etp))
+
+
 def dense_equation(sizes: Mapping[str, int]) -> str:
     """`world 8 = pp 1 · dp_replicate 4 · dp_shard 1 · cp 1 · tp 2`"""
     return f"world {world_size(sizes)} = {' · '.join(f'{axis} {sizes.get(axis, 1)}' for axis in DENSE_AXES)}"

@@ -15,7 +15,7 @@ from megaspec.optim.spec import AdamWSpec, OptimSpec
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
 from megaspec.recipe import ModelSpec, Recipe
 from megaspec.resolve.activations import LayerBytes, Share, layer_bytes, share_of
-from megaspec.resolve.formula import degrees
+from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.parameters import RankParameters, layer_parameters, rank_parameters, table_parameters
 from megaspec.resolve.schedule import in_flight
@@ -201,19 +201,12 @@ def _head(recipe: Recipe, share: Share) -> int:
     return norm + gathered + rows * d * e + table * wide + max(at_piece, at_end)
 
 
-def _shards(recipe: Recipe) -> tuple[int, int]:
-    """Ranks that share out a dense weight, and a weight of experts."""
-    own = recipe.parallelism
-    dense = own.dp_shard * own.cp
-    return dense, max(1, dense * own.tp // (own.ep * own.etp))
-
-
 def _shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:
     """Weights on a rank when they are shared out from a strategy on: 1 zero1, 2 zero2, 3 fsdp."""
     level = {"replicate": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}[recipe.parallelism.dp_strategy]
     if level < from_strategy:
         return count.total
-    dense, expert = _shards(recipe)
+    dense, expert = sharing_ranks(recipe.parallelism)
     return ceil(count.dense / dense) + ceil(count.expert / expert)
 
 

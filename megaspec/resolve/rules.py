@@ -51,6 +51,7 @@ RULES: dict[str, Rule] = {
     "ep-moe": rules_moe.expert_degrees_need_experts,
     "ep-experts": rules_moe.ep_divides_experts,
     "ep-grid": rules_moe.expert_grid_fits_the_ranks,
+    "ep-replicas": rules_moe.replicas_hold_all_experts,
     "ep-dispatch": rules_moe.dispatch_needs_expert_ranks,
     "etp-width": rules_moe.etp_divides_experts_width,
     "tp-shared": rules_moe.tp_divides_shared_experts,

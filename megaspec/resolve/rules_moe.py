@@ -254,6 +254,24 @@ def _legal_ep(case: Case) -> list[int]:
     return [ep for ep in divisors(case.moe.n_experts) if inner % (ep * case.etp) == 0] if case.moe else []
 
 
+def replicas_hold_all_experts(case: Case) -> Problem | None:
+    """What is sharded is sharded inside a replica, experts too: ep · etp divides dp_shard · cp · tp."""
+    own, inner = case.recipe.parallelism, case.tp * case.cp * case.dp
+    grid, ranks = case.ep * case.etp, case.tp * case.cp * own.dp_shard
+    if case.moe is None or own.dp_strategy == "replicate" or own.dp_replicate == 1 or ranks % grid == 0:
+        return None
+    if inner % grid or case.dp_is_open:
+        return None
+    text = f"parallelism.dp_replicate={own.dp_replicate} makes replicas of dp_shard={own.dp_shard} · cp={case.cp} · "
+    text += f"tp={case.tp} = {ranks} ranks, which ep={case.ep} · etp={case.etp} = {grid} must divide; try "
+    replicas = max(d for d in divisors(case.dp) if inner // d % grid == 0 and (d < case.dp or d == 1))
+    fsdp = " with dp_strategy=fsdp" if replicas == 1 and own.dp_strategy == "hsdp" else ""
+    ways = [f"dp_replicate={replicas} and dp_shard={case.dp // replicas}{fsdp}"]
+    legal = [n for n in divisors(case.moe.n_experts) if ranks % (n * case.etp) == 0]
+    ways += [f"parallelism.ep={one_of(nearest(case.ep, legal))}"] if legal else []
+    return Problem("parallelism.dp_replicate", text + ", or ".join(ways))
+
+
 def etp_divides_experts_width(case: Case) -> Problem | None:
     """Each rank that holds a part of an expert has the same width of it."""
     if case.moe is None or case.moe.d_expert % case.etp == 0:

@@ -13,6 +13,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of
 from megaspec.resolve.flops import flops_per_sequence
+from megaspec.resolve.formula import sharing_ranks
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.layer_time import KINDS, Cost, added, collective_seconds, exposed, layer_times
 from megaspec.resolve.parameters import RankParameters
@@ -62,9 +63,7 @@ def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTim
         count = times.parameters(recipe, rank, stages[rank])
         passes = added((cost, 1) for cost in costs[rank])
         exchange = step_collectives(recipe, times.mesh, rank, count)
-        ends.append(
-            (_sharing(recipe, exchange, stages[rank], passes, ceilings), _update(recipe, times.mesh, count, ceilings))
-        )
+        ends.append((_sharing(recipe, exchange, stages[rank], passes, ceilings), _update(recipe, count, ceilings)))
     parts["data parallel"], parts["optimizer"] = max(ends, key=sum)
     layers = max(sum(len(chunk.layers) for chunk in rank) for rank in stages)
     host = ceilings.launch_seconds + ceilings.layer_seconds * layers * shape.micro_batches
@@ -134,11 +133,10 @@ def _sharing(
     return added_seconds + sum(exposed(s, beside[phase] * times) for (phase, times), s in by_phase.items())
 
 
-def _update(recipe: Recipe, mesh: Mesh, count: RankParameters, ceilings: Ceilings) -> float:
+def _update(recipe: Recipe, count: RankParameters, ceilings: Ceilings) -> float:
     """The gradients' norm, the update and the copy into the model's format: bytes of each parameter's states."""
     optim, own = recipe.optim, recipe.parallelism
-    shards = own.dp_shard * own.cp if own.dp_strategy != "replicate" else 1
-    expert_shards = mesh.expert["edp"] if own.dp_strategy != "replicate" else 1
+    shards, expert_shards = sharing_ranks(own) if own.dp_strategy != "replicate" else (1, 1)
     wide, narrow = gradient_width(recipe), Share(recipe).width
     if isinstance(optim, AdamWSpec):
         states = _STATE_BYTES[optim.formats.exp_avg] + _STATE_BYTES[optim.formats.exp_avg_sq]

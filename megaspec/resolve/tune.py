@@ -148,7 +148,7 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
             for pipeline in _pipelines(grid, pp):
                 degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "pipeline": pipeline}
                 dp = world // (tp * pp * cp)
-                shares = _shares("replicate", dp, tp * cp, grid.hardware.node_size)
+                shares = _shares("replicate", dp, tp * cp, node=grid.hardware.node_size)
                 splits = can_split_sequences(
                     tp=tp, cp=cp, seq_len=grid.recipe.data.seq_len, max_seq_len=model.max_seq_len
                 )
@@ -185,21 +185,30 @@ def _divisions(grid: Grid, layout: Recipe) -> Iterator[tuple[dict[str, object], 
     """Data-parallel strategies and micro batches of a layout."""
     own, dp = layout.parallelism, data_parallel(layout.parallelism)
     for strategy in grid.options("parallelism.dp_strategy", STRATEGIES if dp > 1 else STRATEGIES[:1]):
-        shares = _shares(strategy, dp, own.tp * own.cp, grid.hardware.node_size)
+        shares = _shares(strategy, dp, own.tp * own.cp, node=grid.hardware.node_size, grid=own.ep * own.etp)
         if strategy == "hsdp" and min(shares.values()) == 1:
             continue
         for micro_batch in _micro_batches(grid, dp):
             yield {"dp_strategy": strategy, **shares}, micro_batch
 
 
-def _shares(strategy: str, dp: int, inner: int, node: int) -> dict[str, int]:
+def _shares(strategy: str, dp: int, inner: int, *, node: int, grid: int = 1) -> dict[str, int]:
     """dp_replicate and dp_shard of a strategy over `dp` ranks, each with `inner` ranks beside it."""
     if strategy == "replicate":
         return {"dp_replicate": dp, "dp_shard": 1}
     if strategy == "hsdp":
-        shard = max(d for d in divisors(dp) if d <= max(1, node // inner))
+        shard, _ = shards_of_a_replica(dp, inner, node=node, grid=grid)
         return {"dp_replicate": dp // shard, "dp_shard": shard}
     return {"dp_replicate": 1, "dp_shard": dp}
+
+
+def shards_of_a_replica(dp: int, inner: int, *, node: int, grid: int) -> tuple[int, str]:
+    """dp_shard of hsdp and why: as many of `dp` ranks, each with `inner` ranks beside it, as a node has; where experts
+    take `grid` ranks, as many as hold all of them."""
+    most = max(1, node // inner)
+    legal = [d for d in divisors(dp) if d * inner % grid == 0] or divisors(dp)
+    in_a_node = [d for d in legal if d <= most]
+    return (in_a_node[-1], "the ranks of one node") if in_a_node else (legal[0], "the fewest that hold all experts")
 
 
 def _micro_batches(grid: Grid, dp: int) -> list[int]:

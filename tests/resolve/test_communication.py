@@ -8,6 +8,8 @@ import pytest
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, rank_groups
 from megaspec.resolve.communication import Mesh, collectives_of
 from megaspec.resolve.hardware import HARDWARE
+from megaspec.resolve.memory import memory_of, state_bytes
+from megaspec.resolve.parameters import rank_parameters
 from tests.resolve.planned import filled, shaped
 
 H200 = HARDWARE["H200"]
@@ -144,3 +146,35 @@ def test_which_groups_lie_in_a_node_is_what_listing_their_ranks_says(node):
             groups = rank_groups(spanned, sizes, axes)
             inside = all(group[0] // node == group[-1] // node for group in groups)
             assert mesh.within_node(spanned) == inside, (spanned, sizes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shards", "replicas"),
+    [
+        (("dp_strategy=hsdp", "dp_replicate=2", "dp_shard=8", "ep=2"), 4, 2),
+        (("dp_strategy=hsdp", "dp_replicate=2", "dp_shard=8", "ep=8"), 1, 2),
+        (("dp_strategy=hsdp", "dp_replicate=4", "dp_shard=4", "ep=2"), 2, 4),
+        (("dp_strategy=zero1", "dp_replicate=2", "dp_shard=8", "ep=4"), 2, 2),
+        (("dp_strategy=fsdp", "dp_replicate=1", "dp_shard=16", "ep=8"), 2, 1),
+    ],
+)
+def test_experts_are_shared_out_inside_a_replica(overrides, shards, replicas):
+    """Ranks listed one by one: those with the same experts (edp) that lie in one block of dp_shard · tp ranks share."""
+    settings = [f"parallelism.{word}" for word in (*overrides, "tp=1", "pp=1", "cp=1", "etp=1")]
+    recipe = filled("mixtral_8x7b", "launcher.ranks=16", *settings, gpus=16)
+    own = recipe.parallelism
+    block = own.dp_shard * own.tp
+    dense = {axis: getattr(own, axis) for axis in DENSE_AXES}
+    same = rank_groups(("edp",), expert_degrees(dense, ep=own.ep, etp=own.etp), EXPERT_AXES)[0]
+    assert (sum(rank < block for rank in same), len({rank // block for rank in same})) == (shards, replicas)
+    held = rank_parameters(recipe, 0)
+    found = {(c.kind, c.what): c for c in collectives_of(recipe, H200)}
+    reduced = found.get(("reduce_scatter", "experts' gradients"))
+    assert (reduced.ranks if reduced else 1) == shards
+    summed = found.get(("all_reduce", "experts' gradients"))
+    assert ((summed.ranks, summed.bytes) if summed else (1, 4 * held.expert)) == (
+        replicas,
+        4 * held.expert // (shards if summed else 1),
+    )
+    states = -(-held.dense // own.dp_shard) + -(-held.expert // shards)
+    assert memory_of(recipe)[0].optimizer == state_bytes(recipe.optim, width=2) * states
