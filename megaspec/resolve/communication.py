@@ -14,7 +14,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.parameters import RankParameters, rank_parameters
+from megaspec.resolve.parameters import RankParameters, partial_gradients, rank_parameters
 from megaspec.resolve.schedule import Shape, shape_of
 from megaspec.resolve.stages import Chunk, stage_number, stages_of
 from megaspec.resolve.work import Share, recomputed_layers, recomputed_parts
@@ -271,10 +271,13 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
     across = replicas if shares else ()
     yield from _shared_out(recipe, inside, "experts' gradients", count.expert, ("edp",), across, micro_batches)
     wide = gradient_width(recipe)
-    if own.sequence_parallel:
-        layers = sum(len(chunk.layers) for chunk in stages_of(model, own)[rank])
-        norms = (2 * layers + 1) * model.d_model * wide
-        yield from mesh.make("norms' gradients", "all_reduce", ("tp",), norms, 1, hidden=False, phase="step")
+    partial = partial_gradients(recipe, rank)
+    for what, parameters, ranks in (
+        ("whole weights' gradients", partial.over_tp, own.tp),
+        ("shared heads' gradients", partial.over_copies, own.tp // model.n_kv_heads),
+    ):
+        for one in mesh.make(what, "all_reduce", ("tp",), wide * parameters, 1, hidden=False, phase="step"):
+            yield replace(one, ranks=ranks, per_node=min(one.per_node, ranks))
     if model.tied_embeddings and own.pp > 1 and rank in (0, own.pp - 1) and own.pipeline.schedule != "zb_v":
         table = Share(recipe).vocab * model.d_model * wide
         for one in mesh.make("tied embedding", "all_reduce", ("pp",), table, 1, hidden=False, phase="step"):

@@ -68,6 +68,16 @@ class RankParameters:
         return self.dense + self.expert
 
 
+@dataclass(frozen=True)
+class PartialGradients:
+    """Weights whose gradients tensor-parallel ranks add up: each has seen only a part of the tokens or heads."""
+
+    over_tp: int
+    """Of weights that all ranks hold whole."""
+    over_copies: int
+    """Of key and value heads that several ranks hold."""
+
+
 @lru_cache(maxsize=256)
 def count_parameters(model: ModelSpec) -> ParameterCount:
     """From a model without open fields."""
@@ -133,6 +143,41 @@ def rank_parameters(recipe: Recipe, stage: int) -> RankParameters:
                 dense += table_parameters(model, tp=own.tp)
                 holds_table = True
     return RankParameters(dense, expert)
+
+
+def partial_gradients(recipe: Recipe, stage: int) -> PartialGradients:
+    """Of one rank of pipeline rank `stage`."""
+    model, own = recipe.model, recipe.parallelism
+    if own.tp == 1:
+        return PartialGradients(0, 0)
+    experts, chunks = has_experts(model), stages_of(model, own)[stage]
+    layers = [number for chunk in chunks for number in chunk.layers]
+    routed = sum(experts[number] for number in layers)
+    # tensor-parallel ranks split heads whatever they do with tokens
+    over_tp = len(layers) * (2 * model.d_head if getattr(model, "qk_norm", False) else 0)
+    if own.sequence_parallel:
+        over_tp += len(layers) * _whole_on_each_rank(model) + routed * _routing(model)
+        over_tp += sum(_norm(model) for chunk in chunks if chunk.head)
+        if isinstance(model, GptSpec):
+            over_tp += sum(model.max_seq_len * model.d_model for chunk in chunks if chunk.embedding)
+    copied = 0
+    if own.tp > model.n_kv_heads and mla_of(model) is None:
+        copied = len(layers) * 2 * model.d_head * (model.d_model + isinstance(model, GptSpec))
+    return PartialGradients(over_tp, copied)
+
+
+def _whole_on_each_rank(model: ModelSpec) -> int:
+    """Of a layer, experts left out: norms, biases of what sums over ranks, and what makes the latents."""
+    mla, d = mla_of(model), model.d_model
+    biases = 2 * d if isinstance(model, GptSpec) else 0
+    latents = (d + 1) * (mla.kv_rank + (mla.q_rank or 0)) + d * mla.d_rope if mla else 0
+    return 2 * _norm(model) + biases + latents
+
+
+def _routing(model: ModelSpec) -> int:
+    """The router, without the bias that no gradient trains, and the gate of the shared experts."""
+    moe = moe_of(model)
+    return model.d_model * (moe.n_experts + (moe.shared_gate and moe.d_shared is not None)) if moe else 0
 
 
 def table_parameters(model: ModelSpec, *, tp: int) -> int:

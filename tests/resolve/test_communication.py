@@ -9,8 +9,9 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, rank_gro
 from megaspec.resolve.communication import Mesh, collectives_of
 from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.memory import memory_of, state_bytes
-from megaspec.resolve.parameters import rank_parameters
+from megaspec.resolve.parameters import partial_gradients, rank_parameters
 from tests.resolve.planned import filled, shaped
+from tests.resolve.plans import GPT, LLAMA, plan
 
 H200 = HARDWARE["H200"]
 D, LAYERS, VOCAB, SEQ = 2048, 16, 128256, 8192
@@ -68,12 +69,45 @@ def test_tensor_parallel_counts_each_layer_and_both_ends():
             assert sent(recipe, what=what, kind=kind, phase=phase) == [(size, layers)]
     assert sent(recipe, what="embedding", kind="reduce_scatter") == [(size, micro_batches)]
     assert sent(recipe, what="loss") == [(4 * SEQ, 3 * micro_batches)]
-    assert sent(recipe, what="norms' gradients") == [((2 * LAYERS + 1) * D * 4, 1)]
+    assert sent(recipe, what="whole weights' gradients") == [((2 * LAYERS + 1) * D * 4, 1)]
     eager = tiny("parallelism.tp=2", "kernels.compile=none", gpus=4)
     assert sent(eager, what="attention", kind="all_gather", phase="backward") == [(size, 2 * layers)]
     whole = tiny("parallelism.tp=2", "parallelism.sequence_parallel=false", gpus=4)
     assert {c.kind for c in collectives_of(whole, H200)} == {"all_reduce"}
     assert sent(whole, what="attention", phase="forward") == [(size, layers)]
+
+
+def test_whole_weights_that_see_a_part_of_the_tokens():
+    """DeepSeek-V3, tp 8: both latents' down-projections and norms, two norms a layer and the last, 58 routers."""
+    recipe = filled("deepseek_v3", gpus=256, hardware="H100")
+    d = 7168
+    latents = 61 * (d * (1536 + 512 + 64) + 1536 + 512)
+    wanted = latents + 58 * 256 * d + (2 * 61 + 1) * d
+    [found] = [c for c in collectives_of(recipe, HARDWARE["H100"]) if c.what == "whole weights' gradients"]
+    assert (found.bytes, found.times, found.ranks, found.group) == (4 * wanted, 1, 8, "tp")
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize(
+    ("model", "tp"), [(GPT, 2), (LLAMA, 2), (LLAMA, 4), (LLAMA | {"n_kv_heads": 1}, 2), (LLAMA | {"n_kv_heads": 1}, 4)]
+)
+def test_partial_gradients_are_those_that_the_strategy_adds_up(model, tp, splits):
+    torch = pytest.importorskip("torch")
+    from megaspec.parallelism.tensor import TensorParallel
+    from megaspec.runtime.build import build_model
+    from megaspec_kernels.registry import kernels_of
+    from tests.parallelism.test_tensor import OneRank
+
+    recipe = plan(model, {"parallelism.tp": tp, "parallelism.sequence_parallel": splits})
+    built = build_model(recipe.model, kernels_of(recipe.kernels), dtype=torch.float32)
+    strategy = TensorParallel(OneRank(tp, 0), splits)
+    strategy.split_model(built, built.placement)
+    parameters = dict(built.named_parameters())
+    sizes = {True: 0, False: 0}
+    for one in strategy.sums:
+        sizes[one.local == (...,)] += parameters[one.name][one.local].numel()
+    partial = partial_gradients(recipe, 0)
+    assert (partial.over_tp, partial.over_copies) == (sizes[True], sizes[False])
 
 
 def test_context_parallel_kinds():
