@@ -26,7 +26,7 @@ from megaspec.commands import plan as plan_commands
 from megaspec.commands import recipes as recipes_commands
 from megaspec.commands import schema as schema_commands
 from megaspec.commands import tune
-from megaspec.commands.words import compose_words, take, terminal, words_parser
+from megaspec.commands.words import compose_words, take, tell_left_out, terminal, words_parser
 from megaspec.compose import Composed, recompose
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.problems import did_you_mean
@@ -182,6 +182,7 @@ def train(args: argparse.Namespace) -> int:
     composed = compose_words(words, args.config_dir)
 
     def prepare(target: Target) -> Prepared:
+        tell_left_out(composed)
         folder = planned_run_dir(composed.recipe)
         if how == "auto" and is_run(folder):
             return _prepare_resume(folder, composed.recipe, composed.origins, target, memory=memory)

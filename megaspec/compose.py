@@ -7,7 +7,7 @@ so that nothing in a YAML file can run code, read the environment or reach a fil
 import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from pydantic import ValidationError
 
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.marked_yaml import MAX_DEPTH
-from megaspec.core.problems import did_you_mean, one_of, origin_of, show, typed_problems
+from megaspec.core.problems import did_you_mean, one_of, origin_of, show, typed_problems, value_at
 from megaspec.interpolation import interpolate
+from megaspec.left_out import replaced_kinds
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.search import SearchPath, SourceFile
 
@@ -44,6 +45,8 @@ class Composed:
     recipe: Recipe
     origins: dict[str, str]
     """Dotted path -> `file:line` or `command line`. A value that no one set (a class default) has no entry."""
+    left_out: tuple[str, ...] = ()
+    """Keys that files set, left out because the command line chooses another kind: `key (file:line): why`."""
 
 
 def compose(
@@ -68,7 +71,8 @@ def compose(
         tree.add(package, file)
     if tree.content.get("name") is None:
         tree.content["name"], tree.origins["name"] = recipe_name.replace("/", "-"), f"recipe={recipe_name}"
-    return _finish(tree, values, search)
+    left_out = _leave_out(tree, search, recipe_name, chosen, values)
+    return replace(_finish(tree, values, search), left_out=left_out)
 
 
 def recompose(
@@ -167,6 +171,14 @@ class _Tree:
         """Forget the origins of a path and of everything below it, and its value when it is a section of the top."""
         self.content.pop(key, None)
         self._forget(key)
+
+    def take(self, key: str) -> str:
+        """Take away a key of a section, with all below it. -> its origin."""
+        section, _, name = key.partition(".")
+        origin = self.origins[key]
+        del self.content[section][name]
+        self._forget(key)
+        return origin
 
     def set(self, override: Override) -> Problem | None:
         """Apply one `path=value` of the command line; deletions too."""
@@ -365,6 +377,26 @@ def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) ->
         raise RecipeError([Problem("defaults", text, f"recipe={recipe_name}", "defaults.order")]) from None
     search.orders[tuple(lines)] = [(one.package or "", search.read(one.config_path)) for one in ordered.defaults]
     return search.orders[tuple(lines)]
+
+
+def _leave_out(
+    tree: _Tree, search: SearchPath, recipe_name: str, chosen: Mapping[str, str], values: Sequence[Override]
+) -> tuple[str, ...]:
+    """Take away what files set for a kind that a choice of the command line replaces; see Composed.left_out.
+
+    A key that the command line names itself stays, so that it is refused, or taken away by its own word.
+    """
+    left_out = []
+    named = {part for value in values for part in accumulate(value.key_or_group.split("."), "{}.{}".format)}
+    for one in replaced_kinds(chosen, _ordered(search, recipe_name, {}), _ordered(search, recipe_name, chosen)):
+        for key in one.keys:
+            if key in tree.origins and key not in named:
+                left_out.append(f"{key} ({tree.take(key)}): no key of {one.group}.kind={one.kind}")
+        key, written = f"{one.group}.kind", value_at(tree.content, f"{one.group}.kind")
+        if written not in (None, one.kind) and key not in named:
+            left_out.append(f"{key}={show(written)} ({tree.take(key)}): {one.group}={one.choice} is chosen")
+            tree.merge({one.group: {"kind": one.kind}}, lambda _, origin=one.origin: origin)
+    return tuple(left_out)
 
 
 def _finish(tree: _Tree, values: Sequence[Override], search: SearchPath) -> Composed:

@@ -64,6 +64,12 @@ def test_plan_shows_the_essentials_without_data(capsys):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize(("command", "code"), [(["plan", "hardware=cpu"], 0), (["train", "parallelism.pp=2"], 64)])
+def test_keys_that_a_choice_leaves_out_are_told(command, code, capsys):
+    assert main([*command, *(word for word in TINY if word != "~data.blend")]) == code
+    assert "left out: data.blend (recipes/hello.yaml:7): no key of data.kind=synthetic" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

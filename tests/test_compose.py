@@ -205,6 +205,52 @@ def test_a_key_of_another_kind_says_whose_it_is():
     )
 
 
+def test_what_files_set_for_the_kind_that_a_choice_replaces_is_left_out_and_said():
+    composed = compose("hello", ["data=random"])
+    assert composed.left_out == ("data.blend (recipes/hello.yaml:7): no key of data.kind=random",)
+    assert (composed.recipe.data.kind, composed.recipe.data.seq_len) == ("random", 256)
+    assert not [key for key in composed.origins if key.startswith("data.blend")]
+    assert compose("hello", ["data=indexed"]).recipe == compose("hello").recipe
+    assert compose("hello", ["data=indexed"]).left_out == compose("hello", ["optim=sgd"]).left_out == ()
+
+
+def test_a_key_of_another_kind_on_the_command_line_is_never_left_out():
+    for word in ("data.blend=[{prefix: x}]", "data.blend.0.prefix=x", "data.cache=x"):
+        assert [p.code for p in problems_of("hello", ["data=random", word])] == ["key.unknown"], word
+    assert compose("hello", ["data=random", "~data.blend"]).left_out == ()  # taken away by its own word
+    # a value chooses no group
+    assert {p.key for p in problems_of("hello", ["data.kind=random"])} == {"data.blend", "data.vocab_size"}
+
+
+def test_a_choice_replaces_optimizer_precision_and_model_and_the_kind_that_a_recipe_writes_out(folder):
+    (folder / "recipes" / "mine.yaml").write_text(
+        "defaults:\n  - hello\n  - override /precision: fp16\n"
+        "optim: {beta1: 0.8, formats: {master: fp16}, clip: 2.0}\n"
+        "precision: {hysteresis: 3}\n"
+        "model: {qk_norm: true, n_layers: 3}\n"
+        "data: {kind: indexed, split: [1, 1, 0], blnd: 1}\n"
+    )
+    composed = compose("mine", ["optim=sgd", "precision=fp32", "model=gpt2_124m", "~data.blnd"])
+    assert composed.left_out == (
+        "optim.beta1 (recipes/mine.yaml:4): no key of optim.kind=sgd",
+        "optim.formats (recipes/mine.yaml:4): no key of optim.kind=sgd",
+        "precision.hysteresis (recipes/mine.yaml:5): no key of precision.kind=fp32",
+        "model.qk_norm (recipes/mine.yaml:6): no key of model.kind=gpt",
+    )
+    assert (composed.recipe.optim.clip, composed.recipe.model.n_layers) == (2.0, 3)
+    composed = compose("mine", ["data=random", "~data.blnd"])
+    assert composed.left_out[-1] == "data.kind=indexed (recipes/mine.yaml:7): data=random is chosen"
+    assert (composed.recipe.data.kind, composed.origins["data.kind"]) == ("random", "conf/data/random.yaml:2")
+    # a key that no kind has is a mistake, whatever is chosen
+    assert [p.key for p in problems_of("mine", ["data=random"])] == ["data.blnd"]
+    # files that contradict themselves are told how to mend it
+    (folder / "recipes" / "both.yaml").write_text("defaults:\n  - mine\n  - override /optim: sgd\n")
+    found = {p.key: p.message for p in problems_of("both", ["~data.blnd"])}
+    assert found["optim.beta1"].endswith("take it away with ~optim.beta1")
+    (folder / "recipes" / "none.yaml").write_text("defaults:\n  - hello\ndata: 5\n")
+    assert [p.key for p in problems_of("none", ["data=random"])] == ["data"]
+
+
 def test_a_recipe_in_a_subfolder_chooses_groups_too(folder):
     (folder / "recipes" / "mine").mkdir()
     (folder / "recipes" / "mine" / "one.yaml").write_text("defaults:\n  - /recipe/hello\n  - override /optim: sgd\n")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import terminal, words_parser
+from megaspec.commands.words import tell_left_out, terminal, words_parser
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.plan import make_plan, rank_view
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_whole_plan(plan, terminal())
         print_ranks(views, terminal())
+    tell_left_out(composed)
     for problem in facts.problems:
         print(f"not ready to train: {problem}", file=sys.stderr)
     return 0

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import terminal, words_parser
+from megaspec.commands.words import tell_left_out, terminal, words_parser
 from megaspec.compose import Composed, compose
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.top < 1 or args.take < 1:
         raise RecipeError("--top and --take must be at least 1")
     search = find(args)
+    tell_left_out(search.composed)
     if not search.found.best:
         world, batch = search.grid.recipe.launcher.ranks, search.grid.recipe.train.global_batch
         text = f"no layout of {world} GPUs keeps the rules at train.global_batch={batch}; try another gpus= or batch"

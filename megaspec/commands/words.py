@@ -1,13 +1,14 @@
 """What commands share: the words of a command line that make a recipe, and the terminal."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from megaspec.compose import Composed, compose
-from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.core.problems import one_of
 from megaspec.search import SearchPath
 
@@ -34,6 +35,12 @@ def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] | Sear
     settings = [w for w in words if not w.startswith("recipe=")]
     refuse_two_answers(settings)
     return compose(names[0], settings, config_dirs)
+
+
+def tell_left_out(composed: Composed) -> None:
+    """On stderr: what files set and the command line's choices leave out."""
+    for text in composed.left_out:
+        print(f"left out: {printable(text)}", file=sys.stderr)
 
 
 def refuse_two_answers(words: Sequence[str]) -> None:
