@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from megaspec.core.errors import DataError, MegaspecError, Problem, RecipeError
 from megaspec.core.units import GIB, count_in_words
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.parameters import count_parameters
-from megaspec.resolve.remedies import remedies
+from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.search import SearchPath
+
+_BAD = (("wrong", "wrong"), ("does not fit", "too large for its GPUs"))
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,18 @@ class Checked:
     """Bytes on the fullest rank."""
     capacity: int | None = None
     """Bytes of its GPU."""
-    way_out: str = ""
-    """Overrides with which it fits, where it does not."""
+    remedies: tuple[Remedy, ...] = ()
+    """What would make it fit, where it does not."""
     problems: tuple[Problem, ...] = ()
 
     @property
     def fits(self) -> bool | None:
         return None if self.memory is None or self.capacity is None else self.memory <= self.capacity
+
+    @property
+    def state(self) -> str:
+        """`ok`, `wrong`, or `does not fit`."""
+        return "wrong" if self.problems else "does not fit" if self.fits is False else "ok"
 
 
 def add_parser(commands: Any) -> None:
@@ -49,14 +56,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line each, and the problems. -> 0, or 64 where a recipe is wrong."""
+    """Print a line each, the problems, and what would make fit. -> 0, or 64 where a recipe is wrong or does not fit."""
     names = args.recipes or SearchPath(args.config_dir).choices("recipe")
     found = [check(name, args.config_dir) for name in names]
     if args.json:
         print(json.dumps({one.name: as_json(one) for one in found}, indent=1))
     else:
         _print(found)
-    return RecipeError.exit_code if any(one.problems for one in found) else 0
+    return RecipeError.exit_code if any(one.state != "ok" for one in found) else 0
 
 
 def check(name: str, config_dirs: Sequence[str] = ()) -> Checked:
@@ -68,9 +75,8 @@ def check(name: str, config_dirs: Sequence[str] = ()) -> Checked:
     except (RecipeError, DataError) as error:
         return Checked(name, one.gpus if one else "", problems=_problems(error))
     memory, capacity = fullest(memory_of(spec)).total, one.hardware.memory
-    found = remedies(spec, one.hardware)[:1] if memory > capacity else []
-    way_out = " ".join(word for remedy in found for word in remedy.overrides)
-    return Checked(name, one.gpus, count_parameters(spec.model).total, memory, capacity, way_out)
+    found = tuple(remedies(spec, one.hardware)) if memory > capacity else ()
+    return Checked(name, one.gpus, count_parameters(spec.model).total, memory, capacity, found)
 
 
 def _problems(error: MegaspecError) -> tuple[Problem, ...]:
@@ -80,12 +86,12 @@ def _problems(error: MegaspecError) -> tuple[Problem, ...]:
 def as_json(one: Checked) -> dict[str, Any]:
     """What a program reads."""
     return {
-        "ok": not one.problems,
+        "ok": one.state == "ok",
         "gpus": one.gpus,
         "parameters": one.parameters,
         "memory": one.memory,
         "fits": one.fits,
-        "way_out": one.way_out,
+        "remedies": [remedy.model_dump(mode="json") for remedy in one.remedies],
         "problems": [{"code": p.code, "key": p.key, "message": p.message, "origin": p.origin} for p in one.problems],
     }
 
@@ -96,24 +102,34 @@ def _print(found: Sequence[Checked]) -> None:
     for heading, justify in (("", "left"), ("recipe", "left"), ("GPUs", "left"), ("parameters", "right"), ("", "left")):
         table.add_column(heading, justify=justify, overflow="fold")
     for one in found:
-        mark = "[red]wrong" if one.problems else "ok"
+        mark = one.state if one.state == "ok" else f"[red]{one.state}"
         size = "" if one.parameters is None else count_in_words(one.parameters)
-        table.add_row(mark, escape(one.name), escape(one.gpus), size, escape(_room(one)))
+        table.add_row(mark, escape(one.name), escape(one.gpus), size, _room(one))
     out.print(table)
     for one in found:
-        for problem in one.problems:
-            code = f" \\[{problem.code}]" if problem.code else ""
-            out.print(f"{escape(one.name)}: {escape(str(problem))}{code}", soft_wrap=True)
-    wrong = sum(1 for one in found if one.problems)
+        for text in _below(one):
+            out.print(text, soft_wrap=True)
+    states = [one.state for one in found]
     count = f"{len(found)} recipe{'' if len(found) == 1 else 's'}"
-    out.print(f"{count}, {wrong} wrong" if wrong else f"{count}, all right")
-    if wrong:
+    bad = [f"{states.count(state)} {word}" for state, word in _BAD if state in states]
+    out.print(f"{count}, {', '.join(bad) or 'all right'}")
+    if "wrong" in states:
         out.print("megaspec explain CODE says more about a problem")
 
 
 def _room(one: Checked) -> str:
     if one.memory is None or one.capacity is None:
         return f"{len(one.problems)} problem{'s' if len(one.problems) > 1 else ''}"
-    numbers = f"{one.memory / GIB:.1f} of {one.capacity / GIB:.1f} GiB"
-    way_out = f"try {one.way_out}" if one.way_out else "megaspec tune searches for a layout"
-    return f"fits: {numbers}" if one.fits else f"does not fit: {numbers}; {way_out}"
+    return f"{one.memory / GIB:.1f} of {one.capacity / GIB:.1f} GiB"
+
+
+def _below(one: Checked) -> Iterator[str]:
+    """The lines about a recipe that stand below the table: each problem, each way to make it fit."""
+    for problem in one.problems:
+        code = f" \\[{problem.code}]" if problem.code else ""
+        yield f"{escape(one.name)}: {escape(str(problem))}{code}"
+    if one.state == "does not fit":
+        yield f"{escape(one.name)}: does not fit the memory of its GPUs; try one of"
+        for remedy in one.remedies:
+            yield escape(f"  {' '.join(remedy.overrides)}   ({remedy.total / GIB:.1f} GiB)")
+        yield "  a layout that megaspec tune finds, or more GPUs: launcher.ranks=..."

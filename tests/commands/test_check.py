@@ -100,14 +100,29 @@ def test_local_recipes_are_checked_and_inherit_from_their_neighbours(capsys, tmp
     assert [p.origin for p in check("elsewhere/mine2.yaml").problems] == ["elsewhere/mine2.yaml:3"]
 
 
-def test_a_recipe_that_is_too_large_says_so(capsys, tmp_path):
+def test_a_recipe_that_is_too_large_is_not_all_right_and_each_remedy_stands_on_a_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "large.yaml").write_text("defaults:\n  - llama3_70b\nparallelism: {pp: 1, tp: 2}\n")
-    assert main(["check", "large.yaml"]) == 0
-    assert "does not fit: " in capsys.readouterr().out
+    assert main(["check", "large.yaml", "hello"]) == 64
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:4] == ["does", "not", "fit", "large.yaml"]
+    assert lines[2].split()[:2] == ["ok", "hello"]
+    assert lines[-1] == "2 recipes, 1 too large for its GPUs"
     checked = check("large.yaml")
-    assert checked.fits is False
-    mended = stated("large.yaml", checked.way_out.split())
-    assert fullest(memory_of(mended.spec())).total <= mended.hardware.memory
+    assert (checked.state, checked.fits, checked.problems) == ("does not fit", False, ())
+    assert checked.remedies
+    for remedy in checked.remedies:
+        assert any(line.startswith(f"  {' '.join(remedy.overrides)}   (") for line in lines), remedy
+        if not remedy.overrides[0].startswith("hardware="):
+            mended = stated("large.yaml", remedy.overrides)
+            assert fullest(memory_of(mended.spec())).total == remedy.total <= mended.hardware.memory
+    assert main(["check", "large.yaml", "--json"]) == 64
+    found = json.loads(capsys.readouterr().out)["large.yaml"]
+    assert (found["ok"], found["fits"], found["problems"]) == (False, False, [])
+    assert found["remedies"][0] == {
+        "overrides": list(checked.remedies[0].overrides),
+        "total": checked.remedies[0].total,
+    }
 
 
 @pytest.mark.parametrize(
