@@ -10,7 +10,8 @@ from megaspec.optim.spec import AdamWSpec
 from megaspec.precision.spec import Fp8Precision
 from megaspec.resolve.case import Case, multiples
 
-_FP8_SM = {"tensorwise": 89, "blockwise": 90, "mxfp8": 100}
+# The compute capabilities that a recipe runs on: from the first to the last.
+_FP8_SM = {"tensorwise": (89, 999), "blockwise": (90, 99), "mxfp8": (100, 999)}
 # Numbers that fp8 matrix products take at a time along each side.
 _FP8_UNIT = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
@@ -24,21 +25,24 @@ def precision_runs_on_the_gpu(case: Case) -> Problem | None:
 
 
 def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
-    """fp8 needs a GPU of sm89 or newer, blockwise scales sm90, mxfp8 sm100."""
+    """fp8 needs a GPU of sm89 or newer, blockwise scales Hopper (sm90), mxfp8 Blackwell (sm100) or newer."""
     precision = case.recipe.precision
     if not isinstance(precision, Fp8Precision):
         return None
     if case.target.device != "cuda":
         return Problem("precision.kind", "precision.kind=fp8 needs a GPU, the target is cpu; set precision=bf16")
-    sm, need = case.target.sm, _FP8_SM[precision.recipe]
-    if sm >= need:
+    sm, (need, last) = case.target.sm, _FP8_SM[precision.recipe]
+    if need <= sm <= last:
         return None
-    if sm < _FP8_SM["tensorwise"]:
+    least = _FP8_SM["tensorwise"][0]
+    if sm < least:
         best = "bf16" if sm >= 80 else "fp16"
-        text = f"precision.kind=fp8 needs sm{_FP8_SM['tensorwise']}, this GPU is sm{sm}; set precision={best}"
-        return Problem("precision.kind", text)
-    runs = one_of([name for name, least in _FP8_SM.items() if least <= sm])
-    text = f"precision.recipe={precision.recipe} needs sm{need}, this GPU is sm{sm}; set precision.recipe={runs}"
+        return Problem(
+            "precision.kind", f"precision.kind=fp8 needs sm{least}, this GPU is sm{sm}; set precision={best}"
+        )
+    runs = one_of([name for name, (first, end) in _FP8_SM.items() if first <= sm <= end])
+    needed = f"sm{need}" if sm < need else f"Hopper (sm{need})"
+    text = f"precision.recipe={precision.recipe} needs {needed}, this GPU is sm{sm}; set precision.recipe={runs}"
     return Problem("precision.recipe", text)
 
 

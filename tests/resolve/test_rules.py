@@ -269,3 +269,15 @@ def test_a_guessed_number_of_replicas_is_not_held_against_the_batch():
     assert codes == {"ranks-degrees"}
     both = ("launcher.ranks=100", "parallelism.tp=4", "parallelism.cp=8", "parallelism.dp_replicate=3")
     assert {p.code for p in broken((*both, "train.micro_batch=1"))} == {"ranks-degrees", "batch-divides"}
+
+
+@pytest.mark.parametrize(
+    ("sm", "legal"), [(89, {"tensorwise"}), (90, {"tensorwise", "blockwise"}), (100, {"tensorwise", "mxfp8"})]
+)
+def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
+    target = H200.model_copy(update={"sm": sm})
+    for recipe in ("tensorwise", "blockwise", "mxfp8"):
+        problems = broken(("precision.kind=fp8", f"precision.recipe={recipe}"), target)
+        assert ("fp8-gpu" in {p.code for p in problems}) == (recipe not in legal)
+        for problem in problems:
+            assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == legal
