@@ -12,6 +12,7 @@ from megaspec.resolve.kinds import has_experts
 from megaspec.resolve.parameters import RankParameters, rank_parameters
 from megaspec.resolve.stages import Chunk
 from megaspec.resolve.work import (
+    AttentionWork,
     Part,
     Product,
     embedding_part,
@@ -20,6 +21,7 @@ from megaspec.resolve.work import (
     layer_parts,
     recomputed_layers,
     recomputed_parts,
+    weights_bytes,
 )
 
 # What a collective that runs beside arithmetic costs all the same, of its own time: it takes multiprocessors and
@@ -28,6 +30,10 @@ HIDDEN_COST = 0.5
 # Matrix products in a step reach this much of what they reach alone, one kind after the other: the tensor cores' power
 # is limited, and their factors are no longer in the cache. Measured on an H200, 1B and 8B layers alike.
 SUSTAINED = 0.95
+# Seconds of an fp8 product against one whose scales are of whole tensors, the way that ceilings are measured. Blocks of
+# 1x128 and 128x128: 1297 of 1508 TFLOP/s on an H200 (8192 on each side, forward). Blackwell scales mxfp8 in its tensor
+# cores. Both formats, e4m3 and e5m2, run at one rate.
+FP8_COST = {"tensorwise": 1.0, "blockwise": 1508 / 1297, "mxfp8": 1.0}
 # Between the some 50 kernels of a layer's forward and backward pass, about 1 microsecond each.
 GAPS_SECONDS = 0.05e-3
 KINDS = (
@@ -167,10 +173,13 @@ class LayerTimes:
             alone = self.ceilings.grouped_matmul_seconds(one.groups, *sizes, precision=precision, kind=kind)
         else:
             alone = self.ceilings.matmul_seconds(*sizes, precision=precision, kind=kind)
-        return alone / SUSTAINED
+        cost = FP8_COST[self.recipe.precision.recipe] if precision == "fp8" else 1.0
+        return cost * alone / SUSTAINED
 
     def _attention(self, part: Part, direction: Literal["forward", "backward"]) -> float:
         one, kind = part.attention, self.recipe.precision.kind
+        if self.recipe.kernels.attention == "reference":
+            return one.share * self._plain_attention(one, direction)
 
         def seconds(tokens: float) -> float:
             return self.ceilings.attention_seconds(
@@ -185,6 +194,16 @@ class LayerTimes:
 
         # what was measured of all at once holds the noise of one long run: never more than twice the half
         return one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
+
+    def _plain_attention(self, one: AttentionWork, direction: Literal["forward", "backward"]) -> float:
+        """Every query against every key, masked ones too, as two products with a softmax in between that is written
+        out; the backward pass has both gradients of each product."""
+        kind, rows = self.recipe.precision.kind, one.tokens * one.heads
+        precision = "bf16" if kind == "fp8" else kind
+        scores = self.ceilings.matmul_seconds(rows, one.seq_len, one.head_size, precision=precision, kind="forward")
+        values = self.ceilings.matmul_seconds(rows, one.head_size, one.seq_len, precision=precision, kind="forward")
+        softmax = self.ceilings.memory_seconds(weights_bytes(self.recipe, one))
+        return (scores + values) * (1 if direction == "forward" else 2) + softmax
 
     def _add_collectives(self, found: Iterable[Collective], sums: list[list[float]]) -> None:
         """What is sent in a layer. Weight gradients hide half each of two reductions, attention its ring."""

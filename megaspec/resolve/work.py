@@ -210,6 +210,13 @@ def _norms(share: Share) -> Part:
     return Part("norm", (), None, forward + turned, 2 * NORM_BACKWARD * e * d * share.split_tokens + turned)
 
 
+def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
+    """Bytes that the softmax of attention written out reads and writes, in either direction: a number of the model's
+    format in and one out, and one in fp32 that the forward pass keeps and the backward pass reads."""
+    share = Share(recipe)
+    return work.tokens * work.heads * work.seq_len * (2.0 * share.width + 4) * share.passes
+
+
 def fp8_bytes(products: tuple[Product, ...]) -> tuple[float, float]:
     """Forward and backward bytes of turning the factors of products into fp8, in both layouts."""
     cast = [p for p in products if p.precision == "fp8"]

@@ -102,3 +102,34 @@ def test_fp8_is_faster_and_experts_cost_their_dispatch():
     assert 1.1 < wide / narrow < 1.6  # peers measure 1.33 with 4 micro batches
     experts = step_time(filled("mixtral_8x7b", gpus=64), H200, CEILINGS)
     assert experts.parts["expert parallel"] > 0
+
+
+def test_attention_that_is_written_out_takes_longer():
+    """Scores of 16 layers x 32 heads x 8192 x 8192: 8 bytes of each both ways, and six products of 128 each."""
+    sdpa, plain = (
+        step_time(shaped("llama3_8b_half", f"kernels.attention={name}"), H200, CEILINGS)
+        for name in ("sdpa", "reference")
+    )
+    scores = 16 * 32 * 8192 * 8192
+    assert plain.parts["attention"] > sdpa.parts["attention"]
+    least = 2 * 8 * scores / 4.3e12 + 12 * scores * 128 / 989e12
+    assert least < plain.parts["attention"] < 2 * least
+    same = [kind for kind in plain.parts if kind not in ("attention", "host")]
+    assert [plain.parts[kind] for kind in same] == [sdpa.parts[kind] for kind in same]
+
+
+def test_scales_of_blocks_cost_what_was_measured():
+    """1508 and 1297 TFLOP/s with whole and blockwise scales; products of a layer of 8B by hand, both formats alike."""
+
+    def products(*words):
+        return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, CEILINGS).parts["matrix products"]
+
+    sizes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    layer = sum(
+        CEILINGS.matmul_seconds(8192, n, k, precision="fp8", kind=kind)
+        for n, k in sizes
+        for kind in ("forward", "dgrad", "wgrad")
+    )
+    more = products("precision.recipe=blockwise") - products()
+    assert more == pytest.approx(16 * layer / 0.95 * (1508 / 1297 - 1))
+    assert products("precision.format=e4m3") == products()
