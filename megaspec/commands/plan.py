@@ -8,17 +8,31 @@ from typing import Any
 
 from megaspec.commands.planned import plan_words
 from megaspec.commands.words import tell_left_out, terminal, words_parser
+from megaspec.compose import Composed
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.plan import make_plan, rank_view
 from megaspec.resolve.report import print_ranks, print_whole_plan
 from megaspec.resolve.resolver import resolve
+from megaspec.spec import Spec
+
+_DESCRIPTION = """Show what `train` would do: mesh, memory, collectives, step time, and all that is decided for you.
+
+hardware=NAME: GPUs to plan for. gpus=N: how many of them the machine has; the run takes launcher.ranks of them, and the
+rest idle. ceilings=FILE: measured speeds, as `megaspec bench ceilings` writes them."""
 
 
 def add_parser(commands: Any) -> None:
     """The parser of `plan`."""
     text = "show what `train` would do: recipe=NAME [hardware=H100] [gpus=N] [ceilings=FILE] a.b=c ..."
-    command = commands.add_parser("plan", help=text, description=text, allow_abbrev=False, parents=[words_parser()])
+    command = commands.add_parser(
+        "plan",
+        help=text,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        parents=[words_parser()],
+    )
     command.add_argument("--json", action="store_true", help="one JSON object")
     command.add_argument("--ranks", metavar="0,5", help="these ranks' own view: place, groups, layers, memory")
 
@@ -38,9 +52,18 @@ def run(args: argparse.Namespace) -> int:
         print_whole_plan(plan, terminal())
         print_ranks(views, terminal())
     tell_left_out(composed)
+    if target.gpus > spec.world_size:
+        idle = f"{target.gpus - spec.world_size:,} of {target.gpus:,} GPUs idle"
+        print(f"{idle}: launcher.ranks={spec.world_size}   ({_ranks_origin(spec, composed)})", file=sys.stderr)
     for problem in facts.problems:
         print(f"not ready to train: {problem}", file=sys.stderr)
     return 0
+
+
+def _ranks_origin(spec: Spec, composed: Composed) -> str:
+    """Who said how many ranks there are."""
+    reasons = [one.reason for one in spec.decisions if one.key == "launcher.ranks"]
+    return reasons[0] if reasons else composed.origins.get("launcher.ranks", "")
 
 
 def _ranks(text: str | None, world: int) -> list[int]:

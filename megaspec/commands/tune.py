@@ -40,10 +40,23 @@ class Search:
     found: Found
 
 
+_DESCRIPTION = """Search for the fastest layouts of a recipe that fit. What the command line sets stays as it is.
+
+gpus=N: how many GPUs layouts are searched for; launcher.ranks follows. hardware=NAME: which GPUs. ceilings=FILE:
+measured speeds, as `megaspec bench ceilings` writes them."""
+
+
 def add_parser(commands: Any) -> None:
     """The parser of `tune`."""
     text = "search for the fastest layouts of a recipe: recipe=NAME gpus=N [hardware=H100] a.b=c ..."
-    command = commands.add_parser("tune", help=text, description=text, allow_abbrev=False, parents=[words_parser()])
+    command = commands.add_parser(
+        "tune",
+        help=text,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        parents=[words_parser()],
+    )
     command.add_argument("--top", type=int, default=10, metavar="N", help="how many to print (10)")
     command.add_argument("--out", type=Path, metavar="FILE", help="write one as a recipe, e.g. recipes/mine.yaml")
     command.add_argument("--take", type=int, default=1, metavar="N", help="which one --out writes (1, the fastest)")
@@ -81,6 +94,7 @@ def find(args: argparse.Namespace) -> Search:
     if planned.hardware is None or planned.ceilings is None:
         text = f"hardware={target.gpu or 'cpu'} has nothing to search with; choose {one_of(list(HARDWARE))}"
         raise RecipeError([Problem("hardware", text, COMMAND_LINE, "hardware-unknown")])
+    _refuse_other_ranks(composed, target.gpus)
     fixed = {key for key, origin in composed.origins.items() if origin == COMMAND_LINE}
     open_keys = frozenset(key for key in SEARCHED if not any(key == f or key.startswith(f"{f}.") for f in fixed))
     content = composed.recipe.model_dump(mode="json")
@@ -95,6 +109,14 @@ def find(args: argparse.Namespace) -> Search:
     base = plainly_filled(asked, target, facts)
     grid = Grid(base, target, facts, planned.hardware, planned.ceilings, open_keys, is_for_training=args.trainable)
     return Search(composed, planned.hardware, grid, tune(grid, most=max(args.top, args.take)))
+
+
+def _refuse_other_ranks(composed: Composed, gpus: int) -> None:
+    """RecipeError: launcher.ranks on the command line, and another number of GPUs."""
+    ranks = composed.recipe.launcher.ranks
+    if composed.origins.get("launcher.ranks") == COMMAND_LINE and ranks not in (AUTO, gpus):
+        text = f"launcher.ranks={ranks} differs from gpus={gpus}, for which tune searches; keep one"
+        raise RecipeError([Problem("launcher.ranks", text, COMMAND_LINE, "override.twice")])
 
 
 def words_of(recipe: Recipe) -> str:

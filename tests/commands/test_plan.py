@@ -41,6 +41,22 @@ def test_hardware_and_gpus_stand_anywhere_on_the_line(capsys):
     assert content["memory"]["capacity"] > 170 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["recipe=llama3_70b", "gpus=128"], "64 of 128 GPUs idle: launcher.ranks=64   (recipes/llama3_70b.yaml:10)"),
+        (["recipe=hello", "hardware=H100", "gpus=20"], "12 of 20 GPUs idle: launcher.ranks=8   (one per GPU"),
+        (["recipe=llama3_70b", "gpus=64"], ""),
+        (["recipe=hello", "hardware=cpu"], ""),
+    ],
+)
+def test_gpus_without_a_rank_are_told(words, says, capsys):
+    assert main(["plan", *words]) == 0
+    err = capsys.readouterr().err
+    assert says in err
+    assert ("idle" in err) == bool(says)
+
+
 def test_the_cpu_is_planned_as_train_would_take_it(capsys):
     content = as_json(capsys, "recipe=hello", "hardware=cpu")
     assert content["hardware"]["name"] == "cpu"

@@ -51,6 +51,21 @@ def test_what_can_be_trained_today(capsys):
     assert all(one["trainable"] for one in best)
 
 
+def test_gpus_and_ranks_of_the_command_line_are_one_number(capsys):
+    """The ranks of a file are another recipe's choice: gpus= goes before them."""
+    own = ("hardware=H100", "train.global_batch=32", "parallelism.tp=2", "--json", "--top", "1")
+    for words, world in ((["gpus=16"], 16), (["launcher.ranks=16"], 16), (["gpus=8", "launcher.ranks=8"], 8), ([], 8)):
+        assert main(["tune", "recipe=llama3_8b", *words, *own]) == 0
+        assert json.loads(capsys.readouterr().out)["gpus"] == world, words
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_help_says_what_gpus_means(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "gpus=N: how many" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -60,6 +75,7 @@ def test_what_can_be_trained_today(capsys):
         (("recipe=llama3_8b", "hardware=H300"), "hardware=H300 is not known"),
         (("recipe=llama3_8b", "hardware=cpu"), "hardware=cpu has nothing to search with"),
         ((*WORDS, "--take", "0"), "must be at least 1"),
+        ((*WORDS, "launcher.ranks=16"), "launcher.ranks=16 differs from gpus=8, for which tune searches; keep one"),
     ],
 )
 def test_what_can_not_be_found_is_said(words, said, capsys):
