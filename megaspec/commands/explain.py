@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -28,6 +29,7 @@ from megaspec.resolve.rules import RULES
 from megaspec.search import SearchPath
 
 _UNITS = ("tokens", "sequences", "steps", "seconds", "bytes", "layers", "ranks", "micro batches")
+_ABBREVIATED = ("et al", "e.g", "i.e")
 _BY_NAME = {"_seconds": "seconds", "_steps": "steps", "_mb": "MB (10^6 bytes)"}
 
 
@@ -107,7 +109,7 @@ def _about(alike: list[FieldAt]) -> Iterator[tuple[str, str]]:
         yield "means", field.description
     for model in field.models:
         tags = tags_of(model)
-        yield f"kind {one_of(tags)}" if tags else "means", str(model.__doc__).splitlines()[0]
+        yield f"kind {one_of(tags)}" if tags and len(field.models) > 1 else "means", str(model.__doc__).splitlines()[0]
     if field.models:
         return
     yield "type", one_of(list(dict.fromkeys(f.type_in_words for f in alike)))
@@ -157,11 +159,23 @@ def _keys_of(found: list[FieldAt], every: list[FieldAt]) -> Iterator[tuple[str, 
     sections = {f.path for f in found} | {f"{f.path}.{ENTRY}" for f in found}
     below = [f for f in every if f.path.rpartition(".")[0] in sections and not f.path.endswith(f".{ENTRY}")]
     classes = {f.when for f in below}
-    for name in dict.fromkeys(f.path.rpartition(".")[2] for f in below):
+    names = dict.fromkeys(f.path.rpartition(".")[2] for f in below)
+    if any(len(f.models) > 1 for f in found):
+        names.pop("kind", None)  # each kind has a line of its own
+    for name in names:
         same = [f for f in below if f.path.rpartition(".")[2] == name]
         only = f"   [{one_of([f.when for f in same])}]" if {f.when for f in same} < classes else ""
         words = one_of(list(dict.fromkeys(word for f in same for word in f.literals))) if name == "kind" else ""
-        yield name, f"{words or same[0].description.split('. ')[0].rstrip('.') or same[0].type_in_words}{only}"
+        yield name, f"{words or first_sentence(same[0].description) or same[0].type_in_words}{only}"
+
+
+def first_sentence(text: str) -> str:
+    """The text up to the first full stop that ends a sentence, without it: none inside brackets does."""
+    for at in (found.start() for found in re.finditer(r"\.(?= |$)", text)):
+        before = text[:at]
+        if before.count("(") == before.count(")") and not before.endswith(_ABBREVIATED):
+            return before
+    return text
 
 
 def _is_chosen(field: FieldAt, content: Mapping[str, Any]) -> bool:

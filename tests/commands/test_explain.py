@@ -9,7 +9,7 @@ import pytest
 
 from megaspec.cli import main
 from megaspec.commands.codes import CODES
-from megaspec.commands.explain import explain_key, explain_rule, read_by, refusal, rules_about, unit_of
+from megaspec.commands.explain import explain_key, explain_rule, first_sentence, read_by, refusal, rules_about, unit_of
 from megaspec.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
@@ -87,12 +87,35 @@ def test_a_key_that_two_kinds_have_with_other_defaults(capsys):
 def test_a_section_lists_its_keys_and_choices(capsys):
     told = explain(capsys, "optim")
     assert told["kind sgd"] == ["Stochastic gradient descent with momentum, decoupled weight decay."]
-    assert told["kind"] == ["adamw or sgd"]
+    assert list(told).index("kind sgd") == 1
+    assert "kind" not in told
     assert told["lr"] == ["Highest learning rate"]
     assert told["momentum"] == ["Decay of the momentum; 0 keeps no state   [optim.kind=sgd]"]
     assert told["choices"] == ["optim=adamw, optim=sgd"]
     assert explain(capsys, "optim.") == told
     assert explain(capsys, "data.blend")["prefix"] == ["Path of the .bin and .idx files without their ending"]
+
+
+def test_every_kind_of_a_section_has_one_line(capsys):
+    assert [heading for heading in explain(capsys, "model") if heading.startswith("kind")] == ["kind llama", "kind gpt"]
+    told = explain(capsys, "optim.schedule")
+    assert told["means"][-1] == "Learning rate over steps. All lengths are in optimizer steps."
+    assert told["kind"] == ["constant, linear, cosine, inverse_sqrt or wsd"]
+
+
+def test_keys_of_a_section_are_told_in_whole_sentences(capsys):
+    assert explain(capsys, "parallelism")["dp_strategy"][0].endswith("share out (Rajbhandari et al. 2020)")
+    for text, first in (
+        ("One. Two.", "One"),
+        ("auto: 1.5 of it. auto: that.", "auto: 1.5 of it"),
+        ("As Smith et al. say (a. b). More.", "As Smith et al. say (a. b)"),
+        ("No end", "No end"),
+        ("", ""),
+    ):
+        assert first_sentence(text) == first
+    for one in FIELDS:
+        sentence = first_sentence(one.description)
+        assert sentence.count("(") == sentence.count(")"), one.path
 
 
 def test_types_in_words():
