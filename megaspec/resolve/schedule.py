@@ -5,9 +5,11 @@ Qi et al. 2024 (controllable memory). With the last two the backward pass is spl
 the stage before waits for, W the weight gradient, which nobody waits for and which fills idle time.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, chain, islice, repeat
+from math import inf
 from typing import Literal, NamedTuple
 
 from megaspec.recipe import Recipe
@@ -15,6 +17,8 @@ from megaspec.resolve.batch import data_parallel
 from megaspec.resolve.stages import stage_number
 
 Kind = Literal["F", "B", "W"]
+# Steps of more passes than this, past those that only repeat, are not simulated: about a tenth of a second.
+MOST_PASSES = 60_000
 
 
 class Pass(NamedTuple):
@@ -101,14 +105,20 @@ def held(shape: Shape) -> tuple[float, ...]:
         return tuple(float(min(pp - rank, m)) for rank in range(pp))
     if shape.schedule == "interleaved":
         return tuple(min(m * v, _warm_up(shape, rank) + 1) / v for rank in range(pp))
-    return tuple(_most_held(order) / v for order in orders(_shorter(shape)))
+    if shape.schedule == "zb_h1":
+        return (float(min(pp, m)),) * pp
+    return tuple(min(2 * m, 2 * pp, m + 1 + rank) / v for rank in range(pp))
 
 
 def bubble_formula(shape: Shape) -> float:
     """Idle over busy time where all stages take the same, and of a split backward B and W each as long as F; zb_v from
     2 pp - 1 micro batches on."""
-    idle = {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / shape.virtual, "zb_h1": 1 / 3, "zb_v": 1 / 6}
-    return idle[shape.schedule] * (shape.pp - 1) / shape.micro_batches
+    return _idle(shape) * (shape.pp - 1) / shape.micro_batches
+
+
+def _idle(shape: Shape) -> float:
+    """The part of another rank's passes of a micro batch that a rank waits for."""
+    return {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / shape.virtual, "zb_h1": 1 / 3, "zb_v": 1 / 6}[shape.schedule]
 
 
 def bubble(shape: Shape, durations: Durations) -> Bubble:
@@ -120,10 +130,12 @@ def bubble(shape: Shape, durations: Durations) -> Bubble:
     return Bubble(lost / busiest if busiest else 0.0, lost)
 
 
-def simulate(shape: Shape, durations: Durations) -> Timeline:
-    """Every pass starts when its rank is free and what it waits for has arrived."""
+def simulate(shape: Shape, durations: Durations, *, until: float = inf) -> Timeline:
+    """Every pass starts when its rank is free and what it waits for has arrived. `until`: only those that start before,
+    and no more of the order is made than they need."""
     pp, last = shape.pp, shape.pp * shape.virtual - 1
-    order = orders(shape)
+    order = [iter(one) for one in orders(shape)] if until == inf else [passes(shape, rank) for rank in range(pp)]
+    waiting = [next(one, None) for one in order]
     stage = [[stage_number(r, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)] for r in range(pp)]
     rank_at = {stage[r][c]: r for r in range(pp) for c in range(shape.virtual)}
     seconds = {"F": durations.forward, "B": durations.backward, "W": durations.weight}
@@ -132,9 +144,8 @@ def simulate(shape: Shape, durations: Durations) -> Timeline:
     runnable = list(range(pp))
     while runnable:
         rank = runnable.pop()
-        passes, began = order[rank], starts[rank]
-        while len(began) < len(passes):
-            kind, micro, chunk = passes[len(began)]
+        while waiting[rank] is not None and clock[rank] < until:
+            kind, micro, chunk = waiting[rank]
             here = stage[rank][chunk]
             before = here - 1 if kind == "F" else here + 1
             ready = 0.0
@@ -145,13 +156,14 @@ def simulate(shape: Shape, durations: Durations) -> Timeline:
                 ready = end if rank_at[before] == rank else end + durations.transfer
             start = max(clock[rank], ready)
             clock[rank] = start + seconds[kind][here]
-            began.append(start)
+            starts[rank].append(start)
+            waiting[rank] = next(order[rank], None)
             if kind != "W":
                 ends[kind, here, micro] = clock[rank]
                 after = here + 1 if kind == "F" else here - 1
                 if 0 <= after <= last and rank_at[after] != rank:
                     runnable.append(rank_at[after])
-    assert all(len(s) == len(o) for s, o in zip(starts, order, strict=True)), f"{shape} waits for itself"
+    assert until < inf or not any(waiting), f"{shape} waits for itself"
     busy = tuple(b * shape.micro_batches for b in _busy_per_micro_batch(shape, durations))
     return Timeline(max(clock), busy, tuple(tuple(s) for s in starts))
 
@@ -160,16 +172,18 @@ def chart(shape: Shape, *, width: int = 72, most_ranks: int = 16) -> list[str]:
     """Ranks over time, a line each: digits are forward passes by micro batch, letters backward passes (a is micro batch
     0), + weight gradients on their own, . waiting. A chunk's forward pass is one column. What exceeds the width is cut.
     """
-    few = _with(shape, min(shape.micro_batches, width + shape.micro_batches % _period(shape)))
-    stages = shape.pp * shape.virtual
+    # what is shown of more ranks than this is the same: the first are still in their first passes, the last has none
+    few = replace(shape, pp=min(shape.pp, 2 * width))
+    stages = few.pp * few.virtual
     backward = 1.0 if shape.splits_backward else 2.0
     durations = Durations((1.0,) * stages, (backward,) * stages, (2.0 - backward,) * stages)
-    starts, order = simulate(few, durations).starts, orders(few)
+    starts = simulate(few, durations, until=width + 1.0).starts
     shown = [r for r in range(shape.pp) if shape.pp <= most_ranks or r < most_ranks - 2 or r == shape.pp - 1]
     lines = []
     for rank in shown:
         cells: list[str] = []
-        for start, one in zip(starts[rank], order[rank], strict=True):
+        here = min(rank, few.pp - 1)
+        for start, one in zip(starts[here], passes(few, here), strict=False):
             cells += ["."] * (round(start) - len(cells))
             cells += [_cell(one)] * (round(backward) if one.kind == "B" else 1)
         lines.append(f"{rank:>4} {''.join(cells[:width])}{'>' if len(cells) > width else ''}")
@@ -182,21 +196,53 @@ def _cell(one: Pass) -> str:
 
 def _busy_per_micro_batch(shape: Shape, durations: Durations) -> list[float]:
     whole = [sum(each) for each in zip(durations.forward, durations.backward, durations.weight, strict=True)]
+    return _by_rank(shape, whole)
+
+
+def _by_rank(shape: Shape, by_stage: Sequence[float]) -> list[float]:
+    """Sums over the chunks of each rank."""
     return [
-        sum(whole[stage_number(rank, chunk, pp=shape.pp, is_v=shape.is_v)] for chunk in range(shape.virtual))
+        sum(by_stage[stage_number(rank, chunk, pp=shape.pp, is_v=shape.is_v)] for chunk in range(shape.virtual))
         for rank in range(shape.pp)
     ]
 
 
-@lru_cache(maxsize=8192)
 def _makespan(shape: Shape, durations: Durations) -> float:
+    passes_a_chunk = 3 if shape.splits_backward else 2
+    count = shape.pp * shape.virtual * _shorter(shape).micro_batches * passes_a_chunk
+    return _simulated(shape, durations) if count <= MOST_PASSES else makespan_formula(shape, durations)
+
+
+@lru_cache(maxsize=2048)
+def _simulated(shape: Shape, durations: Durations) -> float:
     short = _shorter(shape)
     first = simulate(short, durations).seconds
     if short == shape:
         return first
     step = _period(shape)
-    second = simulate(_with(short, short.micro_batches + step), durations).seconds
+    longer = replace(short, micro_batches=short.micro_batches + step)
+    second = simulate(longer, durations).seconds
     return first + (second - first) * (shape.micro_batches - short.micro_batches) / step
+
+
+def makespan_formula(shape: Shape, durations: Durations) -> float:
+    """A step without simulating it: the busiest rank's passes, what it waits for while the pipeline fills and empties,
+    and the way between ranks. Exact for gpipe and 1f1b with equal stages; for all else see its test."""
+    pp, m, transfer = shape.pp, shape.micro_batches, durations.transfer
+    busy = _busy_per_micro_batch(shape, durations)
+    top = max(busy)
+    seconds = m * top + _idle(shape) * (sum(busy) - top)
+    if shape.splits_backward:
+        # few micro batches: their way through all stages, and what weight gradients can't fill
+        most = max(one - weight for one, weight in zip(busy, _by_rank(shape, durations.weight), strict=True))
+        way = sum(durations.forward) + sum(durations.backward)
+        seconds = max(seconds, way + (m - 1) * most)
+    if shape.schedule == "1f1b" and m > pp:
+        # a rank has no more micro batches on their way than there are ranks from it on
+        behind = list(accumulate(reversed(busy), initial=0.0))
+        slowest = max((behind[n] + 2 * (n - 1) * transfer) / n for n in range(1, pp + 1))
+        seconds += (m - pp) * (slowest - top if slowest > top else 0.0)
+    return seconds + 2 * (pp - 1) * transfer
 
 
 def _period(shape: Shape) -> int:
@@ -206,43 +252,31 @@ def _period(shape: Shape) -> int:
 
 def _shorter(shape: Shape) -> Shape:
     """The same schedule with so many micro batches that one more only adds another round in the middle."""
-    period, enough = _period(shape), 2 * shape.pp + shape.group
+    period = _period(shape)
+    enough = 2 * shape.pp + period
     if shape.micro_batches <= enough + period:
         return shape
-    return _with(shape, enough + (shape.micro_batches - enough) % period)
+    return replace(shape, micro_batches=enough + (shape.micro_batches - enough) % period)
 
 
-def _with(shape: Shape, micro_batches: int) -> Shape:
-    return Shape(shape.schedule, shape.pp, micro_batches, shape.virtual, shape.group)
-
-
-def _most_held(order: Sequence[Pass]) -> int:
-    """Chunks whose activations are held at most. A split backward frees them when both gradients are made."""
-    freed = "W" if any(p.kind == "W" for p in order) else "B"
-    held_now = most = 0
-    for one in order:
-        held_now += (one.kind == "F") - (one.kind == freed)
-        most = max(most, held_now)
-    return most
-
-
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=32)
 def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
     """Passes of each pipeline rank, in order."""
-    one = {"zb_h1": _zb_h1, "zb_v": _zb_v}.get(shape.schedule, _whole_backward)
-    return tuple(one(shape, rank) for rank in range(shape.pp))
+    return tuple(tuple(passes(shape, rank)) for rank in range(shape.pp))
 
 
-def _whole_backward(shape: Shape, rank: int) -> tuple[Pass, ...]:
+def passes(shape: Shape, rank: int) -> Iterator[Pass]:
+    """Those of one pipeline rank, in order, made one by one."""
+    return {"zb_h1": _zb_h1, "zb_v": _zb_v}.get(shape.schedule, _whole_backward)(shape, rank)
+
+
+def _whole_backward(shape: Shape, rank: int) -> Iterator[Pass]:
     """Forward passes for a while, then one forward and one backward in turn, then what is left of the backward."""
-    forwards = [Pass("F", m, c) for m, c in _chunk_order(shape)]
-    backwards = [Pass("B", m, shape.virtual - 1 - c) for m, c in _chunk_order(shape)]
-    warm_up = len(forwards) if shape.schedule == "gpipe" else min(len(forwards), _warm_up(shape, rank))
-    order = forwards[:warm_up]
-    rest = forwards[warm_up:]
-    for forward, backward in zip(rest, backwards, strict=False):
-        order += [forward, backward]
-    return (*order, *backwards[len(rest) :])
+    forwards = (Pass("F", m, c) for m, c in _chunk_order(shape))
+    yield from forwards if shape.schedule == "gpipe" else islice(forwards, _warm_up(shape, rank))
+    for m, c in _chunk_order(shape):
+        yield from islice(forwards, 1)
+        yield Pass("B", m, shape.virtual - 1 - c)
 
 
 def _warm_up(shape: Shape, rank: int) -> int:
@@ -251,33 +285,31 @@ def _warm_up(shape: Shape, rank: int) -> int:
     return after if shape.schedule == "1f1b" else 2 * after + (shape.virtual - 1) * shape.group
 
 
-def _chunk_order(shape: Shape) -> list[tuple[int, int]]:
+def _chunk_order(shape: Shape) -> Iterator[tuple[int, int]]:
     """(micro batch, chunk) of the forward passes: a group of micro batches through each chunk in turn."""
     group = shape.group if shape.schedule == "interleaved" else shape.micro_batches
-    starts = range(0, shape.micro_batches, group)
-    return [
+    return (
         (micro, chunk)
-        for start in starts
+        for start in range(0, shape.micro_batches, group)
         for chunk in range(shape.virtual)
         for micro in range(start, min(start + group, shape.micro_batches))
-    ]
+    )
 
 
-def _zb_h1(shape: Shape, rank: int) -> tuple[Pass, ...]:
+def _zb_h1(shape: Shape, rank: int) -> Iterator[Pass]:
     """1f1b, with the weight gradient `rank` micro batches late: so many fill what 1f1b waits at the end."""
-    order: list[Pass] = [Pass("F", m, 0) for m in range(min(shape.pp - 1 - rank, shape.micro_batches))]
-    warm_up = len(order)
+    warm_up = min(shape.pp - 1 - rank, shape.micro_batches)
+    yield from (Pass("F", m, 0) for m in range(warm_up))
     for m in range(shape.micro_batches):
         if m + warm_up < shape.micro_batches:
-            order.append(Pass("F", m + warm_up, 0))
-        order.append(Pass("B", m, 0))
+            yield Pass("F", m + warm_up, 0)
+        yield Pass("B", m, 0)
         if m >= rank:
-            order.append(Pass("W", m - rank, 0))
-    late = range(max(0, shape.micro_batches - rank), shape.micro_batches)
-    return (*order, *(Pass("W", m, 0) for m in late))
+            yield Pass("W", m - rank, 0)
+    yield from (Pass("W", m, 0) for m in range(max(0, shape.micro_batches - rank), shape.micro_batches))
 
 
-def _zb_v(shape: Shape, rank: int) -> tuple[Pass, ...]:
+def _zb_v(shape: Shape, rank: int) -> Iterator[Pass]:
     """Chunk 0 until the first micro batch is back, both chunks in turn until pp micro batches are held, then F, B and W
     of each. A step of fewer than 2 pp - 1 micro batches leaves out those that it has not."""
     pp, n = shape.pp, max(shape.micro_batches, 2 * shape.pp - 1)
@@ -292,11 +324,9 @@ def _zb_v(shape: Shape, rank: int) -> tuple[Pass, ...]:
         ("W1", rank),
         ("W0", rank),
     )
-    words = [word for passes, times in phases for word in passes.split() * times]
-    count = dict.fromkeys(words, -1)
-    order = []
-    for word in words:
-        count[word] += 1
-        if count[word] < shape.micro_batches:
-            order.append(Pass(word[0], count[word], int(word[1])))
-    return tuple(order)
+    count: dict[str, int] = {}
+    for words, times in phases:
+        for word in chain.from_iterable(repeat(words.split(), times)):
+            number = count[word] = count.get(word, -1) + 1
+            if number < shape.micro_batches:
+                yield Pass(word[0], number, int(word[1]))

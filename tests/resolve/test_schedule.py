@@ -1,6 +1,9 @@
 """Pipeline schedules, against the papers' formulas and orders written by hand."""
 
+import time
+import tracemalloc
 from itertools import product
+from random import Random
 
 import pytest
 
@@ -12,6 +15,7 @@ from megaspec.resolve.schedule import (
     bubble_formula,
     chart,
     held,
+    makespan_formula,
     orders,
     simulate,
 )
@@ -89,7 +93,9 @@ def test_bubble_formulas_with_numbers():
     assert bubble_formula(Shape("zb_h1", 8, 32)) == pytest.approx(7 / 96)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, *(Shape(s, 8, n, v) for s, v in (("zb_h1", 1), ("zb_v", 2)) for n in range(1, 18))], ids=str
+)
 def test_what_is_held(shape):
     assert list(held(shape)) == [held_by_counting(shape, rank) for rank in range(shape.pp)]
 
@@ -143,3 +149,47 @@ def test_chart():
     assert lines[-2] == " ..."
     assert lines[-1].startswith("  63 ")
     assert all(len(line) <= 46 for line in lines)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [*SCHEDULES, ("interleaved", 4)])
+def test_the_formula_of_long_pipelines_is_near_the_simulation(schedule, virtual):
+    """Around the size from which on it stands alone: equal, noisy and uneven stages, few and many micro batches."""
+    pp, noise = (24 if virtual > 1 else 64), Random(1)
+    off = []
+    for micro_batches, transfer in product((pp // 4, pp, 2 * pp, 8 * pp), (0.0, 0.02)):
+        if schedule == "interleaved" and micro_batches < pp:
+            continue
+        shape = Shape(schedule, pp, micro_batches, virtual, pp)
+        n, split = pp * virtual, shape.splits_backward
+        heads = [1.0] * (n - 1) + [1.8], [0.5] + [1.0] * (n - 2) + [1.3], [noise.uniform(0.8, 1.2) for _ in range(n)]
+        for own in ([1.0] * n, *heads):
+            each = tuple(one / virtual for one in own)
+            twice = tuple(2 * one for one in each)
+            weight = each if split else (0.0,) * n
+            durations = Durations(each, each if split else twice, weight, transfer)
+            took = simulate(shape, durations).seconds
+            off.append(abs(makespan_formula(shape, durations) / took - 1))
+    assert max(off) < 0.08
+    assert sum(off) / len(off) < 0.03
+
+
+def test_pipelines_of_any_length_take_little_time_and_memory():
+    tracemalloc.start()
+    start = time.process_time()
+    for (schedule, virtual), pp in product(SCHEDULES, (1024, 8192)):
+        shape = Shape(schedule, pp, 100_000, virtual, 10_000)
+        assert bubble(shape, equal(shape)).ratio == pytest.approx(bubble_formula(shape), rel=0.01)
+        assert len(held(shape)) == pp
+        assert len(chart(shape)) == 16
+    taken, (_, most) = time.process_time() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 12  # for twelve, traced: several times slower than untraced
+    assert most < 50e6
+
+
+def test_charts_of_long_pipelines_are_those_of_shorter_ones():
+    """80 ranks are simulated in full; more look the same in the columns that are shown."""
+    for schedule, virtual in SCHEDULES:
+        full, cut = (chart(Shape(schedule, pp, 200, virtual, 200), width=width) for pp, width in ((80, 40), (120, 40)))
+        assert full[:14] == cut[:14]
+        assert full[-1].split()[1:] == cut[-1].split()[1:]
