@@ -25,7 +25,7 @@ def translate_training(draft: Draft) -> None:
     steps = draft["--train-iters"]
     if steps is None and draft.is_given("--train-samples"):
         steps = _steps(schedule, draft["--train-samples"])
-    remark = f"{draft['--train-samples']:,} samples" if draft.is_given("--train-samples") else ""
+    remark = _of_samples(schedule, draft["--train-samples"]) if draft.is_given("--train-samples") else ""
     draft.put("train.steps", steps, "--train-iters", "--train-samples", remark=remark)
     draft.put("train.seed", draft["--seed"], "--seed", ours=1234)
     draft.put("train.deterministic", draft["--deterministic-mode"], "--deterministic-mode", ours=False)
@@ -89,6 +89,16 @@ def _steps(schedule: BatchSchedule | None, samples: int) -> int | None:
     return bisect_right(range(most + 1), most, key=schedule.consumed) - 1
 
 
+def _of_samples(schedule: BatchSchedule | None, samples: int) -> str:
+    """What is said beside a number of steps that is from one of samples: steps are whole."""
+    steps = _steps(schedule, samples)
+    more = samples - schedule.consumed(steps) if schedule is not None and steps is not None else 0
+    if more <= 0:
+        return f"{samples:,} samples"
+    hundredths = 100 * more // schedule.batch(steps)
+    return f"{samples:,} samples: {steps:,}.{hundredths:02} steps, rounded down"
+
+
 def _optimizer(draft: Draft) -> None:
     kind = draft["--optimizer"]
     if kind not in ("adam", "sgd"):
@@ -129,8 +139,10 @@ def _learning_rate(draft: Draft, schedule: BatchSchedule | None, steps: int | No
     draft.put(f"{key}kind", _STYLES.get(style, style), "--lr-decay-style")
     decay = _length(draft, f"{key}decay_steps", ("--lr-decay-iters", "--lr-decay-samples"), schedule) or steps
     if draft.is_given("--lr-warmup-fraction"):
-        warmup = round(draft["--lr-warmup-fraction"] * (decay or 0))
+        exact = draft["--lr-warmup-fraction"] * (decay or 0)
+        warmup = round(exact)
         remark = f"of {decay:,} steps" if decay else ""
+        remark += f", rounded from {exact:,.2f}" if abs(exact - warmup) >= 0.005 else ""
         draft.put(f"{key}warmup_steps", warmup, "--lr-warmup-fraction", remark=remark)
     else:
         _length(draft, f"{key}warmup_steps", ("--lr-warmup-iters", "--lr-warmup-samples"), schedule)
@@ -149,7 +161,7 @@ def _length(draft: Draft, key: str, names: tuple[str, str], schedule: BatchSched
         return draft[in_steps]
     if draft.is_given(in_samples):
         length = _steps(schedule, draft[in_samples])
-        draft.put(key, length, in_samples, remark=f"{draft[in_samples]:,} samples")
+        draft.put(key, length, in_samples, remark=_of_samples(schedule, draft[in_samples]))
         return length
     return None
 

@@ -72,6 +72,28 @@ def test_every_given_flag_is_in_the_recipe(name):
     assert [n for n in draft.command.values if n not in text] == []
 
 
+def test_what_is_rounded_says_so():
+    lengths = "--train-samples 1000000 --lr-warmup-samples 1000 --lr-decay-samples 153600"
+    command = SMALL.replace("--train-iters 100", lengths).replace("--global-batch-size 8", "--global-batch-size 512")
+    text = recipe_text(draft_of(command))
+    for line in (
+        "steps: 1953  # --train-samples; 1,000,000 samples: 1,953.12 steps, rounded down",
+        "warmup_steps: 1  # --lr-warmup-samples; 1,000 samples: 1.95 steps, rounded down",
+        "decay_steps: 300  # --lr-decay-samples; 153,600 samples",
+    ):
+        assert line in map(str.strip, text.splitlines())
+    # with a ramp, the batch of the step that does not come to its end: 24 steps of 32, then 64
+    ramp = SMALL.replace("--global-batch-size 8", "--step-batch-size-schedule 0:32,768:64")
+    text = recipe_text(draft_of(ramp.replace("--train-iters 100", "--train-samples 800")))
+    assert "steps: 24  # --train-samples; 800 samples: 24.50 steps, rounded down" in text
+    text = recipe_text(draft_of(f"{SMALL} --lr-warmup-fraction 0.015"))
+    assert "warmup_steps: 2  # --lr-warmup-fraction; of 100 steps, rounded from 1.50" in text
+    text = recipe_text(draft_of(f"{SMALL} --lr-warmup-fraction 0.02"))
+    assert "warmup_steps: 2  # --lr-warmup-fraction; of 100 steps\n" in text
+    assert "for 1 GPU. " in text
+    assert "for 8 GPUs. " in recipe_text(draft_of(SMALL, 8))
+
+
 def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     gpt = recipe_of(commands.GPT3_175B, tmp_path)
     assert (gpt.train.steps, gpt.train.global_batch, gpt.train.batch_ramp) == (500_000, 1536, None)
