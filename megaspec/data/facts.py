@@ -4,14 +4,14 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from megaspec.core.errors import DataError, Problem
-from megaspec.data.indexed import read_lengths
-from megaspec.data.indices import split_bounds
 from megaspec.data.manifest import Manifest, load_manifest
 from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, SyntheticSpec
+
+if TYPE_CHECKING:
+    from megaspec.data.counts import Counts
 
 SPLITS = ("train", "valid", "test")
 
@@ -67,21 +67,19 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
         key = f"data.blend.{number}.prefix"
         try:
             manifest = load_manifest(part.prefix)
-            lengths = read_lengths(part.prefix)
+            counts = _counts(part.prefix, spec.split)
             if manifest is not None:
                 _check_sizes(part.prefix, manifest)
         except DataError as error:
             hint = "" if Path(f"{part.prefix}.idx").exists() else "; make it with `megaspec data prepare`"
             problems.append(Problem(key, f"{key}={part.prefix}: {error}{hint}", code="data-files"))
             continue
-        bounds = split_bounds(spec.split, len(lengths))
-        for name, begin, end in zip(SPLITS, bounds[:-1], bounds[1:], strict=True):
-            n_tokens = int(lengths[begin:end].sum(dtype=np.int64))
+        for name, n_tokens in zip(SPLITS, counts.tokens, strict=True):
             tokens[name] += n_tokens
             samples[name] += max(0, (n_tokens - 1) // spec.seq_len)
         if manifest is not None:
             manifests.append(manifest)
-        digest.update(manifest.fingerprint.encode() if manifest else lengths.tobytes())
+        digest.update(manifest.fingerprint.encode() if manifest else counts.lengths)
     problems += _mixed_tokenizers(spec, manifests)
     if not problems and not tokens["train"]:
         problems.append(
@@ -100,6 +98,17 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
         fingerprint=digest.hexdigest(),
         problems=tuple(problems),
     )
+
+
+def _counts(prefix: str, split: tuple[float, float, float]) -> "Counts":
+    index = Path(f"{prefix}.idx")
+    try:
+        index.stat()
+    except OSError as error:
+        raise DataError(f"{index}: can't be read: {error.strerror}") from error
+    from megaspec.data.counts import count_tokens  # numpy, only where there are token files
+
+    return count_tokens(prefix, split)
 
 
 def _check_sizes(prefix: str, manifest: Manifest) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from megaspec.core.errors import DataError
 from megaspec.data.files import publish, write_atomically, write_error
-from megaspec.data.manifest import Manifest, checksums_as_array, crc32_of_blocks, load_manifest, manifest_path
+from megaspec.data.manifest import Manifest, crc32_of_blocks, load_manifest, manifest_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -88,6 +88,11 @@ def read_lengths(prefix: str | Path) -> np.ndarray:
     if len(lengths) and lengths.min() < 0:
         raise DataError(f"{path}: length of sequence {int(np.argmin(lengths))}={lengths.min()}, it is at least 0")
     return lengths
+
+
+def _checksums(text: str) -> np.ndarray:
+    """uint32 [blocks] of a field of checksums of a manifest."""
+    return np.frombuffer(bytes.fromhex(text), dtype=">u4").astype(np.uint32)
 
 
 def parse_index(buffer: Any, *, path: Path, bin_path: Path) -> Index:
@@ -189,7 +194,7 @@ class IndexedFile:
         if self.manifest is not None:
             self._check_manifest(self.manifest, buffer, idx_path)
             self._block = self.manifest.block_bytes
-            self._crc32 = checksums_as_array(self.manifest.bin_crc32)
+            self._crc32 = _checksums(self.manifest.bin_crc32)
             self._unchecked = np.ones(len(self._crc32), dtype=bool)
 
     def __len__(self) -> int:
@@ -258,8 +263,8 @@ class IndexedFile:
         ):
             if found != said:
                 raise DataError(f"{idx_path}: {field}={found}, {name} says {said}: damaged or not its file")
-        found = checksums_as_array(crc32_of_blocks(buffer, manifest.block_bytes))
-        wrong = found != checksums_as_array(manifest.idx_crc32)
+        found = _checksums(crc32_of_blocks(buffer, manifest.block_bytes))
+        wrong = found != _checksums(manifest.idx_crc32)
         if wrong.any():
             block = int(np.argmax(wrong))
             raise DataError(

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from pydantic import Field, ValidationError
 
 from megaspec.core.errors import DataError
@@ -133,11 +132,6 @@ def crc32_of_blocks(buffer: Any, block_bytes: int) -> str:
     blocks = Crc32Blocks(block_bytes)
     blocks.update(buffer)
     return blocks.hex()
-
-
-def checksums_as_array(text: str) -> np.ndarray:
-    """uint32 [blocks] of a field of checksums."""
-    return np.frombuffer(bytes.fromhex(text), dtype=">u4").astype(np.uint32)
 
 
 def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
