@@ -1,7 +1,7 @@
 """How long one micro batch takes through a layer, the embedding and the head, on one rank."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megaspec.recipe import Recipe
@@ -86,6 +86,11 @@ def collective_seconds(one: Collective, ceilings: Ceilings, *, messages: int = 1
     return messages * each
 
 
+def kind_of(one: Collective) -> int:
+    """The place in KINDS where a layer's collective counts."""
+    return _KIND_OF.get(one.what, _TENSOR)
+
+
 def exposed(seconds: float, beside: float) -> float:
     """What communication adds to arithmetic of `beside` seconds that it runs along."""
     hidden = min(seconds, beside)
@@ -117,17 +122,39 @@ class LayerTimes:
         return self.kept[key]
 
     def _chunk(self, chunk: Chunk) -> Cost:
-        experts, count = has_experts(self.recipe.model), {}
-        for layer in chunk.layers:
-            key = (experts[layer], self._in_fp8(layer))
-            count[key] = count.get(key, 0) + 1
-        share = recomputed_layers(self.recipe, len(chunk.layers)) / max(1, len(chunk.layers))
-        costs = [(_again(self.layer(*key), share), n) for key, n in count.items()]
+        share = self._recomputed(chunk)
+        costs = [(_again(self.layer(*key), share), n) for key, n in self._kinds(chunk).items()]
         if chunk.embedding:
             costs.append((self._end(embedding_part(self.recipe), embedding=True), 1))
         if chunk.head:
             costs.append((self._end(head_part(self.recipe), embedding=False), 1))
         return added(costs)
+
+    def messages(self, chunk: Chunk) -> Iterator[tuple[Collective, float]]:
+        """What one micro batch sends in a chunk, with the seconds that `chunk` counts for it."""
+        share = self._recomputed(chunk)
+        for (with_experts, in_fp8), layers in self._kinds(chunk).items():
+            cost = self.layer(with_experts, in_fp8)
+            for one in layer_collectives(self.recipe, self.mesh, with_experts=with_experts):
+                seconds = layers * self._exposed(one, cost)
+                yield replace(one, times=layers * one.times), seconds
+                again = round(share * layers)
+                if one.phase == "forward" and again:
+                    yield replace(one, times=again * one.times, phase="backward"), share * seconds
+        for one in end_collectives(self.recipe, self.mesh, embedding=chunk.embedding, head=chunk.head):
+            yield one, self._exposed(one, Cost())
+
+    def _kinds(self, chunk: Chunk) -> dict[tuple[bool, bool], int]:
+        """Layers by whether they have experts, and whether they compute in fp8."""
+        experts, count = has_experts(self.recipe.model), {}
+        for layer in chunk.layers:
+            key = (experts[layer], self._in_fp8(layer))
+            count[key] = count.get(key, 0) + 1
+        return count
+
+    def _recomputed(self, chunk: Chunk) -> float:
+        """Share of the layers that the backward pass computes again as a whole."""
+        return recomputed_layers(self.recipe, len(chunk.layers)) / max(1, len(chunk.layers))
 
     def layer(self, with_experts: bool, in_fp8: bool) -> Cost:
         """One micro batch through one layer, without what recomputing the whole of it takes."""
@@ -206,15 +233,18 @@ class LayerTimes:
         return (scores + values) * (1 if direction == "forward" else 2) + softmax
 
     def _add_collectives(self, found: Iterable[Collective], sums: list[list[float]]) -> None:
-        """What is sent in a layer. Weight gradients hide half each of two reductions, attention its ring."""
+        """What is sent in a layer."""
         for one in found:
             times = sums[0] if one.phase == "forward" else sums[1]
-            seconds = one.times * collective_seconds(one, self.ceilings)
-            if one.hidden:
-                ring = one.what == "context"
-                beside = times[_ATTENTION] if ring else sums[2][_PRODUCTS] / 2
-                seconds = exposed(seconds, beside)
-            times[_KIND_OF.get(one.what, _TENSOR)] += seconds
+            times[kind_of(one)] += self._exposed(one, sums)
+
+    def _exposed(self, one: Collective, sums: Sequence[Sequence[float]]) -> float:
+        """Seconds that a layer waits for it. Weight gradients hide half each of two reductions, attention its ring."""
+        seconds = one.times * collective_seconds(one, self.ceilings)
+        if not one.hidden:
+            return seconds
+        arithmetic = sums[0] if one.phase == "forward" else sums[1]
+        return exposed(seconds, arithmetic[_ATTENTION] if one.what == "context" else sums[2][_PRODUCTS] / 2)
 
     def _in_fp8(self, layer: int) -> bool:
         precision, last = self.recipe.precision, self.recipe.model.n_layers
@@ -224,11 +254,12 @@ class LayerTimes:
 
 
 def _again(cost: Cost, share: float) -> Cost:
-    """With a share of its forward pass computed again in the backward pass."""
+    """With a share of its forward pass computed and sent again in the backward pass."""
     if not share:
         return cost
     backward = list(cost.backward)
-    backward[_AGAIN] += share * sum(cost.forward)
+    for kind, seconds in enumerate(cost.forward):
+        backward[kind if kind > _AGAIN else _AGAIN] += share * seconds
     return Cost(cost.forward, tuple(backward), cost.weight)
 
 

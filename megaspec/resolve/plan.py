@@ -18,7 +18,7 @@ from megaspec.resolve.parameters import count_parameters, rank_parameters
 from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.schedule import bubble_formula, chart, shape_of
 from megaspec.resolve.stages import layer_ranges, stages_of
-from megaspec.resolve.step_time import StepTime, step_time
+from megaspec.resolve.step_time import StepTime, exposed_collectives, step_time
 from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision, Spec
@@ -86,7 +86,7 @@ class Fit(Frozen):
 
 
 class Message(Frozen):
-    """A collective of a step, of the rank that sends most."""
+    """A collective of a step; of the rank that takes longest, where no speeds are known of the one that sends most."""
 
     what: str
     kind: str
@@ -101,8 +101,9 @@ class Message(Frozen):
     """nvlink or network."""
     seconds: float | None
     """In a step, with nothing beside it."""
-    hidden: bool
-    """It can run beside arithmetic."""
+    exposed_seconds: float | None
+    """That a step waits for it: those over an axis add up to the step's part of its name, all that is exchanged among
+    data-parallel ranks and at the end of a step to `data parallel`; those of stages are a part of the bubble."""
 
 
 class Waiting(Frozen):
@@ -213,7 +214,7 @@ def make_plan(
         source_fit=_source_fit(spec, memory, hardware),
         flops_per_token=flops,
         flops=flops["causal"] * batch.tokens,
-        communication=_messages(spec, hardware, mesh, ceilings),
+        communication=_messages(spec, hardware, ceilings),
         bubble=_waiting(spec, time),
         step_time=_speed(time, batch=batch) if time else None,
         unbuilt=tuple(p.key for p in unbuilt_problems(spec)),
@@ -299,10 +300,14 @@ def _source_fit(spec: Spec, memory: Sequence[StageMemory], hardware: Hardware | 
     return f"it {does} {named.name}, which its source names"
 
 
-def _messages(spec: Spec, hardware: Hardware | None, mesh: Mesh, ceilings: Ceilings | None) -> tuple[Message, ...]:
-    found = []
-    for one in collectives_of(spec, hardware):
-        seconds = one.times * collective_seconds(one, ceilings) if ceilings and spec.device == "cuda" else None
+def _messages(spec: Spec, hardware: Hardware | None, ceilings: Ceilings | None) -> tuple[Message, ...]:
+    found, waited = [], {}
+    sent = collectives_of(spec, hardware)
+    if hardware is not None and ceilings is not None and spec.device == "cuda":
+        waited = dict(exposed_collectives(spec, hardware, ceilings))
+        sent = tuple(waited)
+    for one in sent:
+        seconds = one.times * collective_seconds(one, ceilings) if waited else None
         found.append(
             Message(
                 what=one.what,
@@ -314,7 +319,7 @@ def _messages(spec: Spec, hardware: Hardware | None, mesh: Mesh, ceilings: Ceili
                 sent=round(one.sent),
                 link="nvlink" if one.within_node else "network",
                 seconds=seconds,
-                hidden=one.hidden,
+                exposed_seconds=waited.get(one),
             )
         )
     return tuple(found)

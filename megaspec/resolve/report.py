@@ -220,21 +220,25 @@ def _print_memory(plan: Plan, console: Console) -> None:
 def _print_messages(plan: Plan, console: Console) -> None:
     if not plan.communication:
         return
-    console.print("\n[bold]What a rank sends in a step[/] (hidden: the part that runs beside arithmetic)")
+    console.print("\n[bold]What a rank sends in a step[/] (exposed: ms that the step waits for it)")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("over", "link", "GB", "ms", "hidden", "what"):
-        table.add_column(heading, justify="right" if heading in ("GB", "ms", "hidden") else "left", overflow="fold")
+    for heading in ("over", "link", "GB", "ms", "exposed", "what"):
+        table.add_column(heading, justify="right" if heading in ("GB", "ms", "exposed") else "left", overflow="fold")
     together: dict[tuple[str, str], list[Message]] = {}
     for one in plan.communication:
         together.setdefault((one.group, one.link), []).append(one)
     for (group, link), messages in together.items():
-        sent, times = sum(m.sent for m in messages), [m.seconds for m in messages if m.seconds is not None]
-        hidden = sum(m.sent for m in messages if m.hidden) / max(sent, 1)
+        sent = sum(m.sent for m in messages)
+        times = [_milliseconds(one) for one in ([m.seconds for m in messages], [m.exposed_seconds for m in messages])]
         what = ", ".join(dict.fromkeys(m.what for m in messages))
-        milliseconds = f"{sum(times) * 1e3:,.1f}" if times else ""
         over = f"{group} ({messages[0].ranks})"
-        table.add_row(over, link, f"{sent / 1e9:,.3f}", milliseconds, f"{hidden:.0%}", what)
+        table.add_row(over, link, f"{sent / 1e9:,.3f}", *times, what)
     console.print(table)
+
+
+def _milliseconds(seconds: Sequence[float | None]) -> str:
+    """Of all together, "" where they are not known."""
+    return f"{sum(seconds) * 1e3:,.1f}" if None not in seconds else ""
 
 
 def _print_bubble(plan: Plan, console: Console) -> None:

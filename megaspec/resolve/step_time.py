@@ -5,17 +5,18 @@ layer_time.py, TURNING in work.py and _UPDATE_REACHES below. They were set where
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from megaspec.optim.spec import AdamWSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.ceilings import Ceilings
-from megaspec.resolve.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of
+from megaspec.resolve.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of, transfers
 from megaspec.resolve.flops import flops_per_sequence
 from megaspec.resolve.formula import sharing_ranks
 from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.layer_time import KINDS, Cost, added, collective_seconds, exposed, layer_times
+from megaspec.resolve.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
 from megaspec.resolve.parameters import RankParameters
 from megaspec.resolve.schedule import Durations, Shape, bubble, shape_of
 from megaspec.resolve.stages import Chunk, stage_number, stages_of
@@ -47,28 +48,71 @@ class StepTime:
         return {kind: seconds for kind, seconds in self.parts.items() if kind not in _USEFUL}
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """A micro batch's passes on every pipeline rank."""
+
+    times: LayerTimes
+    shape: Shape
+    stages: tuple[tuple[Chunk, ...], ...]
+    costs: list[list[Cost]]
+    """By pipeline rank and chunk."""
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Seconds of a rank."""
+        return [sum(cost.total for cost in rank) for rank in self.costs]
+
+    @cached_property
+    def busiest(self) -> int:
+        """The rank that has most to do."""
+        return max(range(self.shape.pp), key=lambda rank: self.busy[rank])
+
+
+def _passes(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> _Passes:
+    times, stages = layer_times(recipe, hardware, ceilings), stages_of(recipe.model, recipe.parallelism)
+    return _Passes(times, shape_of(recipe), stages, [[times.chunk(chunk) for chunk in rank] for rank in stages])
+
+
 def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTime:
     """Of a filled recipe at its full batch."""
-    times, shape = layer_times(recipe, hardware, ceilings), shape_of(recipe)
-    stages = stages_of(recipe.model, recipe.parallelism)
-    costs = [[times.chunk(chunk) for chunk in rank] for rank in stages]
-    busy = [sum(cost.total for cost in rank) for rank in costs]
-    busiest = max(range(shape.pp), key=lambda rank: busy[rank])
-    waiting = _waiting(recipe, shape, costs, busy[busiest], times.mesh, ceilings)
-    whole = added((cost, shape.micro_batches) for cost in costs[busiest])
+    passes = _passes(recipe, hardware, ceilings)
+    times, shape, stages = passes.times, passes.shape, passes.stages
+    waiting = _waiting(passes, _sending(recipe, times.mesh, ceilings))
+    whole = added((cost, shape.micro_batches) for cost in passes.costs[passes.busiest])
     parts = {kind: sum(seconds) for kind, seconds in zip(KINDS, zip(*whole, strict=True), strict=True)}
-    parts["pipeline bubble"] = waiting * busy[busiest] * shape.micro_batches
-    ends = []
-    for rank in {0, busiest, shape.pp - 1}:
-        count = times.parameters(recipe, rank, stages[rank])
-        passes = added((cost, 1) for cost in costs[rank])
-        exchange = step_collectives(recipe, times.mesh, rank, count)
-        ends.append((_sharing(recipe, exchange, stages[rank], passes, ceilings), _update(recipe, count, ceilings)))
-    parts["data parallel"], parts["optimizer"] = max(ends, key=sum)
+    parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * shape.micro_batches
+    exchange, parts["optimizer"] = _longest_end(recipe, passes, ceilings)
+    parts["data parallel"] = 0.0
+    for one, seconds in exchange:
+        parts["tensor parallel" if one.group == "tp" else "data parallel"] += seconds
     layers = max(sum(len(chunk.layers) for chunk in rank) for rank in stages)
     host = ceilings.launch_seconds + ceilings.layer_seconds * layers * shape.micro_batches
     parts["host"] = max(0.0, host - sum(parts.values()))
     return _step_time(recipe, hardware, parts, times.mesh.world, waiting)
+
+
+def exposed_collectives(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> tuple[tuple[Collective, float], ...]:
+    """Every collective with the seconds that a step waits for it, as its parts count them: those of micro batches on
+    the busiest pipeline rank, and those of the step's end on the rank where that takes longest. What stages send is a
+    part of the pipeline's bubble: as much as the bubble is longer than if it took no time."""
+    passes = _passes(recipe, hardware, ceilings)
+    times, shape, rank = passes.times, passes.shape, passes.busiest
+    found = [
+        (replace(one, times=one.times * shape.micro_batches), seconds * shape.micro_batches)
+        for chunk in passes.stages[rank]
+        for one, seconds in times.messages(chunk)
+    ]
+    sends = list(transfers(recipe, times.mesh, shape, rank))
+    if sends:
+        longer = _waiting(passes, _sending(recipe, times.mesh, ceilings)) - _waiting(passes, 0.0)
+        each = max(0.0, longer) * passes.busy[rank] * shape.micro_batches / sum(one.times for one in sends)
+        found += [(one, each * one.times) for one in sends]
+    together: dict[Collective, tuple[int, float]] = {}
+    for one, seconds in (*found, *_longest_end(recipe, passes, ceilings)[0]):
+        before = together.get(replace(one, times=1), (0, 0.0))
+        together[replace(one, times=1)] = before[0] + one.times, before[1] + seconds
+    return tuple((replace(one, times=often), seconds) for one, (often, seconds) in together.items())
 
 
 def _step_time(recipe: Recipe, hardware: Hardware, parts: dict[str, float], world: int, waiting: float) -> StepTime:
@@ -82,11 +126,16 @@ def _step_time(recipe: Recipe, hardware: Hardware, parts: dict[str, float], worl
     return StepTime(seconds, parts, rate, rate / world, mfu, waiting)
 
 
-def _waiting(
-    recipe: Recipe, shape: Shape, costs: list[list[Cost]], busiest: float, mesh: Mesh, ceilings: Ceilings
-) -> float:
+def _sending(recipe: Recipe, mesh: Mesh, ceilings: Ceilings) -> float:
+    """Seconds of a micro batch from one stage to the next."""
+    transfer = transfer_of(recipe, mesh)
+    return collective_seconds(transfer, ceilings) if transfer else 0.0
+
+
+def _waiting(passes: _Passes, sending: float) -> float:
     """Share of the busiest rank's time that it waits. Durations are rounded to a half per cent of a pass, so that
     cases that are alike are simulated once."""
+    shape, busiest = passes.shape, passes.busy[passes.busiest]
     if shape.pp == 1:
         return 0.0
     n = shape.pp * shape.virtual
@@ -95,42 +144,54 @@ def _waiting(
     def rough(seconds: float) -> float:
         return round(600 * seconds * shape.virtual / busiest) / 600
 
-    for rank, chunks in enumerate(costs):
+    for rank, chunks in enumerate(passes.costs):
         for number, cost in enumerate(chunks):
             stage = stage_number(rank, number, pp=shape.pp, is_v=shape.is_v)
             seconds = [sum(one) for one in cost]
             if not shape.splits_backward:
                 seconds = [seconds[0], seconds[1] + seconds[2], 0.0]
             forward[stage], backward[stage], weight[stage] = map(rough, seconds)
-    transfer = transfer_of(recipe, mesh)
-    sending = collective_seconds(transfer, ceilings) if transfer else 0.0
     return bubble(shape, Durations(tuple(forward), tuple(backward), tuple(weight), rough(sending))).ratio
+
+
+def _longest_end(recipe: Recipe, passes: _Passes, ceilings: Ceilings) -> tuple[list[tuple[Collective, float]], float]:
+    """What data-parallel ranks exchange, with the seconds that it adds, and the update's seconds, of the pipeline rank
+    where both together take longest."""
+    ends = []
+    for rank in {0, passes.busiest, passes.shape.pp - 1}:
+        count = passes.times.parameters(recipe, rank, passes.stages[rank])
+        whole = added((cost, 1) for cost in passes.costs[rank])
+        exchange = step_collectives(recipe, passes.times.mesh, rank, count)
+        shared = _sharing(recipe, exchange, passes.stages[rank], whole, ceilings)
+        ends.append((shared, _update(recipe, count, ceilings)))
+    return max(ends, key=lambda end: sum(seconds for _, seconds in end[0]) + end[1])
 
 
 def _sharing(
     recipe: Recipe, exchange: Iterable[Collective], chunks: Sequence[Chunk], cost: Cost, ceilings: Ceilings
-) -> float:
-    """What gradients and weights that data-parallel ranks exchange add to a step. They run beside the passes of as many
-    micro batches as they are sent for, but for the last bucket of gradients: there is nothing left to run beside."""
+) -> list[tuple[Collective, float]]:
+    """What each exchange of gradients and weights among data-parallel ranks adds to a step. They run beside the passes
+    of as many micro batches as they are sent for, but for the last bucket of gradients: there is nothing left to run
+    beside. Those that run beside the same passes share what is hidden."""
     beside = {"forward": sum(cost.forward), "backward": sum(cost.backward) + sum(cost.weight), "step": 0.0}
     layers, bucket = sum(len(chunk.layers) for chunk in chunks), recipe.parallelism.bucket_mb * 1e6
     table = Share(recipe).vocab * recipe.model.d_model * gradient_width(recipe)
     last = table if any(chunk.embedding for chunk in chunks) else bucket
-    added_seconds = 0.0
-    by_phase: dict[tuple[str, int], float] = {}
+    found: list[tuple[Collective, float]] = []
+    together: dict[tuple[str, int], list[tuple[Collective, float, float]]] = {}
     for one in exchange:
         messages = max(layers, 1) if one.kind == "all_gather" else max(1, ceil(one.bytes / bucket))
         if not one.hidden:
-            added_seconds += one.times * collective_seconds(one, ceilings)
+            found.append((one, one.times * collective_seconds(one, ceilings)))
             continue
         seconds = one.times * collective_seconds(one, ceilings, messages=messages)
-        if one.kind != "all_gather":
-            tail = seconds / one.times * min(1.0, last / one.bytes)
-            added_seconds += tail
-            seconds -= tail
-        key = (one.phase, one.times)
-        by_phase[key] = by_phase.get(key, 0.0) + seconds
-    return added_seconds + sum(exposed(s, beside[phase] * times) for (phase, times), s in by_phase.items())
+        tail = 0.0 if one.kind == "all_gather" else seconds / one.times * min(1.0, last / one.bytes)
+        together.setdefault((one.phase, one.times), []).append((one, seconds - tail, tail))
+    for (phase, times), several in together.items():
+        whole = sum(seconds for _, seconds, _ in several)
+        share = exposed(whole, beside[phase] * times) / whole if whole else 0.0
+        found += [(one, share * seconds + tail) for one, seconds, tail in several]
+    return found
 
 
 def _update(recipe: Recipe, count: RankParameters, ceilings: Ceilings) -> float:

@@ -65,6 +65,14 @@ def test_json_has_what_programs_read(llama):
     assert {"name", "hardware", "communication", "decisions", "days", "groups"} <= set(content)
 
 
+def test_messages_say_what_a_step_waits_for(llama):
+    content = json.loads(json.dumps(llama.as_json()))
+    over_tp = [one["exposed_seconds"] for one in content["communication"] if one["group"] == "tp"]
+    assert sum(over_tp) == pytest.approx(content["step_time"]["parts"]["tensor parallel"])
+    shown = text_of(print_whole_plan, llama, width=120)
+    assert f"{sum(over_tp) * 1e3:,.1f}" in next(line for line in shown.splitlines() if line.startswith("tp (4)"))
+
+
 def test_groups_are_those_of_the_mesh(llama):
     for group in llama.groups:
         listed = rank_groups((group.axis,), llama.mesh, DENSE_AXES)

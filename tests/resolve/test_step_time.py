@@ -7,7 +7,8 @@ import pytest
 
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.step_time import step_time
+from megaspec.resolve.layer_time import collective_seconds
+from megaspec.resolve.step_time import exposed_collectives, step_time
 from tests.resolve.planned import filled, shaped
 
 H200 = HARDWARE["H200"]
@@ -133,3 +134,38 @@ def test_scales_of_blocks_cost_what_was_measured():
     more = products("precision.recipe=blockwise") - products()
     assert more == pytest.approx(16 * layer / 0.95 * (1508 / 1297 - 1))
     assert products("precision.format=e4m3") == products()
+
+
+GROUPS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline bubble"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "gpus"),
+    [
+        ("llama3_70b", (), 64),
+        ("llama3_70b", ("parallelism.recompute.kind=full",), 64),
+        ("llama3_1_405b", ("parallelism.grad_reduce=bf16",), 1024),
+        ("gpt3_175b", (), 128),
+        ("mixtral_8x7b", (), 64),
+        ("deepseek_v3", (), 256),
+        ("llama3_8b", ("parallelism.recompute={kind: full, method: block, layers: 8}",), 8),
+    ],
+)
+def test_what_a_step_waits_for_adds_up_to_its_parts(recipe, overrides, gpus):
+    whole = filled(recipe, *overrides, gpus=gpus)
+    parts, sums = step_time(whole, H200, CEILINGS).parts, dict.fromkeys([*GROUPS.values(), "data parallel"], 0.0)
+    for one, seconds in exposed_collectives(whole, H200, CEILINGS):
+        sums["data parallel" if one.what == "tied embedding" else GROUPS.get(one.group, "data parallel")] += seconds
+    bubble = "pipeline bubble"
+    assert sums.pop(bubble) <= parts[bubble]
+    assert sums == pytest.approx({kind: parts[kind] for kind in sums})
+
+
+def test_more_than_half_of_what_is_hidden_is_not_waited_for():
+    """dp 2: gradients are reduced beside the backward pass, which is longer, but for the embedding's, which is last."""
+    recipe = shaped("llama3_2_1b", gpus=2, micro_batch=2, global_batch=4)
+    found = {one.what: (one, seconds) for one, seconds in exposed_collectives(recipe, H200, CEILINGS)}
+    one, seconds = found["gradients"]
+    alone = collective_seconds(one, CEILINGS, messages=-(-one.bytes // 10**8))
+    table = 128256 * 2048 * 4 / one.bytes
+    assert seconds == pytest.approx(alone * (table + 0.5 * (1 - table)))
