@@ -1,6 +1,8 @@
 """What the sources may not say, and tables that have to agree with the folders. Part of `make lint`."""
 
 import ast
+import shutil
+import subprocess
 from importlib import import_module
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from megaspec.core.problems import field_paths
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.resolve.unbuilt import UNBUILT
 from megaspec.spec import Spec
+from megaspec.sweep.commands import SWEEPS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for room in ("megaspec", "kernels", "launchers") for p in (ROOT / room).rglob("*.py"))
@@ -131,10 +134,34 @@ def test_source_roots_shadow_nothing():
         assert not (ROOT / folder / "__init__.py").exists()
 
 
+def tracked(root: Path, folder: str) -> list[Path]:
+    """The files of a folder that git knows: beside them a user keeps their own."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    done = subprocess.run(["git", "-C", str(root), "ls-files", "-z", "--", folder], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"needs a clone: {done.stderr.strip()}")
+    return [root / name for name in done.stdout.split("\0") if name and (root / name).exists()]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_a_recipe_of_a_users_own_is_none_that_ships(tmp_path):
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "recipes").mkdir()
+    for name in ("ours", "mine"):
+        (tmp_path / "recipes" / f"{name}.yaml").write_text("defaults: [hello]\n")
+    subprocess.run(["git", "-C", str(tmp_path), "add", "recipes/ours.yaml"], check=True)
+    assert tracked(tmp_path, "recipes") == [tmp_path / "recipes" / "ours.yaml"]
+
+
 def test_yaml_that_ships_is_short_and_says_what_it_is():
-    recipes = sorted((ROOT / "recipes").glob("*.yaml"))
+    recipes = [path for path in tracked(ROOT, "recipes") if path.suffix == ".yaml"]
     assert recipes
     for path in recipes:
         lines = path.read_text().splitlines()
         assert len(lines) <= 40, path
         assert lines[0].startswith("# "), path
+
+
+def test_what_runs_leave_in_a_clone_is_ignored():
+    assert {"/runs/", f"/{SWEEPS}/"} <= set((ROOT / ".gitignore").read_text().splitlines())
