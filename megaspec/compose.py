@@ -1,8 +1,11 @@
-"""From a recipe's name and overrides to a typed Recipe. The only file that knows Hydra and OmegaConf.
+"""From a recipe's name and overrides to a typed Recipe. Only this file and choices.py know Hydra and OmegaConf.
 
 Hydra reads the overrides' grammar and orders the defaults lists. Reading files, merging, `${...}` and typing are ours,
-so that nothing in a YAML file can run code, read the environment or reach a file outside the search path.
+so that nothing in a YAML file can run code, read the environment or reach a file outside the search path. Hydra takes
+a tenth of a second to import, so that is done where something is composed.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,17 +13,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra import version
-from hydra._internal.config_repository import ConfigRepository
-from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, RangeSweep
-from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import OmegaConf
 from pydantic import ValidationError
 
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
@@ -30,6 +24,9 @@ from megaspec.interpolation import interpolate
 from megaspec.left_out import replaced_kinds
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.search import SearchPath, SourceFile
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 GROUPS = ("recipe", *SECTIONS)
 MISSING = "???"
@@ -136,6 +133,8 @@ def plain_values(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _swept(one: Override, search: SearchPath) -> Swept:
+    from hydra.core.override_parser.types import Glob, RangeSweep
+
     key, values = one.key_or_group, one.value()
     if one.is_interval_sweep():
         bounds = (values.start, values.end)
@@ -243,6 +242,10 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
 
     `a=1`, `+a=1` and `++a=1` all set.
     """
+    from hydra import version
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
     if version.getbase() is None or not hasattr(version.getbase(), "major"):
         version.setbase("1.3")
     parser, parsed, problems = OverridesParser.create(), [], []
@@ -324,49 +327,20 @@ def _choice_problems(search: SearchPath, choices: Mapping[str, str], origins: Ma
     return problems
 
 
-class _Repository(ConfigRepository):
-    """What Hydra asks while it orders the defaults lists, answered from our own reader."""
-
-    def __init__(self, search: SearchPath):
-        self._search = search
-        self.sources = []
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        if not self._search.exists(config_path):
-            return None  # a group that base.yaml leaves to the recipe, which may write the section out instead
-        entries = self._search.read(config_path).defaults
-        # Hydra passes over an optional entry that names no file
-        defaults = OmegaConf.create([_optional(e) for e in entries])
-        header = {"package": "_global_" if config_path.startswith("recipe/") else None}
-        result = ConfigResult(provider="megaspec", path=config_path, config=OmegaConf.create({}), header=header)
-        result.defaults_list = self._create_defaults_list(config_path, defaults)
-        return result
-
-    def group_exists(self, config_path: str) -> bool:
-        return config_path in GROUPS
-
-    def config_exists(self, config_path: str) -> bool:
-        return self._search.exists(config_path)
-
-    def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
-        return self._search.choices(group_name)
-
-
-def _optional(entry: Any) -> Any:
-    """An entry of a defaults list; one that chooses nothing is optional."""
-    if isinstance(entry, dict) and list(entry.values()) == [None]:
-        return {f"optional {next(iter(entry))}": None}
-    return entry
-
-
 def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) -> list[tuple[str, SourceFile]]:
     """(package, file) of everything that takes part, in the order in which it is merged."""
     lines = [f"recipe={recipe_name}", *(f"{group}={choice}" for group, choice in chosen.items())]
     if tuple(lines) in search.orders:
         return search.orders[tuple(lines)]
+    from hydra._internal.defaults_list import create_defaults_list
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from megaspec.choices import Repository
+
     try:
         ordered = create_defaults_list(
-            repo=_Repository(search),
+            repo=Repository(search, GROUPS),
             config_name="base",
             overrides_list=OverridesParser.create().parse_overrides(lines),
             prepend_hydra=False,

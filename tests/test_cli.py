@@ -64,6 +64,15 @@ def test_plan_shows_the_essentials_without_data(capsys):
     assert list(Path().iterdir()) == []
 
 
+def test_hydra_and_numpy_are_loaded_by_commands_that_need_them_only():
+    code = "import sys; from megaspec.cli import parse; parse(['checkpoint', 'list', 'x']);"
+    code += "print(sorted({'hydra', 'omegaconf', 'numpy', 'torch'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 @pytest.mark.parametrize(("command", "code"), [(["plan", "hardware=cpu"], 0), (["train", "parallelism.pp=2"], 64)])
 def test_keys_that_a_choice_leaves_out_are_told(command, code, capsys):
     assert main([*command, *(word for word in TINY if word != "~data.blend")]) == code
