@@ -21,12 +21,15 @@ from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware, hardware_of
 from megaspec.resolve.target import Target
-from megaspec.resolve.tune import SEARCHED, Found, Grid, shards_of_a_replica, tune
+from megaspec.resolve.tune import SEARCHED, Grid, shards_of_a_replica, tune
+from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision
 from megaspec_kernels.catalog import choose
 
 MICRO_BATCH_TOKENS = 8192
 CPU_RANKS = 2
+# A search that weighed fewer layouts had little to choose from.
+_FEW = 10
 NODE_RANKS = 8
 # What only a search decides, and what stands there without one.
 PLAIN = {
@@ -112,34 +115,44 @@ def searched(draft: Draft) -> None:
     hardware = hardware_of(draft.target) if draft.target.device == "cuda" else None
     why = "no GPU that is known: nothing to search with"
     if hardware is not None:
-        found = _search(draft, hardware)
-        why = "no layout that can be trained keeps every rule"
+        grid = _grid(draft, hardware)
+        found = tune(grid, most=1)
+        # a search that was held to what can be trained and found little is not the last word on what can be planned
+        is_poor = not found.fitting or (found.weighed < _FEW and grid.recipe.launcher.ranks > 1)
+        hint = "; megaspec tune finds layouts that can be planned" if grid.is_for_training and is_poor else ""
+        why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule{hint}"
         if found.best:
             best = found.best[0].recipe.model_dump(mode="json")
             fate = f"fastest of {found.fitting:,} that fit" if found.fitting else "nothing fits; it needs least memory"
             for key in SEARCHED:
-                draft.fill(key, value_at(best, key), f"{fate}, {found.weighed:,} weighed (megaspec tune)")
+                draft.fill(key, value_at(best, key), f"{fate}, {found.weighed:,} weighed{hint or ' (megaspec tune)'}")
     for key, plain in PLAIN.items():
         draft.fill(key, plain, why)
 
 
-def _search(draft: Draft, hardware: Hardware) -> Found:
-    """The best layouts among those that can be trained, what is set staying as it is."""
+def _grid(draft: Draft, hardware: Hardware) -> Grid:
+    """What is searched: what is set stays as it is. Of what can be trained in a plain layout only layouts that can be
+    trained count, of all else every layout."""
     open_keys = frozenset(key for key in SEARCHED if draft.is_open(key))
     recipe = Recipe.model_validate_json(json.dumps(draft.content))
     base = plainly_filled(recipe, draft.target, draft.facts)
-    grid = Grid(base, draft.target, draft.facts, hardware, ceilings_of(hardware), open_keys, is_for_training=True)
-    return tune(grid, most=1)
+    can_train = not unbuilt_problems(base)
+    return Grid(base, draft.target, draft.facts, hardware, ceilings_of(hardware), open_keys, is_for_training=can_train)
 
 
 def plainly_filled(recipe: Recipe, target: Target, facts: Facts) -> Recipe:
     """The recipe with every auto filled, without a search: what a search starts from."""
+    return Recipe.model_validate_json(json.dumps(plainly_drafted(recipe, target, facts).content))
+
+
+def plainly_drafted(recipe: Recipe, target: Target, facts: Facts) -> Draft:
+    """The draft of a recipe that is filled without a search."""
     draft = Draft(recipe, target, facts)
     for key, plain in PLAIN.items():
         draft.fill(key, plain, "")
     for fill in FILLS:
         fill(draft)
-    return Recipe.model_validate_json(json.dumps(draft.content))
+    return draft
 
 
 def _unit(draft: Draft) -> int:

@@ -151,3 +151,25 @@ def test_the_predicted_order_of_layouts_is_the_measured_one():
     for a, b in product(MEASURED, MEASURED):
         if MEASURED[a] < 0.97 * MEASURED[b]:
             assert predicted[a] < predicted[b], (a, b, predicted)
+
+
+def reason_of(name, *overrides, gpus):
+    recipe = compose(name, ["parallelism=auto", "train.micro_batch=auto", f"launcher.ranks={gpus}", *overrides]).recipe
+    spec = resolve(recipe, target_of("H100", gpus), Facts(run_dir="runs/x", vocab_size=None))
+    (reason,) = {d.reason for d in spec.decisions if d.key == "parallelism.pp"}
+    return spec, reason
+
+
+def test_where_nothing_that_can_be_trained_fits_auto_points_to_tune():
+    spec, reason = reason_of("llama3_1_405b", gpus=1024)
+    assert unbuilt_problems(spec) == []
+    assert reason.startswith("nothing fits; it needs least memory")
+    assert reason.endswith("; megaspec tune finds layouts that can be planned")
+
+
+def test_auto_of_a_model_that_can_only_be_planned_searches_all_layouts():
+    spec, reason = reason_of("mixtral_8x7b", gpus=16)
+    assert "megaspec tune finds" not in reason
+    assert reason.startswith("fastest of ")
+    assert fullest(memory_of(spec)).total <= HARDWARE["H100"].memory
+    assert spec.parallelism.ep > 1
