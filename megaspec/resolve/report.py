@@ -10,9 +10,11 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import one_of, show
 from megaspec.core.units import bytes_in_words
 from megaspec.resolve.ceilings import ceilings_of
+from megaspec.resolve.fill import PLAIN
 from megaspec.resolve.hardware import hardware_of
 from megaspec.resolve.plan import Fit, Group, Message, Plan, RankView, make_plan
 from megaspec.resolve.target import Target
+from megaspec.resolve.tune import SEARCHED
 from megaspec.spec import Decision, Spec
 
 _BAR = 40
@@ -295,17 +297,21 @@ def _days(days: float) -> str:
 
 
 def _print_decisions(plan: Plan, console: Console) -> None:
-    told = [one for one in plan.decisions if not _is_plain(one)]
+    left = _left(plan.decisions)
+    told = [one for one in plan.decisions if one not in left]
     decided = Table(title="Decided for you", title_justify="left", box=None, pad_edge=False, header_style="bold")
     for heading in ("key", "value", "why"):
         decided.add_column(heading, overflow="fold")
     for one in told:
         decided.add_row(one.key, escape(show(one.value)), escape(one.reason))
     console.print(decided)
-    plain = [f"{one.key.rpartition('.')[2]}={show(one.value)}" for one in plan.decisions if _is_plain(one)]
-    if plain:
-        console.print(f"left as they are: {escape(', '.join(plain))}")
+    if left:
+        words = ", ".join(f"{one.key}={show(one.value)}" for one in left)
+        console.print(f"left as they are: {escape(words)}")
 
 
-def _is_plain(one: Decision) -> bool:
-    return one.key.startswith("parallelism.") and show(one.value) in _PLAIN
+def _left(decisions: Sequence[Decision]) -> list[Decision]:
+    """Degrees and strategies that nothing changes, but for those that a search was asked for."""
+    asked = SEARCHED if any(one.key in PLAIN for one in decisions) else ()
+    layout = [one for one in decisions if one.key.startswith("parallelism.") and one.key not in asked]
+    return [one for one in layout if show(one.value) in _PLAIN]

@@ -15,6 +15,7 @@ from megaspec.resolve.plan import make_plan, rank_view
 from megaspec.resolve.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
+from megaspec.resolve.tune import SEARCHED
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
 
@@ -133,6 +134,25 @@ def test_pipelines_are_drawn(llama):
     shown = text_of(print_whole_plan, llama)
     assert "   0 0123......aa4bb5" in shown
     assert "1f1b, 256 micro batches: bubble 1.2% of the busy time" in " ".join(shown.split())
+
+
+def test_what_is_left_as_it_is_is_named_in_full_and_is_nothing_that_was_searched():
+    def left(*overrides):
+        shown = text_of(print_whole_plan, planned("hello", "train.global_batch=64", *overrides, name="H200"), width=400)
+        (line,) = [line for line in shown.splitlines() if line.startswith("left as they are: ")]
+        return line.rstrip().partition(": ")[2].split(", "), shown
+
+    plain, _ = left()
+    assert plain == [
+        "parallelism.tp=1",
+        "parallelism.dp_shard=1",
+        "parallelism.sequence_parallel=false",
+        "parallelism.pipeline.micro_batch_group=1",
+    ]
+    searched, shown = left("parallelism=auto")
+    assert "parallelism.dp_shard=1" in searched
+    assert not {key.partition("=")[0] for key in searched} & set(SEARCHED)
+    assert "parallelism.recompute.kind" in shown
 
 
 def test_before_train_there_is_one_screen():
