@@ -18,8 +18,9 @@ from megaspec.spec import Spec
 
 _DESCRIPTION = """Show what `train` would do: mesh, memory, collectives, step time, and all that is decided for you.
 
-hardware=NAME: GPUs to plan for. gpus=N: how many of them the machine has; the run takes launcher.ranks of them, and the
-rest idle. ceilings=FILE: measured speeds, as `megaspec bench ceilings` writes them."""
+hardware=NAME: GPUs to plan for; without it those of this machine, where there are none those that the recipe's source
+names, else H100; hardware=cpu is this machine without GPUs. gpus=N: how many of them; a launcher.ranks of the recipe
+gives way to it. ceilings=FILE: measured speeds, as `megaspec bench ceilings` writes them."""
 
 
 def add_parser(commands: Any) -> None:

@@ -1,7 +1,7 @@
 """The machine that a recipe is planned for: `hardware=`, `gpus=` and `ceilings=` on a command line."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaspec.commands.words import compose_words
@@ -36,16 +36,21 @@ def plan_words(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> 
     """`recipe=NAME [hardware=NAME] [gpus=N] [ceilings=FILE] a.b=c ...`.
 
     Without `hardware=`: the GPUs of this machine; where it has none, those that the recipe's source names, else H100.
-    Without `gpus=`: those of this machine, else launcher.ranks, else as many nodes as the degrees that are set need.
+    Without `gpus=`: launcher.ranks, else those of this machine, else as many nodes as the degrees that are set need. A
+    launcher.ranks that a file sets gives way to `gpus=`.
     """
     given, rest = _words_for_us(words)
     composed = compose_words(rest, config_dirs)
+    if "gpus" in given:
+        composed = _on(composed, _count(given["gpus"]))
     here = detect_target()
     name = given.get("hardware")
     if name == CPU:
         target = here.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "gpu_memory": 0})
         return Planned(composed, target, None, None, "hardware=cpu")
-    if name is None and here.device == "cuda" and "gpus" not in given:
+    ranks = composed.recipe.launcher.ranks
+    is_enough = ranks == AUTO or ranks <= here.gpus
+    if name is None and here.device == "cuda" and "gpus" not in given and is_enough:
         hardware = hardware_of(here)
         return Planned(composed, here, hardware, _ceilings(given, hardware), "this machine")
     hardware, why = _hardware(name, composed.recipe, here)
@@ -112,13 +117,24 @@ def _hardware(name: str | None, recipe: Recipe, here: Target) -> tuple[Hardware,
 
 
 def _gpus(given: dict[str, str], recipe: Recipe, hardware: Hardware) -> int:
-    text = given.get("gpus")
-    if text is None:
-        return stated_gpus(recipe, hardware)
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_GPUS or len(text) > 9:
+    return _count(given["gpus"]) if "gpus" in given else stated_gpus(recipe, hardware)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GPUS:
         text = f"gpus={text} must be a whole number from 1 to {MAX_GPUS:,}"
         raise RecipeError([Problem("gpus", text, COMMAND_LINE, "choice.unknown")])
     return int(text)
+
+
+def _on(composed: Composed, gpus: int) -> Composed:
+    """The recipe with as many ranks, where a file says another number."""
+    ranks, origin = composed.recipe.launcher.ranks, composed.origins.get("launcher.ranks")
+    if ranks in (AUTO, gpus) or origin == COMMAND_LINE:
+        return composed
+    launcher = composed.recipe.launcher.model_copy(update={"ranks": gpus})
+    recipe = composed.recipe.model_copy(update={"launcher": launcher})
+    return replace(composed, recipe=recipe, origins=composed.origins | {"launcher.ranks": f"gpus={gpus}"})
 
 
 def _ceilings(given: dict[str, str], hardware: Hardware | None) -> Ceilings | None:

@@ -95,9 +95,10 @@ def find(args: argparse.Namespace) -> Search:
         text = f"hardware={target.gpu or 'cpu'} has nothing to search with; choose {one_of(list(HARDWARE))}"
         raise RecipeError([Problem("hardware", text, COMMAND_LINE, "hardware-unknown")])
     _refuse_other_ranks(composed, target.gpus)
-    fixed = {key for key, origin in composed.origins.items() if origin == COMMAND_LINE}
-    open_keys = frozenset(key for key in SEARCHED if not any(key == f or key.startswith(f"{f}.") for f in fixed))
     content = composed.recipe.model_dump(mode="json")
+    fixed = {key for key, origin in composed.origins.items() if origin == COMMAND_LINE}
+    fixed -= {key for key in fixed if value_at(content, key) == AUTO}
+    open_keys = frozenset(key for key in SEARCHED if not any(key == f or key.startswith(f"{f}.") for f in fixed))
     content["launcher"]["ranks"] = target.gpus
     for key in OPEN_WITH_THEM:
         if key not in fixed:
@@ -212,7 +213,9 @@ def write(args: argparse.Namespace, search: Search) -> None:
     asked = search.composed.recipe.model_dump(mode="json")
     changed = {key: value for key, value in leaves(asked) if value != value_at(plain, key)}
     changed |= {key: value for key, value in layout_of(one.recipe).items() if value != value_at(plain, key)}
-    changed.pop("name", None)
+    machine = f"{one.recipe.launcher.ranks} x {search.hardware.name}"
+    changed["name"] = args.out.stem if changed.get("name", AUTO) == AUTO else changed["name"]
+    changed["about.purpose"] = f"{parent} as megaspec tune lays it out on {machine}."
     nested: dict[str, Any] = {}
     for key, value in changed.items():
         *above, last = key.split(".")
@@ -220,7 +223,7 @@ def write(args: argparse.Namespace, search: Search) -> None:
         for part in above:
             where = where.setdefault(part, {})
         where[last] = value
-    words, machine = " ".join(args.words), f"{one.recipe.launcher.ranks} x {search.hardware.name}"
+    words = " ".join(args.words)
     text = f"# Number {args.take} of `megaspec tune {words}` on {machine}: predicted to take\n"
     text += f"# {_time(one.time.seconds)} a step and {one.memory.total / GIB:.1f} GiB of the fullest rank.\n"
     text += yaml.safe_dump({"defaults": [parent], **nested}, sort_keys=False)
