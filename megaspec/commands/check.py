@@ -16,6 +16,7 @@ from megaspec.core.units import GIB, count_in_words
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.parameters import count_parameters
 from megaspec.resolve.remedies import Remedy, remedies
+from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.search import SearchPath
 
 _BAD = (("wrong", "wrong"), ("does not fit", "too large for its GPUs"))
@@ -35,6 +36,8 @@ class Checked:
     remedies: tuple[Remedy, ...] = ()
     """What would make it fit, where it does not."""
     problems: tuple[Problem, ...] = ()
+    unbuilt: tuple[str, ...] = ()
+    """Keys whose values can be planned, not trained yet."""
 
     @property
     def fits(self) -> bool | None:
@@ -76,7 +79,8 @@ def check(name: str, config_dirs: Sequence[str] = ()) -> Checked:
         return Checked(name, one.gpus if one else "", problems=_problems(error))
     memory, capacity = fullest(memory_of(spec)).total, one.hardware.memory
     found = tuple(remedies(spec, one.hardware)) if memory > capacity else ()
-    return Checked(name, one.gpus, count_parameters(spec.model).total, memory, capacity, found)
+    unbuilt = tuple(problem.key for problem in unbuilt_problems(spec))
+    return Checked(name, one.gpus, count_parameters(spec.model).total, memory, capacity, found, unbuilt=unbuilt)
 
 
 def _problems(error: MegaspecError) -> tuple[Problem, ...]:
@@ -91,6 +95,7 @@ def as_json(one: Checked) -> dict[str, Any]:
         "parameters": one.parameters,
         "memory": one.memory,
         "fits": one.fits,
+        "unbuilt": list(one.unbuilt),
         "remedies": [remedy.model_dump(mode="json") for remedy in one.remedies],
         "problems": [{"code": p.code, "key": p.key, "message": p.message, "origin": p.origin} for p in one.problems],
     }
@@ -99,13 +104,17 @@ def as_json(one: Checked) -> dict[str, Any]:
 def _print(found: Sequence[Checked]) -> None:
     out = terminal()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in (("", "left"), ("recipe", "left"), ("GPUs", "left"), ("parameters", "right"), ("", "left")):
+    headings = (("", "left"), ("recipe", "left"), ("GPUs", "left"), ("parameters", "right"), ("", "left"), ("", "left"))
+    for heading, justify in headings:
         table.add_column(heading, justify=justify, overflow="fold")
     for one in found:
         mark = one.state if one.state == "ok" else f"[red]{one.state}"
         size = "" if one.parameters is None else count_in_words(one.parameters)
-        table.add_row(mark, escape(one.name), escape(one.gpus), size, _room(one))
+        today = "plan only" if one.unbuilt else ""
+        table.add_row(mark, escape(one.name), escape(one.gpus), size, _room(one), today)
     out.print(table)
+    if any(one.unbuilt for one in found):
+        out.print("plan only: `megaspec plan` says what of it can't be trained yet")
     for one in found:
         for text in _below(one):
             out.print(text, soft_wrap=True)

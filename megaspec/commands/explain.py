@@ -26,6 +26,7 @@ from megaspec.resolve.fill import FILLS, Draft
 from megaspec.resolve.reads import fields_read
 from megaspec.resolve.resolver import settle
 from megaspec.resolve.rules import RULES
+from megaspec.resolve.unbuilt import UNBUILT
 from megaspec.search import SearchPath
 
 _UNITS = ("tokens", "sequences", "steps", "seconds", "bytes", "layers", "ranks", "micro batches")
@@ -86,6 +87,8 @@ def explain_key(key: str, recipe: Stated | None) -> Iterator[tuple[str, str]]:
         if kinds:
             yield "when", one_of(kinds)
         yield from _about(alike)
+    if any(f"{key}.".startswith(f"{path}.") for one in UNBUILT for path in one.fields):
+        yield "today", "can be planned, not trained yet: train refuses it"
     if recipe is not None:
         yield from _value(key, recipe)
     yield from _keys_of(found, every)
