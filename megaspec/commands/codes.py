@@ -129,6 +129,10 @@ _SWEEPS = {
     ),
     "sweep.size": Known("A sweep has a bounded number of points.", "Sweep fewer values."),
     "sweep.points": Known("Every point is resolved before the first starts; one is wrong.", "Mend or drop it."),
+    "sweep.metric": Known(
+        "Points are compared by a number that each of them comes to have.",
+        "Set train.eval_every to at most train.steps, or sweep.metric=loss.",
+    ),
     "sweep.gpus": Known("Slots share the GPUs of this machine.", "Ask for fewer."),
     "sweep.launcher": Known("A launcher of Hydra runs grids only, and has to be installed.", "Use megaspec's slots."),
     "sweep.optuna": Known("A search needs Optuna.", "Install it, or sweep a grid."),

@@ -18,11 +18,11 @@ from megaspec.resolve.fits import MEMORY
 from megaspec.resolve.target import Target, detect_target
 from megaspec.sweep import hydra_jobs
 from megaspec.sweep.driver import Driver, Search, Table, exit_code, to_run
+from megaspec.sweep.metric import choose_direction, choose_metric, has_value, never_has, shown_metric
 from megaspec.sweep.page import values_of
 from megaspec.sweep.points import Checker, Draft, grid, refuse_invalid, without_repeats
 from megaspec.sweep.results import is_better
 from megaspec.sweep.slots import make_slots, point_target
-from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
 from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
 from megaspec_launchers.signals import StopRequests
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
     """Runs every point of a sweep, or goes on with it when it is there. -> exit code of the sweep.
 
-    RecipeError, DataError: a point can't be run; nothing was started.
+    RecipeError, DataError: a point can't be run, and nothing was started; or no trial of a search gave a value.
     """
     if "RANK" in os.environ:
         command = " ".join(["megaspec train", *words, "-m"])
@@ -81,10 +81,10 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         from megaspec.sweep.search import probe  # Optuna, only where it is needed
 
         drafts: list[Draft] = []
-        metric = _metric(taken.spec, probe(axes, taken.plain, checker))
+        metric = choose_metric(taken.spec, probe(axes, taken.plain, checker))
     else:
         drafts = _drafts(taken, checker)
-        metric = _metric(taken.spec, drafts)
+        metric = choose_metric(taken.spec, drafts)
     head = SweepHead(
         name=name,
         spec=taken.spec,
@@ -92,7 +92,7 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         config_dirs=tuple(config_dirs),
         axes=axes,
         metric=metric,
-        direction=_direction(taken.spec, metric),
+        direction=choose_direction(taken.spec, metric),
         launcher=taken.launcher,
         launcher_words=taken.launcher_words,
         memory=taken.memory,
@@ -154,7 +154,7 @@ class _locked:
 
 
 def _go(table: Table, checker: Checker, machine: Target) -> int:
-    """Runs what is left of a sweep, and shows what it has come to."""
+    """Runs what is left of a sweep, and shows what it has come to. RecipeError: a search that saw no value."""
     left, found = len(to_run(table)), len(table.points)
     if table.head.spec.kind == "grid":
         _say(f"{table.folder.path}: {found} points, {left or 'none'} of them left")
@@ -163,10 +163,26 @@ def _go(table: Table, checker: Checker, machine: Target) -> int:
     with StopRequests() as stop:
         failed, stopped = _run_points(table, checker, machine, stop)
     code = exit_code(table, failed, stopped=stopped)
+    blind = _blind(table) if code == 0 else []
+    code = RecipeError.exit_code if blind else code
     table.set_state("done" if code == 0 else "interrupted" if code == Preempted.exit_code else "failed")
     table.write_page(running=False)
     _print(table)
+    if blind:
+        raise RecipeError(blind)
     return code
+
+
+def _blind(table: Table) -> list[Problem]:
+    """What is wrong with a search none of whose trials gave a value: it has searched nothing."""
+    head, points = table.head, list(table.points.values())
+    done = [point for point in points if point.state == "done"]
+    if head.spec.kind == "grid" or any(has_value(table.follower(p).read(), head.metric) for p in done):
+        return []
+    reasons = [p.reason for p in points if p.state == "invalid"]
+    reasons += [why for p in done if (why := never_has(head.metric, recipe_of(p)))]
+    text = f"none of the {len(points)} trials gave a value of sweep.metric={head.metric}: nothing was searched"
+    return [Problem("sweep.metric", "; ".join([text, *reasons[:1]]), code="sweep.metric")]
 
 
 def _run_points(table: Table, checker: Checker, machine: Target, stop: StopRequests) -> tuple[list[int], bool]:
@@ -213,19 +229,6 @@ def _place(taken: SweepWords) -> tuple[str, SweepFolder]:
     return name, SweepFolder(SWEEPS / name if taken.spec.folder == AUTO else Path(taken.spec.folder))
 
 
-def _metric(spec: SweepSpec, drafts: Sequence[Draft]) -> str:
-    if spec.metric != AUTO:
-        return spec.metric
-    evaluates = all(d.recipe is not None and d.recipe.train.eval_every > 0 for d in drafts)
-    return "valid_loss" if evaluates else "loss"
-
-
-def _direction(spec: SweepSpec, metric: str) -> str:
-    if spec.direction != AUTO:
-        return spec.direction
-    return "maximize" if metric == "tokens_per_second" else "minimize"
-
-
 def _same_sweep(folder: SweepFolder, head: SweepHead, drafts: Sequence[Draft]) -> None:
     """RecipeError: the folder holds a sweep of other points, or of points that have changed."""
     old, points = folder.head(), folder.points()
@@ -253,12 +256,13 @@ def _print(table: Table) -> None:
     keys = [axis.key for axis in head.axes]
     for title in ("#", *keys, "loss", "valid loss", "tokens/s", "steps", "state"):
         printed.add_column(title, justify="left" if title == "state" else "right", overflow="fold")
+    shown = shown_metric(head, table.points.values(), results)
     best: Point | None = None
     for number, point in table.points.items():
-        value = results[number].metric(head.metric)
+        value = results[number].metric(shown.metric)
         if point.state == "done" and value is not None:
-            other = results[best.number].metric(head.metric) if best is not None else None
-            if other is None or is_better(value, other, head.direction):
+            other = results[best.number].metric(shown.metric) if best is not None else None
+            if other is None or is_better(value, other, shown.direction):
                 best = point
     for number, point in list(table.points.items())[:_MOST_ROWS]:
         result, values = results[number], values_of(point)
@@ -270,8 +274,10 @@ def _print(table: Table) -> None:
     console.print(printed)
     if len(table.points) > _MOST_ROWS:
         console.print(f"... and {len(table.points) - _MOST_ROWS} points more")
+    if shown.note:
+        console.print(shown.note, soft_wrap=True)
     if best is not None:
-        console.print(f"best {head.metric}: point {best.number}, {table.folder.run(best)}", soft_wrap=True)
+        console.print(f"best {shown.metric}: point {best.number}, {table.folder.run(best)}", soft_wrap=True)
     console.print(f"page: {table.folder.path / PAGE}", soft_wrap=True)
     if head.state == "interrupted":
         console.print(f"goes on with: megaspec sweep resume {table.folder.path}", soft_wrap=True)

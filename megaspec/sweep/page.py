@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.data.files import write_atomically
+from megaspec.sweep.metric import shown_metric
 from megaspec.sweep.results import Result
 from megaspec.sweep.state import PAGE, Point, SweepHead
 
@@ -22,11 +23,13 @@ def write_page(
 ) -> None:
     """Writes the page, whole or not at all; one of a sweep that runs loads itself again. WriteError."""
     most = max(8, min(MOST_DRAWN, MOST_DRAWN_IN_ALL // max(1, len(points))))
+    shown = shown_metric(head, points, results)
     data = {
         "name": head.name,
         "state": "running" if running else head.state,
-        "metric": head.metric,
-        "direction": head.direction,
+        "metric": shown.metric,
+        "direction": shown.direction,
+        "note": shown.note,
         "keys": [axis.key for axis in head.axes],
         "plain": list(head.plain),
         "trials": head.spec.trials if head.spec.kind == "optuna" else len(points),

@@ -15,6 +15,7 @@ except ImportError:
     optuna = None
 
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.sweep.metric import never_has
 from megaspec.sweep.points import Checker, Draft
 from megaspec.sweep.results import Result
 from megaspec.sweep.state import ENDED, Axis, Point, SweepHead
@@ -64,8 +65,11 @@ class OptunaSearch:
         count = self._head.spec.trials
         point = made.point(number, count=count, name=self._head.name, folder=self._folder)
         point = point.model_copy(update={"params": dict(trial.params)})
-        if made.problems:
-            point = point.to("invalid", reason="; ".join(map(str, made.problems)))
+        reasons = [str(problem) for problem in made.problems]
+        if made.recipe is not None and (why := never_has(self._head.metric, made.recipe)):
+            reasons.append(why)
+        if reasons:
+            point = point.to("invalid", reason="; ".join(reasons))
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
         elif made.fingerprint in self._values:
             point = point.to("repeated", reason="an earlier point is the same")

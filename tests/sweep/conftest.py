@@ -52,8 +52,10 @@ def stubbed(monkeypatch):
 
 
 def sweep(*words: str, name: str = "s", steps: int | None = 2) -> int:
-    """`megaspec train -m` with tiny points, in this process. -> exit code."""
-    return main(["train", "-m", *TINY, f"sweep.name={name}", *([f"train.steps={steps}"] if steps else []), *words])
+    """`megaspec train -m` with tiny points, in this process; words win over TINY. -> exit code."""
+    given = {word.partition("=")[0] for word in words}
+    tiny = [word for word in TINY if word.partition("=")[0] not in given]
+    return main(["train", "-m", *tiny, f"sweep.name={name}", *([f"train.steps={steps}"] if steps else []), *words])
 
 
 def points(name: str = "s") -> dict[int, Point]:
