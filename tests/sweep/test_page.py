@@ -18,15 +18,22 @@ BROWSER = next((b for b in map(shutil.which, ("chromium", "chromium-browser", "g
 NASTY = "</script><script>document.title='broken'</script>\ud800 &amp; \"'"
 
 
-def made(folder: Path, count: int, *, running: bool = False) -> tuple[str, list[Point]]:
+def made(
+    folder: Path,
+    count: int,
+    *,
+    running: bool = False,
+    keys: tuple[str, ...] = ("optim.lr", "model"),
+    metric: str = "loss",
+) -> tuple[str, list[Point]]:
     """A page of a sweep: the second point failed, the third hasn't begun. -> its text and its points."""
     head = SweepHead(
         name="a-sweep",
         spec=SweepSpec(),
         plain=("recipe=hello",),
         config_dirs=(),
-        axes=(Axis(key="optim.lr"), Axis(key="model")),
-        metric="loss",
+        axes=tuple(Axis(key=key) for key in keys),
+        metric=metric,
         direction="minimize",
         launcher="megaspec",
         state="done",
@@ -34,7 +41,7 @@ def made(folder: Path, count: int, *, running: bool = False) -> tuple[str, list[
     points, results = [], {}
     for n in range(1, count + 1):
         state, reason = {2: ("failed", NASTY), 3: ("waiting", "")}.get(n, ("done", ""))
-        overrides = (f"optim.lr={n / 1000}", f"model={'ab'[n % 2]}")
+        overrides = (f"optim.lr={n / 1000}", f"model={'ab'[n % 2]}")[: len(keys)]
         points.append(
             Point(number=n, overrides=overrides, folder=f"{n:02d}", fingerprint="f", state=state, reason=reason, code=0)
         )
@@ -131,3 +138,18 @@ def test_a_sweep_without_a_number_yet_is_shown(tmp_path):
     drawn = dom(tmp_path)
     assert "no numbers yet" in drawn
     assert len(re.findall(r'<tr data-n="', drawn)) == 3
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_one_key_and_its_result_are_a_pair_of_axes_that_every_line_spans(tmp_path):
+    """Compared by a number that no point has: by the loss instead, and the point without one ends at `no result`."""
+    text, _ = made(tmp_path, 4, keys=("optim.lr",), metric="valid_loss")
+    assert json.loads(Found(text).scripts[0])["metric"] == "loss"
+    drawn = dom(tmp_path)
+    note = "no point has a value of sweep.metric=valid_loss: compared by loss instead"
+    assert f'<div class="note" id="note">{note}</div>' in drawn
+    lines = re.findall(r'<path d="M([0-9.]+),[^"]* ([0-9.]+),[0-9.]+" class="point coordinate([^"]*)"', drawn)
+    assert sorted(kind for _, _, kind in lines) == ["", "", " none", " none"]  # the second is nan, the third not begun
+    [(begin, end)] = {(float(begin), float(end)) for begin, end, _ in lines}
+    assert end - begin > 400
+    assert ">no result<" in drawn
