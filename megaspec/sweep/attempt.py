@@ -1,6 +1,7 @@
 """One life of a point's run: started in a process of its own, asked to stop, judged by how it ended. Torch-free."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -19,6 +20,10 @@ from megaspec.sweep.state import Point, State, SweepFolder, recipe_of
 # What a launcher may need beyond the time that its ranks have.
 MARGIN_SECONDS = 10.0
 TAIL_BYTES = 4000
+# Of a reason.
+MOST_CHARACTERS = 400
+# Frames of a traceback, and what libraries say while a process ends.
+_NOISE = re.compile(r"\s|\[(rank\d+\]:\s?\[)?[WI]\d{4}|Traceback \(")
 _STOPPED_BY_US = (Preempted.exit_code, -signal.SIGTERM, -signal.SIGKILL)
 
 
@@ -43,6 +48,7 @@ class Attempt:
         self._asked: State | None = None
         self._deadline = float("inf")
         recipe, run = recipe_of(point), folder.run(point)
+        self._run = run
         self._grace = recipe.launcher.grace_seconds + MARGIN_SECONDS
         if not is_run(run):
             spec = checker.spec(recipe, run, {})
@@ -80,7 +86,7 @@ class Attempt:
             return self.point.to("interrupted", code=code)
         # a crash ends with 1 or a signal, which tell a scheduler nothing
         known = code if code >= RecipeError.exit_code else MegaspecError.exit_code
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else _last_words(self._log)
+        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else _last_words(self._log, self._run)
         return self.point.to("failed", code=known, reason=reason)
 
     def _signal(self, number: int) -> None:
@@ -110,10 +116,35 @@ def end_orphan(point: Point, seconds: float) -> None:
             os.killpg(point.pid, signal.SIGKILL)
 
 
-def _last_words(log: Path) -> str:
-    """The last thing that a run wrote, its own message where there is one."""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    ours = [line.removeprefix("megaspec: ") for line in lines if line.startswith("megaspec: ")]
-    return (ours or lines or [""])[-1][:300]
+def _last_words(log: Path, run: Path) -> str:
+    """Why a run failed: its own message, and where that only names the log of a rank, what the rank wrote last."""
+    lines = _tail(log)
+    told = lines[-1] if lines else ""
+    for line, after in zip(lines, [*lines[1:], ""], strict=False):
+        if line.startswith("megaspec:"):  # alone on a line where several lines follow
+            told = line.removeprefix("megaspec:").strip() or after
+    # a rank that was killed, and not ended, had no time to say why
+    named = re.fullmatch(r"(rank \d+) ended with (exit code \d+); what it wrote: .*/([^/]+)", told)
+    if named:
+        rank, code, name = named.groups()
+        written = _tail(run / "logs" / name)
+        told = f"{written[-1].removeprefix(f'{rank}: ')} ({rank}, {code})" if written else told
+    return _shortened(told)
+
+
+def _tail(log: Path) -> list[str]:
+    """The last lines of a log that say something; none where it can't be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line.rstrip() for line in lines if line.strip() and not _NOISE.match(line)]
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    end = text[-MOST_CHARACTERS // 3 :]
+    return f"{text[: MOST_CHARACTERS - len(end) - 3]}...{end}"

@@ -2,10 +2,11 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Printed
 
@@ -18,10 +19,10 @@ from megaspec.resolve.fits import MEMORY
 from megaspec.resolve.target import Target, detect_target
 from megaspec.sweep import hydra_jobs
 from megaspec.sweep.driver import Driver, Search, Table, exit_code, to_run
-from megaspec.sweep.metric import choose_direction, choose_metric, has_value, never_has, shown_metric
+from megaspec.sweep.metric import Shown, choose_direction, choose_metric, has_value, never_has, shown_metric
 from megaspec.sweep.page import values_of
 from megaspec.sweep.points import Checker, Draft, grid, refuse_invalid, without_repeats
-from megaspec.sweep.results import is_better
+from megaspec.sweep.results import Result, is_better
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
 from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
@@ -32,6 +33,8 @@ SWEEPS = Path("sweeps")
 _KEPT = ("kind", "name", "folder", "seed", "metric", "direction")
 # Points that a table on the terminal shows; the page has all.
 _MOST_ROWS = 60
+# Failed points whose reason it tells.
+_MOST_REASONS = 10
 # Points whose check takes long enough to say so.
 _MANY = 500
 
@@ -257,13 +260,7 @@ def _print(table: Table) -> None:
     for title in ("#", *keys, "loss", "valid loss", "tokens/s", "steps", "state"):
         printed.add_column(title, justify="left" if title == "state" else "right", overflow="fold")
     shown = shown_metric(head, table.points.values(), results)
-    best: Point | None = None
-    for number, point in table.points.items():
-        value = results[number].metric(shown.metric)
-        if point.state == "done" and value is not None:
-            other = results[best.number].metric(shown.metric) if best is not None else None
-            if other is None or is_better(value, other, shown.direction):
-                best = point
+    best = _best(table, results, shown)
     for number, point in list(table.points.items())[:_MOST_ROWS]:
         result, values = results[number], values_of(point)
         state = f"{point.state} ({point.code})" if point.state == "failed" else point.state
@@ -274,6 +271,7 @@ def _print(table: Table) -> None:
     console.print(printed)
     if len(table.points) > _MOST_ROWS:
         console.print(f"... and {len(table.points) - _MOST_ROWS} points more")
+    _print_failed(table, console)
     if shown.note:
         console.print(shown.note, soft_wrap=True)
     if best is not None:
@@ -281,6 +279,26 @@ def _print(table: Table) -> None:
     console.print(f"page: {table.folder.path / PAGE}", soft_wrap=True)
     if head.state == "interrupted":
         console.print(f"goes on with: megaspec sweep resume {table.folder.path}", soft_wrap=True)
+
+
+def _best(table: Table, results: Mapping[int, Result], shown: Shown) -> Point | None:
+    best: Point | None = None
+    for number, point in table.points.items():
+        value = results[number].metric(shown.metric)
+        if point.state == "done" and value is not None:
+            other = results[best.number].metric(shown.metric) if best is not None else None
+            if other is None or is_better(value, other, shown.direction):
+                best = point
+    return best
+
+
+def _print_failed(table: Table, console: Console) -> None:
+    failed = [point for point in table.points.values() if point.state == "failed"]
+    for point in failed[:_MOST_REASONS]:
+        text = f"point {point.number} failed: {point.reason}; its log: {table.folder.log(point)}"
+        console.print(text, soft_wrap=True, markup=False)
+    if len(failed) > _MOST_REASONS:
+        console.print(f"... and {len(failed) - _MOST_REASONS} more that failed")
 
 
 def _number(value: float | None) -> str:
