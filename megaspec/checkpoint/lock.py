@@ -158,6 +158,18 @@ class RunLock:
         self._thread.start()
         return self
 
+    def is_held(self) -> bool:
+        """Whether somebody who lives holds the lock; takes nothing. One of another machine is watched as in `acquire`."""
+        token, kind = self._highest()
+        if kind != "json":
+            return False
+        try:
+            has_flock = self._take_flock()
+        except OSError:  # a folder that may only be read
+            has_flock = False
+        self._drop_flock()
+        return self._lives(token, decode_holder(self._read(f"{token:08d}.json")), has_flock)
+
     def check(self) -> None:
         """Raise RunLockedError when another job has taken the lock over; to be called right before publishing."""
         assert self._token, f"{self.folder}: the lock was released, or never acquired"

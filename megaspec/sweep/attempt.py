@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from megaspec.checkpoint.lock import RunLock
 from megaspec.core.errors import DataError, MegaspecError, Preempted, RecipeError
 from megaspec.plugins import plugin_flags
 from megaspec.run_folder import is_run, write_run
@@ -101,19 +102,33 @@ def refused(point: Point, error: RecipeError | DataError) -> Point:
 
 def end_orphan(point: Point, seconds: float) -> None:
     """Stops the run of a point whose sweep was killed, if it still goes on: it saves, or is killed `seconds` later."""
-    if point.pid is None:
-        return
     try:
-        process = psutil.Process(point.pid)
-        if not child.is_run_of(process.cmdline(), point.folder):
-            return
-        process.terminate()
-        process.wait(seconds)
+        process = _process_of(point)
+        if process is not None:
+            process.terminate()
+            process.wait(seconds)
     except psutil.NoSuchProcess:
         return
     except psutil.TimeoutExpired:
+        assert point.pid is not None, f"point {point.number} has no process"
         with suppress(ProcessLookupError):
             os.killpg(point.pid, signal.SIGKILL)
+
+
+def goes_on(point: Point, run: Path) -> bool:
+    """Whether a point is being run, here or on another machine: somebody holds its lock, or is about to take it."""
+    return _process_of(point) is not None or RunLock(run).is_held()
+
+
+def _process_of(point: Point) -> psutil.Process | None:
+    """The process that runs a point on this machine; a number that went to another process is none."""
+    if point.pid is None:
+        return None
+    try:
+        process = psutil.Process(point.pid)
+        return process if child.is_run_of(process.cmdline(), point.folder) else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def _last_words(log: Path, run: Path) -> str:

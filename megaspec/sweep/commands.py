@@ -18,7 +18,7 @@ from megaspec.data.files import write_error
 from megaspec.resolve.fits import MEMORY
 from megaspec.resolve.target import Target, detect_target
 from megaspec.sweep import hydra_jobs
-from megaspec.sweep.driver import Driver, Search, Table, exit_code, to_run
+from megaspec.sweep.driver import Driver, Search, Table, exit_code, look, to_run
 from megaspec.sweep.metric import Shown, choose_direction, choose_metric, has_value, never_has, shown_metric
 from megaspec.sweep.page import values_of
 from megaspec.sweep.points import Checker, Draft, grid, refuse_invalid, without_repeats
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep_command == "resume":
         return resume_sweep(args.folder, args.words)
     table = Table(SweepFolder(args.folder), SweepFolder(args.folder).head())
-    table.write_page(running=table.head.state == "running")
+    table.write_page(running=look(table))
     _print(table)
     return 0
 

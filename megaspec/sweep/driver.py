@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from megaspec.checkpoint.lock import RunLock
 from megaspec.core.errors import DataError, Preempted, RecipeError
-from megaspec.sweep.attempt import Attempt, end_orphan, refused
+from megaspec.sweep.attempt import Attempt, end_orphan, goes_on, refused
 from megaspec.sweep.page import write_page
 from megaspec.sweep.points import Checker
 from megaspec.sweep.results import Follower, Result
@@ -216,9 +217,26 @@ def settled(table: Table) -> list[int]:
         point = table.points[number]
         if point.state == "running":
             end_orphan(point, ORPHAN_SECONDS)
-            is_done = table.follower(point).read().is_done
-            table.put(point.to("done", code=0) if is_done else point.to("interrupted"))
+            table.put(_left(table, point))
     return to_run(table)
+
+
+def look(table: Table) -> bool:
+    """Whether a process runs the sweep. Where none does, the table, and no file, is put right about what was killed."""
+    if RunLock(table.folder.path).is_held():
+        return True
+    for number, point in table.points.items():
+        if point.state == "running" and not goes_on(point, table.folder.run(point)):
+            table.points[number] = _left(table, point)
+    if table.head.state == "running":
+        table.head = table.head.model_copy(update={"state": "interrupted"})
+    return False
+
+
+def _left(table: Table, point: Point) -> Point:
+    """A point that was running when its sweep was killed."""
+    is_done = table.follower(point).read().is_done
+    return point.to("done", code=0) if is_done else point.to("interrupted")
 
 
 def exit_code(table: Table, failed: list[int], *, stopped: bool) -> int:

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -220,3 +223,37 @@ def test_points_that_do_not_fit_the_memory_are_refused_unless_told(monkeypatch, 
     assert not Path("sweeps").exists()
     assert main([*command, "memory=ignore"]) == 0
     assert states() == ["done", "done"]
+
+
+def test_show_asks_who_runs_the_sweep_and_its_points(capsys):
+    """Three points that stand as running: of a run that has ended, of one that is held, and of one that is gone."""
+    assert sweep("data.seed=1,2,3") == 0
+    folder, found = SweepFolder(Path("sweeps/s")), points()
+    folder.write_head(folder.head().model_copy(update={"state": "running"}))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for point in found.values():
+        folder.append(point.to("running", pid=dead.pid))
+    for number in (2, 3):
+        metrics = folder.run(found[number]) / "metrics.jsonl"
+        metrics.write_text("".join(line for line in metrics.open() if '"end"' not in line))
+    before = Path("sweeps/s/points.jsonl").read_bytes()
+
+    def shown():
+        capsys.readouterr()
+        assert main(["sweep", "show", "sweeps/s"]) == 0
+        out = capsys.readouterr().out
+        states = [row.split()[-1] for row in out.splitlines() if re.match(r"\d ", row)]
+        return states, "goes on with: megaspec sweep resume sweeps/s" in out
+
+    with RunLock(folder.path):
+        assert shown() == (["running"] * 3, False)
+        assert '"state": "running", "metric"' in Path("sweeps/s/index.html").read_text()
+    with RunLock(folder.run(found[2])):
+        assert shown() == (["done", "running", "interrupted"], True)
+    leave = "import os; from megaspec.checkpoint.lock import RunLock; RunLock('sweeps/s').acquire(); os._exit(9)"
+    killed = [sys.executable, "-c", leave]
+    assert subprocess.run(killed, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 9
+    assert shown() == (["done", "interrupted", "interrupted"], True)
+    assert '"state": "interrupted", "metric"' in Path("sweeps/s/index.html").read_text()
+    assert Path("sweeps/s/points.jsonl").read_bytes() == before

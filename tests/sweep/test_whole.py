@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megaspec.cli import main
 from tests.sweep.conftest import TINY, points, states
 
 ROOT = Path(__file__).parents[2]
@@ -72,9 +73,16 @@ def assert_each_ran_once(count: int, steps: int) -> None:
     assert runs_left() == []
 
 
-def test_a_killed_sweep_goes_on():
+def test_a_killed_sweep_goes_on(capsys):
     words = ("optim.lr=1e-3,3e-3", "train.steps=150", "checkpoint.every=20")
     assert life(signal.SIGKILL, 20, *words) == -signal.SIGKILL
+    while runs_left():
+        time.sleep(0.05)
+    assert states() == ["running", "running"]  # nobody was left to write what became of them
+    assert main(["sweep", "show", "sweeps/s"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("interrupted") == 2
+    assert "goes on with: megaspec sweep resume sweeps/s" in out
     finish(*words)
     assert_each_ran_once(2, 150)
     assert len(starts_of(Path("sweeps/s", points()[1].folder))) == 2
