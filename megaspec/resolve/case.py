@@ -1,8 +1,9 @@
 """What a rule looks at."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt, lcm
+from typing import Any
 
 from megaspec.core.errors import Problem
 from megaspec.nn.spec import MlaSpec, MoeSpec
@@ -25,6 +26,10 @@ class Case:
     facts: Facts
     decided: frozenset[str]
     """Paths that the resolver filled."""
+    trial: Callable[[str, Mapping[str, Any]], bool] | None = None
+    """Whether changes of settings keep the rule of a code and break no other. None: what is suggested is not tried."""
+    mends: Callable[[Mapping[str, Any]], bool] | None = None
+    """`trial` for the rule that looks."""
 
     @property
     def tp(self) -> int:
@@ -104,12 +109,10 @@ def can_split_sequences(*, tp: int, cp: int, seq_len: int, max_seq_len: int) -> 
 
 def legal_tp(case: Case) -> list[int]:
     """Tensor-parallel degrees that divide everything of the model that they have to divide; 1 at least."""
-    model, moe, mla = case.recipe.model, case.moe, case.mla
+    model, moe = case.recipe.model, case.moe
     heads, kv_heads = model.n_heads, model.n_kv_heads
     widths = [] if moe and not case.dense_layers else [model.d_ffn]
     widths += [moe.d_shared] if moe and moe.d_shared else []
-    widths += [mla.q_rank] if mla and mla.q_rank else []
-    widths += [mla.kv_rank + mla.d_rope] if mla else []
     return [
         t
         for t in divisors(heads)
@@ -128,7 +131,12 @@ def nearest(value: int, legal: Sequence[int], *, most: int = 6) -> list[int]:
     return sorted(sorted(legal, key=lambda one: abs(one - value))[:most])
 
 
+def widths(value: int, of: int) -> list[int]:
+    """The nearest multiples of a number, and after them those that fp8 products take, too: 16 and 32 of them."""
+    return [width for unit in (1, 16, 32) for width in nearest(value, multiples(value, unit * of), most=2)]
+
+
 def multiples(value: int, of: int) -> list[int]:
-    """The multiples of a number next to a value: below (when there is one) and above."""
+    """The multiples of a number around a value, up to eight on each side, ascending."""
     below = value // of * of
-    return [m for m in (below, below + of) if m > 0]
+    return [m for m in range(below - 7 * of, below + 9 * of, of) if m > 0]

@@ -32,8 +32,8 @@ def _router(*settings: str, base: str = "n_experts: 8") -> str:
     return _moe(f"router: {{{', '.join(settings)}}}", base=base)
 
 
-def _mla(kv_rank: int = 32, d_rope: int = 16) -> str:
-    return f"model.mla={{kv_rank: {kv_rank}, d_nope: 16, d_rope: {d_rope}, d_value: 32}}"
+def _mla(d_rope: int = 16) -> str:
+    return f"model.mla={{kv_rank: 32, d_nope: 16, d_rope: {d_rope}, d_value: 32}}"
 
 
 _FP8 = "precision.kind=fp8"
@@ -227,7 +227,6 @@ _MODEL = {
     "mla-qk-norm": Example(
         (_mla(), "model.n_kv_heads=4", "model.qk_norm=true"), ("model.qk_norm=false",), "model.qk_norm"
     ),
-    "mla-tp": Example((_mla(kv_rank=33), "model.n_kv_heads=4", _TP2), ("model.mla.kv_rank=32",), "parallelism.tp"),
     "kernel-attention": Example(
         ("kernels.attention=sdpa", "model.attention_dropout=0.1"),
         ("kernels.attention=reference",),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,8 +16,9 @@ from megaspec.resolve.case import Case
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import FILLS, Draft
 from megaspec.resolve.formula import degrees
-from megaspec.resolve.rules import broken_rules
+from megaspec.resolve.rules import broken_rules, is_legal
 from megaspec.resolve.target import Target
+from megaspec.resolve.trials import trials
 from megaspec.spec import Decision, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -68,7 +69,9 @@ def settle(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, s
     decisions = tuple(draft.decisions)
     filled = _typed(draft.content, {**origins, **{d.key: f"decided: {d.reason}" for d in decisions}})
     case = Case(filled, target, facts, frozenset(d.key for d in decisions))
-    problems = broken_rules(case, decisions=decisions, origins=origins)
+    problems = []
+    if not is_legal(case):
+        problems = broken_rules(replace(case, trial=trials(recipe, case)), decisions=decisions, origins=origins)
     data_problems = [
         Problem(p.key, p.message, p.origin or origin_of(origins, p.key), p.code)
         for p in (*facts.problems, *draft.problems)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import origin_of
@@ -88,7 +89,6 @@ RULES: dict[str, Rule] = {
     "mla-head": rules_model.latent_heads_have_their_parts,
     "mla-rope": rules_model.latent_rotary_part_is_even,
     "mla-qk-norm": rules_model.latent_attention_has_its_own_norms,
-    "mla-tp": rules_model.tp_divides_latents,
     "precision-gpu": rules_precision.precision_runs_on_the_gpu,
     "fp8-gpu": rules_precision.fp8_runs_on_the_gpu,
     "fp8-layers": rules_precision.fp8_leaves_layers_to_itself,
@@ -122,12 +122,17 @@ def is_legal(case: Case) -> bool:
     return all(rule(case) is None for rule in RULES.values())
 
 
+def broken_codes(case: Case) -> frozenset[str]:
+    """The codes of the rules that are broken."""
+    return frozenset(code for code, rule in RULES.items() if rule(case) is not None)
+
+
 def broken_rules(case: Case, *, decisions: tuple[Decision, ...], origins: Mapping[str, str]) -> list[Problem]:
     """Every problem, with its code and where the value is from: a file, the command line, or our own decision."""
     reasons = {d.key: f"decided: {d.reason}" for d in decisions}
     problems = []
     for code, rule in RULES.items():
-        problem = rule(case)
+        problem = rule(case if case.trial is None else replace(case, mends=partial(case.trial, code)))
         if problem is not None:
             origin = reasons.get(problem.key) or origin_of(origins, problem.key)
             problems.append(replace(problem, code=code, origin=origin))

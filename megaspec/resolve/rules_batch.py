@@ -1,9 +1,11 @@
 """Rules about batches, evaluation and data."""
 
+from math import lcm
+
 from megaspec.core.errors import Problem
-from megaspec.core.problems import one_of
 from megaspec.data.spec import IndexedSpec
-from megaspec.resolve.case import LONGEST_RAMP, Case, divisors, multiples, nearest
+from megaspec.resolve.case import LONGEST_RAMP, Case, divisors, multiples
+from megaspec.resolve.ways import Way, way_out
 
 
 def global_batch_divides(case: Case) -> Problem | None:
@@ -12,11 +14,14 @@ def global_batch_divides(case: Case) -> Problem | None:
     if train.global_batch % (train.micro_batch if case.dp_is_open else unit) == 0:
         return None
     text = f"train.global_batch={train.global_batch} must be a multiple of train.micro_batch={train.micro_batch}"
-    text += f" · dp={case.dp} = {unit}; try {one_of(multiples(train.global_batch, unit))}"
-    if train.global_batch % case.dp == 0:
-        legal = nearest(train.micro_batch, divisors(train.global_batch // case.dp), most=3)
-        text += f", or train.micro_batch={one_of(legal)}"
-    return Problem("train.global_batch", text)
+    text += f" · dp={case.dp} = {unit}"
+    shares = divisors(train.global_batch // case.dp) if train.global_batch % case.dp == 0 else []
+    way = way_out(
+        case,
+        Way("train.global_batch", multiples(train.global_batch, unit), train.global_batch, most=2),
+        Way("train.micro_batch", shares, train.micro_batch, most=3),
+    )
+    return Problem("train.global_batch", f"{text}; {way}")
 
 
 def ramp_starts_below_the_batch(case: Case) -> Problem | None:
@@ -37,12 +42,35 @@ def ramp_reaches_the_batch(case: Case) -> Problem | None:
     if rest // ramp.increment > LONGEST_RAMP:
         text = f"train.batch_ramp.increment={ramp.increment} leads from {ramp.start} to train.global_batch={full} in"
         text += f" {rest // ramp.increment} increments, {LONGEST_RAMP} at most are possible"
-        return Problem("train.batch_ramp.increment", f"{text}; try {rest // 100 or rest}")
+        return Problem("train.batch_ramp.increment", f"{text}; {_other_ramp(case)}")
     if rest % ramp.increment == 0:
         return None
     text = f"train.batch_ramp.increment={ramp.increment} must divide train.global_batch - train.batch_ramp.start"
-    text += f" = {rest}; try {one_of(nearest(ramp.increment, divisors(rest)))}"
-    return Problem("train.batch_ramp.increment", text)
+    return Problem("train.batch_ramp.increment", f"{text} = {rest}; {_other_ramp(case)}")
+
+
+def _other_ramp(case: Case) -> str:
+    train, ramp = case.recipe.train, case.recipe.train.batch_ramp
+    rest, unit = train.global_batch - ramp.start, train.micro_batch * case.dp
+    legal = [n for n in divisors(rest) if rest // n <= LONGEST_RAMP]
+    whole = [n for n in legal if n % unit == 0] or legal
+    return way_out(
+        case,
+        Way("train.batch_ramp.increment", whole, ramp.increment),
+        Way("train.batch_ramp.start", _other_starts(case), ramp.start, most=3),
+        Way(
+            "train.global_batch", [ramp.start + m for m in multiples(rest, ramp.increment)], train.global_batch, most=2
+        ),
+    )
+
+
+def _other_starts(case: Case) -> list[int]:
+    """First batches from which whole increments lead to the global batch, those near the one that is set."""
+    train, ramp = case.recipe.train, case.recipe.train.batch_ramp
+    step = lcm(train.micro_batch * case.dp, ramp.increment)
+    first = (train.global_batch - ramp.start) // step
+    starts = [train.global_batch - n * step for n in range(max(1, first - 6), first + 7)]
+    return [start for start in starts if start > 0]
 
 
 def ramp_stages_divide(case: Case) -> Problem | None:
@@ -53,8 +81,16 @@ def ramp_stages_divide(case: Case) -> Problem | None:
         return None
     key, value = ("start", ramp.start) if ramp.start % unit else ("increment", ramp.increment)
     text = f"train.batch_ramp.{key}={value} must be a multiple of train.micro_batch={train.micro_batch}"
-    text += f" · dp={case.dp} = {unit}; try {one_of(multiples(value, unit))}"
-    return Problem(f"train.batch_ramp.{key}", text)
+    text += f" · dp={case.dp} = {unit}"
+    rest = train.global_batch - ramp.start
+    legal = _other_starts(case) if key == "start" else [n for n in divisors(max(1, rest)) if n % unit == 0]
+    share = train.global_batch // case.dp if train.global_batch % case.dp == 0 else 1
+    way = way_out(
+        case,
+        Way(f"train.batch_ramp.{key}", legal or multiples(value, unit), value, most=2),
+        Way("train.micro_batch", divisors(share), train.micro_batch, most=3),
+    )
+    return Problem(f"train.batch_ramp.{key}", f"{text}; {way}")
 
 
 def split_holds_training_data(case: Case) -> Problem | None:

@@ -2,7 +2,8 @@
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, show
-from megaspec.resolve.case import Case, divisors, multiples, nearest, sequence_unit
+from megaspec.resolve.case import Case, divisors, multiples, sequence_unit
+from megaspec.resolve.ways import Way, way_out
 
 
 def sequence_splits_over_cp(case: Case) -> Problem | None:
@@ -13,9 +14,9 @@ def sequence_splits_over_cp(case: Case) -> Problem | None:
         return None
     unit = f"{chunks} · parallelism.cp={case.cp} = {chunks * case.cp}" if chunks > 1 else f"parallelism.cp={case.cp}"
     text = f"data.seq_len={seq_len} must be a multiple of {unit} with parallelism.context.kind={kind}"
-    text += f"; try {one_of(multiples(seq_len, sequence_unit(case)))}"
-    legal = [c for c in divisors(seq_len) if seq_len % (chunks * c) == 0]
-    return Problem("data.seq_len", f"{text}, or parallelism.cp={one_of(nearest(case.cp, legal, most=3))}")
+    legal = [c for c in divisors(seq_len) if c == 1 or seq_len % (chunks * c) == 0]
+    lengths = Way("data.seq_len", multiples(seq_len, sequence_unit(case)), seq_len, most=2)
+    return Problem("data.seq_len", f"{text}; {way_out(case, lengths, Way('parallelism.cp', legal, case.cp, most=3))}")
 
 
 def heads_split_over_cp(case: Case) -> Problem | None:
@@ -32,10 +33,14 @@ def heads_split_over_cp(case: Case) -> Problem | None:
         return None
     key = "parallelism.cp" if context.kind == "all_to_all" else "parallelism.context.factors"
     value = str(case.cp) if context.kind == "all_to_all" else str(list(context.factors))
-    legal = nearest(ranks, [r for r in divisors(kv_heads) if heads % r == 0])
+    legal = [r for r in divisors(kv_heads) if heads % r == 0]
     text = f"{key}={value}: an all-to-all over {ranks} ranks must divide the heads of a rank, model.{name}="
-    text += f"{getattr(model, name)} / parallelism.tp={case.tp} = {own}; try {one_of(legal)}"
-    return Problem(key, f"{text}, or parallelism.context.kind=ring")
+    text += f"{getattr(model, name)} / parallelism.tp={case.tp} = {own}"
+    if context.kind == "hierarchical":
+        pairs = [[r, case.cp // r] for r in legal if case.cp % r == 0]
+        return Problem(key, f"{text}; {way_out(case, Way(key, pairs))}")
+    kinds = Way("parallelism.context.kind", ("ring", "all_gather"), most=1)
+    return Problem(key, f"{text}; {way_out(case, Way(key, legal, ranks), kinds)}")
 
 
 def hierarchical_has_factors(case: Case) -> Problem | None:

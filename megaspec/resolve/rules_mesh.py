@@ -3,9 +3,10 @@
 from megaspec.core.axes import world_size
 from megaspec.core.errors import Problem
 from megaspec.core.problems import did_you_mean, one_of
-from megaspec.resolve.case import Case, divisors, legal_tp, multiples, nearest, sequence_unit
+from megaspec.resolve.case import Case, divisors, legal_tp, multiples, sequence_unit, widths
 from megaspec.resolve.formula import degrees
 from megaspec.resolve.hardware import HARDWARE
+from megaspec.resolve.ways import Way, way_out
 
 
 def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:
@@ -27,21 +28,28 @@ def degrees_make_the_world(case: Case) -> Problem | None:
     is_free = not {f"parallelism.{shares}", "parallelism.tp"}.isdisjoint(case.decided)
     if len(given) == 1 and is_free:
         [(axis, n)] = given.items()
-        legal = one_of(nearest(n, divisors(ranks)))
-        text = f"parallelism.{axis}={n} must divide launcher.ranks={ranks}; try {legal}"
-        return Problem(f"parallelism.{axis}", text)
+        text = f"parallelism.{axis}={n} must divide launcher.ranks={ranks}"
+        way = way_out(case, Way(f"parallelism.{axis}", divisors(ranks), n), _worlds(case, n))
+        return Problem(f"parallelism.{axis}", f"{text}; {way}")
     fixed = world_size(said)
     product = " · ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis in said)
     axis = max(given, key=lambda name: given[name], default="")
-    smaller = [d for d in divisors(ranks) if axis and ranks % (fixed // given[axis] * d) == 0]
-    way_out = f"launcher.ranks={one_of(multiples(ranks, fixed) if is_free else [fixed])}"
-    if smaller and is_free:
-        way_out += f", or parallelism.{axis}={one_of(nearest(given[axis], smaller, most=3))}"
+    ways = [_worlds(case, fixed) if is_free else Way("launcher.ranks", [fixed])]
+    for name in sorted(given, key=lambda one: -given[one]):
+        fitting = [d for d in divisors(ranks) if ranks % (fixed // given[name] * d) == 0]
+        ways.append(Way(f"parallelism.{name}", fitting, given[name], most=3))
     if "launcher.ranks" in case.decided and axis:
         text = f"parallelism.{axis}={given[axis]}: the degrees, {product} = {world_size(sizes)}"
-        return Problem(f"parallelism.{axis}", f"{text}, must make launcher.ranks={ranks}; try {way_out}")
+        way = way_out(case, *ways, key=f"parallelism.{axis}")
+        return Problem(f"parallelism.{axis}", f"{text}, must make launcher.ranks={ranks}; {way}")
     text = f"launcher.ranks={ranks} must be the product of the degrees, {product} = {world_size(sizes)}"
-    return Problem("launcher.ranks", f"{text}; try {way_out}")
+    return Problem("launcher.ranks", f"{text}; {way_out(case, *ways)}")
+
+
+def _worlds(case: Case, of: int) -> Way:
+    """Numbers of ranks that are multiples of a product of degrees."""
+    ranks = case.recipe.launcher.ranks
+    return Way("launcher.ranks", multiples(ranks, of), ranks, most=2)
 
 
 def a_gpu_for_each_rank(case: Case) -> Problem | None:
@@ -53,8 +61,13 @@ def a_gpu_for_each_rank(case: Case) -> Problem | None:
     if started_elsewhere:
         text = f"torchrun started {ranks} ranks on a machine with {case.target.gpus} GPUs; start {case.target.gpus}"
         return Problem("", text)
-    text = f"launcher.ranks={ranks} must be at most the machine's {case.target.gpus} GPUs; try {case.target.gpus}"
-    return Problem("launcher.ranks", text)
+    text = f"launcher.ranks={ranks} must be at most the machine's {case.target.gpus} GPUs"
+    inner = case.pp * case.cp * case.tp
+    fewer = [n for n in range(1, case.target.gpus + 1) if n % inner == 0]
+    way = way_out(case, Way("launcher.ranks", fewer, ranks, most=1)) if fewer else ""
+    if not fewer or not way.startswith("try"):
+        way = f"pp · cp · tp = {inner} leave room for no fewer: lower these degrees with it, or plan for more GPUs"
+    return Problem("launcher.ranks", f"{text}; {way}")
 
 
 def named_hardware_is_known(case: Case) -> Problem | None:
@@ -71,8 +84,9 @@ def tp_divides_heads(case: Case) -> Problem | None:
     heads = case.recipe.model.n_heads
     if heads % case.tp == 0:
         return None
-    legal = one_of(nearest(case.tp, legal_tp(case)))
-    return Problem("parallelism.tp", f"parallelism.tp={case.tp} must divide model.n_heads={heads}; try {legal}")
+    ways = Way("parallelism.tp", legal_tp(case), case.tp), Way("model.n_heads", multiples(heads, case.tp), heads, 2)
+    text = f"parallelism.tp={case.tp} must divide model.n_heads={heads}"
+    return Problem("parallelism.tp", f"{text}; {way_out(case, *ways)}")
 
 
 def tp_fits_kv_heads(case: Case) -> Problem | None:
@@ -81,7 +95,9 @@ def tp_fits_kv_heads(case: Case) -> Problem | None:
     if kv % case.tp == 0 or case.tp % kv == 0:
         return None
     text = f"parallelism.tp={case.tp} must divide model.n_kv_heads={kv} or be a multiple of it"
-    return Problem("parallelism.tp", f"{text}; try {one_of(nearest(case.tp, legal_tp(case)))}")
+    legal = [n for n in divisors(case.recipe.model.n_heads) if n % case.tp == 0 or case.tp % n == 0]
+    ways = Way("parallelism.tp", legal_tp(case), case.tp), Way("model.n_kv_heads", legal, kv, most=3)
+    return Problem("parallelism.tp", f"{text}; {way_out(case, *ways)}")
 
 
 def tp_divides_ffn(case: Case) -> Problem | None:
@@ -89,9 +105,9 @@ def tp_divides_ffn(case: Case) -> Problem | None:
     width = case.recipe.model.d_ffn
     if width % case.tp == 0 or case.dense_layers == 0:
         return None
-    wider = one_of(multiples(width, case.tp))
-    text = f"parallelism.tp={case.tp} must divide model.d_ffn={width}; try {one_of(nearest(case.tp, legal_tp(case)))}"
-    return Problem("parallelism.tp", f"{text}, or model.d_ffn={wider}")
+    ways = Way("parallelism.tp", legal_tp(case), case.tp), Way("model.d_ffn", widths(width, case.tp), most=2)
+    text = f"parallelism.tp={case.tp} must divide model.d_ffn={width}"
+    return Problem("parallelism.tp", f"{text}; {way_out(case, *ways)}")
 
 
 def sequence_parallel_needs_tp(case: Case) -> Problem | None:
@@ -110,8 +126,13 @@ def sequence_splits_over_tp(case: Case) -> Problem | None:
         return None
     unit = f"parallelism.cp={case.cp} · parallelism.tp={case.tp}" if case.cp > 1 else f"parallelism.tp={case.tp}"
     text = f"data.seq_len={seq_len} must be a multiple of {unit} under sequence parallel"
-    legal = one_of(multiples(seq_len, sequence_unit(case)))
-    return Problem("data.seq_len", f"{text}; try {legal}, or parallelism.sequence_parallel=false")
+    way = way_out(
+        case,
+        Way("data.seq_len", multiples(seq_len, sequence_unit(case)), seq_len, most=2),
+        Way("parallelism.sequence_parallel", (False,)),
+        Way("parallelism.tp", [n for n in legal_tp(case) if part % n == 0], case.tp, most=3),
+    )
+    return Problem("data.seq_len", f"{text}; {way}")
 
 
 def longest_sequence_splits_over_tp(case: Case) -> Problem | None:
@@ -120,8 +141,12 @@ def longest_sequence_splits_over_tp(case: Case) -> Problem | None:
     if not case.recipe.parallelism.sequence_parallel or longest % case.tp == 0:
         return None
     text = f"model.max_seq_len={longest} must be a multiple of parallelism.tp={case.tp} under sequence parallel"
-    legal = one_of(multiples(longest, case.tp))
-    return Problem("model.max_seq_len", f"{text}; try {legal}, or parallelism.sequence_parallel=false")
+    way = way_out(
+        case,
+        Way("model.max_seq_len", multiples(longest, case.tp), longest, most=2),
+        Way("parallelism.sequence_parallel", (False,)),
+    )
+    return Problem("model.max_seq_len", f"{text}; {way}")
 
 
 def replicas_share_nothing(case: Case) -> Problem | None:
@@ -150,7 +175,8 @@ def fsdp_has_one_replica(case: Case) -> Problem | None:
     if parallelism.dp_strategy != "fsdp" or parallelism.dp_replicate == 1 or parallelism.dp_shard == 1:
         return None
     text = f"parallelism.dp_replicate={parallelism.dp_replicate} must be 1 with parallelism.dp_strategy=fsdp"
-    return Problem("parallelism.dp_replicate", f"{text}; set it to 1, or dp_strategy=hsdp")
+    ways = Way("parallelism.dp_replicate", (1,)), Way("parallelism.dp_strategy", ("hsdp",))
+    return Problem("parallelism.dp_replicate", f"{text}; {way_out(case, *ways)}")
 
 
 def hsdp_shards_and_replicates(case: Case) -> Problem | None:
@@ -161,9 +187,9 @@ def hsdp_shards_and_replicates(case: Case) -> Problem | None:
     name = "dp_shard" if parallelism.dp_shard == 1 else "dp_replicate"
     other = "replicate" if parallelism.dp_shard == 1 else "fsdp"
     legal = [d for d in divisors(case.dp) if 1 < d < case.dp]
-    way_out = f"try {name}={one_of(nearest(case.dp, legal, most=3))}, or" if legal else "set"
+    ways = Way(f"parallelism.{name}", legal, case.dp, most=3), Way("parallelism.dp_strategy", (other,))
     text = f"parallelism.{name}=1 must be at least 2 with parallelism.dp_strategy=hsdp over {case.dp} data-parallel"
-    return Problem(f"parallelism.{name}", f"{text} ranks; {way_out} dp_strategy={other}")
+    return Problem(f"parallelism.{name}", f"{text} ranks; {way_out(case, *ways)}")
 
 
 def reduced_gradients_have_ranks(case: Case) -> Problem | None:

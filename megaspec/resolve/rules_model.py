@@ -1,10 +1,10 @@
 """Rules about the model and its vocabulary, and kernels."""
 
 from megaspec.core.errors import Problem
-from megaspec.core.problems import one_of
 from megaspec.model.llama.spec import LlamaSpec
 from megaspec.nn.spec import Llama3RopeScaling
-from megaspec.resolve.case import Case, divisors, legal_tp, multiples, nearest
+from megaspec.resolve.case import Case, divisors, multiples, sequence_unit
+from megaspec.resolve.ways import Way, way_out
 from megaspec_kernels.catalog import choose, unmet
 
 
@@ -13,8 +13,9 @@ def kv_heads_divide_heads(case: Case) -> Problem | None:
     heads, kv = case.recipe.model.n_heads, case.recipe.model.n_kv_heads
     if heads % kv == 0:
         return None
-    legal = one_of(nearest(kv, divisors(heads)))
-    return Problem("model.n_kv_heads", f"model.n_kv_heads={kv} must divide model.n_heads={heads}; try {legal}")
+    ways = Way("model.n_kv_heads", divisors(heads), kv), Way("model.n_heads", multiples(heads, kv), heads, most=2)
+    text = f"model.n_kv_heads={kv} must divide model.n_heads={heads}"
+    return Problem("model.n_kv_heads", f"{text}; {way_out(case, *ways)}")
 
 
 def heads_divide_width(case: Case) -> Problem | None:
@@ -23,7 +24,11 @@ def heads_divide_width(case: Case) -> Problem | None:
     if "model.d_head" not in case.decided or case.mla is not None or width % heads == 0:
         return None
     text = f"model.n_heads={heads} must divide model.d_model={width} when model.d_head is auto"
-    return Problem("model.n_heads", f"{text}; try {one_of(nearest(heads, divisors(width)))}, or set model.d_head")
+    ways = (
+        Way("model.n_heads", divisors(width), heads),
+        Way("model.d_model", multiples(width, 2 * heads), width, most=2),
+    )
+    return Problem("model.n_heads", f"{text}; {way_out(case, *ways)}, or set model.d_head")
 
 
 def rotary_heads_are_even(case: Case) -> Problem | None:
@@ -31,8 +36,15 @@ def rotary_heads_are_even(case: Case) -> Problem | None:
     model = case.recipe.model
     if not isinstance(model, LlamaSpec) or model.mla is not None or model.d_head % 2 == 0:
         return None
-    text = f"model.d_head={model.d_head} must be even for rotary positions; try {one_of(multiples(model.d_head, 2))}"
-    return Problem("model.d_head", text)
+    text = f"model.d_head={model.d_head} must be even for rotary positions"
+    ways = Way("model.d_head", multiples(model.d_head, 2), model.d_head, most=2), _widths_of_even_heads(case)
+    return Problem("model.d_head", f"{text}; {way_out(case, *ways)}")
+
+
+def _widths_of_even_heads(case: Case) -> Way:
+    """Widths of the model whose heads are even, where they follow from it."""
+    width, unit = case.recipe.model.d_model, 2 * case.recipe.model.n_heads
+    return Way("model.d_model", multiples(width, unit) if "model.d_head" in case.decided else (), width, most=2)
 
 
 def rotary_scaling_is_ordered(case: Case) -> Problem | None:
@@ -50,8 +62,15 @@ def sequences_fit_the_model(case: Case) -> Problem | None:
     longest, seq_len = case.recipe.model.max_seq_len, case.recipe.data.seq_len
     if seq_len <= longest:
         return None
-    text = f"data.seq_len={seq_len} must be at most model.max_seq_len={longest}; try {longest}"
-    return Problem("data.seq_len", f"{text}, or model.max_seq_len={seq_len}")
+    text = f"data.seq_len={seq_len} must be at most model.max_seq_len={longest}"
+    unit = sequence_unit(case)
+    shorter = [longest, *reversed(multiples(longest, unit)[:8])]
+    longer = [seq_len, *(m for m in multiples(seq_len, case.tp) if m > seq_len)]
+    ways = (
+        Way("data.seq_len", [n for n in shorter if n <= longest], most=1),
+        Way("model.max_seq_len", longer, most=1),
+    )
+    return Problem("data.seq_len", f"{text}; {way_out(case, *ways)}")
 
 
 def vocabulary_holds_the_data(case: Case) -> Problem | None:
@@ -59,8 +78,8 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
     own, needed = case.recipe.model.vocab_size, case.facts.vocab_size
     if needed is None or own >= needed:
         return None
-    text = f"model.vocab_size={own} must be at least the data's {needed}; try {needed}, or auto"
-    return Problem("model.vocab_size", text)
+    text = f"model.vocab_size={own} must be at least the data's {needed}"
+    return Problem("model.vocab_size", f"{text}; {way_out(case, Way('model.vocab_size', (needed,)))}, or auto")
 
 
 def attention_kernel_runs(case: Case) -> Problem | None:
@@ -108,7 +127,8 @@ def latent_rotary_part_is_even(case: Case) -> Problem | None:
     if case.mla is None or case.mla.d_rope % 2 == 0:
         return None
     text = f"model.mla.d_rope={case.mla.d_rope} must be even for rotary positions"
-    return Problem("model.mla.d_rope", f"{text}; try {one_of(multiples(case.mla.d_rope, 2))}")
+    ways = Way("model.mla.d_rope", multiples(case.mla.d_rope, 2), case.mla.d_rope, most=2)
+    return Problem("model.mla.d_rope", f"{text}; {way_out(case, ways)}")
 
 
 def latent_attention_has_its_own_norms(case: Case) -> Problem | None:
@@ -117,19 +137,3 @@ def latent_attention_has_its_own_norms(case: Case) -> Problem | None:
         return None
     text = "model.qk_norm=true has no place beside model.mla, whose latents have norms of their own"
     return Problem("model.qk_norm", f"{text}; set it to false, or model.mla=null")
-
-
-def tp_divides_latents(case: Case) -> Problem | None:
-    """Each tensor-parallel rank makes the same share of the latents, rotary key included."""
-    mla = case.mla
-    if mla is None:
-        return None
-    widths = {"q_rank": mla.q_rank or 0, "kv_rank": mla.kv_rank + mla.d_rope}
-    name = next((name for name, width in widths.items() if width % case.tp), None)
-    if name is None:
-        return None
-    what = f"model.mla.q_rank={mla.q_rank}"
-    if name == "kv_rank":
-        what = f"model.mla.kv_rank={mla.kv_rank} + model.mla.d_rope={mla.d_rope} = {widths[name]}"
-    legal = one_of(nearest(case.tp, legal_tp(case)))
-    return Problem("parallelism.tp", f"parallelism.tp={case.tp} must divide {what}; try {legal}")

@@ -5,7 +5,10 @@ from math import lcm
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, show
-from megaspec.resolve.case import Case, divisors, legal_tp, multiples, nearest
+from megaspec.resolve.case import Case, divisors, legal_tp, multiples, nearest, widths
+from megaspec.resolve.ways import Way, mending, way_out
+
+_EVERY = Way("model.moe.every", (1,))
 
 
 def some_layer_has_experts(case: Case) -> Problem | None:
@@ -16,8 +19,10 @@ def some_layer_has_experts(case: Case) -> Problem | None:
         return None
     name, shown = ("layers", list(moe.layers)) if moe.layers is not None else ("first_dense", moe.first_dense)
     text = f"model.moe.{name}={show(shown)} leaves none of model.n_layers={n_layers} to experts"
-    way_out = "set a 1" if moe.layers is not None else f"try {max(0, min(moe.first_dense, n_layers) - 1)}"
-    return Problem(f"model.moe.{name}", f"{text}; {way_out}, or model.moe=null")
+    if moe.layers is not None:
+        return Problem(f"model.moe.{name}", f"{text}; set a 1, or model.moe=null")
+    ways = Way("model.moe.first_dense", range(min(moe.first_dense, n_layers) - 1, -1, -1), most=1), _EVERY
+    return Problem(f"model.moe.{name}", f"{text}; {way_out(case, *ways)}, or model.moe=null")
 
 
 def layer_list_is_as_long_as_the_model(case: Case) -> Problem | None:
@@ -49,7 +54,18 @@ def tokens_find_enough_experts(case: Case) -> Problem | None:
     if moe is None or moe.top_k <= moe.n_experts:
         return None
     text = f"model.moe.top_k={moe.top_k} must be at most model.moe.n_experts={moe.n_experts}"
-    return Problem("model.moe.top_k", f"{text}; try {moe.n_experts} or fewer")
+    router, most = moe.router, [moe.n_experts]
+    if router.n_groups is not None and router.group_top_k is not None:
+        most.append(moe.n_experts // router.n_groups * router.group_top_k)
+    experts = Way("model.moe.n_experts", _more(case, moe.top_k), most=1)
+    return Problem("model.moe.top_k", f"{text}; {way_out(case, Way('model.moe.top_k', most, most=1), experts)}")
+
+
+def _more(case: Case, least: int) -> list[int]:
+    """Numbers of experts from `least` on that the expert ranks and the groups divide."""
+    unit = lcm(case.ep, case.moe.router.n_groups or 1) if case.moe else 1
+    first = -(-least // unit) * unit
+    return [first, first + unit]
 
 
 def groups_are_given_together(case: Case) -> Problem | None:
@@ -68,9 +84,10 @@ def groups_divide_experts(case: Case) -> Problem | None:
     if moe is None or moe.router.n_groups is None or moe.n_experts % moe.router.n_groups == 0:
         return None
     n_groups = moe.router.n_groups
-    legal = one_of(nearest(n_groups, divisors(moe.n_experts)))
-    text = f"model.moe.router.n_groups={n_groups} must divide model.moe.n_experts={moe.n_experts}; try {legal}"
-    return Problem("model.moe.router.n_groups", text)
+    experts = Way("model.moe.n_experts", multiples(moe.n_experts, lcm(n_groups, case.ep)), moe.n_experts, most=2)
+    way = way_out(case, Way("model.moe.router.n_groups", divisors(moe.n_experts), n_groups), experts)
+    text = f"model.moe.router.n_groups={n_groups} must divide model.moe.n_experts={moe.n_experts}"
+    return Problem("model.moe.router.n_groups", f"{text}; {way}")
 
 
 def group_choice_is_within_the_groups(case: Case) -> Problem | None:
@@ -81,8 +98,13 @@ def group_choice_is_within_the_groups(case: Case) -> Problem | None:
     if router.group_top_k <= router.n_groups:
         return None
     text = f"model.moe.router.group_top_k={router.group_top_k} must be at most"
-    text += f" model.moe.router.n_groups={router.n_groups}; try {router.n_groups} or fewer"
-    return Problem("model.moe.router.group_top_k", text)
+    ways = (
+        Way("model.moe.router.group_top_k", range(router.n_groups, 0, -1), most=1),
+        Way("model.moe.router.n_groups", [n for n in divisors(case.moe.n_experts) if n >= router.group_top_k], most=1),
+    )
+    return Problem(
+        "model.moe.router.group_top_k", f"{text} model.moe.router.n_groups={router.n_groups}; {way_out(case, *ways)}"
+    )
 
 
 def chosen_groups_hold_enough_experts(case: Case) -> Problem | None:
@@ -100,7 +122,11 @@ def chosen_groups_hold_enough_experts(case: Case) -> Problem | None:
         return None
     text = f"model.moe.router.group_top_k={router.group_top_k} groups of {size} experts hold"
     text += f" {size * router.group_top_k}, model.moe.top_k={moe.top_k} needs more"
-    return Problem("model.moe.router.group_top_k", f"{text}; try {-(-moe.top_k // size)} or more")
+    ways = (
+        Way("model.moe.router.group_top_k", range(-(-moe.top_k // size), router.n_groups + 1), most=1),
+        Way("model.moe.top_k", (size * router.group_top_k,)),
+    )
+    return Problem("model.moe.router.group_top_k", f"{text}; {way_out(case, *ways)}")
 
 
 def bias_balances_independent_scores(case: Case) -> Problem | None:
@@ -137,13 +163,13 @@ def sinkhorn_balances_alone(case: Case) -> Problem | None:
     router = case.moe.router if case.moe else None
     if router is None or router.balancing != "sinkhorn":
         return None
-    for name, idle, way_out in (("losses", (), "[]"), ("bias_rate", 0, "0"), ("n_groups", None, "null")):
+    for name, idle, instead in (("losses", (), "[]"), ("bias_rate", 0, "0"), ("n_groups", None, "null")):
         value = getattr(router, name)
         if value != idle:
             key = f"model.moe.router.{name}"
             shown = "" if name == "losses" else f"={show(value)}"
             text = f"{key}{shown} has no place beside model.moe.router.balancing=sinkhorn"
-            return Problem(key, f"{text}; set {key}={way_out}, or balancing=top_k")
+            return Problem(key, f"{text}; set {key}={instead}, or balancing=top_k")
     return None
 
 
@@ -194,11 +220,12 @@ def experts_under_tp_split_the_sequence(case: Case) -> Problem | None:
     key, seq_len = "parallelism.sequence_parallel", case.recipe.data.seq_len
     text = f"{key}=false does not go with experts (model.moe) and parallelism.tp={case.tp}"
     unit = lcm(2 * case.cp if case.cp > 1 else 1, case.cp * case.tp)
+    ways = Way(key, (True,)), Way("parallelism.tp", (1,))
     if seq_len % unit == 0 and case.recipe.model.max_seq_len % case.tp == 0:
-        return Problem(key, f"{text}; set it to true, or parallelism.tp=1")
+        return Problem(key, f"{text}; {way_out(case, *ways)}")
     name, value = ("data.seq_len", seq_len) if seq_len % unit else ("model.max_seq_len", case.recipe.model.max_seq_len)
-    unit = unit if seq_len % unit else case.tp
-    return Problem(key, f"{text}; set it to true with {name}={one_of(multiples(value, unit))}, or parallelism.tp=1")
+    lengths = nearest(value, multiples(value, unit if seq_len % unit else case.tp), most=2)
+    return Problem(key, f"{text}; set it to true with {name}={one_of(lengths)}, or {way_out(case, ways[1], key=key)}")
 
 
 def expert_degrees_need_experts(case: Case) -> Problem | None:
@@ -224,9 +251,13 @@ def ep_divides_experts(case: Case) -> Problem | None:
     """Each expert-parallel rank has the same number of experts."""
     if case.moe is None or case.moe.n_experts % case.ep == 0:
         return None
-    legal = _legal_ep(case) or divisors(case.moe.n_experts)
-    text = f"parallelism.ep={case.ep} must divide model.moe.n_experts={case.moe.n_experts}"
-    return Problem("parallelism.ep", f"{text}; try {one_of(nearest(case.ep, legal))}")
+    n_experts, legal = case.moe.n_experts, _legal_ep(case) or divisors(case.moe.n_experts)
+    text = f"parallelism.ep={case.ep} must divide model.moe.n_experts={n_experts}"
+    ways = (
+        Way("parallelism.ep", legal, case.ep),
+        Way("model.moe.n_experts", multiples(n_experts, case.ep), n_experts, 2),
+    )
+    return Problem("parallelism.ep", f"{text}; {way_out(case, *ways)}")
 
 
 def expert_grid_fits_the_ranks(case: Case) -> Problem | None:
@@ -240,12 +271,16 @@ def expert_grid_fits_the_ranks(case: Case) -> Problem | None:
     key, value = f"parallelism.{name}", getattr(case, name)
     product = f"ep={case.ep} · etp={case.etp} = {case.ep * case.etp}"
     text = f"{key}={value}: {product} must divide tp={case.tp} · cp={case.cp} · dp={case.dp} = {inner}"
-    if name == "ep" and _legal_ep(case):
-        text += f"; try {one_of(nearest(case.ep, _legal_ep(case)))}, or"
-    else:
-        text += f"; try parallelism.etp={one_of(nearest(case.etp, divisors(inner)))}, or"
-    fewest = fewest_gpus(tp=case.tp, cp=case.cp, pp=case.pp, ep=case.ep, etp=case.etp)
-    return Problem(key, f"{text} launcher.ranks={one_of(multiples(case.recipe.launcher.ranks, fewest))}")
+    fewest, ranks = (
+        fewest_gpus(tp=case.tp, cp=case.cp, pp=case.pp, ep=case.ep, etp=case.etp),
+        case.recipe.launcher.ranks,
+    )
+    ways = (
+        Way("parallelism.ep", _legal_ep(case), case.ep),
+        Way("parallelism.etp", [n for n in divisors(inner) if inner % (n * case.ep) == 0], case.etp),
+        Way("launcher.ranks", multiples(ranks, fewest), ranks, most=2),
+    )
+    return Problem(key, f"{text}; {way_out(case, *ways, key=key)}")
 
 
 def _legal_ep(case: Case) -> list[int]:
@@ -268,7 +303,10 @@ def replicas_hold_all_experts(case: Case) -> Problem | None:
     fsdp = " with dp_strategy=fsdp" if replicas == 1 and own.dp_strategy == "hsdp" else ""
     ways = [f"dp_replicate={replicas} and dp_shard={case.dp // replicas}{fsdp}"]
     legal = [n for n in divisors(case.moe.n_experts) if ranks % (n * case.etp) == 0]
-    ways += [f"parallelism.ep={one_of(nearest(case.ep, legal))}"] if legal else []
+    degrees = Way("parallelism.ep", legal, case.ep)
+    ways += (
+        [way_out(case, degrees, key="parallelism.dp_replicate").removeprefix("try ")] if mending(case, degrees) else []
+    )
     return Problem("parallelism.dp_replicate", text + ", or ".join(ways))
 
 
@@ -278,8 +316,9 @@ def etp_divides_experts_width(case: Case) -> Problem | None:
         return None
     width, inner = case.moe.d_expert, case.tp * case.cp * case.dp
     legal = [n for n in divisors(width) if inner % (n * case.ep) == 0] or divisors(width)
-    text = f"parallelism.etp={case.etp} must divide model.moe.d_expert={width}; try {one_of(nearest(case.etp, legal))}"
-    return Problem("parallelism.etp", f"{text}, or model.moe.d_expert={one_of(multiples(width, case.etp))}")
+    ways = Way("parallelism.etp", legal, case.etp), Way("model.moe.d_expert", widths(width, case.etp), most=2)
+    text = f"parallelism.etp={case.etp} must divide model.moe.d_expert={width}"
+    return Problem("parallelism.etp", f"{text}; {way_out(case, *ways)}")
 
 
 def tp_divides_shared_experts(case: Case) -> Problem | None:
@@ -287,6 +326,6 @@ def tp_divides_shared_experts(case: Case) -> Problem | None:
     width = case.moe.d_shared if case.moe else None
     if width is None or width % case.tp == 0:
         return None
-    legal = one_of(nearest(case.tp, legal_tp(case)))
-    text = f"parallelism.tp={case.tp} must divide model.moe.d_shared={width}; try {legal}"
-    return Problem("parallelism.tp", f"{text}, or model.moe.d_shared={one_of(multiples(width, case.tp))}")
+    ways = Way("parallelism.tp", legal_tp(case), case.tp), Way("model.moe.d_shared", widths(width, case.tp), most=2)
+    text = f"parallelism.tp={case.tp} must divide model.moe.d_shared={width}"
+    return Problem("parallelism.tp", f"{text}; {way_out(case, *ways)}")

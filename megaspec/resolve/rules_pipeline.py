@@ -1,17 +1,25 @@
 """Rules about pipeline stages and the order of passes through them."""
 
 from megaspec.core.errors import Problem
-from megaspec.core.problems import one_of, show
-from megaspec.resolve.case import Case, divisors, nearest
-from megaspec.resolve.stages import stage_problem
+from megaspec.core.problems import show
+from megaspec.resolve.case import Case, divisors, multiples
+from megaspec.resolve.stages import even_ways, stage_problem
+from megaspec.resolve.ways import Way, way_out
 
+_KEY = "parallelism.pipeline"
 _UNEVEN = ("first_layers", "last_layers")
 _COUNTED = ("count_embedding", "count_loss")
 
 
 def layers_divide_into_stages(case: Case) -> Problem | None:
     """Every pipeline stage, and every chunk of it, has the same number of layers, unless the recipe says otherwise."""
-    return None if _way(case) else _split(case)
+    found = None if _way(case) else _split(case)
+    if found is None or "; " in found.message:
+        return found
+    ways = [Way(key, values, near) for key, values, near in even_ways(case.recipe.model, case.recipe.parallelism)]
+    way = way_out(case, *ways, key=found.key)
+    stages = f", or say the stages' layers with {_KEY}.first_layers, last_layers or layout"
+    return Problem(found.key, f"{found.message}; {way}{stages if found.key == 'parallelism.pp' else ''}")
 
 
 def uneven_stages_hold_all_layers(case: Case) -> Problem | None:
@@ -85,12 +93,14 @@ def schedule_has_its_chunks(case: Case) -> Problem | None:
     key = "parallelism.pipeline.virtual_stages"
     if schedule == "interleaved" and chunks < 2:
         text = f"{key}={chunks} must be at least 2 with parallelism.pipeline.schedule=interleaved"
-        return Problem(key, f"{text}; try 2, or parallelism.pipeline.schedule=1f1b")
+        ways = Way(key, (2, 3, 4, 5), most=1), Way(f"{_KEY}.schedule", ("1f1b",))
+        return Problem(key, f"{text}; {way_out(case, *ways)}")
     if schedule == "zb_v" and chunks != 2:
-        return Problem(key, f"{key}={chunks} must be 2 with parallelism.pipeline.schedule=zb_v; set it to 2")
+        text = f"{key}={chunks} must be 2 with parallelism.pipeline.schedule=zb_v"
+        return Problem(key, f"{text}; {way_out(case, Way(key, (2,)), Way(f'{_KEY}.schedule', ('1f1b',)))}")
     if schedule not in ("interleaved", "zb_v") and chunks != 1:
         text = f"{key}={chunks} must be 1 with parallelism.pipeline.schedule={schedule}"
-        return Problem(key, f"{text}; set it to 1, or parallelism.pipeline.schedule=interleaved")
+        return Problem(key, f"{text}; {way_out(case, Way(key, (1,)), Way(f'{_KEY}.schedule', ('interleaved',)))}")
     return None
 
 
@@ -118,14 +128,22 @@ def interleaving_has_its_micro_batches(case: Case) -> Problem | None:
     few = _fewest(case)
     if not _interleaves(case) or few is None or few >= pp:
         return None
-    batch = min(case.batches)
-    text = f"train.global_batch={batch} is {few} micro batches a rank ({batch} / (micro_batch {train.micro_batch}"
+    batch, unit = min(case.batches), train.micro_batch * case.dp
+    ramp = train.batch_ramp if train.batch_ramp is not None and batch != train.global_batch else None
+    key = "train.global_batch" if ramp is None else "train.batch_ramp.start"
+    text = f"{key}={batch} is {few} micro batches a rank ({batch} / (micro_batch {train.micro_batch}"
     text += f" · dp {case.dp})), parallelism.pipeline.schedule=interleaved needs parallelism.pp={pp}"
-    more = f"try train.global_batch={pp * train.micro_batch * case.dp}"
+    larger = [n * unit for n in range(pp, 2 * pp + 1)]
+    if ramp is not None:
+        larger = [batch + n * ramp.increment for n in range(1, 2 * pp * unit // ramp.increment + 2)]
+        larger = [start for start in larger if start >= pp * unit]
     smaller = [m for m in divisors(batch // case.dp) if batch // case.dp // m >= pp]
-    if smaller:
-        more += f", or train.micro_batch={smaller[-1]}"
-    return Problem("train.global_batch", f"{text}; {more}, or parallelism.pipeline.virtual_stages=1")
+    ways = (
+        Way(key, larger, most=1),
+        Way("train.micro_batch", smaller[::-1], most=1),
+        Way(f"{_KEY}.virtual_stages", (1,)),
+    )
+    return Problem(key, f"{text}; {way_out(case, *ways)}")
 
 
 def groups_fit_the_micro_batches(case: Case) -> Problem | None:
@@ -139,7 +157,7 @@ def groups_fit_the_micro_batches(case: Case) -> Problem | None:
     if wrong is None:
         return None
     legal = [g for g in range(pp, min(wrong, pp + 64) + 1) if all(_groups(g, pp, m) for m in _counts(case))]
-    hint = f"try {one_of(nearest(group, legal))}" if legal else _other_batch(case)
+    hint = way_out(case, Way(key, legal, group), _other_batch(case))
     if not pp <= group <= wrong:
         rule = f"must lie between parallelism.pp={pp} and the {wrong} micro batches of a rank"
     else:
@@ -147,10 +165,9 @@ def groups_fit_the_micro_batches(case: Case) -> Problem | None:
     return Problem(key, f"{key}={group} {rule}; {hint}")
 
 
-def _other_batch(case: Case) -> str:
-    unit = case.recipe.train.micro_batch * case.dp * case.pp
+def _other_batch(case: Case) -> Way:
     batch = case.recipe.train.global_batch
-    return f"try train.global_batch={max(unit, batch // unit * unit)}"
+    return Way("train.global_batch", multiples(batch, case.recipe.train.micro_batch * case.dp * case.pp), batch, most=2)
 
 
 def groups_need_interleaving(case: Case) -> Problem | None:

@@ -9,6 +9,7 @@ from megaspec.core.problems import one_of
 from megaspec.optim.spec import AdamWSpec
 from megaspec.precision.spec import Fp8Precision
 from megaspec.resolve.case import Case, multiples
+from megaspec.resolve.ways import Way, way_out
 
 # The compute capabilities that a recipe runs on: from the first to the last.
 _FP8_SM = {"tensorwise": (89, 999), "blockwise": (90, 99), "mxfp8": (100, 999)}
@@ -83,7 +84,8 @@ def fp8_products_have_whole_tiles(case: Case) -> Problem | None:
             text = f"{side.key}={side.value}{words} must be a multiple of {unit} with precision.kind=fp8 and"
             text += f" precision.recipe={precision.recipe}"
             step = unit * side.parts // gcd(unit * side.parts, side.times)
-            return Problem(side.key, f"{text}; try {one_of(multiples(side.value, step))}, or precision=bf16")
+            ways = Way(side.key, multiples(side.value, step), side.value, most=2)
+            return Problem(side.key, f"{text}; {way_out(case, ways)}, or precision=bf16")
     return None
 
 

@@ -162,16 +162,24 @@ def _even(split: _Split) -> _Division:
 def _not_even(split: _Split, counted: int) -> tuple[str, str]:
     extra = " + 1 embedding" * split.extra_first + " + 1 loss" * split.extra_last
     total = f"model.n_layers={split.n_layers}{f'{extra} = {counted}' if extra else ''}"
-    legal = one_of(nearest(split.pp, [d for d in divisors(counted) if counted // d % split.virtual == 0]))
-    way_out = f"try {legal}" if legal else "lower virtual_stages"
-    layers = one_of([m - split.extra_first - split.extra_last for m in multiples(counted, split.stages)])
     if split.virtual > 1 and counted % split.pp == 0:
-        chunks = one_of(nearest(split.virtual, divisors(counted // split.pp)))
         text = f"{_KEY}.virtual_stages={split.virtual} must divide the {counted // split.pp} layers of each of "
-        return f"{_KEY}.virtual_stages", f"{text}parallelism.pp={split.pp} ranks ({total}); try {chunks}"
+        return f"{_KEY}.virtual_stages", f"{text}parallelism.pp={split.pp} ranks ({total})"
     stages = f"parallelism.pp={split.pp}" + (f" · virtual_stages={split.virtual}" if split.virtual > 1 else "")
-    text = f"{stages} must divide {total}; {way_out}, or model.n_layers={layers}"
-    return "parallelism.pp", f"{text}, or say the stages' layers with {_KEY}.first_layers, last_layers or layout"
+    return "parallelism.pp", f"{stages} must divide {total}"
+
+
+def even_ways(model: ModelSpec, parallelism: ParallelismSpec) -> list[tuple[str, list[int], int]]:
+    """Settings with which layers divide evenly: the key, its values, and the value that it has."""
+    split = _split(model, parallelism)
+    extra = split.extra_first + split.extra_last
+    counted = split.n_layers + extra
+    degrees = [d for d in divisors(counted) if counted // d % split.virtual == 0]
+    layers = [m - extra for m in nearest(counted, multiples(counted, split.stages), most=2) if m > extra]
+    ways = [("parallelism.pp", degrees, split.pp), ("model.n_layers", layers, split.n_layers)]
+    if split.virtual > 1 and counted % split.pp == 0:
+        ways.insert(0, (f"{_KEY}.virtual_stages", divisors(counted // split.pp), split.virtual))
+    return ways
 
 
 def _uneven(split: _Split) -> _Division:

@@ -95,7 +95,7 @@ def test_letters_that_say_nothing(text, says):
 @pytest.mark.parametrize(
     ("n_layers", "pp", "pipeline", "key", "says"),
     [
-        (32, 5, {}, "pp", "pp=5 must divide model.n_layers=32; try 1, 2, 4, 8, 16 or 32, or model.n_layers=30 or 35"),
+        (32, 5, {}, "pp", "pp=5 must divide model.n_layers=32"),
         (126, 8, {}, "pp", "parallelism.pp=8 must divide model.n_layers=126"),
         (126, 8, {"count_loss": True}, "pp", "126 + 1 loss = 127"),
         (32, 4, {"virtual_stages": 3}, "pipeline.virtual_stages", "must divide the 8 layers"),
