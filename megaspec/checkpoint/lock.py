@@ -159,7 +159,7 @@ class RunLock:
         return self
 
     def is_held(self) -> bool:
-        """Whether somebody who lives holds the lock; takes nothing. One of another machine is watched as in `acquire`."""
+        """Whether somebody who lives holds the lock; takes nothing. A holder elsewhere is watched as in `acquire`."""
         token, kind = self._highest()
         if kind != "json":
             return False
