@@ -147,10 +147,22 @@ def _learning_rate(draft: Draft, schedule: BatchSchedule | None, steps: int | No
     else:
         _length(draft, f"{key}warmup_steps", ("--lr-warmup-iters", "--lr-warmup-samples"), schedule)
     draft.put(f"{key}init_lr", draft["--lr-warmup-init"], "--lr-warmup-init", ours=0.0)
-    draft.put(f"{key}min_lr", draft["--min-lr"], "--min-lr", ours=0.0)
+    if style == "constant":
+        _leave_out_decay(draft, key)
+    else:
+        draft.put(f"{key}min_lr", draft["--min-lr"], "--min-lr", ours=0.0)
     if style == "WSD":
         _length(draft, f"{key}wsd_decay_steps", ("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"), schedule)
         draft.put(f"{key}wsd_decay", draft["--lr-wsd-decay-style"], "--lr-wsd-decay-style", ours="linear")
+
+
+def _leave_out_decay(draft: Draft, key: str) -> None:
+    """A constant rate has no decay and no lowest value: Megatron takes the flags and reads neither."""
+    draft.content["optim"]["schedule"].pop("decay_steps", None)
+    draft.remarks.pop(f"{key}decay_steps", None)
+    for name in ("--min-lr", "--lr-decay-iters", "--lr-decay-samples"):
+        if draft.is_given(name):
+            draft.note(name, "a constant rate stays: it is not read")
 
 
 def _length(draft: Draft, key: str, names: tuple[str, str], schedule: BatchSchedule | None) -> int | None:

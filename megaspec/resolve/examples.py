@@ -301,6 +301,9 @@ _OPTIM = {
         ("optim.schedule.warmup_steps=24",),
         "optim.schedule.warmup_steps",
     ),
+    "lr-constant": Example(
+        ("optim.schedule={kind: constant, min_lr: 1e-5}",), ("optim.schedule.min_lr=0",), "optim.schedule.min_lr"
+    ),
     "wsd-steps": Example(("optim.schedule.kind=wsd",), ("optim.schedule.wsd_decay_steps=12",), "optim.schedule.kind"),
     "wsd-fits": Example(
         ("optim.schedule={kind: wsd, wsd_decay_steps: 221, warmup_steps: 20}", "train.steps=240"),

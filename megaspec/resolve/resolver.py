@@ -60,15 +60,22 @@ def resolve(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, 
     return settled.spec((settled.samples(),))
 
 
-def settle(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, str] | None = None) -> Settled:
-    """Fill, then ask every rule. Raises as `resolve` does."""
+def settle(
+    recipe: Recipe,
+    target: Target,
+    facts: Facts,
+    origins: Mapping[str, str] | None = None,
+    *,
+    kept: frozenset[str] = frozenset(),
+) -> Settled:
+    """Fill, then ask every rule. `kept`: paths that were decided when the run began. Raises as `resolve` does."""
     origins = origins or {}
     draft = Draft(recipe, target, facts)
     for fill in FILLS:
         fill(draft)
     decisions = tuple(draft.decisions)
     filled = _typed(draft.content, {**origins, **{d.key: f"decided: {d.reason}" for d in decisions}})
-    case = Case(filled, target, facts, frozenset(d.key for d in decisions))
+    case = Case(filled, target, facts, frozenset(d.key for d in decisions) | kept)
     problems = []
     if not is_legal(case):
         problems = broken_rules(replace(case, trial=trials(recipe, case)), decisions=decisions, origins=origins)

@@ -46,7 +46,8 @@ def resume(
     if problems:
         raise RecipeError(problems)
     pinned, kept = _pinned(old, recipe)
-    settled = settle(pinned, target, replace(facts, run_dir=old.run_dir), origins)
+    facts = replace(facts, run_dir=old.run_dir)
+    settled = settle(pinned, target, facts, origins, kept=frozenset(one.key for one in kept))
     is_decided_anew = any(one not in old.decisions for one in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
     moved = old.samples_moved

@@ -106,6 +106,7 @@ RULES: dict[str, Rule] = {
     "data-valid": rules_batch.validation_split_fills_a_sequence,
     "sample-tokenizer": rules_batch.sampling_has_a_tokenizer,
     "lr-warmup": rules_optim.warmup_ends_before_decay,
+    "lr-constant": rules_optim.a_constant_rate_stays,
     "wsd-steps": rules_optim.wsd_has_a_decay,
     "wsd-fits": rules_optim.wsd_decay_fits,
     "wsd-only": rules_optim.only_wsd_has_a_final_decay,

@@ -2,16 +2,37 @@
 
 from megaspec.core.errors import Problem
 from megaspec.resolve.case import Case
+from megaspec.resolve.ways import Way, way_out
 
 
 def warmup_ends_before_decay(case: Case) -> Problem | None:
-    """The warm-up is over before the rate has decayed."""
-    schedule = case.recipe.optim.schedule
-    if schedule.kind == "constant" or schedule.warmup_steps < schedule.decay_steps:
+    """The warm-up is over before the rate has decayed, and before the run is."""
+    schedule, steps = case.recipe.optim.schedule, case.recipe.train.steps
+    key, warmup = "optim.schedule.warmup_steps", schedule.warmup_steps
+    decays = schedule.kind != "constant" and warmup >= schedule.decay_steps
+    if decays and schedule.decay_steps < steps:
+        text = f"{key}={warmup} must be below optim.schedule.decay_steps={schedule.decay_steps}"
+        others = Way("optim.schedule.decay_steps", (steps,))
+    elif decays or warmup > steps:
+        bound = "below" if decays else "at most"
+        text = f"{key}={warmup} must be {bound} train.steps={steps}, or the rate never reaches optim.lr"
+        others = Way("train.steps", (10 * warmup,))
+    else:
         return None
-    text = f"optim.schedule.warmup_steps={schedule.warmup_steps} must be below optim.schedule.decay_steps="
-    text += f"{schedule.decay_steps}"
-    return Problem("optim.schedule.warmup_steps", f"{text}; try {max(0, schedule.decay_steps // 10)}")
+    shorter = min(schedule.decay_steps, steps) // 10
+    return Problem(key, f"{text}; {way_out(case, Way(key, (shorter, 0), most=1), others)}")
+
+
+def a_constant_rate_stays(case: Case) -> Problem | None:
+    """A constant rate has no lowest value and no decay: neither min_lr nor decay_steps is read."""
+    schedule = case.recipe.optim.schedule
+    name = "min_lr" if schedule.min_lr > 0 else "decay_steps"
+    if schedule.kind != "constant" or (schedule.min_lr == 0 and "optim.schedule.decay_steps" in case.decided):
+        return None
+    key = f"optim.schedule.{name}"
+    value, idle = (f"{schedule.min_lr:g}", "0") if name == "min_lr" else (schedule.decay_steps, "auto")
+    text = f"{key}={value} is not read with optim.schedule.kind=constant; set {key}={idle}, or kind=cosine"
+    return Problem(key, text)
 
 
 def wsd_has_a_decay(case: Case) -> Problem | None:

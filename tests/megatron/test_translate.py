@@ -116,6 +116,13 @@ def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     assert (mixtral.optim.beta2, mixtral.optim.weight_decay) == (0.999, 0.1)
 
 
+def test_a_constant_rate_takes_no_decay_along(tmp_path):
+    words = "--lr-decay-style constant --lr-decay-iters 50 --min-lr 1e-5 --lr-warmup-fraction 0.1"
+    schedule = recipe_of(f"{SMALL} {words}", tmp_path).optim.schedule
+    assert (schedule.kind, schedule.decay_steps, schedule.min_lr, schedule.warmup_steps) == ("constant", "auto", 0, 5)
+    assert "--min-lr" in recipe_text(draft_of(f"{SMALL} {words}"))
+
+
 # What Megatron does without a flag, written out: its defaults are those of GPT-2's days.
 def test_defaults_are_those_of_megatron(tmp_path):
     spec = spec_of(SMALL, tmp_path, gpus=2)

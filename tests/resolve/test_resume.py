@@ -208,3 +208,8 @@ def test_the_micro_batch_belongs_to_the_experiment_where_experts_are_balanced_wi
 def test_the_format_of_the_gradient_sum_belongs_to_the_experiment():
     with pytest.raises(RecipeError, match=r"parallelism\.grad_reduce=bf16 changes the experiment"):
         go_on(start(), "parallelism.grad_reduce=bf16")
+
+
+def test_a_constant_rate_goes_on():
+    run = start("optim.schedule={kind: constant, min_lr: 0}")
+    assert go_on(run, "train.steps=240", done_steps=10).train.steps == 240

@@ -282,3 +282,14 @@ def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
         assert ("fp8-gpu" in {p.code for p in problems}) == (recipe not in legal)
         for problem in problems:
             assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == legal
+
+
+def test_a_warm_up_that_outlasts_the_run_is_held_against_the_steps_that_were_set():
+    (text,) = (p.message for p in broken(("train.steps=15",)))
+    assert text.startswith("optim.schedule.warmup_steps=20 must be below train.steps=15")
+    constant = ("optim.schedule={kind: constant, min_lr: 0}", "train.steps=15")
+    assert [p.code for p in broken(constant)] == ["lr-warmup"]
+    assert broken((*constant, "optim.schedule.warmup_steps=15")) == []
+    longer = ("train.steps=15", "optim.schedule.decay_steps=100")
+    assert [p.code for p in broken(longer)] == ["lr-warmup"]
+    assert [p.code for p in broken(("optim.schedule={kind: constant, min_lr: 0, decay_steps: 9}",))] == ["lr-constant"]
