@@ -6,6 +6,7 @@ command line nor Hydra: commands and their flags stand here, and a test holds th
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megaspec.core.frozen import Frozen
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.resolve.hardware import HARDWARE
 from megaspec.search import SearchPath
-from megaspec.sweep.spec import SweepSpec
+from megaspec.sweep.spec import KEPT, SweepSpec
 
 _BASH = r"""_megaspec_complete() {
     local line="${COMP_LINE:0:COMP_POINT}" word IFS=$'\n'
@@ -51,9 +52,17 @@ class Completed:
 
     flags: tuple[str, ...] = ()
     takes: str = ""
-    """words: recipe=, groups and keys. run: a folder, then words. names: recipes. key, group, shell: one of those."""
+    """words: recipe=, groups and keys. changes: groups and keys. sweep: what a sweep that goes on may change. names:
+    recipes. sides: recipes and runs. key, group, shell: one of those."""
     own: tuple[str, ...] = ()
     """Words of this command that are no keys: names of `OWN`."""
+    folder: str = ""
+    """Its first word is a folder that holds this file: that of a run, or of a sweep."""
+
+
+RUN, SWEEP = "spec.json", "sweep.json"
+# Where such folders are made.
+HOMES = {RUN: "runs", SWEEP: "sweeps"}
 
 
 OWN: dict[str, tuple[str, ...]] = {
@@ -68,18 +77,18 @@ COMMANDS: dict[str, Completed] = {
     "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
     "plan": Completed(("--config-dir", "--json", "--ranks"), "words", _MACHINE),
     "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
-    "resume": Completed(("--config-dir", "--fork"), "run", ("memory",)),
-    "generate": Completed(("--seed", "--temperature", "--tokens")),
+    "resume": Completed(("--config-dir", "--fork"), "changes", ("memory",), RUN),
+    "generate": Completed(("--seed", "--temperature", "--tokens"), folder=RUN),
     "check": Completed(("--config-dir", "--json"), "names"),
     "recipes": Completed(("--config-dir", "--json")),
     "explain": Completed(("--config-dir",), "key"),
     "schema": Completed(("--config-dir", "--out"), "group"),
-    "diff": Completed(("--config-dir", "--json"), "names"),
+    "diff": Completed(("--config-dir", "--json"), "sides"),
     "completion": Completed((), "shell"),
     "from-megatron": Completed(("--gpus", "--name", "--out", "--partial")),
     "sweep": Completed(),
-    "sweep resume": Completed(),
-    "sweep show": Completed(),
+    "sweep resume": Completed((), "sweep", ("memory",), SWEEP),
+    "sweep show": Completed(folder=SWEEP),
     "bench": Completed(),
     "bench ceilings": Completed(("--out",)),
     "data": Completed(),
@@ -88,8 +97,8 @@ COMMANDS: dict[str, Completed] = {
     ),
     "data inspect": Completed(("--samples", "--tokenizer", "--vocab-size")),
     "checkpoint": Completed(),
-    "checkpoint list": Completed(),
-    "checkpoint verify": Completed(("--step",)),
+    "checkpoint list": Completed(folder=RUN),
+    "checkpoint verify": Completed(("--step",), folder=RUN),
 }
 # Flags that stand alone; what follows any other is its value, which the shell completes as a file.
 _ALONE = ("--json", "--multirun", "--trainable", "--partial", "--overwrite", "--restart", "--skip-bad", "--help")
@@ -147,21 +156,47 @@ def _existing(folder: str) -> list[str]:
 
 def _following(name: str, before: list[str], current: str, search: SearchPath, *, is_swept: bool) -> Iterator[str]:
     """Candidates for a word of a command, those that do not match included."""
-    command = COMMANDS[name]
+    command, given = COMMANDS[name], before[len(name.split()) :]
+    if command.folder and not given:
+        yield from _folders(current, command.folder)
+        return
     match command.takes:
         case "names":
             yield from search.choices("recipe")
+        case "sides":
+            yield from search.choices("recipe")
+            yield from _folders(current, RUN)
         case "shell":
             yield from SCRIPTS
         case "group":
             yield from ("recipe", *SECTIONS)
-        case "key" if not [w for w in before[1:] if "=" not in w] and "=" not in current:
+        case "key" if not [w for w in given if "=" not in w] and "=" not in current:
             yield from _keys(current, end="")
             yield from (*_codes(), "recipe=")
-        case "words" | "key":
+        case "words" | "key" | "changes":
             yield from _words(command, current, search, is_swept=is_swept)
-        case "run" if len(before) > 1:
-            yield from _words(command, current, search, is_swept=is_swept)
+        case "sweep":
+            yield from _sweep_words(command, current, search)
+
+
+def _folders(current: str, mark: str) -> Iterator[str]:
+    """Folders that hold a file: where they are made, and in the folder that is typed so far."""
+    for place in {HOMES[mark], current.rpartition("/")[0]} - {""}:
+        with suppress(OSError):  # there is none, or it can't be read
+            names = [child.name for child in Path(place).iterdir() if (child / mark).is_file()]
+            yield from (f"{place}/{name}" for name in names if name.split() == [name])
+
+
+def _sweep_words(command: Completed, current: str, search: SearchPath) -> Iterator[str]:
+    """Words of a sweep that goes on."""
+    key, equals, _ = current.partition("=")
+    if equals:
+        yield from (f"{key}={one}" for one in _values(key, search))
+        return
+    yield from (f"{one}=" for one in command.own)
+    yield from (
+        w for w in _keys(current, model=SweepSpec, prefix="sweep.") if w.strip("=")[len("sweep.") :] not in KEPT
+    )
 
 
 def _words(command: Completed, current: str, search: SearchPath, *, is_swept: bool) -> Iterator[str]:
@@ -175,7 +210,9 @@ def _words(command: Completed, current: str, search: SearchPath, *, is_swept: bo
     if key.startswith("~"):
         yield from (f"~{one}" for one in _keys(key[1:], end=""))
         return
-    yield from (f"{one}=" for one in ("recipe", *SECTIONS, *command.own) if command.takes != "run" or one != "recipe")
+    yield from (
+        f"{one}=" for one in ("recipe", *SECTIONS, *command.own) if command.takes != "changes" or one != "recipe"
+    )
     yield from _keys(current)
     if is_swept:
         yield from _keys(current, model=SweepSpec, prefix="sweep.")

@@ -24,13 +24,12 @@ from megaspec.sweep.page import values_of
 from megaspec.sweep.points import Checker, Draft, grid, refuse_invalid, without_repeats
 from megaspec.sweep.results import Result, is_better
 from megaspec.sweep.slots import make_slots, point_target
+from megaspec.sweep.spec import KEPT
 from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
 from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
 from megaspec_launchers.signals import StopRequests
 
 SWEEPS = Path("sweeps")
-# What a sweep that goes on can't change.
-_KEPT = ("kind", "name", "folder", "seed", "metric", "direction")
 # Points that a table on the terminal shows; the page has all.
 _MOST_ROWS = 60
 # Failed points whose reason it tells.
@@ -123,7 +122,7 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
     if foreign:
         raise RecipeError(f"{foreign[0]}: the points of a sweep stay as they are; give sweep.slots=N and the like")
     spec = sweep_spec(words, old.spec.model_dump())
-    changed = [key for key in _KEPT if getattr(spec, key) != getattr(old.spec, key)]
+    changed = [key for key in KEPT if getattr(spec, key) != getattr(old.spec, key)]
     if changed:
         text = f"sweep.{changed[0]}={getattr(spec, changed[0])}: a sweep that goes on keeps its {changed[0]}; drop it"
         raise RecipeError([Problem(f"sweep.{changed[0]}", text, COMMAND_LINE, "sweep.changed")])

@@ -6,6 +6,8 @@ from pydantic import Field
 
 from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, PositiveCount, PositiveInt
 
+# What a sweep that goes on can't change.
+KEPT = ("kind", "name", "folder", "seed", "metric", "direction")
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 

@@ -14,9 +14,13 @@ from pathlib import Path
 import pytest
 
 from megaspec.cli import MODULES, main, parse
-from megaspec.completion import COMMANDS, SCRIPTS, complete
+from megaspec.completion import COMMANDS, HOMES, SCRIPTS, complete
 from megaspec.recipe import SECTIONS
+from megaspec.resolve.gather import RUNS
+from megaspec.run_folder import SPEC
 from megaspec.search import SearchPath
+from megaspec.sweep.commands import SWEEPS
+from megaspec.sweep.state import HEAD
 
 ROOT = Path(__file__).parents[2]
 PATHS = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
@@ -55,7 +59,6 @@ def shell(tmp_path):
         ("megaspec train --config-dir ", []),
         ("megaspec train res", ["resume="]),
         ("megaspec plan --json recipe=hel", ["recipe=hello"]),
-        ("megaspec resume ", []),
         ("megaspec resume runs/hello kernels=", ["kernels=auto", "kernels=reference"]),
         ("megaspec data ", ["inspect", "prepare"]),
         ("megaspec data prepare --wor", ["--workers"]),
@@ -96,6 +99,66 @@ def help_of(capsys, *words):
     with pytest.raises(SystemExit):
         parse([*words, "--help"])
     return capsys.readouterr().out
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A working folder with runs, a sweep and other things."""
+    monkeypatch.chdir(tmp_path)
+    for file in (
+        "runs/hello/spec.json",
+        "runs/hello-2/spec.json",
+        "runs/made/recipe.json",
+        "runs/two words/spec.json",
+        "far/hello/spec.json",
+        "sweeps/lr/sweep.json",
+        "sweeps/lr/03-lr-0.1/spec.json",
+        "sweeps/lr/logs/03-lr-0.1.log",
+    ):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("megaspec resume ", ["runs/hello", "runs/hello-2"]),
+        ("megaspec resume runs/hello-", ["runs/hello-2"]),
+        ("megaspec resume ./runs/hello-", ["./runs/hello-2"]),
+        ("megaspec resume far/", ["far/hello"]),
+        ("megaspec resume nowhere/", []),
+        ("megaspec resume sweeps/lr/", ["sweeps/lr/03-lr-0.1"]),
+        ("megaspec resume --fork far/x runs/hello-", ["runs/hello-2"]),
+        ("megaspec resume runs/hello rec", []),
+        ("megaspec generate r", ["runs/hello", "runs/hello-2"]),
+        ("megaspec generate runs/hello ", []),
+        ("megaspec checkpoint ", ["list", "verify"]),
+        ("megaspec checkpoint list runs/", ["runs/hello", "runs/hello-2"]),
+        ("megaspec checkpoint verify ", ["runs/hello", "runs/hello-2"]),
+        ("megaspec checkpoint verify runs/hello ", []),
+        ("megaspec diff runs/hello runs/hello-", ["runs/hello-2"]),
+        ("megaspec diff hello run", ["runs/hello", "runs/hello-2"]),
+        ("megaspec check run", []),
+        ("megaspec sweep ", ["resume", "show"]),
+        ("megaspec sweep resume ", ["sweeps/lr"]),
+        ("megaspec sweep show sw", ["sweeps/lr"]),
+        ("megaspec sweep show sweeps/lr ", []),
+        ("megaspec sweep resume sweeps/lr ", ["memory=", "sweep."]),
+        ("megaspec sweep resume sweeps/lr sweep.s", ["sweep.slots="]),
+        ("megaspec sweep resume sweeps/lr sweep.a", ["sweep.again="]),
+        ("megaspec sweep resume sweeps/lr sweep.again=", ["sweep.again=failed", "sweep.again=unfinished"]),
+        ("megaspec sweep resume sweeps/lr memory=", ["memory=check", "memory=ignore"]),
+        ("megaspec train -m recipe=hello swee", ["sweep."]),
+        ("megaspec train -m sweep.metric=v", ["sweep.metric=valid_loss"]),
+    ],
+)  # fmt: skip
+def test_folders_of_runs_and_sweeps_are_found(line, found):
+    assert complete(line) == found
+
+
+def test_folders_are_where_and_what_commands_make():
+    assert {SPEC: str(RUNS), HEAD: str(SWEEPS)} == HOMES
 
 
 def test_the_table_is_what_the_parsers_take(capsys):
