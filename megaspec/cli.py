@@ -5,9 +5,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from io import TextIOWrapper
 from math import inf
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from megaspec import __version__, completion
+from megaspec.checkable import PartlyError
 from megaspec.checkpoint import commands as checkpoint_commands
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands import bench as bench_commands
@@ -34,6 +36,7 @@ from megaspec.data import commands as data_commands
 from megaspec.log.environment import write_environment
 from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
+from megaspec.resolve.beside import with_rules
 from megaspec.resolve.fits import MEMORY, memory_warning, start_problems
 from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.report import print_plan
@@ -179,7 +182,10 @@ def train(args: argparse.Namespace) -> int:
         return multirun(args.words, args.config_dir)
     how, words = take(args.words, "resume", ("never", "auto"))
     memory, words = take(words, "memory", MEMORY)
-    composed = compose_words(words, args.config_dir)
+    try:
+        composed = compose_words(words, args.config_dir)
+    except PartlyError as error:
+        raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
 
     def prepare(target: Target) -> Prepared:
         tell_left_out(composed)
@@ -195,7 +201,10 @@ def resume_run(args: argparse.Namespace) -> int:
     """Resolve a run anew with changes, and start its ranks; with --fork, in a folder of its own."""
     saved = read_run(args.run)
     memory, words = take(args.words, "memory", MEMORY)
-    composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
+    try:
+        composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
+    except PartlyError as error:
+        raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
     if composed.origins.get("run_dir") == COMMAND_LINE:
         text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"
         raise RecipeError([Problem("run_dir", text, COMMAND_LINE, "resume-folder")])
@@ -229,8 +238,9 @@ def _prepare_new(composed: Composed, target: Target, folder: Path | None, *, mem
     facts = gather_facts(composed.recipe)
     if folder is not None:
         facts = replace(facts, run_dir=str(folder))
-    spec = resolve(composed.recipe, target, facts, composed.origins)
-    _trainable(spec, target, composed.origins, memory=memory)
+    refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
+    spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
+    _warn(spec, target)
     place = Path(spec.run_dir)
     make_folder(place)
     lock = RunLock(place).acquire()
@@ -246,8 +256,9 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
         stack.callback(lock.release)
         old = read_run(folder).spec
         done = newest_step(folder)
-        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done)
-        _trainable(spec, target, origins, memory=memory)
+        refused = partial(start_problems, target=target, origins=origins, memory=memory)
+        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)
+        _warn(spec, target)
         if done == spec.train.steps:
             print(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further")
         write_run(folder, recipe, target, spec)
@@ -264,8 +275,10 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     checkpoint, manifest = newest_good(source)
     step, samples = checkpoint.step, manifest.state["samples"]
     facts = gather_facts(recipe)
-    spec = fork(old, recipe, target, facts, composed.origins, done_steps=step, done_samples=samples)
-    _trainable(spec, target, composed.origins, memory=memory)
+    origins, done = composed.origins, {"done_steps": step, "done_samples": samples}
+    refused = partial(start_problems, target=target, origins=origins, memory=memory)
+    spec = fork(old, recipe, target, facts, origins, **done, refused=refused)
+    _warn(spec, target)
     make_folder(place)
     lock = RunLock(place).acquire()
     copy_checkpoint(checkpoint, place)
@@ -274,11 +287,8 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     return Prepared(place, spec, lock)
 
 
-def _trainable(spec: Spec, target: Target, origins: Mapping[str, str], *, memory: str) -> None:
-    """RecipeError: something can be planned only, or the run can't fit the GPUs' memory."""
-    problems = start_problems(spec, target, origins, memory=memory)
-    if problems:
-        raise RecipeError(problems)
+def _warn(spec: Spec, target: Target) -> None:
+    """On stderr: that a run barely fits the GPUs' memory."""
     warning = memory_warning(spec, target)
     if warning:
         print(f"megaspec: {warning}", file=sys.stderr)

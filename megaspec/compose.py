@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from megaspec.checkable import PartlyError, checkable
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.marked_yaml import MAX_DEPTH
 from megaspec.core.problems import did_you_mean, one_of, origin_of, show, typed_problems, value_at
@@ -382,13 +383,16 @@ def _finish(tree: _Tree, values: Sequence[Override], search: SearchPath) -> Comp
     for key in _missing(content):
         text = f"{key}=??? must be set; in the recipe, or on the command line: {key}=..."
         problems.append(Problem(key, text, origin_of(origins, key), "key.missing"))
-    if not problems:
-        try:
-            return Composed(Recipe.model_validate_json(json.dumps(content)), origins)
-        except ValidationError as error:
-            choices = {group: search.choices(group) for group in SECTIONS}
-            problems = typed_problems(error, model=Recipe, content=content, origins=origins, choices=choices)
-    raise RecipeError(problems)
+    bad = {p.key for p in problems if p.key}
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(content))
+        if not problems:
+            return Composed(recipe, origins)
+    except ValidationError as error:
+        choices = {group: search.choices(group) for group in SECTIONS}
+        typed = typed_problems(error, model=Recipe, content=content, origins=origins, choices=choices)
+        problems += [p for p in typed if p.key not in bad and "${" not in str(value_at(content, p.key))]
+    raise PartlyError(problems, checkable(content, origins, bad))
 
 
 def _missing(content: Any, prefix: str = "") -> list[str]:

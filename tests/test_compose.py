@@ -101,7 +101,7 @@ def test_a_recipe_may_write_its_model_and_data_out(folder):
     recipe = compose("whole").recipe
     assert (recipe.model.n_layers, recipe.data.kind, recipe.precision.kind) == (2, "synthetic", "bf16")
     (folder / "recipes" / "whole.yaml").write_text("data: {kind: synthetic, seq_len: 4}\ntrain: {steps: 3}\n")
-    assert [p.key for p in problems_of("whole")] == ["train.global_batch"]
+    assert [p.key for p in problems_of("whole")] == ["train.global_batch", "model"]
     (folder / "recipes" / "whole.yaml").write_text("train: {steps: 3, global_batch: 2}\n")
     assert sorted(p.key for p in problems_of("whole")) == ["data", "model"]
 
@@ -266,16 +266,16 @@ def test_typing_errors_name_file_and_line(folder):
         "defaults:\n  - hello\ntrain:\n  deterministic: on\n  steps: 017\n"
         "optim:\n  lr: ???\n  schedule: {kind: cosin}\n"
     )
-    assert [str(p) for p in problems_of("bad")] == [
-        "optim.lr=??? must be set; in the recipe, or on the command line: optim.lr=...   (recipes/bad.yaml:7)"
-    ]
-    assert [str(p) for p in problems_of("bad", ["optim.lr=nan"])] == [
-        "optim.lr=nan must be a finite number   (command line)",
+    others = [
         "optim.schedule.kind=cosin must be constant, linear, cosine, inverse_sqrt or wsd; did you mean cosine?"
         "   (recipes/bad.yaml:8)",
         "train.steps=017 must be a whole number; '017' reads as text   (recipes/bad.yaml:5)",
         "train.deterministic=on must be true or false; 'on' reads as text   (recipes/bad.yaml:4)",
     ]
+    missing = "optim.lr=??? must be set; in the recipe, or on the command line: optim.lr=...   (recipes/bad.yaml:7)"
+    assert [str(p) for p in problems_of("bad")] == [missing, *others]
+    infinite = "optim.lr=nan must be a finite number   (command line)"
+    assert [str(p) for p in problems_of("bad", ["optim.lr=nan"])] == [infinite, *others]
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megaspec.checkable import PartlyError
 from megaspec.commands.words import compose_words
 from megaspec.compose import Composed
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.recipe import Recipe
+from megaspec.resolve.beside import with_rules
 from megaspec.resolve.ceilings import Ceilings, ceilings_of, read_ceilings
 from megaspec.resolve.hardware import Hardware, hardware_named, hardware_of
 from megaspec.resolve.target import Target, detect_target
@@ -32,30 +34,49 @@ class Planned:
     """How the machine was chosen."""
 
 
-def plan_words(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) -> Planned:
+def plan_words(
+    words: Sequence[str], config_dirs: Sequence[str | Path] = (), *, searched: Sequence[str] = ()
+) -> Planned:
     """`recipe=NAME [hardware=NAME] [gpus=N] [ceilings=FILE] a.b=c ...`.
 
     Without `hardware=`: the GPUs of this machine; where it has none, those that the recipe's source names, else H100.
     Without `gpus=`: launcher.ranks, else those of this machine, else as many nodes as the degrees that are set need. A
-    launcher.ranks that a file sets gives way to `gpus=`.
+    launcher.ranks that a file sets gives way to `gpus=`. `searched`: keys that will be decided anew. RecipeError: what
+    `compose` raises, with every rule that is broken beside it.
     """
     given, rest = _words_for_us(words)
-    composed = compose_words(rest, config_dirs)
+    here = detect_target()
+    try:
+        composed = compose_words(rest, config_dirs)
+    except PartlyError as error:
+        raise _with_rules(error, given, here, searched) from None
     if "gpus" in given:
         composed = _on(composed, _count(given["gpus"]))
-    here = detect_target()
+    target, hardware, why = _machine(given, composed.recipe, here)
+    return Planned(
+        composed, target, hardware, None if given.get("hardware") == CPU else _ceilings(given, hardware), why
+    )
+
+
+def _with_rules(error: PartlyError, given: dict[str, str], here: Target, searched: Sequence[str]) -> RecipeError:
+    found = error.checkable
+    if found is not None and "gpus" in given:
+        placed = _on(Composed(found.recipe, dict(found.origins)), _count(given["gpus"]))
+        error = PartlyError(error.problems, replace(found, recipe=placed.recipe, origins=placed.origins))
+    return with_rules(error, lambda recipe: _machine(given, recipe, here)[0], searched=searched)
+
+
+def _machine(given: dict[str, str], recipe: Recipe, here: Target) -> tuple[Target, Hardware | None, str]:
+    """What the recipe is planned for, and why."""
     name = given.get("hardware")
     if name == CPU:
-        target = here.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "gpu_memory": 0})
-        return Planned(composed, target, None, None, "hardware=cpu")
-    ranks = composed.recipe.launcher.ranks
+        return here.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "gpu_memory": 0}), None, "hardware=cpu"
+    ranks = recipe.launcher.ranks
     is_enough = ranks == AUTO or ranks <= here.gpus
     if name is None and here.device == "cuda" and "gpus" not in given and is_enough:
-        hardware = hardware_of(here)
-        return Planned(composed, here, hardware, _ceilings(given, hardware), "this machine")
-    hardware, why = _hardware(name, composed.recipe, here)
-    gpus = _gpus(given, composed.recipe, hardware)
-    return Planned(composed, planned_target(hardware, gpus, here), hardware, _ceilings(given, hardware), why)
+        return here, hardware_of(here), "this machine"
+    hardware, why = _hardware(name, recipe, here)
+    return planned_target(hardware, _gpus(given, recipe, hardware), here), hardware, why
 
 
 def planned_target(hardware: Hardware, gpus: int, here: Target) -> Target:

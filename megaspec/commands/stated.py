@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from megaspec.checkable import PartlyError
 from megaspec.commands.planned import DEFAULT, planned_target, stated_gpus
 from megaspec.compose import Composed, compose
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.recipe import Recipe
+from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.hardware import Hardware, hardware_named
 from megaspec.resolve.resolver import resolve
@@ -44,9 +46,20 @@ def stated(word: str, overrides: Sequence[str] = (), config_dirs: Sequence[str |
     """The recipe of a name, or of a YAML file. The GPUs: launcher.ranks of those that its source names, else a node of
     H100. RecipeError: there is no such recipe, or what `compose` raises."""
     name, folders = recipe_named(word, config_dirs)
-    composed = compose(name, overrides, folders)
-    hardware = hardware_named(composed.recipe.about.hardware or DEFAULT)
-    return Stated(composed, hardware, planned_target(hardware, stated_gpus(composed.recipe, hardware), _here()))
+    try:
+        composed = compose(name, overrides, folders)
+    except PartlyError as error:
+        raise with_rules(error, lambda recipe: _target(recipe, _hardware(recipe))) from None
+    hardware = _hardware(composed.recipe)
+    return Stated(composed, hardware, _target(composed.recipe, hardware))
+
+
+def _hardware(recipe: Recipe) -> Hardware:
+    return hardware_named(recipe.about.hardware or DEFAULT)
+
+
+def _target(recipe: Recipe, hardware: Hardware) -> Target:
+    return planned_target(hardware, stated_gpus(recipe, hardware), _here())
 
 
 def recipe_named(word: str, config_dirs: Sequence[str | Path] = ()) -> tuple[str, tuple[str | Path, ...]]:

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def find(args: argparse.Namespace) -> Search:
     """The search that a command line asks for. What it sets itself stays."""
-    planned = plan_words(args.words, args.config_dir)
+    planned = plan_words(args.words, args.config_dir, searched=(*SEARCHED, *OPEN_WITH_THEM, "launcher.ranks"))
     composed, target = planned.composed, planned.target
     if planned.hardware is None or planned.ceilings is None:
         text = f"hardware={target.gpu or 'cpu'} has nothing to search with; choose {one_of(list(HARDWARE))}"

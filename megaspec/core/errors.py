@@ -3,12 +3,6 @@
 from dataclasses import dataclass
 
 
-class MegaspecError(Exception):
-    """Base of every error that the command line prints without a traceback."""
-
-    exit_code = 70
-
-
 def printable(text: str) -> str:
     """The text with line breaks and whatever else a terminal would act on written as escapes."""
     if text.isprintable():
@@ -41,14 +35,21 @@ class Problem:
         return f"{self.message}   ({self.origin})" if self.origin else self.message
 
 
+class MegaspecError(Exception):
+    """Base of every error that the command line prints without a traceback: a text, or problems, a line each."""
+
+    exit_code = 70
+
+    def __init__(self, problems: list[Problem] | str = ""):
+        lines = problems.split("\n") if isinstance(problems, str) else problems
+        self.problems = [Problem("", one) if isinstance(one, str) else one for one in lines]
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
 class RecipeError(MegaspecError):
     """A recipe that can't be run as written: every problem found, at once."""
 
     exit_code = 64
-
-    def __init__(self, problems: list[Problem] | str):
-        self.problems = [Problem("", problems)] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(str(p) for p in self.problems))
 
 
 class DataError(MegaspecError):

@@ -1,7 +1,7 @@
 """resolve: a recipe, a target and facts in, the Spec of the run out. Pure: reads no file, no clock, no environment."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,12 @@ from megaspec.resolve.formula import degrees
 from megaspec.resolve.rules import broken_rules, is_legal
 from megaspec.resolve.target import Target
 from megaspec.resolve.trials import trials
+from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision, Spec
 from megaspec.train.batch_schedule import BatchSchedule
+
+# Why a run that keeps every rule can't start.
+Refused = Callable[[Spec], list[Problem]]
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,21 @@ class Settled:
         return Spec.model_validate_json(json.dumps(fields))
 
 
-def resolve(recipe: Recipe, target: Target, facts: Facts, origins: Mapping[str, str] | None = None) -> Spec:
+def resolve(
+    recipe: Recipe,
+    target: Target,
+    facts: Facts,
+    origins: Mapping[str, str] | None = None,
+    *,
+    refused: Refused | None = None,
+) -> Spec:
     """What will happen, with nothing left open.
 
-    `origins` (see compose) tells problems where a value was set. RecipeError: every rule that is broken, at once.
-    DataError: nothing but the data is wrong.
+    `origins` (see compose) tells problems where a value was set. `refused`: why a run can't start that keeps every
+    rule; given for a run only. RecipeError: every rule that is broken, and all else, at once. DataError: nothing but
+    the data is wrong.
     """
-    settled = settle(recipe, target, facts, origins)
+    settled = settle(recipe, target, facts, origins, refused=refused)
     return settled.spec((settled.samples(),))
 
 
@@ -67,6 +79,7 @@ def settle(
     origins: Mapping[str, str] | None = None,
     *,
     kept: frozenset[str] = frozenset(),
+    refused: Refused | None = None,
 ) -> Settled:
     """Fill, then ask every rule. `kept`: paths that were decided when the run began. Raises as `resolve` does."""
     origins = origins or {}
@@ -79,15 +92,21 @@ def settle(
     problems = []
     if not is_legal(case):
         problems = broken_rules(replace(case, trial=trials(recipe, case)), decisions=decisions, origins=origins)
-    data_problems = [
-        Problem(p.key, p.message, p.origin or origin_of(origins, p.key), p.code)
-        for p in (*facts.problems, *draft.problems)
-    ]
+    settled = Settled(filled, target, facts.fingerprint, decisions)
+    if refused is not None:
+        is_whole = not problems and not draft.problems
+        problems += refused(settled.spec((settled.samples(),))) if is_whole else unbuilt_problems(filled, origins)
+    data_problems = located([*facts.problems, *draft.problems], origins)
     if problems:
         raise RecipeError([*problems, *data_problems])
     if data_problems:
-        raise DataError("\n".join(str(p) for p in data_problems))
-    return Settled(filled, target, facts.fingerprint, decisions)
+        raise DataError(data_problems)
+    return settled
+
+
+def located(problems: Sequence[Problem], origins: Mapping[str, str]) -> list[Problem]:
+    """Problems of the data, with where each value was set."""
+    return [Problem(p.key, p.message, p.origin or origin_of(origins, p.key), p.code) for p in problems]
 
 
 def _typed(content: Mapping[str, Any], origins: Mapping[str, str]) -> Recipe:

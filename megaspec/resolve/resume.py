@@ -15,7 +15,7 @@ from megaspec.core.problems import origin_of, show, value_at
 from megaspec.recipe import Recipe
 from megaspec.resolve.difference import changed, is_free, leaves
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.resolver import Settled, settle
+from megaspec.resolve.resolver import Refused, Settled, settle
 from megaspec.resolve.target import Target
 from megaspec.spec import Decision, Spec
 from megaspec.train.batch_schedule import BatchSchedule
@@ -29,6 +29,7 @@ def resume(
     origins: Mapping[str, str] | None = None,
     *,
     done_steps: int = 0,
+    refused: Refused | None = None,
 ) -> Spec:
     """The Spec with which a run goes on in its own folder (`old.run_dir`).
 
@@ -47,7 +48,7 @@ def resume(
         raise RecipeError(problems)
     pinned, kept = _pinned(old, recipe)
     facts = replace(facts, run_dir=old.run_dir)
-    settled = settle(pinned, target, facts, origins, kept=frozenset(one.key for one in kept))
+    settled = settle(pinned, target, facts, origins, kept=frozenset(one.key for one in kept), refused=refused)
     is_decided_anew = any(one not in old.decisions for one in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
     moved = old.samples_moved
@@ -65,6 +66,7 @@ def fork(
     *,
     done_steps: int = 0,
     done_samples: int = 0,
+    refused: Refused | None = None,
 ) -> Spec:
     """The Spec of a new run that starts from a checkpoint of `old`: everything may change, and is resolved anew.
 
@@ -76,7 +78,7 @@ def fork(
     problems = _too_short(recipe, done_steps, origins or {})
     if problems:
         raise RecipeError(problems)
-    settled = settle(recipe, target, facts, origins)
+    settled = settle(recipe, target, facts, origins, refused=refused)
     new = settled.recipe
     is_same_order = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
     moved = done_samples - BatchSchedule(new.train).consumed(done_steps)

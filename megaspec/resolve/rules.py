@@ -128,11 +128,13 @@ def broken_codes(case: Case) -> frozenset[str]:
     return frozenset(code for code, rule in RULES.items() if rule(case) is not None)
 
 
-def broken_rules(case: Case, *, decisions: tuple[Decision, ...], origins: Mapping[str, str]) -> list[Problem]:
+def broken_rules(
+    case: Case, *, decisions: tuple[Decision, ...], origins: Mapping[str, str], rules: Mapping[str, Rule] = RULES
+) -> list[Problem]:
     """Every problem, with its code and where the value is from: a file, the command line, or our own decision."""
     reasons = {d.key: f"decided: {d.reason}" for d in decisions}
     problems = []
-    for code, rule in RULES.items():
+    for code, rule in rules.items():
         problem = rule(case if case.trial is None else replace(case, mends=partial(case.trial, code)))
         if problem is not None:
             origin = reasons.get(problem.key) or origin_of(origins, problem.key)

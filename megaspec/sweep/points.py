@@ -5,12 +5,16 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
+from megaspec.checkable import PartlyError
 from megaspec.commands.words import compose_words
+from megaspec.compose import Composed
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.recipe import Recipe
+from megaspec.resolve.beside import with_rules
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fits import start_problems
 from megaspec.resolve.gather import gather_facts
@@ -42,25 +46,29 @@ class Checker:
         """A point, composed and checked; what is wrong is told in `problems`."""
         made = Draft(overrides)
         try:
-            composed = compose_words([*plain, *overrides], self._search)
+            composed = self._composed([*plain, *overrides])
             made.recipe = composed.recipe
             made.ranks = self.spec(composed.recipe, Path("run"), composed.origins).world_size
         except RecipeError as error:
             made.problems = error.problems
         except DataError as error:
-            made.problems, made.is_data = [Problem("", line) for line in str(error).splitlines()], True
+            made.problems, made.is_data = error.problems, True
         return made
+
+    def _composed(self, words: Sequence[str]) -> Composed:
+        try:
+            return compose_words(words, self._search)
+        except PartlyError as error:
+            raise with_rules(error, lambda _: self.target, is_for_training=True) from None
 
     def spec(self, recipe: Recipe, run_dir: Path, origins: dict[str, str]) -> Spec:
         """The Spec of a point. RecipeError, DataError: it can't be run."""
         key = recipe.data.model_dump_json()
         if key not in self._facts:
             self._facts[key] = gather_facts(recipe)
-        spec = resolve(recipe, self.target, replace(self._facts[key], run_dir=str(run_dir)), origins)
-        problems = start_problems(spec, self.target, origins, memory=self.memory)
-        if problems:
-            raise RecipeError(problems)
-        return spec
+        refused = partial(start_problems, target=self.target, origins=origins, memory=self.memory)
+        facts = replace(self._facts[key], run_dir=str(run_dir))
+        return resolve(recipe, self.target, facts, origins, refused=refused)
 
 
 @dataclass

@@ -1,0 +1,96 @@
+"""The rules, asked of a recipe in which some values are not of their type: all that does not hang on these."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from megaspec.checkable import Checkable, PartlyError
+from megaspec.core.errors import Problem, RecipeError
+from megaspec.recipe import Recipe
+from megaspec.resolve.case import Case
+from megaspec.resolve.facts import Facts
+from megaspec.resolve.fill import FILLS, PLAIN, Draft
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.reads import fields_read
+from megaspec.resolve.resolver import located
+from megaspec.resolve.rules import RULES, broken_rules
+from megaspec.resolve.target import Target
+from megaspec.resolve.trials import trials
+from megaspec.resolve.unbuilt import unbuilt_problems
+
+
+def with_rules(
+    error: RecipeError,
+    target_of: Callable[[Recipe], Target],
+    *,
+    searched: Iterable[str] = (),
+    is_for_training: bool = False,
+) -> RecipeError:
+    """The error with all else that is wrong with the recipe: one report, what is not of its type first.
+
+    `searched`: keys that will be decided anew. A run is also told what can be planned only, and data that is not there.
+    """
+    found = error.checkable if isinstance(error, PartlyError) else None
+    if found is None:
+        return error
+    try:
+        target = target_of(found.recipe)
+    except RecipeError as other:
+        return RecipeError([*error.problems, *other.problems])
+    unknown = found.bad | frozenset(searched)
+    knows_data = not _reads(found.bad, ("data.kind", "data.blend")) and "data" not in found.bad
+    facts = gather_facts(found.recipe) if knows_data else Facts(run_dir="runs/unknown")
+    if not is_for_training:
+        facts = replace(facts, problems=())
+    return RecipeError([*error.problems, *_problems(found, target, facts, unknown, is_for_training=is_for_training)])
+
+
+class _Watching(Draft):
+    """Notes which decisions follow from what is not known."""
+
+    def __init__(self, recipe: Recipe, target: Target, facts: Facts, unknown: frozenset[str]):
+        super().__init__(recipe, target, facts)
+        self.unknown = set(unknown)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def fill(self, key: str, value: Any, reason: str) -> None:
+        if self.is_open(key) and _reads(self.read, self.unknown):
+            self.unknown.add(key)
+        super().fill(key, value, reason)
+
+
+def _problems(
+    found: Checkable, target: Target, facts: Facts, unknown: frozenset[str], *, is_for_training: bool
+) -> list[Problem]:
+    draft = _Watching(found.recipe, target, facts, unknown)
+    for key, plain in PLAIN.items():
+        if draft.is_open(key):
+            draft.unknown.add(key)  # only a search of the whole recipe could tell
+            draft.fill(key, plain, "")
+    for fill in FILLS:
+        draft.read.clear()
+        fill(draft)
+    try:
+        filled = Recipe.model_validate_json(json.dumps(draft.content))
+    except ValidationError:
+        return []
+    decisions, origins = tuple(draft.decisions), found.origins
+    case = Case(filled, target, facts, frozenset(d.key for d in decisions))
+    asked = {code: rule for code, rule in RULES.items() if not _reads(fields_read(rule, case), draft.unknown)}
+    tried = replace(case, trial=trials(found.recipe, case))
+    problems = broken_rules(tried, decisions=decisions, origins=origins, rules=asked)
+    if is_for_training:
+        problems += [p for p in unbuilt_problems(filled, origins) if not _reads([p.key], draft.unknown)]
+    return problems + located([*facts.problems, *draft.problems], origins)
+
+
+def _reads(read: Iterable[str], unknown: Iterable[str]) -> bool:
+    """Whether some path that is read is unknown, or lies below one that is."""
+    return any(one == other or one.startswith(f"{other}.") for other in unknown for one in read)
