@@ -97,14 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a letter shows a question mark
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    asks_json = "--json" in words[: words.index("--") if "--" in words else None]
     try:
-        packages, words = take_flags(sys.argv[1:] if arguments is None else arguments)
+        packages, words = take_flags(words)
         load(packages)
         args = parse(words)
         return args.call(args)
     except MegaspecError as error:
         print(f"megaspec: {error}" if "\n" not in str(error) else f"megaspec:\n{error}", file=sys.stderr)
-        codes = dict.fromkeys(p.code for p in getattr(error, "problems", ()) if p.code)
+        if asks_json:
+            print(json.dumps({"problems": [problem.as_json() for problem in error.problems]}, indent=1))
+        codes = dict.fromkeys(p.code for p in error.problems if p.code)
         if codes and sys.stderr.isatty():
             print(f"more about it: megaspec explain {' | '.join(codes)}", file=sys.stderr)
         return error.exit_code

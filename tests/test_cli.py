@@ -1,5 +1,6 @@
 """The command line: what it prints, what it returns, and what it refuses."""
 
+import json
 import os
 import re
 import subprocess
@@ -276,3 +277,24 @@ def test_two_values_for_one_key_are_refused_and_the_same_word_twice_is_not(capsy
     assert main(["plan", "recipe=hello", "optim.lr=1e-3", "+optim.lr=2e-3"]) == 64
     assert "optim.lr is set twice, optim.lr=1e-3 and +optim.lr=2e-3; keep one" in capsys.readouterr().err
     assert main(["plan", "recipe=hello", "optim.lr=1e-3", "optim.lr=1e-3"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code"),
+    [
+        (["plan", "--json", "recipe=hello", "model.n_kv_heads=3"], "kv-heads", 64),
+        (["plan", "recipe=hello", "model.dropout=2", "--json"], "key.type", 64),
+        (["plan", "--json", "recipe=helo"], "choice.unknown", 64),
+        (["plan", "--json", "--ranks", "x", "recipe=hello"], "", 64),
+        (["tune", "--json", "recipe=hello", "gpus=0"], "choice.unknown", 64),
+        (["tune", "--json", "recipe=llama3_1_405b", "gpus=8"], "tune-large", 64),
+        (["diff", "--json", "hello", "helo"], "choice.unknown", 64),
+    ],
+)
+def test_programs_read_errors_as_they_read_answers(words, code, exit_code, capsys):
+    assert main(words) == exit_code
+    said = capsys.readouterr()
+    problem = json.loads(said.out)["problems"][-1 if code == "kv-heads" else 0]
+    assert set(problem) == {"code", "key", "message", "origin"}
+    assert problem["code"] == code
+    assert problem["message"] in said.err

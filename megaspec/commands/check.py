@@ -97,7 +97,7 @@ def as_json(one: Checked) -> dict[str, Any]:
         "fits": one.fits,
         "unbuilt": list(one.unbuilt),
         "remedies": [remedy.model_dump(mode="json") for remedy in one.remedies],
-        "problems": [{"code": p.code, "key": p.key, "message": p.message, "origin": p.origin} for p in one.problems],
+        "problems": [problem.as_json() for problem in one.problems],
     }
 
 

@@ -118,6 +118,7 @@ _RUNS = {
     "resume-data": Known("The content of the data has changed since the run began.", "Put it back, or fork."),
     "resume-steps": Known("A run can't end before the step that it has reached.", "Raise train.steps."),
     "resume-folder": Known("A run stays in its folder.", "Drop run_dir, or fork."),
+    "tune-large": Known("No layout fits the memory of these GPUs.", "Try more of them, or larger ones."),
     "tune-none": Known("No layout keeps the rules for this number of GPUs.", "Try another number, or batch."),
 }
 _SWEEPS = {

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,17 +75,28 @@ def run(args: argparse.Namespace) -> int:
         world, batch = search.grid.recipe.launcher.ranks, search.grid.recipe.train.global_batch
         text = f"no layout of {world} GPUs keeps the rules at train.global_batch={batch}; try another gpus= or batch"
         raise RecipeError([Problem("parallelism", text, code="tune-none")])
+    too_large = _too_large(search)
+    if args.out is not None and too_large is None:
+        write(args, search)
     if args.json:
-        print(json.dumps(as_json(search), indent=1))
+        problems = {"problems": [too_large.as_json()]} if too_large else {}
+        print(json.dumps(as_json(search) | problems, indent=1))
     else:
         show_found(search)
-    if not search.found.best[0].fits:
-        memory, hardware = search.found.best[0].memory.total / GIB, search.hardware
-        text = f"no layout fits: the smallest needs {memory:.1f} GiB of {hardware.name}'s {hardware.memory / GIB:.1f}"
-        raise RecipeError([Problem("parallelism", f"{text}; try more GPUs (gpus=) or a larger one (hardware=)")])
-    if args.out is not None:
-        write(args, search)
+    if too_large is not None:
+        print(f"megaspec: {too_large}", file=sys.stderr)
+        return RecipeError.exit_code
     return 0
+
+
+def _too_large(search: Search) -> Problem | None:
+    """Why even the smallest layout does not fit."""
+    best, hardware = search.found.best[0], search.hardware
+    if best.fits:
+        return None
+    text = f"no layout fits: the smallest needs {best.memory.total / GIB:.1f} GiB of {hardware.name}'s"
+    text += f" {hardware.memory / GIB:.1f}; try more GPUs (gpus=) or a larger one (hardware=)"
+    return Problem("parallelism", text, code="tune-large")
 
 
 def find(args: argparse.Namespace) -> Search:
@@ -228,4 +240,4 @@ def write(args: argparse.Namespace, search: Search) -> None:
     text += f"# {_time(one.time.seconds)} a step and {one.memory.total / GIB:.1f} GiB of the fullest rank.\n"
     text += yaml.safe_dump({"defaults": [parent], **nested}, sort_keys=False)
     write_text(args.out, text)
-    print(f"{args.out}: written")
+    print(f"{args.out}: written", file=sys.stderr)

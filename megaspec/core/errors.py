@@ -34,6 +34,10 @@ class Problem:
     def __str__(self) -> str:
         return f"{self.message}   ({self.origin})" if self.origin else self.message
 
+    def as_json(self) -> dict[str, str]:
+        """What a program reads."""
+        return {"code": self.code, "key": self.key, "message": self.message, "origin": self.origin}
+
 
 class MegaspecError(Exception):
     """Base of every error that the command line prints without a traceback: a text, or problems, a line each."""
