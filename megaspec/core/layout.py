@@ -1,21 +1,22 @@
 """Where a local tensor lies in its global one. Plain data that tensor parallelism writes and that initialisation,
 gradient norms, checkpoints and exports read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Piece:
     """A rectangle that a local tensor and its global tensor share.
 
-    `replica` counts this rank's copy among the copies that model-parallel ranks hold of the same rectangle: copy 0 is
-    the one that norms count and checkpoints write.
+    `replica` counts this rank's copy among the `copies` that ranks of the world hold of the same rectangle. Norms count
+    copy 0, checkpoints are written by one of them.
     """
 
     global_start: tuple[int, ...]
     local_start: tuple[int, ...]
     shape: tuple[int, ...]
     replica: int = 0
+    copies: int = 1
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
@@ -39,7 +40,31 @@ class Layout:
     pieces: tuple[Piece, ...]
 
 
-def whole(name: str, shape: tuple[int, ...], *, replica: int = 0) -> Layout:
-    """The layout of a tensor that is not split; `replica` is this rank's number among the ranks that hold it."""
+def whole(name: str, shape: tuple[int, ...], *, replica: int = 0, copies: int = 1) -> Layout:
+    """The layout of a tensor that is not split; `replica` is this rank's number among the `copies` that hold it."""
     zero = (0,) * len(shape)
-    return Layout(name, shape, shape, (Piece(zero, zero, shape, replica),))
+    return Layout(name, shape, shape, (Piece(zero, zero, shape, replica, copies),))
+
+
+def replicated(layout: Layout, *, index: int, count: int) -> Layout:
+    """The layout on one of `count` ranks that hold the same; `index` is its number among them."""
+    pieces = (replace(p, replica=p.replica * count + index, copies=p.copies * count) for p in layout.pieces)
+    return replace(layout, pieces=tuple(pieces))
+
+
+def rows(layout: Layout, first: int, last: int) -> Layout:
+    """The layout of the rows [first, last) of a local tensor."""
+    pieces = []
+    for piece in layout.pieces:
+        begin, end = max(piece.local_start[0], first), min(piece.local_start[0] + piece.shape[0], last)
+        if begin < end:
+            skipped = begin - piece.local_start[0]
+            pieces.append(
+                replace(
+                    piece,
+                    global_start=(piece.global_start[0] + skipped, *piece.global_start[1:]),
+                    local_start=(begin - first, *piece.local_start[1:]),
+                    shape=(end - begin, *piece.shape[1:]),
+                )
+            )
+    return Layout(layout.name, layout.shape, (max(0, last - first), *layout.local_shape[1:]), tuple(pieces))

@@ -19,13 +19,19 @@ class SequenceContext:
     """What every block needs to know of the batch beside its activations."""
 
     positions: Tensor
-    """int64 [T], or [B, T] when documents are packed."""
+    """int64 [T], or [B, T] when documents are packed: of this rank's tokens, in their documents."""
     angles: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of the rotary angles at `positions`; None for models without rotary embedding."""
     documents: Tensor | None = None
-    """int32 [B, T]: document of each token; attention stays inside it. None: one document per sequence."""
+    """int32 [B, S]: document of each token of the whole sequence; attention stays inside it. None: one document."""
     noise: Noise | None = None
     """Source of dropout masks; None switches dropout off."""
+    index: Tensor | None = None
+    """int64 [T]: places of this rank's tokens in the whole sequence."""
+    length: int = 0
+    """Tokens of the whole sequence."""
+    aux_weight: Tensor | None = None
+    """Scalar: weight of this micro batch's auxiliary losses in the loss that is differentiated; None: no gradients."""
 
 
 class CausalCore(nn.Module):
@@ -51,24 +57,39 @@ class CausalCore(nn.Module):
             # a function, since torch 2.11 can't trace a call of a dataclass
             def drop(weights_BNTS: Tensor) -> Tensor:
                 return drop_attention(
-                    weights_BNTS, self.dropout, key=noise.key(self.site_key), ids=noise.ids, first_head=self.first_head
+                    weights_BNTS,
+                    self.dropout,
+                    key=noise.key(self.site_key),
+                    ids=noise.ids,
+                    first_head=self.first_head,
+                    queries=context.index,
+                    keys=context.index,
                 )
 
         return self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
 
 
-def drop_attention(weights_BNTS: Tensor, probability: float, *, key: Tensor, ids: Tensor, first_head: int) -> Tensor:
+def drop_attention(
+    weights_BNTS: Tensor,
+    probability: float,
+    *,
+    key: Tensor,
+    ids: Tensor,
+    first_head: int,
+    queries: Tensor,
+    keys: Tensor,
+) -> Tensor:
     """Dropout of attention weights: the same mask for the same (sequence, head, query, key) in every layout.
 
-    `key`: int64 scalar; `ids`: int64 [B]; `first_head`: the global number of the first of the N heads.
+    `key`: int64 scalar; `ids`: int64 [B]; `first_head`: the global number of the first of the N heads; `queries`,
+    `keys`: int64 [T], [S], places in the whole sequence.
     """
-    _, N, T, S = weights_BNTS.shape
-    device = weights_BNTS.device
+    N, device = weights_BNTS.shape[1], weights_BNTS.device
     counters = (
         ids[:, None, None, None],
         torch.arange(first_head, first_head + N, device=device)[None, :, None, None],
-        torch.arange(T, device=device)[None, None, :, None],
-        torch.arange(S, device=device)[None, None, None, :],
+        queries[None, None, :, None],
+        keys[None, None, None, :],
     )
     return weights_BNTS * keep_mask(key, counters, 1.0 - probability) / (1.0 - probability)
 

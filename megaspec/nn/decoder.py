@@ -1,6 +1,11 @@
 """What every decoder of equal blocks has in common: the way from tokens to the loss."""
 
-# B sequences, T tokens, D model
+# B sequences, T tokens of this rank, S tokens of the whole sequence, D model, V vocabulary
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -12,49 +17,125 @@ from megaspec.nn.loss import OutputHead
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """int32 [B, T] document numbers -> int64 [B, T] positions that start at 0 in each document."""
+    """int32 [B, S] document numbers -> int64 [B, S] positions that start at 0 in each document."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = torch.ones_like(documents, dtype=torch.bool)
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
-class Decoder(nn.Module):
-    """Base of the families: `embed_tokens` and `context` are theirs, the rest is the same."""
+@dataclass
+class Unit:
+    """Consecutive modules that are run, recomputed and sharded together. Strategies wrap `run`.
 
+    embed:  run(tokens_BT, context) -> x_BTD
+    a layer (or several): run(x_BTD, context) -> x_BTD
+    head:   run(x_BTD, finish) -> finish(normed x_BTD)
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    run: Callable[..., Tensor]
+
+
+class Decoder(nn.Module):
+    """A model, or the chunk of it that lies on one pipeline stage: `embed`, `norm` and `head` are None elsewhere, and
+    `layers` holds the chunk's, by their numbers in the model.
+
+    `embed_tokens` and `angles` are the families' own, the rest is the same.
+    """
+
+    embed: nn.Module | None
     layers: nn.ModuleDict
-    norm: nn.Module
-    head: OutputHead
+    norm: nn.Module | None
+    head: OutputHead | None
     placement: tuple[Row, ...]
+    tied: bool = False
+    """The output head's weight is the embedding's."""
+    embedding_names: tuple[str, ...] = ("embed", "embed_dropout")
+    """The modules of the first unit."""
+    _units: list[Unit] | None = None
 
     def embed_tokens(self, tokens_BT: Tensor, context: SequenceContext) -> Tensor:
         """-> [B, T, D]"""
         raise NotImplementedError
 
-    def context(self, tokens_BT: Tensor, documents: Tensor | None, noise: Noise | None) -> SequenceContext:
-        """Positions and what follows from them."""
-        raise NotImplementedError
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Cosine and sine at int64 [T] or [B, T]; None without rotary embedding."""
+        return None
 
-    def hidden(self, tokens_BT: Tensor, documents: Tensor | None = None, noise: Noise | None = None) -> Tensor:
-        """The last block's output after the final norm, [B, T, D]."""
-        context = self.context(tokens_BT, documents, noise)
-        x_BTD = self.embed_tokens(tokens_BT, context)
-        for layer in self.layers.values():
-            x_BTD = layer(x_BTD, context)
-        return self.norm(x_BTD)
-
-    def forward(self, tokens_BT: Tensor, documents: Tensor | None = None, noise: Noise | None = None) -> Tensor:
-        """int64 [B, T] -> logits [B, T, V]"""
-        return self.head(self.hidden(tokens_BT, documents, noise))
-
-    def loss(
+    def context(
         self,
-        tokens_BT: Tensor,
-        labels_BT: Tensor,
-        weights_BT: Tensor,
+        index_T: Tensor,
         *,
+        length: int,
         documents: Tensor | None = None,
         noise: Noise | None = None,
+        aux_weight: Tensor | None = None,
+    ) -> SequenceContext:
+        """What blocks need to know of a batch of which this rank has the tokens `index_T`; see SequenceContext."""
+        positions = index_T if documents is None else document_positions(documents)[:, index_T]
+        return SequenceContext(positions, self.angles(positions), documents, noise, index_T, length, aux_weight)
+
+    def body(self, x: Tensor, context: SequenceContext) -> Tensor:
+        """tokens [B, T] on the first stage, activations [B, T, D] on others -> activations [B, T, D]"""
+        for unit in self.units:
+            if unit.name != "head":
+                x = unit.run(x, context)
+        return x
+
+    def finish(self, x_BTD: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
+        """`what` of the normed activations, on the stage that has the head."""
+        return self.units[-1].run(x_BTD, what)
+
+    def forward(self, tokens_BT: Tensor, documents: Tensor | None = None) -> Tensor:
+        """int64 [B, T] -> logits [B, T, V], where this rank has the whole sequence and model."""
+        return self.finish(self.body(tokens_BT, self._whole_context(tokens_BT, documents)), self.head)
+
+    def loss(
+        self, tokens_BT: Tensor, labels_BT: Tensor, weights_BT: Tensor, *, documents: Tensor | None = None
     ) -> Tensor:
-        """Σ weight · cross-entropy: a scalar in at least fp32."""
-        return self.head.loss(self.hidden(tokens_BT, documents, noise), labels_BT, weights_BT)
+        """Σ weight · cross-entropy, where this rank has the whole sequence and model: a scalar in at least fp32."""
+        x_BTD = self.body(tokens_BT, self._whole_context(tokens_BT, documents))
+        return self.finish(x_BTD, lambda h_BTD: self.head.loss(h_BTD, labels_BT, weights_BT))
+
+    def _whole_context(self, tokens_BT: Tensor, documents: Tensor | None) -> SequenceContext:
+        T = tokens_BT.shape[1]
+        return self.context(torch.arange(T, device=tokens_BT.device), length=T, documents=documents)
+
+    def part(self, layers: Sequence[int], *, embedding: bool, head: bool) -> Self:
+        """The chunk with these layers, sharing its modules with this model."""
+        chunk = copy.copy(self)
+        chunk._modules = dict(self._modules)
+        chunk.layers = nn.ModuleDict({str(i): self.layers[str(i)] for i in layers})
+        absent = () if embedding else self.embedding_names
+        for name in (*absent, *(() if head else ("norm", "head"))):
+            chunk._modules[name] = None
+        chunk._units = None
+        return chunk
+
+    def global_parameters(self) -> dict[str, nn.Parameter]:
+        """This chunk's by the names that they have in the whole model."""
+        tied = "head.weight" if self.tied else None
+        return {"embed.weight" if n == tied else n: p for n, p in self.named_parameters()}
+
+    @property
+    def units(self) -> list[Unit]:
+        """What the chunk is made of, in order: embedding, layers, head, as far as they lie here."""
+        if self._units is None:
+            self._units = self._make_units()
+        return self._units
+
+    @units.setter
+    def units(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def _make_units(self) -> list[Unit]:
+        units = []
+        if self.embed is not None:
+            modules = tuple(self._modules[name] for name in self.embedding_names)
+            units.append(Unit("embed", modules, self.embed_tokens))
+        units += [Unit(f"layers.{n}", (layer,), layer) for n, layer in self.layers.items()]
+        if self.head is not None:
+            units.append(Unit("head", (self.norm, self.head), lambda x_BTD, finish: finish(self.norm(x_BTD))))
+        return units

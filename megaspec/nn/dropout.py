@@ -12,11 +12,13 @@ from megaspec.nn.hashing import keep_mask, mix, site_key
 
 @dataclass(frozen=True)
 class Noise:
-    """What random masks are drawn from: the seed and each sequence's place in the run's sample order."""
+    """What random masks are drawn from: the seed and each token's place in the run's sample order."""
 
     seed: int
     ids: Tensor
-    """int64 [B]"""
+    """int64 [B]: places of the sequences."""
+    index: Tensor
+    """int64 [T]: places of this rank's tokens in their sequences."""
 
     def key(self, site: Tensor) -> Tensor:
         """int64 scalar: the key of a site's masks in this run. `site`: see hashing.site_key."""
@@ -44,7 +46,7 @@ class Dropout(nn.Module):
         if noise is None or self.probability == 0.0:
             return x_BTD
         _, T, D = x_BTD.shape
-        position = torch.arange(self.part[0] * T, (self.part[0] + 1) * T, device=x_BTD.device)
+        position = noise.index[self.part[0] * T : (self.part[0] + 1) * T]
         feature = torch.arange(D, device=x_BTD.device)
         counters = (noise.ids[:, None, None], position[None, :, None], feature[None, None, :])
         keep = keep_mask(noise.key(self.site_key), counters, 1.0 - self.probability)

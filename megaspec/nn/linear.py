@@ -32,10 +32,10 @@ class WeightGradientSum:
         self._fresh = True
 
     @classmethod
-    def add(cls, total: Tensor, grad_out: Tensor, x: Tensor) -> None:
-        """total = [total +] grad_outᵀ x."""
+    def add(cls, total: Tensor, product: Callable[[Tensor, bool], None]) -> None:
+        """`product(total, overwrite)` adds to the total, or overwrites it where it is the first since `start`."""
         sum_ = cls._by_address[total.data_ptr()]
-        add_product_(total, grad_out.flatten(0, -2).t(), x.flatten(0, -2), overwrite=sum_._fresh)
+        product(total, sum_._fresh)
         sum_._fresh = False
         sum_._done()
 
@@ -43,7 +43,8 @@ class WeightGradientSum:
 @torch.library.custom_op("megaspec::add_weight_gradient", mutates_args=("total",))
 def add_weight_gradient(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
     """total += grad_outᵀ x as one operation that torch.compile leaves whole; [O, I], [..., O], [..., I]."""
-    WeightGradientSum.add(total, grad_out, x)
+    a, b = grad_out.flatten(0, -2).t(), x.flatten(0, -2)
+    WeightGradientSum.add(total, lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite))
 
 
 @add_weight_gradient.register_fake

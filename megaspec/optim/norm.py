@@ -12,7 +12,7 @@ from megaspec.core.layout import Layout
 def local_norms(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> Tensor:
     """The norm of what each gradient counts on this rank, in the order of `gradients`, [n].
 
-    Rectangles that several model-parallel ranks hold count on the first one only. Padding is zero and adds nothing.
+    Rectangles that several ranks hold count on the first one only. Padding is zero and adds nothing.
     """
     counted, owner = [], []
     for i, (name, gradient) in enumerate(gradients.items()):
@@ -34,9 +34,9 @@ def local_norms(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]) 
     return squares.sqrt()
 
 
-def global_norm(norms: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The norm over all parameters and model-parallel ranks, a float64 scalar. `norms`: see `local_norms`."""
+def global_norm(norms: Tensor, *, world_size: int) -> Tensor:
+    """The norm over all parameters and ranks, a float64 scalar. `norms`: see `local_norms`."""
     square = norms.square().sum()
-    if group is not None:
-        dist.all_reduce(square, group=group)
+    if world_size > 1:
+        dist.all_reduce(square)
     return square.sqrt()

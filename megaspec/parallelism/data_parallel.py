@@ -1,5 +1,6 @@
 """Data parallelism with replicated weights: gradients are summed in buckets while the backward pass still runs."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -7,7 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.core.layout import Layout, replicated
+from megaspec.nn.decoder import Decoder
 from megaspec.nn.linear import Linear, WeightGradientSum
+from megaspec.parallelism.mesh import Mesh
 
 
 @dataclass
@@ -20,16 +24,23 @@ class Bucket:
     work: dist.Work | None = None
 
 
-class GradientBuckets:
-    """The sums of gradients over micro batches and ranks, in at least fp32.
+class DataParallel:
+    """The sums of gradients over micro batches and ranks, in at least fp32, and what this rank updates of the weights.
+
+    `parameters`: the model's on this rank, by global name. `gradients`, `weights`, `shards`: what the optimizer works
+    on: this rank's rows of each parameter's gradient, of the parameter itself, and where they lie in the whole.
 
     Buckets are filled from the last parameter to the first, the order in which the backward pass makes gradients.
     Linear layers add to them inside the matrix product; other parameters through a hook on their `.grad`.
     """
 
-    def __init__(self, model: nn.Module, *, group: dist.ProcessGroup | None, bucket_bytes: float):
-        self._group = group
-        self._parameters = dict(model.named_parameters())
+    def __init__(self, chunks: Sequence[Decoder], *, layouts: Mapping[str, Layout], mesh: Mesh, bucket_bytes: float):
+        self._group = mesh.group("dp-cp")
+        self.parameters = {n: p for chunk in chunks for n, p in chunk.global_parameters().items()}
+        self._parameters = self.parameters
+        self.weights: dict[str, Tensor] = dict(self.parameters)
+        index, count = mesh.index("dp-cp"), mesh.size("dp-cp")
+        self.shards = {n: replicated(layouts[n], index=index, count=count) for n in self.parameters}
         self._reduce_now = False
         self._fresh: set[str] = set()
         self.gradients: dict[str, Tensor] = {}
@@ -37,7 +48,7 @@ class GradientBuckets:
         self._bucket_of: dict[str, Bucket] = {}
         self._fill_buckets(bucket_bytes)
         self._sums: dict[str, WeightGradientSum] = {}
-        for name, module in model.named_modules():
+        for name, module in ((n, m) for chunk in chunks for n, m in chunk.named_modules()):
             if isinstance(module, Linear):
                 key = f"{name}.weight"
                 self._sums[key] = WeightGradientSum(self.gradients[key], lambda key=key: self._arrived(key))
@@ -72,8 +83,16 @@ class GradientBuckets:
         for one in self._sums.values():
             one.start()
 
-    def start_backward(self, *, last: bool) -> None:
-        """Call before each micro batch's backward pass; in the `last` one of a step, full buckets are reduced."""
+    def rows(self, name: str) -> slice:
+        """The rows of a parameter that this rank updates."""
+        return slice(0, self.parameters[name].shape[0])
+
+    def gather_weights(self) -> None:
+        """Gives every rank the weights that others have updated: nothing to do, all ranks update all of them."""
+
+    def start_backward(self, chunk: int, *, last: bool) -> None:
+        """Call before each backward pass of a micro batch through a chunk; in the chunk's `last` one of a step, full
+        buckets are reduced."""
         self._reduce_now = last
         if last:
             for bucket in self.buckets:

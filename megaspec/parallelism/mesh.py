@@ -6,29 +6,53 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaspec.core.axes import DENSE_AXES, DENSE_GROUPS, coordinates, rank_groups, world_size
+from megaspec.core.axes import DENSE_AXES, DENSE_GROUPS, expert_degrees, rank_groups, world_size
+
+# The expert grid with edp in two: experts are sharded inside a replica, as everything else is.
+_EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
+_EXPERT_GROUPS = {
+    "edp": ("edp_replicate", "edp_shard"),
+    "expert-replicas": ("edp_replicate",),
+    "expert-shard": ("edp_shard",),
+    "ep": ("ep",),
+    "etp": ("etp",),
+    "ep-etp": ("ep", "etp"),
+}
 
 
 class Mesh:
-    """Groups over the dense grid of core/axes.py, made on first use, by all ranks in the same order.
+    """Groups over both grids of core/axes.py, made on first use, by all ranks in the same order.
 
     A mesh of one rank needs no process group at all. `timeout` bounds each collective of the groups; None: what torch
-    takes for the backend, whatever the world's own bound is.
+    takes for the backend, whatever the world's own bound is. Groups are named by an axis or as core.axes.DENSE_GROUPS
+    and `_EXPERT_GROUPS` name them.
     """
 
     def __init__(
-        self, degrees: Mapping[str, int], *, rank: int, device: torch.device, timeout: timedelta | None = None
+        self,
+        degrees: Mapping[str, int],
+        *,
+        rank: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        ep: int = 1,
+        etp: int = 1,
     ):
         self.degrees, self.rank, self.device, self._timeout = dict(degrees), rank, device, timeout
         self.world_size = world_size(degrees)
-        self._where = coordinates(rank, degrees)
+        experts, replicas = expert_degrees(degrees, ep=ep, etp=etp), degrees.get("dp_replicate", 1)
+        if experts["edp"] % replicas:
+            replicas = experts["edp"]
+        self._expert_degrees = experts | {"edp_replicate": replicas, "edp_shard": experts["edp"] // replicas}
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._ranks: dict[str, list[list[int]]] = {}
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         if self.world_size > 1:
             assert dist.get_world_size() == self.world_size, f"{dist.get_world_size()} ranks, mesh {self.degrees}"
 
     def size(self, name: str) -> int:
-        """Ranks in this rank's group `name`: an axis, or a name of core.axes.DENSE_GROUPS."""
-        return world_size(self.degrees, self._axes(name))
+        """Ranks in this rank's group `name`."""
+        return len(self._all(name)[0])
 
     def index(self, name: str) -> int:
         """This rank's place in its group."""
@@ -36,21 +60,41 @@ class Mesh:
 
     def ranks(self, name: str) -> list[int]:
         """The global ranks of this rank's group."""
-        return next(g for g in rank_groups(self._axes(name), self.degrees) if self.rank in g)
+        return next(g for g in self._all(name) if self.rank in g)
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """This rank's process group; None when it holds one rank."""
-        return self._make(rank_groups(self._axes(name), self.degrees))
+        return self._make(self._all(name))
 
     def neighbours(self, name: str, count: int) -> dist.ProcessGroup | None:
         """The group of `count` consecutive ranks of group `name` that this rank is in."""
-        parts = []
-        for group in rank_groups(self._axes(name), self.degrees):
-            parts += [group[i : i + count] for i in range(0, len(group), count)]
-        return self._make(parts)
+        return self._make([g[i : i + count] for g in self._all(name) for i in range(0, len(g), count)])
 
-    def _axes(self, name: str) -> tuple[str, ...]:
-        return (name,) if name in DENSE_AXES else DENSE_GROUPS[name]
+    def strided(self, name: str, stride: int) -> dist.ProcessGroup | None:
+        """The group of every `stride`-th rank of group `name` that this rank is in."""
+        return self._make([g[i::stride] for g in self._all(name) for i in range(stride)])
+
+    def make_pairs(self) -> None:
+        """Makes the groups that `pair` finds: each pipeline rank and the next, the last and the first, both ways."""
+        for stages in self._all("pp"):
+            for here, there in zip(stages, stages[1:] + stages[:1], strict=True):
+                for pair in ((here, there), (there, here)):
+                    if here != there and pair not in self._pairs:
+                        self._pairs[pair] = dist.new_group(sorted(pair), timeout=self._timeout)
+
+    def pair(self, source: int, target: int) -> dist.ProcessGroup:
+        """The group for messages from one global rank to another; call `make_pairs` on all ranks first."""
+        return self._pairs[source, target]
+
+    def _all(self, name: str) -> list[list[int]]:
+        if name not in self._ranks:
+            if name in _EXPERT_GROUPS:
+                self._ranks[name] = rank_groups(_EXPERT_GROUPS[name], self._expert_degrees, _EXPERT_AXES)
+            else:
+                self._ranks[name] = rank_groups(
+                    (name,) if name in DENSE_AXES else DENSE_GROUPS[name], self.degrees, DENSE_AXES
+                )
+        return self._ranks[name]
 
     def _make(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
         key = tuple(map(tuple, groups))

@@ -6,6 +6,7 @@ Reads a model's placement rows and turns each module that they name into its par
 # B sequences, T tokens, I inputs, O outputs, V vocabulary
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -136,7 +137,8 @@ class GradientSum:
     """A part of a parameter's gradient that ranks of `group` have to add up after the backward pass."""
 
     name: str
-    local: tuple[slice, ...]
+    rows: slice | None
+    """Of the parameter on this rank; None: all."""
     group: dist.ProcessGroup
 
 
@@ -176,11 +178,20 @@ class TensorParallel:
         self.layouts = {name: self.layouts[name] for name in parameters}
         self.sums = [s for s in self.sums if s.name in parameters]
 
-    def finish_grads(self, gradients: dict[str, Tensor]) -> None:
-        """Adds up the gradients that ranks hold in part: tokens were split, or a key/value head is held twice."""
+    def finish_grads(self, gradients: Mapping[str, Tensor], rows: Callable[[str], slice]) -> None:
+        """Adds up the gradients that ranks hold in part: tokens were split, or a key/value head is held twice.
+
+        `rows(name)`: the rows of the parameter that `gradients[name]` holds, the same on all ranks of a group.
+        """
         by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
         for one in self.sums:
-            by_group.setdefault(one.group, []).append(gradients[one.name][one.local])
+            if one.name not in gradients:
+                continue
+            held = rows(one.name)
+            first, last = (held.start, held.stop) if one.rows is None else (one.rows.start, one.rows.stop)
+            part = slice(max(first, held.start) - held.start, min(last, held.stop) - held.start)
+            if part.start < part.stop:
+                by_group.setdefault(one.group, []).append(gradients[one.name][part])
         for group, parts in by_group.items():
             flat = torch.cat([p.reshape(-1) for p in parts])
             dist.all_reduce(flat, group=group)
@@ -200,11 +211,11 @@ class TensorParallel:
             copies = 1 if fits else tp // heads
             share = part * copies // tp
             assert share * tp == part * copies, f"{name}: {part} outputs ({heads} heads) don't split over tp={tp}"
-            pieces.append((global_first + rank // copies * share, local_first, share, rank % copies))
+            pieces.append((global_first + rank // copies * share, local_first, share, rank % copies, copies))
             if copies > 1:
-                where = slice(local_first, local_first + share)
+                held = slice(local_first, local_first + share)
                 group = self.mesh.neighbours("tp", copies)
-                self.sums += [GradientSum(f"{name}.{p}", (where,), group) for p in ("weight", "bias")]
+                self.sums += [GradientSum(f"{name}.{p}", held, group) for p in ("weight", "bias")]
             local_parts.append(share)
             global_first, local_first = global_first + part, local_first + share
         n_in = module.n_in
@@ -212,13 +223,13 @@ class TensorParallel:
             f"{name}.weight",
             (total, n_in),
             (local_first, n_in),
-            tuple(Piece((g, 0), (at, 0), (n, n_in), replica) for g, at, n, replica in pieces),
+            tuple(Piece((g, 0), (at, 0), (n, n_in), *copy) for g, at, n, *copy in pieces),
         )
         self.layouts[f"{name}.bias"] = Layout(
             f"{name}.bias",
             (total,),
             (local_first,),
-            tuple(Piece((g,), (at,), (n,), replica) for g, at, n, replica in pieces),
+            tuple(Piece((g,), (at,), (n,), *copy) for g, at, n, *copy in pieces),
         )
         if tp > 1:
             module.parts = tuple(local_parts)
@@ -254,9 +265,9 @@ class TensorParallel:
             module.part = (self.mesh.index("tp"), self.mesh.size("tp"))
 
     def _replicated(self, name: str, shape: tuple[int, ...]) -> None:
-        self.layouts[name] = whole(name, shape, replica=self.mesh.index("tp"))
+        self.layouts[name] = whole(name, shape, replica=self.mesh.index("tp"), copies=self.mesh.size("tp"))
         if self.sequence_parallel:
-            self.sums.append(GradientSum(name, (...,), self.mesh.group("tp")))
+            self.sums.append(GradientSum(name, None, self.mesh.group("tp")))
 
     def _become(self, module: nn.Module, twin: type[nn.Module], name: str) -> None:
         """Turns a module into its parallel twin in place: same names, this rank's shapes."""

@@ -4,10 +4,12 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 from torch import nn
 
+from megaspec.core.axes import DENSE_AXES
 from megaspec.core.errors import RecipeError
 from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
@@ -21,8 +23,9 @@ from megaspec.nn.dropout import Dropout
 from megaspec.nn.init import constants, initial_value, standard_deviations
 from megaspec.nn.rope import Rope
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
-from megaspec.parallelism.data_parallel import GradientBuckets
+from megaspec.parallelism.data_parallel import DataParallel
 from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.unbuilt import unbuilt_problems
@@ -42,16 +45,46 @@ class Built:
     spec: Spec
     mesh: Mesh
     device: torch.device
-    model: Decoder
-    layouts: dict[str, Layout]
+    chunks: list[Decoder]
+    """The parts of the model that lie here, in the order of virtual stages; the whole model without a pipeline."""
+    starts: "Starts"
     tensor_parallel: TensorParallel
-    buckets: GradientBuckets
+    pipeline: Pipeline
+    data_parallel: DataParallel
     optimizer: MasterOptimizer
 
     @property
+    def model(self) -> Decoder:
+        """The only chunk of a run without a pipeline."""
+        assert len(self.chunks) == 1, f"{len(self.chunks)} chunks"
+        return self.chunks[0]
+
+    @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By global name."""
-        return self.optimizer.parameters
+        """Those of all chunks, by global name."""
+        return self.data_parallel.parameters
+
+    @property
+    def shards(self) -> dict[str, Layout]:
+        """Where the gradients, master weights and optimizer states of this rank lie."""
+        return self.data_parallel.shards
+
+    def context_index(self, length: int) -> torch.Tensor:
+        """int64 [T]: places of this rank's tokens in a sequence of `length`."""
+        return torch.arange(length, device=self.device)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """What sums are taken in: at least fp32."""
+        return torch.promote_types(DTYPES[self.spec.precision.kind], torch.float32)
+
+
+@dataclass(frozen=True)
+class Starts:
+    """How parameters are initialised, by global name."""
+
+    stds: dict[str, float]
+    constants: dict[str, float]
 
 
 def build_model(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype) -> Decoder:
@@ -85,19 +118,17 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -
 @torch.no_grad()
 def initialise(built: Built) -> None:
     """Starts the master weights from the seed, the same in every layout, and copies them into the model."""
-    spec = built.spec.model
-    stds = standard_deviations(built.model, std=spec.init_std, n_layers=spec.n_layers)
-    fixed = constants(built.model)
     for name, master in built.optimizer.masters.items():
         value = initial_value(
-            built.layouts[name],
+            built.shards[name],
             seed=built.spec.train.seed,
-            std=stds.get(name),
-            constant=fixed.get(name),
+            std=built.starts.stds.get(name),
+            constant=built.starts.constants.get(name),
             like=master,
         )
         master.copy_(value)
     built.optimizer.write_back()
+    built.data_parallel.gather_weights()
 
 
 def _kernels(spec: Spec) -> Kernels:
@@ -105,11 +136,22 @@ def _kernels(spec: Spec) -> Kernels:
     return kernels if loss is None else replace(kernels, cross_entropy=LOSSES[type(loss)](loss))
 
 
-def build_split_model(spec: Spec, *, mesh: Mesh) -> tuple[Decoder, TensorParallel]:
-    """The model with this rank's shapes, in memory, and how it was split; weights are NaN until they are filled."""
+@dataclass(frozen=True)
+class SplitModel:
+    """This rank's part of a model, in memory, and how it was split."""
+
+    chunks: list[Decoder]
+    starts: Starts
+    tensor_parallel: TensorParallel
+
+
+def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
+    """The chunks with this rank's shapes; weights are NaN until they are filled."""
     dtype = DTYPES[spec.precision.kind]
     # on the meta device, so that no rank ever holds the whole model
     model = build_model(spec.model, _kernels(spec), dtype=dtype)
+    stds = standard_deviations(model, std=spec.model.init_std, n_layers=spec.model.n_layers)
+    starts = Starts(stds, constants(model))
     # before memory is taken: modules become their parallel twins with this rank's shapes
     tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel)
     tensor.split_model(model, model.placement)
@@ -118,7 +160,7 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> tuple[Decoder, TensorParalle
     if spec.kernels.compile == "block":
         for layer in model.layers.values():
             layer.compile()
-    return model, tensor
+    return SplitModel([model], starts, tensor)
 
 
 def build(spec: Spec, *, mesh: Mesh) -> Built:
@@ -128,12 +170,19 @@ def build(spec: Spec, *, mesh: Mesh) -> Built:
     if problems:
         raise RecipeError(problems)
     seed_everything(spec)
-    model, tensor = build_split_model(spec, mesh=mesh)
-    parameters = dict(model.named_parameters())
+    split = build_split_model(spec, mesh=mesh)
+    tensor = split.tensor_parallel
     # last: its hooks and buffers hang on the final parameters
-    buckets = GradientBuckets(model, group=mesh.group("dp"), bucket_bytes=spec.parallelism.bucket_mb * 1e6)
-    optimizer = build_optimizer(parameters, spec.optim)
-    return Built(spec, mesh, mesh.device, model, tensor.layouts, tensor, buckets, optimizer)
+    data = DataParallel(split.chunks, layouts=tensor.layouts, mesh=mesh, bucket_bytes=spec.parallelism.bucket_mb * 1e6)
+    optimizer = build_optimizer(data.weights, spec.optim)
+    return Built(spec, mesh, mesh.device, split.chunks, split.starts, tensor, Pipeline(), data, optimizer)
+
+
+def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
+    """The mesh that a Spec describes."""
+    own = spec.parallelism
+    degrees = {axis: getattr(own, axis) for axis in DENSE_AXES}
+    return Mesh(degrees, rank=rank, device=device, timeout=timeout, ep=own.ep, etp=own.etp)
 
 
 def seed_everything(spec: Spec) -> None:

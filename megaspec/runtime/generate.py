@@ -36,10 +36,11 @@ def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float
         raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
     device = torch.device("cuda" if cuda else "cpu")
     spec = for_one_device(trained, cuda=cuda)
-    model, tensor = build_split_model(spec, mesh=Mesh({}, rank=0, device=device))
+    split = build_split_model(spec, mesh=Mesh({}, rank=0, device=device))
+    model = split.chunks[0]
     tell_passed_over(reader)
     with reader:
-        load_weights(dict(model.named_parameters()), tensor.layouts, reader)
+        load_weights(model.global_parameters(), split.tensor_parallel.layouts, reader)
     written = generate(
         model,
         encode(tokenizer, prompt),

@@ -220,7 +220,8 @@ class Run:
         start = time.perf_counter()
         if self.valid is None:
             self.valid = self._source("valid")
-        self.built.model.eval()
+        for chunk in self.built.chunks:
+            chunk.eval()
         batches = eval_batches(
             self.valid,
             spec.train.eval_samples,
@@ -232,7 +233,8 @@ class Run:
         )
         reach("evaluate")
         loss = float(evaluate(self.built, batches))
-        self.built.model.train()
+        for chunk in self.built.chunks:
+            chunk.train()
         self.emit(EvalDone(step=self.step, split="valid", loss=loss, seconds=time.perf_counter() - start))
 
     def _save(self) -> None:

@@ -21,7 +21,7 @@ def explain(
     weight = next((n for n, p in built.parameters.items() if not bool(torch.isfinite(p).all())), "")
     bad = (~torch.isfinite(result.norms)).nonzero().flatten().tolist()
     # buckets hold gradients in the order in which the backward pass makes them
-    gradient = list(built.buckets.gradients)[bad[0]] if bad else ""
+    gradient = list(built.data_parallel.gradients)[bad[0]] if bad else ""
     reports = comm.gather([isfinite(float(result.local_loss)), gradient, weight])
     broken = [i for i, (is_finite, _, _) in enumerate(reports) if not is_finite]
     what = f"gradient norm={norm}" if isfinite(loss) else f"loss={loss}"

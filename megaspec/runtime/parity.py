@@ -143,7 +143,7 @@ def run_steps(
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     evaluation = evaluate(built, divide(batches[-1], mesh=mesh, micro_batch=spec.train.micro_batch)).item()
-    weights = gather_global(built.optimizer.masters, built.layouts, mesh=mesh)
+    weights = gather_global(built.optimizer.masters, built.shards, mesh=mesh)
     return Trajectory(losses, norms, evaluation, gradients, weights)
 
 
@@ -155,8 +155,8 @@ def first_gradients(built: Built, batch: Batch, *, loss_scale: Tensor) -> Gather
     mine = divide(batch, mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
     tokens, _ = count_tokens(built, mine, stop=False)
     forward_backward(built, mine, tokens=tokens, loss_scale=loss_scale)
-    unscaled = {name: g.to(torch.float64) / loss_scale for name, g in built.buckets.gradients.items()}
-    return gather_global(unscaled, built.layouts, mesh=built.mesh)
+    unscaled = {name: g.to(torch.float64) / loss_scale for name, g in built.data_parallel.gradients.items()}
+    return gather_global(unscaled, built.shards, mesh=built.mesh)
 
 
 def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *, mesh: Mesh) -> Gathered:
@@ -255,7 +255,11 @@ def _gather(local: Tensor, mesh: Mesh) -> list[Tensor]:
 def _layouts_of(text: bytes) -> list[Layout]:
     def piece(fields: dict) -> Piece:
         return Piece(
-            tuple(fields["global_start"]), tuple(fields["local_start"]), tuple(fields["shape"]), fields["replica"]
+            tuple(fields["global_start"]),
+            tuple(fields["local_start"]),
+            tuple(fields["shape"]),
+            fields["replica"],
+            fields["copies"],
         )
 
     return [

@@ -20,11 +20,10 @@ from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvo
 from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.sinks import open_sinks
-from megaspec.parallelism.mesh import Mesh
 from megaspec.plugins import load, loaded
 from megaspec.resolve.flops import flops_per_token
 from megaspec.resolve.target import Target
-from megaspec.runtime.build import build
+from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
 from megaspec.runtime.plugins import connect
 from megaspec.spec import Spec
@@ -111,9 +110,8 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             stack.push(leave_world)
         comm: Comm = DistComm(device=device) if me.world_size > 1 else SoloComm()
         lock = take_lock(run_dir, comm, lock_token, stack)
-        degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
         timeout = timedelta(seconds=me.timeout_seconds)
-        built = build(spec, mesh=Mesh(degrees, rank=me.rank, device=device, timeout=timeout))
+        built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout))
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
         if me.rank == 0:

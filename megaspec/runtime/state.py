@@ -28,15 +28,12 @@ def tensors_of(built: Built) -> dict[str, tuple[str, torch.Tensor]]:
 
 
 def pieces_of(built: Built) -> list[SavedPiece]:
-    """What this rank writes: its first copies, shared out among the data-parallel ranks, and its own generators."""
-    dp, dp_rank = built.mesh.size("dp"), built.mesh.index("dp")
+    """What this rank writes: of each piece that several ranks hold a share of the tensors, and its own generators."""
     pieces = []
     for stored, (name, tensor) in tensors_of(built).items():
-        if zlib.crc32(stored.encode()) % dp != dp_rank:
-            continue
-        layout = built.layouts[name]
+        layout = built.shards[name]
         for piece in layout.pieces:
-            if piece.replica == 0:
+            if zlib.crc32(stored.encode()) % piece.copies == piece.replica:
                 pieces.append(SavedPiece(stored, layout.shape, piece.global_start, tensor[piece.local_slices]))
     for name, state in generators(built).items():
         pieces.append(SavedPiece(f"rng/{name}/{built.mesh.rank}", tuple(state.shape), (0,), state))
@@ -66,12 +63,13 @@ def load(built: Built, reader: Reader) -> None:
     Raises CheckpointError for a parameter that is missing, of another shape, or that this model does not have.
     """
     wanted = tensors_of(built)
-    shapes = {stored: built.layouts[name].shape for stored, (name, _) in wanted.items()}
+    shapes = {stored: built.shards[name].shape for stored, (name, _) in wanted.items()}
     check_names(reader, shapes)
     for stored, (name, tensor) in wanted.items():
-        fill(tensor, built.layouts[name], stored, reader)
+        fill(tensor, built.shards[name], stored, reader)
     built.optimizer.updates = reader.state["optimizer_updates"]
     built.optimizer.write_back()
+    built.data_parallel.gather_weights()
     for name, state in generators(built).items():
         stored = f"rng/{name}/{built.mesh.rank}"
         if stored in reader:

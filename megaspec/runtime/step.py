@@ -41,31 +41,53 @@ def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, 
 
     `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars.
     """
-    built.buckets.start_step()
-    wide = torch.promote_types(next(iter(built.parameters.values())).dtype, torch.float32)
-    loss_scale = loss_scale.to(wide)
+    data = built.data_parallel
+    data.start_step()
+    loss_scale = loss_scale.to(built.wide)
     weight = loss_scale / tokens.clamp(min=1)
-    total = torch.zeros((), dtype=wide, device=built.device)
-    for i, batch in enumerate(batches):
-        built.buckets.start_backward(last=i == len(batches) - 1)
-        loss = built.model.loss(
-            batch.tokens,
-            batch.labels,
-            batch.mask * weight,
-            documents=batch.documents,
-            noise=Noise(built.spec.train.seed, batch.ids),
-        )
-        loss.backward()
-        total += loss.detach()
-    built.buckets.finish()
-    built.tensor_parallel.finish_grads(built.buckets.gradients)
+    total = torch.zeros((), dtype=built.wide, device=built.device)
+
+    def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+        out = run_chunk(built, chunk, batches[micro], x, weight=weight, train=True)
+        if built.chunks[chunk].head is not None:
+            total.add_(out.detach())
+        return out
+
+    built.pipeline.forward_backward(
+        len(batches), forward=forward, start_backward=lambda chunk, last: data.start_backward(chunk, last=last)
+    )
+    data.finish()
+    built.tensor_parallel.finish_grads(data.gradients, data.rows)
     return total / loss_scale
+
+
+def run_chunk(built: Built, chunk: int, batch: Batch, x: Tensor | None, *, weight: Tensor, train: bool) -> Tensor:
+    """One micro batch through a chunk: activations, or Σ weight · cross-entropy where the chunk has the head.
+
+    `x`: activations of the stage before, None on the first. `weight`: of a valid token.
+    """
+    model, length = built.chunks[chunk], batch.tokens.shape[1]
+    index = built.context_index(length)
+    noise = Noise(built.spec.train.seed, batch.ids, index) if train else None
+    context = model.context(index, length=length, documents=batch.documents, noise=noise)
+    y = model.body(_mine(batch.tokens, index) if x is None else x, context)
+    if model.head is None:
+        return y
+    labels, weights = _mine(batch.labels, index), _mine(batch.mask, index) * weight
+    return model.finish(y, lambda h_BTD: model.head.loss(h_BTD, labels, weights))
+
+
+def _mine(x_BS: Tensor, index_T: Tensor) -> Tensor:
+    """The tokens of a whole sequence that this rank has."""
+    return x_BS if x_BS.shape[1] == index_T.shape[0] else x_BS[:, index_T]
 
 
 def count_tokens(built: Built, batches: Sequence[Batch], *, stop: bool) -> tuple[Tensor, Tensor]:
     """Valid tokens of the global batch, and how many ranks ask to stop: one small all-reduce over the world."""
     mask = torch.stack([b.mask.sum() for b in batches]).sum()
-    counted = mask if built.mesh.index("tp") == 0 else torch.zeros_like(mask)
+    # every rank of these axes has the same batch
+    first = all(built.mesh.index(axis) == 0 for axis in ("tp", "cp", "pp"))
+    counted = mask if first else torch.zeros_like(mask)
     counts = torch.stack([counted, torch.full_like(counted, int(stop))])
     if built.mesh.world_size > 1:
         dist.all_reduce(counts)
@@ -85,20 +107,19 @@ def train_step(
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
-    norms = local_norms(built.buckets.gradients, built.layouts)
-    scaled_norm = global_norm(norms, built.mesh.group("tp"))
+    data = built.data_parallel
+    norms = local_norms(data.gradients, built.shards)
+    scaled_norm = global_norm(norms, world_size=built.mesh.world_size)
     norm = scaled_norm / loss_scale
     divide_by = loss_scale
     if built.spec.optim.clip is not None:
         divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
-    loss = local.clone()
-    if built.mesh.group("dp") is not None:
-        dist.all_reduce(loss, group=built.mesh.group("dp"))
+    loss = _summed(built, local.clone())
     skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
-    wide = local.dtype
     built.optimizer.update(
-        built.buckets.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(wide), skip=skip
+        data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
     )
+    data.gather_weights()
     scaler.update(skip)
     return StepResult(loss, local, norm, norms, tokens, skip, loss_scale, stop_count)
 
@@ -107,10 +128,26 @@ def train_step(
 def evaluate(built: Built, batches: Iterable[Batch]) -> Tensor:
     """The mean loss over the valid tokens of all ranks' batches, a scalar in at least fp32."""
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
-    wide = torch.promote_types(next(iter(built.parameters.values())).dtype, torch.float32)
+    one = torch.ones((), dtype=built.wide, device=built.device)
+    count_here = built.mesh.index("cp") == 0 and built.mesh.index("pp") == 0
     for batch in batches:
-        sums[0] += built.model.loss(batch.tokens, batch.labels, batch.mask.to(wide), documents=batch.documents)
-        sums[1] += batch.mask.sum()
-    if built.mesh.group("dp") is not None:
-        dist.all_reduce(sums, group=built.mesh.group("dp"))
+
+        def forward(chunk: int, micro: int, x: Tensor | None, batch: Batch = batch) -> Tensor:
+            out = run_chunk(built, chunk, batch, x, weight=one, train=False)
+            if built.chunks[chunk].head is not None:
+                sums[0] += out
+            return out
+
+        built.pipeline.forward_only(1, forward=forward)
+        if count_here:
+            sums[1] += batch.mask.sum()
+    sums = _summed(built, sums)
     return sums[0] / sums[1].clamp(min=1)
+
+
+def _summed(built: Built, x: Tensor) -> Tensor:
+    """The sum over all ranks but those of one tensor-parallel group, which all have the same."""
+    group = built.mesh.group("pp-dp-cp")
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x

@@ -11,7 +11,9 @@ from megaspec.nn.hashing import keep_mask, site_key
 def masks(
     *, ids: tuple[int, ...] = (0, 1), site: str = "here", seed: int = 1, p: float = 0.1, T: int = 64, D: int = 96
 ):
-    return Dropout(p, site)(torch.ones(len(ids), T, D, dtype=torch.float64), Noise(seed, torch.tensor(ids)))
+    return Dropout(p, site)(
+        torch.ones(len(ids), T, D, dtype=torch.float64), Noise(seed, torch.tensor(ids), torch.arange(T))
+    )
 
 
 @pytest.mark.parametrize("p", [0.05, 0.1, 0.5, 0.9])
@@ -51,7 +53,11 @@ def test_same_mask_on_every_part_of_sequence_and_batch() -> None:
         for index in range(parts):
             drop = Dropout(0.1, "here")
             drop.part = (index, parts)
-            pieces.append(drop(torch.ones(2, 24 // parts, 8, dtype=torch.float64), Noise(1, torch.tensor([4, 9]))))
+            pieces.append(
+                drop(
+                    torch.ones(2, 24 // parts, 8, dtype=torch.float64), Noise(1, torch.tensor([4, 9]), torch.arange(24))
+                )
+            )
         assert torch.equal(torch.cat(pieces, dim=1), whole)
     assert torch.equal(masks(ids=(9,), T=24, D=8)[0], whole[1])
 
@@ -59,10 +65,11 @@ def test_same_mask_on_every_part_of_sequence_and_batch() -> None:
 def test_same_attention_mask_on_every_part_of_the_heads() -> None:
     weights = torch.ones(2, 6, 5, 5)
     key, ids = site_key("core"), torch.tensor([3, 8])
-    whole = drop_attention(weights, 0.2, key=key, ids=ids, first_head=0)
+    places = {"queries": torch.arange(5), "keys": torch.arange(5)}
+    whole = drop_attention(weights, 0.2, key=key, ids=ids, first_head=0, **places)
     assert 0 < (whole == 0).double().mean() < 0.5
     for first in range(0, 6, 2):
-        part = drop_attention(weights[:, first : first + 2], 0.2, key=key, ids=ids, first_head=first)
+        part = drop_attention(weights[:, first : first + 2], 0.2, key=key, ids=ids, first_head=first, **places)
         assert torch.equal(part, whole[:, first : first + 2])
     assert not torch.equal(whole[:, 0], whole[:, 1])
 
@@ -70,7 +77,7 @@ def test_same_attention_mask_on_every_part_of_the_heads() -> None:
 def test_off() -> None:
     x = torch.randn(2, 3, 4)
     assert Dropout(0.5, "here")(x, None) is x
-    assert Dropout(0.0, "here")(x, Noise(1, torch.tensor([0, 1]))) is x
+    assert Dropout(0.0, "here")(x, Noise(1, torch.tensor([0, 1]), torch.arange(4))) is x
 
 
 def test_the_order_of_counters_matters() -> None:

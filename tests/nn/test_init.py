@@ -85,7 +85,7 @@ def test_every_parameter_of_a_model_starts_as_published(family: str) -> None:
     assert not set(stds) & set(fixed)
     initialise(built)
     for name, weight in built.parameters.items():
-        valid = weight[: built.layouts[name].shape[0]]
+        valid = weight[: built.shards[name].shape[0]]
         if name in fixed:
             assert (valid == (0 if name.endswith("bias") else 1)).all(), name
             continue

@@ -35,7 +35,7 @@ BUGS = [
         "norm gradients not summed under sequence parallel",
         Patch(
             TENSOR,
-            'self.sums.append(GradientSum(name, (...,), self.mesh.group("tp")))',
+            'self.sums.append(GradientSum(name, None, self.mesh.group("tp")))',
             "pass",
         ),
         Case(tp=2, sequence=True),
@@ -73,7 +73,7 @@ BUGS = [
     ),
     Bug(
         "gradient of a shared key and value head not summed",
-        Patch(TENSOR, 'self.sums += [GradientSum(f"{name}.{p}", (where,), group) for p in ("weight", "bias")]', "pass"),
+        Patch(TENSOR, 'self.sums += [GradientSum(f"{name}.{p}", held, group) for p in ("weight", "bias")]', "pass"),
         Case(tp=4, kv_heads=2),
         invisible=True,
     ),
@@ -117,15 +117,17 @@ BUGS = [
     ),
     Bug(
         "mask shifted by one token",
-        Patch("megaspec.runtime.step", "batch.mask * weight,", "batch.mask.roll(1, 1) * weight,"),
+        Patch(
+            "megaspec.runtime.step", "_mine(batch.mask, index) * weight", "_mine(batch.mask.roll(1, 1), index) * weight"
+        ),
         Case(dp=2, mask="uneven"),
     ),
     Bug(
         "positions run on across documents",
         Patch(
-            "megaspec.model.gpt.model",
-            "positions = document_positions(documents)",
-            "positions = torch.arange(tokens_BT.shape[1])",
+            "megaspec.nn.decoder",
+            "positions = index_T if documents is None else document_positions(documents)[:, index_T]",
+            "positions = index_T",
         ),
         Case(tp=2, documents=True, family="gpt"),
     ),
@@ -133,8 +135,8 @@ BUGS = [
         "same dropout mask on every part of the sequence",
         Patch(
             "megaspec.nn.dropout",
-            "position = torch.arange(self.part[0] * T, (self.part[0] + 1) * T,",
-            "position = torch.arange(T,",
+            "position = noise.index[self.part[0] * T : (self.part[0] + 1) * T]",
+            "position = noise.index[:T]",
         ),
         Case(tp=2, sequence=True, dropout=True, attention="reference"),
     ),

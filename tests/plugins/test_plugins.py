@@ -133,8 +133,9 @@ for loss in ("null", "{kind: smooth, share: 0}", "{kind: smooth, share: 0.5}", "
     initialise(built)
     source = open_source(spec.data, split="train", seed=1, segments=(4,), vocab_size=16)
     tokens = torch.tensor(source.read(0).tokens)[None]
-    print(repr(built.model.loss(tokens[:, :-1], tokens[:, 1:], torch.ones(1, 16, dtype=torch.float64)).item()))
-    hidden = built.model.hidden(tokens[:, :-1])
+    model, index = built.model, torch.arange(16)
+    hidden = model.finish(model.body(tokens[:, :-1], model.context(index, length=16)), lambda h: h)
+    print(repr(model.head.loss(hidden, tokens[:, 1:], torch.ones(1, 16, dtype=torch.float64)).item()))
     logits = hidden[0] @ built.model.head.weight[:16].t()
 print(repr((torch.logsumexp(logits, -1).sum() - logits.mean(-1).sum()).item()))
 """

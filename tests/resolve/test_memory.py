@@ -96,9 +96,9 @@ def test_a_plain_block_keeps_what_autograd_saves(model, changes):
     decoder = build_model(recipe.model, kernels_of(recipe.kernels), dtype=dtype)
     materialise(decoder, device=device, dtype=dtype)
     own = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
-    context = decoder.context(
-        torch.zeros(2, 128, dtype=torch.int64), None, Noise(1, torch.arange(2)) if recipe.model.dropout else None
-    )
+    index = torch.arange(128)
+    noise = Noise(1, torch.arange(2), index) if recipe.model.dropout else None
+    context = decoder.context(index, length=128, noise=noise)
     own |= {a.untyped_storage().data_ptr() for a in context.angles or ()}
     saved: dict[int, int] = {}
 

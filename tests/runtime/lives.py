@@ -156,9 +156,9 @@ def poison_weight(built: Built, name: str, value: float) -> None:
 
 
 def poison_gradient(built: Built, name: str, value: float) -> None:
-    built.buckets.gradients[name].view(-1)[0] = value
+    built.data_parallel.gradients[name].view(-1)[0] = value
     # the step would clear what is there when it begins
-    built.buckets.start_step = lambda: None
+    built.data_parallel.start_step = lambda: None
 
 
 def poison_backward(built: Built, name: str, value: float) -> None:
@@ -167,8 +167,8 @@ def poison_backward(built: Built, name: str, value: float) -> None:
 
 
 def poison_loss(built: Built, name: str, value: float) -> None:
-    loss = built.model.loss
-    built.model.loss = lambda *args, **more: _AddToValue.apply(loss(*args, **more), value)
+    loss = built.model.head.loss
+    built.model.head.loss = lambda *args, **more: _AddToValue.apply(loss(*args, **more), value)
 
 
 FAULTS: dict[str, Callable[[Built, str, float], None]] = {

@@ -2,15 +2,14 @@
 
 # B sequences, T tokens, D model
 
-import torch
 from torch import Tensor, nn
 
 from megaspec.model.gpt.placement import placement
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.nn.attention import Attention, CausalCore, SequenceContext
 from megaspec.nn.block import Block
-from megaspec.nn.decoder import Decoder, document_positions
-from megaspec.nn.dropout import Dropout, Noise
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.dropout import Dropout
 from megaspec.nn.embedding import Embedding, LearnedPositions
 from megaspec.nn.loss import OutputHead
 from megaspec.nn.mlp import GeluMlp
@@ -21,6 +20,8 @@ from megaspec_kernels.registry import Kernels
 class Gpt(Decoder):
     """Radford et al. 2019: learned positions, LayerNorm before each sub-layer, GELU, biases."""
 
+    embedding_names = ("embed", "positions", "embed_dropout")
+
     def __init__(self, spec: GptSpec, kernels: Kernels):
         super().__init__()
         self.placement = placement(spec)
@@ -30,15 +31,9 @@ class Gpt(Decoder):
         self.layers = nn.ModuleDict({str(i): gpt_block(spec, kernels, f"layers.{i}") for i in range(spec.n_layers)})
         self.norm = LayerNorm(spec.d_model, spec.norm_eps)
         self.head = OutputHead(spec.vocab_size, spec.d_model, kernels.cross_entropy, pad_to=spec.vocab_pad_to)
-        if spec.tied_embeddings:
+        self.tied = spec.tied_embeddings
+        if self.tied:
             self.head.weight = self.embed.weight
-
-    def context(self, tokens_BT: Tensor, documents: Tensor | None, noise: Noise | None) -> SequenceContext:
-        if documents is None:
-            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        else:
-            positions = document_positions(documents)
-        return SequenceContext(positions, None, documents, noise)
 
     def embed_tokens(self, tokens_BT: Tensor, context: SequenceContext) -> Tensor:
         return self.embed_dropout(self.positions(self.embed(tokens_BT), context.positions), context.noise)

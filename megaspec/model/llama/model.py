@@ -2,15 +2,14 @@
 
 # B sequences, T tokens, D model
 
-import torch
 from torch import Tensor, nn
 
 from megaspec.model.llama.placement import placement
 from megaspec.model.llama.spec import LlamaSpec
 from megaspec.nn.attention import Attention, CausalCore, SequenceContext
 from megaspec.nn.block import Block
-from megaspec.nn.decoder import Decoder, document_positions
-from megaspec.nn.dropout import Dropout, Noise
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.dropout import Dropout
 from megaspec.nn.embedding import Embedding
 from megaspec.nn.loss import OutputHead
 from megaspec.nn.mlp import SwiGlu
@@ -31,15 +30,12 @@ class Llama(Decoder):
         self.layers = nn.ModuleDict({str(i): llama_block(spec, kernels, f"layers.{i}") for i in range(spec.n_layers)})
         self.norm = RmsNorm(spec.d_model, spec.norm_eps)
         self.head = OutputHead(spec.vocab_size, spec.d_model, kernels.cross_entropy, pad_to=spec.vocab_pad_to)
-        if spec.tied_embeddings:
+        self.tied = spec.tied_embeddings
+        if self.tied:
             self.head.weight = self.embed.weight
 
-    def context(self, tokens_BT: Tensor, documents: Tensor | None, noise: Noise | None) -> SequenceContext:
-        if documents is None:
-            positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        else:
-            positions = document_positions(documents)
-        return SequenceContext(positions, self.rope.angles(positions), documents, noise)
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.rope.angles(positions)
 
     def embed_tokens(self, tokens_BT: Tensor, context: SequenceContext) -> Tensor:
         return self.embed_dropout(self.embed(tokens_BT), context.noise)
