@@ -1,6 +1,7 @@
 """The gradient norm of the whole model, each parameter counted once in every layout."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -9,34 +10,38 @@ from torch import Tensor
 from megaspec.core.layout import Layout
 
 
-def local_norms(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> Tensor:
-    """The norm of what each gradient counts on this rank, in the order of `gradients`, [n].
+@dataclass(frozen=True)
+class LocalNorms:
+    """What one rank knows of the norm. float64."""
 
-    Rectangles that several ranks hold count on the first one only. Padding is zero and adds nothing.
-    """
-    counted, owner = [], []
-    for i, (name, gradient) in enumerate(gradients.items()):
-        pieces = layouts[name].pieces
-        if all(p.replica == 0 for p in pieces):
-            counted.append(gradient)
-            owner.append(i)
-        else:
-            primary = [gradient[p.local_slices] for p in pieces if p.replica == 0]
-            counted += primary
-            owner += [i] * len(primary)
-    first = next(iter(gradients.values()))
-    squares = torch.zeros(len(gradients), dtype=torch.float64, device=first.device)
-    if counted:
-        norms = torch.stack(torch._foreach_norm(counted)).to(torch.float64)
-        # from page-locked memory, so that the host does not wait for the GPU
-        where = torch.tensor(owner, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
-        squares.index_add_(0, where, norms.square())
-    return squares.sqrt()
+    each: Tensor
+    """[n]: the norm of each gradient that this rank holds, in their order, copies of other ranks' included."""
+    square: Tensor
+    """Scalar: the sum of squares of what is counted here, so that the sum over all ranks counts everything once."""
 
 
-def global_norm(norms: Tensor, *, world_size: int) -> Tensor:
-    """The norm over all parameters and ranks, a float64 scalar. `norms`: see `local_norms`."""
-    square = norms.square().sum()
+def local_norms(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> LocalNorms:
+    """Rectangles that several ranks hold count on the first one only. Padding is zero and adds nothing."""
+    held = list(gradients.values())
+    each = torch.stack(torch._foreach_norm(held)).to(torch.float64)
+    counted, parts = [], []
+    for name, gradient in gradients.items():
+        first = [piece for piece in layouts[name].pieces if piece.replica == 0]
+        is_whole = len(first) == len(layouts[name].pieces)
+        counted.append(float(is_whole))
+        parts += [] if is_whole else [gradient[piece.local_slices] for piece in first]
+    # from page-locked memory, so that the host does not wait for the GPU
+    weights = torch.tensor(counted, dtype=torch.float64, pin_memory=each.is_cuda).to(each.device, non_blocking=True)
+    # where, since 0 · inf is not 0
+    square = torch.where(weights > 0, each.square(), 0).sum()
+    if parts:
+        square = square + torch.stack(torch._foreach_norm(parts)).to(torch.float64).square().sum()
+    return LocalNorms(each, square)
+
+
+def global_norm(square: Tensor, *, world_size: int) -> Tensor:
+    """The norm over all parameters and ranks, a float64 scalar. `square`: see LocalNorms."""
     if world_size > 1:
+        square = square.clone()
         dist.all_reduce(square)
     return square.sqrt()

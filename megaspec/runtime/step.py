@@ -109,7 +109,7 @@ def train_step(
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
     data = built.data_parallel
     norms = local_norms(data.gradients, built.shards)
-    scaled_norm = global_norm(norms, world_size=built.mesh.world_size)
+    scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
     norm = scaled_norm / loss_scale
     divide_by = loss_scale
     if built.spec.optim.clip is not None:
@@ -121,7 +121,7 @@ def train_step(
     )
     data.gather_weights()
     scaler.update(skip)
-    return StepResult(loss, local, norm, norms, tokens, skip, loss_scale, stop_count)
+    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count)
 
 
 @torch.no_grad()
