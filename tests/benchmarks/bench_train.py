@@ -1,7 +1,10 @@
 """Training throughput on random tokens: one JSON line, the same fields and arithmetic as the peers' scripts.
 
 python tests/benchmarks/bench_train.py --model llama1b --mbs 2
-torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b16 --tp 4
+torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b --accum 2 --set parallelism.pp=4
+
+`--set` takes any key of a recipe, its value in JSON or as a plain word; the rest is what `megaspec train` would do.
+`--where` adds each rank's time in arithmetic, exposed messages and idle, from a profile after the measurement.
 """
 
 import argparse
@@ -9,32 +12,42 @@ import json
 import os
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megaspec.data.batch import Batch
-from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
+from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import detect_target
-from megaspec.runtime.build import build, initialise
+from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
+from tests.benchmarks.exposed import profiled
 
-MODELS = {
+LLAMA8B = {
+    "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "d_ffn": 14336,
+    "vocab_size": 128256, "rope_base": 5e5,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
     "tiny": {
         "n_layers": 2, "d_model": 256, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ffn": 512, "vocab_size": 1024,
     },
     "llama1b": {
         "n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ffn": 8192,
-        "vocab_size": 128256, "tied_embeddings": True,
+        "vocab_size": 128256, "tied_embeddings": True, "rope_base": 5e5,
     },
-    "llama8b16": {
-        "n_layers": 16, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "d_ffn": 14336,
-        "vocab_size": 128256,
+    "llama8b": LLAMA8B,
+    "llama8b16": LLAMA8B | {"n_layers": 16},
+    "llama8b8": LLAMA8B | {"n_layers": 8},
+    "qwen3moe8": {
+        "n_layers": 8, "d_model": 2048, "n_heads": 32, "n_kv_heads": 4, "d_head": 128, "d_ffn": 6144,
+        "vocab_size": 151936, "rope_base": 1e6, "qk_norm": True,
+        "moe": {"n_experts": 128, "top_k": 8, "d_expert": 768},
     },
 }  # fmt: skip
 PEAK = 989e12
@@ -42,19 +55,31 @@ PEAK = 989e12
 
 def spec_of(args: argparse.Namespace, world: int) -> Spec:
     """The Spec of one measurement."""
-    dp = world // args.tp
-    fields = {
+    fields: dict[str, Any] = {
         "name": "bench",
-        "model": MODELS[args.model] | {"kind": "llama", "max_seq_len": args.seq, "rope_base": 5e5},
-        "parallelism": {"tp": args.tp, "dp_replicate": dp, "sequence_parallel": args.tp > 1},
+        "model": MODELS[args.model] | {"kind": "llama", "max_seq_len": args.seq},
+        "parallelism": {"tp": args.tp},
         "precision": {"kind": args.precision},
         "data": {"kind": "random", "vocab_size": MODELS[args.model]["vocab_size"], "seq_len": args.seq, "seed": 1},
         "optim": {"kind": "adamw", "lr": 1e-4, "schedule": {"kind": "constant"}},
         "kernels": {"attention": args.attention, "cross_entropy": args.cross_entropy, "compile": args.compile},
-        "train": {"steps": 1, "global_batch": args.mbs * args.accum * dp, "micro_batch": args.mbs},
+        "train": {"steps": 1, "micro_batch": args.mbs},
         "log": {"tensorboard": False},
         "launcher": {"ranks": world},
     }
+    for word in args.set:
+        path, _, text = word.partition("=")
+        *above, last = path.split(".")
+        here = fields
+        for part in above:
+            here = here.setdefault(part, {})
+        try:
+            here[last] = json.loads(text)
+        except ValueError:
+            here[last] = text
+    own = fields["parallelism"]
+    dp = world // (own["tp"] * own.get("pp", 1) * own.get("cp", 1))
+    fields["train"]["global_batch"] = args.mbs * args.accum * dp
     return resolve(Recipe.model_validate_json(json.dumps(fields)), detect_target(), Facts(run_dir="-"))
 
 
@@ -72,6 +97,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--profile", default="")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--where", action="store_true")
     args = parser.parse_args()
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
@@ -81,7 +108,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     spec = spec_of(args, world)
-    mesh = Mesh({"tp": args.tp, "dp_replicate": world // args.tp}, rank=rank, device=device)
+    mesh = mesh_of(spec, rank=rank, device=device)
     built = build(spec, mesh=mesh)
     initialise(built)
     scaler = build_scaler(spec.precision, device=device)
@@ -117,35 +144,51 @@ def main() -> None:
             file.write(
                 prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90)
             )
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    mine = {"peak": peak, "reserved": torch.cuda.max_memory_reserved() if cuda else 0}
+    if args.where and cuda:
+        mine |= profiled(step)
+    ranks: list[Any] = [mine] * world
+    if world > 1:
+        dist.all_gather_object(ranks, mine)
     if rank == 0:
-        print(json.dumps(report(args, spec, world, times, losses)), flush=True)
+        print(json.dumps(report(args, spec, world, times, losses, ranks)), flush=True)
     if world > 1:
         dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, spec: Spec, world: int, times: list[float], losses: list[float]) -> dict:
+def report(
+    args: argparse.Namespace,
+    spec: Spec,
+    world: int,
+    times: list[float],
+    losses: list[float],
+    ranks: list[dict[str, Any]],
+) -> dict[str, Any]:
     """The line that is printed."""
-    m = spec.model
+    m, moe = spec.model, moe_of(spec.model)
     q, kv = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
-    matmul = (
-        m.n_layers * (m.d_model * (q + 2 * kv) + q * m.d_model + 3 * m.d_model * m.d_ffn) + m.vocab_size * m.d_model
-    )
+    attention = m.d_model * (q + 2 * kv) + q * m.d_model
+    matmul = m.vocab_size * m.d_model
+    for with_experts in has_experts(m):
+        width = moe.top_k * moe.d_expert + (moe.d_shared or 0) if with_experts else m.d_ffn
+        matmul += attention + 3 * m.d_model * width + (m.d_model * moe.n_experts if with_experts else 0)
     full = 6 * matmul + 12 * m.n_layers * q * args.seq
     causal = 6 * matmul + 6 * m.n_layers * q * args.seq
     median = statistics.median(times)
-    per_gpu = args.seq * args.mbs * args.accum / median / args.tp
-    cuda = torch.cuda.is_available()
-    peak = torch.cuda.max_memory_allocated() if cuda else 0
-    reserved = torch.cuda.max_memory_reserved() if cuda else 0
+    per_gpu = args.seq * spec.train.global_batch / median / world
+    peak = max(r["peak"] for r in ranks)
+    own = spec.parallelism.model_dump(mode="json")
     return {
-        "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum, "tp": args.tp,
-        "gpus": world, "precision": args.precision, "attention": args.attention, "cross_entropy": args.cross_entropy,
-        "compile": args.compile, "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
+        "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum,
+        "gpus": world, "precision": args.precision, "parallelism": own, "kernels": spec.kernels.model_dump(mode="json"),
+        "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
         "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),
         "mfu": round(full * per_gpu / PEAK, 4), "mfu_causal": round(causal * per_gpu / PEAK, 4),
-        "peak_mem_gib": round(peak / 2**30, 2), "max_memory_allocated": peak, "max_memory_reserved": reserved,
-        "loss_first": round(losses[0], 4), "loss_last": round(losses[-1], 4),
+        "peak_mem_gib": round(peak / 2**30, 2), "max_memory_allocated": peak,
+        "max_memory_reserved": max(r["reserved"] for r in ranks),
+        "loss_first": round(losses[0], 4), "loss_last": round(losses[-1], 4), "ranks": ranks,
     }  # fmt: skip
 
 
