@@ -1,0 +1,89 @@
+"""A block of attention as its equation: some queries against some keys, to be merged with other blocks.
+
+With lse = log Σ exp(scores) over the keys of a block, blocks A and B make up lse = log(exp lse_A + exp lse_B) and
+out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B. The gradients of a block need the lse and the output of the whole
+row only: with W = exp(scores - lse) and δ = Σ grad_out · out, dv = Wᵀ grad_out, dscores = W (grad_out vᵀ - δ).
+"""
+
+# B sequences, T queries, S keys, N query heads, K key and value heads, G = N / K, H head size
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Drop = Callable[[Tensor], Tensor]
+"""Dropout of attention weights [B, N, T, S]: every element times its factor, 0 or 1 / (1 - p)."""
+
+
+def block_forward(
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    drop: Drop | None = None,
+) -> tuple[Tensor, Tensor]:
+    """-> [B, T, N, H] in the dtype of q, and the log-sum-exp of the scores [B, N, T] in at least fp32.
+
+    `causal`: T = S, query i sees the keys up to i. `mask`, bool [B, 1, T, S]: what is seen of that. A query that sees
+    nothing gets zeros and -inf. `drop` does not change the log-sum-exp.
+    """
+    scores_BNTS = _scores(q_BTNH, k_BSKH, causal, mask)
+    lse_BNT = scores_BNTS.logsumexp(dim=-1)
+    weights_BNTS = _weights(scores_BNTS, lse_BNT).to(v_BSKH.dtype)
+    if drop is not None:
+        weights_BNTS = drop(weights_BNTS)
+    return torch.einsum("bkgts,bskh->btkgh", _by_group(weights_BNTS, k_BSKH), v_BSKH).flatten(2, 3), lse_BNT
+
+
+def block_backward(
+    grad_BTNH: Tensor,
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    out_BTNH: Tensor,
+    lse_BNT: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    drop: Drop | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> what the block adds to the gradients of q, k and v. `out`, `lse`: of the whole rows, all blocks merged."""
+    scores_BNTS = _scores(q_BTNH, k_BSKH, causal, mask)
+    weights_BNTS = _weights(scores_BNTS, lse_BNT)
+    q_BTKGH, grad_BTKGH = (x.unflatten(2, (k_BSKH.shape[2], -1)) for x in (q_BTNH, grad_BTNH))
+    kept_BNTS = weights_BNTS.to(v_BSKH.dtype)
+    d_weights_BNTS = torch.einsum("btkgh,bskh->bkgts", grad_BTKGH, v_BSKH).flatten(1, 2)
+    if drop is not None:
+        kept_BNTS, d_weights_BNTS = drop(kept_BNTS), drop(d_weights_BNTS)
+    d_v = torch.einsum("bkgts,btkgh->bskh", _by_group(kept_BNTS, k_BSKH), grad_BTKGH)
+    wide = weights_BNTS.dtype
+    delta_BNT = (grad_BTNH.to(wide) * out_BTNH.to(wide)).sum(dim=-1).transpose(1, 2)
+    d_scores_BNTS = (weights_BNTS * (d_weights_BNTS.to(wide) - delta_BNT[..., None])).to(q_BTNH.dtype)
+    d_scores_BKGTS = _by_group(d_scores_BNTS * q_BTNH.shape[-1] ** -0.5, k_BSKH)
+    d_q = torch.einsum("bkgts,bskh->btkgh", d_scores_BKGTS, k_BSKH).flatten(2, 3)
+    d_k = torch.einsum("bkgts,btkgh->bskh", d_scores_BKGTS, q_BTKGH)
+    return d_q, d_k, d_v
+
+
+def _scores(q_BTNH: Tensor, k_BSKH: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    q_BTKGH = q_BTNH.unflatten(2, (k_BSKH.shape[2], -1))
+    scores = torch.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH).flatten(1, 2) * q_BTNH.shape[-1] ** -0.5
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if causal:
+        assert T == S, f"a causal block is square, {T} queries meet {S} keys"
+        past = torch.ones(T, S, dtype=torch.bool, device=q_BTNH.device).tril()
+        mask = past if mask is None else mask & past
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+
+
+def _weights(scores_BNTS: Tensor, lse_BNT: Tensor) -> Tensor:
+    finite_BNT = lse_BNT.masked_fill(lse_BNT == float("-inf"), 0.0)
+    return (scores_BNTS - finite_BNT[..., None]).exp()
+
+
+def _by_group(x_BNTS: Tensor, k_BSKH: Tensor) -> Tensor:
+    return x_BNTS.unflatten(1, (k_BSKH.shape[2], -1))

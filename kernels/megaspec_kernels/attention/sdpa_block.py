@@ -1,0 +1,185 @@
+"""Blocks of attention through the operators under torch's scaled_dot_product_attention, which give the log-sum-exp.
+
+cuDNN on Hopper and later, FlashAttention-2 otherwise, memory-efficient attention for masks and fp32, equations for what
+none of them takes. All speak of the same natural log-sum-exp, so that forward and backward may go different ways.
+"""
+
+# B sequences, T queries, S keys, N query heads, K key and value heads, H head size
+
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.attention import reference_block
+from megaspec_kernels.attention.reference_block import Drop
+
+_aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+
+Way = Literal["cudnn", "flash", "efficient", "equations"]
+
+
+def block_forward(
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    drop: Drop | None = None,
+) -> tuple[Tensor, Tensor]:
+    """-> [B, T, N, H], [B, N, T]; see reference_block.py."""
+    assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
+    q_BTNH, k_BSKH, v_BSKH = (_dense(x) for x in (q_BTNH, k_BSKH, v_BSKH))
+    way = choose(q_BTNH, k_BSKH, masked=mask is not None)
+    if way == "equations":
+        return reference_block.block_forward(q_BTNH, k_BSKH, v_BSKH, causal=causal, mask=mask)
+    if way == "efficient":
+        return _efficient_forward(q_BTNH, k_BSKH, v_BSKH, causal, mask)
+    forward = _cudnn_forward if way == "cudnn" else _flash_forward
+    return forward(q_BTNH, k_BSKH, v_BSKH, causal)
+
+
+def block_backward(
+    grad_BTNH: Tensor,
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    out_BTNH: Tensor,
+    lse_BNT: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    drop: Drop | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> what the block adds to the gradients of q, k and v; see reference_block.py."""
+    assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
+    way = choose(q_BTNH, k_BSKH, masked=mask is not None)
+    tensors = (*(_dense(x) for x in (grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH)), lse_BNT)
+    if way == "equations":
+        return reference_block.block_backward(*tensors, causal=causal, mask=mask)
+    if way == "efficient":
+        return _efficient_backward(*tensors, causal, mask)
+    backward = _cudnn_backward if way == "cudnn" else _flash_backward
+    return backward(*tensors, causal)
+
+
+def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
+    """The operator that takes a block."""
+    H, dtype = q_BTNH.shape[-1], q_BTNH.dtype
+    # the operators load 16 bytes at a time
+    if q_BTNH.device.type != "cuda" or dtype == torch.float64 or H * q_BTNH.element_size() % 16:
+        return "equations"
+    major, _ = torch.cuda.get_device_capability(q_BTNH.device)
+    if masked or dtype not in _HALF or major < 8 or H > 256:
+        return "efficient"
+    # cuDNN has no deterministic backward pass, and takes no single key
+    exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    return "cudnn" if major >= 9 and H <= 128 and k_BSKH.shape[1] > 1 and not exact else "flash"
+
+
+def _cudnn_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False)
+    return out.transpose(1, 2), lse.view(lse.shape[:3])
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNT: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    # torch keeps cuDNN's plans by the strides of q, k and v alone: the other two always come in the same layout
+    grad, out = grad.contiguous(), out.contiguous()
+    lse = lse_BNT.contiguous()
+    lse = lse[..., None] if _cudnn_lse_dims() == 4 else lse
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    grads = _aten._scaled_dot_product_cudnn_attention_backward.default(
+        grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+@lru_cache(maxsize=1)
+def _cudnn_lse_dims() -> int:
+    """Dimensions of cuDNN's log-sum-exp, [B, N, T] or [B, N, T, 1]: it depends on the version of torch."""
+    x = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="meta")
+    return _aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)[1].dim()
+
+
+def _flash_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False)
+    return out.transpose(1, 2), lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNT: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    grads = _aten._scaled_dot_product_flash_attention_backward.default(
+        grad, q, k, v, out, lse_BNT.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state[0]
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _efficient_forward(
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    T, groups = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, _repeated(k_BSKH, groups), _repeated(v_BSKH, groups)))
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(q, k, v, _bias(q, k, mask), True, 0.0, causal)
+    out_BTNH, lse_BNT = out.transpose(1, 2), lse[..., :T]
+    if mask is None:
+        return out_BTNH, lse_BNT
+    # what the operator gives for a query that sees nothing differs among its kernels
+    seen = (mask.tril() if causal else mask).any(dim=-1)
+    return (
+        torch.where(seen.transpose(1, 2)[..., None], out_BTNH, 0.0),
+        torch.where(seen, lse_BNT, float("-inf")),
+    )
+
+
+def _efficient_backward(
+    grad: Tensor,
+    q: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    out: Tensor,
+    lse_BNT: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    T, K, groups = q.shape[1], k_BSKH.shape[2], q.shape[2] // k_BSKH.shape[2]
+    # infinite where a query sees nothing and in the padding to 32 that the operator reads: exp(score - lse) is zero
+    lse = lse_BNT.masked_fill(lse_BNT == float("-inf"), float("inf"))
+    lse = torch.nn.functional.pad(lse, (0, -T % 32), value=float("inf"))
+    k, v = _repeated(k_BSKH, groups), _repeated(v_BSKH, groups)
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    needed = [True, True, True, False]
+    d_q, d_k, d_v, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
+        grad, q, k, v, _bias(q, k, mask), out, lse, seed, seed, 0.0, needed, causal
+    )
+    d_q, d_k, d_v = (x.transpose(1, 2) for x in (d_q, d_k, d_v))
+    return d_q, *(x.unflatten(2, (K, groups)).sum(dim=3) for x in (d_k, d_v))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The operators want the elements of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _repeated(x_BSKH: Tensor, groups: int) -> Tensor:
+    return x_BSKH if groups == 1 else x_BSKH.repeat_interleave(groups, dim=2)
+
+
+def _bias(q_BNTH: Tensor, k_BNSH: Tensor, mask: Tensor | None) -> Tensor | None:
+    """0 and -inf [B, N, T, S], in rows of a multiple of 16 elements as the operator wants them."""
+    if mask is None:
+        return None
+    (B, N, T, _), S = q_BNTH.shape, k_BNSH.shape[2]
+    bias = torch.zeros(B, 1, T, S + -S % 16, dtype=q_BNTH.dtype, device=q_BNTH.device)[..., :S]
+    return bias.masked_fill_(~mask, float("-inf")).expand(B, N, T, S)
