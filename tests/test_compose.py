@@ -192,7 +192,7 @@ def test_everything_wrong_is_told_at_once_with_the_nearest_key():
     assert texts["parallelism.tpp"] == "parallelism.tpp=3: tpp is no key of parallelism; did you mean tp, pp or etp?"
     assert texts["train.lr"] == "train.lr=3: lr is no key of train; did you mean optim.lr?"
     assert texts["modle"] == "modle: modle is no key of a recipe; did you mean model?"
-    assert texts["optim.kind"] == "optim.kind=adamm must be adamw or sgd; did you mean adamw?"
+    assert texts["optim.kind"] == "optim.kind=adamm must be adamw, sgd or muon; did you mean adamw?"
     assert texts["train.global_batch"] == "train.global_batch=-1 must be greater than 0"
     assert texts["log.console"] == "log.console=loud must be live, plain or quiet"
     assert {p.origin for p in found} == {"command line"}
@@ -201,7 +201,8 @@ def test_everything_wrong_is_told_at_once_with_the_nearest_key():
 def test_a_key_of_another_kind_says_whose_it_is():
     (problem,) = problems_of("hello", ["optim=sgd", "optim.beta1=0.9"])
     assert problem.message == (
-        "optim.beta1=0.9: beta1 is no key when optim.kind=sgd but of optim.kind=adamw; take it away with ~optim.beta1"
+        "optim.beta1=0.9: beta1 is no key when optim.kind=sgd but of optim.kind=adamw or optim.kind=muon; "
+        "take it away with ~optim.beta1"
     )
 
 
@@ -283,7 +284,7 @@ def test_typing_errors_name_file_and_line(folder):
     [
         (["helo=1"], "helo is no key"),
         (["optim=sgdd"], "optim=sgdd does not exist; did you mean sgd?"),
-        (["optim=5"], "choose adamw or sgd"),
+        (["optim=5"], "choose adamw, muon or sgd"),
         (["~optim"], "optim is a section"),
         (["train.steps"], "write path=value"),
         (["train.steps=1,2"], "write a list as [1,2]"),

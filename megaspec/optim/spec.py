@@ -6,6 +6,7 @@ from pydantic import Field
 
 from megaspec.core.frozen import (
     Auto,
+    Degree,
     Frozen,
     NonNegativeCount,
     NonNegativeFloat,
@@ -93,4 +94,37 @@ class SgdSpec(OptimizerSpec):
     """Decay of the momentum; 0 keeps no state."""
 
 
-OptimSpec = Annotated[AdamWSpec | SgdSpec, Field(discriminator="kind")]
+class MuonSpec(OptimizerSpec):
+    """Muon (Jordan et al. 2024; Liu et al. 2025, "Muon is scalable for LLM training").
+
+    Matrices of hidden layers step along their momentum with all singular values brought to about 1. Queries, keys and
+    values, gate and up, and experts count as matrices of their own. Everything else (embeddings, the output head,
+    routers, vectors) is updated by AdamW at the same rate.
+    """
+
+    kind: Literal["muon"]
+    momentum: Probability = 0.95
+    """Decay of the momentum of matrices."""
+    nesterov: bool = True
+    """Step along the momentum as it will be with the same gradient once more."""
+    ns_steps: Degree = 5
+    """Newton-Schulz iterations."""
+    coefficients: Literal["simple", "quintic"] = "quintic"
+    """Of the iterations' polynomials. simple: the same in each. quintic: five tuned one after the other, whose last one
+    goes on."""
+    scale: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Factor on the step of a matrix of O outputs and I inputs.
+
+    spectral: √max(O, I), after which an element's mean square is 1. unit_rms_norm: √(O / I). shape_scaling:
+    √max(1, O / I)."""
+    extra_scale: PositiveFloat = 0.2
+    """Another factor on that step; with spectral, 0.2 is the mean step of AdamW, whose rate and decay then serve."""
+    beta1: Probability = 0.9
+    """Decay of AdamW's first moment."""
+    beta2: Probability = 0.95
+    """Decay of AdamW's second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of AdamW's second moment."""
+
+
+OptimSpec = Annotated[AdamWSpec | SgdSpec | MuonSpec, Field(discriminator="kind")]

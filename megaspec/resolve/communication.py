@@ -10,9 +10,11 @@ from math import prod
 from typing import Literal
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
+from megaspec.optim.spec import MuonSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hardware import Hardware
+from megaspec.resolve.hidden import hidden_parameters, working_width
 from megaspec.resolve.kinds import has_experts
 from megaspec.resolve.parameters import RankParameters, partial_gradients, rank_parameters
 from megaspec.resolve.schedule import Shape, shape_of
@@ -282,8 +284,28 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
         table = Share(recipe).vocab * model.d_model * wide
         for one in mesh.make("tied embedding", "all_reduce", ("pp",), table, 1, hidden=False, phase="step"):
             yield replace(one, ranks=2)
+    if isinstance(recipe.optim, MuonSpec):
+        yield from _whole_matrices(recipe, mesh, rank)
     every = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     yield from mesh.make("norm, loss, tokens", "all_reduce", every, 64, 3, hidden=False, phase="step")
+
+
+def _whole_matrices(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collective]:
+    """Parts of the momentum to each matrix's owner, and parts of its step to everyone who holds some of the matrix.
+
+    As if owners were drawn by lot: the runtime gives a matrix rather to a rank that holds much of it.
+    """
+    own, axes = recipe.parallelism, ("dp_replicate", "dp_shard", "cp", "tp")
+    held = hidden_parameters(recipe, stages_of(recipe.model, own)[rank])
+    ranks = prod(mesh.dense[axis] for axis in axes)
+    shards = sharing_ranks(own) if own.dp_strategy != "replicate" else (1, 1)
+    momentum = steps = 0.0
+    for weights, split, shared in ((held.dense, own.tp, shards[0]), (held.expert, own.ep * own.etp, shards[1])):
+        # an element comes from one of the ranks that hold it, unless the owner is one of them
+        momentum += weights * split / max(1, ranks - 1) * (1 - 1 / (split * shared))
+        steps += weights / shared
+    for what, size in (("momentum", momentum), ("matrices' steps", steps)):
+        yield from mesh.make(what, "all_to_all", axes, working_width(recipe) * size, 1, hidden=False, phase="step")
 
 
 def _shared_out(

@@ -11,11 +11,12 @@ from functools import lru_cache
 from math import ceil
 
 from megaspec.core.axes import world_size
-from megaspec.optim.spec import AdamWSpec, OptimSpec
+from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
 from megaspec.recipe import ModelSpec, Recipe
 from megaspec.resolve.activations import LayerBytes, Share, layer_bytes, share_of
 from megaspec.resolve.formula import degrees, sharing_ranks
+from megaspec.resolve.hidden import hidden_of_layer
 from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.parameters import RankParameters, layer_parameters, rank_parameters, table_parameters
 from megaspec.resolve.schedule import in_flight
@@ -130,7 +131,7 @@ def _held_always(recipe: Recipe, share: Share, contents: _Contents, count: RankP
     return {
         "weights": _weights(recipe, share, contents, count),
         "gradients": _shared_out(recipe, count, from_strategy=2) * share.wide,
-        "optimizer": _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width),
+        "optimizer": _states(recipe, share, contents, count),
         "logits": _head(recipe, share) if contents.has_head else 0,
         "communication": _communication(recipe, share, contents),
     }
@@ -219,8 +220,23 @@ def _weights(recipe: Recipe, share: Share, contents: _Contents, count: RankParam
     return _shared_out(recipe, count, from_strategy=3) * share.width + tables
 
 
+def _states(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> int:
+    """Master weights and moments."""
+    states = _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
+    if not isinstance(recipe.optim, MuonSpec):
+        return states
+    # what is no hidden matrix has a second moment
+    dense = count.dense - sum(
+        numbers[with_experts] * hidden_of_layer(share.model, with_experts=bool(with_experts), tp=share.tp)
+        for numbers in contents.chunks
+        for with_experts in (0, 1)
+    )
+    return states + _shared_out(recipe, RankParameters(dense, 0), from_strategy=1) * share.wide
+
+
 def state_bytes(optim: OptimSpec, *, width: int) -> int:
-    """Bytes of master weight and moments of one weight that is computed with in `width` bytes."""
+    """Bytes of master weight and moments of one weight, under Muon of a hidden matrix, that is computed with in `width`
+    bytes."""
     wide = max(4, width)
     if not isinstance(optim, AdamWSpec):
         return (wide if width < wide else 0) + (wide if optim.momentum else 0)

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from megaspec.optim.spec import AdamWSpec
+from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of, transfers
 from megaspec.resolve.flops import flops_per_sequence
 from megaspec.resolve.formula import sharing_ranks
 from megaspec.resolve.hardware import Hardware
+from megaspec.resolve.hidden import orthogonalising_seconds
 from megaspec.resolve.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
 from megaspec.resolve.parameters import RankParameters
 from megaspec.resolve.schedule import Durations, Shape, bubble, shape_of
@@ -163,7 +164,10 @@ def _longest_end(recipe: Recipe, passes: _Passes, ceilings: Ceilings) -> tuple[l
         whole = added((cost, 1) for cost in passes.costs[rank])
         exchange = step_collectives(recipe, passes.times.mesh, rank, count)
         shared = _sharing(recipe, exchange, passes.stages[rank], whole, ceilings)
-        ends.append((shared, _update(recipe, count, ceilings)))
+        update = _update(recipe, count, ceilings)
+        if isinstance(recipe.optim, MuonSpec):
+            update += orthogonalising_seconds(recipe, recipe.optim, passes.stages[rank], ceilings)
+        ends.append((shared, update))
     return max(ends, key=lambda end: sum(seconds for _, seconds in end[0]) + end[1])
 
 
@@ -203,7 +207,8 @@ def _update(recipe: Recipe, count: RankParameters, ceilings: Ceilings) -> float:
         states = _STATE_BYTES[optim.formats.exp_avg] + _STATE_BYTES[optim.formats.exp_avg_sq]
         moved = wide + 2 * _STATE_BYTES[optim.formats.master] + 2 * states
     else:
-        moved = 10 * wide
+        # one tensor after the other, operation by operation
+        moved = (32 if isinstance(optim, MuonSpec) else 10) * wide
     copied = 4 + narrow if narrow < 4 else 0
     per_parameter = (wide + moved + copied) / _UPDATE_REACHES
     return ceilings.memory_seconds(per_parameter * (count.dense / shards + count.expert / expert_shards))

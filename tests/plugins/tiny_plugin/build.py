@@ -14,7 +14,8 @@ from megaspec.data.source import EVALUATION_SAMPLES, Sample
 from megaspec.log.events import Event, StepDone
 from megaspec.model.gpt.model import Gpt
 from megaspec.nn.mlp import GeluMlp
-from megaspec.optim.optimizer import Sgd, decays
+from megaspec.optim.master import decays
+from megaspec.optim.sgd import Sgd
 from megaspec_kernels.registry import Kernels
 from tiny_plugin import CountSpec, CsvSpec, LionSpec, SquaredSpec
 
@@ -54,7 +55,7 @@ class Lion(Sgd):
             velocity.copy_(torch.where(apply, velocity.lerp(gradient, 1 - self._momentum), velocity))
             step = step + weight_decay * master if decays(master) else step
             master.copy_(torch.where(apply, master - lr * step, master))
-        self._updates += apply
+        self.count_update(skip)
         self.write_back()
 
 
