@@ -1,0 +1,436 @@
+"""Context parallelism: the tokens of a sequence lie on several ranks, attention still sees all of them.
+
+ring: keys and values go round (Liu et al. 2023), all_gather: every rank gathers them (Llama 3), all_to_all: tokens are
+swapped for heads (Jacobs et al. 2023), hierarchical: all-to-all among neighbours, a ring over their groups.
+
+Note on balance: under a causal mask late tokens have more to do than early ones, so the sequence is cut into two chunks
+a rank and rank r of n holds chunks r and 2n-1-r (zig-zag). Then in each step of the ring every rank has half a block to
+compute: all of its queries see the first chunk of an earlier rank and nothing of the second, and its second chunk of
+queries sees both chunks of a later rank while the first sees nothing.
+"""
+
+# B sequences, T tokens of this rank, S tokens of the whole sequence, C tokens of a chunk,
+# N query heads, K key and value heads, H head size; 2 in front: keys and values
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megaspec.nn.attention import Attention, CausalCore, SequenceContext, drop_attention
+from megaspec.parallelism.collectives import wait
+from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.spec import ContextSpec
+from megaspec_kernels.attention.blocks import Blocks, blocks_of
+
+_ops = torch.ops._c10d_functional
+
+
+def token_index(
+    kind: str,
+    length: int,
+    cp: int,
+    rank: int,
+    factors: tuple[int, int] | None = None,
+    *,
+    device: torch.device | None = None,
+) -> Tensor:
+    """int64 [length / cp]: the places in the whole sequence of the tokens that a rank holds.
+
+    ring, all_gather: chunks `rank` and 2 cp - 1 - `rank` of 2 cp. all_to_all: part `rank` of cp. hierarchical with
+    `factors` (a, b): a neighbours hold chunks g and 2 b - 1 - g of 2 b together, where g is the number of their group,
+    and divide them evenly in this order.
+    """
+    chunks = 1 if cp == 1 or kind == "all_to_all" else 2
+    assert length % (chunks * cp) == 0, f"{length} tokens don't divide into {chunks} chunks on each of {cp} ranks"
+    own = length // cp
+    if kind == "hierarchical" and cp > 1:
+        a, b = factors
+        assert a * b == cp, f"factors {factors}, cp {cp}"
+        pair = token_index("ring", length, b, rank // a, device=device)
+        return pair[rank % a * own : (rank % a + 1) * own]
+    if chunks == 1:
+        return torch.arange(rank * own, (rank + 1) * own, device=device)
+    chunk = own // 2
+    starts = (rank * chunk, (2 * cp - 1 - rank) * chunk)
+    return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
+
+
+@dataclass(frozen=True)
+class Part:
+    """Queries against keys, as slices of what is at hand.
+
+    Every query is in one causal part, which comes first: there it sees itself at least.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What attention needs beside q, k and v: the blocks, which keys a query may see, and dropout."""
+
+    blocks: Blocks
+    length: int
+    documents: Tensor | None
+    """int32 [B, S]"""
+    drop: Callable[..., Tensor] | None
+    """(weights [B, N, T, S], queries=int64 [T], keys=int64 [S]) -> weights"""
+
+    @property
+    def needs_places(self) -> bool:
+        """Whether blocks depend on where in the sequence their tokens are."""
+        return self.documents is not None or self.drop is not None
+
+    def of(self, part: Part, queries: Tensor | None, keys: Tensor | None) -> dict:
+        """The keyword arguments of a block. `queries`, `keys`: int64 places of the tokens that `part` slices."""
+        mask = drop = None
+        if self.needs_places:
+            queries, keys = queries[part.queries], keys[part.keys]
+        if self.documents is not None:
+            mask = (self.documents[:, queries][:, :, None] == self.documents[:, keys][:, None, :])[:, None]
+        if self.drop is not None:
+            drop = partial(self.drop, queries=queries, keys=keys)
+        return {"causal": part.causal, "mask": mask, "drop": drop}
+
+
+class Rows:
+    """Output and log-sum-exp of this rank's queries, merged in at least fp32 from the parts seen so far."""
+
+    def __init__(self, q_BTNH: Tensor):
+        B, T, N, _ = q_BTNH.shape
+        wide = torch.promote_types(q_BTNH.dtype, torch.float32)
+        self.out_BTNH = torch.empty(q_BTNH.shape, dtype=wide, device=q_BTNH.device)
+        self.lse_BNT = torch.empty(B, N, T, dtype=wide, device=q_BTNH.device)
+
+    def merge(self, part: Part, out_BTNH: Tensor, lse_BNT: Tensor) -> None:
+        """out = out + w (new - out), lse = log(exp(lse) + exp(new lse)), w = exp(new lse - lse)."""
+        out, lse = self.out_BTNH[:, part.queries], self.lse_BNT[:, :, part.queries]
+        if part.causal:
+            out.copy_(out_BTNH)
+            lse.copy_(lse_BNT)
+            return
+        weight_BNT = torch.sigmoid(lse_BNT - lse)
+        out.lerp_(out_BTNH.to(out.dtype), weight_BNT.transpose(1, 2)[..., None])
+        torch.logaddexp(lse, lse_BNT, out=lse)
+
+
+def ring_part(rank: int, source: int, tokens: int) -> Part:
+    """What a rank's queries see of the keys of rank `source`; see the note on balance."""
+    every, first, second = slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)
+    if source == rank:
+        return Part(every, every, causal=True)
+    return Part(every, first) if source < rank else Part(second, every)
+
+
+def gathered_parts(rank: int, size: int, tokens: int) -> Iterator[Part]:
+    """What a rank's queries see of the keys of the whole sequence in order."""
+    chunk = tokens // 2
+    for own, number in enumerate((rank, 2 * size - 1 - rank)):
+        queries, start = slice(own * chunk, (own + 1) * chunk), number * chunk
+        yield Part(queries, slice(start, start + chunk), causal=True)
+        if start:
+            yield Part(queries, slice(0, start))
+
+
+@dataclass
+class Passing:
+    """Tensors under way to the next rank of a ring, and those of the previous rank under way to here."""
+
+    outgoing: tuple[Tensor, ...]
+    incoming: tuple[Tensor, ...]
+    works: list[dist.Work]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """What has come from the previous rank."""
+        for work in self.works:
+            work.wait()
+        return self.incoming
+
+
+def pass_on(group: dist.ProcessGroup, *outgoing: Tensor) -> Passing:
+    """Starts to send tensors to the next rank and to receive the previous one's."""
+    rank, size = group.rank(), group.size()
+    following, previous = (dist.get_global_rank(group, r % size) for r in (rank + 1, rank - 1))
+    incoming = tuple(torch.empty_like(x) for x in outgoing)
+    ops = [dist.P2POp(dist.isend, x, following, group, tag) for tag, x in enumerate(outgoing)]
+    ops += [dist.P2POp(dist.irecv, x, previous, group, tag) for tag, x in enumerate(incoming)]
+    return Passing(outgoing, incoming, dist.batch_isend_irecv(ops) if ops else [])
+
+
+class _RingAttention(torch.autograd.Function):
+    """Forward: k and v go round. Backward: they go round again, with their gradients one step behind."""
+
+    @staticmethod
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
+        rows, kv = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
+        own = kv
+        for source, places in _round(q_BTNH, sight, group):
+            last = source == (group.rank() + 1) % group.size()
+            passing = pass_on(group, *(() if last else (kv,)))
+            part = ring_part(group.rank(), source, q_BTNH.shape[1])
+            k, v = kv[:, :, part.keys]
+            rows.merge(part, *sight.blocks.forward(q_BTNH[:, part.queries], k, v, **sight.of(part, *places)))
+            if not last:
+                (kv,) = passing.wait()
+        out_BTNH = rows.out_BTNH.to(q_BTNH.dtype)
+        ctx.save_for_backward(q_BTNH, own, out_BTNH, rows.lse_BNT)
+        ctx.sight, ctx.group = sight, group
+        return out_BTNH
+
+    @staticmethod
+    def backward(ctx, grad_BTNH):
+        q_BTNH, kv, out_BTNH, lse_BNT = ctx.saved_tensors
+        group, dtype = ctx.group, kv.dtype
+        d_q = torch.empty_like(q_BTNH, dtype=lse_BNT.dtype)
+        d_kv = torch.empty_like(kv, dtype=lse_BNT.dtype)
+        for source, places in _round(q_BTNH, ctx.sight, group):
+            first, last = source == group.rank(), source == (group.rank() + 1) % group.size()
+            passing = pass_on(group, *(() if first else (d_kv,)), *(() if last else (kv,)))
+            part = ring_part(group.rank(), source, q_BTNH.shape[1])
+            rows = (x[:, part.queries] for x in (grad_BTNH, q_BTNH))
+            of_rows = (out_BTNH[:, part.queries], lse_BNT[:, :, part.queries])
+            grads = ctx.sight.blocks.backward(*rows, *kv[:, :, part.keys], *of_rows, **ctx.sight.of(part, *places))
+            arrived = passing.wait()
+            if not first:
+                d_kv = arrived[0]
+            if not last:
+                kv = arrived[-1]
+            _collect(part, grads, d_q, d_kv)
+        (d_kv,) = pass_on(group, d_kv).wait()
+        return d_q.to(q_BTNH.dtype), *d_kv.to(dtype), None, None
+
+
+def _collect(part: Part, grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
+    """Adds a part's gradients to those of all queries and of the keys and values at hand."""
+    for total, grad in zip((d_q[:, part.queries], *d_kv[:, :, part.keys]), grads, strict=True):
+        if part.causal:
+            total.copy_(grad)
+        else:
+            total += grad
+
+
+def _round(
+    q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup
+) -> Iterator[tuple[int, tuple[Tensor | None, Tensor | None]]]:
+    """The ranks whose keys come by, this rank first, with the places of the queries and of those keys."""
+    rank, size = group.rank(), group.size()
+    place = partial(token_index, "ring", sight.length, size, device=q_BTNH.device)
+    queries = place(rank) if sight.needs_places else None
+    for step in range(size):
+        source = (rank - step) % size
+        yield source, (queries, place(source) if sight.needs_places else None)
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """Forward: k and v are gathered. Backward: gathered again, their gradients summed to the ranks they are of."""
+
+    @staticmethod
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
+        rows, kv = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
+        whole, places = _gather_chunks(kv, group), _gathered_places(q_BTNH, sight, group)
+        for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
+            k, v = whole[:, :, part.keys]
+            rows.merge(part, *sight.blocks.forward(q_BTNH[:, part.queries], k, v, **sight.of(part, *places)))
+        out_BTNH = rows.out_BTNH.to(q_BTNH.dtype)
+        ctx.save_for_backward(q_BTNH, kv, out_BTNH, rows.lse_BNT)
+        ctx.sight, ctx.group = sight, group
+        return out_BTNH
+
+    @staticmethod
+    def backward(ctx, grad_BTNH):
+        q_BTNH, kv, out_BTNH, lse_BNT = ctx.saved_tensors
+        group, sight = ctx.group, ctx.sight
+        whole, places = _gather_chunks(kv, group), _gathered_places(q_BTNH, sight, group)
+        d_q = torch.zeros_like(q_BTNH, dtype=lse_BNT.dtype)
+        d_whole = torch.zeros_like(whole, dtype=lse_BNT.dtype)
+        for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
+            rows = (x[:, part.queries] for x in (grad_BTNH, q_BTNH))
+            of_rows = (out_BTNH[:, part.queries], lse_BNT[:, :, part.queries])
+            grads = sight.blocks.backward(*rows, *whole[:, :, part.keys], *of_rows, **sight.of(part, *places))
+            _collect(part, grads, d_q, d_whole)
+        d_kv = _reduce_scatter_chunks(d_whole, group)
+        return d_q.to(q_BTNH.dtype), *d_kv.to(kv.dtype), None, None
+
+
+def _gathered_places(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
+    """The places of the queries and of the keys of the whole sequence."""
+    if not sight.needs_places:
+        return None, None
+    device = q_BTNH.device
+    queries = token_index("all_gather", sight.length, group.size(), group.rank(), device=device)
+    return queries, torch.arange(sight.length, device=device)
+
+
+def _gather_chunks(kv_2BTKH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[2, B, T, K, H] of each rank -> [2, B, S, K, H] in the order of the sequence."""
+    size, chunk = group.size(), kv_2BTKH.shape[2] // 2
+    parts = kv_2BTKH.new_empty(size, *kv_2BTKH.shape)
+    if kv_2BTKH.device.type == "cpu":
+        dist.all_gather(list(parts), kv_2BTKH, group=group)
+    else:
+        dist.all_gather_into_tensor(parts, kv_2BTKH, group=group)
+    early, late = parts[:, :, :, :chunk], parts[:, :, :, chunk:]
+    return torch.cat((*early, *reversed(late.unbind())), dim=2)
+
+
+def _reduce_scatter_chunks(whole_2BSKH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of [2, B, S, K, H] in the order of the sequence -> each rank's own [2, B, T, K, H]."""
+    size, rank = group.size(), group.rank()
+    chunks = whole_2BSKH.chunk(2 * size, dim=2)
+    parts = torch.stack([torch.cat((chunks[r], chunks[2 * size - 1 - r]), dim=2) for r in range(size)])
+    if parts.device.type == "cpu":
+        dist.all_reduce(parts, group=group)
+        return parts[rank]
+    own = torch.empty_like(parts[rank])
+    dist.reduce_scatter_tensor(own, parts, group=group)
+    return own
+
+
+@torch.compiler.disable(reason="sends and receives between two ranks can't be traced")
+def ring_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, sight: Sight, group: dist.ProcessGroup) -> Tensor:
+    """-> [B, T, N, H]: causal attention of each rank's queries, chunks r and 2 n - 1 - r of a sequence over n ranks."""
+    return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, group)
+
+
+@torch.compiler.disable(reason="its blocks and its collectives work in place, in an order that depends on the rank")
+def gathered_attention(
+    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, sight: Sight, group: dist.ProcessGroup
+) -> Tensor:
+    """-> [B, T, N, H]: as ring_attention, from gathered keys and values."""
+    return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Forward: part j of dimension 0 goes to rank j, part j comes from rank j. Backward: the same."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return _exchange(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.group), None
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    if x.device.type == "cpu":
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+    ones = [1] * group.size()
+    return wait(_ops.all_to_all_single(x, ones, ones, group.group_name))
+
+
+def tokens_to_heads(group: dist.ProcessGroup, *xs_BTNH: Tensor) -> tuple[Tensor, ...]:
+    """Forward: [B, T, N, H] of each of n ranks -> its N/n heads of all n T tokens. Backward: heads to tokens."""
+    size = group.size()
+    mine = [x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4) for x in xs_BTNH]
+    theirs = _Exchange.apply(torch.cat(mine, dim=3), group)
+    whole = theirs.transpose(0, 1).flatten(1, 2)
+    return whole.split([x.shape[3] for x in mine], dim=2)
+
+
+def heads_to_tokens(group: dist.ProcessGroup, x_BTNH: Tensor) -> Tensor:
+    """Forward: N/n heads of n T tokens of each of n ranks -> its T tokens of N heads. Backward: tokens to heads."""
+    mine = x_BTNH.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    return _Exchange.apply(mine, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the ranks of a sequence attend: cheap, so that another one can be taken for another batch.
+
+    Heads are exchanged for tokens over `heads`, then keys and values go round `ring` or are gathered over `gather`; a
+    group is None where there is nothing to do.
+    """
+
+    heads: dist.ProcessGroup | None = None
+    ring: dist.ProcessGroup | None = None
+    gather: dist.ProcessGroup | None = None
+
+
+class ContextCore(CausalCore):
+    """A CausalCore whose queries, keys and values are those of this rank's tokens; see token_index."""
+
+    way: Way
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
+        """-> [B, T, N, H]"""
+        way, first_head = self.way, self.first_head
+        if way.heads is not None:
+            q_BTNH, k_BTKH, v_BTKH = tokens_to_heads(way.heads, q_BTNH, k_BTKH, v_BTKH)
+            first_head += way.heads.rank() * q_BTNH.shape[2]
+        drop = self._drop(context, first_head)
+        if way.ring is None and way.gather is None:
+            if drop is not None:
+                places = torch.arange(context.length, device=q_BTNH.device)
+                drop = partial(drop, queries=places, keys=places)
+            out_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
+        else:
+            sight = Sight(blocks_of(self.kernel), context.length, context.documents, drop)
+            attend, group = (ring_attention, way.ring) if way.gather is None else (gathered_attention, way.gather)
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, sight, group)
+        return out_BTNH if way.heads is None else heads_to_tokens(way.heads, out_BTNH)
+
+    def _drop(self, context: SequenceContext, first_head: int) -> Callable[..., Tensor] | None:
+        noise = context.noise
+        if noise is None or self.dropout == 0:
+            return None
+        key, ids, probability = noise.key(self.site_key), noise.ids, self.dropout
+
+        def drop(weights_BNTS: Tensor, *, queries: Tensor, keys: Tensor) -> Tensor:
+            return drop_attention(
+                weights_BNTS, probability, key=key, ids=ids, first_head=first_head, queries=queries, keys=keys
+            )
+
+        return drop
+
+
+class ContextParallel:
+    """Strategy: every attention of a model sees the whole sequence, of which each rank of axis cp has a part."""
+
+    def __init__(self, mesh: Mesh, spec: ContextSpec):
+        self.mesh, self.spec = mesh, spec
+        self._indices: dict[int, Tensor] = {}
+        group = mesh.group("cp")
+        if group is None:
+            self.way = None
+        elif spec.kind == "all_gather":
+            self.way = Way(gather=group)
+        elif spec.kind == "hierarchical":
+            a, b = spec.factors
+            assert a * b == mesh.size("cp"), f"factors {spec.factors}, cp {mesh.size('cp')}"
+            self.way = Way(heads=mesh.neighbours("cp", a), ring=mesh.strided("cp", a))
+        else:
+            self.way = Way(heads=group) if spec.kind == "all_to_all" else Way(ring=group)
+
+    def split_model(self, model: nn.Module) -> None:
+        """Puts a ContextCore in the place of every CausalCore, its settings and buffers kept."""
+        if self.way is None:
+            return
+        for module in model.modules():
+            if isinstance(module, Attention):
+                assert type(module.core) is CausalCore, f"{type(module.core).__name__} has no context parallel twin"
+                module.core.__class__ = ContextCore
+                module.core.way = self.way
+
+    def index(self, length: int) -> Tensor:
+        """int64 [T]: the places of this rank's tokens in a sequence of `length`, on the mesh's device."""
+        if length not in self._indices:
+            self._indices[length] = token_index(
+                self.spec.kind,
+                length,
+                self.mesh.size("cp"),
+                self.mesh.index("cp"),
+                self.spec.factors,
+                device=self.mesh.device,
+            )
+        return self._indices[length]

@@ -1,0 +1,201 @@
+"""Attention over sequences that lie on several ranks against attention on one, in fp64."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megaspec.nn.attention import Attention, CausalCore, SequenceContext
+from megaspec.nn.dropout import Dropout, Noise
+from megaspec.parallelism.context import ContextCore, ContextParallel, token_index
+from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.spec import ContextSpec
+from megaspec_kernels.registry import REGISTRY
+from tests.ranks import RankPool
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of context parallelism over cp ranks; a sequence of S tokens, N query and K key and value heads."""
+
+    kind: str
+    cp: int
+    S: int
+    N: int = 4
+    K: int = 2
+    B: int = 2
+    factors: tuple[int, int] | None = None
+    kernel: str = "reference"
+    documents: bool = False
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        factors = "" if self.factors is None else f"{self.factors[0]}x{self.factors[1]}"
+        extra = "".join(x for x, on in (("-docs", self.documents), ("-drop", self.dropout)) if on)
+        return f"{self.kind}{factors}-cp{self.cp}-S{self.S}n{self.N}k{self.K}-{self.kernel}{extra}"
+
+
+H = 8
+KINDS = [("ring", 2, None), ("all_gather", 2, None), ("all_to_all", 2, None), ("hierarchical", 2, (2, 1)),
+         ("hierarchical", 2, (1, 2)), ("ring", 4, None), ("all_gather", 4, None), ("all_to_all", 4, None),
+         ("hierarchical", 4, (2, 2))]  # fmt: skip
+
+
+def cases() -> Iterator[Case]:
+    """Every kind x documents x dropout with grouped heads, odd chunks, and both kernels."""
+    for kind, cp, factors in KINDS:
+        K = 4 if (kind, cp) == ("all_to_all", 4) else 2
+        for documents in (False, True):
+            for dropout in (0.0, 0.3):
+                yield Case(kind, cp, 24, N=8, K=K, factors=factors, documents=documents, dropout=dropout)
+            yield Case(kind, cp, 40, N=K, K=K, B=1, factors=factors, kernel="sdpa", documents=documents)
+    yield Case("ring", 4, 8, N=3, K=1, documents=True, dropout=0.3)  # chunks of one token
+    yield Case("all_gather", 4, 8, N=3, K=1, documents=True, dropout=0.3)
+    yield Case("all_to_all", 4, 28)  # an odd number of tokens a rank
+    yield Case("hierarchical", 4, 24, N=6, K=2, factors=(2, 2), documents=True)  # a rank's part is 1.5 chunks
+    yield Case("ring", 2, 12, N=6, K=1)
+
+
+CASES = [c for c in cases() if c.kind != "all_to_all" or c.K % c.cp == 0]
+
+
+def inputs(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """q, k and v of the whole sequence, the output's gradient, document numbers."""
+    draw = torch.Generator().manual_seed(7)
+
+    def tensor(heads: int) -> Tensor:
+        return torch.randn(case.B, case.S, heads, H, generator=draw, dtype=torch.float64)
+
+    qkv, grad = [tensor(case.N), tensor(case.K), tensor(case.K)], tensor(case.N)
+    starts = torch.rand(case.B, case.S, generator=draw) < 0.15
+    return qkv, grad, starts.cumsum(1, dtype=torch.int32) if case.documents else None
+
+
+def attention(case: Case) -> Attention:
+    core = CausalCore(REGISTRY["attention"][case.kernel], case.dropout, "layers.3.attn")
+    module = Attention(8, n_heads=1, n_kv_heads=1, d_head=8, bias=False, core=core, out=Dropout(0.0, "out"))
+    core.first_head = 5  # as on the second tensor-parallel rank
+    return module
+
+
+def context(case: Case, index: Tensor, documents: Tensor | None) -> SequenceContext:
+    ids = torch.arange(40, 40 + case.B)
+    noise = Noise(seed=11, ids=ids, index=index) if case.dropout else None
+    return SequenceContext(positions=index, documents=documents, noise=noise, index=index, length=case.S)
+
+
+def attend(case: Case, module: Attention, index: Tensor) -> list[Tensor]:
+    """Output and gradients of q, k and v at the tokens of `index`."""
+    qkv, grad, documents = inputs(case)
+    leaves = [x[:, index].requires_grad_() for x in qkv]
+    out = module.core(*leaves, context(case, index, documents))
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad[:, index])]
+
+
+def on_rank(rank: int, some: list[Case]) -> list[list[np.ndarray]]:
+    """The task: for each case the places of this rank's tokens and what is there."""
+    found = []
+    meshes: dict[int, Mesh] = {}
+    for case in some:
+        mesh = meshes.setdefault(case.cp, Mesh({"cp": case.cp}, rank=rank, device=torch.device("cpu")))
+        strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors))
+        module = attention(case)
+        strategy.split_model(module)
+        assert isinstance(module.core, ContextCore)
+        assert module.core.first_head == 5
+        index = strategy.index(case.S)
+        found.append([x.numpy() for x in (index, *attend(case, module, index))])
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def found(pool: RankPool) -> dict[Case, list[list[np.ndarray]]]:
+    """What every rank found, by case: one world for all cases of as many ranks."""
+    by_case: dict[Case, list[list[np.ndarray]]] = {}
+    for cp in (2, 4):
+        some = [c for c in CASES if c.cp == cp]
+        by_rank = pool.run(on_rank, some, ranks=cp)
+        by_case |= {case: [of_rank[i] for of_rank in by_rank] for i, case in enumerate(some)}
+    return by_case
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_to_one_rank(case: Case, found: dict[Case, list[list[np.ndarray]]]) -> None:
+    alone = attend(case, attention(case), torch.arange(case.S))
+    whole = [torch.full_like(x, float("nan")) for x in alone]
+    for index, *parts in found[case]:
+        for total, part in zip(whole, parts, strict=True):
+            total[:, torch.from_numpy(index)] = torch.from_numpy(part)
+    for name, mine, truth in zip(("out", "dq", "dk", "dv"), whole, alone, strict=True):
+        assert truth.abs().max() > 0.1, f"{name}: there is nothing to compare"
+        error = (mine - truth).abs().max().item()
+        assert error <= 1e-13 * max(1.0, truth.abs().max().item()), f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize(("kind", "cp", "factors"), [*KINDS, ("hierarchical", 8, (4, 2)), ("hierarchical", 8, (2, 4)),
+                                                      ("hierarchical", 6, (3, 2)), ("ring", 1, None)])  # fmt: skip
+def test_every_token_is_on_one_rank(kind: str, cp: int, factors: tuple[int, int] | None) -> None:
+    length = 2 * cp * 3
+    parts = [token_index(kind, length, cp, rank, factors) for rank in range(cp)]
+    assert sorted(torch.cat(parts).tolist()) == list(range(length))
+    for part in parts:
+        assert part.dtype == torch.int64
+        assert part.shape == (length // cp,)
+        assert (part.diff() > 0).all(), "tokens lie in the order of the sequence"
+
+
+def test_where_tokens_lie() -> None:
+    def lie(kind: str, length: int, cp: int, factors: tuple[int, int] | None = None) -> list[list[int]]:
+        return [token_index(kind, length, cp, rank, factors).tolist() for rank in range(cp)]
+
+    assert lie("ring", 8, 2) == lie("all_gather", 8, 2) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert lie("all_to_all", 6, 2) == [[0, 1, 2], [3, 4, 5]]
+    assert lie("hierarchical", 8, 4, (2, 2)) == [[0, 1], [6, 7], [2, 3], [4, 5]]
+    assert lie("ring", 3, 1) == lie("hierarchical", 3, 1) == [[0, 1, 2]]
+
+
+def test_a_length_that_does_not_divide_is_named() -> None:
+    with pytest.raises(AssertionError, match="10 tokens don't divide into 2 chunks on each of 2 ranks"):
+        token_index("ring", 10, 2, 0)
+
+
+def test_the_work_of_a_ring_is_balanced() -> None:
+    """Under the causal mask every rank has the same number of pairs of query and key to compute."""
+    pairs = [int((token_index("ring", 48, 4, r) + 1).sum()) for r in range(4)]
+    assert len(set(pairs)) == 1
+
+
+def test_one_rank_keeps_its_core() -> None:
+    mesh = Mesh({}, rank=0, device=torch.device("cpu"))
+    strategy, module = ContextParallel(mesh, ContextSpec(kind="ring")), attention(Case("ring", 1, 5))
+    strategy.split_model(module)
+    assert type(module.core) is CausalCore
+    assert strategy.index(5).tolist() == [0, 1, 2, 3, 4]
+
+
+def what_is_saved(rank: int, case: Case) -> list[tuple[int, ...]]:
+    """The task: shapes of what the forward pass keeps."""
+    mesh = Mesh({"cp": case.cp}, rank=rank, device=torch.device("cpu"))
+    strategy, module, shapes = ContextParallel(mesh, ContextSpec(kind=case.kind)), attention(case), []
+    strategy.split_model(module)
+    index = strategy.index(case.S)
+    leaves = [x[:, index].requires_grad_() for x in inputs(case)[0]]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x, lambda x: x):
+        module.core(*leaves, context(case, index, None))
+    return shapes
+
+
+@pytest.mark.parametrize("kind", ["ring", "all_gather"])
+def test_nothing_quadratic_and_nobody_elses_is_kept(kind: str, pool: RankPool) -> None:
+    T = 20
+    for shapes in pool.run(what_is_saved, Case(kind, 2, 2 * T), ranks=2):
+        assert sorted(shapes) == sorted([(2, T, 4, H), (2, 2, T, 2, H), (2, T, 4, H), (2, 4, T)])
