@@ -68,10 +68,19 @@ def site_key(name: str) -> Tensor:
     return torch.tensor(key_of(0, name), dtype=torch.int64)
 
 
-def keep_mask(key: Tensor, counters: tuple[Tensor, ...], probability: float) -> Tensor:
-    """bool, the broadcast shape of the int64 counters: True with `probability`, from key and counters alone."""
+def _state(key: Tensor, counters: tuple[Tensor, ...]) -> Tensor:
     state = key
     for counter in counters:
         # xor first: a sum of an arange and a 64-bit constant is beyond what torch 2.11 compiles for a GPU
         state = mix(state ^ counter)
-    return _shift_right(state, 32) < int(probability * 2**32)
+    return state
+
+
+def keep_mask(key: Tensor, counters: tuple[Tensor, ...], probability: float) -> Tensor:
+    """bool, the broadcast shape of the int64 counters: True with `probability`, from key and counters alone."""
+    return _shift_right(_state(key, counters), 32) < int(probability * 2**32)
+
+
+def uniform(key: Tensor, counters: tuple[Tensor, ...], *, dtype: torch.dtype) -> Tensor:
+    """Multiples of 2⁻²⁴ in [0, 1), equally likely, in the broadcast shape of the int64 counters; fp32 holds them."""
+    return _shift_right(_state(key, counters), 40).to(dtype) * 2.0**-24

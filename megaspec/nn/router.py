@@ -1,0 +1,290 @@
+"""The router of a mixture of experts: which experts each token takes, with what weights, and what keeps them even."""
+
+# B sequences, T tokens of this rank, S tokens of a whole sequence, M = B·T, D model, E experts, k choices of a token
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaspec.nn.attention import SequenceContext
+from megaspec.nn.balance import capacity_of, load, sinkhorn, within_capacity
+from megaspec.nn.hashing import site_key, uniform
+from megaspec.nn.linear import Linear, input_gradient, weight_gradient
+from megaspec.nn.spec import MoeSpec
+
+LOSSES = ("aux", "seq_aux", "global_aux", "z")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where tokens go. Tokens are numbered sequence by sequence."""
+
+    experts: Tensor
+    """int64 [M, k], all different in a row."""
+    weights: Tensor
+    """[M, k] in at least fp32: of the experts' outputs. The auxiliary losses' gradients enter through them."""
+    keep: Tensor | None
+    """bool [M, k]: False where an expert has no room for the token. None: nothing is dropped."""
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What routers saw in a step; views of one fp64 vector, of which ranks that share a router's tokens take sums."""
+
+    tokens: Tensor
+    """[E]: tokens that chose each expert, before drops."""
+    plain: Tensor
+    """[E]: tokens that would have, without bias and groups."""
+    drops: Tensor
+    """[E]: of `tokens`, those that the expert had no room for."""
+    micro_batches: Tensor
+    """Scalar: each rank adds its share of the micro batch's tokens."""
+    entropy: Tensor
+    """Scalar: sum over tokens of the entropy of their probabilities, in nats."""
+    losses: Tensor
+    """[4]: sums over micro batches of each of LOSSES, with its coefficient."""
+
+
+class Tokens:
+    """Where the tokens of a micro batch lie: here, all of them. Strategies that split sequences put their own instead.
+
+    Nothing here has a gradient.
+    """
+
+    def gather(self, x_BT: Tensor) -> Tensor:
+        """This rank's [B, T, ...] -> everybody's [B, S, ...], in the order of the sequence."""
+        return x_BT
+
+    def take(self, x_BS: Tensor) -> Tensor:
+        """The tokens of the whole sequence -> this rank's."""
+        return x_BS
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the ranks that share the sequences."""
+        return x
+
+
+class RouterOp(torch.autograd.Function):
+    """x Wᵀ, computed in at least fp32 and kept in what x and W come in. `total`, `queue`: see weight_gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, total, queue):
+        ctx.save_for_backward(x, weight)
+        ctx.total, ctx.queue = total, queue
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), weight.to(wide))
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        x, weight = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = input_gradient(grad_out, weight.to(grad_out.dtype)).to(x.dtype)
+        return grad_x, weight_gradient(weight, ctx.total, ctx.queue, grad_out, x.to(grad_out.dtype)), None, None
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss, weight, seen, sums):
+        ctx.save_for_backward(weight, seen)
+        ctx.sums = sums
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, seen = ctx.saved_tensors
+        ctx.sums.add_(seen)
+        return grad, weight, None, None, None
+
+
+def attach(x: Tensor, loss: Tensor, *, weight: Tensor, seen: Tensor, sums: Tensor) -> Tensor:
+    """Forward: x. Backward: beside x's gradient, `loss` gets the gradient `weight`, and `seen` is added to `sums`.
+
+    In the backward pass, since a forward pass that is recomputed runs twice.
+    """
+    return _Attach.apply(x, loss, weight.to(loss.dtype), seen, sums)
+
+
+class Router(Linear):
+    """softmax, sigmoid or sqrt(softplus) of x Wᵀ, and the best k of E experts, [B, T, D] -> Routing.
+
+    Rules of choice and weights as in Megatron-core and DeepSeek-V3 (2024): the bias and the groups decide who is chosen
+    and never enter a weight. `site` is a name that is unique in the model. `part` is (index, count) when this rank
+    holds one of `count` equal parts of the context's tokens. `tokens`: see Tokens.
+
+    State that a step leaves behind: `bias` [E], added to the scores that experts are chosen by (None without
+    bias_rate), and `shares` [E], the previous global batch's share of choices that each expert got (None without a
+    global_aux loss). `sums` is what this step saw so far: see StepSums and finish_step.
+    """
+
+    def __init__(self, d_model: int, moe: MoeSpec, *, site: str):
+        super().__init__(d_model, moe.n_experts)
+        del self.bias
+        self.moe, self.spec, self.site, self.part, self.tokens = moe, moe.router, site, (0, 1), Tokens()
+        E, wide = moe.n_experts, torch.promote_types(self.weight.dtype, torch.float32)
+        remembers = any(loss.kind == "global_aux" for loss in moe.router.losses)
+        self.register_buffer("bias", torch.empty(E, dtype=wide) if moe.router.bias_rate > 0 else None)
+        self.register_buffer("shares", torch.empty(E, dtype=wide) if remembers else None)
+        self.register_buffer("site_key", site_key(site), persistent=False)
+        self.fill_buffers()
+
+    @torch.no_grad()
+    def fill_buffers(self) -> None:
+        """Starts without bias and from an even load; called once the module has left the meta device."""
+        E, device = self.moe.n_experts, self.weight.device
+        self.site_key.copy_(site_key(self.site))
+        if self.bias is not None:
+            self.bias.zero_()
+        if self.shares is not None:
+            self.shares.fill_(1 / E)
+        # no buffer: those are rounded to the model's precision, and counts of a step don't fit fp32
+        self.sums = torch.zeros(3 * E + 2 + len(LOSSES), dtype=torch.float64, device=device)
+
+    def forward(self, x_BTD: Tensor, context: SequenceContext) -> Routing:
+        logits_BTE = RouterOp.apply(self._jittered(x_BTD, context), self.weight, self.total, self.queue)
+        with torch.no_grad():
+            experts_BTk = self.choose(self._ranking(logits_BTE, context), context)
+        weights_BTk = self._weights(logits_BTE, experts_BTk)
+        keep_BTk = self._kept(experts_BTk, weights_BTk.detach(), context)
+        if context.aux_weight is not None:
+            losses, seen = self._balance(logits_BTE, experts_BTk, keep_BTk, context)
+            weights_BTk = attach(weights_BTk, losses.sum(), weight=context.aux_weight, seen=seen, sums=self.sums)
+        keep_Mk = None if keep_BTk is None else keep_BTk.flatten(0, 1)
+        return Routing(experts_BTk.flatten(0, 1), weights_BTk.flatten(0, 1), keep_Mk)
+
+    def choose(self, ranking_BTE: Tensor, context: SequenceContext) -> Tensor:
+        """-> int64 [B, T, k], the highest of each token. Replay and forced balance put a function in its place."""
+        return ranking_BTE.topk(self.moe.top_k).indices
+
+    def capacity(self, tokens: int) -> int:
+        """Tokens that one expert takes of a micro batch of `tokens`."""
+        assert self.moe.capacity_factor is not None, f"{self.site} drops nothing: model.moe.capacity_factor=null"
+        return capacity_of(tokens, top_k=self.moe.top_k, n_experts=self.moe.n_experts, factor=self.moe.capacity_factor)
+
+    def read(self, sums: Tensor) -> StepSums:
+        """Names for the parts of such a vector as `sums`."""
+        E = self.moe.n_experts
+        tokens, plain, drops, micro_batches, entropy, losses = sums.split([E, E, E, 1, 1, len(LOSSES)])
+        return StepSums(tokens, plain, drops, micro_batches[0], entropy[0], losses)
+
+    @torch.no_grad()
+    def finish_step(self, sums: Tensor) -> None:
+        """Moves the bias toward an even load, keeps the shares for the next step, and starts new sums.
+
+        `sums`: fp64, this router's summed over all ranks that have tokens of the global batch (tp, cp and dp).
+        """
+        seen = self.read(sums)
+        if self.bias is not None:
+            self.bias += self.spec.bias_rate * (seen.tokens.mean() - seen.tokens).sign().to(self.bias.dtype)
+        if self.shares is not None:
+            self.shares.copy_(seen.plain / seen.plain.sum())
+        self.sums.zero_()
+
+    def _jittered(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+        noise, jitter = context.noise, self.spec.jitter
+        if noise is None or jitter == 0:
+            return x_BTD
+        _, T, D = x_BTD.shape
+        position = noise.index[self.part[0] * T : (self.part[0] + 1) * T]
+        feature = torch.arange(D, device=x_BTD.device)
+        counters = (noise.ids[:, None, None], position[None, :, None], feature[None, None, :])
+        wide = torch.promote_types(x_BTD.dtype, torch.float32)
+        return x_BTD * (1 - jitter + 2 * jitter * uniform(noise.key(self.site_key), counters, dtype=wide))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.spec.score == "softmax":
+            return logits.softmax(-1)
+        if self.spec.score == "sigmoid":
+            return logits.sigmoid()
+        # where softplus underflows its root has no slope
+        return F.softplus(logits).clamp(min=torch.finfo(logits.dtype).tiny).sqrt()
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        scores = self._scores(logits)
+        return scores if self.spec.score == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+    def _ranking(self, logits_BTE: Tensor, context: SequenceContext) -> Tensor:
+        """What experts are chosen by, [B, T, E]."""
+        if self.spec.balancing == "sinkhorn":
+            if context.aux_weight is None:
+                return logits_BTE
+            whole_BSE = self.tokens.gather(logits_BTE)
+            return self.tokens.take(sinkhorn(whole_BSE.flatten(0, 1)).view_as(whole_BSE))
+        by_logits = self.spec.score == "softmax" and not self.spec.softmax_first
+        ranking_BTE = logits_BTE if by_logits else self._scores(logits_BTE)
+        if self.bias is not None:
+            ranking_BTE = ranking_BTE + self.bias
+        return ranking_BTE if self.spec.n_groups is None else self._in_best_groups(ranking_BTE)
+
+    def _in_best_groups(self, ranking_BTE: Tensor) -> Tensor:
+        """-inf outside of the token's best groups. A group counts as much as its best k / group_top_k experts."""
+        best, n_groups = self.spec.group_top_k, self.spec.n_groups
+        grouped = ranking_BTE.unflatten(-1, (n_groups, -1))
+        group_scores = grouped.topk(max(1, self.moe.top_k // best)).values.sum(-1)
+        open_ = torch.zeros_like(group_scores, dtype=torch.bool).scatter(-1, group_scores.topk(best).indices, True)
+        return grouped.where(open_[..., None], float("-inf")).flatten(-2)
+
+    def _weights(self, logits_BTE: Tensor, experts_BTk: Tensor) -> Tensor:
+        score, k = self.spec.score, self.moe.top_k
+        if self.spec.balancing == "sinkhorn":
+            scores = logits_BTE.sigmoid() if k == 1 else logits_BTE.softmax(-1)
+            weights = scores.gather(-1, experts_BTk)
+        elif score == "softmax" and not self.spec.softmax_first:
+            weights = logits_BTE.gather(-1, experts_BTk).softmax(-1)
+        else:
+            weights = self._scores(logits_BTE).gather(-1, experts_BTk)
+            if score != "softmax" and k > 1:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.spec.scale
+
+    @torch.no_grad()
+    def _kept(self, experts_BTk: Tensor, weights_BTk: Tensor, context: SequenceContext) -> Tensor | None:
+        """bool [B, T, k], decided over the whole micro batch."""
+        if self.moe.capacity_factor is None:
+            return None
+        experts_BSk = self.tokens.gather(experts_BTk)
+        weights_Nk = self.tokens.gather(weights_BTk).flatten(0, 1) if self.moe.drop == "probs" else None
+        keep_Nk = within_capacity(
+            experts_BSk.flatten(0, 1),
+            weights_Nk,
+            n_experts=self.moe.n_experts,
+            capacity=self.capacity(experts_BSk.shape[0] * context.length),
+        )
+        return self.tokens.take(keep_Nk.view_as(experts_BSk))
+
+    def _balance(
+        self, logits_BTE: Tensor, experts_BTk: Tensor, keep_BTk: Tensor | None, context: SequenceContext
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's shares of the micro batch's LOSSES, [4], and what it adds to `sums`.
+
+        A balancing loss is coefficient · E · Σ f P, with f the share of choices that an expert got in whatever the loss
+        is named after, and P its mean probability. f has no gradient and is known here in full, so the loss is linear
+        in P, whose mean over the micro batch is a sum over ranks. The global batch's f is known only when its last
+        micro batch has been routed: that of the one before is taken.
+        """
+        (B, T, E), k, S = logits_BTE.shape, self.moe.top_k, context.length
+        probabilities_BTE = self._probabilities(logits_BTE)
+        chosen_BE = plain_BE = load(experts_BTk, E)
+        if self.bias is not None or self.spec.n_groups is not None or self.spec.balancing == "sinkhorn":
+            plain_BE = load(logits_BTE.detach().topk(k).indices, E)
+        kinds = {loss.kind: loss.coefficient for loss in self.spec.losses}
+        losses = dict.fromkeys(LOSSES, logits_BTE.new_zeros(()))
+        shares: dict[str, Tensor | None] = {"global_aux": self.shares}
+        if {"aux", "seq_aux"} & kinds.keys():
+            whole_BE = self.tokens.sum(plain_BE).to(logits_BTE.dtype)
+            shares |= {"aux": whole_BE.sum(0) / (B * S * k), "seq_aux": whole_BE / (S * k)}
+        mean_BE = probabilities_BTE.sum(1) / (B * S)
+        for kind, coefficient in kinds.items():
+            losses[kind] = coefficient * E * (shares[kind] * mean_BE).sum()
+        if self.spec.z_loss > 0:
+            losses["z"] = self.spec.z_loss * logits_BTE.logsumexp(-1).square().sum() / (B * S)
+        stacked = torch.stack([losses[kind] for kind in LOSSES])
+        with torch.no_grad():
+            drops_BE = torch.zeros_like(chosen_BE) if keep_BTk is None else load(experts_BTk, E, ~keep_BTk)
+            micro_batches = logits_BTE.new_full((1,), T / S)
+            entropy = torch.special.entr(probabilities_BTE).sum().view(1)
+            counts = (chosen_BE.sum(0), plain_BE.sum(0), drops_BE.sum(0))
+            seen = torch.cat([part.to(torch.float64) for part in (*counts, micro_batches, entropy, stacked)])
+        return stacked, seen
