@@ -16,9 +16,13 @@ class SwiGlu(nn.Module):
         self.w_down = Linear(d_ffn, d_model, residual=True)
         self.dropout = out
 
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 F] -> [..., F]"""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
     def forward(self, x_BTD: Tensor, noise: Noise | None) -> Tensor:
-        gate, up = self.w_gate_up(x_BTD).chunk(2, dim=-1)
-        return self.dropout(self.w_down(F.silu(gate) * up), noise)
+        return self.dropout(self.w_down(self.activate(self.w_gate_up(x_BTD))), noise)
 
 
 class GeluMlp(nn.Module):
@@ -30,5 +34,9 @@ class GeluMlp(nn.Module):
         self.w_down = Linear(d_ffn, d_model, bias=True, residual=True)
         self.dropout = out
 
+    def activate(self, up: Tensor) -> Tensor:
+        """[..., F] -> [..., F]"""
+        return F.gelu(up, approximate="tanh")
+
     def forward(self, x_BTD: Tensor, noise: Noise | None) -> Tensor:
-        return self.dropout(self.w_down(F.gelu(self.w_up(x_BTD), approximate="tanh")), noise)
+        return self.dropout(self.w_down(self.activate(self.w_up(x_BTD))), noise)
