@@ -29,6 +29,7 @@ from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.runtime.position import Position
 from megaspec.spec import Spec
 from megaspec_kernels.registry import CrossEntropyKernel, Kernels, kernels_of
 
@@ -52,6 +53,7 @@ class Built:
     pipeline: Pipeline
     data_parallel: DataParallel
     optimizer: MasterOptimizer
+    position: Position
 
     @property
     def model(self) -> Decoder:
@@ -175,7 +177,11 @@ def build(spec: Spec, *, mesh: Mesh) -> Built:
     # last: its hooks and buffers hang on the final parameters
     data = DataParallel(split.chunks, layouts=tensor.layouts, mesh=mesh, bucket_bytes=spec.parallelism.bucket_mb * 1e6)
     optimizer = build_optimizer(data.weights, spec.optim)
-    return Built(spec, mesh, mesh.device, split.chunks, split.starts, tensor, Pipeline(), data, optimizer)
+    # outermost, so that what other strategies do in a unit is told as part of it
+    position = Position(mesh.device)
+    for chunk in split.chunks:
+        position.watch(chunk)
+    return Built(spec, mesh, mesh.device, split.chunks, split.starts, tensor, Pipeline(), data, optimizer, position)
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

@@ -167,6 +167,7 @@ class Run:
 
     def _one_step(self, batch: StepBatch) -> StepResult:
         spec = self.built.spec
+        self.built.position.step = self.step + 1
         reach("step")
         return train_step(
             self.built,
@@ -231,6 +232,7 @@ class Run:
             device=self.built.device,
             document_mask=spec.data.document_mask,
         )
+        self.built.position.mark("evaluation")
         reach("evaluate")
         loss = float(evaluate(self.built, batches))
         for chunk in self.built.chunks:
@@ -240,6 +242,7 @@ class Run:
     def _save(self) -> None:
         if self.last_saved == self.step:
             return
+        self.built.position.mark("saving")
         spec = self.built.spec
         start = time.perf_counter()
         state = progress(

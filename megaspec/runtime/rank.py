@@ -2,8 +2,8 @@
 
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,11 @@ from megaspec.resolve.target import Target
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
 from megaspec.runtime.plugins import connect
+from megaspec.runtime.position import Position, Watchdog
 from megaspec.spec import Spec
+
+_GRACE = 2.0
+"""Seconds that a collective has to fail by itself before the watchdog ends its rank."""
 
 
 def main(
@@ -56,12 +60,9 @@ def main(
     except MegaspecError as error:
         tell(me, error)
         return error.exit_code
-    except dist.DistError as error:
-        tell(me, f"a collective failed: {error}")
-        return HangError.exit_code
     except RuntimeError as error:
-        # gloo raises plain RuntimeErrors when a peer is gone or late
-        if not is_collective_failure(error):
+        # before there is a watchdog: while ranks meet
+        if not isinstance(error, dist.DistError) and not is_collective_failure(error):
             raise
         traceback.print_exc()
         tell(me, "a collective failed: another rank is gone or late")
@@ -112,6 +113,7 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
         lock = take_lock(run_dir, comm, lock_token, stack)
         timeout = timedelta(seconds=me.timeout_seconds)
         built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout))
+        stack.enter_context(bounded(built.position, me))
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
         if me.rank == 0:
@@ -126,6 +128,28 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+@contextmanager
+def bounded(position: Position, me: Place) -> Iterator[None]:
+    """Ends this rank when it has not got on for a collective's time, and says where every rank stood when one fails.
+
+    Raises HangError for a collective that failed.
+    """
+    if me.world_size == 1:
+        yield
+        return
+    store = dist.PrefixStore(f"attempt-{me.attempt}", dist.distributed_c10d._get_default_store())
+    seconds = me.timeout_seconds + 2 * _GRACE
+    with Watchdog(position, rank=me.rank, world_size=me.world_size, store=store, seconds=seconds) as watchdog:
+        try:
+            yield
+        except RuntimeError as error:
+            # gloo raises plain RuntimeErrors when a peer is gone or late
+            if not isinstance(error, dist.DistError) and not is_collective_failure(error):
+                raise
+            watchdog.tell("a collective failed: another rank is gone or late")
+            raise HangError(f"a collective failed: {str(error).splitlines()[0]}") from error
 
 
 def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted:

@@ -1,0 +1,184 @@
+"""Where a rank is, so that a run that hangs ends in a bounded time and says where every rank stood.
+
+Note "Two clocks". On a CPU the training thread stands where the work stands. On a GPU it runs ahead: there a mark is an
+event in the stream, and a rank stands behind the last event that the GPU has passed.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from traceback import extract_stack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspec.core.errors import HangError
+from megaspec.nn.decoder import Decoder, Unit
+
+ROOT = Path(__file__).parents[2]
+_PATIENCE = 3.0
+"""Seconds that a rank waits for what the others say."""
+_MOST_MARKS = 512
+
+
+@dataclass
+class Position:
+    """Written by the training thread at every unit of the model, read by the watchdog."""
+
+    device: torch.device
+    what: str = "starting"
+    count: int = 0
+    """Rises with every mark."""
+    step: int = 0
+    micro: int = 0
+    _marks: deque[tuple[torch.cuda.Event, str]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+
+    def mark(self, what: str) -> None:
+        """The thread begins `what`."""
+        self.what, self.count = f"step {self.step}, {what}" if self.step else what, self.count + 1
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._marks.append((event, self.what))
+
+    def reached(self) -> tuple[str, int]:
+        """What the device is at, and a number that changes when it gets on."""
+        if not self._marks:
+            return self.what, self.count
+        at, passed = self._marks[0][1], 0
+        for event, what in list(self._marks):
+            if not event.query():
+                break
+            at, passed = what, passed + 1
+        return at, self.count + passed
+
+    def watch(self, chunk: Decoder) -> None:
+        """Marks every unit of a chunk, forward and backward."""
+        for unit in chunk.units:
+            self._watch(unit)
+
+    def _watch(self, unit: Unit) -> None:
+        run = unit.run
+
+        def watched(x: Tensor, *more: Any) -> Tensor:
+            micro = self.micro
+            self.mark(f"forward of micro batch {micro}, {unit.name}")
+            out = run(x, *more)
+            if out.requires_grad:
+                out.register_hook(lambda _: self.mark(f"backward of micro batch {micro}, {unit.name}"))
+            return out
+
+        unit.run = watched
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that stood at the same place."""
+
+    ranks: tuple[int, ...]
+    where: str
+
+
+def stood(reports: Mapping[int, str], world_size: int) -> list[Group]:
+    """Ranks by where they stood, those that said nothing last."""
+    by_place: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        by_place.setdefault(reports.get(rank, "gone, or too busy to answer"), []).append(rank)
+    return [Group(tuple(ranks), where) for where, ranks in sorted(by_place.items(), key=lambda x: -len(x[1]))]
+
+
+def in_words(groups: list[Group]) -> str:
+    """One line a group."""
+    lines = []
+    for group in groups:
+        ranks = ", ".join(map(str, group.ranks[:16])) + (" and more" if len(group.ranks) > 16 else "")
+        lines.append(f"  rank{'s' * (len(group.ranks) > 1)} {ranks}: {group.where}")
+    return "\n".join(lines)
+
+
+class Watchdog:
+    """A thread that ends a rank which has not got on for `seconds`, after all ranks have said where they stand.
+
+    `store`: where ranks leave what they say; every attempt needs one of its own.
+    """
+
+    def __init__(self, position: Position, *, rank: int, world_size: int, store: dist.Store, seconds: float):
+        self._position, self._rank, self._world_size = position, rank, world_size
+        self._store, self._seconds = store, seconds
+        self._thread_id = threading.get_ident()
+        self._told = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def tell(self, reason: str) -> None:
+        """Says where this rank stands, waits for the others; the first of them prints what all have said. Once."""
+        if not self._told.acquire(blocking=False):
+            time.sleep(2 * _PATIENCE)  # the other thread prints, and ends the process where it has to
+            return
+        self._store.set(_key(self._rank), json.dumps(self._stand()))
+        heard: dict[int, str] = {}
+        end = time.monotonic() + _PATIENCE
+        while len(heard) < self._world_size and time.monotonic() < end:
+            for rank in set(range(self._world_size)) - set(heard):
+                if self._store.check([_key(rank)]):
+                    heard[rank] = json.loads(self._store.get(_key(rank)))
+            time.sleep(0.05)
+        if self._rank == min(heard):
+            print(f"{reason}; where every rank stood:\n{in_words(stood(heard, self._world_size))}", file=sys.stderr)
+            sys.stderr.flush()
+
+    def _stand(self) -> str:
+        what, _ = self._position.reached()
+        pending = _pending_collective() if self._position.device.type == "cuda" else ""
+        return f"{what}{pending or _frame(self._thread_id)}"
+
+    def _watch(self) -> None:
+        last, since = -1, time.monotonic()
+        while not self._done.wait(min(0.5, self._seconds / 10)):
+            _, count = self._position.reached()
+            now = time.monotonic()
+            if count != last:
+                last, since = count, now
+            elif now - since > self._seconds:
+                self.tell(f"rank {self._rank} has not got on for {now - since:.0f} s")
+                os._exit(HangError.exit_code)
+
+
+def _key(rank: int) -> str:
+    return f"position/{rank}"
+
+
+def _frame(thread_id: int) -> str:
+    """`, in all_reduce (megaspec/parallelism/collectives.py:62)`: the innermost line of this project."""
+    frame = sys._current_frames().get(thread_id)
+    for line in reversed(extract_stack(frame) if frame else []):
+        path = Path(line.filename)
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts and path != Path(__file__):
+            return f", in {line.name} ({path.relative_to(ROOT)}:{line.lineno})"
+    return ""
+
+
+def _pending_collective() -> str:
+    """`, waiting for nccl:all_reduce number 12 of group 3`: the oldest that NCCL has begun and not ended."""
+    dumped: dict[str, Any] = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(True, True))
+    for entry in dumped.get("entries", []):
+        if entry.get("state") != "completed":
+            name, number = entry.get("profiling_name"), entry.get("collective_seq_id")
+            return f", waiting for {name} number {number} of group {entry.get('process_group', ['?'])[0]}"
+    return ""

@@ -1,0 +1,70 @@
+"""A run that hangs says where every rank stood."""
+
+import contextlib
+import io
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaspec.parallelism.collectives import all_reduce
+from megaspec.runtime.position import Group, Position, Watchdog, in_words, stood
+from tests.ranks import RankPool
+
+
+def test_ranks_at_the_same_place_share_a_line() -> None:
+    groups = stood({0: "here", 2: "there", 3: "here"}, 4)
+    assert groups == [Group((0, 3), "here"), Group((1,), "gone, or too busy to answer"), Group((2,), "there")]
+    assert in_words(groups[:2]) == "  ranks 0, 3: here\n  rank 1: gone, or too busy to answer"
+
+
+def late(rank: int, path: str) -> Any:
+    """Rank 2 sleeps in micro batch 1 while the others sum something in micro batch 2."""
+    store = dist.FileStore(path, 3)
+    position = Position(torch.device("cpu"), step=7)
+    said = io.StringIO()
+    with (
+        contextlib.redirect_stderr(said),
+        Watchdog(position, rank=rank, world_size=3, store=store, seconds=60) as watchdog,
+    ):
+        position.mark(f"forward of micro batch {1 if rank == 2 else 2}, layers.3")
+        started = time.monotonic()
+        if rank == 2:
+            time.sleep(1.5)
+        try:
+            if rank < 2:
+                group = dist.new_group([0, 1], use_local_synchronization=True)
+                all_reduce(torch.ones(2), group)
+                raise RuntimeError("Timed out waiting")
+        except RuntimeError:
+            watchdog.tell("a collective failed")
+        else:
+            watchdog.tell("late")
+    return said.getvalue(), time.monotonic() - started
+
+
+def test_one_message_names_every_rank(tmp_path) -> None:
+    with RankPool() as pool:
+        told = pool.run(late, str(tmp_path / "store"), ranks=3)
+    assert [bool(text) for text, _ in told] == [True, False, False]
+    assert max(seconds for _, seconds in told) < 8
+    first, *lines = told[0][0].splitlines()
+    assert first == "a collective failed; where every rank stood:"
+    assert any("ranks 0, 1: step 7, forward of micro batch 2, layers.3" in line for line in lines)
+    assert any("rank 2: step 7, forward of micro batch 1, layers.3" in line for line in lines)
+
+
+def stuck(rank: int, path: str) -> None:
+    position = Position(torch.device("cpu"), step=1)
+    with Watchdog(position, rank=rank, world_size=1, store=dist.FileStore(path, 1), seconds=1):
+        position.mark("backward of micro batch 0, layers.1")
+        time.sleep(30)
+
+
+def test_a_rank_that_does_not_get_on_is_ended(tmp_path) -> None:
+    started = time.monotonic()
+    with RankPool() as pool, pytest.raises(AssertionError, match="rank 0 died"):
+        pool.run(stuck, str(tmp_path / "store"), ranks=1)
+    assert time.monotonic() - started < 15
