@@ -11,14 +11,15 @@ from typing import Literal
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
 from megaspec.optim.spec import MuonSpec
+from megaspec.parallelism.passes import Shape, stage_number
 from megaspec.recipe import Recipe
 from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.hidden import hidden_parameters, working_width
 from megaspec.resolve.kinds import has_experts
 from megaspec.resolve.parameters import RankParameters, partial_gradients, rank_parameters
-from megaspec.resolve.schedule import Shape, shape_of
-from megaspec.resolve.stages import Chunk, stage_number, stages_of
+from megaspec.resolve.schedule import shape_of
+from megaspec.resolve.stages import Chunk, stages_of
 from megaspec.resolve.work import Share, recomputed_layers, recomputed_parts
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]

@@ -1,53 +1,17 @@
-"""Pipeline schedules: the order of passes on each rank, how long they take, and what is held in between.
+"""Pipeline schedules: how long the passes of parallelism/passes.py take together, and what is held in between."""
 
-gpipe: Huang et al. 2019. 1f1b: Narayanan et al. 2019. interleaved: Narayanan et al. 2021. zb_h1: Qi et al. 2024. zb_v:
-Qi et al. 2024 (controllable memory). With the last two the backward pass is split: B makes the input gradient, which
-the stage before waits for, W the weight gradient, which nobody waits for and which fills idle time.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate
 from math import inf
-from typing import Literal, NamedTuple
 
+from megaspec.parallelism.passes import Pass, Shape, orders, passes, stage_number, warm_up
 from megaspec.recipe import Recipe
 from megaspec.resolve.batch import data_parallel
-from megaspec.resolve.stages import stage_number
 
-Kind = Literal["F", "B", "W"]
 # Steps of more passes than this, past those that only repeat, are not simulated: about a tenth of a second.
 MOST_PASSES = 60_000
-
-
-class Pass(NamedTuple):
-    """One micro batch through one chunk."""
-
-    kind: Kind
-    micro: int
-    chunk: int
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What an order of passes depends on."""
-
-    schedule: str
-    pp: int
-    micro_batches: int
-    virtual: int = 1
-    group: int = 1
-    """Micro batches that an interleaved schedule takes through one chunk before the next."""
-
-    @property
-    def is_v(self) -> bool:
-        return self.schedule == "zb_v"
-
-    @property
-    def splits_backward(self) -> bool:
-        """B and W are passes of their own."""
-        return self.schedule in ("zb_h1", "zb_v")
 
 
 @dataclass(frozen=True)
@@ -104,7 +68,7 @@ def held(shape: Shape) -> tuple[float, ...]:
     if shape.schedule == "1f1b":
         return tuple(float(min(pp - rank, m)) for rank in range(pp))
     if shape.schedule == "interleaved":
-        return tuple(min(m * v, _warm_up(shape, rank) + 1) / v for rank in range(pp))
+        return tuple(min(m * v, warm_up(shape, rank) + 1) / v for rank in range(pp))
     if shape.schedule == "zb_h1":
         return (float(min(pp, m)),) * pp
     return tuple(min(2 * m, 2 * pp, m + 1 + rank) / v for rank in range(pp))
@@ -257,76 +221,3 @@ def _shorter(shape: Shape) -> Shape:
     if shape.micro_batches <= enough + period:
         return shape
     return replace(shape, micro_batches=enough + (shape.micro_batches - enough) % period)
-
-
-@lru_cache(maxsize=32)
-def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
-    """Passes of each pipeline rank, in order."""
-    return tuple(tuple(passes(shape, rank)) for rank in range(shape.pp))
-
-
-def passes(shape: Shape, rank: int) -> Iterator[Pass]:
-    """Those of one pipeline rank, in order, made one by one."""
-    return {"zb_h1": _zb_h1, "zb_v": _zb_v}.get(shape.schedule, _whole_backward)(shape, rank)
-
-
-def _whole_backward(shape: Shape, rank: int) -> Iterator[Pass]:
-    """Forward passes for a while, then one forward and one backward in turn, then what is left of the backward."""
-    forwards = (Pass("F", m, c) for m, c in _chunk_order(shape))
-    yield from forwards if shape.schedule == "gpipe" else islice(forwards, _warm_up(shape, rank))
-    for m, c in _chunk_order(shape):
-        yield from islice(forwards, 1)
-        yield Pass("B", m, shape.virtual - 1 - c)
-
-
-def _warm_up(shape: Shape, rank: int) -> int:
-    """Forward passes before the first backward follows one."""
-    after = shape.pp - 1 - rank
-    return after if shape.schedule == "1f1b" else 2 * after + (shape.virtual - 1) * shape.group
-
-
-def _chunk_order(shape: Shape) -> Iterator[tuple[int, int]]:
-    """(micro batch, chunk) of the forward passes: a group of micro batches through each chunk in turn."""
-    group = shape.group if shape.schedule == "interleaved" else shape.micro_batches
-    return (
-        (micro, chunk)
-        for start in range(0, shape.micro_batches, group)
-        for chunk in range(shape.virtual)
-        for micro in range(start, min(start + group, shape.micro_batches))
-    )
-
-
-def _zb_h1(shape: Shape, rank: int) -> Iterator[Pass]:
-    """1f1b, with the weight gradient `rank` micro batches late: so many fill what 1f1b waits at the end."""
-    warm_up = min(shape.pp - 1 - rank, shape.micro_batches)
-    yield from (Pass("F", m, 0) for m in range(warm_up))
-    for m in range(shape.micro_batches):
-        if m + warm_up < shape.micro_batches:
-            yield Pass("F", m + warm_up, 0)
-        yield Pass("B", m, 0)
-        if m >= rank:
-            yield Pass("W", m - rank, 0)
-    yield from (Pass("W", m, 0) for m in range(max(0, shape.micro_batches - rank), shape.micro_batches))
-
-
-def _zb_v(shape: Shape, rank: int) -> Iterator[Pass]:
-    """Chunk 0 until the first micro batch is back, both chunks in turn until pp micro batches are held, then F, B and W
-    of each. A step of fewer than 2 pp - 1 micro batches leaves out those that it has not."""
-    pp, n = shape.pp, max(shape.micro_batches, 2 * shape.pp - 1)
-    phases = (
-        ("F0", 2 * (pp - rank) - 1),
-        ("F1 F0", rank),
-        ("F1 B1 W1", pp - rank),
-        ("F0 B0 W0 F1 B1 W1", n - 2 * pp + 1 + rank),
-        ("B0 W0 F1 B1 W1", pp - 1 - rank),
-        ("B0 B1", rank),
-        ("B0 W0", pp - rank),
-        ("W1", rank),
-        ("W0", rank),
-    )
-    count: dict[str, int] = {}
-    for words, times in phases:
-        for word in chain.from_iterable(repeat(words.split(), times)):
-            number = count[word] = count.get(word, -1) + 1
-            if number < shape.micro_batches:
-                yield Pass(word[0], number, int(word[1]))

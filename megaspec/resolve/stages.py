@@ -1,8 +1,4 @@
-"""Which layers lie on which pipeline stage.
-
-Stages are numbered in the order of the model. Chunk v of pipeline rank r is stage v · pp + r; with zb_v the way back
-runs the other way round, so that chunk 1 of rank r is stage 2 pp - 1 - r, and rank 0 holds the first and last stage.
-"""
+"""Which layers lie on which pipeline stage; parallelism/passes.py says which stage is on which rank."""
 
 import re
 from collections.abc import Sequence
@@ -11,6 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megaspec.core.problems import one_of
+from megaspec.parallelism.passes import stage_number
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.case import divisors, multiples, nearest
@@ -67,11 +64,6 @@ def stages_of(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[tuple[Chu
 def stage_problem(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[str, str] | None:
     """Why layers can't be divided as asked: the key at fault, and the rule with the nearest legal values."""
     return _divide(_split(model, parallelism)).problem
-
-
-def stage_number(rank: int, chunk: int, *, pp: int, is_v: bool) -> int:
-    """The stage, in the order of the model, that is chunk `chunk` of a pipeline rank."""
-    return (chunk + 1) * pp - 1 - rank if is_v and chunk % 2 else chunk * pp + rank
 
 
 def parse_layout(text: str) -> tuple[str, ...]:

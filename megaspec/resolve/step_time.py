@@ -10,6 +10,7 @@ from functools import cached_property
 from math import ceil
 
 from megaspec.optim.spec import AdamWSpec, MuonSpec
+from megaspec.parallelism.passes import Shape, stage_number
 from megaspec.recipe import Recipe
 from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of, transfers
@@ -19,8 +20,8 @@ from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.hidden import orthogonalising_seconds
 from megaspec.resolve.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
 from megaspec.resolve.parameters import RankParameters
-from megaspec.resolve.schedule import Durations, Shape, bubble, shape_of
-from megaspec.resolve.stages import Chunk, stage_number, stages_of
+from megaspec.resolve.schedule import Durations, bubble, shape_of
+from megaspec.resolve.stages import Chunk, stages_of
 from megaspec.resolve.work import Share
 
 _USEFUL = ("matrix products", "attention")

@@ -7,19 +7,8 @@ from random import Random
 
 import pytest
 
-from megaspec.resolve.schedule import (
-    Durations,
-    Pass,
-    Shape,
-    bubble,
-    bubble_formula,
-    chart,
-    held,
-    makespan_formula,
-    orders,
-    simulate,
-)
-from megaspec.resolve.stages import stage_number
+from megaspec.parallelism.passes import Pass, Shape, orders, stage_number
+from megaspec.resolve.schedule import Durations, bubble, bubble_formula, chart, held, makespan_formula, simulate
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("zb_v", 2))
 SHAPES = [
