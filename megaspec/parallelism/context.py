@@ -15,6 +15,7 @@ queries sees both chunks of a later rank while the first sees nothing.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,12 +60,13 @@ def token_index(
     return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
 
 
+Places = tuple[Tensor | None, Tensor | None]
+"""int64 [T] and [S]: the places in the whole sequence of queries and of keys; None where nothing depends on them."""
+
+
 @dataclass(frozen=True)
 class Part:
-    """Queries against keys, as slices of what is at hand.
-
-    Every query is in one causal part, which comes first: there it sees itself at least.
-    """
+    """Queries against keys, as slices of what is at hand; `causal`: they are the same tokens."""
 
     queries: slice
     keys: slice
@@ -87,8 +89,27 @@ class Sight:
         """Whether blocks depend on where in the sequence their tokens are."""
         return self.documents is not None or self.drop is not None
 
-    def of(self, part: Part, queries: Tensor | None, keys: Tensor | None) -> dict:
-        """The keyword arguments of a block. `queries`, `keys`: int64 places of the tokens that `part` slices."""
+    def forward(self, part: Part, places: Places, q_BTNH: Tensor, kv_2BSKH: Tensor) -> tuple[Tensor, Tensor]:
+        """-> output and log-sum-exp of the queries of `part`"""
+        k, v = kv_2BSKH[:, :, part.keys]
+        return self.blocks.forward(q_BTNH[:, part.queries], k, v, **self._options(part, *places))
+
+    def backward(
+        self,
+        part: Part,
+        places: Places,
+        grad_BTNH: Tensor,
+        q_BTNH: Tensor,
+        kv_2BSKH: Tensor,
+        out_BTNH: Tensor,
+        lse_BNT: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> what `part` adds to the gradients of its queries, keys and values"""
+        grad, q, out = (x[:, part.queries] for x in (grad_BTNH, q_BTNH, out_BTNH))
+        k, v = kv_2BSKH[:, :, part.keys]
+        return self.blocks.backward(grad, q, k, v, out, lse_BNT[:, :, part.queries], **self._options(part, *places))
+
+    def _options(self, part: Part, queries: Tensor | None, keys: Tensor | None) -> dict[str, Any]:
         mask = drop = None
         if self.needs_places:
             queries, keys = queries[part.queries], keys[part.keys]
@@ -100,7 +121,10 @@ class Sight:
 
 
 class Rows:
-    """Output and log-sum-exp of this rank's queries, merged in at least fp32 from the parts seen so far."""
+    """Output and log-sum-exp of this rank's queries, merged in at least fp32 from the parts seen so far.
+
+    The causal part of a query comes first: there it sees itself at least, and its log-sum-exp is finite from then on.
+    """
 
     def __init__(self, q_BTNH: Tensor):
         B, T, N, _ = q_BTNH.shape
@@ -164,18 +188,17 @@ def pass_on(group: dist.ProcessGroup, *outgoing: Tensor) -> Passing:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Forward: k and v go round. Backward: they go round again, with their gradients one step behind."""
+    """Forward: k and v go round. Backward: they go round again, their gradients one step behind them."""
 
     @staticmethod
     def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, kv = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
-        own = kv
+        rows, own = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
+        kv = own
         for source, places in _round(q_BTNH, sight, group):
             last = source == (group.rank() + 1) % group.size()
             passing = pass_on(group, *(() if last else (kv,)))
             part = ring_part(group.rank(), source, q_BTNH.shape[1])
-            k, v = kv[:, :, part.keys]
-            rows.merge(part, *sight.blocks.forward(q_BTNH[:, part.queries], k, v, **sight.of(part, *places)))
+            rows.merge(part, *sight.forward(part, places, q_BTNH, kv))
             if not last:
                 (kv,) = passing.wait()
         out_BTNH = rows.out_BTNH.to(q_BTNH.dtype)
@@ -185,39 +208,43 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_BTNH):
-        q_BTNH, kv, out_BTNH, lse_BNT = ctx.saved_tensors
-        group, dtype = ctx.group, kv.dtype
-        d_q = torch.empty_like(q_BTNH, dtype=lse_BNT.dtype)
-        d_kv = torch.empty_like(kv, dtype=lse_BNT.dtype)
-        for source, places in _round(q_BTNH, ctx.sight, group):
-            first, last = source == group.rank(), source == (group.rank() + 1) % group.size()
-            passing = pass_on(group, *(() if first else (d_kv,)), *(() if last else (kv,)))
-            part = ring_part(group.rank(), source, q_BTNH.shape[1])
-            rows = (x[:, part.queries] for x in (grad_BTNH, q_BTNH))
-            of_rows = (out_BTNH[:, part.queries], lse_BNT[:, :, part.queries])
-            grads = ctx.sight.blocks.backward(*rows, *kv[:, :, part.keys], *of_rows, **ctx.sight.of(part, *places))
+        q_BTNH, own, out_BTNH, lse_BNT = ctx.saved_tensors
+        sight, group, T, wide = ctx.sight, ctx.group, q_BTNH.shape[1], lse_BNT.dtype
+        d_q, d_own = torch.zeros_like(q_BTNH, dtype=wide), torch.zeros_like(own, dtype=wide)
+        kv, d_kv = own, None
+        # the block on the diagonal comes in parts, one behind which the first transfer hides and two for the last
+        early, late = slice(0, T // 2), slice(T // 2, T)
+        (_, here), *others = _round(q_BTNH, sight, group)
+
+        def gradients(part: Part, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+            return sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT)
+
+        passing, part = pass_on(group, kv), Part(late, early)
+        _collect(part, gradients(part, here), d_q, d_own)
+        (kv,) = passing.wait()
+        for source, places in others:
+            last = source == (group.rank() + 1) % group.size()
+            passing = pass_on(group, *(() if last else (kv,)), *(() if d_kv is None else (d_kv,)))
+            part = ring_part(group.rank(), source, T)
+            grads = gradients(part, places)
             arrived = passing.wait()
-            if not first:
-                d_kv = arrived[0]
-            if not last:
-                kv = arrived[-1]
+            d_kv = torch.zeros_like(d_own) if d_kv is None else arrived[-1]
             _collect(part, grads, d_q, d_kv)
-        (d_kv,) = pass_on(group, d_kv).wait()
-        return d_q.to(q_BTNH.dtype), *d_kv.to(dtype), None, None
+            kv = own if last else arrived[0]
+        passing = pass_on(group, d_kv)
+        for part in (Part(early, early, causal=True), Part(late, late, causal=True)):
+            _collect(part, gradients(part, here), d_q, d_own)
+        d_own += passing.wait()[0]
+        return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
 
 
 def _collect(part: Part, grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
     """Adds a part's gradients to those of all queries and of the keys and values at hand."""
     for total, grad in zip((d_q[:, part.queries], *d_kv[:, :, part.keys]), grads, strict=True):
-        if part.causal:
-            total.copy_(grad)
-        else:
-            total += grad
+        total += grad
 
 
-def _round(
-    q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup
-) -> Iterator[tuple[int, tuple[Tensor | None, Tensor | None]]]:
+def _round(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> Iterator[tuple[int, Places]]:
     """The ranks whose keys come by, this rank first, with the places of the queries and of those keys."""
     rank, size = group.rank(), group.size()
     place = partial(token_index, "ring", sight.length, size, device=q_BTNH.device)
@@ -232,30 +259,25 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, kv = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
-        whole, places = _gather_chunks(kv, group), _gathered_places(q_BTNH, sight, group)
+        rows, own = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
+        kv, places = _gather_chunks(own, group), _gathered_places(q_BTNH, sight, group)
         for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
-            k, v = whole[:, :, part.keys]
-            rows.merge(part, *sight.blocks.forward(q_BTNH[:, part.queries], k, v, **sight.of(part, *places)))
+            rows.merge(part, *sight.forward(part, places, q_BTNH, kv))
         out_BTNH = rows.out_BTNH.to(q_BTNH.dtype)
-        ctx.save_for_backward(q_BTNH, kv, out_BTNH, rows.lse_BNT)
+        ctx.save_for_backward(q_BTNH, own, out_BTNH, rows.lse_BNT)
         ctx.sight, ctx.group = sight, group
         return out_BTNH
 
     @staticmethod
     def backward(ctx, grad_BTNH):
-        q_BTNH, kv, out_BTNH, lse_BNT = ctx.saved_tensors
-        group, sight = ctx.group, ctx.sight
-        whole, places = _gather_chunks(kv, group), _gathered_places(q_BTNH, sight, group)
-        d_q = torch.zeros_like(q_BTNH, dtype=lse_BNT.dtype)
-        d_whole = torch.zeros_like(whole, dtype=lse_BNT.dtype)
+        q_BTNH, own, out_BTNH, lse_BNT = ctx.saved_tensors
+        group, sight, wide = ctx.group, ctx.sight, lse_BNT.dtype
+        kv, places = _gather_chunks(own, group), _gathered_places(q_BTNH, sight, group)
+        d_q, d_kv = torch.zeros_like(q_BTNH, dtype=wide), torch.zeros_like(kv, dtype=wide)
         for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
-            rows = (x[:, part.queries] for x in (grad_BTNH, q_BTNH))
-            of_rows = (out_BTNH[:, part.queries], lse_BNT[:, :, part.queries])
-            grads = sight.blocks.backward(*rows, *whole[:, :, part.keys], *of_rows, **sight.of(part, *places))
-            _collect(part, grads, d_q, d_whole)
-        d_kv = _reduce_scatter_chunks(d_whole, group)
-        return d_q.to(q_BTNH.dtype), *d_kv.to(kv.dtype), None, None
+            _collect(part, sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT), d_q, d_kv)
+        d_own = _reduce_scatter_chunks(d_kv, group)
+        return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
 
 
 def _gathered_places(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
@@ -290,20 +312,6 @@ def _reduce_scatter_chunks(whole_2BSKH: Tensor, group: dist.ProcessGroup) -> Ten
     own = torch.empty_like(parts[rank])
     dist.reduce_scatter_tensor(own, parts, group=group)
     return own
-
-
-@torch.compiler.disable(reason="sends and receives between two ranks can't be traced")
-def ring_attention(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, sight: Sight, group: dist.ProcessGroup) -> Tensor:
-    """-> [B, T, N, H]: causal attention of each rank's queries, chunks r and 2 n - 1 - r of a sequence over n ranks."""
-    return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, group)
-
-
-@torch.compiler.disable(reason="its blocks and its collectives work in place, in an order that depends on the rank")
-def gathered_attention(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, sight: Sight, group: dist.ProcessGroup
-) -> Tensor:
-    """-> [B, T, N, H]: as ring_attention, from gathered keys and values."""
-    return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -368,17 +376,25 @@ class ContextCore(CausalCore):
         if way.heads is not None:
             q_BTNH, k_BTKH, v_BTKH = tokens_to_heads(way.heads, q_BTNH, k_BTKH, v_BTKH)
             first_head += way.heads.rank() * q_BTNH.shape[2]
-        drop = self._drop(context, first_head)
         if way.ring is None and way.gather is None:
+            drop = self._drop(context, first_head)
             if drop is not None:
                 places = torch.arange(context.length, device=q_BTNH.device)
                 drop = partial(drop, queries=places, keys=places)
             out_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
         else:
-            sight = Sight(blocks_of(self.kernel), context.length, context.documents, drop)
-            attend, group = (ring_attention, way.ring) if way.gather is None else (gathered_attention, way.gather)
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, sight, group)
+            out_BTNH = self._attend_in_blocks(q_BTNH, k_BTKH, v_BTKH, context, first_head)
         return out_BTNH if way.heads is None else heads_to_tokens(way.heads, out_BTNH)
+
+    @torch.compiler.disable(reason="messages between two ranks, and blocks whose order depends on the rank")
+    def _attend_in_blocks(
+        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext, first_head: int
+    ) -> Tensor:
+        drop = self._drop(context, first_head)
+        sight = Sight(blocks_of(self.kernel), context.length, context.documents, drop)
+        if self.way.ring is not None:
+            return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, self.way.ring)
+        return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, self.way.gather)
 
     def _drop(self, context: SequenceContext, first_head: int) -> Callable[..., Tensor] | None:
         noise = context.noise
