@@ -56,6 +56,12 @@ class RecipeError(MegaspecError):
     exit_code = 64
 
 
+class MemoryRunOut(MegaspecError):
+    """A run that needs more memory than its GPU has: another attempt would, too."""
+
+    exit_code = 64
+
+
 class DataError(MegaspecError):
     """Training data that is missing, damaged or not what its manifest says."""
 

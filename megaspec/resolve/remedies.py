@@ -70,6 +70,20 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
     return [*ways[: MOST - len(larger)], *larger]
 
 
+def savings(recipe: Recipe, hardware: Hardware, *, most: int = 3) -> list[Remedy]:
+    """The single changes of a filled recipe that can be trained and save most memory, the largest saving first."""
+    now, already = fullest(memory_of(recipe)).total, _broken(recipe, hardware)
+    found = []
+    for lever in LEVERS:
+        changed = lever.turn(recipe)
+        if changed is None or _broken(changed, hardware) - already or unbuilt_problems(changed):
+            continue
+        total = fullest(memory_of(changed)).total
+        if total < now:
+            found.append(Remedy(overrides=_overrides(recipe, changed), total=total))
+    return sorted(found, key=lambda one: one.total)[:most]
+
+
 def _choices() -> list[tuple[Lever, ...]]:
     """Single levers, then pairs and triples of different fields, each kind the cheapest first."""
     return [

@@ -26,21 +26,13 @@ class Unbuilt:
 
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("pipeline parallel", "parallelism.pp", 1, ("parallelism.pp", "parallelism.pipeline")),
-    Unbuilt("context parallel", "parallelism.cp", 1, ("parallelism.cp", "parallelism.context")),
     Unbuilt(
         "a mixture of experts",
         "model.moe",
         None,
         ("model.moe", "parallelism.ep", "parallelism.etp", "parallelism.dispatch"),
     ),
-    Unbuilt(
-        "sharded data parallel",
-        "parallelism.dp_strategy",
-        "replicate",
-        ("parallelism.dp_strategy", "parallelism.dp_shard"),
-    ),
     Unbuilt("recompute", "parallelism.recompute.kind", "none", ("parallelism.recompute",)),
-    Unbuilt("a reduction in bf16", "parallelism.grad_reduce", "fp32", ("parallelism.grad_reduce",)),
     Unbuilt("latent attention", "model.mla", None, ("model.mla",)),
     Unbuilt("norms of queries and keys", "model.qk_norm", False, ("model.qk_norm",)),
     Unbuilt(

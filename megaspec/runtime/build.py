@@ -23,7 +23,8 @@ from megaspec.nn.dropout import Dropout
 from megaspec.nn.init import constants, initial_value, standard_deviations
 from megaspec.nn.rope import Rope
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
-from megaspec.parallelism.data_parallel import DataParallel
+from megaspec.parallelism.context import ContextParallel
+from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.tensor import TensorParallel
@@ -50,6 +51,7 @@ class Built:
     """The parts of the model that lie here, in the order of virtual stages; the whole model without a pipeline."""
     starts: "Starts"
     tensor_parallel: TensorParallel
+    context_parallel: ContextParallel
     pipeline: Pipeline
     data_parallel: DataParallel
     optimizer: MasterOptimizer
@@ -70,10 +72,6 @@ class Built:
     def shards(self) -> dict[str, Layout]:
         """Where the gradients, master weights and optimizer states of this rank lie."""
         return self.data_parallel.shards
-
-    def context_index(self, length: int) -> torch.Tensor:
-        """int64 [T]: places of this rank's tokens in a sequence of `length`."""
-        return torch.arange(length, device=self.device)
 
     @property
     def wide(self) -> torch.dtype:
@@ -145,6 +143,7 @@ class SplitModel:
     chunks: list[Decoder]
     starts: Starts
     tensor_parallel: TensorParallel
+    context_parallel: ContextParallel
 
 
 def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
@@ -154,6 +153,9 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     model = build_model(spec.model, _kernels(spec), dtype=dtype)
     stds = standard_deviations(model, std=spec.model.init_std, n_layers=spec.model.n_layers)
     starts = Starts(stds, constants(model))
+    # first, so that tensor parallel tells the attention that stays which heads are here
+    context = ContextParallel(mesh, spec.parallelism.context)
+    context.split_model(model)
     # before memory is taken: modules become their parallel twins with this rank's shapes
     tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel)
     tensor.split_model(model, model.placement)
@@ -162,12 +164,12 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     if spec.kernels.compile == "block":
         for layer in model.layers.values():
             layer.compile()
-    return SplitModel([model], starts, tensor)
+    return SplitModel([model], starts, tensor, context)
 
 
-def build(spec: Spec, *, mesh: Mesh) -> Built:
-    """Everything but the weights' values: call `initialise`, or load a checkpoint. RecipeError: the Spec asks for what
-    can be planned only."""
+def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
+    """Everything but the weights' values: call `initialise`, or load a checkpoint. `position`: where a watchdog looks.
+    RecipeError: the Spec asks for what can be planned only."""
     problems = unbuilt_problems(spec)
     if problems:
         raise RecipeError(problems)
@@ -175,13 +177,27 @@ def build(spec: Spec, *, mesh: Mesh) -> Built:
     split = build_split_model(spec, mesh=mesh)
     tensor = split.tensor_parallel
     # last: its hooks and buffers hang on the final parameters
-    data = DataParallel(split.chunks, layouts=tensor.layouts, mesh=mesh, bucket_bytes=spec.parallelism.bucket_mb * 1e6)
+    own = spec.parallelism
+    sharing = Sharing(own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce)
+    data = DataParallel(split.chunks, layouts=tensor.layouts, mesh=mesh, sharing=sharing)
     optimizer = build_optimizer(data.weights, spec.optim)
     # outermost, so that what other strategies do in a unit is told as part of it
-    position = Position(mesh.device)
+    position = position or Position(mesh.device)
     for chunk in split.chunks:
         position.watch(chunk)
-    return Built(spec, mesh, mesh.device, split.chunks, split.starts, tensor, Pipeline(), data, optimizer, position)
+    return Built(
+        spec,
+        mesh,
+        mesh.device,
+        split.chunks,
+        split.starts,
+        tensor,
+        split.context_parallel,
+        Pipeline(),
+        data,
+        optimizer,
+        position,
+    )
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

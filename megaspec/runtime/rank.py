@@ -25,6 +25,7 @@ from megaspec.resolve.flops import flops_per_token
 from megaspec.resolve.target import Target
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
+from megaspec.runtime.out_of_memory import out_of_memory
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.position import Position, Watchdog
 from megaspec.spec import Spec
@@ -112,8 +113,10 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
         comm: Comm = DistComm(device=device) if me.world_size > 1 else SoloComm()
         lock = take_lock(run_dir, comm, lock_token, stack)
         timeout = timedelta(seconds=me.timeout_seconds)
-        built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout))
-        stack.enter_context(bounded(built.position, me))
+        position = Position(device)
+        stack.enter_context(explained(spec, run_dir, position, me))
+        stack.enter_context(bounded(position, me))
+        built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout), position=position)
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
         if me.rank == 0:
@@ -128,6 +131,19 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+@contextmanager
+def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Iterator[None]:
+    """Raises MemoryRunOut in place of torch's error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        target = Target.model_validate_json((run_dir / "target.json").read_text())
+        inner = spec.world_size // spec.parallelism.pp
+        raise out_of_memory(
+            spec, target, rank=me.rank, stage=me.rank // inner, where=position.what, cause=str(error)
+        ) from error
 
 
 @contextmanager

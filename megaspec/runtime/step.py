@@ -67,7 +67,7 @@ def run_chunk(built: Built, chunk: int, batch: Batch, x: Tensor | None, *, weigh
     `x`: activations of the stage before, None on the first. `weight`: of a valid token.
     """
     model, length = built.chunks[chunk], batch.tokens.shape[1]
-    index = built.context_index(length)
+    index = built.context_parallel.index(length)
     noise = Noise(built.spec.train.seed, batch.ids, index) if train else None
     context = model.context(index, length=length, documents=batch.documents, noise=noise)
     y = model.body(_mine(batch.tokens, index) if x is None else x, context)

@@ -1,0 +1,52 @@
+"""A GPU's memory that runs out is told in the words of the plan."""
+
+import pytest
+import torch
+
+from megaspec.core.errors import MemoryRunOut
+from megaspec.core.units import GIB
+from megaspec.launcher.rendezvous import FileRendezvous
+from megaspec.resolve.hardware import HARDWARE
+from megaspec.resolve.memory import fullest, memory_of
+from megaspec.resolve.remedies import savings
+from megaspec.resolve.target import Target
+from megaspec.runtime.out_of_memory import out_of_memory
+from megaspec.runtime.position import Position
+from megaspec.runtime.rank import Place, explained
+from tests.parity.cases import Case, spec_of
+from tests.resolve.test_remedies import eight_b
+
+TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB\nand more"
+
+
+def test_rank_place_prediction_and_what_saves_most() -> None:
+    spec = spec_of(Case(tp=2))
+    target = Target(gpus=2, gpu="NVIDIA H200", sm=90, gpu_memory=HARDWARE["H200"].memory, versions={"torch": ""})
+    where = "step 3, backward of micro batch 1, layers.0"
+    error = out_of_memory(spec, target, rank=1, stage=0, where=where, cause=TORCH)
+    first, second, *_ = str(error).splitlines()
+    assert error.exit_code == 64
+    assert first == f"rank 1 of 2 ran out of memory in {where}: {TORCH.splitlines()[0]}"
+    assert second.startswith(f"predicted for this rank: {memory_of(spec)[0].total / GIB:,.1f} GiB (weights ")
+
+
+def test_savings_are_real_legal_and_sorted() -> None:
+    recipe, gpu = eight_b({"dp_replicate": 8}), HARDWARE["H100"]
+    ways = savings(recipe, gpu, most=50)
+    assert [w.total for w in ways] == sorted(w.total for w in ways)
+    assert all(w.total < fullest(memory_of(recipe)).total for w in ways)
+    assert savings(recipe, gpu) == ways[:3]
+    assert ways
+    assert all("=" in word for way in ways for word in way.overrides)
+
+
+def test_a_rank_raises_it(tmp_path) -> None:
+    spec = spec_of(Case(tp=2))
+    target = Target(gpus=2, gpu="NVIDIA H200", sm=90, gpu_memory=HARDWARE["H200"].memory, versions={"torch": ""})
+    (tmp_path / "target.json").write_text(target.model_dump_json())
+    position = Position(torch.device("cpu"), step=2)
+    position.mark("forward of micro batch 0, head")
+    me = Place(1, 2, 1, 0, FileRendezvous(""), 20.0)
+    words = "rank 1 of 2 ran out of memory in step 2, forward of micro batch 0, head"
+    with pytest.raises(MemoryRunOut, match=words), explained(spec, tmp_path, position, me):
+        raise torch.OutOfMemoryError(TORCH)
