@@ -40,11 +40,10 @@ class Recompute:
             chunk.units = _with_layers(chunk, lambda layers: regroup(layers, count))
         elif own.kind == "selective":
             parts = frozenset(own.parts or ("core_attention",))
-            kept = {layer: _Parts(layer, parts) for layer in chunk.layers.values()}
-            if not self.compiled:
-                chunk.units = _with_layers(
-                    chunk, lambda units: [_replaced(u, kept[u.modules[0]].around(u.run)) for u in units]
-                )
+            kept = {layer: _Parts(layer, parts, compiled=self.compiled) for layer in chunk.layers.values()}
+            chunk.units = _with_layers(
+                chunk, lambda layers: [_replaced(u, kept[u.modules[0]].around(u.run)) for u in layers]
+            )
 
 
 def _with_layers(chunk: Decoder, change: Callable[[list[Unit]], list[Unit]]) -> list[Unit]:
@@ -120,13 +119,16 @@ class _Parts:
     told how to have the result made again, by the hooks on the tensors that a layer saves.
     """
 
-    def __init__(self, layer: nn.Module, parts: frozenset[str]):
+    def __init__(self, layer: nn.Module, parts: frozenset[str], *, compiled: bool):
         self._made: dict[int, Tensor] = {}
         for child in layer.children():
             if isinstance(child, RmsNorm | LayerNorm) and "norm" in parts:
                 child.forward = partial(self._remade, child.forward, tuple(child.parameters()))
             elif isinstance(child, Attention) and "core_attention" in parts:
-                child.core.forward = self._core(child.core.forward)
+                core = self._core(child.core.forward)
+                # Attention draws random numbers as far as the compiler knows, and it counts the state that it keeps for
+                # them among the tensors that may change (torch 2.13). So a compiled layer leaves attention out.
+                child.core.forward = torch.compiler.disable(core) if compiled else core
             elif isinstance(child, SwiGlu | GeluMlp):
                 self._mlp(child, whole="mlp" in parts, activation="activation" in parts)
 
