@@ -44,7 +44,7 @@ class Mesh:
         if experts["edp"] % replicas:
             replicas = experts["edp"]
         self._expert_degrees = experts | {"edp_replicate": replicas, "edp_shard": experts["edp"] // replicas}
-        self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
         self._ranks: dict[str, list[list[int]]] = {}
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         if self.world_size > 1:
@@ -62,9 +62,12 @@ class Mesh:
         """The global ranks of this rank's group."""
         return next(g for g in self._all(name) if self.rank in g)
 
-    def group(self, name: str) -> dist.ProcessGroup | None:
-        """This rank's process group; None when it holds one rank."""
-        return self._make(self._all(name))
+    def group(self, name: str, *, line: str = "") -> dist.ProcessGroup | None:
+        """This rank's process group; None when it holds one rank.
+
+        Collectives of one group run one after the other; what is to run beside others has a `line` of its own.
+        """
+        return self._make(self._all(name), line)
 
     def neighbours(self, name: str, count: int) -> dist.ProcessGroup | None:
         """The group of `count` consecutive ranks of group `name` that this rank is in."""
@@ -96,13 +99,13 @@ class Mesh:
                 )
         return self._ranks[name]
 
-    def _make(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
-        key = tuple(map(tuple, groups))
+    def _make(self, groups: list[list[int]], line: str = "") -> dist.ProcessGroup | None:
+        key = (line, tuple(map(tuple, groups)))
         if key not in self._groups:
             self._groups[key] = None
             if len(groups[0]) > 1:
                 for ranks in groups:
-                    is_world = len(ranks) == self.world_size
+                    is_world = len(ranks) == self.world_size and not line
                     group = dist.group.WORLD if is_world else dist.new_group(ranks, timeout=self._timeout)
                     if self.rank in ranks:
                         self._groups[key] = group

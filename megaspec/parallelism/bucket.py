@@ -1,0 +1,182 @@
+"""A bucket of parameters: the flat buffers of their weights and gradients, and what ranks do with them together."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megaspec.parallelism.flat import Division
+from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.spec import DpStrategy
+
+# torch 2.13 has other names for both
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """The ranks that share parameters of one kind: each holds one of `shards` shards, of which there are `replicas`.
+
+    Each collective has a communicator of its own: those of one communicator wait for each other.
+    """
+
+    shards: int
+    index: int
+    replicas: int
+    replica: int
+    scatter: dist.ProcessGroup | None
+    gather: dist.ProcessGroup | None
+    sum: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, mesh: Mesh, strategy: DpStrategy, *, experts: bool) -> "Sharers":
+        """All ranks of the mesh must call this in the same order."""
+        if strategy == "replicate":
+            name = "edp" if experts else "dp-cp"
+            group = mesh.group(name, line="reduce")
+            return cls(1, 0, mesh.size(name), mesh.index(name), None, None, group)
+        shard, replicas = ("expert-shard", "expert-replicas") if experts else ("shard", "replicas")
+        return cls(
+            mesh.size(shard),
+            mesh.index(shard),
+            mesh.size(replicas),
+            mesh.index(replicas),
+            mesh.group(shard, line="reduce"),
+            mesh.group(shard, line="gather"),
+            mesh.group(replicas, line="reduce"),
+        )
+
+
+class Lane:
+    """Work that runs beside the computation, in its own order: a stream on CUDA, no difference on a CPU."""
+
+    def __init__(self, device: torch.device):
+        # first in line for what the GPU starts next, since others wait for it
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What is started inside runs after what the computation has started so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What to wait for, after all that the lane was given so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def wait_for(event: torch.cuda.Event | None) -> None:
+    """What the computation starts from here on runs after the event; the host goes on."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+class Buffer:
+    """A flat buffer [numel] of which this rank owns a shard.
+
+    Where it is not `kept` the shard has memory of its own, and the whole has memory until `drop` and from each `take` to
+    the next `drop`. Views of the whole, which are made while it has, see what it holds then.
+    """
+
+    def __init__(self, division: Division, index: int, *, dtype: torch.dtype, device: torch.device, kept: bool):
+        self.whole = torch.zeros(division.numel, dtype=dtype, device=device)
+        self.kept = kept
+        self._bytes = self.whole.untyped_storage().nbytes()
+        own = division.own(self.whole, index)
+        self.own = own if kept else own.clone()
+
+    def take(self) -> None:
+        """Memory for the whole, with any contents."""
+        self.whole.untyped_storage().resize_(self._bytes)
+
+    def drop(self) -> None:
+        """Gives the memory of the whole back."""
+        self.whole.untyped_storage().resize_(0)
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together and whose weights are gathered together.
+
+    `weights` is in the model's format, `sums` (of gradients) in at least fp32. `chunk`: the only one that uses the
+    parameters; None where other chunks or ranks do, too.
+    """
+
+    def __init__(self, division: Division, sharers: Sharers, *, chunk: int | None):
+        self.division, self.sharers, self.chunk = division, sharers, chunk
+        self.names = list(division.shapes)
+        self.weights: Buffer | None = None
+        self.sums: Buffer
+        self.is_collecting = False
+        """The whole sums can be added to."""
+        self.fresh: set[str] = set()
+        """Parameters whose sum holds nothing of this step yet."""
+        self.arrived = dict.fromkeys(self.names, 0)
+        """How often a gradient of each parameter was added in this step."""
+        self.reduced = 0
+        """How often the whole sums were reduced in this step."""
+        self.is_summed = False
+        """`sums.own` holds this step's gradient."""
+        self.users = 0
+        """Passes that need the whole weights now."""
+        self.is_gathered = False
+        """The whole weights are there, or on their way."""
+        self.gathered: torch.cuda.Event | None = None
+        """Until this has happened the whole weights are not there."""
+
+    def hold_weights(self, parameters: Mapping[str, nn.Parameter], *, kept: bool) -> None:
+        """Moves the parameters into a flat buffer; they stay the same objects. Without memory so far they hold NaN."""
+        first = parameters[self.names[0]]
+        index = self.sharers.index
+        self.weights = Buffer(self.division, index, dtype=first.dtype, device=first.device, kept=kept)
+        for name in self.names:
+            place = self.division.view(self.weights.whole, name)
+            if parameters[name].untyped_storage().nbytes():
+                place.copy_(parameters[name].data)
+            else:
+                place.fill_(float("nan"))
+            parameters[name].data = place
+        if not kept:
+            self.weights.own.copy_(self.division.own(self.weights.whole, index))
+            self.weights.drop()
+
+    def hold_sums(self, *, dtype: torch.dtype, device: torch.device, kept: bool) -> None:
+        self.sums = Buffer(self.division, self.sharers.index, dtype=dtype, device=device, kept=kept)
+
+    def gather(self) -> None:
+        """Fills the whole weights from all ranks' shards."""
+        whole, own = self.weights.whole, self.weights.own
+        if self.sharers.gather is not None:
+            _all_gather(whole, own, group=self.sharers.gather)
+        elif not self.weights.kept:
+            whole.copy_(own)
+
+    def scatter(self, form: torch.dtype | None, *, add: bool) -> None:
+        """The sum over ranks of the shard's gradients into `sums.own`; rounded to `form` on their way."""
+        whole, index = self.sums.whole, self.sharers.index
+        if self.sharers.scatter is not None:
+            whole = whole.to(form or whole.dtype)
+            _reduce_scatter(self.division.own(whole, index), whole, group=self.sharers.scatter)
+        if whole is self.sums.whole and self.sums.kept:
+            return
+        mine = self.division.own(whole, index)
+        if add:
+            self.sums.own.add_(mine)
+        else:
+            self.sums.own.copy_(mine)
+
+    def sum_replicas(self, form: torch.dtype | None) -> None:
+        """The sum of `sums.own` over the ranks that hold the same shard; rounded to `form` on its way."""
+        if self.sharers.sum is None:
+            return
+        own = self.sums.own.to(form or self.sums.own.dtype)
+        dist.all_reduce(own, group=self.sharers.sum)
+        if own is not self.sums.own:
+            self.sums.own.copy_(own)

@@ -1,0 +1,163 @@
+"""Gradients become sums over micro batches and ranks, bucket by bucket."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megaspec.nn.linear import Linear, WeightGradientSum
+from megaspec.parallelism.bucket import Bucket, Lane, wait_for
+
+
+class Reductions:
+    """Counts the gradients that arrive and reduces a bucket when each of its parameters has got as many as the others.
+
+    Weight gradients may be put off, so that some parameters are ahead for a while; what is left is reduced in `finish`.
+    `kept`: whole sums stay over the step and are reduced in its last backward pass. Otherwise they have memory from
+    `prepare` to their reduction, which adds to the shard's.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        lane: Lane,
+        form: torch.dtype | None,
+        kept: bool,
+        overlap: bool,
+    ):
+        """`form`: of gradients on their way between ranks; None: as they are summed."""
+        self._buckets, self._lane, self._form, self._kept, self._overlap = buckets, lane, form, kept, overlap
+        self._passes: dict[int | None, int] = {}
+        self._ending: set[int | None] = set()
+        self._draining: tuple[Bucket, torch.cuda.Event | None] | None = None
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
+        self.totals: dict[str, Tensor] = {}
+        for bucket in buckets:
+            first = parameters[bucket.names[0]]
+            wide = torch.promote_types(first.dtype, torch.float32)
+            bucket.hold_sums(dtype=wide, device=first.device, kept=kept)
+            self.totals |= {name: bucket.division.view(bucket.sums.whole, name) for name in bucket.names}
+            bucket.is_collecting = kept
+            if not kept:
+                bucket.sums.drop()
+        self._sums: dict[str, WeightGradientSum | None] = {}
+        self._parameters = parameters
+
+    def connect(self, linears: Mapping[str, Linear]) -> None:
+        """Gradients of linear layers' weights are summed in place, all others taken from their parameters."""
+        for name, module in linears.items():
+            module.total = self.totals[name]
+            self._sums[name] = self._sum(name) if self._kept else None
+        for name, parameter in self._parameters.items():
+            if name not in self._sums:
+                parameter.register_post_accumulate_grad_hook(self._taker(name))
+
+    def start_step(self) -> None:
+        """Forgets the last step's sums; the first gradient of each parameter overwrites them."""
+        if self._kept:
+            for bucket in self._buckets:
+                bucket.fresh = set(bucket.names)
+            for one in self._sums.values():
+                one.start()
+
+    def start_backward(self, chunk: int, *, last: bool) -> None:
+        """One more backward pass through a chunk begins, the step's last one through it where `last` is set."""
+        self._passes[chunk] = self._passes.get(chunk, 0) + 1
+        if last:
+            self._ending.add(chunk)
+
+    def sums_inside(self, bucket: Bucket) -> bool:
+        """Matrix products add to the bucket's sums, which must have memory before they start."""
+        return any(name in self._sums for name in bucket.names)
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Memory for gradients that are about to arrive."""
+        if bucket.is_collecting:
+            return
+        if self._draining is not None and self._draining[0] is bucket:
+            wait_for(self._draining[1])
+            self._draining = None
+        else:
+            bucket.sums.take()
+        bucket.is_collecting, bucket.fresh = True, set(bucket.names)
+        # a sum is found by its address, which is new
+        self._sums |= {name: self._sum(name) for name in bucket.names if name in self._sums}
+
+    def finish(self) -> None:
+        """Reduces what is left; what the computation starts after it sees the sums over all micro batches and ranks."""
+        for bucket in self._buckets:
+            if bucket.is_summed:
+                continue
+            if self._kept or bucket.reduced == 0 or len(bucket.fresh) < len(bucket.names):
+                self.prepare(bucket)
+                for name in bucket.fresh:
+                    self.totals[name].zero_()
+                self._reduce(bucket, final=True)
+            else:
+                with self._lane.beside():
+                    bucket.sum_replicas(self._form)
+        self._drain()
+        wait_for(self._lane.mark())
+        self._passes, self._ending = {}, set()
+        for bucket in self._buckets:
+            bucket.arrived, bucket.reduced, bucket.is_summed = dict.fromkeys(bucket.names, 0), 0, False
+            if bucket.is_collecting and not self._kept:
+                self._let_go(bucket)
+                bucket.sums.drop()
+
+    def _sum(self, name: str) -> WeightGradientSum:
+        return WeightGradientSum(self.totals[name], lambda: self._arrived(name))
+
+    def _taker(self, name: str) -> Callable[[nn.Parameter], None]:
+        return lambda parameter: self._take(name, parameter)
+
+    def _take(self, name: str, parameter: nn.Parameter) -> None:
+        bucket = self._bucket_of[name]
+        self.prepare(bucket)
+        if name in bucket.fresh:
+            self.totals[name].copy_(parameter.grad)
+        else:
+            self.totals[name].add_(parameter.grad)
+        parameter.grad = None
+        self._arrived(name)
+
+    def _arrived(self, name: str) -> None:
+        """A micro batch's gradient has been added."""
+        bucket = self._bucket_of[name]
+        bucket.fresh.discard(name)
+        bucket.arrived[name] += 1
+        passes = self._passes.get(bucket.chunk, 0)
+        final = bucket.chunk in self._ending and bucket.arrived[name] == passes
+        may_reduce = final and self._overlap if self._kept else True
+        if may_reduce and len(set(bucket.arrived.values())) == 1:
+            self._reduce(bucket, final=final)
+
+    def _reduce(self, bucket: Bucket, *, final: bool) -> None:
+        with self._lane.beside():
+            bucket.scatter(self._form, add=bucket.reduced > 0)
+            if final:
+                bucket.sum_replicas(self._form)
+        bucket.reduced += 1
+        bucket.fresh = set()
+        bucket.is_summed = final
+        if not self._kept:
+            self._drain()
+            # one bucket is on its way while the next is filled
+            self._draining = (bucket, self._lane.mark())
+            self._let_go(bucket)
+            if not self._overlap:
+                self._drain()
+
+    def _let_go(self, bucket: Bucket) -> None:
+        """Nothing is added to the whole sums from here on."""
+        bucket.is_collecting = False
+        self._sums |= dict.fromkeys(self._sums.keys() & set(bucket.names))
+
+    def _drain(self) -> None:
+        if self._draining is not None:
+            bucket, event = self._draining
+            wait_for(event)
+            bucket.sums.drop()
+            self._draining = None
