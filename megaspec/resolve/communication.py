@@ -182,6 +182,8 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
     """Keys and values, or heads against tokens, among the ranks that share a sequence."""
     own, share = recipe.parallelism, Share(recipe)
     kv = share.tokens * share.kv_size * share.width
+    # their gradients are summed in at least fp32
+    grad_kv = share.tokens * share.kv_size * max(4, share.width)
     outward = share.tokens * (share.q_size + share.v_size) * share.width
     what = "context"
     if own.cp == 1:
@@ -189,7 +191,7 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
     if own.context.kind == "all_gather":
         yield from mesh.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="forward")
         yield from mesh.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="backward")
-        yield from mesh.make(what, "reduce_scatter", ("cp",), kv * own.cp, 1, hidden=False, phase="backward")
+        yield from mesh.make(what, "reduce_scatter", ("cp",), grad_kv * own.cp, 1, hidden=False, phase="backward")
         return
     swapped, ring = {"ring": (1, own.cp), "all_to_all": (own.cp, 1)}.get(
         own.context.kind, own.context.factors or (1, 1)
@@ -201,7 +203,7 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
                 yield replace(one, ranks=swapped)
     if ring > 1:
         # keys and values go round; in the backward pass their gradients with them
-        for phase, size in (("forward", kv), ("backward", 2 * kv)):
+        for phase, size in (("forward", kv), ("backward", kv + grad_kv)):
             yield from mesh.make(what, "p2p", ("cp",), size, ring - 1, hidden=True, phase=phase)
 
 
