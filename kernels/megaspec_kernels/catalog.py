@@ -18,6 +18,10 @@ class Requirement:
     """Lowest compute capability, 90 for Hopper; 0 when it does not matter."""
     attention_dropout: bool = True
     """Whether it can drop attention weights."""
+    precisions: tuple[str, ...] = ()
+    """Formats of the model that it computes in; empty: all."""
+    step: int = 1
+    """What the widths of its matrices must be multiples of."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +45,49 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "grouped": Operation(
+        {
+            "torch": Requirement(devices=("cuda",), min_sm=90, precisions=("bf16",), step=8),
+            "reference": Requirement(),
+        }
+    ),
 }
 
 
-def unmet(operation: str, name: str, *, device: str, sm: int, attention_dropout: bool = False) -> str | None:
+@dataclass(frozen=True)
+class Use:
+    """What a model asks of an operation."""
+
+    attention_dropout: bool = False
+    precision: str | None = None
+    """The model's format; None when it does not matter."""
+    widths: tuple[int, ...] = ()
+    """Of its matrices on one rank."""
+
+
+_PLAIN = Use()
+
+
+def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN) -> str | None:
     """What an implementation needs and the target lacks, in words; None when it can run."""
     need = CATALOG[operation].implementations[name]
     if device not in need.devices:
         return f"needs {' or '.join(need.devices)}, the target is {device}"
     if device == "cuda" and sm < need.min_sm:
         return f"needs sm{need.min_sm}, this GPU is sm{sm}"
-    if attention_dropout and not need.attention_dropout:
+    if use.attention_dropout and not need.attention_dropout:
         return "has no attention dropout"
+    if use.precision is not None and need.precisions and use.precision not in need.precisions:
+        return f"needs {' or '.join(need.precisions)}, the model is in {use.precision}"
+    odd = next((width for width in use.widths if width % need.step), None)
+    if odd is not None:
+        return f"needs matrices whose widths are multiples of {need.step}, one is {odd} wide"
     return None
 
 
-def choose(operation: str, *, device: str, sm: int, attention_dropout: bool = False) -> str:
+def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN) -> str:
     """The best implementation that the target can run."""
     for name in CATALOG[operation].implementations:
-        if unmet(operation, name, device=device, sm=sm, attention_dropout=attention_dropout) is None:
+        if unmet(operation, name, device=device, sm=sm, use=use) is None:
             return name
     raise AssertionError(f"no implementation of {operation} runs on {device} sm{sm}")

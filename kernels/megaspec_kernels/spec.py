@@ -18,5 +18,10 @@ class KernelsSpec(Frozen):
 
     chunked: in a few big pieces, the gradient computed with the loss, logits never held whole. triton: the same with
     fused softmax kernels. reference: plain."""
+    grouped: Auto[Literal["torch", "reference"]] = "auto"
+    """Products of tokens with the matrices of their experts.
+
+    torch: torch's grouped matrix product, one kernel for all experts. reference: one product an expert, for which the
+    host waits for the number of its tokens."""
     compile: Auto[Literal["block", "none"]] = "auto"
     """torch.compile of each transformer block. auto: block on CUDA."""

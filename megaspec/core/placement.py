@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["columns", "rows", "vocab", "sequence"]
+Kind = Literal["columns", "rows", "vocab", "sequence", "heads", "expert_columns", "expert_rows"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,9 @@ class Row:
       vocab     an Embedding or output head split over the vocabulary
       sequence  a module that acts on each token alone (norms, positions): weights replicated, tokens split when
                 sequence parallel is on
+      heads     a module that acts on each head alone: weights replicated, heads split
+      expert_columns, expert_rows   the same of a GroupedLinear, for its experts, over the ranks of expert parallel, and
+                for the matrix of each expert as of columns and rows, over those of expert tensor parallel
     `heads_per_part`, for columns: how many heads each part holds; a part with fewer heads than ranks is replicated.
     """
 

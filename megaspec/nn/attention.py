@@ -95,21 +95,34 @@ def drop_attention(
 
 
 class Attention(nn.Module):
-    """wo(core(rope(q), rope(k), v)), [B, T, D] -> [B, T, D]."""
+    """wo(core(rope(norm(q)), rope(norm(k)), v)), [B, T, D] -> [B, T, D]. Without `q_norm`, `k_norm`: not normed."""
 
     def __init__(
-        self, d_model: int, *, n_heads: int, n_kv_heads: int, d_head: int, bias: bool, core: nn.Module, out: Dropout
+        self,
+        d_model: int,
+        *,
+        n_heads: int,
+        n_kv_heads: int,
+        d_head: int,
+        bias: bool,
+        core: nn.Module,
+        out: Dropout,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
     ):
         super().__init__()
         self.d_head = d_head
         self.wqkv = Linear(d_model, n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head, bias=bias)
         self.wo = Linear(n_heads * d_head, d_model, bias=bias, residual=True)
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.core = core
         self.dropout = out
 
     def forward(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
         qkv = self.wqkv(x_BTD)
         q, k, v = (part.unflatten(-1, (-1, self.d_head)) for part in qkv.split(self.wqkv.parts, dim=-1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if context.angles is not None:
             q, k = rotate(q, *context.angles), rotate(k, *context.angles)
         o_BTNH = self.core(q, k, v, context)

@@ -87,6 +87,13 @@ class MoeSpec(Frozen):
     pad_to_capacity: bool = False
     """Pad the tokens of each expert to its capacity, so that shapes never change."""
 
+    def in_layers(self, n_layers: int) -> tuple[bool, ...]:
+        """One entry for each of `n_layers` layers: whether it has experts in place of the feed-forward layer."""
+        if self.layers is not None:
+            return tuple(bool(one) for one in self.layers)
+        past = (i - self.first_dense for i in range(n_layers))
+        return tuple(i >= 0 and i % self.every == 0 for i in past)
+
 
 class MlaSpec(Frozen):
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values are made from a small latent."""

@@ -20,6 +20,7 @@ from megaspec.nn.attention import Attention
 from megaspec.nn.embedding import Embedding, padded
 from megaspec.nn.linear import Linear, LinearOp, input_gradient, weight_gradient
 from megaspec.nn.loss import OutputHead
+from megaspec.nn.moe import GroupedLinear
 from megaspec.parallelism.collectives import (
     all_reduce,
     all_reduce_max,
@@ -150,6 +151,8 @@ class TensorParallel:
     sequence_parallel: bool
     layouts: dict[str, Layout] = field(default_factory=dict)
     sums: list[GradientSum] = field(default_factory=list)
+    experts: set[str] = field(default_factory=set)
+    """Parameters whose copies lie along the expert grid's edp."""
 
     def __post_init__(self) -> None:
         self.sequence_parallel = self.sequence_parallel and self.mesh.size("tp") > 1
@@ -199,7 +202,15 @@ class TensorParallel:
                 part.copy_(summed.view_as(part))
 
     def _split(self, name: str, module: nn.Module, row: Row) -> None:
-        split = {"columns": self._columns, "rows": self._rows, "vocab": self._vocab, "sequence": self._sequence}
+        split = {
+            "columns": self._columns,
+            "rows": self._rows,
+            "vocab": self._vocab,
+            "sequence": self._sequence,
+            "heads": self._heads,
+            "expert_columns": self._expert_columns,
+            "expert_rows": self._expert_rows,
+        }
         split[row.kind](name, module, row)
 
     def _columns(self, name: str, module: Linear, row: Row) -> None:
@@ -264,15 +275,63 @@ class TensorParallel:
         if self.sequence_parallel and hasattr(module, "part"):
             module.part = (self.mesh.index("tp"), self.mesh.size("tp"))
 
-    def _replicated(self, name: str, shape: tuple[int, ...]) -> None:
+    def _heads(self, name: str, module: nn.Module, row: Row) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            self._replicated(f"{name}.{key}", tuple(parameter.shape), in_part=self.mesh.size("tp") > 1)
+
+    def _expert_columns(self, name: str, module: GroupedLinear, row: Row) -> None:
+        etp, rank, E, first = self._expert_place(name, module)
+        parts, n_in = module.parts[: len(module.parts) // module.n_experts], module.n_in
+        pieces, local_first = [], 0
+        for expert in range(first, first + E):
+            global_first = expert * sum(parts)
+            for part in parts:
+                share = part // etp
+                assert share * etp == part, f"{name}: {part} outputs of an expert don't split over etp={etp}"
+                pieces.append(Piece((global_first + rank * share, 0), (local_first, 0), (share, n_in)))
+                global_first, local_first = global_first + part, local_first + share
+        total = sum(module.parts)
+        if etp == 1:
+            pieces = [Piece((first * sum(parts), 0), (0, 0), (local_first, n_in))]
+        module.parts = tuple(part // etp for part in parts) * E
+        self._expert_layout(name, module, Layout(f"{name}.weight", (total, n_in), (local_first, n_in), tuple(pieces)))
+
+    def _expert_rows(self, name: str, module: GroupedLinear, row: Row) -> None:
+        etp, rank, E, first = self._expert_place(name, module)
+        n_out, share = sum(module.parts) // module.n_experts, module.n_in // etp
+        assert share * etp == module.n_in, f"{name}: {module.n_in} inputs of an expert don't split over etp={etp}"
+        shape = (E * n_out, share)
+        piece = Piece((first * n_out, rank * share), (0, 0), shape)
+        layout = Layout(f"{name}.weight", (sum(module.parts), module.n_in), shape, (piece,))
+        module.parts, module.n_in = module.parts[: len(module.parts) // module.n_experts * E], share
+        self._expert_layout(name, module, layout)
+
+    def _expert_place(self, name: str, module: GroupedLinear) -> tuple[int, int, int, int]:
+        """-> etp, this rank's index in it, experts that lie here, the number of the first one"""
+        ep, E = self.mesh.size("ep"), module.n_experts // self.mesh.size("ep")
+        assert E * ep == module.n_experts, f"{name}: {module.n_experts} experts don't split over ep={ep}"
+        return self.mesh.size("etp"), self.mesh.index("etp"), E, self.mesh.index("ep") * E
+
+    def _expert_layout(self, name: str, module: GroupedLinear, layout: Layout) -> None:
+        self.layouts[layout.name] = layout
+        self.experts.add(layout.name)
+        module.n_experts //= self.mesh.size("ep")
+        self._resize(module, name)
+
+    def _replicated(self, name: str, shape: tuple[int, ...], *, in_part: bool | None = None) -> None:
+        """`in_part`: each rank has a part of the gradient; None: under sequence parallel."""
         self.layouts[name] = whole(name, shape, replica=self.mesh.index("tp"), copies=self.mesh.size("tp"))
-        if self.sequence_parallel:
+        if self.sequence_parallel if in_part is None else in_part:
             self.sums.append(GradientSum(name, None, self.mesh.group("tp")))
 
     def _become(self, module: nn.Module, twin: type[nn.Module], name: str) -> None:
         """Turns a module into its parallel twin in place: same names, this rank's shapes."""
         module.__class__ = twin
         module.group, module.sequence = self.mesh.group("tp"), self.sequence_parallel
+        self._resize(module, name)
+
+    def _resize(self, module: nn.Module, name: str) -> None:
+        """Gives a module's parameters this rank's shapes."""
         for key, parameter in list(module.named_parameters(recurse=False)):
             local = parameter.new_empty(self.layouts[f"{name}.{key}"].local_shape)
             if local.shape != parameter.shape:

@@ -210,6 +210,19 @@ _RECOMPUTE = {
         "parallelism.recompute.layers",
     ),
 }
+_OVERLAP = {
+    "overlap-off": Example(
+        ("parallelism.overlap.p2p=false",), ("parallelism.overlap.p2p=true",), "parallelism.overlap.p2p"
+    ),
+    "offload-layers": Example(
+        ("parallelism.offload.layers=5",), ("parallelism.offload.layers=4",), "parallelism.offload.layers"
+    ),
+    "offload-optimizer": Example(
+        ("optim=muon", "parallelism.offload.optimizer=0.5"),
+        ("parallelism.offload.optimizer=0",),
+        "parallelism.offload.optimizer",
+    ),
+}
 _MODEL = {
     "kv-heads": Example((_TP1, "model.n_kv_heads=3"), ("model.n_kv_heads=4",), "model.n_kv_heads"),
     "heads-width": Example((_TP1, "model.n_heads=3", "model.n_kv_heads=3"), ("model.d_head=42",), "model.n_heads"),
@@ -235,6 +248,7 @@ _MODEL = {
     "kernel-cross-entropy": Example(
         ("kernels.cross_entropy=triton",), ("kernels.cross_entropy=chunked",), "kernels.cross_entropy"
     ),
+    "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _PRECISION = {
     "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),
@@ -337,6 +351,7 @@ EXAMPLES: dict[str, Example] = {
     **_STAGES,
     **_EXPERTS,
     **_RECOMPUTE,
+    **_OVERLAP,
     **_MODEL,
     **_PRECISION,
     **_BATCH,

@@ -24,7 +24,7 @@ from megaspec.resolve.target import Target
 from megaspec.resolve.tune import SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import choose
+from megaspec_kernels.catalog import Use, choose
 
 MICRO_BATCH_TOKENS = 8192
 CPU_RANKS = 2
@@ -272,9 +272,13 @@ def kernels(draft: Draft) -> None:
     device, sm = draft.target.device, draft.target.sm
     drops = draft["model.attention_dropout"] > 0
     where = f"the best that runs on {draft.target.gpu or device}"
-    best = choose("attention", device=device, sm=sm, attention_dropout=drops)
+    best = choose("attention", device=device, sm=sm, use=Use(attention_dropout=drops))
     draft.fill("kernels.attention", best, f"{where}{' with attention dropout' if drops else ''}")
     draft.fill("kernels.cross_entropy", choose("cross_entropy", device=device, sm=sm), where)
+    moe, precision = draft["model"].get("moe"), draft["precision.kind"]
+    widths = (draft["model.d_model"], moe["d_expert"] // draft["parallelism.etp"]) if moe else ()
+    use = Use(precision=precision, widths=widths)
+    draft.fill("kernels.grouped", choose("grouped", device=device, sm=sm, use=use), f"{where} in {precision}")
     if device == "cuda":
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
     else:

@@ -20,9 +20,4 @@ def mla_of(model: ModelSpec) -> MlaSpec | None:
 def has_experts(model: ModelSpec) -> tuple[bool, ...]:
     """One entry a layer: whether it has experts in place of the feed-forward layer."""
     moe = moe_of(model)
-    if moe is None:
-        return (False,) * model.n_layers
-    if moe.layers is not None:
-        return tuple(bool(one) for one in moe.layers)
-    past = (i - moe.first_dense for i in range(model.n_layers))
-    return tuple(i >= 0 and i % moe.every == 0 for i in past)
+    return (False,) * model.n_layers if moe is None else moe.in_layers(model.n_layers)

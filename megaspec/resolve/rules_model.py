@@ -5,7 +5,7 @@ from megaspec.model.llama.spec import LlamaSpec
 from megaspec.nn.spec import Llama3RopeScaling
 from megaspec.resolve.case import Case, divisors, multiples, sequence_unit
 from megaspec.resolve.ways import Way, way_out
-from megaspec_kernels.catalog import choose, unmet
+from megaspec_kernels.catalog import Use, choose, unmet
 
 
 def kv_heads_divide_heads(case: Case) -> Problem | None:
@@ -84,20 +84,29 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
 
 def attention_kernel_runs(case: Case) -> Problem | None:
     """The attention implementation runs on the target, with the dropout that the model asks for."""
-    return _kernel(case, "attention", attention_dropout=case.recipe.model.attention_dropout > 0)
+    dropout = case.recipe.model.attention_dropout
+    return _kernel(case, "attention", Use(attention_dropout=dropout > 0))
 
 
 def cross_entropy_kernel_runs(case: Case) -> Problem | None:
     """The cross-entropy implementation runs on the target."""
-    return _kernel(case, "cross_entropy", attention_dropout=False)
+    return _kernel(case, "cross_entropy", Use())
 
 
-def _kernel(case: Case, operation: str, *, attention_dropout: bool) -> Problem | None:
+def grouped_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of the experts' products runs on the target, in the model's format and widths."""
+    if case.moe is None:
+        return None
+    widths = (case.recipe.model.d_model, case.moe.d_expert // case.etp)
+    return _kernel(case, "grouped", Use(precision=case.recipe.precision.kind, widths=widths))
+
+
+def _kernel(case: Case, operation: str, use: Use) -> Problem | None:
     name, device, sm = getattr(case.recipe.kernels, operation), case.target.device, case.target.sm
-    lacks = unmet(operation, name, device=device, sm=sm, attention_dropout=attention_dropout)
+    lacks = unmet(operation, name, device=device, sm=sm, use=use)
     if lacks is None:
         return None
-    best = choose(operation, device=device, sm=sm, attention_dropout=attention_dropout)
+    best = choose(operation, device=device, sm=sm, use=use)
     if lacks == "has no attention dropout":
         lacks += f", model.attention_dropout={case.recipe.model.attention_dropout}"
     key = f"kernels.{operation}"

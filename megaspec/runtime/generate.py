@@ -59,6 +59,8 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
     fields = spec.model_dump(mode="json")
     fields["parallelism"] |= {"tp": 1, "dp_replicate": 1, "sequence_parallel": False}
     fields["kernels"] |= {"compile": "none", "attention": "sdpa", "cross_entropy": "chunked"}
+    if not cuda:
+        fields["kernels"]["grouped"] = "reference"
     fields |= {"world_size": 1, "device": "cuda" if cuda else "cpu"}
     if not cuda and spec.precision.kind != "fp64":
         fields["precision"] = {"kind": "fp32"}

@@ -4,9 +4,11 @@ from typing import get_args
 
 import pytest
 
-from megaspec_kernels.catalog import CATALOG, choose, unmet
+from megaspec_kernels.catalog import CATALOG, Use, choose, unmet
 from megaspec_kernels.registry import REGISTRY, kernels_of
 from megaspec_kernels.spec import KernelsSpec
+
+EVERYTHING = Use(attention_dropout=True, precision="fp64", widths=(7,))
 
 
 def test_catalog_and_registry_name_the_same_implementations() -> None:
@@ -22,24 +24,34 @@ def test_the_spec_offers_what_the_catalog_has(operation: str) -> None:
 @pytest.mark.parametrize("operation", CATALOG)
 def test_every_operation_has_a_reference_that_runs_everywhere(operation: str) -> None:
     for device, sm in (("cpu", 0), ("cuda", 70), ("cuda", 90)):
-        assert unmet(operation, "reference", device=device, sm=sm, attention_dropout=True) is None
+        assert unmet(operation, "reference", device=device, sm=sm, use=EVERYTHING) is None
 
 
 def test_names_are_looked_up() -> None:
-    kernels = kernels_of(KernelsSpec(attention="sdpa", cross_entropy="chunked", compile="none"))
+    kernels = kernels_of(KernelsSpec(attention="sdpa", cross_entropy="chunked", grouped="reference", compile="none"))
     assert kernels.attention is REGISTRY["attention"]["sdpa"]
     assert kernels.cross_entropy is REGISTRY["cross_entropy"]["chunked"]
+    assert kernels.grouped is REGISTRY["grouped"]["reference"]
 
 
 def test_the_choice_follows_the_target() -> None:
     assert choose("attention", device="cpu", sm=0) == "sdpa"
-    assert choose("attention", device="cuda", sm=90, attention_dropout=True) == "reference"
+    assert choose("attention", device="cuda", sm=90, use=Use(attention_dropout=True)) == "reference"
     assert choose("cross_entropy", device="cuda", sm=90) == "triton"
     assert choose("cross_entropy", device="cuda", sm=75) == "chunked"
     assert choose("cross_entropy", device="cpu", sm=0) == "chunked"
+    assert choose("grouped", device="cpu", sm=0) == "reference"
+    assert choose("grouped", device="cuda", sm=90, use=Use(precision="bf16", widths=(2048, 768))) == "torch"
+    assert choose("grouped", device="cuda", sm=90, use=Use(precision="fp32", widths=(2048, 768))) == "reference"
 
 
 def test_what_is_missing_is_named() -> None:
     assert unmet("cross_entropy", "triton", device="cpu", sm=0) == "needs cuda, the target is cpu"
     assert unmet("cross_entropy", "triton", device="cuda", sm=75) == "needs sm80, this GPU is sm75"
-    assert unmet("attention", "sdpa", device="cpu", sm=0, attention_dropout=True) == "has no attention dropout"
+    assert unmet("attention", "sdpa", device="cpu", sm=0, use=Use(attention_dropout=True)) == "has no attention dropout"
+    assert unmet("grouped", "torch", device="cuda", sm=90, use=Use(precision="fp32")) == (
+        "needs bf16, the model is in fp32"
+    )
+    assert unmet("grouped", "torch", device="cuda", sm=90, use=Use(precision="bf16", widths=(64, 12))) == (
+        "needs matrices whose widths are multiples of 8, one is 12 wide"
+    )

@@ -1,15 +1,62 @@
 """What parity is tested on: the factors of a case, the spec and the batches that a case stands for."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 
 from megaspec.data.batch import Batch
+from megaspec.parallelism.context import token_index
 from megaspec.spec import Spec
 
-SEQUENCES, TOKENS, VOCAB = 6, 16, 67
+SEQUENCES, TOKENS, VOCAB = 12, 16, 67
+
+# Every score, choice, loss and balance of a router, in few combinations.
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {"top_k": 2, "router": {"losses": [{"kind": "aux", "coefficient": 0.05}], "z_loss": 0.01}},
+    "first": {
+        "top_k": 1,
+        "router": {
+            "softmax_first": True,
+            "scale": 1.5,
+            "losses": [{"kind": "seq_aux", "coefficient": 0.05}, {"kind": "global_aux", "coefficient": 0.03}],
+        },
+    },
+    "sigmoid": {
+        "top_k": 2,
+        "router": {
+            "score": "sigmoid",
+            "n_groups": 4,
+            "group_top_k": 2,
+            "scale": 2.5,
+            "bias_rate": 0.02,
+            "losses": [{"kind": "seq_aux", "coefficient": 0.05}],
+        },
+    },
+    "root": {
+        "top_k": 3,
+        "router": {
+            "score": "sqrt_softplus",
+            "bias_rate": 0.02,
+            "jitter": 0.05,
+            "z_loss": 0.01,
+            "losses": [{"kind": "aux", "coefficient": 0.05}, {"kind": "global_aux", "coefficient": 0.05}],
+        },
+    },
+    "sinkhorn": {"top_k": 1, "router": {"balancing": "sinkhorn", "z_loss": 0.01}},
+}
+DROPS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "probs": {"capacity_factor": 0.75, "drop": "probs"},
+    "position": {"capacity_factor": 0.75, "drop": "position"},
+    "padded": {"capacity_factor": 1.25, "drop": "probs", "pad_to_capacity": True},
+}
+SHARED: dict[str, dict[str, Any]] = {"none": {}, "plain": {"d_shared": 32}, "gate": {"d_shared": 32, "shared_gate": True}}
+
+Settings = tuple[tuple[str, Any], ...]
+"""Dotted paths and their values."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +65,14 @@ class Case:
 
     tp: int = 1
     dp: int = 1
+    """Data-parallel ranks in all; see `replicas`."""
     sequence: bool = False
     accumulate: int = 1
+    """Micro batches of a rank."""
     mask: str = "full"
     """full; uneven: a share of the tokens, another one in each sequence; empty_rank: nothing counts on data-parallel
-    rank 1; empty_micro: nothing counts in the first micro batch when there are three."""
+    rank 1; empty_micro: nothing counts in the first micro batch of any rank; empty_part: nothing counts on
+    context-parallel rank 1."""
     tied: bool = False
     pad: int = 1
     kv_heads: int = 4
@@ -36,106 +86,101 @@ class Case:
     """Loss scale at the first step."""
     precision: str = "fp64"
     lr: float | None = None
-    """None: 1e-3 for AdamW, 1e-2 for plain descent."""
+    """None: 1e-3 for AdamW, 1e-2 for the others."""
     compile: str = "none"
     d_head: int = 8
+    pp: int = 1
+    schedule: str = "1f1b"
+    virtual: int = 1
+    group: int | None = None
+    """Micro batches that an interleaved schedule takes through a chunk at once. None: pp, all where that leaves a rest."""
+    cp: int = 1
+    context: str = "ring"
+    """`hierarchical` has all-to-alls of 2 ranks."""
+    ep: int = 1
+    etp: int = 1
+    dispatch: str = "all_to_all"
+    strategy: str = "replicate"
+    replicas: int = 1
+    """Of `dp`, the ranks that hold the same, with a strategy that shards; all with replicate."""
+    also: Settings = ()
+    """Other settings that change nothing but how it is computed."""
+    n_layers: int = 2
+    router: str = ""
+    """A key of ROUTERS. "": no experts."""
+    drop: str = "none"
+    shared: str = "none"
+    every: int = 1
+    """Every n-th layer has experts."""
+    qk_norm: bool = False
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def micro_batch(self) -> int:
+        return SEQUENCES // (self.dp * self.accumulate)
 
     def __str__(self) -> str:
+        degrees = ("tp", "pp", "cp", "ep", "etp")
+        layout = [f"{n}{getattr(self, n)}" for n in degrees if getattr(self, n) > 1]
+        sharing = "" if self.strategy == "replicate" else f" {self.strategy}"
+        sharing += f"x{self.replicas}" if self.replicas > 1 else ""
+        layout += [f"dp{self.dp}{sharing}"] if self.dp > 1 or not layout else []
+        chunks = f"x{self.virtual}" if self.virtual > 1 else ""
+        chunks += f"/{self.group}" if self.group else ""
         flags = [
-            f"tp{self.tp} dp{self.dp} acc{self.accumulate}",
+            " ".join(layout),
             "sp" if self.sequence else "",
+            self.schedule + chunks if self.pp > 1 else "",
+            self.context if self.cp > 1 else "",
+            self.dispatch if self.ep * self.etp > 1 else "",
+            f"acc{self.accumulate}" if self.accumulate > 1 else "",
             self.family,
+            f"{self.n_layers}t" if self.n_layers != 2 else "",
+            f"{self.router} experts" if self.router else "",
+            f"every{self.every}" if self.every > 1 else "",
+            f"drop {self.drop}" if self.drop != "none" else "",
+            f"shared {self.shared}" if self.shared != "none" else "",
+            "qk" if self.qk_norm else "",
             self.mask,
             "tied" if self.tied else "",
             f"pad{self.pad} kv{self.kv_heads}",
             "docs" if self.documents else "",
-            "drop" if self.dropout else "",
+            "dropout" if self.dropout else "",
             self.optimizer,
             self.attention,
             self.cross_entropy,
             "compiled" if self.compile == "block" else "",
             f"scale{self.scale:g}" if self.scale != 1 else "",
             self.precision if self.precision != "fp64" else "",
+            *(f"{path.rpartition('.')[2]}={value}" for path, value in self.also),
         ]
         return " ".join(f for f in flags if f)
 
 
-FACTORS: dict[str, tuple] = {
-    "tp": (1, 2, 4),
-    "dp": (1, 2),
-    "sequence": (False, True),
-    "accumulate": (1, 3),
-    "mask": ("full", "uneven", "empty_rank", "empty_micro"),
-    "tied": (False, True),
-    "pad": (1, 8, 64),
-    "kv_heads": (4, 2, 1),
-    "documents": (False, True),
-    "dropout": (False, True),
-    "family": ("llama", "gpt"),
-    "optimizer": ("sgd", "adamw"),
-    "attention": ("reference", "sdpa"),
-    "cross_entropy": ("reference", "chunked"),
-    "scale": (1.0, 4096.0),
-}
-# The factors of the full product: the layout and what a batch or a model can do to it.
-FULL = ("tp", "dp", "sequence", "accumulate", "mask", "tied", "pad", "family", "optimizer")
-
-
-def legal(values: dict) -> bool:
-    """False when a (possibly partial) choice of values can't be a case."""
-    return not (values.get("dropout") and values.get("attention") == "sdpa")
-
-
-def covering(factors: dict[str, tuple] = FACTORS) -> list[Case]:
-    """Few cases in which every legal pair of values of two factors occurs at least once.
-
-    Greedy: each case starts from a pair that is still missing and takes, factor by factor, the value that completes
-    most missing pairs.
-    """
-    names = list(factors)
-    missing = {
-        frozenset({(a, x), (b, y)})
-        for i, a in enumerate(names)
-        for b in names[i + 1 :]
-        for x, y in product(factors[a], factors[b])
-        if legal({a: x, b: y})
-    }
-    cases = []
-    while missing:
-        chosen = dict(min(missing, key=lambda pair: sorted(map(repr, pair))))
-        for name in sorted((n for n in names if n not in chosen), key=lambda n: -len(factors[n])):
-            turned = (
-                factors[name][len(cases) % len(factors[name]) :] + factors[name]
-            )  # ties go to another value each time
-            possible = [v for v in turned if legal(chosen | {name: v})]
-            gains = [sum(frozenset({(name, v), other}) in missing for other in chosen.items()) for v in possible]
-            chosen[name] = possible[gains.index(max(gains))]
-        missing -= {frozenset({a, b}) for a in chosen.items() for b in chosen.items() if a != b}
-        cases.append(Case(**chosen))
-    return cases
-
-
-def full_product() -> list[Case]:
-    """Every choice of FULL; the other factors go through their values from case to case."""
-    rest = covering({n: v for n, v in FACTORS.items() if n not in FULL})
-    cases = []
-    for i, values in enumerate(product(*(FACTORS[n] for n in FULL))):
-        cases.append(replace(rest[i % len(rest)], **dict(zip(FULL, values, strict=True))))
-    return cases
-
-
 def alone(case: Case) -> Case:
-    """The one-rank case that a case is compared with: one micro batch, plain kernels, nothing padded."""
+    """The one-rank case that a case is compared with: plain kernels, nothing padded, one micro batch; or the micro
+    batches of all ranks one after the other, where something is taken over a micro batch."""
     return replace(
         case,
         tp=1,
         dp=1,
+        pp=1,
+        cp=1,
+        ep=1,
+        etp=1,
         sequence=False,
-        accumulate=1,
+        schedule="1f1b",
+        virtual=1,
+        group=None,
+        context="ring",
+        dispatch="all_to_all",
+        strategy="replicate",
+        replicas=1,
+        also=(),
+        accumulate=case.dp * case.accumulate if looks_at_micro_batches(case) else 1,
         pad=1,
         attention="reference",
         cross_entropy="reference",
@@ -144,11 +189,21 @@ def alone(case: Case) -> Case:
     )
 
 
-def spec_of(case: Case, *, device: str = "cpu") -> Spec:
-    """A model of two blocks, small enough for many cases and odd enough to be cut in uneven ways."""
+def looks_at_micro_batches(case: Case) -> bool:
+    """Whether which sequences make a micro batch is part of the experiment; see RouterSpec."""
+    if not case.router:
+        return False
+    router = ROUTERS[case.router]["router"]
+    kinds = [loss["kind"] for loss in router.get("losses", ())]
+    return case.drop != "none" or "aux" in kinds or router.get("balancing") == "sinkhorn"
+
+
+def content_of(case: Case) -> dict[str, Any]:
+    """The recipe of a case, with everything said: a model small enough for many cases and odd enough to be cut in
+    uneven ways."""
     model = {
         "kind": case.family,
-        "n_layers": 2,
+        "n_layers": case.n_layers,
         "d_model": 32,
         "n_heads": 4,
         "n_kv_heads": case.kv_heads,
@@ -162,52 +217,115 @@ def spec_of(case: Case, *, device: str = "cpu") -> Spec:
         "dropout": 0.1 if case.dropout else 0.0,
         "attention_dropout": 0.1 if case.dropout else 0.0,
     }
-    optim = {"kind": case.optimizer, "lr": 1e-3, "schedule": {"decay_steps": 20}}
+    if case.family == "llama":
+        model |= {"qk_norm": case.qk_norm, "moe": _experts(case)}
+    optim = {"kind": case.optimizer, "lr": 1e-2, "schedule": {"decay_steps": 20}, "clip": None}
     # clipping hides a wrong scale, so plain gradient descent goes without
-    optim |= {"clip": 1.0} if case.optimizer == "adamw" else {"clip": None, "lr": 1e-2}
+    optim |= {"clip": 1.0, "lr": 1e-3} if case.optimizer == "adamw" else {}
     if case.lr is not None:
         optim["lr"] = case.lr
-    whole = {
+    content = {
         "name": "parity",
         "run_dir": "parity",
         "model": model,
         "parallelism": {
             "tp": case.tp,
-            "dp_replicate": case.dp,
-            "dp_shard": 1,
-            "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
+            "pp": case.pp,
+            "cp": case.cp,
+            "ep": case.ep,
+            "etp": case.etp,
+            "dp_strategy": case.strategy,
+            "dp_replicate": case.dp if case.strategy == "replicate" else case.replicas,
+            "dp_shard": 1 if case.strategy == "replicate" else case.dp // case.replicas,
+            "pipeline": {
+                "schedule": case.schedule,
+                "virtual_stages": case.virtual,
+                "micro_batch_group": _group(case),
+            },
+            "context": {
+                "kind": case.context,
+                "factors": [2, case.cp // 2] if case.context == "hierarchical" else None,
+            },
+            "dispatch": case.dispatch,
             "sequence_parallel": case.sequence,
             "bucket_mb": 0.02,  # several buckets
         },
         "precision": {"kind": case.precision},
-        "data": {"kind": "synthetic", "seq_len": TOKENS, "seed": 1, "document_mask": case.documents},
-        "optim": optim,
-        "kernels": {"attention": case.attention, "cross_entropy": case.cross_entropy, "compile": case.compile},
-        "train": {
-            "steps": 20,
-            "global_batch": SEQUENCES,
-            "micro_batch": SEQUENCES // (case.dp * case.accumulate),
+        "data": {
+            "kind": "synthetic",
+            "vocab_size": VOCAB,
+            "seq_len": TOKENS,
+            "seed": 1,
+            "document_mask": case.documents,
         },
+        "optim": optim,
+        "kernels": {
+            "attention": case.attention,
+            "cross_entropy": case.cross_entropy,
+            "grouped": "reference",
+            "compile": case.compile,
+        },
+        "train": {"steps": 20, "global_batch": SEQUENCES, "micro_batch": case.micro_batch},
         "log": {"tensorboard": False},
         "launcher": {"ranks": case.ranks},
-        "world_size": case.ranks,
-        "device": device,
-        "segments": [SEQUENCES * 20],
     }
-    return Spec.model_validate_json(json.dumps(whole))
+    for path, value in case.also:
+        section, _, name = path.rpartition(".")
+        here = content
+        for key in section.split("."):
+            here = here.setdefault(key, {})
+        here[name] = value
+    return content
 
 
-def empty_sequences(case: Case) -> list[int]:
-    """The sequences of a global batch in which no token counts."""
+def _experts(case: Case) -> dict[str, Any] | None:
+    if not case.router:
+        return None
+    sizes = {"n_experts": 8, "d_expert": 16, "every": case.every}
+    return sizes | ROUTERS[case.router] | DROPS[case.drop] | SHARED[case.shared]
+
+
+def _group(case: Case) -> int:
+    if case.pp == 1:
+        return 1
+    if case.group is not None or case.schedule != "interleaved":
+        return case.group or case.pp
+    return case.pp if case.accumulate % case.pp == 0 else case.accumulate
+
+
+def spec_of(case: Case, *, device: str = "cpu") -> Spec:
+    """What is built and trained."""
+    more = {"world_size": case.ranks, "device": device, "segments": [SEQUENCES * 20]}
+    return Spec.model_validate_json(json.dumps(content_of(case) | more))
+
+
+class Empty(NamedTuple):
+    """Where no token of a global batch counts."""
+
+    sequences: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    """In every sequence."""
+
+
+def empty_of(case: Case) -> Empty:
+    """What a case's mask leaves out in whole."""
     if case.mask == "empty_micro":
-        return [0, 1]
+        return Empty(tuple(range(SEQUENCES // 3 if case.accumulate == 1 else case.dp * case.micro_batch)))
+    if case.mask == "empty_rank" and case.dp == 1:
+        return Empty(tuple(range(SEQUENCES // 2, SEQUENCES)))
     if case.mask == "empty_rank":
-        return [1, 3, 5] if case.accumulate == 3 else [3, 4, 5]
-    return []
+        return Empty(tuple(s for s in range(SEQUENCES) if s // case.micro_batch % case.dp == 1))
+    if case.mask == "empty_part" and case.cp == 1:
+        return Empty(places=tuple(range(TOKENS // 2, TOKENS)))
+    if case.mask == "empty_part":
+        factors = (2, case.cp // 2) if case.context == "hierarchical" else None
+        return Empty(places=tuple(token_index(case.context, TOKENS, case.cp, 1, factors).tolist()))
+    return Empty()
 
 
-def batches_of(case: Case, empty: list[int], steps: int) -> list[Batch]:
-    """The global batches of the first steps. The tokens are the same in every case."""
+def batches_of(case: Case, empty: Sequence[int], steps: int, *, places: Sequence[int] = ()) -> list[Batch]:
+    """The global batches of the first steps. The tokens are the same in every case; nothing counts in the sequences
+    `empty` and at `places` of all sequences."""
     draw = torch.Generator().manual_seed(7)
     batches = []
     for step in range(steps):
@@ -216,7 +334,8 @@ def batches_of(case: Case, empty: list[int], steps: int) -> list[Batch]:
         drawn = torch.rand(SEQUENCES, TOKENS, generator=draw) < share
         starts = torch.rand(SEQUENCES, TOKENS, generator=draw) < 0.25
         mask = torch.ones_like(drawn) if case.mask == "full" else drawn
-        mask[empty] = False
+        mask[list(empty)] = False
+        mask[:, list(places)] = False
         batches.append(
             Batch(
                 stream[:, :-1].contiguous(),

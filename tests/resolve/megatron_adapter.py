@@ -51,7 +51,7 @@ def recipe_of(args: dict[str, Any]) -> Recipe:
         "precision": {"kind": "bf16"},
         "data": {"kind": "random", "vocab_size": 256, "seq_len": args["seq_length"], "seed": 1},
         "optim": {"kind": "adamw", "lr": 1e-4, "schedule": {"decay_steps": 1}},
-        "kernels": {"attention": "sdpa", "cross_entropy": "triton", "compile": "block"},
+        "kernels": {"attention": "sdpa", "cross_entropy": "triton", "grouped": "torch", "compile": "block"},
         "train": {"steps": 1, "global_batch": micro_batch * dp * pp, "micro_batch": micro_batch},
         "log": {"tensorboard": False},
         "launcher": {"ranks": args["world_size"]},

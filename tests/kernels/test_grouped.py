@@ -1,0 +1,88 @@
+"""Grouped products against one product a group, in fp64, with empty groups and rows of no group."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspec.nn.moe import GroupedLinear
+from megaspec_kernels.grouped.reference import grouped_product
+from megaspec_kernels.registry import REGISTRY
+from tests.kernels.gate import Results, check, in_dtype, results
+
+# rows of each group: many and few, none at all, the first and the last empty
+SIZES = [(5, 0, 3, 8), (0, 1, 0), (0, 0), (63, 1000, 0, 1, 17), (0, 40)]
+
+
+def one_by_one(x_RI: Tensor, weight_EOI: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Row by row, each with the matrix of its group."""
+    group_R = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)).to(x_RI.device)
+    return torch.einsum("ri,roi->ro", x_RI, weight_EOI[group_R])
+
+
+def ends_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def inputs_of(sizes: tuple[int, ...], width: int, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    draw = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(device)
+
+    inputs = {"x_RI": random(sum(sizes), width), "weight_EOI": random(len(sizes), 2 * width, width)}
+    return inputs, random(sum(sizes), 2 * width)
+
+
+def through_layer(kernel: Callable[..., Tensor], sizes: tuple[int, ...], ends_E: Tensor) -> Callable[..., Tensor]:
+    """The product as the layer makes it, with its own gradients."""
+
+    def function(x_RI: Tensor, weight_EOI: Tensor) -> Tensor:
+        E, O, I = weight_EOI.shape  # noqa: E741
+        layer = GroupedLinear(E, I, O, kernel=kernel)
+        return torch.func.functional_call(layer, {"weight": weight_EOI.flatten(0, 1)}, (x_RI, ends_E))
+
+    return function
+
+
+def run(function: Callable[..., Tensor], inputs: dict[str, Tensor], grad: Tensor, dtype: torch.dtype) -> Results:
+    return results(function, in_dtype(inputs, dtype), grad)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_reference(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    cpu = torch.device("cpu")
+    inputs, grad = inputs_of(sizes, 6, cpu)
+
+    def plain(x_RI: Tensor, weight_EOI: Tensor) -> Tensor:
+        return one_by_one(x_RI, weight_EOI, sizes)
+
+    fast = run(through_layer(grouped_product, sizes, ends_of(sizes, cpu)), inputs, grad, dtype)
+    check(fast, run(plain, inputs, grad, dtype), run(plain, inputs, grad, torch.float64))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_torch(sizes: tuple[int, ...], device: torch.device) -> None:
+    """On the CPU, too, where torch runs one product after the other."""
+    inputs, grad = inputs_of(sizes, 24, device)
+    ends_E = ends_of(sizes, device)
+    fast = run(through_layer(REGISTRY["grouped"]["torch"], sizes, ends_E), inputs, grad, torch.bfloat16)
+    plain = run(through_layer(grouped_product, sizes, ends_E), inputs, grad, torch.bfloat16)
+    truth = run(through_layer(grouped_product, sizes, ends_E), inputs, grad, torch.float64)
+    check(fast, plain, truth)
+
+
+@pytest.mark.parametrize("name", REGISTRY["grouped"])
+def test_rows_of_no_group_are_zero(name: str, device: torch.device) -> None:
+    kernel = REGISTRY["grouped"][name]
+    a = torch.randn(20, 16, device=device, dtype=torch.bfloat16)
+    b = torch.randn(3, 16, 8, device=device, dtype=torch.bfloat16)
+    out = kernel(a, b, ends_of((4, 0, 9), device), whole=False)
+    assert out.shape == (20, 8)
+    assert (out[13:] == 0).all()
+    assert (out[:13] != 0).any(dim=1).all()
+    total = kernel(a.t(), torch.ones_like(a), ends_of((4, 0, 9), device))
+    assert torch.allclose(total[2, :, 0].to(torch.float32), a[4:13].to(torch.float32).sum(0), atol=0.1)
+    assert (total[1] == 0).all()

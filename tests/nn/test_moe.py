@@ -1,0 +1,195 @@
+"""A mixture of experts against one token and one expert at a time, in fp64."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaspec.nn.attention import SequenceContext
+from megaspec.nn.dropout import Dropout
+from megaspec.nn.linear import Linear, WeightGradientSum
+from megaspec.nn.mlp import SwiGlu
+from megaspec.nn.moe import Experts, GroupedLinear, Moe, loads_in_turn
+from megaspec.nn.router import Router
+from megaspec.nn.rows import sorted_rows
+from megaspec.nn.spec import BalanceLoss, MoeSpec, RouterSpec
+from megaspec_kernels.registry import REGISTRY
+
+B, T, D, F_EXPERT, F_SHARED = 2, 7, 12, 10, 6
+AUX = (BalanceLoss(kind="aux", coefficient=0.3), BalanceLoss(kind="seq_aux", coefficient=0.1))
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    moe: MoeSpec
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def case(name: str, *, router: RouterSpec | None = None, **moe: object) -> Case:
+    return Case(name, MoeSpec(**{"n_experts": 6, "top_k": 2, "router": router or RouterSpec()} | moe))
+
+
+CASES = [
+    case("softmax"),
+    case("softmax first", router=RouterSpec(softmax_first=True, z_loss=0.1, losses=AUX), top_k=3),
+    case("sigmoid", router=RouterSpec(score="sigmoid", scale=2.5, bias_rate=0.1, n_groups=3, group_top_k=2)),
+    case("softplus", router=RouterSpec(score="sqrt_softplus"), top_k=1),
+    case("sinkhorn", router=RouterSpec(balancing="sinkhorn")),
+    case("lowest dropped", capacity_factor=0.7),
+    case("last dropped", capacity_factor=0.5, drop="position", top_k=3),
+    case("padded", capacity_factor=0.7, pad_to_capacity=True),
+    case("padded, much room", capacity_factor=4.0, pad_to_capacity=True, drop="position"),
+    case("shared", d_shared=F_SHARED),
+    case("shared with gate", d_shared=F_SHARED, shared_gate=True, capacity_factor=0.7, router=RouterSpec(losses=AUX)),
+    case("many experts", n_experts=40),
+    case("every expert", n_experts=3, top_k=3),
+]
+
+
+def build(moe: MoeSpec, *, seed: int = 1) -> Moe:
+    torch.manual_seed(seed)
+    module = Moe(
+        Router(D, moe, site="router"),
+        Experts(moe.n_experts, D, F_EXPERT, kernel=REGISTRY["grouped"]["reference"]),
+        shared=SwiGlu(D, moe.d_shared, out=Dropout(0.0, "shared")) if moe.d_shared else None,
+        shared_gate=Linear(D, 1) if moe.shared_gate else None,
+        pad=moe.pad_to_capacity,
+        out=Dropout(0.0, "moe"),
+    ).to(torch.float64)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    return module
+
+
+def context(*, weight: float | None = 1.5) -> SequenceContext:
+    index = torch.arange(T)
+    aux = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+    return SequenceContext(index, index=index, length=T, aux_weight=aux)
+
+
+def expert(x_D: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (gate_up @ x_D).chunk(2)
+    return down @ (F.silu(gate) * up)
+
+
+def one_at_a_time(moe: Moe, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+    """The same by the equation, with the router's own choice."""
+    E, routing = moe.experts.count, moe.router(x_BTD, context)
+    gate_up = moe.experts.w_gate_up.weight.view(E, 2 * F_EXPERT, D)
+    down = moe.experts.w_down.weight.view(E, D, F_EXPERT)
+    tokens = []
+    for m, x_D in enumerate(x_BTD.flatten(0, 1)):
+        y_D = torch.zeros_like(x_D)
+        for j, e in enumerate(routing.experts[m].tolist()):
+            kept = routing.keep is None or bool(routing.keep[m, j])
+            # a dropped choice still has its part in the graph: nothing
+            y_D = y_D + routing.weights[m, j] * kept * expert(x_D, gate_up[e], down[e])
+        if moe.shared is not None:
+            beside_D = expert(x_D, moe.shared.w_gate_up.weight, moe.shared.w_down.weight)
+            if moe.shared_gate is not None:
+                beside_D = beside_D * (moe.shared_gate.weight[0] @ x_D).sigmoid()
+            y_D = y_D + beside_D
+        tokens.append(y_D)
+    return torch.stack(tokens).view_as(x_BTD)
+
+
+def gradients(y: Tensor, grad: Tensor, moe: Moe, x: Tensor) -> dict[str, Tensor]:
+    leaves = {"x": x, **dict(moe.named_parameters())}
+    return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), grad), strict=True))
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    return (found - expected).abs().max() <= 1e-12 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_one_token_at_a_time(case: Case) -> None:
+    moe = build(case.moe)
+    if moe.router.bias is not None:
+        moe.router.bias.copy_(torch.linspace(-0.2, 0.2, case.moe.n_experts))
+    x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(x)
+    y, expected = moe(x, context()), one_at_a_time(moe, x, context())
+    assert close(y, expected)
+    found, wanted = gradients(y, grad, moe, x), gradients(expected, grad, moe, x)
+    for name in wanted:
+        assert close(found[name], wanted[name]), name
+    if case.moe.capacity_factor is not None and case.moe.capacity_factor < 1:
+        assert not moe.router(x, context()).keep.all()
+
+
+def test_experts_without_tokens() -> None:
+    """All tokens take the same two experts; the others get zero gradients."""
+    moe = build(MoeSpec(n_experts=6, top_k=2))
+    x = torch.rand(B, T, D, dtype=torch.float64, requires_grad=True) + 0.1
+    with torch.no_grad():
+        moe.router.weight.copy_(torch.tensor([-1.0, 3, -1, -1, 2, -1], dtype=torch.float64)[:, None].expand(6, D))
+    y = moe(x, context(weight=None))
+    assert close(y, one_at_a_time(moe, x, context(weight=None)))
+    y.sum().backward()
+    touched = moe.experts.w_down.weight.grad.view(6, -1).abs().sum(1) > 0
+    assert touched.tolist() == [False, True, False, False, True, False]
+
+
+def test_weight_gradients_are_summed_in_their_totals() -> None:
+    moe = build(MoeSpec(n_experts=6, top_k=2))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    moe(x, context()).sum().backward()
+    expected = {n: p.grad for n, p in moe.named_parameters()}
+    sums, arrived = [], []
+    for name, module in moe.named_modules():
+        if isinstance(module, Linear):
+            module.total = torch.full_like(module.weight, float("nan"))
+            sums.append(WeightGradientSum(module.total, lambda name=name: arrived.append(name)))
+    for _ in range(2):
+        moe(x, context()).sum().backward()
+    for name, module in moe.named_modules():
+        if isinstance(module, GroupedLinear):
+            assert close(module.total, 2 * expected[f"{name}.weight"]), name
+    assert sorted(arrived) == sorted(2 * ["router", "experts.w_gate_up", "experts.w_down"])
+
+
+def test_dropout_hits_routed_and_shared_experts_together() -> None:
+    moe = build(MoeSpec(n_experts=6, top_k=2, d_shared=F_SHARED))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    whole = moe(x, context())
+    moe.dropout.forward = lambda y, noise: torch.zeros_like(y)
+    assert (moe(x, context()) == 0).all()
+    assert (whole != 0).all()
+
+
+def test_matrices_of_all_experts_are_told() -> None:
+    layer = GroupedLinear(3, 8, 4, 4, kernel=REGISTRY["grouped"]["reference"])
+    assert layer.parts == (4,) * 6
+    assert layer.weight.shape == (24, 8)
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_forced_balance(pad: bool) -> None:
+    moe = build(MoeSpec(n_experts=4, top_k=3, capacity_factor=2.0 if pad else None, pad_to_capacity=pad))
+    moe.force_balance()
+    routing = moe.router(torch.randn(B, T, D, dtype=torch.float64), context())
+    counts = torch.bincount(routing.experts.flatten(), minlength=4).tolist()
+    assert counts == loads_in_turn(B * T, k=3, n_experts=4) == [11, 11, 10, 10]
+    assert all(len(set(row)) == 3 for row in routing.experts.tolist())
+
+
+def test_rows_go_there_and_back() -> None:
+    """Spreading and collecting are transposes of each other, dropped and padded rows included."""
+    experts = torch.tensor([[0, 2], [2, 3], [2, 0], [3, 2]])
+    keep = torch.tensor([[True, True], [True, True], [True, True], [True, False]])
+    x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(20, 5, dtype=torch.float64)
+    for rows, count in (
+        (sorted_rows(experts, keep, 5).first(7), 7),
+        (sorted_rows(experts, None, 5), 8),
+        (sorted_rows(experts, keep, 5).padded(4), 20),
+    ):
+        assert torch.allclose((rows.spread(x) * y[:count]).sum(), (rows.collect(y[:count]) * x).sum())
+    assert sorted_rows(experts, keep, 5).ends.tolist() == [2, 2, 5, 7, 7]
+    assert sorted_rows(experts, keep, 5).padded(4).ends.tolist() == [4, 8, 12, 16, 20]
+    assert sorted_rows(experts, torch.zeros_like(keep), 5).first(0).collect(y[:0]).tolist() == [[0.0] * 5] * 4
