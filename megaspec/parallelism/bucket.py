@@ -82,8 +82,8 @@ def wait_for(event: torch.cuda.Event | None) -> None:
 class Buffer:
     """A flat buffer [numel] of which this rank owns a shard.
 
-    Where it is not `kept` the shard has memory of its own, and the whole has memory until `drop` and from each `take` to
-    the next `drop`. Views of the whole, which are made while it has, see what it holds then.
+    Where it is not `kept` the shard has memory of its own, and the whole has memory until `drop` and from each `take`
+    to the next `drop`. Views of the whole, which are made while it has, see what it holds then.
     """
 
     def __init__(self, division: Division, index: int, *, dtype: torch.dtype, device: torch.device, kept: bool):

@@ -18,7 +18,7 @@ def explain(
     The nearest cause wins: a weight, else the loss of a rank, else the first gradient that the backward pass made so.
     `samples`: positions of the step's sequences in the data order.
     """
-    weight = next((n for n, p in built.parameters.items() if not bool(torch.isfinite(p).all())), "")
+    weight = next((n for n, p in built.data_parallel.weights.items() if not bool(torch.isfinite(p).all())), "")
     bad = (~torch.isfinite(result.norms)).nonzero().flatten().tolist()
     # buckets hold gradients in the order in which the backward pass makes them
     gradient = list(built.data_parallel.gradients)[bad[0]] if bad else ""

@@ -127,6 +127,7 @@ def run_steps(
         for master in built.optimizer.masters.values():
             master.copy_(master.to(round_weights_to))
         built.optimizer.write_back()
+        built.data_parallel.gather_weights()
     scaler = build_scaler(spec.precision, device=built.device)
     if loss_scale is not None:
         scaler.scale.fill_(loss_scale)

@@ -14,7 +14,7 @@ STEPS = 3
 MARGIN = 100.0
 
 TENSOR = "megaspec.parallelism.tensor"
-DATA = "megaspec.parallelism.data_parallel"
+SUMS = "megaspec.parallelism.reductions"
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,23 @@ BUGS = [
     ),
     Bug(
         "gradients doubled",
-        Patch(DATA, "self.gradients[name].copy_(parameter.grad)", "self.gradients[name].copy_(parameter.grad * 2)"),
+        Patch(SUMS, "self.totals[name].copy_(parameter.grad)", "self.totals[name].copy_(parameter.grad * 2)"),
         Case(dp=2),
         invisible=True,
     ),
     Bug(
         "last bucket not reduced",
-        Patch(DATA, "if self._group is not None:", "if self._group is not None and bucket is not self.buckets[-1]:"),
+        Patch(
+            "megaspec.parallelism.bucket",
+            "if self.sharers.sum is None:",
+            'if self.sharers.sum is None or "embed.weight" in self.names:',
+        ),
         Case(dp=2, mask="uneven"),
         invisible=True,
     ),
     Bug(
         "bucket not overwritten by the first micro batch",
-        Patch(DATA, "if name in self._fresh:", "if False:"),
+        Patch(SUMS, "if name in bucket.fresh:", "if False:"),
         Case(dp=2, accumulate=3, mask="uneven"),
         invisible=True,
     ),
@@ -67,7 +71,7 @@ BUGS = [
     ),
     Bug(
         "bucket reduced before the last micro batch",
-        Patch(DATA, "self._reduce_now = last", "self._reduce_now = True"),
+        Patch(SUMS, "if last:", "if True:"),
         Case(dp=2, accumulate=3, mask="uneven"),
         invisible=True,
     ),
