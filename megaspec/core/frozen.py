@@ -53,6 +53,7 @@ Degree = Annotated[Count, Field(gt=0, le=2**20)]
 Depth = Annotated[Count, Field(gt=0, le=2**16)]
 PositiveInt = PositiveCount
 NonNegativeInt = NonNegativeCount
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megaspec.core.frozen import Auto, Degree, Depth, Frozen, PositiveFloat, PositiveInt
+from megaspec.core.frozen import Auto, Degree, Depth, Fraction, Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 
 DpStrategy = Literal["replicate", "zero1", "zero2", "fsdp", "hsdp"]
 RecomputePart = Literal["core_attention", "activation", "norm", "mlp", "moe", "shared_experts", "mla_up"]
@@ -57,6 +57,31 @@ class RecomputeSpec(Frozen):
     """Layers of a group (uniform) or to recompute (block). None: 1 with full."""
 
 
+class OffloadSpec(Frozen):
+    """What waits in the memory of the CPU until it is needed."""
+
+    layers: NonNegativeInt = 0
+    """Layers, the first ones of each (virtual) stage, whose activations go to the CPU after their forward pass and come
+    back before their backward pass. 0: none."""
+    optimizer: Fraction = 0.0
+    """Share of the weights whose master weights and optimizer state lie in the CPU's memory and are updated there."""
+
+
+class OverlapSpec(Frozen):
+    """Communication that runs beside computation. What is switched off runs alone; the results are the same."""
+
+    grad_reduce: bool = True
+    """Reduce gradients among data-parallel ranks, bucket by bucket, while the backward pass still runs."""
+    param_gather: bool = True
+    """Gather weights that data-parallel ranks share out while the layers before them run."""
+    tp: bool = True
+    """Reduce a tensor-parallel layer's input gradient, and gather its input again, beside its other gradient."""
+    p2p: bool = True
+    """Send activations and their gradients between pipeline stages while other micro batches are computed."""
+    shared_experts: bool = True
+    """Compute shared experts while tokens are on their way to the others."""
+
+
 class ParallelismSpec(Frozen):
     """Degrees of the axes in core/axes.py: world = pp · dp_replicate · dp_shard · cp · tp = pp · edp · ep · etp."""
 
@@ -90,6 +115,10 @@ class ParallelismSpec(Frozen):
     """How tokens reach the ranks that hold their experts."""
     recompute: RecomputeSpec = RecomputeSpec()
     """What the backward pass computes again."""
+    offload: OffloadSpec = OffloadSpec()
+    """What waits in the memory of the CPU."""
+    overlap: OverlapSpec = OverlapSpec()
+    """What runs beside computation."""
     grad_reduce: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are summed over data-parallel ranks; fp32 means at least fp32."""
     bucket_mb: PositiveFloat = 100.0

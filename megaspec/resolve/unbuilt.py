@@ -32,6 +32,18 @@ UNBUILT: tuple[Unbuilt, ...] = (
         None,
         ("model.moe", "parallelism.ep", "parallelism.etp", "parallelism.dispatch"),
     ),
+    Unbuilt("activations on the CPU", "parallelism.offload.layers", 0, ("parallelism.offload.layers",)),
+    Unbuilt("an optimizer on the CPU", "parallelism.offload.optimizer", 0.0, ("parallelism.offload.optimizer",)),
+    *(
+        Unbuilt(what, f"parallelism.overlap.{name}", True, (f"parallelism.overlap.{name}",))
+        for what, name in (
+            ("a reduction after the backward pass", "grad_reduce"),
+            ("a gather before the forward pass", "param_gather"),
+            ("a tensor-parallel backward pass in turns", "tp"),
+            ("stages that wait for their neighbours", "p2p"),
+            ("shared experts before or after the others", "shared_experts"),
+        )
+    ),
     Unbuilt("recompute", "parallelism.recompute.kind", "none", ("parallelism.recompute",)),
     Unbuilt("latent attention", "model.mla", None, ("model.mla",)),
     Unbuilt("norms of queries and keys", "model.qk_norm", False, ("model.qk_norm",)),
