@@ -1,0 +1,305 @@
+"""Every layout trains the same model in bf16: losses and norms over real-text steps against one GPU and its own noise.
+
+    torchrun --nproc_per_node=4 tests/benchmarks/bench_bf16_layouts.py --data data/hello --out layouts.jsonl --plot .
+
+The floor: one GPU in three orders of summation (micro batches of 1, 2 and 4 sequences), the largest difference between
+two of them. A layout may be three floors away from the one-GPU run; the floor itself at most 2e-3 (loss), 1e-2 (norm).
+A model with experts replays the choices that one GPU made, since a choice flips on the last bit; its free run is shown
+beside it.
+"""
+
+import argparse
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspec.data.loader import Loader, open_source
+from megaspec.data.manifest import load_manifest
+from megaspec.nn.attention import SequenceContext
+from megaspec.nn.router import Router
+from megaspec.optim.schedule import learning_rate, weight_decay
+from megaspec.parallelism.mesh import Mesh
+from megaspec.precision.scaler import build_scaler
+from megaspec.recipe import Recipe
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.target import detect_target
+from megaspec.runtime.build import Built, build, initialise, mesh_of
+from megaspec.runtime.step import train_step
+from megaspec.spec import Spec
+from megaspec.train.batch_schedule import BatchSchedule
+
+LOSS_FLOOR, NORM_FLOOR, FACTOR = 2e-3, 1e-2, 3.0
+BATCH, SEQ = 16, 512
+MODEL = {
+    "kind": "llama", "n_layers": 8, "d_model": 512, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ffn": 1536,
+    "max_seq_len": SEQ,
+}  # fmt: skip
+MOE = {"n_experts": 8, "top_k": 2, "d_expert": 768}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is said of `parallelism`, and the micro batch."""
+
+    name: str
+    parallelism: dict[str, Any]
+    micro_batch: int = 2
+    moe: bool = False
+
+
+def pipeline(schedule: str, virtual: int = 1, **more: Any) -> dict[str, Any]:
+    return {"pipeline": {"schedule": schedule, "virtual_stages": virtual}, **more}
+
+
+LAYOUTS = [
+    Layout("tp4", {"tp": 4}),
+    *(Layout(f"pp4 {s}", {"pp": 4, **pipeline(s, v)}) for s, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))),
+    *(Layout(f"pp4 {s}", {"pp": 4, **pipeline(s, v)}) for s, v in (("zb_h1", 1), ("zb_v", 2))),
+    *(Layout(f"cp4 {k}", {"cp": 4, "context": {"kind": k}}) for k in ("ring", "all_gather", "all_to_all")),
+    Layout("cp4 hierarchical", {"cp": 4, "context": {"kind": "hierarchical", "factors": [2, 2]}}),
+    Layout("fsdp4", {"dp_strategy": "fsdp"}),
+    Layout("zero1 dp4", {"dp_strategy": "zero1"}),
+    Layout("tp2 pp2", {"tp": 2, "pp": 2}),
+    Layout("tp2 cp2", {"tp": 2, "cp": 2}),
+    Layout("pp2 fsdp2", {"pp": 2, "dp_strategy": "fsdp"}),
+    Layout("ep4", {"ep": 4}, moe=True),
+    Layout("ep4 all_gather", {"ep": 4, "dispatch": "all_gather"}, moe=True),
+    Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, moe=True),
+    Layout("cp2 ep4", {"cp": 2, "ep": 4}, moe=True),
+]
+
+
+@dataclass
+class Curve:
+    """Losses and gradient norms of the steps."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    def apart(self, other: "Curve") -> tuple[float, float]:
+        """Largest relative difference of a step, in loss and norm."""
+        pairs = (self.losses, other.losses), (self.norms, other.norms)
+        loss, norm = (max(abs(a - b) / abs(b) for a, b in zip(x, y, strict=True)) for x, y in pairs)
+        return loss, norm
+
+
+@dataclass
+class Choices:
+    """The experts that the one-GPU run chose: layer -> [sequences of the run, tokens, choices], on the CPU."""
+
+    shape: tuple[int, int, int]
+    replay: bool = False
+    by_layer: dict[str, Tensor] = field(default_factory=dict)
+
+    def attach(self, built: Built) -> None:
+        """Makes every router of a run record its choices, or repeat the recorded ones."""
+        for chunk in built.chunks:
+            for name, module in chunk.named_modules():
+                if isinstance(module, Router):
+                    module.choose = self._replayed(name, module) if self.replay else self._recorded(name, module)
+
+    def _recorded(self, name: str, router: Router) -> Any:
+        self.by_layer[name] = torch.zeros(self.shape, dtype=torch.uint8)
+
+        def choose(ranking_BTE: Tensor, context: SequenceContext) -> Tensor:
+            chosen = Router.choose(router, ranking_BTE, context)
+            if context.noise is not None:
+                self.by_layer[name][context.noise.ids.cpu()] = chosen.to("cpu", torch.uint8)
+            return chosen
+
+        return choose
+
+    def _replayed(self, name: str, router: Router) -> Any:
+        here = self.by_layer[name].to("cuda")
+
+        def choose(ranking_BTE: Tensor, context: SequenceContext) -> Tensor:
+            if context.noise is None:
+                return Router.choose(router, ranking_BTE, context)
+            T = ranking_BTE.shape[1]
+            index = context.index[router.part[0] * T : (router.part[0] + 1) * T]
+            return here[context.noise.ids][:, index].to(torch.int64)
+
+        return choose
+
+
+def spec_of(args: argparse.Namespace, layout: Layout, world: int) -> Spec:
+    vocab = load_manifest(args.data).vocab_size
+    fields = {
+        "name": "layouts",
+        "run_dir": "-",
+        "model": MODEL | {"vocab_size": vocab} | ({"moe": MOE} if layout.moe else {}),
+        "parallelism": {"tp": 1, **layout.parallelism},
+        "precision": {"kind": "bf16"},
+        "data": {"kind": "indexed", "blend": [{"prefix": args.data}], "seq_len": SEQ, "seed": 1},
+        "optim": {"kind": "adamw", "lr": 1e-3, "schedule": {"warmup_steps": 20, "min_lr": 1e-4}},
+        "kernels": {"compile": args.compile},
+        "train": {"steps": args.steps, "global_batch": BATCH, "micro_batch": layout.micro_batch, "eval_every": 0},
+        "log": {"tensorboard": False},
+        "launcher": {"ranks": world},
+    }
+    recipe = Recipe.model_validate_json(json.dumps(fields))
+    return resolve(recipe, detect_target(), gather_facts(recipe))
+
+
+def run(spec: Spec, mesh: Mesh, choices: Choices | None) -> Curve:
+    """Trains; every rank gets the curve."""
+    built = build(spec, mesh=mesh)
+    initialise(built)
+    if choices is not None:
+        choices.attach(built)
+    scaler, curve = build_scaler(spec.precision, device=mesh.device), Curve()
+    schedule = BatchSchedule(spec.train, moved=0)
+    source = open_source(
+        spec.data, split="train", seed=spec.data.seed, segments=spec.segments, vocab_size=spec.model.vocab_size
+    )
+    results = []
+    with Loader(
+        source,
+        schedule,
+        start_step=0,
+        steps=spec.train.steps,
+        micro_batch=spec.train.micro_batch,
+        dp_rank=mesh.index("dp"),
+        dp_size=mesh.size("dp"),
+        device=mesh.device,
+    ) as loader:
+        for step, batch in enumerate(loader, start=1):
+            lr = learning_rate(spec.optim.schedule, spec.optim.lr, step)
+            decay = weight_decay(spec.optim, step)
+            result = train_step(built, batch.micro_batches, lr=lr, weight_decay=decay, scaler=scaler)
+            results.append(torch.stack([result.loss.double(), result.grad_norm.double()]))
+    for loss, norm in torch.stack(results).tolist():
+        curve.losses.append(loss)
+        curve.norms.append(norm)
+    return curve
+
+
+def alone(args: argparse.Namespace, micro_batch: int, *, moe: bool, choices: Choices | None, device: Any) -> Curve:
+    spec = spec_of(args, Layout("alone", {}, micro_batch, moe), 1)
+    return run(spec, Mesh({}, rank=0, device=device), choices)
+
+
+def floor_of(args: argparse.Namespace, *, moe: bool, rank: int, device: torch.device) -> tuple[Curve, Any, Choices]:
+    """The one-GPU run with micro batches of two, the largest differences among three orders, and its choices."""
+    box: list[Any] = [None]
+    if rank == 0:
+        choices = Choices((args.steps * BATCH, SEQ, MOE["top_k"]))
+        first = alone(args, 2, moe=moe, choices=choices if moe else None, device=device)
+        choices.replay = True
+        box = [(first, choices)]
+    dist.broadcast_object_list(box, src=0)
+    first, choices = box[0]
+    curves: list[Any] = [None] * dist.get_world_size()
+    micro = (None, 1, 4, None)[rank] if dist.get_world_size() > 2 else None
+    mine = alone(args, micro, moe=moe, choices=choices if moe else None, device=device) if micro else None
+    dist.all_gather_object(curves, mine)
+    runs = [first, *(c for c in curves if c is not None)]
+    apart = [a.apart(b) for a, b in combinations(runs, 2)]
+    return first, (max(x for x, _ in apart), max(x for _, x in apart)), choices
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--only", default="", help="names that contain one of these words, comma-separated")
+    parser.add_argument("--out", default="bf16_layouts.jsonl")
+    parser.add_argument("--plot", default="", help="folder for a picture")
+    parser.add_argument("--compile", default="block")
+    args = parser.parse_args()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    words = [w for w in args.only.split(",") if w]
+    layouts = [one for one in LAYOUTS if not words or any(w in one.name for w in words)]
+    lines: list[dict[str, Any]] = []
+    for moe in (False, True):
+        chosen = [one for one in layouts if one.moe == moe]
+        if not chosen:
+            continue
+        first, floor, choices = floor_of(args, moe=moe, rank=rank, device=device)
+        lines.append(line("one GPU" + " with experts" * moe, first, floor, floor, floor_row=True))
+        tell(rank, lines[-1])
+        for layout in chosen:
+            for replay in (True, False) if moe else (False,):
+                started = time.perf_counter()
+                spec = spec_of(args, layout, world)
+                curve = run(spec, mesh_of(spec, rank=rank, device=device), choices if replay else None)
+                name = layout.name + (", free choices" if moe and not replay else "")
+                seconds = time.perf_counter() - started
+                found = line(name, curve, curve.apart(first), floor, gated=not moe or replay, seconds=seconds)
+                lines.append(found)
+                tell(rank, found)
+                torch.cuda.empty_cache()
+    if rank == 0:
+        Path(args.out).write_text("".join(json.dumps(one) + "\n" for one in lines))
+        if args.plot:
+            draw(lines, Path(args.plot) / "bf16_layouts.png")
+    dist.destroy_process_group()
+
+
+def line(
+    name: str,
+    curve: Curve,
+    apart: tuple[float, float],
+    floor: tuple[float, float],
+    *,
+    floor_row: bool = False,
+    gated: bool = True,
+    seconds: float = 0.0,
+) -> dict[str, Any]:
+    limit = (LOSS_FLOOR, NORM_FLOOR) if floor_row else tuple(FACTOR * x for x in floor)
+    passed = apart[0] <= limit[0] and apart[1] <= limit[1]
+    return {
+        "layout": name, "loss_apart": apart[0], "norm_apart": apart[1], "loss_limit": limit[0], "norm_limit": limit[1],
+        "passed": passed if gated else None, "seconds": round(seconds, 1), "torch": torch.__version__,
+        "losses": curve.losses, "norms": curve.norms,
+    }  # fmt: skip
+
+
+def tell(rank: int, found: dict[str, Any]) -> None:
+    if rank == 0:
+        verdict = {True: "equal", False: "NOT EQUAL", None: "not gated"}[found["passed"]]
+        numbers = " ".join(f"{k} {found[k]:.2e}" for k in ("loss_apart", "loss_limit", "norm_apart", "norm_limit"))
+        last = found["losses"][-1]
+        print(f"{found['layout']:32} {numbers} last loss {last:.4f} {found['seconds']:.0f} s {verdict}", flush=True)
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Relative differences over the steps, loss and norm."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(15, 9), sharex=True)
+    for column, moe in enumerate((False, True)):
+        first = next((x for x in lines if x["layout"] == "one GPU" + " with experts" * moe), None)
+        if first is None:
+            continue
+        block = lines[lines.index(first) + 1 :]
+        end = next((i for i, x in enumerate(block) if x["layout"].startswith("one GPU")), len(block))
+        for one in block[:end]:
+            for row, key in enumerate(("losses", "norms")):
+                gap = [abs(a - b) / abs(b) for a, b in zip(one[key], first[key], strict=True)]
+                axes[row][column].semilogy(gap, label=one["layout"], linewidth=0.7)
+        for row, key in enumerate(("loss_apart", "norm_apart")):
+            axes[row][column].axhline(3 * first[key], color="black", linestyle="--", label="3 x floor")
+            axes[row][column].set_ylabel(key.split("_")[0] + ", relative difference")
+        axes[0][column].set_title("experts" if moe else "dense")
+        axes[0][column].legend(fontsize=6)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
