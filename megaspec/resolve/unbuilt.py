@@ -37,8 +37,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     *(
         Unbuilt(what, f"parallelism.overlap.{name}", True, (f"parallelism.overlap.{name}",))
         for what, name in (
-            ("a reduction after the backward pass", "grad_reduce"),
-            ("a gather before the forward pass", "param_gather"),
             ("a tensor-parallel backward pass in turns", "tp"),
             ("stages that wait for their neighbours", "p2p"),
             ("shared experts before or after the others", "shared_experts"),

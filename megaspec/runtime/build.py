@@ -178,7 +178,9 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     tensor = split.tensor_parallel
     # last: its hooks and buffers hang on the final parameters
     own = spec.parallelism
-    sharing = Sharing(own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce)
+    sharing = Sharing(
+        own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce, own.overlap.grad_reduce, own.overlap.param_gather
+    )
     data = DataParallel(split.chunks, layouts=tensor.layouts, mesh=mesh, sharing=sharing)
     optimizer = build_optimizer(data.weights, spec.optim)
     # outermost, so that what other strategies do in a unit is told as part of it
