@@ -1,0 +1,56 @@
+"""Every parallel dimension over NCCL on four devices against one, in fp64; what is fused or compiled, in bf16."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.parity.cases import Case
+from tests.parity.checks import check, check_low
+from tests.ranks import RankPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs"),
+]
+DEEP = {"n_layers": 4, "accumulate": 3, "mask": "uneven"}
+CASES = [
+    *(Case(pp=4, schedule=s, **DEEP) for s in ("gpipe", "1f1b", "zb_h1")),
+    Case(pp=2, schedule="interleaved", virtual=2, tied=True, **DEEP),
+    Case(pp=2, schedule="zb_v", virtual=2, tp=2, sequence=True, **DEEP),
+    *(Case(cp=4, context=c, kv_heads=4, mask="uneven") for c in ("ring", "all_gather", "all_to_all", "hierarchical")),
+    Case(cp=2, tp=2, sequence=True, kv_heads=2, documents=True, mask="uneven"),
+    *(Case(dp=4, strategy=s, accumulate=3, mask="empty_rank") for s in ("zero1", "zero2", "fsdp")),
+    Case(dp=4, strategy="hsdp", replicas=2, accumulate=3, mask="uneven", tied=True),
+    Case(pp=2, dp=2, strategy="fsdp", **DEEP),
+    *(Case(dp=4, ep=4, router="softmax", dispatch=d, mask="uneven") for d in ("all_to_all", "all_gather")),
+    Case(dp=2, tp=2, sequence=True, ep=2, etp=2, router="sigmoid", shared="gate", mask="uneven"),
+    Case(cp=2, dp=2, ep=4, router="root", drop="probs", mask="uneven"),
+]
+FUSED = {"d_head": 64, "cross_entropy": "triton", "compile": "block", "mask": "uneven"}
+LOW = [
+    Case(pp=4, schedule="1f1b", n_layers=4, accumulate=3, **FUSED),
+    Case(pp=2, dp=2, schedule="zb_h1", strategy="zero1", n_layers=4, accumulate=3, **FUSED),
+    Case(cp=4, context="ring", kv_heads=2, **FUSED),
+    Case(cp=4, context="all_to_all", **FUSED),
+    Case(dp=4, strategy="zero1", accumulate=3, **FUSED),
+    Case(dp=4, strategy="fsdp", accumulate=3, **FUSED),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(device="cuda", timeout=300) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fp64_equals_one_gpu(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    check(pool, case, capsys, steps=3, device="cuda")
+
+
+@pytest.mark.parametrize("case", LOW, ids=str)
+def test_bf16_is_as_close_to_the_truth_as_one_gpu(
+    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_low(pool, case, capsys, device="cuda")
