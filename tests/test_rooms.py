@@ -57,6 +57,7 @@ RUNS = {
     ),
     "gpt": (
         "model=gpt2_124m",
+        "parallelism.recompute={kind: full, method: block, layers: 1}",
         "~model.n_kv_heads",
         "model.attention_dropout=0.1",
         "data=synthetic",
@@ -67,6 +68,7 @@ RUNS = {
         *MADE_UP,
     ),
     "random": ("data=random", "data.vocab_size=64", "model.vocab_size=64", *MADE_UP),
+        "parallelism.recompute={kind: selective, parts: [norm]}",
 }
 
 

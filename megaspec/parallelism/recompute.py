@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from megaspec.nn.attention import Attention, SequenceContext
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.mlp import GeluMlp, SwiGlu
+from megaspec.nn.moe import Experts, Moe
 from megaspec.nn.norm import LayerNorm, RmsNorm
 from megaspec.parallelism.spec import RecomputeSpec
 
@@ -130,13 +131,24 @@ class _Parts:
                 # them among the tensors that may change (torch 2.13). So a compiled layer leaves attention out.
                 child.core.forward = torch.compiler.disable(core) if compiled else core
             elif isinstance(child, SwiGlu | GeluMlp):
-                self._mlp(child, whole="mlp" in parts, activation="activation" in parts)
+                self._feed_forward(child, whole="mlp" in parts, activation="activation" in parts)
+            elif isinstance(child, Moe):
+                self._experts(child, parts)
 
-    def _mlp(self, mlp: SwiGlu | GeluMlp, *, whole: bool, activation: bool) -> None:
+    def _feed_forward(self, layer: SwiGlu | GeluMlp | Experts, *, whole: bool, activation: bool) -> None:
         if whole:
-            mlp.forward = partial(_checkpointed, mlp.forward)
+            layer.forward = partial(_checkpointed, layer.forward)
         elif activation:
-            mlp.activate = partial(self._remade, mlp.activate, ())
+            layer.activate = partial(self._remade, layer.activate, ())
+
+    def _experts(self, moe: Moe, parts: frozenset[str]) -> None:
+        if "moe" in parts:
+            # shared experts run while tokens travel: inside
+            moe.forward = partial(_checkpointed, moe.forward)
+            return
+        self._feed_forward(moe.experts, whole=False, activation="activation" in parts)
+        if moe.shared is not None:
+            self._feed_forward(moe.shared, whole="shared_experts" in parts, activation="activation" in parts)
 
     def _core(self, core: Run) -> Run:
         def forward(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:

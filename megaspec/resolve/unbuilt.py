@@ -42,7 +42,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
             ("shared experts before or after the others", "shared_experts"),
         )
     ),
-    Unbuilt("recompute", "parallelism.recompute.kind", "none", ("parallelism.recompute",)),
     Unbuilt("latent attention", "model.mla", None, ("model.mla",)),
     Unbuilt("norms of queries and keys", "model.qk_norm", False, ("model.qk_norm",)),
     Unbuilt(

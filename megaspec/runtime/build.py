@@ -30,6 +30,7 @@ from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.parallelism.recompute import Recompute
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
 from megaspec_kernels.registry import CrossEntropyKernel, Kernels, kernels_of
@@ -198,6 +199,11 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         Pipeline(),
         data,
         optimizer,
+    # before units are sharded: what is computed again together is gathered once
+    recompute = Recompute(own.recompute, compiled=spec.kernels.compile == "block")
+    for chunk in split.chunks:
+        recompute.apply(chunk)
+    # last: its hooks and buffers hang on the final parameters
         position,
     )
 
