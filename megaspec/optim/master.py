@@ -22,9 +22,13 @@ class MasterOptimizer:
 
     def __init__(self, weights: Mapping[str, Tensor]):
         self.weights = {name: weight.detach() for name, weight in weights.items()}
-        self.masters = {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in self.weights.items()}
+        self.masters = self._start()
         first = next(iter(self.weights.values()), None)
         self._updates = torch.zeros((), dtype=torch.int64, device=None if first is None else first.device)
+
+    def _start(self) -> Mapping[str, Tensor]:
+        """The master weights, from the model's."""
+        return {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in self.weights.items()}
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Kind -> parameter name -> tensor of the share's shape, in the master's dtype."""

@@ -7,10 +7,17 @@ from torch import Tensor
 from megaspec.optim.adamw import AdamW
 from megaspec.optim.master import MasterOptimizer
 from megaspec.optim.muon import Matrices, Muon
+from megaspec.optim.narrow import NarrowAdamW
 from megaspec.optim.sgd import Sgd
-from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec, SgdSpec
+from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec, SgdSpec, StateFormats
 
-OPTIMIZERS = {AdamWSpec: AdamW, SgdSpec: Sgd}
+
+def adamw(weights: Mapping[str, Tensor], spec: AdamWSpec) -> AdamW | NarrowAdamW:
+    """AdamW with the states that the spec names."""
+    return (AdamW if spec.formats == StateFormats() else NarrowAdamW)(weights, spec)
+
+
+OPTIMIZERS = {AdamWSpec: adamw, SgdSpec: Sgd}
 
 
 def build_optimizer(
