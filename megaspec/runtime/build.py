@@ -177,8 +177,12 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     seed_everything(spec)
     split = build_split_model(spec, mesh=mesh)
     tensor = split.tensor_parallel
-    # last: its hooks and buffers hang on the final parameters
     own = spec.parallelism
+    # before units are sharded: what is computed again together is gathered once
+    recompute = Recompute(own.recompute, compiled=spec.kernels.compile == "block")
+    for chunk in split.chunks:
+        recompute.apply(chunk)
+    # last: its hooks and buffers hang on the final parameters
     sharing = Sharing(
         own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce, own.overlap.grad_reduce, own.overlap.param_gather
     )
@@ -199,11 +203,6 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         Pipeline(),
         data,
         optimizer,
-    # before units are sharded: what is computed again together is gathered once
-    recompute = Recompute(own.recompute, compiled=spec.kernels.compile == "block")
-    for chunk in split.chunks:
-        recompute.apply(chunk)
-    # last: its hooks and buffers hang on the final parameters
         position,
     )
 
