@@ -53,7 +53,11 @@ DROPS: dict[str, dict[str, Any]] = {
     "position": {"capacity_factor": 0.75, "drop": "position"},
     "padded": {"capacity_factor": 1.25, "drop": "probs", "pad_to_capacity": True},
 }
-SHARED: dict[str, dict[str, Any]] = {"none": {}, "plain": {"d_shared": 32}, "gate": {"d_shared": 32, "shared_gate": True}}
+SHARED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "plain": {"d_shared": 32},
+    "gate": {"d_shared": 32, "shared_gate": True},
+}
 
 Settings = tuple[tuple[str, Any], ...]
 """Dotted paths and their values."""
@@ -93,7 +97,7 @@ class Case:
     schedule: str = "1f1b"
     virtual: int = 1
     group: int | None = None
-    """Micro batches that an interleaved schedule takes through a chunk at once. None: pp, all where that leaves a rest."""
+    """Micro batches that an interleaved schedule takes through a chunk at once. None: pp, or all."""
     cp: int = 1
     context: str = "ring"
     """`hierarchical` has all-to-alls of 2 ranks."""

@@ -6,23 +6,22 @@ from typing import Any
 
 import torch
 
-from megaspec.parallelism.mesh import Mesh
-from megaspec.runtime.build import build, initialise
+from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.parity import Gathered, Trajectory, run_steps
-from tests.parity.cases import Case, alone, batches_of, empty_sequences, spec_of
+from tests.parity.cases import Case, Empty, alone, batches_of, empty_of, spec_of
 from tests.ranks import RankPool
 
 
 def train(
-    rank: int, case: Case, empty: list[int], steps: int, *, device: str = "cpu", round_to: str | None = None
+    rank: int, case: Case, empty: Empty, steps: int, *, device: str = "cpu", round_to: str | None = None
 ) -> dict[str, Any] | None:
     """Trains a case. -> the trajectory as plain data, from rank 0."""
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    mesh = Mesh({"tp": case.tp, "dp_replicate": case.dp}, rank=rank, device=where)
+    spec = spec_of(case, device=device)
     trajectory = run_steps(
-        spec_of(case, device=device),
-        mesh=mesh,
-        batches=batches_of(case, empty, steps),
+        spec,
+        mesh=mesh_of(spec, rank=rank, device=where),
+        batches=batches_of(case, empty.sequences, steps, places=empty.places),
         loss_scale=case.scale,
         round_weights_to=getattr(torch, round_to) if round_to else None,
     )
@@ -53,25 +52,25 @@ def trajectory_of(fields: dict[str, Any]) -> Trajectory:
 def run_case(pool: RankPool, case: Case, *, steps: int, device: str = "cpu", round_to: str | None = None) -> Trajectory:
     """Trains a case on the pool's ranks."""
     more = {"device": device, "round_to": round_to}
-    return trajectory_of(pool.run(train, case, empty_sequences(case), steps, ranks=case.ranks, **more)[0])
+    return trajectory_of(pool.run(train, case, empty_of(case), steps, ranks=case.ranks, **more)[0])
 
 
-@lru_cache(maxsize=64)
-def _alone(case: Case, empty: tuple[int, ...], steps: int, device: str, round_to: str | None) -> Trajectory:
-    return trajectory_of(train(0, case, list(empty), steps, device=device, round_to=round_to))
+@lru_cache(maxsize=256)
+def _alone(case: Case, empty: Empty, steps: int, device: str, round_to: str | None) -> Trajectory:
+    return trajectory_of(train(0, case, empty, steps, device=device, round_to=round_to))
 
 
 def truth_of(case: Case, *, steps: int, device: str = "cpu", round_to: str | None = None) -> Trajectory:
     """The one-rank run on the same batches, in this process."""
     torch.set_num_threads(1)
-    return _alone(alone(case), tuple(empty_sequences(case)), steps, device, round_to)
+    return _alone(alone(case), empty_of(case), steps, device, round_to)
 
 
 @torch.no_grad()
 def logits(rank: int, case: Case) -> Any:
     """The logits of the first batch at the initial weights, on every rank, as a numpy array."""
-    mesh = Mesh({"tp": case.tp, "dp_replicate": case.dp}, rank=rank, device=torch.device("cpu"))
-    built = build(spec_of(case), mesh=mesh)
+    spec = spec_of(case)
+    built = build(spec, mesh=mesh_of(spec, rank=rank, device=torch.device("cpu")))
     initialise(built)
     batch = batches_of(case, [], 1)[0]
     return built.model(batch.tokens, batch.documents).numpy()

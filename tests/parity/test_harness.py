@@ -20,7 +20,7 @@ from megaspec.runtime.parity import (
     gradient_errors,
     run_steps,
 )
-from tests.parity.cases import Case, batches_of, spec_of
+from tests.parity.cases import SEQUENCES, Case, batches_of, spec_of
 from tests.parity.tasks import truth_of
 from tests.ranks import RankDied, RankPool
 
@@ -121,7 +121,7 @@ def test_micro_batches_cover_a_global_batch_in_order() -> None:
 def test_a_batch_without_a_single_valid_token_moves_nothing_by_gradient() -> None:
     spec = spec_of(Case(optimizer="sgd"))
     mesh = Mesh({}, rank=0, device=torch.device("cpu"))
-    batch = batches_of(Case(), list(range(6)), 1)[0]
+    batch = batches_of(Case(), range(SEQUENCES), 1)[0]
     run = run_steps(spec, mesh=mesh, batches=[batch])
     assert run.losses == [0.0]
     assert run.norms == [0.0]

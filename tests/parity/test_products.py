@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import build, initialise
+from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.parity import divide
 from megaspec.runtime.step import train_step
 from tests.parity.cases import Case, batches_of, spec_of
@@ -18,7 +17,7 @@ LINEARS_AND_HEAD = 2 * 4 + 1
 def count(rank: int, case: Case) -> int:
     """Matrix products of one step on one rank; those of attention are batched and not counted."""
     spec = spec_of(case)
-    mesh = Mesh({"tp": case.tp, "dp_replicate": case.dp}, rank=rank, device=torch.device("cpu"))
+    mesh = mesh_of(spec, rank=rank, device=torch.device("cpu"))
     built = build(spec, mesh=mesh)
     initialise(built)
     mine = divide(batches_of(case, [], 1)[0], mesh=mesh, micro_batch=spec.train.micro_batch)

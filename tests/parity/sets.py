@@ -1,0 +1,429 @@
+"""The cases that layouts are tested on. What the README's matrix shows is counted here."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, cycle, islice, product
+from typing import Any
+
+from tests.parity.cases import DROPS, ROUTERS, SEQUENCES, SHARED, Case, Settings
+from tests.parity.covering import covering, dressed, full_product
+
+# The ways of each dimension over two ranks. Those of experts lie over the ranks of the others.
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "tensor": {"tp": {"tp": 2}, "sp": {"tp": 2, "sequence": True}},
+    "pipeline": {
+        "1f1b": {"pp": 2},
+        "gpipe": {"pp": 2, "schedule": "gpipe"},
+        "interleaved": {"pp": 2, "schedule": "interleaved", "virtual": 2, "n_layers": 4},
+        "zb_h1": {"pp": 2, "schedule": "zb_h1"},
+        "zb_v": {"pp": 2, "schedule": "zb_v", "virtual": 2, "n_layers": 4},
+    },
+    "context": {kind: {"cp": 2, "context": kind} for kind in ("ring", "all_gather", "all_to_all")},
+    "data": {strategy: {"dp": 2, "strategy": strategy} for strategy in ("replicate", "zero1", "zero2", "fsdp")},
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ep": {"ep": 2},
+    "ep all_gather": {"ep": 2, "dispatch": "all_gather"},
+    "etp": {"etp": 2},
+}
+# What a batch, a model or a kernel can do to a layout.
+FEATURES: dict[str, tuple] = {
+    "accumulate": (1, 2, 3, 6),
+    "mask": ("uneven", "empty_rank", "empty_micro", "empty_part", "full"),
+    "tied": (False, True),
+    "pad": (1, 8),
+    "kv_heads": (2, 4, 1),
+    "documents": (False, True),
+    "dropout": (False, True),
+    "family": ("llama", "gpt"),
+    "optimizer": ("adamw", "sgd"),
+    "attention": ("sdpa", "reference"),
+    "cross_entropy": ("chunked", "reference"),
+    "scale": (1.0, 4096.0),
+    "qk_norm": (False, True),
+    "router": ("", *ROUTERS),
+    "drop": tuple(DROPS),
+    "shared": tuple(SHARED),
+    "every": (1, 2),
+}
+PLAIN: dict[str, tuple] = {
+    "accumulate": (1, 3),
+    "mask": ("uneven", "empty_micro"),
+    "tied": (False, True),
+    "pad": (1,),
+    "kv_heads": (2,),
+    "documents": (False, True),
+    "dropout": (False, True),
+    "family": ("llama", "gpt"),
+    "optimizer": ("adamw",),
+    "attention": ("reference",),
+    "cross_entropy": ("chunked",),
+    "scale": (1.0,),
+    "qk_norm": (False,),
+    "router": ("", "softmax", "root"),
+    "drop": ("none", "probs"),
+    "shared": ("none", "gate"),
+    "every": (1,),
+}
+
+
+def fits(layout: Case, chosen: Mapping[str, Any]) -> bool:
+    """Whether a layout can go with a (possibly partial) choice of features."""
+    micro_batches = chosen.get("accumulate", layout.pp if layout.schedule == "interleaved" else 1)
+    heads = max(chosen.get("kv_heads", 4) // layout.tp, 1)
+    swapped = {"all_to_all": layout.cp, "hierarchical": 2}.get(layout.context, 1) if layout.cp > 1 else 1
+    has_experts = layout.ep * layout.etp > 1
+    router = chosen.get("router", "softmax" if has_experts else "")
+    return not (
+        SEQUENCES % (layout.dp * micro_batches)
+        or (layout.schedule == "interleaved" and micro_batches < layout.pp)
+        or heads % swapped
+        or (chosen.get("dropout") and chosen.get("attention") == "sdpa")
+        or has_experts != bool(router)
+        or (chosen.get("family") == "gpt" and (has_experts or chosen.get("qk_norm")))
+        or (chosen.get("drop", "none") != "none" and router in ("", "sinkhorn"))
+        or (not has_experts and (chosen.get("shared", "none") != "none" or chosen.get("every", 1) > 1))
+    )
+
+
+def names_of(layout: Case) -> dict[str, object]:
+    """What a layout is made of."""
+    return {
+        "tensor": (layout.tp, layout.sequence),
+        "pipeline": (layout.pp, layout.schedule),
+        "context": (layout.cp, layout.context),
+        "data": (layout.dp, layout.strategy),
+        "experts": (layout.ep, layout.etp, layout.dispatch),
+        "also": layout.also,
+    }
+
+
+def dress(layouts: Iterable[Case], features: Mapping[str, tuple] = FEATURES) -> list[Case]:
+    """Layouts with features that fit them, so chosen that all meet each other."""
+    return dressed(list(layouts), names_of, features, fits)
+
+
+def _of(*ways: Mapping[str, Any]) -> Case:
+    fields: dict[str, Any] = {}
+    for way in ways:
+        fields |= way
+    return Case(**fields)
+
+
+def _turns(*axes: Mapping[str, dict]) -> list[tuple[dict, ...]]:
+    """Each way of each axis at least once, as few together as can be."""
+    most = max(len(ways) for ways in axes)
+    return list(zip(*(islice(cycle(ways.values()), most) for ways in axes), strict=True))
+
+
+def _with_experts(layout: Case, turn: int) -> Case:
+    ways = list(EXPERTS.values())
+    # experts beside tensor parallel want the sequence split
+    return replace(layout, sequence=layout.tp > 1, **ways[turn % len(ways)])
+
+
+def _alone() -> list[Case]:
+    """Each way of each axis on two ranks."""
+    layouts = [_of(way) for ways in AXES.values() for way in ways.values()]
+    return layouts + [_of(way, {"dp": 2}) for way in EXPERTS.values()]
+
+
+def _on_four() -> list[Case]:
+    """Each axis alone on four ranks."""
+    pipelines: list[dict[str, Any]] = [
+        {},
+        {"schedule": "gpipe"},
+        {"schedule": "zb_h1"},
+        {"schedule": "interleaved", "virtual": 2, "also": _layout("Et|t|||t||t|L")},
+        {"schedule": "zb_v", "virtual": 2, "also": _layout("E|t||t|t||t|L")},
+    ]
+    return [
+        *(Case(tp=4, sequence=sequence) for sequence in (False, True)),
+        *(Case(pp=4, n_layers=4, **fields) for fields in pipelines),
+        *(Case(cp=4, context=kind) for kind in ("ring", "all_gather", "all_to_all", "hierarchical")),
+        *(Case(dp=4, strategy=strategy) for strategy in ("replicate", "zero1", "zero2", "fsdp")),
+        *(Case(dp=4, strategy=strategy, replicas=2) for strategy in ("zero1", "zero2", "hsdp")),
+        Case(dp=4, ep=4),
+        Case(dp=4, ep=4, dispatch="all_gather"),
+        Case(dp=4, ep=2, etp=2),
+        Case(tp=4, sequence=True, ep=4),
+        Case(cp=4, ep=2, etp=2, dispatch="all_gather"),
+        Case(dp=4, strategy="hsdp", replicas=2, ep=2),
+    ]
+
+
+def _layout(text: str) -> Settings:
+    return (("parallelism.pipeline.layout", text),)
+
+
+def _pairs() -> list[Case]:
+    """Two axes at once, every way of each beside the other, on four ranks; with and without experts over them."""
+    layouts, turn = [], 0
+    for one, other in combinations(AXES, 2):
+        for number, (a, b) in enumerate(_turns(AXES[one], AXES[other])):
+            layouts.append(_of(a, b))
+            if number < len(EXPERTS):
+                layouts.append(_with_experts(_of(a, b), turn))
+                turn += 1
+    return layouts
+
+
+def _all_pairs() -> list[Case]:
+    layouts = []
+    for one, other in combinations(AXES, 2):
+        for a, b in product(AXES[one].values(), AXES[other].values()):
+            layouts += [_of(a, b), *(_with_experts(_of(a, b), n) for n in range(len(EXPERTS)))]
+    return layouts
+
+
+def _triples() -> list[Case]:
+    """Three axes at once on eight ranks, with and without experts over them."""
+    layouts = []
+    for number, three in enumerate(combinations(AXES, 3)):
+        for experts in (False, True):
+            turn = 2 * number + experts + 1
+            layout = _of(*(list(AXES[axis].values())[turn % len(AXES[axis])] for axis in three))
+            layouts.append(_with_experts(layout, turn) if experts else layout)
+    return layouts
+
+
+def _all_triples() -> list[Case]:
+    layouts = []
+    for three in combinations(AXES, 3):
+        for number, ways in enumerate(product(*(AXES[axis].values() for axis in three))):
+            layouts += [_of(*ways), _with_experts(_of(*ways), number)]
+    return layouts
+
+
+# How layers are divided -> settings, and the layers that go with them by the number of stages.
+DIVISIONS: dict[str, tuple[Settings, dict[int, int]]] = {
+    "even": ((), {2: 2, 4: 4, 6: 6, 8: 8}),
+    "uneven": ((("parallelism.pipeline.first_layers", 1),), {2: 3, 4: 7}),
+    "counted": (
+        (("parallelism.pipeline.count_embedding", True), ("parallelism.pipeline.count_loss", True)),
+        {2: 4, 4: 6},
+    ),
+    "layout": ((), {2: 3, 4: 3, 6: 3, 8: 3}),
+}
+_LAYOUTS = {2: "E|ttt L", 4: "Et||tt|L", 6: "E|t||t|t|L", 8: "E||t|t||t||L"}
+PASSES: dict[str, tuple] = {
+    "schedule": ("1f1b", "gpipe", "interleaved", "interleaved x3", "zb_h1", "zb_v"),
+    "pp": (2, 4),
+    "accumulate": (1, 3, 4, 6),
+    "division": tuple(DIVISIONS),
+    "tied": (False, True),
+}
+
+
+def _stages(chosen: Mapping[str, Any]) -> int:
+    virtual = {"interleaved": 2, "interleaved x3": 3, "zb_v": 2}.get(chosen["schedule"], 1)
+    return chosen["pp"] * virtual
+
+
+def _passes_fit(chosen: Mapping[str, Any]) -> bool:
+    schedule, division = chosen.get("schedule", "1f1b"), chosen.get("division", "even")
+    has_chunks = schedule in ("zb_v", "interleaved", "interleaved x3")
+    return not (
+        (schedule.startswith("interleaved") and chosen.get("accumulate", 6) < chosen.get("pp", 2))
+        or (schedule.endswith("x3") and chosen.get("pp") == 4)
+        or (has_chunks and division in ("uneven", "counted"))
+    )
+
+
+def _pipelines() -> list[Case]:
+    """Schedules x stages x chunks x micro batches x ways to divide layers."""
+    cases = []
+    for chosen in covering(PASSES, _passes_fit):
+        stages, (also, layers) = _stages(chosen), DIVISIONS[chosen["division"]]
+        if chosen["division"] == "layout":
+            also = _layout(_LAYOUTS[stages])
+        schedule = chosen["schedule"].split()[0]
+        cases.append(
+            Case(
+                pp=chosen["pp"],
+                schedule=schedule,
+                virtual=stages // chosen["pp"],
+                accumulate=chosen["accumulate"],
+                tied=chosen["tied"],
+                n_layers=layers[stages],
+                also=also,
+                mask="uneven",
+            )
+        )
+    groups = Case(pp=2, schedule="interleaved", virtual=2, n_layers=4, mask="uneven")
+    return [*cases, replace(groups, accumulate=6, group=4), replace(groups, accumulate=6, group=3)]
+
+
+def _contexts() -> list[Case]:
+    """Kinds x documents x grouped heads x dropout x masks."""
+    factors = {
+        "kind": (("ring", 2), ("ring", 4), ("all_gather", 4), ("all_to_all", 2), ("hierarchical", 4)),
+        "kv_heads": (4, 2, 1),
+        "documents": (False, True),
+        "dropout": (False, True),
+        "mask": ("uneven", "empty_part"),
+    }
+
+    def legal(chosen: Mapping[str, Any]) -> bool:
+        swaps = chosen.get("kind", ("ring",))[0] in ("all_to_all", "hierarchical")
+        return not (swaps and chosen.get("kv_heads") == 1)
+
+    cases = []
+    for chosen in covering(factors, legal):
+        kind, cp = chosen.pop("kind")
+        attention = "reference" if chosen["dropout"] else "sdpa"
+        cases.append(Case(cp=cp, context=kind, attention=attention, accumulate=2, **chosen))
+    return cases
+
+
+def _dispatch() -> list[Case]:
+    """Grids x dispatchers x routers x drops x shared experts."""
+    factors = {
+        "grid": ("ep", "etp", "both", "tp", "cp"),
+        "dispatch": ("all_to_all", "all_gather"),
+        "router": tuple(ROUTERS),
+        "drop": tuple(DROPS),
+        "shared": tuple(SHARED),
+        "accumulate": (1, 3),
+    }
+    grids: dict[str, dict[str, Any]] = {
+        "ep": {"dp": 2, "ep": 2},
+        "etp": {"dp": 2, "etp": 2},
+        "both": {"dp": 4, "ep": 2, "etp": 2},
+        "tp": {"tp": 2, "sequence": True, "ep": 2},
+        "cp": {"cp": 2, "ep": 2},
+    }
+
+    def legal(chosen: Mapping[str, Any]) -> bool:
+        return not (chosen.get("router") == "sinkhorn" and chosen.get("drop", "none") != "none")
+
+    return [
+        Case(mask="uneven", optimizer="sgd", **grids[chosen.pop("grid")], **chosen)
+        for chosen in covering(factors, legal)
+    ]
+
+
+def _recompute(kind: str, **more: Any) -> Settings:
+    path = "parallelism.recompute."
+    return ((f"{path}kind", kind), *((f"{path}{name}", value) for name, value in more.items()))
+
+
+RECOMPUTES: dict[str, Settings] = {
+    "uniform 1": _recompute("full"),
+    "uniform 2": _recompute("full", method="uniform", layers=2),
+    "block 1": _recompute("full", method="block", layers=1),
+    "core_attention": _recompute("selective", parts=("core_attention",)),
+    "norm activation": _recompute("selective", parts=("norm", "activation")),
+    "mlp": _recompute("selective", parts=("mlp",)),
+    "moe": _recompute("selective", parts=("moe",)),
+    "shared_experts": _recompute("selective", parts=("shared_experts", "core_attention")),
+}
+
+
+def _recomputes() -> list[Case]:
+    """What is recomputed x what it is recomputed beside."""
+    beside: list[dict[str, Any]] = [
+        {"tp": 2, "sequence": True},
+        {"pp": 2},
+        {"pp": 2, "schedule": "zb_h1"},
+        {"cp": 2},
+        {"dp": 2, "strategy": "fsdp"},
+        {"dp": 2, "strategy": "zero2"},
+        {"dp": 2, "ep": 2},
+        {"tp": 2, "sequence": True, "ep": 2},
+    ]
+    layouts = []
+    names = list(RECOMPUTES)
+    for number, way in enumerate(beside):
+        possible = names if "ep" in way else [n for n in names if n not in ("moe", "shared_experts")]
+        if "ep" in way:
+            possible = [n for n in names if n != "mlp"]
+        for turn in (0, 3):
+            name = possible[(number + turn) % len(possible)]
+            layouts.append(Case(**{"n_layers": 4, **way}, also=RECOMPUTES[name]))
+    with_shared = PLAIN | {"shared": ("none", "gate"), "dropout": (True, False)}
+    return [
+        replace(case, shared="gate") if case.ep > 1 and case.also == RECOMPUTES["shared_experts"] else case
+        for case in dress(layouts, with_shared)
+    ]
+
+
+def _optimizers() -> list[Case]:
+    """Muon, whose matrices are whole, beside everything that cuts them."""
+    layouts = [
+        Case(tp=2, sequence=True),
+        Case(dp=2),
+        Case(dp=2, strategy="zero1"),
+        Case(dp=2, strategy="fsdp"),
+        Case(pp=2),
+        Case(cp=2, ep=2),
+        Case(tp=2, sequence=True, dp=2, strategy="zero1", etp=2),
+    ]
+    return dress(layouts, PLAIN | {"optimizer": ("muon",), "family": ("llama",), "qk_norm": (False, True)})
+
+
+# The factors of a product that is run in whole, at one step: a layout, and what a batch or a model can do to it.
+PRODUCT: dict[str, tuple] = {
+    "tp": (1, 2, 4),
+    "dp": (1, 2),
+    "sequence": (False, True),
+    "accumulate": (1, 3),
+    "mask": ("full", "uneven", "empty_rank", "empty_micro"),
+    "tied": (False, True),
+    "pad": (1, 8, 64),
+    "family": ("llama", "gpt"),
+    "optimizer": ("sgd", "adamw"),
+}
+REST: dict[str, tuple] = {
+    "kv_heads": (4, 2, 1),
+    "documents": (False, True),
+    "dropout": (False, True),
+    "attention": ("reference", "sdpa"),
+    "cross_entropy": ("reference", "chunked"),
+    "scale": (1.0, 4096.0),
+}
+"""What the cases of the product go through in turn."""
+
+
+def _product() -> list[Case]:
+    rest = [
+        Case(**chosen)
+        for chosen in covering(REST, lambda one: not (one.get("dropout") and one.get("attention") == "sdpa"))
+    ]
+    return [case for case in full_product(PRODUCT, rest) if case.tp > 1 or not case.sequence]
+
+
+# Long runs, in which small differences would grow.
+LONG = [
+    Case(tp=2, sequence=True, pp=2, n_layers=4, accumulate=3, mask="uneven", tied=True, pad=8, kv_heads=1),
+    Case(tp=2, cp=2, accumulate=3, mask="empty_part", documents=True, dropout=True, attention="reference"),
+    Case(dp=2, strategy="zero1", accumulate=3, mask="empty_rank", family="gpt", optimizer="sgd", tied=True),
+    Case(dp=2, strategy="fsdp", mask="uneven", kv_heads=2, scale=4096.0),
+    Case(dp=2, ep=2, accumulate=2, mask="uneven", router="sigmoid", drop="probs", shared="gate"),
+    Case(cp=2, ep=2, accumulate=2, mask="uneven", router="root", dispatch="all_gather"),
+    Case(pp=2, schedule="zb_v", virtual=2, n_layers=4, accumulate=6, mask="empty_micro", tied=True),
+]
+
+SETS: dict[str, Callable[[], list[Case]]] = {
+    "alone": lambda: dress(_alone()),
+    "on four": lambda: dress(_on_four()),
+    "pairs": lambda: dress(_pairs()),
+    "triples": lambda: dress(_triples()),
+    "pipelines": _pipelines,
+    "contexts": _contexts,
+    "dispatch": _dispatch,
+    "recompute": _recomputes,
+    "long": lambda: LONG,
+    "all pairs": lambda: dress(_all_pairs()),
+    "all triples": lambda: dress(_all_triples()),
+    "product": _product,
+}
+SLOW = ("all pairs", "all triples", "product")
+DEFAULT = tuple(name for name in SETS if name not in SLOW)
+
+
+@cache
+def cases_of(name: str) -> tuple[Case, ...]:
+    """The cases of a set, by its name in SETS."""
+    return tuple(dict.fromkeys(SETS[name]()))
