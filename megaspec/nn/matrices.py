@@ -6,6 +6,7 @@ from itertools import accumulate
 from torch import nn
 
 from megaspec.nn.linear import Linear
+from megaspec.nn.router import Router
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,12 @@ def consecutive(*sizes: int) -> tuple[Matrix, ...]:
 
 
 def matrices_of(model: nn.Module) -> dict[str, tuple[Matrix, ...]]:
-    """The hidden matrices of a model that is not split yet, by parameter.
+    """The hidden matrices of a model that is not split yet, by parameter: each part of a linear layer is one.
 
-    Those of every Linear, each of its parts one; a module of another kind tells its own in `matrices()`, by the name of
-    the parameter inside it. Embeddings, output heads and vectors are none.
+    Embeddings, output heads, routers and vectors are none.
     """
-    found: dict[str, tuple[Matrix, ...]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            found[f"{name}.weight"] = consecutive(*module.parts)
-        elif callable(getattr(module, "matrices", None)):
-            found |= {f"{name}.{parameter}": held for parameter, held in module.matrices().items()}
-    return found
+    return {
+        f"{name}.weight": consecutive(*module.parts)
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and not isinstance(module, Router)
+    }

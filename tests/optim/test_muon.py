@@ -11,25 +11,18 @@ from torch import nn
 from megaspec.core.layout import whole
 from megaspec.nn.embedding import Embedding
 from megaspec.nn.linear import Linear
-from megaspec.nn.matrices import Matrix, matrices_of
+from megaspec.nn.matrices import matrices_of
+from megaspec.nn.moe import GroupedLinear
 from megaspec.nn.norm import RmsNorm
+from megaspec.nn.router import Router
+from megaspec.nn.spec import MoeSpec
 from megaspec.optim.newton_schulz import COEFFICIENTS, orthogonalised, orthogonalised_all, working_dtype
 from megaspec.optim.optimizer import build_optimizer
 from megaspec.optim.spec import OptimSpec
 from megaspec.parallelism.whole_matrices import WholeMatrices
+from megaspec_kernels.grouped.reference import grouped_product
 
 MUON = {"kind": "muon", "lr": 1.0, "momentum": 0.9, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}
-
-
-class Experts(nn.Module):
-    """Two experts with two outputs of three rows each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(12, 5))
-
-    def matrices(self) -> dict[str, tuple[Matrix, ...]]:
-        return {"weight": tuple(Matrix(3 * i, 3 * i + 3) for i in range(4))}
 
 
 class Model(nn.Module):
@@ -40,7 +33,9 @@ class Model(nn.Module):
         self.embed = Embedding(11, 6)
         self.norm = RmsNorm(6, 1e-5)
         self.wqkv = Linear(6, 8, 4, 4, bias=True)
-        self.experts = Experts()
+        # two experts with two outputs of three rows each
+        self.experts = GroupedLinear(2, 5, 3, 3, kernel=grouped_product)
+        self.router = Router(6, MoeSpec(n_experts=4, top_k=1, d_expert=4), site="router")
         self.w_down = Linear(9, 6)
 
 
