@@ -6,6 +6,9 @@ from torch import Tensor, nn
 from megaspec.nn.attention import Attention, SequenceContext
 from megaspec.nn.moe import Moe
 
+Options = dict[str, str | int | bool]
+"""Of torch.compile."""
+
 
 class Block(nn.Module):
     """h = x + attn(norm1(x));  h + mlp(norm2(h)), [B, T, D] -> [B, T, D]."""
@@ -18,9 +21,9 @@ class Block(nn.Module):
         h_BTD = x_BTD + self.attn(self.norm1(x_BTD), context)
         return h_BTD + self.mlp(self.norm2(h_BTD), context.noise)
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, *, options: Options | None = None) -> None:
         """Compiles what can be traced: all of it."""
-        self.compile()
+        self.compile(options=options)
 
 
 class MoeBlock(nn.Module):
@@ -39,7 +42,7 @@ class MoeBlock(nn.Module):
         h_BTD = x_BTD + self.attn(self.norm1(x_BTD), context)
         return h_BTD, self.norm2(h_BTD)
 
-    def compile_parts(self) -> None:
+    def compile_parts(self, *, options: Options | None = None) -> None:
         """Compiles what can be traced: attention with both norms, and what Moe.compile_parts says."""
-        self.attend = torch.compile(self.attend)
-        self.moe.compile_parts()
+        self.attend = torch.compile(self.attend, options=options)
+        self.moe.compile_parts(options=options)

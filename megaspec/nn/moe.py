@@ -203,11 +203,12 @@ class Moe(nn.Module):
         y_BTD = self.shared(x_BTD, context.noise)
         return y_BTD if self.shared_gate is None else y_BTD * self.shared_gate(x_BTD).sigmoid()
 
-    def compile_parts(self) -> None:
-        """Compiles what can be traced: rows differ from step to step, and their numbers may have to be read."""
+    def compile_parts(self, *, options: dict[str, str | int | bool] | None = None) -> None:
+        """Compiles what can be traced, with torch.compile's `options`: the shared experts and what lies between the
+        products of the others. Rows differ from step to step, and their numbers may have to be read."""
         self.experts.compiled = True
         if self.shared is not None:
-            self.shared.compile()
+            self.shared.compile(options=options)
 
     def force_balance(self) -> None:
         """From now on tokens take experts in turn: for benchmarks, and for traces that have no numbers to read."""

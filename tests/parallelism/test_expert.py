@@ -1,0 +1,290 @@
+"""Experts on several ranks against all of them on one: loss, every gradient, statistics, in fp64."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspec.core.layout import Layout
+from megaspec.model.llama.spec import LlamaSpec
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.dropout import Noise
+from megaspec.nn.init import constants, initial_value, standard_deviations
+from megaspec.nn.moe import Moe
+from megaspec.parallelism.context import ContextParallel
+from megaspec.parallelism.expert import ExpertParallel, buffers_of
+from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.spec import ParallelismSpec
+from megaspec.parallelism.tensor import TensorParallel
+from megaspec.runtime.build import build_model, materialise
+from megaspec.runtime.parity import gather_global
+from megaspec_kernels.registry import kernels_of
+from megaspec_kernels.spec import KernelsSpec
+from tests.ranks import RankPool
+
+SEQUENCES, TOKENS, VOCAB = 4, 8, 31
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, a router, and what happens to tokens that are too many."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dispatch: str = "all_to_all"
+    router: str = "plain"
+    capacity: float | None = None
+    drop: str = "probs"
+    pad: bool = False
+    shared: bool = True
+    forced: bool = False
+    """Experts are taken in turn."""
+    lonely: bool = False
+    """All tokens take experts 0 and 1, so that ranks and experts are left without any."""
+    overlap: bool = True
+    n_experts: int = 8
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        fields = asdict(self).items()
+        return " ".join(f"{name}={value}" for name, value in fields if value != getattr(Case, name))
+
+
+LOSSES = {
+    "z_loss": 0.1,
+    "losses": (
+        {"kind": "aux", "coefficient": 0.5},
+        {"kind": "seq_aux", "coefficient": 0.3},
+        {"kind": "global_aux", "coefficient": 0.2},
+    ),
+}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "losses": LOSSES,
+    "sigmoid": {"score": "sigmoid", "bias_rate": 0.05, "n_groups": 4, "group_top_k": 2, **LOSSES},
+    "sinkhorn": {"balancing": "sinkhorn", "z_loss": 0.1},
+}
+
+CASES = [
+    Case(dp=2, ep=2, router="losses"),
+    Case(dp=2, ep=2, dispatch="all_gather", router="sigmoid"),
+    Case(dp=2, etp=2, router="losses", capacity=0.7),
+    Case(dp=2, etp=2, dispatch="all_gather"),
+    Case(tp=2, ep=2, router="sigmoid", capacity=0.7),
+    Case(tp=2, etp=2, router="losses", capacity=0.6, drop="position", pad=True),
+    Case(tp=2, router="sinkhorn"),
+    Case(cp=2, ep=2, router="sinkhorn"),
+    Case(cp=2, ep=2, router="losses", capacity=0.6, drop="position", dispatch="all_gather"),
+    Case(cp=2, ep=2, router="sigmoid", capacity=0.8, pad=True, dispatch="all_gather", shared=False),
+    Case(dp=2, ep=2, lonely=True),
+    Case(dp=2, ep=2, lonely=True, dispatch="all_gather"),
+    Case(dp=2, ep=2, forced=True, overlap=False),
+    Case(dp=2, ep=2, forced=True, dispatch="all_gather", overlap=False),
+    Case(dp=2, ep=2, forced=True, pad=True, capacity=1.5),
+    Case(dp=4, ep=4, router="losses", capacity=0.7),
+    Case(dp=4, ep=4, lonely=True),
+    Case(dp=4, ep=2, router="sigmoid"),
+    Case(dp=2, tp=2, ep=2, etp=2, router="sigmoid", capacity=0.7),
+    Case(dp=2, tp=2, ep=2, etp=2, dispatch="all_gather", router="losses"),
+    Case(dp=4, ep=2, etp=2, forced=True),
+    Case(cp=2, tp=2, ep=4, router="losses", capacity=0.7, drop="position"),
+    Case(cp=2, tp=2, ep=2, router="sigmoid", capacity=0.7, pad=True),
+    Case(cp=2, tp=2, etp=2, router="sinkhorn"),
+    Case(dp=2, cp=2, ep=4, dispatch="all_gather", router="sigmoid", capacity=0.7),
+]
+
+
+def model_spec(case: Case) -> LlamaSpec:
+    moe = {
+        "n_experts": case.n_experts,
+        "top_k": 2,
+        "d_expert": 12,
+        "d_shared": 8 if case.shared else None,
+        "shared_gate": case.shared,
+        "layers": (0, 1, 1),
+        "router": ROUTERS[case.router] | {"jitter": 0.1},
+        "capacity_factor": case.capacity,
+        "drop": case.drop,
+        "pad_to_capacity": case.pad,
+    }
+    fields = {"n_layers": 3, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_head": 4, "d_ffn": 24, "init_std": 0.4}
+    fields |= {"vocab_size": VOCAB, "vocab_pad_to": 1, "max_seq_len": TOKENS, "qk_norm": True, "dropout": 0.1}
+    return LlamaSpec.model_validate({"kind": "llama", "moe": moe, **fields})
+
+
+def built(case: Case, mesh: Mesh) -> tuple[Decoder, TensorParallel, ContextParallel, ExpertParallel]:
+    spec = model_spec(case)
+    kernels = KernelsSpec(attention="reference", cross_entropy="reference", grouped="reference", compile="none")
+    model = build_model(spec, kernels_of(kernels), dtype=torch.float64)
+    stds, starts = standard_deviations(model, std=spec.init_std, n_layers=spec.n_layers), constants(model)
+    own = ParallelismSpec(sequence_parallel=case.tp > 1, dispatch=case.dispatch, ep=case.ep, etp=case.etp)
+    tensor = TensorParallel(mesh, case.tp > 1)
+    tensor.split_model(model, model.placement)
+    context = ContextParallel(mesh, own.context)
+    context.split_model(model)
+    experts = ExpertParallel(mesh, own, index=context.index, overlap_shared=case.overlap)
+    experts.split_model(model)
+    materialise(model, device=mesh.device, dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = initial_value(
+                tensor.layouts[name], seed=1, std=stds.get(name), constant=starts.get(name), like=parameter
+            )
+            parameter.copy_(value)
+        for moe in (m for m in model.modules() if isinstance(m, Moe)):
+            if case.lonely:
+                moe.router.choose = lambda ranking_BTE, context: torch.arange(2).expand(*ranking_BTE.shape[:2], 2)
+            if case.forced:
+                moe.force_balance()
+    return model, tensor, context, experts
+
+
+def train(rank: int, case: Case, micro_batches: int) -> dict[str, Any]:
+    """Two steps with the gradients of both; weights stay."""
+    torch.set_num_threads(1)
+    degrees = {"pp": 1, "dp_replicate": case.dp, "dp_shard": 1, "cp": case.cp, "tp": case.tp}
+    mesh = Mesh(degrees, rank=rank, device=torch.device("cpu"), ep=case.ep, etp=case.etp)
+    model, tensor, context, experts = built(case, mesh)
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB, (SEQUENCES, TOKENS), generator=draw)
+    labels = torch.randint(0, VOCAB, (SEQUENCES, TOKENS), generator=draw)
+    weights = torch.rand(SEQUENCES, TOKENS, generator=draw, dtype=torch.float64)
+    each, index = SEQUENCES // (micro_batches * case.dp), context.index(TOKENS)
+    steps = []
+    for _ in range(2):
+        model.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for j in range(micro_batches):
+            first = (j * case.dp + mesh.index("dp")) * each
+            total += run(
+                model, index, first, slice(first, first + each), tokens, labels, weights, micro_batches * case.dp
+            )
+        if mesh.group("dp-cp") is not None:
+            dist.all_reduce(total, group=mesh.group("dp-cp"))
+        found = gather_global(summed(model, tensor, mesh), tensor.layouts, mesh=mesh)
+        seen = experts.finish_step([model])
+        steps.append(
+            {
+                "loss": total.item(),
+                "gradients": {name: value.numpy() for name, value in found.values.items()},
+                "gap": max(found.replica_gap.values(), default=0.0),
+                "seen": {
+                    "loads": seen.loads_LE.numpy(),
+                    "drops": seen.drops_L.numpy(),
+                    "entropy": seen.entropy_L.numpy(),
+                    **{kind: value.numpy() for kind, value in seen.losses.items()},
+                },
+                "kept": {name: value.numpy() for name, value in buffers_of([model]).items()},
+            }
+        )
+    return {"steps": steps}
+
+
+def run(
+    model: Decoder, index: Tensor, first: int, mine: slice, tokens: Tensor, labels: Tensor, weights: Tensor, count: int
+) -> Tensor:
+    """A micro batch forward and backward. -> this rank's share of the loss"""
+    from megaspec.nn.dropout import Noise
+
+    noise = Noise(3, torch.arange(mine.start, mine.stop), index)
+    aux = torch.tensor(1 / count, dtype=torch.float64)
+    context = model.context(index, length=TOKENS, noise=noise, aux_weight=aux)
+    h = model.body(tokens[mine][:, index], context)
+    loss = model.finish(h, lambda x: model.head.loss(x, labels[mine][:, index], weights[mine][:, index]))
+    loss.backward()
+    return loss.detach()
+
+
+def summed(model: Decoder, tensor: TensorParallel, mesh: Mesh) -> dict[str, Tensor]:
+    """The gradients, over all ranks that have tokens."""
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name, gradient in gradients.items():
+        group = mesh.group("edp" if name in tensor.experts else "dp-cp")
+        if group is not None:
+            dist.all_reduce(gradient, group=group)
+    tensor.finish_grads(gradients, lambda name: slice(0, gradients[name].shape[0]))
+    return gradients
+
+
+@lru_cache(maxsize=64)
+def truth(case: Case, micro_batches: int) -> dict[str, Any]:
+    return train(0, case, micro_batches)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(timeout=60) as pool:
+        yield pool
+
+
+def close(found: Any, expected: Any) -> bool:
+    found, expected = torch.as_tensor(found), torch.as_tensor(expected)
+    assert found.shape == expected.shape, f"{found.shape} and {expected.shape}"
+    return (found - expected).abs().max().item() <= 1e-12 * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equal_to_one_rank(case: Case, pool: RankPool) -> None:
+    micro_batches = SEQUENCES // case.dp // 2 or 1
+    found = pool.run(train, case, micro_batches, ranks=case.ranks)[0]
+    one = replace(case, dp=1, cp=1, tp=1, ep=1, etp=1, dispatch="all_to_all", overlap=True, pad=False)
+    expected = truth(one, micro_batches * case.dp)
+    for step, (a, b) in enumerate(zip(found["steps"], expected["steps"], strict=True)):
+        assert close(a["loss"], b["loss"]), f"loss at step {step}: {a['loss']} and {b['loss']}"
+        assert a["gradients"].keys() == b["gradients"].keys()
+        for name in b["gradients"]:
+            assert close(a["gradients"][name], b["gradients"][name]), f"step {step}: {name}"
+        assert a["gap"] <= 1e-13, f"ranks disagree by {a['gap']}"
+        for part in ("seen", "kept"):
+            assert a[part].keys() == b[part].keys()
+            for name in b[part]:
+                assert close(a[part][name], b[part][name]), f"step {step}: {name}"
+
+
+def layouts_of(case: Case, rank: int) -> dict[str, Layout]:
+    class Place:
+        """A rank's place in the expert grid without its processes."""
+
+        def size(self, axis: str) -> int:
+            return {"ep": case.ep, "etp": case.etp, "tp": 1}[axis]
+
+        def index(self, axis: str) -> int:
+            return {"ep": rank // case.etp, "etp": rank % case.etp, "tp": 0}[axis]
+
+        def group(self, axis: str) -> None:
+            return None
+
+    kernels = KernelsSpec(attention="reference", cross_entropy="reference", grouped="reference", compile="none")
+    model = build_model(model_spec(case), kernels_of(kernels), dtype=torch.float64)
+    tensor = TensorParallel(Place(), False)
+    tensor.split_model(model, model.placement)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes == {name: layout.local_shape for name, layout in tensor.layouts.items()}
+    assert tensor.experts == {n for n in shapes if ".experts." in n}
+    return {name: tensor.layouts[name] for name in sorted(tensor.experts)}
+
+
+@pytest.mark.parametrize("case", [Case(ep=4), Case(etp=2), Case(ep=2, etp=4)], ids=str)
+def test_pieces_of_experts_tile_their_matrices(case: Case) -> None:
+    held = [layouts_of(case, rank) for rank in range(case.ep * case.etp)]
+    for name in held[0]:
+        covered = torch.zeros(held[0][name].shape, dtype=torch.int64)
+        for layouts in held:
+            local = torch.zeros(layouts[name].local_shape, dtype=torch.int64)
+            for piece in layouts[name].pieces:
+                covered[piece.global_slices] += 1
+                local[piece.local_slices] += 1
+                assert (piece.replica, piece.copies) == (0, 1)
+            assert (local == 1).all(), name
+        assert (covered == 1).all(), name
