@@ -20,6 +20,7 @@ from megaspec.spec import Spec
 
 # Who decides and who types; what they read is not yet put to use.
 BEFORE_A_RUN = ("megaspec.resolve", "megaspec.compose", "megaspec.spec", "megaspec.recipe", "pydantic", __name__)
+LAYERS = ("first_layers", "last_layers", "count_embedding", "count_loss", "layout")
 # Fields that no rank reads, and what does.
 NOT_FOR_RANKS = {
     "Spec.name": "megaspec.resolve.gather",
@@ -32,6 +33,8 @@ NOT_FOR_RANKS = {
     "AboutSpec.purpose": "megaspec.resolve.plan",
     "AboutSpec.source": "megaspec.resolve.plan",
     "AboutSpec.hardware": "megaspec.resolve.plan",
+    # what ranks ask when they build: one place says which layers lie where, for plans and runs alike
+    **{f"PipelineSpec.{name}": "megaspec.resolve.stages" for name in LAYERS},
     "LocalLauncher.ranks": "megaspec.resolve.rules_mesh",
     "LocalLauncher.max_restarts": "megaspec.cli",
     "LocalLauncher.grace_seconds": "megaspec.cli",
@@ -54,10 +57,10 @@ RUNS = {
         "model.rope_scaling={kind: llama3}",
         "precision=fp16",
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
+        "parallelism.recompute={kind: full, method: block, layers: 1}",
     ),
     "gpt": (
         "model=gpt2_124m",
-        "parallelism.recompute={kind: full, method: block, layers: 1}",
         "~model.n_kv_heads",
         "model.attention_dropout=0.1",
         "data=synthetic",
@@ -65,10 +68,10 @@ RUNS = {
         "precision=fp32",
         "optim.schedule={kind: wsd, warmup_steps: 1, wsd_decay_steps: 1}",
         "optim.weight_decay_ramp={kind: linear, end: 0.2, steps: 3}",
+        "parallelism.recompute={kind: selective, parts: [norm]}",
         *MADE_UP,
     ),
     "random": ("data=random", "data.vocab_size=64", "model.vocab_size=64", *MADE_UP),
-        "parallelism.recompute={kind: selective, parts: [norm]}",
 }
 
 

@@ -3,7 +3,8 @@
 # B sequences, T tokens, I inputs, O outputs
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec_kernels.product import add_product_
+
+Product = Callable[[Tensor, bool], None]
+"""(total, overwrite) -> nothing: adds a gradient to the total, or overwrites it"""
 
 
 class WeightGradientSum:
@@ -22,6 +26,7 @@ class WeightGradientSum:
     """
 
     _by_address: ClassVar[WeakValueDictionary[int, "WeightGradientSum"]] = WeakValueDictionary()
+    _queue: ClassVar["WeightGradientQueue | None"] = None
 
     def __init__(self, total: Tensor, done: Callable[[], None]):
         self.total, self._done, self._fresh = total, done, True
@@ -32,19 +37,51 @@ class WeightGradientSum:
         self._fresh = True
 
     @classmethod
-    def add(cls, total: Tensor, product: Callable[[Tensor, bool], None]) -> None:
-        """`product(total, overwrite)` adds to the total, or overwrites it where it is the first since `start`."""
+    def add(cls, total: Tensor, product: Product) -> None:
+        """`product(total, overwrite)` adds to the total, or overwrites it where it is the first since `start`; inside
+        `put_off` when its queue runs."""
+        if cls._queue is None:
+            cls.add_now(total, product)
+        else:
+            cls._queue.put(total, product)
+
+    @classmethod
+    def add_now(cls, total: Tensor, product: Product) -> None:
+        """`add`, put off or not."""
         sum_ = cls._by_address[total.data_ptr()]
         product(total, sum_._fresh)
         sum_._fresh = False
         sum_._done()
 
+    @classmethod
+    @contextmanager
+    def put_off(cls, queue: "WeightGradientQueue | None") -> Iterator[None]:
+        """A backward pass in here leaves its products to the queue, where there is one. They keep what they multiply:
+        nothing may reuse that memory, see COMPILED_FOR_LATER."""
+        cls._queue = queue
+        try:
+            yield
+        finally:
+            cls._queue = None
+
+
+# What torch.compile must not do where products may be put off: give the memory of a buffer to another one after the
+# last operation that it sees reading it.
+COMPILED_FOR_LATER = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
 
 @torch.library.custom_op("megaspec::add_weight_gradient", mutates_args=("total",))
 def add_weight_gradient(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """total += grad_outᵀ x as one operation that torch.compile leaves whole; [O, I], [..., O], [..., I]."""
+    """total += grad_outᵀ x, now or later, in one operation that torch.compile leaves whole.
+
+    [O, I], [..., O], [..., I]
+    """
+    WeightGradientSum.add(total, _product(grad_out, x))
+
+
+def _product(grad_out: Tensor, x: Tensor) -> Product:
     a, b = grad_out.flatten(0, -2).t(), x.flatten(0, -2)
-    WeightGradientSum.add(total, lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite))
+    return lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite)
 
 
 @add_weight_gradient.register_fake
@@ -53,25 +90,23 @@ def _(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
 
 
 class WeightGradientQueue:
-    """Weight gradients that were put off; `run` computes the oldest ones."""
+    """Products that were put off: the weight gradients of one backward pass."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[nn.Parameter, Tensor | None, Tensor, Tensor]] = deque()
+        self._pending: deque[tuple[Tensor, Product]] = deque()
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def put(self, weight: nn.Parameter, total: Tensor | None, grad_out: Tensor, x: Tensor) -> None:
-        self._pending.append((weight, total, grad_out, x))
+    def put(self, total: Tensor, product: Product) -> None:
+        """See WeightGradientSum.add."""
+        self._pending.append((total, product))
 
     @torch.no_grad()
     def run(self, count: int | None = None) -> None:
-        """Computes `count` of the pending gradients, all when None."""
+        """Computes the `count` oldest products, all when None."""
         for _ in range(len(self._pending) if count is None else min(count, len(self._pending))):
-            weight, total, grad_out, x = self._pending.popleft()
-            grad = weight_gradient(weight, total, None, grad_out, x)
-            if grad is not None:
-                weight.grad = grad if weight.grad is None else weight.grad + grad
+            WeightGradientSum.add_now(*self._pending.popleft())
 
 
 def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:
@@ -84,10 +119,10 @@ def weight_gradient(
 ) -> Tensor | None:
     """[..., O], [..., I] -> [O, I], the one place where weight gradients of linear layers are made.
 
-    Put off when there is a queue, added to `total` when there is one (then None), else handed to autograd.
+    Added to `total` when there is one (then None; put off where there is a `queue`), else handed to autograd.
     """
     if queue is not None:
-        queue.put(weight, total, grad_out, x)
+        queue.put(total, _product(grad_out, x))
         return None
     if total is not None:
         add_weight_gradient(total, grad_out, x)

@@ -20,8 +20,16 @@ class LocalNorms:
     """Scalar: the sum of squares of what is counted here, so that the sum over all ranks counts everything once."""
 
 
-def local_norms(gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> LocalNorms:
-    """Rectangles that several ranks hold count on the first one only. Padding is zero and adds nothing."""
+def local_norms(
+    gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], *, device: torch.device | None = None
+) -> LocalNorms:
+    """Rectangles that several ranks hold count on the first one only. Padding is zero and adds nothing.
+
+    `device`: where a rank without parameters has its nothing.
+    """
+    if not gradients:
+        nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        return LocalNorms(nothing, nothing.sum())
     held = list(gradients.values())
     each = torch.stack(torch._foreach_norm(held)).to(torch.float64)
     counted, parts = [], []

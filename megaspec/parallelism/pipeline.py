@@ -1,26 +1,253 @@
-"""Micro batches through the stages that a rank holds."""
+"""Micro batches through the stages of a pipeline, of which this rank holds some.
 
-from collections.abc import Callable
+Note "Messages". Each pair of neighbours has a communicator for each direction. Messages go in the order in which the
+sender's passes make them, which the receiver knows: both follow from the shape of the step (passes.py). A receive is
+posted one pass ahead, so that its transfer runs under that pass. A sender waits for the last but one of its messages
+before the next, so that no more than two are kept; that this never ends in a circle of waiting ranks is tested over
+shapes (tests/parallelism/test_pipeline.py). Waiting is the GPU's: the host goes on.
 
+Note "Handing over". A chunk's forward pass ends in a scalar, the loss or a zero whose backward pass is given the
+gradient that came back. So the graph keeps no activations that were sent, and every backward pass starts alike.
+"""
+
+# B sequences of a micro batch, T tokens of this rank, D model
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megaspec.core.layout import Layout, replicated
+from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
+from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.passes import Message, Pass, Shape, made, messages, needed, order, rank_of_stage, source
+from megaspec.parallelism.spec import PipelineSpec
+
 Forward = Callable[[int, int, Tensor | None], Tensor]
-"""(chunk, micro batch, input or None on the first stage) -> activations, on the last stage the scalar loss"""
+"""(chunk, micro batch, activations or None on the first stage) -> activations, on the last stage a scalar or what else
+the caller asked it for"""
+MOST_ON_THEIR_WAY = 2
+"""Messages to one rank that are kept until it has them."""
 
 
+class _HandOver(torch.autograd.Function):
+    """Forward: gives activations away, leaves a zero. Backward: the gradient that came back, taken from `returned`."""
+
+    @staticmethod
+    def forward(ctx, y, give, returned):
+        ctx.returned = returned
+        give(y.detach())
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.returned.pop(), None, None
+
+
+@dataclass
+class _Held:
+    """What is kept of a forward pass until its backward pass."""
+
+    x: Tensor | None
+    """The activations that came in."""
+    end: Tensor
+    """The scalar that the backward pass starts from."""
+    returned: list[Tensor]
+    """The gradient that came back for what was handed over."""
+
+
+class _Step:
+    """The passes of one step, or of one window of evaluation batches, on one rank."""
+
+    def __init__(self, shape: Shape, links: "Links", *, size: torch.Size, backward: bool):
+        self.shape, self._links, self._size, self._backward = shape, links, size, backward
+        self.passes = order(shape, links.index, backward=backward)
+        self._posted: dict[Message, tuple[Tensor, dist.Work]] = {}
+        self._here: dict[Message, Tensor] = {}
+        self._number: dict[int, int] = {}
+
+    def post(self, one: Pass) -> None:
+        """Posts the receive of what a pass needs, and of all that its sender sends before."""
+        message = needed(self.shape, self._links.index, one)
+        if message is None or message in self._posted:
+            return
+        sender = source(self.shape, message)
+        if sender == self._links.index:
+            return
+        line = messages(self.shape, sender, self._links.index, backward=self._backward)
+        while message not in self._posted:
+            number = self._number.get(sender, 0)
+            self._posted[line[number]] = self._links.receive(sender, self._size)
+            self._number[sender] = number + 1
+
+    def take(self, one: Pass) -> Tensor | None:
+        """What a pass needs; None where it needs nothing."""
+        message = needed(self.shape, self._links.index, one)
+        if message is None:
+            return None
+        if message in self._here:
+            return self._here.pop(message)
+        x, work = self._posted.pop(message)
+        work.wait()
+        return x
+
+    def give(self, one: Pass, x: Tensor) -> None:
+        """Sends what a pass made to whoever needs it."""
+        message = made(self.shape, self._links.index, one)
+        target = rank_of_stage(self.shape, message.stage)
+        if target == self._links.index:
+            self._here[message] = x
+        else:
+            assert x.shape == self._size, f"{one} made {tuple(x.shape)}, expected {tuple(self._size)}"
+            self._links.send(target, x)
+
+    def gives(self, one: Pass) -> bool:
+        """Whether a pass makes something for another stage."""
+        return made(self.shape, self._links.index, one) is not None
+
+
+class Links:
+    """Transfers between this rank and its neighbours in the pipeline, which are named by their place in it."""
+
+    def __init__(self, mesh: Mesh, *, dtype: torch.dtype):
+        self._mesh, self._dtype, self._ranks = mesh, dtype, mesh.ranks("pp")
+        self.index, self.count = mesh.index("pp"), mesh.size("pp")
+        self._on_their_way: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        if self.count > 1:
+            mesh.make_pairs()
+
+    def receive(self, sender: int, size: torch.Size) -> tuple[Tensor, dist.Work]:
+        """Starts to receive a tensor, which is there once the work was waited for."""
+        x, there = torch.empty(size, dtype=self._dtype, device=self._mesh.device), self._ranks[sender]
+        return x, dist.irecv(x, there, group=self._mesh.pair(there, self._mesh.rank))
+
+    def send(self, target: int, x: Tensor) -> None:
+        """Starts to send a tensor, and keeps it while it is on its way."""
+        assert x.dtype == self._dtype, f"{x.dtype}, the pipeline sends {self._dtype}"
+        sent = self._on_their_way.setdefault(target, deque())
+        if len(sent) == MOST_ON_THEIR_WAY:
+            sent.popleft()[0].wait()
+        x, there = x.contiguous(), self._ranks[target]
+        sent.append((dist.isend(x, there, group=self._mesh.pair(self._mesh.rank, there)), x))
+
+    def finish(self) -> None:
+        """Waits until everything has been received."""
+        for sent in self._on_their_way.values():
+            while sent:
+                sent.popleft()[0].wait()
+
+    def sum_of_ends(self, gradients: list[Tensor]) -> None:
+        """Adds up gradients that the first and the last rank hold in part; called on these two."""
+        first, last = self._ranks[0], self._ranks[-1]
+        for gradient in gradients:
+            if gradient.numel():
+                dist.all_reduce(gradient, group=self._mesh.pair(last, first))
+
+
+@dataclass
 class Pipeline:
-    """One stage: a backward pass follows each forward pass."""
+    """The strategy. `dtype`: of activations between stages. `overlap`: receives are posted a pass ahead."""
+
+    mesh: Mesh
+    spec: PipelineSpec
+    dtype: torch.dtype
+    tied: bool = False
+    """The first stage's embedding is the last stage's output head."""
+    overlap: bool = True
+    _links: Links = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._links = Links(self.mesh, dtype=self.dtype)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Weight gradients are put off."""
+        return self._shape(1).splits_backward
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """Parameters that two pipeline ranks hold; on this rank, if it is one of them."""
+        ends = self._links.count > 1 and self.spec.schedule != "zb_v"
+        here = self._links.index in (0, self._links.count - 1)
+        return frozenset({"embed.weight"}) if self.tied and ends and here else frozenset()
+
+    def share(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+        """The layouts, with the copies of shared parameters counted."""
+        index = 0 if self._links.index == 0 else 1
+        return {n: replicated(one, index=index, count=2) if n in self.shared else one for n, one in layouts.items()}
 
     def forward_backward(
-        self, micro_batches: int, *, forward: Forward, start_backward: Callable[[int, bool], None]
+        self, micro_batches: int, *, size: torch.Size, forward: Forward, start_backward: Callable[[int, bool], None]
     ) -> None:
-        """Runs a step's passes. `start_backward(chunk, last)` is called before each backward pass of a chunk."""
-        for micro in range(micro_batches):
-            loss = forward(0, micro, None)
-            start_backward(0, micro == micro_batches - 1)
-            loss.backward()
+        """Runs a step's passes. `size`: of the activations between stages, [B, T, D]. `start_backward(chunk, last)` is
+        called before each backward pass of a chunk."""
+        step = _Step(self._shape(micro_batches), self._links, size=size, backward=True)
+        held: dict[tuple[int, int], _Held] = {}
+        queues: dict[tuple[int, int], WeightGradientQueue] = {}
+        for one in self._ahead(step):
+            key = (one.chunk, one.micro)
+            if one.kind == "F":
+                held[key] = self._forward(step, one, forward)
+            elif one.kind == "B":
+                start_backward(one.chunk, one.micro == micro_batches - 1)
+                queue = self._backward(step, one, held.pop(key))
+                if queue is not None:
+                    queues[key] = queue
+            else:
+                queues.pop(key).run()
+        self._links.finish()
 
-    def forward_only(self, micro_batches: int, *, forward: Forward) -> None:
-        """Runs the forward passes alone."""
-        for micro in range(micro_batches):
-            forward(0, micro, None)
+    def forward_only(self, micro_batches: int, *, size: torch.Size, forward: Forward) -> None:
+        """Runs the forward passes alone. Call `finish` behind the last of several calls."""
+        step = _Step(self._shape(micro_batches), self._links, size=size, backward=False)
+        for one in self._ahead(step):
+            y = forward(one.chunk, one.micro, step.take(one))
+            if step.gives(one):
+                step.give(one, y)
+
+    def finish(self) -> None:
+        """Waits until everything that was sent has been received."""
+        self._links.finish()
+
+    @property
+    def window(self) -> int:
+        """Micro batches of one call of `forward_only` that keep all stages busy."""
+        return self._links.count
+
+    def finish_grads(self, gradients: Mapping[str, Tensor]) -> None:
+        """Adds up the gradients of shared parameters; after all other reductions."""
+        self._links.sum_of_ends([gradients[name] for name in self.shared])
+
+    def _shape(self, micro_batches: int) -> Shape:
+        own = self.spec
+        return Shape(own.schedule, self._links.count, micro_batches, own.virtual_stages, own.micro_batch_group)
+
+    def _ahead(self, step: _Step) -> Iterator[Pass]:
+        """The passes, each once what it needs is posted, with `overlap` what the next one needs as well."""
+        for i, one in enumerate(step.passes):
+            for posted in step.passes[i : i + 1 + self.overlap]:
+                step.post(posted)
+            yield one
+
+    def _forward(self, step: _Step, one: Pass, forward: Forward) -> _Held:
+        x, returned = step.take(one), []
+        if x is not None:
+            x.requires_grad_()
+        y = forward(one.chunk, one.micro, x)
+        if step.gives(one):
+            y = _HandOver.apply(y, lambda sent: step.give(one, sent), returned)
+        return _Held(x, y, returned)
+
+    def _backward(self, step: _Step, one: Pass, held: _Held) -> WeightGradientQueue | None:
+        grad = step.take(one)
+        if grad is not None:
+            held.returned.append(grad)
+        queue = WeightGradientQueue() if self.splits_backward else None
+        with WeightGradientSum.put_off(queue):
+            held.end.backward()
+        if held.x is not None:
+            step.give(one, held.x.grad)
+        return queue

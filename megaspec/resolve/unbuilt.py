@@ -25,7 +25,6 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("pipeline parallel", "parallelism.pp", 1, ("parallelism.pp", "parallelism.pipeline")),
     Unbuilt(
         "a mixture of experts",
         "model.moe",

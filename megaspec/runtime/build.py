@@ -2,12 +2,13 @@
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from megaspec.core.axes import DENSE_AXES
 from megaspec.core.errors import RecipeError
@@ -21,16 +22,19 @@ from megaspec.nn.attention import CausalCore
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.dropout import Dropout
 from megaspec.nn.init import constants, initial_value, standard_deviations
+from megaspec.nn.linear import COMPILED_FOR_LATER
 from megaspec.nn.rope import Rope
+from megaspec.nn.router import Router
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.pipeline import Pipeline
+from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.recipe import ModelSpec
+from megaspec.resolve.stages import stages_of
 from megaspec.resolve.unbuilt import unbuilt_problems
-from megaspec.parallelism.recompute import Recompute
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
 from megaspec_kernels.registry import CrossEntropyKernel, Kernels, kernels_of
@@ -112,7 +116,7 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -
         for name, buffer in module.named_buffers(recurse=False):
             wide = torch.promote_types(dtype, torch.float32) if buffer.is_floating_point() else buffer.dtype
             module.register_buffer(name, torch.empty(buffer.shape, dtype=wide, device=device), persistent=False)
-        if isinstance(module, Rope | Dropout | CausalCore):
+        if isinstance(module, Rope | Dropout | CausalCore | Router):
             module.fill_buffers()
 
 
@@ -145,6 +149,7 @@ class SplitModel:
     starts: Starts
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
+    pipeline: Pipeline
 
 
 def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
@@ -160,12 +165,28 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     # before memory is taken: modules become their parallel twins with this rank's shapes
     tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel)
     tensor.split_model(model, model.placement)
-    materialise(model, device=mesh.device, dtype=dtype)
+    pipeline = Pipeline(mesh, spec.parallelism.pipeline, dtype, tied=model.tied)
+    chunks = [model] if mesh.size("pp") == 1 else _parts(model, spec, mesh)
+    # in one module, so that what chunks share stays shared
+    materialise(nn.ModuleList(chunks), device=mesh.device, dtype=dtype)
     # blocks are equal, so one compiled block serves all; after the split, so that collectives are traced
     if spec.kernels.compile == "block":
-        for layer in model.layers.values():
-            layer.compile()
-    return SplitModel([model], starts, tensor, context)
+        _compile_blocks(chunks, for_later=pipeline.splits_backward)
+    return SplitModel(chunks, starts, tensor, context, pipeline)
+
+
+def _parts(model: Decoder, spec: Spec, mesh: Mesh) -> list[Decoder]:
+    """The chunks of this pipeline rank."""
+    stages = stages_of(spec.model, spec.parallelism)[mesh.index("pp")]
+    return [model.part(stage.layers, embedding=stage.embedding, head=stage.head) for stage in stages]
+
+
+def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
+    """`for_later`: weight gradients may be put off, with what they multiply."""
+    if for_later:
+        functorch_config.donated_buffer = False
+    for layer in (layer for chunk in chunks for layer in chunk.layers.values()):
+        layer.compile_parts(options=COMPILED_FOR_LATER if for_later else None)
 
 
 def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
@@ -186,7 +207,8 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     sharing = Sharing(
         own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce, own.overlap.grad_reduce, own.overlap.param_gather
     )
-    data = DataParallel(split.chunks, layouts=tensor.layouts, mesh=mesh, sharing=sharing)
+    layouts = split.pipeline.share(tensor.layouts)
+    data = DataParallel(split.chunks, layouts=layouts, mesh=mesh, sharing=sharing, shared=split.pipeline.shared)
     optimizer = build_optimizer(data.weights, spec.optim)
     # outermost, so that what other strategies do in a unit is told as part of it
     position = position or Position(mesh.device)
@@ -200,7 +222,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         split.starts,
         tensor,
         split.context_parallel,
-        Pipeline(),
+        split.pipeline,
         data,
         optimizer,
         position,

@@ -5,7 +5,7 @@ arithmetic, and their rounding noise is measured against the size that gradients
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
 
@@ -18,8 +18,12 @@ from megaspec.data.batch import Batch
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import Built, build, initialise
+from megaspec.runtime.position import Position
 from megaspec.runtime.step import count_tokens, evaluate, forward_backward, train_step
 from megaspec.spec import Spec
+
+# What this rank holds, before it is gathered: "gradient" or "weight", tensors and their layouts by global name.
+Look = Callable[[str, Mapping[str, Tensor], Mapping[str, Layout]], None]
 
 
 @dataclass(frozen=True)
@@ -115,13 +119,15 @@ def run_steps(
     batches: Sequence[Batch],
     loss_scale: float | None = None,
     round_weights_to: torch.dtype | None = None,
+    position: Position | None = None,
+    look: Look | None = None,
 ) -> Trajectory:
     """Trains from the spec's seed on the given global batches, one a step, at the spec's highest learning rate.
 
     `loss_scale` None: the precision's own. `round_weights_to` rounds the initial weights, so that runs of different
-    precision start from equal ones.
+    precision start from equal ones. `position`: where a watchdog looks. `look` gets what is gathered.
     """
-    built = build(spec, mesh=mesh)
+    built = build(spec, mesh=mesh, position=position)
     initialise(built)
     if round_weights_to is not None:
         for master in built.optimizer.masters.values():
@@ -131,7 +137,7 @@ def run_steps(
     scaler = build_scaler(spec.precision, device=built.device)
     if loss_scale is not None:
         scaler.scale.fill_(loss_scale)
-    gradients = first_gradients(built, batches[0], loss_scale=scaler.scale)
+    gradients = first_gradients(built, batches[0], loss_scale=scaler.scale, look=look)
     losses, norms = [], []
     for batch in batches:
         result = train_step(
@@ -144,26 +150,34 @@ def run_steps(
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     evaluation = evaluate(built, divide(batches[-1], mesh=mesh, micro_batch=spec.train.micro_batch)).item()
+    if look is not None:
+        look("weight", built.optimizer.masters, built.shards)
     weights = gather_global(built.optimizer.masters, built.shards, mesh=mesh)
     return Trajectory(losses, norms, evaluation, gradients, weights)
 
 
-def first_gradients(built: Built, batch: Batch, *, loss_scale: Tensor) -> Gathered:
+def first_gradients(built: Built, batch: Batch, *, loss_scale: Tensor, look: Look | None = None) -> Gathered:
     """Every gradient of the mean loss over a global batch, summed over ranks and micro batches.
 
-    `loss_scale`, a scalar, is taken out again.
+    `loss_scale`, a scalar, is taken out again. `look` gets what is gathered.
     """
     mine = divide(batch, mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
     tokens, _ = count_tokens(built, mine, stop=False)
     forward_backward(built, mine, tokens=tokens, loss_scale=loss_scale)
     unscaled = {name: g.to(torch.float64) / loss_scale for name, g in built.data_parallel.gradients.items()}
+    if look is not None:
+        look("gradient", unscaled, built.shards)
     return gather_global(unscaled, built.shards, mesh=built.mesh)
 
 
 def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *, mesh: Mesh) -> Gathered:
-    """Puts every rank's tensors together on rank 0; other ranks get an empty result. All ranks must call it."""
+    """Puts every rank's tensors together on rank 0; other ranks get an empty result. All ranks must call it.
+
+    A rank need not hold a share of every tensor.
+    """
     ordered = {name: layouts[name] for name in local}
-    flat = torch.cat([t.detach().to(torch.float64).reshape(-1) for t in local.values()])
+    nothing = torch.empty(0, dtype=torch.float64, device=mesh.device)
+    flat = torch.cat([nothing, *(t.detach().to(torch.float64).reshape(-1) for t in local.values())])
     text = json.dumps([asdict(layout) for layout in ordered.values()]).encode()
     described = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device)
     flats, texts = [flat], [described]
@@ -176,9 +190,12 @@ def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *,
     if mesh.rank == 0:
         held = [_layouts_of(bytes(t.tolist())) for t in texts]
         pieces = [f.cpu().split([_numel(one.local_shape) for one in h]) for f, h in zip(flats, held, strict=True)]
-        for i, name in enumerate(ordered):
-            shares = [(h[i], p[i].view(h[i].local_shape)) for h, p in zip(held, pieces, strict=True)]
-            values[name], gaps[name], padding[name] = assemble(shares)
+        shares: dict[str, list[tuple[Layout, Tensor]]] = {}
+        for layouts_there, tensors in zip(held, pieces, strict=True):
+            for layout, tensor in zip(layouts_there, tensors, strict=True):
+                shares.setdefault(layout.name, []).append((layout, tensor.view(layout.local_shape)))
+        for name, one in shares.items():
+            values[name], gaps[name], padding[name] = assemble(one)
     return Gathered(values, gaps, padding)
 
 

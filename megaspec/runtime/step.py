@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -41,40 +42,57 @@ def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, 
 
     `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars.
     """
-    data = built.data_parallel
+    data, pipeline = built.data_parallel, built.pipeline
     data.start_step()
     loss_scale = loss_scale.to(built.wide)
     weight = loss_scale / tokens.clamp(min=1)
+    aux_weight = loss_scale / (len(batches) * built.mesh.size("dp"))
     total = torch.zeros((), dtype=built.wide, device=built.device)
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
-        out = run_chunk(built, chunk, batches[micro], x, weight=weight, train=True)
+        built.position.micro = micro
+        out = run_chunk(built, chunk, batches[micro], x, weight=weight, aux_weight=aux_weight)
         if built.chunks[chunk].head is not None:
             total.add_(out.detach())
         return out
 
-    built.pipeline.forward_backward(
-        len(batches), forward=forward, start_backward=lambda chunk, last: data.start_backward(chunk, last=last)
+    pipeline.forward_backward(
+        len(batches),
+        size=activations_size(built, *batches[0].tokens.shape),
+        forward=forward,
+        start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
     )
     data.finish()
     built.tensor_parallel.finish_grads(data.gradients, data.rows)
+    pipeline.finish_grads(data.gradients)
     return total / loss_scale
 
 
-def run_chunk(built: Built, chunk: int, batch: Batch, x: Tensor | None, *, weight: Tensor, train: bool) -> Tensor:
+def run_chunk(
+    built: Built, chunk: int, batch: Batch, x: Tensor | None, *, weight: Tensor, aux_weight: Tensor | None = None
+) -> Tensor:
     """One micro batch through a chunk: activations, or Σ weight · cross-entropy where the chunk has the head.
 
-    `x`: activations of the stage before, None on the first. `weight`: of a valid token.
+    `x`: activations of the stage before, None on the first. `weight`: of a valid token. `aux_weight`: of the micro
+    batch's auxiliary losses; None: evaluation, without dropout.
     """
     model, length = built.chunks[chunk], batch.tokens.shape[1]
     index = built.context_parallel.index(length)
-    noise = Noise(built.spec.train.seed, batch.ids, index) if train else None
-    context = model.context(index, length=length, documents=batch.documents, noise=noise)
+    noise = None if aux_weight is None else Noise(built.spec.train.seed, batch.ids, index)
+    context = model.context(index, length=length, documents=batch.documents, noise=noise, aux_weight=aux_weight)
     y = model.body(_mine(batch.tokens, index) if x is None else x, context)
     if model.head is None:
         return y
     labels, weights = _mine(batch.labels, index), _mine(batch.mask, index) * weight
     return model.finish(y, lambda h_BTD: model.head.loss(h_BTD, labels, weights))
+
+
+def activations_size(built: Built, sequences: int, length: int) -> torch.Size:
+    """[B, T, D] of what goes from stage to stage, for whole sequences of `length` tokens."""
+    tokens = built.context_parallel.index(length).shape[0]
+    if built.tensor_parallel.sequence_parallel:
+        tokens //= built.mesh.size("tp")
+    return torch.Size((sequences, tokens, built.spec.model.d_model))
 
 
 def _mine(x_BS: Tensor, index_T: Tensor) -> Tensor:
@@ -108,7 +126,7 @@ def train_step(
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
     data = built.data_parallel
-    norms = local_norms(data.gradients, built.shards)
+    norms = local_norms(data.gradients, built.shards, device=built.device)
     scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
     norm = scaled_norm / loss_scale
     divide_by = loss_scale
@@ -130,17 +148,21 @@ def evaluate(built: Built, batches: Iterable[Batch]) -> Tensor:
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
     one = torch.ones((), dtype=built.wide, device=built.device)
     count_here = built.mesh.index("cp") == 0 and built.mesh.index("pp") == 0
-    for batch in batches:
+    following = iter(batches)
+    while window := list(islice(following, built.pipeline.window)):
 
-        def forward(chunk: int, micro: int, x: Tensor | None, batch: Batch = batch) -> Tensor:
-            out = run_chunk(built, chunk, batch, x, weight=one, train=False)
+        def forward(chunk: int, micro: int, x: Tensor | None, window: Sequence[Batch] = window) -> Tensor:
+            built.position.micro = micro
+            out = run_chunk(built, chunk, window[micro], x, weight=one)
             if built.chunks[chunk].head is not None:
                 sums[0] += out
             return out
 
-        built.pipeline.forward_only(1, forward=forward)
+        size = activations_size(built, *window[0].tokens.shape)
+        built.pipeline.forward_only(len(window), size=size, forward=forward)
         if count_here:
-            sums[1] += batch.mask.sum()
+            sums[1] += torch.stack([batch.mask.sum() for batch in window]).sum()
+    built.pipeline.finish()
     sums = _summed(built, sums)
     return sums[0] / sums[1].clamp(min=1)
 

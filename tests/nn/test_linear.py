@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 
-from megaspec.nn.linear import Linear, WeightGradientQueue, WeightGradientSum
+from megaspec.nn.linear import COMPILED_FOR_LATER, Linear, WeightGradientQueue, WeightGradientSum
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
@@ -44,57 +45,93 @@ def test_at_once(bias: bool) -> None:
         assert torch.allclose(g, expected[name], rtol=1e-13), name
 
 
+def summed(linear: Linear) -> tuple[WeightGradientSum, list[int]]:
+    """Lets a layer's weight gradient be summed; -> the sum, and a list that grows with each gradient."""
+    arrived: list[int] = []
+    linear.total = torch.full((7, 6), float("nan"), dtype=torch.float64)
+    return WeightGradientSum(linear.total, lambda: arrived.append(1)), arrived
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_put_off(bias: bool) -> None:
     linear, x, grad = layer(bias)
     expected = truth(linear, x, grad)
-    linear.queue = WeightGradientQueue()
-    assert products(lambda: linear(x).backward(grad)) == 2
-    assert linear.weight.grad is None
-    assert len(linear.queue) == 1
+    sum_, arrived = summed(linear)
+    queue = WeightGradientQueue()
+
+    def backward() -> None:
+        y = linear(x)
+        with WeightGradientSum.put_off(queue):
+            y.backward(grad)
+
+    assert products(backward) == 2
     assert torch.allclose(x.grad, expected["x"], rtol=1e-13)
-    assert products(linear.queue.run) == 1
-    assert torch.allclose(linear.weight.grad, expected["weight"], rtol=1e-13)
-    assert len(linear.queue) == 0
+    assert (len(queue), arrived) == (1, [])
+    assert sum_.total.isnan().all()
+    assert products(queue.run) == 1
+    assert (len(queue), arrived) == (0, [1])
+    assert torch.allclose(sum_.total, expected["weight"], rtol=1e-13)
+    assert linear.weight.grad is None
+    linear(x).backward(grad)
+    assert len(queue) == 0, "put off outside of put_off"
+    assert torch.allclose(sum_.total, 2 * expected["weight"], rtol=1e-13)
 
 
-@pytest.mark.parametrize("queued", [False, True])
-def test_summed_inside_the_product(queued: bool) -> None:
+def test_summed_inside_the_product() -> None:
     linear, x, grad = layer(False)
     expected = truth(linear, x, grad)["weight"]
-    total = torch.full((7, 6), float("nan"), dtype=torch.float64)
-    arrived = []
-    sum_ = WeightGradientSum(total, lambda: arrived.append(1))
-    linear.total = total
-    linear.queue = WeightGradientQueue() if queued else None
-
-    def step() -> None:
-        linear(x).backward(grad)
-        if queued:
-            linear.queue.run()
-
-    assert products(step) == 3
-    assert torch.allclose(total, expected, rtol=1e-13)
-    step()
-    assert torch.allclose(total, 2 * expected, rtol=1e-13)
+    sum_, arrived = summed(linear)
+    assert products(lambda: linear(x).backward(grad)) == 3
+    assert torch.allclose(sum_.total, expected, rtol=1e-13)
+    linear(x).backward(grad)
+    assert torch.allclose(sum_.total, 2 * expected, rtol=1e-13)
     assert len(arrived) == 2
     sum_.start()
-    step()
-    assert torch.allclose(total, expected, rtol=1e-13)
+    linear(x).backward(grad)
+    assert torch.allclose(sum_.total, expected, rtol=1e-13)
     assert linear.weight.grad is None
 
 
 def test_the_oldest_ones_run_first() -> None:
-    queue = WeightGradientQueue()
-    layers = [layer(False) for _ in range(3)]
+    queue, layers = WeightGradientQueue(), [layer(False) for _ in range(3)]
+    sums = [summed(linear)[0] for linear, _, _ in layers]
     for linear, x, grad in layers:
-        linear.queue = queue
-        linear(x).backward(grad)
+        with WeightGradientSum.put_off(queue):
+            linear(x).backward(grad)
     queue.run(2)
-    assert [linear.weight.grad is not None for linear, _, _ in layers] == [True, True, False]
+    assert [bool(one.total.isfinite().all()) for one in sums] == [True, True, False]
     assert len(queue) == 1
     queue.run()
-    assert layers[2][0].weight.grad is not None
+    assert sums[2].total.isfinite().all()
+
+
+def test_what_waits_in_a_queue_is_what_was_there_when_it_was_put() -> None:
+    """Compiled: memory that the backward pass no longer needs must not go to something else while products wait."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(*(m for _ in range(3) for m in (Linear(16, 16), nn.GELU()))).double()
+    for p in plain.parameters():
+        nn.init.normal_(p, std=0.3)
+    x, grad = torch.randn(2, 4, 8, 16, dtype=torch.float64).unbind()
+    expected = torch.autograd.grad(plain(x), list(plain.parameters()), grad)
+    linears = [m for m in plain if isinstance(m, Linear)]
+    sums = []
+    for linear in linears:
+        linear.total = torch.full((16, 16), float("nan"), dtype=torch.float64)
+        sums.append(WeightGradientSum(linear.total, lambda: None))
+    with functorch_config.patch(donated_buffer=False):
+        compiled = torch.compile(plain, fullgraph=True, options=COMPILED_FOR_LATER)
+        for _ in range(3):
+            queues = [WeightGradientQueue() for _ in range(2)]
+            for sum_ in sums:
+                sum_.start()
+            for queue in queues:
+                with WeightGradientSum.put_off(queue):
+                    compiled(x.clone().requires_grad_()).backward(grad)
+            for queue in queues:
+                assert len(queue) == 3
+                queue.run()
+            for linear, g in zip(linears, expected, strict=True):
+                assert torch.allclose(linear.total, 2 * g, rtol=1e-12)
 
 
 def test_gradcheck() -> None:
