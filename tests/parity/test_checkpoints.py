@@ -1,0 +1,159 @@
+"""A checkpoint of any layout goes on in any other: weights and optimizer state to the bit, then the same step."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
+from megaspec.checkpoint.store import Store
+from megaspec.precision.scaler import build_scaler
+from megaspec.runtime.build import Built, build, initialise, mesh_of
+from megaspec.runtime.parity import divide, gather_global
+from megaspec.runtime.state import load, pieces_of, progress, tensors_of
+from megaspec.runtime.step import train_step
+from tests.parity.cases import SEQUENCES, Case, batches_of, empty_of, spec_of
+from tests.ranks import RankPool
+
+SAVED_AFTER = 2
+MODEL = Case(n_layers=4, mask="uneven", kv_heads=2)
+DENSE = {
+    "one rank": {},
+    "tp2 pad8": {"tp": 2, "pad": 8},
+    "tp4 sp pad64": {"tp": 4, "sequence": True, "pad": 64},
+    "pp2": {"pp": 2, "accumulate": 3},
+    "pp2 chunks": {"pp": 2, "schedule": "interleaved", "virtual": 2, "accumulate": 2, "pad": 8},
+    "pp4": {"pp": 4, "schedule": "zb_h1", "accumulate": 4},
+    "pp2 there and back": {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
+    "cp2": {"cp": 2, "context": "all_gather"},
+    "cp2 zero2": {"cp": 2, "dp": 2, "strategy": "zero2", "pad": 8},
+    "zero1": {"dp": 2, "strategy": "zero1", "accumulate": 2},
+    "fsdp4": {"dp": 4, "strategy": "fsdp", "pad": 8},
+    "tp2 pp2": {"tp": 2, "sequence": True, "pp": 2, "accumulate": 2},
+}
+EXPERTS = {
+    "one rank": {},
+    "ep2 replicate": {"dp": 2, "ep": 2},
+    "ep2 fsdp": {"dp": 2, "strategy": "fsdp", "ep": 2, "pad": 8},
+    "ep4 zero1": {"dp": 4, "strategy": "zero1", "ep": 4},
+    "ep2 etp2": {"dp": 4, "ep": 2, "etp": 2, "dispatch": "all_gather"},
+    "tp2 ep2": {"tp": 2, "sequence": True, "ep": 2, "pad": 8},
+    "tp2 etp2 zero1": {"tp": 2, "sequence": True, "etp": 2, "dp": 2, "strategy": "zero1"},
+    "cp2 ep2": {"cp": 2, "ep": 2, "accumulate": 2},
+    "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2, "accumulate": 2},
+    "pp2 chunks": {"pp": 2, "schedule": "interleaved", "virtual": 2, "accumulate": 2},
+    "hsdp": {"dp": 4, "strategy": "hsdp", "replicas": 2, "ep": 2},
+    "tp4 zb": {"tp": 2, "sequence": True, "pp": 2, "schedule": "zb_h1", "accumulate": 3, "pad": 64},
+}
+WEIGHT_TOLERANCE, LOSS_TOLERANCE = 1e-10, 1e-12
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A model in a layout, and the steps that it goes."""
+
+    built: Built
+    case: Case
+    comm: Comm
+
+    def step(self, number: int) -> tuple[float, float]:
+        """Trains on the batch of step `number`. -> loss and gradient norm"""
+        spec, empty = self.built.spec, empty_of(MODEL)
+        batch = batches_of(self.case, empty.sequences, number + 1)[number]
+        result = train_step(
+            self.built,
+            divide(batch, mesh=self.built.mesh, micro_batch=spec.train.micro_batch),
+            lr=spec.optim.lr,
+            weight_decay=spec.optim.weight_decay,
+            scaler=build_scaler(spec.precision, device=self.built.device),
+        )
+        return result.loss.item(), result.grad_norm.item()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Everything that a checkpoint holds of parameters, put together; on rank 0."""
+        tensors, layouts = {}, {}
+        for stored, (name, tensor) in tensors_of(self.built).items():
+            tensors[stored], layouts[stored] = tensor, replace(self.built.shards[name], name=stored)
+        gathered = gather_global(tensors, layouts, mesh=self.built.mesh)
+        assert not any(gathered.replica_gap.values()), gathered.replica_gap
+        assert not any(gathered.padding.values()), gathered.padding
+        return {name: value.numpy() for name, value in gathered.values.items()}
+
+
+def begin(rank: int, case: Case) -> Begun:
+    spec = spec_of(case)
+    built = build(spec, mesh=mesh_of(spec, rank=rank, device=torch.device("cpu")))
+    return Begun(built, case, DistComm() if dist.is_initialized() else SoloComm())
+
+
+def save(rank: int, case: Case, folder: str) -> None:
+    """Trains two steps, saves, trains one more; what both left is written beside the checkpoint."""
+    run = begin(rank, case)
+    initialise(run.built)
+    for number in range(SAVED_AFTER):
+        run.step(number)
+    state = progress(run.built, step=SAVED_AFTER, samples=SAVED_AFTER * SEQUENCES, tokens=0, scaler=None)
+    spec = run.built.spec.model_dump(mode="json")
+    Store(folder).save(SAVED_AFTER, pieces_of(run.built), spec=spec, state=state, comm=run.comm)
+    saved = run.state()
+    loss, norm = run.step(SAVED_AFTER)
+    after = run.state()
+    if rank == 0:
+        np.savez(Path(folder) / "saved.npz", **saved)
+        np.savez(Path(folder) / "after.npz", loss=loss, norm=norm, **after)
+
+
+def go_on(rank: int, case: Case, folders: list[str]) -> list[dict[str, Any]] | None:
+    """Loads one checkpoint after the other, and trains a step from each. -> what differed, from rank 0"""
+    run = begin(rank, case)
+    found = []
+    for folder in folders:
+        load(run.built, Store(folder).newest_good(run.comm, repair=False))
+        loaded = run.state()
+        loss, norm = run.step(SAVED_AFTER)
+        after = run.state()
+        if rank == 0:
+            with np.load(Path(folder) / "saved.npz") as saved, np.load(Path(folder) / "after.npz") as expected:
+                assert loaded.keys() == set(saved.files), loaded.keys() ^ set(saved.files)
+                found.append(
+                    {
+                        "changed": [name for name in loaded if not np.array_equal(loaded[name], saved[name])],
+                        "loss": abs(loss / float(expected["loss"]) - 1),
+                        "norm": abs(norm / float(expected["norm"]) - 1),
+                        "after": max(
+                            abs(after[name] - expected[name]).max() / (abs(expected[name]).max() or 1.0)
+                            for name in after
+                        ),
+                    }
+                )
+    return found if rank == 0 else None
+
+
+def each_into_every_other(
+    pool: RankPool, model: Case, layouts: dict[str, dict], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = {name: replace(model, **layout) for name, layout in layouts.items()}
+    folders = {name: str(folder / name.replace(" ", "-")) for name in cases}
+    for name, case in cases.items():
+        Path(folders[name]).mkdir()
+        pool.run(save, case, folders[name], ranks=case.ranks)
+    worst = dict.fromkeys(("loss", "norm", "after"), 0.0)
+    for target, case in cases.items():
+        results = pool.run(go_on, case, list(folders.values()), ranks=case.ranks)[0]
+        for source, found in zip(cases, results, strict=True):
+            assert not found["changed"], f"{source} -> {target}: {found['changed']}"
+            worst = {what: max(error, found[what]) for what, error in worst.items()}
+            assert found["loss"] <= LOSS_TOLERANCE, f"{source} -> {target}: loss {found['loss']:.1e} off"
+            assert max(found["norm"], found["after"]) <= WEIGHT_TOLERANCE, f"{source} -> {target}: {found}"
+    with capsys.disabled():
+        pairs = f"{len(cases)} layouts, {len(cases) * (len(cases) - 1)} pairs"
+        print(f"\n{pairs}: all bits, then {', '.join(f'{w} {e:.1e}' for w, e in worst.items())}", end="")
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_dense_layouts(pool: RankPool, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    each_into_every_other(pool, replace(MODEL, tied=tied), DENSE, tmp_path, capsys)
