@@ -4,8 +4,8 @@
 # E experts of this rank, I inputs, O outputs, k choices of a token
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from megaspec.nn.dropout import Dropout
 from megaspec.nn.linear import Linear, WeightGradientSum
 from megaspec.nn.mlp import SwiGlu
 from megaspec.nn.router import Router, Routing
-from megaspec.nn.rows import sorted_rows
+from megaspec.nn.rows import compiled, sorted_rows
 from megaspec_kernels.registry import GroupedKernel
 
 
@@ -80,24 +80,18 @@ def weighted_swiglu_gradients(grad_RF: Tensor, gate_up_RF: Tensor, weights_R: Te
     return torch.cat((grad_gate, weighted * silu), dim=-1).to(gate_up_RF.dtype), (grad * silu * up).sum(-1)
 
 
-@cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    # the number of rows differs from step to step
-    return torch.compile(function, dynamic=True)
-
-
 class WeightedSwiGluOp(torch.autograd.Function):
     """weighted_swiglu, of which the inputs alone are kept."""
 
     @staticmethod
-    def forward(ctx, gate_up_RF, weights_R, compiled):
+    def forward(ctx, gate_up_RF, weights_R, fused):
         ctx.save_for_backward(gate_up_RF, weights_R)
-        ctx.compiled = compiled
-        return (_fused(weighted_swiglu) if compiled else weighted_swiglu)(gate_up_RF, weights_R)
+        ctx.fused = fused
+        return (compiled(weighted_swiglu) if fused else weighted_swiglu)(gate_up_RF, weights_R)
 
     @staticmethod
     def backward(ctx, grad_RF):
-        gradients = _fused(weighted_swiglu_gradients) if ctx.compiled else weighted_swiglu_gradients
+        gradients = compiled(weighted_swiglu_gradients) if ctx.fused else weighted_swiglu_gradients
         return *gradients(grad_RF, *ctx.saved_tensors), None
 
 
@@ -156,7 +150,7 @@ class LocalDispatch:
     def __call__(
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = sorted_rows(routing.experts, routing.keep, experts.count)
+        rows = sorted_rows(routing.experts, routing.keep, experts.count, compiled=experts.compiled)
         if capacity is not None:
             rows = rows.padded(capacity)
         y_RD = experts(rows.spread(x_MD), rows.pick(routing.weights), rows.ends, whole=rows.whole)

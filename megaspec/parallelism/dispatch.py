@@ -105,7 +105,8 @@ class Journey:
     ready: "Ready | None" = None
     held: bool = False
     returning: Tensor | None = None
-    """The gradient on its way back. Autograd has no place for it: it has the shape of what was sent, not of what came."""
+    """The gradient on its way back, for which autograd has no place: it has the shape of what was sent, not of what
+    came."""
 
     def started(self, x: Tensor) -> Tensor:
         """What comes of x, to be finished before use."""
@@ -253,7 +254,8 @@ class AllToAll:
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
         """See megaspec.nn.moe.Dispatch."""
-        rows = sorted_rows(routing.experts, None if self.balanced else routing.keep, self.ep * experts.count)
+        keep = None if self.balanced else routing.keep
+        rows = sorted_rows(routing.experts, keep, self.ep * experts.count, compiled=experts.compiled)
         if capacity is not None:
             rows = rows.padded(capacity)
         counted = self._known(rows, capacity) or self._counted(rows)
@@ -278,15 +280,17 @@ class AllToAll:
     def _known(self, rows: Rows, capacity: int | None) -> Loads | None:
         """The loads, where nobody has to be asked."""
         E, (M, k), G = rows.ends.shape[0] // self.ep, rows.place.shape, self.group.size()
+        first = self.group.rank() // self.etp * E
         if capacity is not None:
             loads = [capacity] * (self.ep * E)
+            received = torch.full((G, E), capacity, device=rows.ends.device)
         elif self.balanced:
             loads = loads_in_turn(M, k=k, n_experts=self.ep * E)
+            here = torch.arange(first, first + E, device=rows.ends.device)
+            received = (loads[-1] + (here < M * k % (self.ep * E))).expand(G, E)
         else:
             return None
         of_ranks = [sum(loads[g // self.etp * E : (g // self.etp + 1) * E]) for g in range(G)]
-        here = self.group.rank() // self.etp
-        received = torch.tensor(loads[here * E : (here + 1) * E], device=rows.ends.device).expand(G, E)
         return Loads(of_ranks, [of_ranks[self.group.rank()]] * G, received)
 
     def _counted(self, rows: Rows) -> CountedLoads:
@@ -310,9 +314,10 @@ class AllToAll:
 
 
 def _by_expert(loads: Loads) -> tuple[Tensor, Tensor, Tensor]:
-    """Received rows, which lie rank by rank, sorted by expert. -> order and its inverse, int64 [R], and ends, int32 [E]"""
+    """How received rows, which lie rank by rank, are sorted by expert. -> order and its inverse, int64 [R], ends, int32
+    [E]"""
     (G, E), received, device = loads.received_GE.shape, sum(loads.receive), loads.received_GE.device
-    expert = torch.arange(E, device=device).repeat(G)
+    expert = torch.arange(E, device=device, dtype=torch.int16).repeat(G)
     expert_R = expert.repeat_interleave(loads.received_GE.flatten(), output_size=received)
     order = expert_R.argsort(stable=True)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(received, device=device))
@@ -332,7 +337,7 @@ class AllGather:
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
         """See megaspec.nn.moe.Dispatch."""
-        rows = self._rows(routing, experts.count)
+        rows = self._rows(routing, experts)
         known = self._known(routing, experts.count)
         if capacity is not None:
             rows = rows.padded(self.group.size() * capacity)
@@ -348,14 +353,15 @@ class AllGather:
         y_MD = moved(rows.collect(y_RD), Scatter(self.group))
         return y_MD, beside_BTD if self.overlap else beside()
 
-    def _rows(self, routing: Routing, count: int) -> Rows:
+    def _rows(self, routing: Routing, experts: Experts) -> Rows:
         """Of all ranks' choices, those of the experts here."""
+        count = experts.count
         first = self.group.rank() // self.etp * count
         expert_Nk = wait(_all_gather(routing.experts, self.group)) - first
         here_Nk = (expert_Nk >= 0) & (expert_Nk < count)
         if routing.keep is not None and not self.balanced:
             here_Nk = here_Nk & wait(_all_gather(routing.keep, self.group))
-        return sorted_rows(expert_Nk, here_Nk, count)
+        return sorted_rows(expert_Nk, here_Nk, count, compiled=experts.compiled)
 
     def _known(self, routing: Routing, count: int) -> int | None:
         """The number of rows, where nobody has to look."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaspec.nn.attention import SequenceContext
 from megaspec.nn.dropout import Dropout
-from megaspec.nn.linear import Linear, WeightGradientSum
+from megaspec.nn.linear import Linear, WeightGradientQueue, WeightGradientSum
 from megaspec.nn.mlp import SwiGlu
 from megaspec.nn.moe import Experts, GroupedLinear, Moe, loads_in_turn
 from megaspec.nn.router import Router
@@ -152,6 +152,38 @@ def test_weight_gradients_are_summed_in_their_totals() -> None:
         if isinstance(module, GroupedLinear):
             assert close(module.total, 2 * expected[f"{name}.weight"]), name
     assert sorted(arrived) == sorted(2 * ["router", "experts.w_gate_up", "experts.w_down"])
+
+
+def test_weight_gradients_can_be_put_off() -> None:
+    moe = build(MoeSpec(n_experts=6, top_k=2, capacity_factor=0.7))
+    x = torch.randn(B, T, D, dtype=torch.float64)
+    moe(x, context()).sum().backward()
+    expected = {n: p.grad for n, p in moe.named_parameters()}
+    linears = {f"{n}.weight": m for n, m in moe.named_modules() if isinstance(m, Linear)}
+    for module in linears.values():
+        module.total = torch.full_like(module.weight, float("nan"))
+    sums = [WeightGradientSum(module.total, lambda: None) for module in linears.values()]
+    queue = WeightGradientQueue()
+    with WeightGradientSum.put_off(queue):
+        moe(x, context()).sum().backward()
+    assert len(queue) == len(sums) == 3
+    assert all(module.total.isnan().all() for module in linears.values())
+    queue.run()
+    for name, module in linears.items():
+        assert close(module.total, expected[name]), name
+
+
+@pytest.mark.slow
+def test_compiled_parts_compute_the_same() -> None:
+    """What lies between the experts' products, sums of rows, shared experts."""
+    moe = build(MoeSpec(n_experts=6, top_k=2, d_shared=F_SHARED, capacity_factor=0.7))
+    inputs = [torch.randn(B, T, D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    expected = [gradients(moe(x, context()), torch.ones_like(x), moe, x) for x in inputs]
+    moe.compile_parts()
+    found = [gradients(moe(x, context()), torch.ones_like(x), moe, x) for x in inputs]
+    for one, other in zip(found, expected, strict=True):
+        for name in other:
+            assert close(one[name], other[name]), name
 
 
 def test_dropout_hits_routed_and_shared_experts_together() -> None:
