@@ -69,6 +69,7 @@ RUNS = {
         "optim.schedule={kind: wsd, warmup_steps: 1, wsd_decay_steps: 1}",
         "optim.weight_decay_ramp={kind: linear, end: 0.2, steps: 3}",
         "parallelism.recompute={kind: selective, parts: [norm]}",
+        "parallelism.offload={layers: 1, optimizer: 0.5}",
         *MADE_UP,
     ),
     "random": ("data=random", "data.vocab_size=64", "model.vocab_size=64", *MADE_UP),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megaspec.nn.attention import Attention, SequenceContext
@@ -20,6 +19,7 @@ from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.mlp import GeluMlp, SwiGlu
 from megaspec.nn.moe import Experts, Moe
 from megaspec.nn.norm import LayerNorm, RmsNorm
+from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import RecomputeSpec
 
 Run = Callable[..., Tensor]
@@ -28,9 +28,9 @@ Run = Callable[..., Tensor]
 class Recompute:
     """The strategy. `apply` after every module has become what it stays, and before units are sharded."""
 
-    def __init__(self, spec: RecomputeSpec, *, compiled: bool):
+    def __init__(self, spec: RecomputeSpec, saved: SavedTensors, *, compiled: bool):
         """`compiled`: whether each layer is traced as a whole."""
-        self.spec, self.compiled = spec, compiled
+        self.spec, self.saved, self.compiled = spec, saved, compiled
 
     def apply(self, chunk: Decoder) -> None:
         """Wraps, and where several layers are computed again together, joins the units of a chunk's layers."""
@@ -41,7 +41,7 @@ class Recompute:
             chunk.units = _with_layers(chunk, lambda layers: regroup(layers, count))
         elif own.kind == "selective":
             parts = frozenset(own.parts or ("core_attention",))
-            kept = {layer: _Parts(layer, parts, compiled=self.compiled) for layer in chunk.layers.values()}
+            kept = {layer: _Parts(layer, parts, self.saved, compiled=self.compiled) for layer in chunk.layers.values()}
             chunk.units = _with_layers(
                 chunk, lambda layers: [_replaced(u, kept[u.modules[0]].around(u.run)) for u in layers]
             )
@@ -120,7 +120,8 @@ class _Parts:
     told how to have the result made again, by the hooks on the tensors that a layer saves.
     """
 
-    def __init__(self, layer: nn.Module, parts: frozenset[str], *, compiled: bool):
+    def __init__(self, layer: nn.Module, parts: frozenset[str], saved: SavedTensors, *, compiled: bool):
+        self._saved = saved
         self._made: dict[int, Tensor] = {}
         for child in layer.children():
             if isinstance(child, RmsNorm | LayerNorm) and "norm" in parts:
@@ -168,28 +169,25 @@ class _Parts:
         return y
 
     def around(self, run: Run) -> Run:
-        """The layer's run with the hooks."""
+        """The layer's run, in which nobody keeps what is made again."""
 
-        def hooked(x_BTD: Tensor, context: SequenceContext) -> Tensor:
+        def watched(x_BTD: Tensor, context: SequenceContext) -> Tensor:
             if not torch.is_grad_enabled():
                 return run(x_BTD, context)
-            with saved_tensors_hooks(self._pack, _unpack):
+            with self._saved.under(self):
                 y_BTD = run(x_BTD, context)
             # until here it was held, so that no other tensor came to lie at the same address
             self._made.clear()
             return y_BTD
 
-        return hooked
+        return watched
 
-    def _pack(self, x: Tensor) -> Tensor | _View:
+    def keep(self, x: Tensor) -> _View | None:
+        """See Keeper."""
         made = self._made.get(x.untyped_storage().data_ptr())
         if made is None:
-            return x.detach()
+            return None
         return _View(made.grad_fn, x.shape, x.stride(), x.storage_offset() - made.storage_offset())
-
-
-def _unpack(kept: Tensor | _View) -> Tensor:
-    return kept.tensor() if isinstance(kept, _View) else kept
 
 
 class _Remade(torch.autograd.Function):

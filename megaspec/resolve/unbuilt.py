@@ -31,8 +31,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         None,
         ("model.moe", "parallelism.ep", "parallelism.etp", "parallelism.dispatch"),
     ),
-    Unbuilt("activations on the CPU", "parallelism.offload.layers", 0, ("parallelism.offload.layers",)),
-    Unbuilt("an optimizer on the CPU", "parallelism.offload.optimizer", 0.0, ("parallelism.offload.optimizer",)),
     *(
         Unbuilt(what, f"parallelism.overlap.{name}", True, (f"parallelism.overlap.{name}",))
         for what, name in (

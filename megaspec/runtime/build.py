@@ -25,12 +25,15 @@ from megaspec.nn.init import constants, initial_value, standard_deviations
 from megaspec.nn.linear import COMPILED_FOR_LATER
 from megaspec.nn.rope import Rope
 from megaspec.nn.router import Router
+from megaspec.optim.offload import OffloadedOptimizer
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.offload import Offload
 from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.recompute import Recompute
+from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.stages import stages_of
@@ -200,16 +203,19 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     tensor = split.tensor_parallel
     own = spec.parallelism
     # before units are sharded: what is computed again together is gathered once
-    recompute = Recompute(own.recompute, compiled=spec.kernels.compile == "block")
+    saved = SavedTensors()
+    recompute = Recompute(own.recompute, saved, compiled=spec.kernels.compile == "block")
+    offload = Offload(own.offload.layers, saved, device=mesh.device)
     for chunk in split.chunks:
         recompute.apply(chunk)
+        offload.apply(chunk)
     # last: its hooks and buffers hang on the final parameters
     sharing = Sharing(
         own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce, own.overlap.grad_reduce, own.overlap.param_gather
     )
     layouts = split.pipeline.share(tensor.layouts)
     data = DataParallel(split.chunks, layouts=layouts, mesh=mesh, sharing=sharing, shared=split.pipeline.shared)
-    optimizer = build_optimizer(data.weights, spec.optim)
+    optimizer = _optimizer(spec, data.weights)
     # outermost, so that what other strategies do in a unit is told as part of it
     position = position or Position(mesh.device)
     for chunk in split.chunks:
@@ -227,6 +233,13 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         optimizer,
         position,
     )
+
+
+def _optimizer(spec: Spec, weights: Mapping[str, torch.Tensor]) -> MasterOptimizer:
+    share = spec.parallelism.offload.optimizer
+    if share > 0:
+        return OffloadedOptimizer(weights, spec.optim, share=share)
+    return build_optimizer(weights, spec.optim)
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

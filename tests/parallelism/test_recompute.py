@@ -12,6 +12,7 @@ from megaspec.data.batch import Batch
 from megaspec.nn.linear import Linear
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.recompute import Recompute
+from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import RecomputePart, RecomputeSpec
 from megaspec.resolve.examples import CPU, FACTS
 from megaspec.resolve.resolver import resolve
@@ -129,7 +130,7 @@ def traced(kind: RecomputeSpec) -> list[Tensor]:
     for parameter in model.parameters():
         parameter.data.normal_(generator=draw)
     model.layers["0"].compile(backend="aot_eager")
-    Recompute(kind, compiled=True).apply(model)
+    Recompute(kind, SavedTensors(), compiled=True).apply(model)
     x_BTD = torch.randn(2, 16, 32, dtype=torch.float64, generator=draw).requires_grad_()
     model.units[1].run(x_BTD, model.context(torch.arange(16), length=16)).square().sum().backward()
     return [x_BTD.grad, *(p.grad for p in model.layers.parameters())]

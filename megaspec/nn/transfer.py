@@ -1,0 +1,30 @@
+"""Copies between a GPU's memory and the CPU's beside the computation."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Side:
+    """A stream beside the computation's, in one direction; on a CPU there is none."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def after_now(self) -> Any:
+        """A context in which work starts once what the computation has been given so far is done."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
+
+    def done(self) -> "torch.cuda.Event | None":
+        """When what it was given so far is done."""
+        return None if self.stream is None else self.stream.record_event()
+
+
+def on_host(like: Tensor) -> Tensor:
+    """Memory of the CPU that a GPU can copy from and to beside other work."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)

@@ -1,0 +1,184 @@
+"""Activations that wait in the memory of the CPU. On a CPU all is done the same way, with copies for transfers."""
+
+# B sequences, T tokens, D model
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from megaspec.nn.attention import SequenceContext
+from megaspec.nn.decoder import Decoder, Unit
+from megaspec.nn.transfer import Side, on_host
+from megaspec.parallelism.saved import SavedTensors
+
+# Smaller tensors stay: a transfer of a megabyte takes some 20 microseconds, as long as starting it.
+SMALLEST = 2**20
+
+Run = Callable[..., Tensor]
+
+
+class _Storage:
+    """The memory behind saved tensors, away from the device between two passes."""
+
+    def __init__(self, x: Tensor, offload: "Offload"):
+        self._offload = offload
+        self._device = x.device
+        own = _bytes_of(x)
+        with offload.out.after_now():
+            self._host = on_host(own)
+            self._host.copy_(own, non_blocking=True)
+            if offload.out.stream is not None:
+                # its memory is free for others once the copy is made
+                own.record_stream(offload.out.stream)
+        self._left = offload.out.done()
+        self._back: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def fetch(self) -> None:
+        """Starts its way back."""
+        if self._back is not None:
+            return
+        side = self._offload.back
+        with side.after_now():
+            if self._left is not None:
+                side.stream.wait_event(self._left)
+            self._back = torch.empty_like(self._host, device=self._device)
+            self._back.copy_(self._host, non_blocking=True)
+        self._arrived = side.done()
+
+    def wait(self) -> Tensor:
+        """Its bytes, for the computation's stream."""
+        self.fetch()
+        if self._arrived is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(self._arrived)
+            self._back.record_stream(current)
+        return self._back
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """All of the storage that a tensor lies in, uint8 [n]."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Stands for a tensor in an offloaded storage."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """Waits for it."""
+        whole = self.storage.wait().view(self.dtype)
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One micro batch through one unit: the keeper of what is saved."""
+
+    offload: "Offload"
+    stays: frozenset[int]
+    """Addresses of what lies on the device anyway."""
+    before: "_Pass | None"
+    """The same micro batch through the unit before."""
+    found: dict[int, tuple[Tensor, _Storage]] = field(default_factory=dict)
+    storages: "WeakSet[_Storage]" = field(default_factory=WeakSet)
+
+    def keep(self, x: Tensor) -> _Part | None:
+        """See Keeper."""
+        storage = x.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes() < self.offload.smallest or address in self.stays or x.device != self.offload.device:
+            return None
+        if address not in self.found:
+            # x is held until the unit is through, so that no other tensor comes to lie at the same address
+            one = _Storage(x, self.offload)
+            self.storages.add(one)
+            self.found[address] = x.detach(), one
+        return _Part(self.found[address][1], x.dtype, x.shape, x.stride(), x.storage_offset())
+
+    def fetch(self) -> None:
+        """Starts the way back of everything."""
+        for one in self.storages:
+            one.fetch()
+
+
+class Offload:
+    """The strategy for activations: those of the first `layers` layers of each chunk go to the CPU's memory.
+
+    They leave beside the forward pass of what follows, and come back while the unit behind theirs runs backward.
+    """
+
+    def __init__(self, layers: int, saved: SavedTensors, *, device: torch.device, smallest: int = SMALLEST):
+        """`smallest`: bytes of the storages that are worth the way."""
+        self.layers, self.saved, self.device, self.smallest = layers, saved, device, smallest
+        self.out, self.back = Side(device), Side(device)
+
+    def apply(self, chunk: Decoder) -> None:
+        """Wraps the units of the first layers, after they were joined for recomputation, and the one behind them."""
+        if not self.layers:
+            return
+        passed: list[_Pass | None] = [None]
+        units, left = [], self.layers
+        for unit in chunk.units:
+            if unit.name == "embed" or left == 0:
+                units.append(unit)
+            elif left > 0 and unit.name != "head":
+                units.append(Unit(unit.name, unit.modules, self._offloaded(unit, passed)))
+                left = left - len(unit.modules) or -1
+            else:
+                units.append(Unit(unit.name, unit.modules, _fetching(unit.run, passed)))
+                left = 0
+        chunk.units = units
+
+    def _offloaded(self, unit: Unit, passed: list[_Pass | None]) -> Run:
+        """`passed`: the pass through the unit before, replaced by this one."""
+
+        def run(x_BTD: Tensor, context: SequenceContext) -> Tensor:
+            if not torch.is_grad_enabled():
+                return unit.run(x_BTD, context)
+            one = _Pass(self, _addresses(unit, context), passed[0])
+            with self.saved.under(one):
+                y_BTD = unit.run(x_BTD, context)
+            one.found.clear()
+            passed[0] = one
+            y_BTD.register_hook(lambda _: _fetch(one, one.before))
+            return y_BTD
+
+        return run
+
+
+def _fetching(run: Run, passed: list[_Pass | None]) -> Run:
+    """A unit's run whose backward pass fetches what the unit before it has offloaded."""
+
+    def fetching(*inputs: Any) -> Tensor:
+        y = run(*inputs)
+        one, passed[0] = passed[0], None
+        if y.requires_grad:
+            y.register_hook(lambda _: _fetch(one))
+        return y
+
+    return fetching
+
+
+def _fetch(*passes: _Pass | None) -> None:
+    for one in passes:
+        if one is not None:
+            one.fetch()
+
+
+def _addresses(unit: Unit, context: SequenceContext) -> frozenset[int]:
+    """Of a unit's parameters and buffers, and of what its layers are told of the batch."""
+    own = [x for module in unit.modules for x in (*module.parameters(), *module.buffers())]
+    told = [*(context.angles or ()), context.positions, context.documents, context.index, context.aux_weight]
+    tensors = [*own, *(x for x in told if x is not None)]
+    return frozenset(x.untyped_storage().data_ptr() for x in tensors)

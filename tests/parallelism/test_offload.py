@@ -1,0 +1,74 @@
+"""What waits in the CPU's memory comes back the same to the bit, and is not on the device meanwhile."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspec.parallelism import offload
+from megaspec.parallelism.offload import Offload
+from megaspec.parallelism.saved import SavedTensors
+from megaspec.runtime.build import build_model, materialise
+from megaspec.runtime.parity import run_steps
+from megaspec_kernels.registry import kernels_of
+from tests.parallelism.kept import kept_bytes
+from tests.parallelism.test_recompute import NONE, batch_of, built_of, gradients, spec_of
+
+RECOMPUTE = (NONE, "{kind: full}", "{kind: full, layers: 2}", "{kind: selective, parts: [norm, core_attention]}")
+
+
+@pytest.fixture(autouse=True)
+def everything_is_worth_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Offload.__init__, "__kwdefaults__", {"smallest": 0})
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("layers", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_gradients_are_the_same_to_the_bit(family: str, layers: int, recompute: str) -> None:
+    words = [f"parallelism.offload.layers={layers}"]
+    plain = gradients(0, spec_of(family=family))
+    found = gradients(0, spec_of(*words, f"parallelism.recompute={recompute}", family=family))
+    assert [name for name, value in plain.items() if value.tobytes() != found[name].tobytes()] == []
+
+
+def test_every_tensor_of_an_offloaded_layer_leaves() -> None:
+    """But for what its neighbours keep: its input and its result."""
+    spec = spec_of("model.n_layers=2", dropout=False)
+    model = build_model(spec.model, kernels_of(spec.kernels), dtype=torch.float64)
+    materialise(model, device=torch.device("cpu"), dtype=torch.float64)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    context = model.context(torch.arange(16), length=16)
+    x_BTD = torch.randn(2, 16, 32, dtype=torch.float64, requires_grad=True)
+    here = (x_BTD, *model.parameters(), *context.angles)
+    plain = kept_bytes(lambda: model.units[1].run(x_BTD, context), without=here)
+    copies = []
+    one = Offload(1, SavedTensors(), device=torch.device("cpu"))
+    one.apply(model)
+    host = offload.on_host
+
+    def counted(like: Tensor) -> Tensor:
+        copies.append(host(like))
+        return copies[-1]
+
+    offload.on_host = counted
+    try:
+        left = kept_bytes(lambda: model.units[1].run(x_BTD, context), without=here)
+    finally:
+        offload.on_host = host
+    moved = sum(copy.nbytes for copy in copies)
+    assert plain > 0
+    assert moved == plain + x_BTD.nbytes
+    assert left == moved, "the copies are all that is left"
+
+
+def test_a_run_with_everything_away_is_the_same_run() -> None:
+    def run(*words: str) -> Any:
+        spec = spec_of(*words)
+        return run_steps(spec, mesh=built_of(spec).mesh, batches=[batch_of()] * 3)
+
+    plain, away = run(), run("parallelism.offload={layers: 2, optimizer: 0.6}")
+    assert (plain.losses, plain.norms) == (away.losses, away.norms)
+    assert all(torch.equal(value, away.weights.values[name]) for name, value in plain.weights.values.items())
