@@ -273,6 +273,17 @@ _PRECISION = {
         ("precision.kind=bf16",),
         "optim.formats.exp_avg",
     ),
+    "formats-heads": Example(
+        (
+            "precision.kind=bf16",
+            "optim.formats.exp_avg=fp8",
+            "parallelism.dp_strategy=zero1",
+            "model.n_kv_heads=1",
+            _TP2,
+        ),
+        ("optim.formats.exp_avg=bf16",),
+        "optim.formats.exp_avg",
+    ),
 }
 _BATCH = {
     "batch-divides": Example(

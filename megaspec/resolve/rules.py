@@ -101,6 +101,7 @@ RULES: dict[str, Rule] = {
     "fp8-tiles": rules_precision.fp8_products_have_whole_tiles,
     "formats-sharded": rules_precision.narrow_state_is_sharded,
     "formats-weights": rules_precision.narrow_state_goes_with_narrow_weights,
+    "formats-heads": rules_precision.scaled_state_is_of_own_heads,
     "batch-divides": rules_batch.global_batch_divides,
     "ramp-start": rules_batch.ramp_starts_below_the_batch,
     "ramp-increment": rules_batch.ramp_reaches_the_batch,

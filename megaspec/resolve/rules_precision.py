@@ -9,6 +9,7 @@ from megaspec.core.problems import one_of
 from megaspec.optim.spec import AdamWSpec
 from megaspec.precision.spec import Fp8Precision
 from megaspec.resolve.case import Case, multiples
+from megaspec.resolve.kinds import mla_of
 from megaspec.resolve.ways import Way, way_out
 
 # The compute capabilities that a recipe runs on: from the first to the last.
@@ -138,6 +139,21 @@ def narrow_state_goes_with_narrow_weights(case: Case) -> Problem | None:
     if kind == "fp16" and not key.endswith("master"):
         return None
     return Problem(key, f"{key}={value} needs precision=bf16 or precision=fp8, it is {kind}; set {key}=fp32")
+
+
+def scaled_state_is_of_own_heads(case: Case) -> Problem | None:
+    """Moments of fp16 and fp8, scaled by rank, are for key and value heads that one tensor-parallel rank holds."""
+    # beside other queries a copy of a head has another scale, is rounded another way, and parts from the first
+    optim, tp, model = case.recipe.optim, case.recipe.parallelism.tp, case.recipe.model
+    if not isinstance(optim, AdamWSpec) or tp <= model.n_kv_heads or mla_of(model) is not None:
+        return None
+    for name in ("exp_avg", "exp_avg_sq"):
+        value = getattr(optim.formats, name)
+        if value in ("fp16", "fp8"):
+            key = f"optim.formats.{name}"
+            text = f"{key}={value} needs parallelism.tp={tp} to be at most model.n_kv_heads={model.n_kv_heads}"
+            return Problem(key, f"{text}: several ranks hold a head otherwise; set {key}=bf16")
+    return None
 
 
 def _narrow(case: Case) -> tuple[str, str] | None:

@@ -90,8 +90,8 @@ def test_a_section_lists_its_keys_and_choices(capsys):
     assert list(told).index("kind sgd") == 1
     assert "kind" not in told
     assert told["lr"] == ["Highest learning rate"]
-    assert told["momentum"] == ["Decay of the momentum; 0 keeps no state   [optim.kind=sgd]"]
-    assert told["choices"] == ["optim=adamw, optim=sgd"]
+    assert told["momentum"] == ["Decay of the momentum; 0 keeps no state   [optim.kind=sgd or optim.kind=muon]"]
+    assert told["choices"] == ["optim=adamw, optim=muon, optim=sgd"]
     assert explain(capsys, "optim.") == told
     assert explain(capsys, "data.blend")["prefix"] == ["Path of the .bin and .idx files without their ending"]
 
