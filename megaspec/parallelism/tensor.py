@@ -41,30 +41,33 @@ class ColumnLinearOp(torch.autograd.Function):
     """y = gather(x) Wᵀ + b with this rank's rows of W.
 
     Backward: the input gradient's reduction runs beside the weight gradient. With sequence parallel only this rank's
-    part of x is kept, and gathered again beside the input gradient.
+    part of x is kept, and gathered again beside the input gradient. Without `overlap` each of them runs alone.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, total, queue, group, sequence):
+    def forward(ctx, x, weight, bias, total, queue, group, sequence, overlap):
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.total, ctx.queue = bias is not None, total, queue
-        ctx.group, ctx.sequence = group, sequence
+        ctx.group, ctx.sequence, ctx.overlap = group, sequence, overlap
         return F.linear(wait_sequence(gather_sequence(x, group)) if sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
         gathering = gather_sequence(x, ctx.group) if ctx.sequence else None
+        if ctx.sequence and not ctx.overlap:
+            gathering = wait(gathering)
         grad_x = input_gradient(grad_out, weight)
+        reduce = reduce_scatter_sequence if ctx.sequence else all_reduce
+        reducing = reduce(grad_x, ctx.group)
+        if not ctx.overlap:
+            reducing = wait(reducing)
         if ctx.sequence:
-            reducing = reduce_scatter_sequence(grad_x, ctx.group)
             x = wait_sequence(gathering)
-        else:
-            reducing = all_reduce(grad_x, ctx.group)
         grad_weight = weight_gradient(weight, ctx.total, ctx.queue, grad_out, x)
         grad_bias = grad_out.flatten(0, -2).sum(0) if ctx.has_bias else None
         grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 class ColumnParallelLinear(Linear):
@@ -72,9 +75,12 @@ class ColumnParallelLinear(Linear):
 
     group: dist.ProcessGroup
     sequence: bool
+    overlap: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        return ColumnLinearOp.apply(x, self.weight, self.bias, self.total, self.queue, self.group, self.sequence)
+        return ColumnLinearOp.apply(
+            x, self.weight, self.bias, self.total, self.queue, self.group, self.sequence, self.overlap
+        )
 
 
 class RowParallelLinear(Linear):
@@ -149,6 +155,8 @@ class TensorParallel:
 
     mesh: Mesh
     sequence_parallel: bool
+    overlap: bool = True
+    """Reduce a layer's input gradient, and gather its input again, beside its other gradient."""
     layouts: dict[str, Layout] = field(default_factory=dict)
     sums: list[GradientSum] = field(default_factory=list)
     experts: set[str] = field(default_factory=set)
@@ -328,6 +336,7 @@ class TensorParallel:
         """Turns a module into its parallel twin in place: same names, this rank's shapes."""
         module.__class__ = twin
         module.group, module.sequence = self.mesh.group("tp"), self.sequence_parallel
+        module.overlap = self.overlap
         self._resize(module, name)
 
     def _resize(self, module: nn.Module, name: str) -> None:

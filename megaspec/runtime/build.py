@@ -166,7 +166,7 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     context = ContextParallel(mesh, spec.parallelism.context)
     context.split_model(model)
     # before memory is taken: modules become their parallel twins with this rank's shapes
-    tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel)
+    tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel, spec.parallelism.overlap.tp)
     tensor.split_model(model, model.placement)
     pipeline = Pipeline(mesh, spec.parallelism.pipeline, dtype, tied=model.tied)
     chunks = [model] if mesh.size("pp") == 1 else _parts(model, spec, mesh)
