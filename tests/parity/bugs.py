@@ -1,0 +1,379 @@
+"""Planted bugs: each is one line of shipped source, and a case that it touches."""
+
+from dataclasses import dataclass
+
+from tests.parity.cases import Case
+from tests.parity.sets import RECOMPUTES
+from tests.source_patch import Patch
+
+TENSOR = "megaspec.parallelism.tensor"
+SUMS = "megaspec.parallelism.reductions"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A planted bug, a case that it touches, and whether the loss of the first step shows nothing of it."""
+
+    name: str
+    patch: Patch
+    case: Case
+    invisible: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+GENERAL = [
+    Bug(
+        "norm gradients not summed under sequence parallel",
+        Patch(
+            TENSOR,
+            'self.sums.append(GradientSum(name, None, self.mesh.group("tp")))',
+            "pass",
+        ),
+        Case(tp=2, sequence=True),
+        invisible=True,
+    ),
+    Bug(
+        "gradients doubled",
+        Patch(SUMS, "self.totals[name].copy_(parameter.grad)", "self.totals[name].copy_(parameter.grad * 2)"),
+        Case(dp=2),
+        invisible=True,
+    ),
+    Bug(
+        "last bucket not reduced",
+        Patch(
+            "megaspec.parallelism.bucket",
+            "if self.sharers.sum is None:",
+            'if self.sharers.sum is None or "embed.weight" in self.names:',
+        ),
+        Case(dp=2, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "bucket not overwritten by the first micro batch",
+        Patch(SUMS, "if name in bucket.fresh:", "if False:"),
+        Case(dp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "only the last micro batch of a matrix counts",
+        Patch("megaspec.nn.linear", "sum_._fresh = False", "pass"),
+        Case(dp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "bucket reduced before the last micro batch",
+        Patch(SUMS, "if last:", "if True:"),
+        Case(dp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "gradient of a shared key and value head not summed",
+        Patch(TENSOR, 'self.sums += [GradientSum(f"{name}.{p}", held, group) for p in ("weight", "bias")]', "pass"),
+        Case(tp=4, kv_heads=2),
+        invisible=True,
+    ),
+    Bug(
+        "input gradient of a column-split layer not summed",
+        Patch(TENSOR, "wait_sequence(reducing) if ctx.sequence else wait(reducing)", "wait(grad_x)"),
+        Case(tp=2),
+        invisible=True,
+    ),
+    Bug(
+        "bias of a row-split layer added on every rank",
+        Patch(
+            TENSOR,
+            "LinearOp.apply(x, self.weight, None, self.total, self.queue)",
+            "LinearOp.apply(x, self.weight, self.bias, self.total, self.queue)",
+        ),
+        Case(tp=2, family="gpt", optimizer="sgd"),
+        invisible=True,
+    ),
+    Bug(
+        "norm counts copies twice",
+        Patch("megaspec.optim.norm", "if piece.replica == 0]", "if piece.replica >= 0]"),
+        Case(tp=2),
+        invisible=True,
+    ),
+    Bug(
+        "vectors decay too",
+        Patch("megaspec.optim.master", "return parameter.dim() >= 2", "return parameter.dim() >= 1"),
+        Case(tp=2),
+        invisible=True,
+    ),
+    Bug(
+        "same sequences on both data ranks",
+        Patch("megaspec.runtime.parity", "first = (j * dp + rank) * micro_batch", "first = (j * dp) * micro_batch"),
+        Case(dp=2, accumulate=3),
+    ),
+    Bug(
+        "loss divided by this rank's tokens",
+        Patch("megaspec.runtime.step", "if built.mesh.world_size > 1:", "if built.mesh.world_size > 99:"),
+        Case(dp=2, mask="uneven"),
+    ),
+    Bug(
+        "mask shifted by one token",
+        Patch(
+            "megaspec.runtime.step", "_mine(batch.mask, index) * weight", "_mine(batch.mask.roll(1, 1), index) * weight"
+        ),
+        Case(dp=2, mask="uneven"),
+    ),
+    Bug(
+        "positions run on across documents",
+        Patch(
+            "megaspec.nn.decoder",
+            "positions = index_T if documents is None else document_positions(documents)[:, index_T]",
+            "positions = index_T",
+        ),
+        Case(tp=2, documents=True, family="gpt"),
+    ),
+    Bug(
+        "same dropout mask on every part of the sequence",
+        Patch(
+            "megaspec.nn.dropout",
+            "position = noise.index[self.part[0] * T : (self.part[0] + 1) * T]",
+            "position = noise.index[:T]",
+        ),
+        Case(tp=2, sequence=True, dropout=True, attention="reference"),
+    ),
+    Bug(
+        "same attention dropout on every rank's heads",
+        Patch(TENSOR, 'module.core.first_head = self.mesh.index("tp")', "module.core.first_head = 0"),
+        Case(tp=2, dropout=True, attention="reference"),
+    ),
+    Bug(
+        "vocabulary offset off by one",
+        Patch(TENSOR, "module.first = first", "module.first = first - (rank > 0)"),
+        Case(tp=2, pad=1),
+    ),
+    Bug(
+        "a padding column counted as a token",
+        Patch(
+            TENSOR,
+            "valid = min(max(self.vocab_size - self.first, 0), self.weight.shape[0])",
+            "valid = min(max(self.vocab_size + 1 - self.first, 0), self.weight.shape[0])",
+        ),
+        Case(tp=2, pad=8, tied=True),
+    ),
+    Bug(
+        "positions of the first part on every part of the sequence",
+        Patch(
+            "megaspec.nn.embedding", "positions[..., self.part[0] * T : (self.part[0] + 1) * T]", "positions[..., :T]"
+        ),
+        Case(tp=2, sequence=True, family="gpt"),
+    ),
+]
+
+CONTEXT = "megaspec.parallelism.context"
+RING = Case(cp=2, mask="uneven", kv_heads=2)
+CONTEXTS = [
+    Bug(
+        "chunks one behind the other where they should be early and late",
+        Patch(
+            CONTEXT,
+            "starts = (rank * chunk, (2 * cp - 1 - rank) * chunk)",
+            "starts = (2 * rank * chunk, (2 * rank + 1) * chunk)",
+        ),
+        RING,
+    ),
+    Bug(
+        "documents of the queries taken for those of the keys",
+        Patch(CONTEXT, "keys[part.keys]", "queries[part.keys]"),
+        Case(cp=2, documents=True),
+    ),
+    Bug(
+        "tokens counted once for each context-parallel rank",
+        Patch("megaspec.runtime.step", 'for axis in ("tp", "cp", "pp"))', 'for axis in ("tp", "pp"))'),
+        RING,
+    ),
+    Bug(
+        "log-sum-exp of the own block kept for the merged rows",
+        Patch(CONTEXT, "torch.logaddexp(lse, lse_BNT, out=lse)", "pass"),
+        RING,
+        invisible=True,
+    ),
+    Bug(
+        "gradients of keys and values lost on one hop",
+        Patch(
+            CONTEXT, "d_kv = torch.zeros_like(d_own) if d_kv is None else arrived[-1]", "d_kv = torch.zeros_like(d_own)"
+        ),
+        Case(cp=4, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "gradients of keys and values that came home lost",
+        Patch(CONTEXT, "d_own += passing.wait()[0]", "passing.wait()"),
+        RING,
+        invisible=True,
+    ),
+    Bug(
+        "gathered chunks in the order of ranks",
+        Patch(CONTEXT, "torch.cat((*early, *reversed(late.unbind())), dim=2)", "torch.cat((*early, *late), dim=2)"),
+        Case(cp=2, context="all_gather", mask="uneven"),
+    ),
+    Bug(
+        "same dropout on every rank's heads after an exchange",
+        Patch(CONTEXT, "first_head += way.heads.rank() * q_BTNH.shape[2]", "pass"),
+        Case(cp=2, context="all_to_all", dropout=True, attention="reference"),
+    ),
+    Bug(
+        "gradients not summed over context-parallel ranks",
+        Patch(
+            "megaspec.parallelism.bucket", 'name = "edp" if experts else "dp-cp"', 'name = "edp" if experts else "dp"'
+        ),
+        Case(cp=2, context="all_to_all", mask="uneven"),
+        invisible=True,
+    ),
+]
+
+PIPELINE = "megaspec.parallelism.pipeline"
+PIPELINES = [
+    Bug(
+        "gradient of a tied embedding not summed over its two stages",
+        Patch(PIPELINE, "[gradients[name] for name in self.shared]", "[]"),
+        Case(pp=2, tied=True, accumulate=2),
+        invisible=True,
+    ),
+    Bug(
+        "norm counts a tied embedding on both stages",
+        Patch(PIPELINE, "index = 0 if self._links.index == 0 else 1", "index = 0"),
+        Case(pp=2, tied=True, accumulate=2),
+        invisible=True,
+    ),
+    Bug(
+        "weight gradients of the last micro batch lost",
+        Patch(PIPELINE, "queues.pop(key).run()", "one.micro < micro_batches - 1 and queues.pop(key).run()"),
+        Case(pp=2, schedule="zb_h1", accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "activations of another micro batch",
+        Patch(
+            PIPELINE,
+            "self._posted[line[number]] = ",
+            "self._posted[line[number ^ 1 if number ^ 1 < len(line) else number]] = ",
+        ),
+        Case(pp=2, schedule="gpipe", accumulate=6, mask="uneven"),
+    ),
+    Bug(
+        "labels of another micro batch",
+        Patch(
+            PIPELINE,
+            "y = forward(one.chunk, one.micro, x)",
+            "y = forward(one.chunk, one.micro if x is None else 0, x)",
+        ),
+        Case(pp=2, accumulate=3, mask="uneven"),
+    ),
+    Bug(
+        "gradient of another micro batch handed back",
+        Patch(
+            PIPELINE,
+            "held.returned.append(grad)",
+            "held.returned.append(self.__dict__.setdefault('first', grad))",
+        ),
+        Case(pp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "stages of the way back numbered as those of the way there",
+        Patch(
+            "megaspec.runtime.build",
+            "return [model.part(stage.layers, embedding=stage.embedding, head=stage.head) for stage in stages]",
+            "return [model.part(sorted(stage.layers, reverse=True), embedding=stage.embedding, head=stage.head) "
+            "for stage in stages]",
+        ),
+        Case(pp=2, n_layers=4, mask="uneven"),
+    ),
+    Bug(
+        "evaluation counts the tokens of one micro batch",
+        Patch(
+            "megaspec.runtime.step",
+            "[batch.mask.sum() for batch in window]",
+            "[batch.mask.sum() for batch in window[:1]]",
+        ),
+        Case(pp=2, accumulate=2, mask="uneven"),
+        invisible=True,
+    ),
+]
+
+BUCKET = "megaspec.parallelism.bucket"
+ZERO = Case(dp=2, strategy="zero1", mask="uneven")
+SHARDS = [
+    Bug(
+        "shards begin a row further than they are said to",
+        Patch(
+            "megaspec.parallelism.flat",
+            "return own[first : first + count * row]",
+            "first += row * (first + (count + 1) * row <= own.numel()); return own[first : first + count * row]",
+        ),
+        ZERO,
+    ),
+    Bug(
+        "weights not gathered after the update",
+        Patch("megaspec.runtime.step", "data.gather_weights()", "pass"),
+        ZERO,
+        invisible=True,
+    ),
+    Bug(
+        "one bucket of gradients not scattered",
+        Patch(
+            BUCKET,
+            "if self.sharers.scatter is not None:",
+            'if self.sharers.scatter is not None and "norm.weight" not in self.names:',
+        ),
+        ZERO,
+        invisible=True,
+    ),
+    Bug(
+        "shards keep the gradient of the last micro batch alone",
+        Patch(SUMS, "bucket.scatter(self._form, add=bucket.reduced > 0)", "bucket.scatter(self._form, add=False)"),
+        Case(dp=2, strategy="zero2", accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "replicas of shards not summed",
+        Patch(BUCKET, "dist.all_reduce(own, group=self.sharers.sum)", "pass"),
+        Case(dp=4, strategy="hsdp", replicas=2, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "memory that comes back holds what it held",
+        Patch(SUMS, "bucket.is_collecting, bucket.fresh = True, set(bucket.names)", "bucket.is_collecting = True"),
+        Case(dp=2, strategy="fsdp", accumulate=2, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "clipping by the norm of a rank's own shards",
+        Patch("megaspec.optim.norm", "if world_size > 1:", "if world_size > 99:"),
+        ZERO,
+        invisible=True,
+    ),
+]
+
+IN_BACKWARD = "torch._C._current_graph_task_id() != -1"
+RECOMPUTE = [
+    Bug(
+        "dropout drawn anew for what is computed again",
+        Patch(
+            "megaspec.nn.dropout",
+            "keep = keep_mask(noise.key(self.site_key), counters",
+            f"keep = keep_mask(noise.key(self.site_key) + ({IN_BACKWARD}), counters",
+        ),
+        Case(dp=2, dropout=True, attention="reference", also=RECOMPUTES["uniform 1"]),
+        invisible=True,
+    ),
+    Bug(
+        "attention made again without its documents",
+        Patch(
+            "megaspec.parallelism.recompute",
+            "self._remade(lambda q, k, v: core(q, k, v, context), (), ",
+            "self._remade(lambda q, k, v: core(q, k, v, type(context)(**vars(context) | "
+            f"({{'documents': None}} if {IN_BACKWARD} else {{}}))), (), ",
+        ),
+        Case(dp=2, documents=True, also=RECOMPUTES["core_attention"]),
+        invisible=True,
+    ),
+]
+
+BUGS = [*GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE]
