@@ -8,14 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
-from megaspec.parallelism.data_parallel import DataParallel
+from megaspec.data.batch import Batch
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.linear import Linear, WeightGradientQueue
+from megaspec.parallelism.data_parallel import DataParallel, Sharing
+from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, initialise, mesh_of
+from megaspec.runtime.build import Built, build, build_split_model, initialise, mesh_of
 from megaspec.runtime.loop import Run
-from megaspec.runtime.parity import Tolerances, compare, divide, gradient_errors
+from megaspec.runtime.parity import TOLERANCES, Tolerances, compare, divide, gradient_errors
 from megaspec.runtime.state import tensors_of
 from megaspec.runtime.step import evaluate, train_step
 from megaspec.spec import Spec
@@ -172,6 +177,92 @@ def test_a_backward_pass_holds_few_units_at_a_time(pool: RankPool) -> None:
         assert max(s for _, s in seen) < 0.6 * sums
 
 
+def loss_of(model: Decoder, micro: Batch) -> torch.Tensor:
+    return model.loss(micro.tokens, micro.labels, micro.mask.to(torch.float64))
+
+
+def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
+    """The errors of gradients when those of matrices are computed `lag` micro batches late."""
+    found = []
+    for late in (False, True):
+        built = built_for(rank, case)
+        data, queue = built.data_parallel, WeightGradientQueue()
+        linears = [m for m in built.chunks[0].modules() if isinstance(m, Linear)]
+        for module in linears:
+            module.queue = queue if late else None
+        whole = batches_of(case, [], 1)[0]
+        micros = divide(whole, mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
+        for _ in range(2):
+            data.start_step()
+            for number, micro in enumerate(micros):
+                loss = loss_of(built.chunks[0], micro)
+                data.start_backward(0, last=number == len(micros) - 1)
+                loss.backward()
+                if late and number >= lag:
+                    queue.run(len(linears))
+            queue.run()
+            data.finish()
+        found.append({name: gradient.clone() for name, gradient in data.gradients.items() if gradient.numel()})
+    return gradient_errors(found[1], found[0])
+
+
+@pytest.mark.parametrize("strategy", ["replicate", *SHARED_OUT])
+def test_gradients_of_matrices_may_come_late(pool: RankPool, strategy: str) -> None:
+    for lag in (1, 2):
+        for errors in pool.run(put_off, replace(TIED, strategy=strategy), lag, ranks=2):
+            assert max(errors.values()) <= 1e-13, errors
+
+
+EXPERTS = frozenset({"layers.0.mlp.w_down.weight", "layers.1.mlp.w_gate_up.weight"})
+
+
+def two_grids(rank: int, case: Case) -> dict[str, float]:
+    """The largest error of each parameter's sum of gradients, with experts on two ranks, and what a step leaves."""
+    made = spec_of(case)
+    degrees = {"dp_replicate": made.parallelism.dp_replicate, "dp_shard": made.parallelism.dp_shard}
+    mesh = Mesh(degrees, rank=rank, device=torch.device("cpu"), ep=2)
+    sharing = Sharing(case.strategy, 20_000)
+    split, plain_split = build_split_model(made, mesh=mesh), build_split_model(made, mesh=mesh)
+    for model in (split.chunks[0], plain_split.chunks[0]):
+        draw = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) * 0.1)
+    layouts = split.tensor_parallel.layouts
+    data = DataParallel(
+        split.chunks, layouts=layouts, mesh=mesh, sharing=sharing, experts=EXPERTS, shared=frozenset({"embed.weight"})
+    )
+    assert ["embed.weight"] in [bucket.names for bucket in data.buckets]
+    assert not any(set(bucket.names) & EXPERTS and set(bucket.names) - EXPERTS for bucket in data.buckets)
+    mine = divide(batches_of(case, [], 1)[0], mesh=mesh, micro_batch=made.train.micro_batch)
+
+    data.start_step()
+    for number, micro in enumerate(mine):
+        loss_of(plain_split.chunks[0], micro).backward()
+        one = loss_of(split.chunks[0], micro)
+        data.start_backward(0, last=number == len(mine) - 1)
+        one.backward()
+    data.finish()
+    errors = {}
+    for name, parameter in plain_split.chunks[0].global_parameters().items():
+        expected = parameter.grad.clone()
+        group = mesh.group("edp" if name in EXPERTS else "dp-cp")
+        dist.all_reduce(expected, group=group)
+        rows = expected[data.rows(name)]
+        assert rows.shape == data.gradients[name].shape == data.weights[name].shape
+        errors[name] = float((rows - data.gradients[name]).abs().max()) if rows.numel() else 0.0
+        pieces = data.shards[name].pieces
+        assert all(piece.copies == (2 if case.replicas == 2 else 1) for piece in pieces)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "case", [*(replace(FOUR, strategy=s) for s in SHARED_OUT), replace(FOUR, strategy="hsdp", replicas=2)], ids=str
+)
+def test_experts_are_shared_by_ranks_of_their_own_grid(pool: RankPool, case: Case) -> None:
+    for errors in pool.run(two_grids, case, ranks=4):
+        assert max(errors.values()) <= 1e-13, errors
+
+
 def go_on(rank: int, text: str, folder: str) -> list[float]:
     """A life of a run, from its newest checkpoint to its end. -> its losses"""
     made = Spec.model_validate_json(text)
@@ -287,3 +378,33 @@ def test_a_planted_bug_is_caught(name: str, patch: Patch, strategy: str) -> None
     with RankPool(patches=(patch,)) as ranks:
         found = compare(run_case(ranks, case, steps=STEPS), truth_of(case, steps=STEPS), EXACT)
     assert any(f.margin >= 100 for f in found if f.tolerance), found[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("case", [c for c in CASES if c.ranks <= 2], ids=str)
+def test_over_nccl_a_strategy_trains_as_one_gpu_does(case: Case) -> None:
+    with RankPool(device="cuda", timeout=300) as ranks:
+        check(ranks, case, TOLERANCES["fp64"], device="cuda")
+
+
+def runs_ahead(rank: int, case: Case) -> None:
+    """A step and an evaluation after the first ones, in which waiting for the GPU is an error."""
+    built = built_for(rank, case, device="cuda")
+    whole = batches_of(case, [], 1)[0]
+    micros = divide(whole, mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
+    scaler = build_scaler(built.spec.precision, device=built.device)
+    for mode in ("default", "error"):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        train_step(built, micros, lr=1e-3, weight_decay=0.1, scaler=scaler)
+        evaluate(built, micros)
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("strategy", ["replicate", *SHARED_OUT])
+def test_the_host_waits_for_no_collective(strategy: str) -> None:
+    with RankPool(device="cuda", timeout=300) as ranks:
+        ranks.run(runs_ahead, replace(TIED, strategy=strategy, precision="bf16"), ranks=2)
