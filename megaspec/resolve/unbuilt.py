@@ -25,20 +25,6 @@ class Unbuilt:
 
 
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt(
-        "a mixture of experts",
-        "model.moe",
-        None,
-        ("model.moe", "parallelism.ep", "parallelism.etp", "parallelism.dispatch"),
-    ),
-    *(
-        Unbuilt(what, f"parallelism.overlap.{name}", True, (f"parallelism.overlap.{name}",))
-        for what, name in (
-            ("a tensor-parallel backward pass in turns", "tp"),
-            ("stages that wait for their neighbours", "p2p"),
-            ("shared experts before or after the others", "shared_experts"),
-        )
-    ),
     Unbuilt("latent attention", "model.mla", None, ("model.mla",)),
     Unbuilt("norms of queries and keys", "model.qk_norm", False, ("model.qk_norm",)),
     Unbuilt(

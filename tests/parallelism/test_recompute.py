@@ -10,13 +10,12 @@ from torch import Tensor
 from megaspec.compose import compose
 from megaspec.data.batch import Batch
 from megaspec.nn.linear import Linear
-from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import RecomputePart, RecomputeSpec
 from megaspec.resolve.examples import CPU, FACTS
 from megaspec.resolve.resolver import resolve
-from megaspec.runtime.build import Built, build, build_model, initialise, materialise
+from megaspec.runtime.build import Built, build, build_model, initialise, materialise, mesh_of
 from megaspec.runtime.parity import first_gradients
 from megaspec.spec import Spec
 from megaspec_kernels.registry import kernels_of
@@ -47,7 +46,7 @@ EXPERTS = (
 SMALL = ("n_layers=4", "d_model=32", "n_heads=4", "d_head=8", "d_ffn=48", "vocab_size=67", "max_seq_len=16")
 
 
-def spec_of(*words: str, family: str = "llama", dropout: bool = True, tp: int = 1) -> Spec:
+def spec_of(*words: str, family: str = "llama", dropout: bool = True, tp: int = 1, pp: int = 1) -> Spec:
     share, kernel = (0.1, "reference") if dropout else (0.0, "sdpa")
     model = ["model=hello", "model.n_kv_heads=2"] if family == "llama" else ["model=gpt2_124m"]
     data = ["data=random", "data.vocab_size=67", "~data.blend", "data.seq_len=16", "train.sample=null"]
@@ -55,8 +54,9 @@ def spec_of(*words: str, family: str = "llama", dropout: bool = True, tp: int = 
         *(f"model.{word}" for word in SMALL),
         f"model.attention_dropout={share}",
         f"+model.dropout={share}",
-        f"launcher.ranks={tp}",
+        f"launcher.ranks={tp * pp}",
         f"parallelism.tp={tp}",
+        f"parallelism.pp={pp}",
         "precision=fp64",
         "train.global_batch=6",
         "train.micro_batch=3",
@@ -76,9 +76,7 @@ def batch_of() -> Batch:
 
 
 def built_of(spec: Spec, rank: int = 0) -> Built:
-    own = spec.parallelism
-    mesh = Mesh({"tp": own.tp, "dp_replicate": 1}, rank=rank, device=torch.device("cpu"))
-    built = build(spec, mesh=mesh)
+    built = build(spec, mesh=mesh_of(spec, rank=rank, device=torch.device("cpu")))
     initialise(built)
     return built
 
