@@ -85,6 +85,12 @@ def source(shape: Shape, message: Message) -> int:
     return rank_of_stage(shape, message.stage + (-1 if message.kind == "F" else 1))
 
 
+def kept_by_sender(shape: Shape) -> int:
+    """Messages to one rank that have to be on their way at a time, so that no circle of ranks waits for each other: one
+    that is received, one behind it, and what a group that is longer than the pipeline makes before it is wanted."""
+    return 2 + max(0, shape.group - shape.pp)
+
+
 @lru_cache(maxsize=64)
 def order(shape: Shape, rank: int, *, backward: bool = True) -> tuple[Pass, ...]:
     """The passes of one pipeline rank; without `backward` the forward ones alone."""

@@ -2,9 +2,9 @@
 
 Note "Messages". Each pair of neighbours has a communicator for each direction. Messages go in the order in which the
 sender's passes make them, which the receiver knows: both follow from the shape of the step (passes.py). A receive is
-posted one pass ahead, so that its transfer runs under that pass. A sender waits for the last but one of its messages
-before the next, so that no more than two are kept; that this never ends in a circle of waiting ranks is tested over
-shapes (tests/parallelism/test_pipeline.py). Waiting is the GPU's: the host goes on.
+posted one pass ahead, so that its transfer runs under that pass. A sender keeps a few messages that are on their way
+(passes.kept_by_sender) and waits for the oldest before the next; that this never ends in a circle of ranks that wait
+for each other is tested over shapes. On a GPU it is the stream that waits: the host goes on.
 
 Note "Handing over". A chunk's forward pass ends in a scalar, the loss or a zero whose backward pass is given the
 gradient that came back. So the graph keeps no activations that were sent, and every backward pass starts alike.
@@ -23,14 +23,23 @@ from torch import Tensor
 from megaspec.core.layout import Layout, replicated
 from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
 from megaspec.parallelism.mesh import Mesh
-from megaspec.parallelism.passes import Message, Pass, Shape, made, messages, needed, order, rank_of_stage, source
+from megaspec.parallelism.passes import (
+    Message,
+    Pass,
+    Shape,
+    kept_by_sender,
+    made,
+    messages,
+    needed,
+    order,
+    rank_of_stage,
+    source,
+)
 from megaspec.parallelism.spec import PipelineSpec
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 """(chunk, micro batch, activations or None on the first stage) -> activations, on the last stage a scalar or what else
 the caller asked it for"""
-MOST_ON_THEIR_WAY = 2
-"""Messages to one rank that are kept until it has them."""
 
 
 class _HandOver(torch.autograd.Function):
@@ -102,7 +111,7 @@ class _Step:
             self._here[message] = x
         else:
             assert x.shape == self._size, f"{one} made {tuple(x.shape)}, expected {tuple(self._size)}"
-            self._links.send(target, x)
+            self._links.send(target, x, most=kept_by_sender(self.shape))
 
     def gives(self, one: Pass) -> bool:
         """Whether a pass makes something for another stage."""
@@ -122,16 +131,16 @@ class Links:
     def receive(self, sender: int, size: torch.Size) -> tuple[Tensor, dist.Work]:
         """Starts to receive a tensor, which is there once the work was waited for."""
         x, there = torch.empty(size, dtype=self._dtype, device=self._mesh.device), self._ranks[sender]
-        return x, dist.irecv(x, there, group=self._mesh.pair(there, self._mesh.rank))
+        return x, _start(dist.irecv, x, there, self._mesh.pair(there, self._mesh.rank))
 
-    def send(self, target: int, x: Tensor) -> None:
-        """Starts to send a tensor, and keeps it while it is on its way."""
+    def send(self, target: int, x: Tensor, *, most: int) -> None:
+        """Starts to send a tensor, and keeps it while it is on its way, with no more than `most` to one target."""
         assert x.dtype == self._dtype, f"{x.dtype}, the pipeline sends {self._dtype}"
         sent = self._on_their_way.setdefault(target, deque())
-        if len(sent) == MOST_ON_THEIR_WAY:
+        while len(sent) >= most:
             sent.popleft()[0].wait()
         x, there = x.contiguous(), self._ranks[target]
-        sent.append((dist.isend(x, there, group=self._mesh.pair(self._mesh.rank, there)), x))
+        sent.append((_start(dist.isend, x, there, self._mesh.pair(self._mesh.rank, there)), x))
 
     def finish(self) -> None:
         """Waits until everything has been received."""
@@ -145,6 +154,12 @@ class Links:
         for gradient in gradients:
             if gradient.numel():
                 dist.all_reduce(gradient, group=self._mesh.pair(last, first))
+
+
+def _start(op: Callable[..., dist.Work], x: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
+    """One message on the group's own communicator: alone, NCCL's sends and receives make another for each pair."""
+    (work,) = dist.batch_isend_irecv([dist.P2POp(op, x, peer, group)])
+    return work
 
 
 @dataclass

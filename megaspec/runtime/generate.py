@@ -1,12 +1,13 @@
 """Text from a model, one token at a time."""
 
-# B sequences, T tokens, V vocabulary
+# S tokens of the whole sequence, T of this rank, V vocabulary
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.checkpoint.comm import SoloComm
@@ -17,10 +18,14 @@ from megaspec.data.spec import DataSource, IndexedSpec
 from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
-from megaspec.runtime.build import build_split_model
+from megaspec.runtime.build import Built, build_split_model
 from megaspec.runtime.plugins import connect
-from megaspec.runtime.state import load_weights, tell_passed_over
+from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over
+from megaspec.runtime.step import activations_size
 from megaspec.spec import Spec
+
+Follow = Callable[[Tensor, int], int]
+"""(token ids int64 [1, S] on the CPU, the place of the last one that counts) -> the token that follows it"""
 
 
 def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float, seed: int, cuda: bool) -> str:
@@ -41,14 +46,12 @@ def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float
     tell_passed_over(reader)
     with reader:
         load_weights(model.global_parameters(), split.tensor_parallel.layouts, reader)
+        load_buffers(split.chunks, reader)
     written = generate(
-        model,
+        on_one_device(model, Draw(temperature, seed), device=device),
         encode(tokenizer, prompt),
         tokens=tokens,
-        temperature=temperature,
-        seed=seed,
         max_seq_len=spec.model.max_seq_len,
-        device=device,
         end=tokenizer.eod,
     )
     return tokenizer.decode(written)
@@ -57,7 +60,13 @@ def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float
 def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
     """The same model without parallelism, compilation or, on a CPU, low precision."""
     fields = spec.model_dump(mode="json")
-    fields["parallelism"] |= {"tp": 1, "dp_replicate": 1, "sequence_parallel": False}
+    fields["parallelism"] = {
+        "tp": 1,
+        "dp_replicate": 1,
+        "dp_shard": 1,
+        "sequence_parallel": False,
+        "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
+    }
     fields["kernels"] |= {"compile": "none", "attention": "sdpa", "cross_entropy": "chunked"}
     if not cuda:
         fields["kernels"]["grouped"] = "reference"
@@ -82,27 +91,70 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids or [tokenizer.eod]
 
 
+class Draw:
+    """Draws a token from softmax(logits / temperature), the likeliest one at temperature 0."""
+
+    def __init__(self, temperature: float, seed: int):
+        self._temperature, self._generator = temperature, torch.Generator().manual_seed(seed)
+
+    def __call__(self, logits_V: Tensor) -> int:
+        logits_V = logits_V.to("cpu", torch.float64)
+        if self._temperature == 0:
+            return int(logits_V.argmax())
+        return int(torch.multinomial((logits_V / self._temperature).softmax(0), 1, generator=self._generator))
+
+
+def on_one_device(model: Decoder, draw: Draw, *, device: torch.device) -> Follow:
+    """A whole model goes on."""
+    return lambda tokens_1S, last: draw(model(tokens_1S.to(device))[0, last])
+
+
+def on_all_ranks(built: Built, draw: Draw) -> Follow:
+    """A run's model goes on, however it is divided. All ranks call it together; one draws, and tells the others."""
+    mesh, device = built.mesh, built.device
+    may_draw = mesh.index("dp") == 0 and mesh.index("tp") == 0
+
+    def follow(tokens_1S: Tensor, last: int) -> int:
+        S = tokens_1S.shape[1]
+        index = built.context_parallel.index(S)
+        here = (index == last).nonzero().flatten().tolist()
+        drawn = torch.zeros((), dtype=torch.int64, device=device)
+
+        def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
+            model = built.chunks[chunk]
+            context = model.context(index, length=S)
+            y = model.body(tokens_1S.to(device)[:, index] if x is None else x, context)
+            if model.head is None:
+                return y
+            logits_1TV = model.finish(y, model.head)
+            if may_draw and here:
+                drawn.fill_(draw(logits_1TV[0, here[0]]))
+            return logits_1TV
+
+        built.pipeline.forward_only(1, size=activations_size(built, 1, S), forward=forward)
+        built.pipeline.finish()
+        if mesh.world_size > 1:
+            dist.all_reduce(drawn)
+        return int(drawn)
+
+    return follow
+
+
+def length_multiple(spec: Spec) -> int:
+    """What the length of a sequence must be a multiple of, so that ranks can split it."""
+    own = spec.parallelism
+    return (own.tp if own.sequence_parallel else 1) * (2 * own.cp if own.cp > 1 else 1)
+
+
 @torch.no_grad()
 def generate(
-    model: Decoder,
-    prompt: Sequence[int],
-    *,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    max_seq_len: int,
-    device: torch.device,
-    end: int | None = None,
-    multiple: int = 1,
+    follow: Follow, prompt: Sequence[int], *, tokens: int, max_seq_len: int, end: int | None = None, multiple: int = 1
 ) -> list[int]:
     """Token ids that go on from `prompt`; stops after `tokens` of them or before the token `end`.
 
-    Each token is drawn from softmax(logits / temperature), the likeliest one at temperature 0, with a generator of
-    its own, so that all ranks of a parallel model draw the same. The model sees the last `max_seq_len` tokens.
-    Sequences are padded on the right to a multiple of `multiple` (tensor-parallel ranks that split the sequence) and to
+    The model sees the last `max_seq_len` tokens. Sequences are padded on the right to a multiple of `multiple` and to
     powers of two from 64 on, so that shapes repeat; a causal model does not see the padding.
     """
-    generator = torch.Generator().manual_seed(seed)
     written = list(prompt)
     for _ in range(tokens):
         seen = written[-max_seq_len:]
@@ -110,16 +162,8 @@ def generate(
         length = -(-length // multiple) * multiple
         padded = torch.zeros(1, length, dtype=torch.int64)
         padded[0, : len(seen)] = torch.tensor(seen)
-        logits = model(padded.to(device))[0, len(seen) - 1]
-        token = draw(logits.to("cpu", torch.float64), temperature, generator)
+        token = follow(padded, len(seen) - 1)
         if token == end:
             break
         written.append(token)
     return written[len(prompt) :]
-
-
-def draw(logits_V: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """One token id."""
-    if temperature == 0:
-        return int(logits_V.argmax())
-    return int(torch.multinomial((logits_V / temperature).softmax(0), 1, generator=generator))

@@ -22,7 +22,7 @@ from megaspec.log.sinks import METRICS
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.runtime.build import Built, initialise
-from megaspec.runtime.generate import encode, generate, run_tokenizer
+from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.state import load, pieces_of, progress, tell_passed_over
 from megaspec.runtime.step import StepResult, evaluate, train_step
@@ -266,16 +266,15 @@ class Run:
         if spec.train.sample is None or spec.train.sample.tokens == 0:
             return
         tokenizer = run_tokenizer(spec.data)
+        for chunk in self.built.chunks:
+            chunk.eval()
         written = generate(
-            self.built.model,
+            on_all_ranks(self.built, Draw(spec.train.sample.temperature, spec.train.seed)),
             encode(tokenizer, spec.train.sample.prompt),
             tokens=spec.train.sample.tokens,
-            temperature=spec.train.sample.temperature,
-            seed=spec.train.seed,
             max_seq_len=spec.model.max_seq_len,
-            device=self.built.device,
             end=tokenizer.eod,
-            multiple=spec.parallelism.tp if spec.parallelism.sequence_parallel else 1,
+            multiple=length_multiple(spec),
         )
         self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=tokenizer.decode(written)))
 

@@ -1,13 +1,14 @@
 """What a checkpoint of a run holds, in global names: the layout that wrote it does not matter to the one that reads it.
 
 model/<name>          master weights
+router/<name>          biases and shares of the routers of experts
 optim/<kind>/<name>   optimizer state
 rng/<generator>/<rank> random generators that user code may draw from, as bytes
 """
 
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import SavedPiece
 from megaspec.core.errors import CheckpointError
 from megaspec.core.layout import Layout
+from megaspec.nn.decoder import Decoder
+from megaspec.parallelism.expert import buffers_of
 from megaspec.runtime.build import Built
 
 
@@ -35,6 +38,8 @@ def pieces_of(built: Built) -> list[SavedPiece]:
         for piece in layout.pieces:
             if zlib.crc32(stored.encode()) % piece.copies == piece.replica:
                 pieces.append(SavedPiece(stored, layout.shape, piece.global_start, tensor[piece.local_slices]))
+    first, names = built.mesh.index("tp-dp-cp") == 0, buffers_of(built.chunks)
+    pieces += [SavedPiece(f"router/{n}", tuple(b.shape), (0,), b) for n, b in names.items() if first]
     for name, state in generators(built).items():
         pieces.append(SavedPiece(f"rng/{name}/{built.mesh.rank}", tuple(state.shape), (0,), state))
     return pieces
@@ -64,9 +69,13 @@ def load(built: Built, reader: Reader) -> None:
     """
     wanted = tensors_of(built)
     shapes = {stored: built.shards[name].shape for stored, (name, _) in wanted.items()}
-    check_names(reader, shapes)
+    check_names(reader, shapes, elsewhere=built.tensor_parallel.layouts.keys() - built.shards.keys())
     for stored, (name, tensor) in wanted.items():
-        fill(tensor, built.shards[name], stored, reader)
+        value = torch.empty_like(tensor)
+        fill(value, built.shards[name], stored, reader)
+        kind = "master" if stored.startswith("model/") else stored.split("/")[1]
+        built.optimizer.put(kind, name, value)
+    load_buffers(built.chunks, reader)
     built.optimizer.updates = reader.state["optimizer_updates"]
     built.optimizer.write_back()
     built.data_parallel.gather_weights()
@@ -78,6 +87,16 @@ def load(built: Built, reader: Reader) -> None:
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, built.device)
+
+
+@torch.no_grad()
+def load_buffers(chunks: Sequence[Decoder], reader: Reader) -> None:
+    """Fills what routers keep from step to step. Raises CheckpointError for what is missing or of another shape."""
+    for name, buffer in buffers_of(chunks).items():
+        stored = f"router/{name}"
+        if stored not in reader or reader.shape(stored) != tuple(buffer.shape):
+            raise CheckpointError(f"{reader.path}: holds no {stored} of shape {list(buffer.shape)}")
+        buffer.copy_(reader.read(stored))
 
 
 @torch.no_grad()
@@ -96,8 +115,10 @@ def fill(tensor: torch.Tensor, layout: Layout, stored: str, reader: Reader) -> N
     tensor[covered:] = 0
 
 
-def check_names(reader: Reader, shapes: dict[str, tuple[int, ...]], *, within: str = "") -> None:
-    """Every tensor that is wanted is there in its shape, and none is left over."""
+def check_names(
+    reader: Reader, shapes: dict[str, tuple[int, ...]], *, within: str = "", elsewhere: Set[str] = frozenset()
+) -> None:
+    """Every tensor that is wanted is there in its shape, and none is left over but those of parameters `elsewhere`."""
     stored = {n for n in reader.names() if n.startswith(within or ("model/", "optim/"))}
     for name, shape in shapes.items():
         if name not in stored:
@@ -105,7 +126,8 @@ def check_names(reader: Reader, shapes: dict[str, tuple[int, ...]], *, within: s
         if reader.shape(name) != shape:
             found = list(reader.shape(name))
             raise CheckpointError(f"{reader.path}: {name} has shape {found}, this run has {list(shape)}")
-    extra = sorted(stored - shapes.keys())
+    # model/<name>, optim/<kind>/<name>
+    extra = sorted(n for n in stored - shapes.keys() if n.split("/", 1 + n.startswith("optim/"))[-1] not in elsewhere)
     if extra:
         raise CheckpointError(f"{reader.path}: {extra[0]} and {len(extra) - 1} more belong to no parameter of this run")
 

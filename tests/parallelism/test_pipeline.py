@@ -1,15 +1,29 @@
 """Every schedule trains what one rank trains, keeps no more than it must, and never waits in a circle."""
 
 import json
+import weakref
+from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from megaspec.checkpoint.comm import DistComm, SoloComm
+from megaspec.checkpoint.store import Store
 from megaspec.data.batch import Batch
+from megaspec.nn.linear import WeightGradientQueue
 from megaspec.parallelism.mesh import Mesh
-from megaspec.runtime.parity import TOLERANCES, Trajectory, compare, run_steps
+from megaspec.parallelism.passes import Shape, kept_by_sender, made, messages, needed, order, rank_of_stage, source
+from megaspec.precision.scaler import build_scaler
+from megaspec.runtime.build import Built, build, initialise
+from megaspec.runtime.generate import Draw, generate, length_multiple, on_all_ranks, on_one_device
+from megaspec.runtime.parity import TOLERANCES, Trajectory, compare, divide, gather_global, run_steps
+from megaspec.runtime.state import load, pieces_of, progress
+from megaspec.runtime.step import forward_backward, train_step
 from megaspec.spec import Spec
 from tests.parity import cases
 from tests.parity.tasks import plain, trajectory_of
@@ -189,3 +203,209 @@ def test_a_schedule_trains_what_one_rank_trains(pool: RankPool, run: Run) -> Non
 @pytest.mark.parametrize("run", TOGETHER, ids=str)
 def test_with_other_axes(pool: RankPool, run: Run) -> None:
     check(pool, run)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_with_weight_gradients_put_off() -> None:
+    """Minutes of compiling on a busy machine; tests/nn/test_linear.py holds the seam itself."""
+    with RankPool(timeout=900) as pool:
+        check(pool, Run("zb_h1", compile="block", micro_batches=3, layers=2), steps=1)
+
+
+MATRICES = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+def products(rank: int, run: Run) -> int:
+    """Matrix products of a step."""
+    built = build(spec_of(run), mesh=mesh_of(run, rank))
+    initialise(built)
+    tokens, scale = torch.ones(()), torch.ones((), dtype=torch.float64)
+    mine = divide(batches_of(run, 1)[0], mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        forward_backward(built, mine, tokens=tokens, loss_scale=scale)
+    return sum(e.name.rstrip("_") in MATRICES for e in seen.events())
+
+
+def test_splitting_the_backward_pass_costs_no_matrix_product(pool: RankPool) -> None:
+    runs = [Run("1f1b"), Run("zb_h1"), Run("interleaved", virtual=2, group=2), Run("zb_v", virtual=2)]
+    counts = [sum(pool.run(products, run, ranks=2)) for run in runs]
+    assert counts == [counts[0]] * 4
+    assert counts[0] == products(0, replace(Run(), pp=1))
+
+
+def held_activations(rank: int, run: Run) -> dict[str, Any]:
+    """What is alive of the activations that this rank made for another one, and of what it was put off to do."""
+    built = build(spec_of(run), mesh=mesh_of(run, rank))
+    initialise(built)
+    made: list[weakref.ref] = []
+    queued: list[int] = []
+    most = {"made": 0, "alive": 0, "queued": 0}
+    links = built.pipeline._links
+    send, run_queue = links.send, WeightGradientQueue.run
+
+    def sending(target: int, x: torch.Tensor, **more: Any) -> None:
+        send(target, x, **more)
+        made.append(weakref.ref(x.untyped_storage()))
+        most["made"] += 1
+        most["alive"] = max(most["alive"], sum(one() is not None for one in made))
+
+    def running(queue: WeightGradientQueue, count: int | None = None) -> None:
+        queued.append(len(queue))
+        run_queue(queue, count)
+
+    links.send = sending
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGradientQueue, "run", running)
+        forward_backward(
+            built,
+            divide(batches_of(run, 1)[0], mesh=built.mesh, micro_batch=built.spec.train.micro_batch),
+            tokens=torch.ones(()),
+            loss_scale=torch.ones((), dtype=torch.float64),
+        )
+    return {**most, "left": sum(one() is not None for one in made), "queued": queued}
+
+
+@pytest.mark.parametrize("run", [Run("gpipe", micro_batches=12), Run("zb_v", virtual=2, micro_batches=12)], ids=str)
+def test_what_was_sent_is_not_kept(pool: RankPool, run: Run) -> None:
+    """Under gpipe all micro batches are held at the end of their forward passes: their inputs, not what was sent."""
+    for found in pool.run(held_activations, run, ranks=2):
+        assert found["made"] >= 12
+        assert found["alive"] <= 3  # two on their way, and the one that is just being sent
+        assert found["left"] == 0
+
+
+def test_each_weight_gradient_is_put_off_once(pool: RankPool) -> None:
+    for found in pool.run(held_activations, Run("zb_h1"), ranks=2):
+        assert found["queued"] == [8] * 4  # two layers of four matrices, four micro batches
+
+
+def written(rank: int, run: Run, temperature: float) -> list[int]:
+    built = build(spec_of(run), mesh=mesh_of(run, rank))
+    initialise(built)
+    draw = Draw(temperature, 3)
+    multiple = length_multiple(built.spec)
+    one = run.ranks == 1
+    follow = on_one_device(built.model, draw, device=built.device) if one else on_all_ranks(built, draw)
+    return generate(follow, [3, 1, 4], tokens=12, max_seq_len=TOKENS, multiple=multiple)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_rank_writes_what_one_device_writes(pool: RankPool, temperature: float) -> None:
+    expected = written(0, replace(Run(), **PLAIN), temperature)
+    assert len(set(expected)) > 1
+    for run in (
+        Run("interleaved", virtual=2, group=2),
+        Run("zb_v", virtual=2, dp=2),
+        Run("1f1b", tp=2, vocab_pad_to=8),
+        Run("1f1b", pp=4, layout="Et|t||ttL"),
+    ):
+        for found in pool.run(written, run, temperature, ranks=run.ranks):
+            assert found == expected, run
+
+
+def saved(rank: int, run: Run, folder: str) -> dict[str, Any] | None:
+    """One step, saved; -> every master weight and the first moments."""
+    built, store, comm = build(spec_of(run), mesh=mesh_of(run, rank)), Store(folder), comm_of(run)
+    initialise(built)
+    mine = divide(batches_of(run, 1)[0], mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
+    scaler = build_scaler(built.spec.precision, device=built.device)
+    train_step(built, mine, lr=1e-2, weight_decay=0.1, scaler=scaler)
+    state = progress(built, step=1, samples=0, tokens=0, scaler=None)
+    store.save(1, pieces_of(built), spec=built.spec.model_dump(mode="json"), state=state, comm=comm)
+    return everything(built)
+
+
+def loaded(rank: int, run: Run, folder: str) -> dict[str, Any] | None:
+    built = build(spec_of(run), mesh=mesh_of(run, rank))
+    with Store(folder).newest_good(comm_of(run)) as reader:
+        load(built, reader)
+    return everything(built)
+
+
+def comm_of(run: Run) -> DistComm | SoloComm:
+    return DistComm(device=torch.device("cpu")) if run.ranks > 1 else SoloComm()
+
+
+def everything(built: Built) -> dict[str, Any]:
+    tensors = {"model": built.optimizer.masters, **built.optimizer.state()}
+    return {
+        kind: {n: t.numpy() for n, t in gather_global(of_names, built.shards, mesh=built.mesh).values.items()}
+        for kind, of_names in tensors.items()
+    }
+
+
+def test_a_checkpoint_of_any_stages_loads_into_any_other(pool: RankPool, tmp_path: Path) -> None:
+    runs = [
+        replace(Run(tied=True), **PLAIN),
+        Run("interleaved", virtual=2, group=2, tied=True),
+        Run("zb_v", virtual=2, tied=True),
+        Run("1f1b", pp=4, layout="E|tt||ttL", tied=True, dp=1),
+    ]
+    for i, first in enumerate(runs):
+        folder = str(tmp_path / str(i))
+        expected = pool.run(saved, first, folder, ranks=first.ranks)[0]
+        assert len(expected["model"]) == 4 * 6 + 2
+        for second in runs:
+            found = pool.run(loaded, second, folder, ranks=second.ranks)[0]
+            assert found.keys() == expected.keys()
+            for kind, tensors in expected.items():
+                assert found[kind].keys() == tensors.keys()
+                for name, value in tensors.items():
+                    assert (found[kind][name] == value).all(), (first, second, kind, name)
+
+
+def comes_to_an_end(shape: Shape, *, overlap: bool, backward: bool) -> bool:
+    """Whether all passes run when each sender keeps no more than it may, whatever they take."""
+    ranks = range(shape.pp)
+    todo = [order(shape, rank, backward=backward) for rank in ranks]
+    number = {
+        message: n
+        for a, b in product(ranks, ranks)
+        if a != b
+        for n, message in enumerate(messages(shape, a, b, backward=backward))
+    }
+    posted: dict[tuple[int, int], int] = defaultdict(int)
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    at, most = [0] * shape.pp, kept_by_sender(shape)
+
+    def advance(rank: int) -> bool:
+        one = todo[rank][at[rank]]
+        for wanted in (needed(shape, rank, p) for p in todo[rank][at[rank] : at[rank] + 1 + overlap]):
+            if wanted in number:
+                line = source(shape, wanted), rank
+                posted[line] = max(posted[line], number[wanted] + 1)
+        wanted = needed(shape, rank, one)
+        if wanted in number and sent[source(shape, wanted), rank] <= number[wanted]:
+            return False
+        message = made(shape, rank, one)
+        if message in number:
+            line = rank, rank_of_stage(shape, message.stage)
+            if posted[line] <= number[message] - most:
+                return False
+            sent[line] += 1
+        at[rank] += 1
+        return True
+
+    going = True
+    while going:
+        going = any(advance(rank) for rank in ranks if at[rank] < len(todo[rank]))
+    return all(at[rank] == len(todo[rank]) for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("zb_v", 2)],
+)
+def test_no_circle_of_ranks_waits_for_each_other(schedule: str, virtual: int) -> None:
+    count = 0
+    for pp in (2, 3, 4, 6):
+        for micro_batches in (*range(1, 2 * pp + 3), 4 * pp + 1):
+            groups = range(pp, micro_batches + 1) if schedule == "interleaved" else (1,)
+            for group in groups:
+                if schedule == "interleaved" and 0 < micro_batches % group < pp:
+                    continue
+                shape = Shape(schedule, pp, micro_batches, virtual, group)
+                for overlap, backward in ((True, True), (False, True), (True, False)):
+                    assert comes_to_an_end(shape, overlap=overlap, backward=backward), (shape, overlap, backward)
+                    count += 1
+    assert count > 90
