@@ -84,10 +84,22 @@ class Mesh:
                 for pair in ((here, there), (there, here)):
                     if here != there and pair not in self._pairs:
                         self._pairs[pair] = dist.new_group(sorted(pair), timeout=self._timeout)
+        if self.device.type == "cuda":
+            for pair in self._pairs:
+                self._greet(*pair)
 
     def pair(self, source: int, target: int) -> dist.ProcessGroup:
         """The group for messages from one global rank to another; call `make_pairs` on all ranks first."""
         return self._pairs[source, target]
+
+    def _greet(self, source: int, target: int) -> None:
+        """The first message of a pair, which makes its communicator: the host waits there until both ranks have come,
+        so all ranks do it in one order, and not in the order of their passes."""
+        if self.rank in (source, target):
+            op, peer = (dist.isend, target) if self.rank == source else (dist.irecv, source)
+            word = torch.zeros(1, device=self.device)
+            for work in dist.batch_isend_irecv([dist.P2POp(op, word, peer, self._pairs[source, target])]):
+                work.wait()
 
     def _all(self, name: str) -> list[list[int]]:
         if name not in self._ranks:

@@ -26,7 +26,6 @@ class Unbuilt:
 
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("latent attention", "model.mla", None, ("model.mla",)),
-    Unbuilt("norms of queries and keys", "model.qk_norm", False, ("model.qk_norm",)),
     Unbuilt(
         "fp8",
         "precision.recipe",
@@ -39,9 +38,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
             "precision.gather_fp8",
         ),
     ),
-    Unbuilt("a narrow master weight", "optim.formats.master", "fp32", ("optim.formats.master",)),
-    Unbuilt("a narrow first moment", "optim.formats.exp_avg", "fp32", ("optim.formats.exp_avg",)),
-    Unbuilt("a narrow second moment", "optim.formats.exp_avg_sq", "fp32", ("optim.formats.exp_avg_sq",)),
 )
 
 

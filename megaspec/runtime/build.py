@@ -23,18 +23,22 @@ from megaspec.nn.decoder import Decoder
 from megaspec.nn.dropout import Dropout
 from megaspec.nn.init import constants, initial_value, standard_deviations
 from megaspec.nn.linear import COMPILED_FOR_LATER
+from megaspec.nn.matrices import Matrix, matrices_of
 from megaspec.nn.rope import Rope
 from megaspec.nn.router import Router
 from megaspec.optim.offload import OffloadedOptimizer
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
+from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
+from megaspec.parallelism.expert import ExpertParallel
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.offload import Offload
 from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.tensor import TensorParallel
+from megaspec.parallelism.whole_matrices import WholeMatrices
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.unbuilt import unbuilt_problems
@@ -60,6 +64,7 @@ class Built:
     starts: "Starts"
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
+    expert_parallel: ExpertParallel
     pipeline: Pipeline
     data_parallel: DataParallel
     optimizer: MasterOptimizer
@@ -104,16 +109,19 @@ def build_model(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype) -> Dec
     return model
 
 
-def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
+def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype, weights: bool = True) -> None:
     """Gives every parameter and buffer memory on `device`; parameters that are shared stay shared.
 
-    Parameters hold NaN until they are initialised or loaded, so that a forgotten one shows.
+    Parameters hold NaN until they are initialised or loaded, so that a forgotten one shows. Without `weights` they are
+    on the device, too, but their memory is still to come, with the buffers that ranks share out.
     """
     real: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in real:
                 full = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype, device=device)
+                if not weights:
+                    full.untyped_storage().resize_(0)
                 real[id(parameter)] = nn.Parameter(full)
             setattr(module, name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
@@ -126,15 +134,15 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype) -
 @torch.no_grad()
 def initialise(built: Built) -> None:
     """Starts the master weights from the seed, the same in every layout, and copies them into the model."""
-    for name, master in built.optimizer.masters.items():
+    for name, weight in built.data_parallel.weights.items():
         value = initial_value(
             built.shards[name],
             seed=built.spec.train.seed,
             std=built.starts.stds.get(name),
             constant=built.starts.constants.get(name),
-            like=master,
+            like=weight,
         )
-        master.copy_(value)
+        built.optimizer.put("master", name, value)
     built.optimizer.write_back()
     built.data_parallel.gather_weights()
 
@@ -152,7 +160,10 @@ class SplitModel:
     starts: Starts
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
+    expert_parallel: ExpertParallel
     pipeline: Pipeline
+    matrices: dict[str, tuple[Matrix, ...]]
+    """What Muon makes orthogonal, by parameter of the whole model."""
 
 
 def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
@@ -160,6 +171,8 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     dtype = DTYPES[spec.precision.kind]
     # on the meta device, so that no rank ever holds the whole model
     model = build_model(spec.model, _kernels(spec), dtype=dtype)
+    # while they are whole
+    matrices = matrices_of(model)
     stds = standard_deviations(model, std=spec.model.init_std, n_layers=spec.model.n_layers)
     starts = Starts(stds, constants(model))
     # first, so that tensor parallel tells the attention that stays which heads are here
@@ -168,14 +181,20 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     # before memory is taken: modules become their parallel twins with this rank's shapes
     tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel, spec.parallelism.overlap.tp)
     tensor.split_model(model, model.placement)
-    pipeline = Pipeline(mesh, spec.parallelism.pipeline, dtype, tied=model.tied)
+    own, overlap = spec.parallelism, spec.parallelism.overlap
+    # behind it, since routers ask which tokens their tensor-parallel rank has
+    experts = ExpertParallel(mesh, own, index=context.index, overlap_shared=overlap.shared_experts)
+    experts.split_model(model)
+    pipeline = Pipeline(mesh, own.pipeline, dtype, tied=model.tied, overlap=overlap.p2p)
     chunks = [model] if mesh.size("pp") == 1 else _parts(model, spec, mesh)
     # in one module, so that what chunks share stays shared
-    materialise(nn.ModuleList(chunks), device=mesh.device, dtype=dtype)
+    # shared out, no rank ever holds all weights of its chunks
+    kept = spec.parallelism.dp_strategy == "replicate"
+    materialise(nn.ModuleList(chunks), device=mesh.device, dtype=dtype, weights=kept)
     # blocks are equal, so one compiled block serves all; after the split, so that collectives are traced
     if spec.kernels.compile == "block":
         _compile_blocks(chunks, for_later=pipeline.splits_backward)
-    return SplitModel(chunks, starts, tensor, context, pipeline)
+    return SplitModel(chunks, starts, tensor, context, experts, pipeline, matrices)
 
 
 def _parts(model: Decoder, spec: Spec, mesh: Mesh) -> list[Decoder]:
@@ -214,8 +233,15 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce, own.overlap.grad_reduce, own.overlap.param_gather
     )
     layouts = split.pipeline.share(tensor.layouts)
-    data = DataParallel(split.chunks, layouts=layouts, mesh=mesh, sharing=sharing, shared=split.pipeline.shared)
-    optimizer = _optimizer(spec, data.weights)
+    data = DataParallel(
+        split.chunks,
+        layouts=layouts,
+        mesh=mesh,
+        sharing=sharing,
+        experts=frozenset(tensor.experts),
+        shared=split.pipeline.shared,
+    )
+    optimizer = _optimizer(spec, data, split.matrices, mesh=mesh)
     # outermost, so that what other strategies do in a unit is told as part of it
     position = position or Position(mesh.device)
     for chunk in split.chunks:
@@ -228,6 +254,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         split.starts,
         tensor,
         split.context_parallel,
+        split.expert_parallel,
         split.pipeline,
         data,
         optimizer,
@@ -235,11 +262,17 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     )
 
 
-def _optimizer(spec: Spec, weights: Mapping[str, torch.Tensor]) -> MasterOptimizer:
+def _optimizer(
+    spec: Spec, data: DataParallel, matrices: Mapping[str, tuple[Matrix, ...]], *, mesh: Mesh
+) -> MasterOptimizer:
     share = spec.parallelism.offload.optimizer
     if share > 0:
-        return OffloadedOptimizer(weights, spec.optim, share=share)
-    return build_optimizer(weights, spec.optim)
+        return OffloadedOptimizer(data.weights, spec.optim, share=share)
+    if isinstance(spec.optim, MuonSpec):
+        group = mesh.group("tp-dp-cp")
+        whole = WholeMatrices(data.shards, matrices, group=group, device=mesh.device)
+        return build_optimizer(data.weights, spec.optim, matrices=whole)
+    return build_optimizer(data.weights, spec.optim)
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

@@ -130,8 +130,8 @@ def run_steps(
     built = build(spec, mesh=mesh, position=position)
     initialise(built)
     if round_weights_to is not None:
-        for master in built.optimizer.masters.values():
-            master.copy_(master.to(round_weights_to))
+        for name, master in built.optimizer.masters.items():
+            built.optimizer.put("master", name, master.to(round_weights_to))
         built.optimizer.write_back()
         built.data_parallel.gather_weights()
     scaler = build_scaler(spec.precision, device=built.device)
@@ -226,13 +226,19 @@ def assemble(shares: Sequence[tuple[Layout, Tensor]]) -> tuple[Tensor, float, fl
 def gradient_errors(run: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> dict[str, float]:
     """The error of each tensor, as the module's docstring defines it."""
     assert run.keys() == truth.keys(), f"different parameters: {sorted(run.keys() ^ truth.keys())}"
-    square = sum(t.square().sum().item() for t in truth.values())
-    usual = sqrt(square / sum(t.numel() for t in truth.values()))
+    sizes = gradient_sizes(truth)
     errors = {}
     for name, expected in truth.items():
         assert run[name].shape == expected.shape, f"{name}: {tuple(run[name].shape)} and {tuple(expected.shape)}"
-        errors[name] = _ratio((run[name] - expected).abs().max().item(), max(expected.abs().max().item(), usual))
+        errors[name] = _ratio((run[name] - expected).abs().max().item(), sizes[name])
     return errors
+
+
+def gradient_sizes(truth: Mapping[str, Tensor]) -> dict[str, float]:
+    """What the largest difference of each tensor is divided by."""
+    square = sum(t.square().sum().item() for t in truth.values())
+    usual = sqrt(square / sum(t.numel() for t in truth.values()))
+    return {name: max(expected.abs().max().item(), usual) for name, expected in truth.items()}
 
 
 def compare(run: Trajectory, truth: Trajectory, tolerances: Tolerances) -> list[Finding]:

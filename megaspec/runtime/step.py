@@ -11,6 +11,7 @@ from torch import Tensor
 from megaspec.data.batch import Batch
 from megaspec.nn.dropout import Noise
 from megaspec.optim.norm import global_norm, local_norms
+from megaspec.parallelism.expert import RouterStatistics
 from megaspec.precision.scaler import LossScaler
 from megaspec.runtime.build import Built
 
@@ -35,6 +36,8 @@ class StepResult:
     """The factor on the loss in this step."""
     stop: Tensor
     """Ranks that want the run to stop after this step."""
+    routers: RouterStatistics | None
+    """Of the layers on this rank; None where none has experts."""
 
 
 def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, loss_scale: Tensor) -> Tensor:
@@ -125,6 +128,7 @@ def train_step(
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
+    routers = built.expert_parallel.finish_step(built.chunks)
     data = built.data_parallel
     norms = local_norms(data.gradients, built.shards, device=built.device)
     scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
@@ -139,7 +143,7 @@ def train_step(
     )
     data.gather_weights()
     scaler.update(skip)
-    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count)
+    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, routers)
 
 
 @torch.no_grad()

@@ -151,7 +151,9 @@ def plant(built: Built, rank: int, *, on: int, what: str, step: int, value: floa
 
 
 def poison_weight(built: Built, name: str, value: float) -> None:
-    built.optimizer.masters[name].view(-1)[0] = value
+    master = built.optimizer.masters[name].clone()
+    master.view(-1)[0] = value
+    built.optimizer.put("master", name, master)
     built.optimizer.write_back()
 
 
