@@ -76,12 +76,8 @@ def add_weight_gradient(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
 
     [O, I], [..., O], [..., I]
     """
-    WeightGradientSum.add(total, _product(grad_out, x))
-
-
-def _product(grad_out: Tensor, x: Tensor) -> Product:
     a, b = grad_out.flatten(0, -2).t(), x.flatten(0, -2)
-    return lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite)
+    WeightGradientSum.add(total, lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite))
 
 
 @add_weight_gradient.register_fake
@@ -114,16 +110,11 @@ def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:
     return grad_out @ weight
 
 
-def weight_gradient(
-    weight: nn.Parameter, total: Tensor | None, queue: WeightGradientQueue | None, grad_out: Tensor, x: Tensor
-) -> Tensor | None:
+def weight_gradient(total: Tensor | None, grad_out: Tensor, x: Tensor) -> Tensor | None:
     """[..., O], [..., I] -> [O, I], the one place where weight gradients of linear layers are made.
 
-    Added to `total` when there is one (then None; put off where there is a `queue`), else handed to autograd.
+    Added to `total` when there is one, now or later (then None), else handed to autograd.
     """
-    if queue is not None:
-        queue.put(total, _product(grad_out, x))
-        return None
     if total is not None:
         add_weight_gradient(total, grad_out, x)
         return None
@@ -131,21 +122,21 @@ def weight_gradient(
 
 
 class LinearOp(torch.autograd.Function):
-    """y = x Wᵀ + b. `total`, `queue`: see weight_gradient."""
+    """y = x Wᵀ + b. `total`: see weight_gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, total, queue):
+    def forward(ctx, x, weight, bias, total):
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.total, ctx.queue = bias is not None, total, queue
+        ctx.has_bias, ctx.total = bias is not None, total
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
         grad_x = input_gradient(grad_out, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = weight_gradient(weight, ctx.total, ctx.queue, grad_out, x)
+        grad_weight = weight_gradient(ctx.total, grad_out, x)
         grad_bias = grad_out.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class Linear(nn.Module):
@@ -153,7 +144,7 @@ class Linear(nn.Module):
 
     `parts` are the sizes of outputs that are computed together (query, key, value; gate, up): O is their sum, and
     each is initialised and split on its own. `residual` marks a layer that writes into the residual stream.
-    `total` and `queue`, when set, say where the weight gradient goes and when: see weight_gradient.
+    `total`, when set, is where the weight gradient goes: see weight_gradient.
     """
 
     def __init__(self, n_in: int, *parts: int, bias: bool = False, residual: bool = False):
@@ -161,11 +152,10 @@ class Linear(nn.Module):
         self.n_in, self.parts, self.residual = n_in, parts, residual
         self.weight = nn.Parameter(torch.empty(sum(parts), n_in))
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
-        self.queue: WeightGradientQueue | None = None
         self.total: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return LinearOp.apply(x, self.weight, self.bias, self.total, self.queue)
+        return LinearOp.apply(x, self.weight, self.bias, self.total)
 
     def extra_repr(self) -> str:
         return f"{self.n_in} -> {self.parts}, bias={self.bias is not None}"

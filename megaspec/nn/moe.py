@@ -25,7 +25,7 @@ class GroupedLinearOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RI, weight, ends_E, whole, layer):
         ctx.save_for_backward(x_RI, weight, ends_E)
-        ctx.whole, ctx.kernel, ctx.total, ctx.queue = whole, layer.kernel, layer.total, layer.queue
+        ctx.whole, ctx.kernel, ctx.total = whole, layer.kernel, layer.total
         weight_EOI = weight.unflatten(0, (ends_E.shape[0], -1))
         return layer.kernel(x_RI, weight_EOI.transpose(1, 2), ends_E, whole=whole)
 
@@ -42,7 +42,7 @@ class GroupedLinearOp(torch.autograd.Function):
             value = kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1)
             into.copy_(value) if overwrite else into.add_(value)
 
-        (WeightGradientSum.add if ctx.queue is None else ctx.queue.put)(ctx.total, product)
+        WeightGradientSum.add(ctx.total, product)
         return grad_x, None, None, None, None
 
 

@@ -14,7 +14,7 @@ from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.data.batch import Batch
 from megaspec.nn.decoder import Decoder
-from megaspec.nn.linear import Linear, WeightGradientQueue
+from megaspec.nn.linear import Linear, WeightGradientQueue, WeightGradientSum
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
@@ -188,8 +188,6 @@ def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
         built = built_for(rank, case)
         data, queue = built.data_parallel, WeightGradientQueue()
         linears = [m for m in built.chunks[0].modules() if isinstance(m, Linear)]
-        for module in linears:
-            module.queue = queue if late else None
         whole = batches_of(case, [], 1)[0]
         micros = divide(whole, mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
         for _ in range(2):
@@ -197,7 +195,8 @@ def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
             for number, micro in enumerate(micros):
                 loss = loss_of(built.chunks[0], micro)
                 data.start_backward(0, last=number == len(micros) - 1)
-                loss.backward()
+                with WeightGradientSum.put_off(queue if late else None):
+                    loss.backward()
                 if late and number >= lag:
                     queue.run(len(linears))
             queue.run()
@@ -222,7 +221,8 @@ def two_grids(rank: int, case: Case) -> dict[str, float]:
     degrees = {"dp_replicate": made.parallelism.dp_replicate, "dp_shard": made.parallelism.dp_shard}
     mesh = Mesh(degrees, rank=rank, device=torch.device("cpu"), ep=2)
     sharing = Sharing(case.strategy, 20_000)
-    split, plain_split = build_split_model(made, mesh=mesh), build_split_model(made, mesh=mesh)
+    held = spec_of(replace(case, strategy="replicate", replicas=1))
+    split, plain_split = build_split_model(held, mesh=mesh), build_split_model(held, mesh=mesh)
     for model in (split.chunks[0], plain_split.chunks[0]):
         draw = torch.Generator().manual_seed(3)
         for parameter in model.parameters():

@@ -84,8 +84,8 @@ GENERAL = [
         "bias of a row-split layer added on every rank",
         Patch(
             TENSOR,
-            "LinearOp.apply(x, self.weight, None, self.total, self.queue)",
-            "LinearOp.apply(x, self.weight, self.bias, self.total, self.queue)",
+            "LinearOp.apply(x, self.weight, None, self.total)",
+            "LinearOp.apply(x, self.weight, self.bias, self.total)",
         ),
         Case(tp=2, family="gpt", optimizer="sgd"),
         invisible=True,
