@@ -38,6 +38,8 @@ class Share:
     is_compiled: bool
     attention: str
     recompute: RecomputeSpec
+    offloaded_layers: int
+    """The first ones of each chunk."""
 
     @property
     def tokens(self) -> int:
@@ -109,6 +111,7 @@ def share_of(recipe: Recipe) -> Share:
         recipe.kernels.compile == "block",
         recipe.kernels.attention,
         own.recompute,
+        own.offload.layers,
     )
 
 
@@ -155,7 +158,9 @@ def kept_tensors(share: Share, *, with_experts: bool) -> tuple[Kept, ...]:
     """Every tensor that a layer keeps when nothing is recomputed."""
     attention = _latent_attention(share) if mla_of(share.model) else _attention(share)
     mlp = _experts(share) if with_experts and moe_of(share.model) else _mlp(share)
-    return (*_norm(share, "norm1"), *attention, *_norm(share, "norm2"), *mlp, *_dropout(share))
+    has_experts = with_experts and moe_of(share.model) is not None
+    dropout = _dropout(share, with_experts=has_experts)
+    return (*_norm(share, "norm1"), *attention, *_norm(share, "norm2"), *mlp, *dropout)
 
 
 def _linear_input(share: Share, rows: int, columns: int) -> int:
@@ -167,10 +172,12 @@ def _norm(share: Share, name: str) -> list[Kept]:
     """A norm, its input (for norm2: what attention added to it) and its output, which a matrix product takes."""
     d, rows, e = share.model.d_model, share.split_tokens, share.width
     is_layer_norm = isinstance(share.model, GptSpec)
-    statistics = Kept(f"{name}.statistics", rows * _STATISTIC * (2 if is_layer_norm else 1))
+    statistics = Kept(f"{name}.statistics", rows * _STATISTIC * (2 if is_layer_norm else 1), ("norm",))
     stream = [Kept(f"{name}.stream", rows * d * e)]
     if not share.is_compiled and not is_layer_norm:
-        stream = [Kept(f"{name}.wide", rows * d * share.wide), Kept(f"{name}.normed", rows * d * share.wide, ("norm",))]
+        wide = [Kept(f"{name}.{what}", rows * d * share.wide, ("norm",)) for what in ("wide", "normed")]
+        # to make them again takes the norm's input, which is kept in the model's format then
+        stream = [*stream, *wide] if "norm" in share.recomputed_parts else wide
     # The gather of the forward pass and that of the backward pass are one operation to the compiler, which keeps its
     # result: the whole sequence, not this rank's part of it.
     out_rows = share.tokens if share.is_compiled else rows
@@ -210,9 +217,10 @@ def _latent_attention(share: Share) -> list[Kept]:
 
 
 def _core(share: Share, *, heads: int, d_key: int, d_value: int) -> list[Kept]:
-    """softmax(q kᵀ) v, and its output, which the matrix product after it keeps: recomputation can't free that."""
+    """softmax(q kᵀ) v, and its output, which the matrix product after it keeps. Attention written out turns heads and
+    tokens round in a copy, which recomputation does not free."""
     rows, e = share.tokens, share.width
-    out = Kept("o", rows * heads * d_value * e)
+    out = Kept("o", rows * heads * d_value * e, () if share.attention == "reference" else ("core_attention",))
     tensors = [out, Kept("o.fp8", rows * heads * d_value)] if share.is_fp8 else [out]
     if share.attention == "reference":
         # the weights in fp32 and in the model's format; keys and values once for each query head, and queries, in the
@@ -248,11 +256,14 @@ def _experts(share: Share) -> list[Kept]:
         Kept("returned", choices * model.d_model * e, ("moe",), is_routed=True),
     ]
     if moe.d_shared:
-        tensors += _feed_forward(share, "shared", share.tokens, ceil(moe.d_shared / share.tp), ("shared_experts",))
+        # they run while tokens travel, so that what makes the one again makes the other
+        parts = ("shared_experts", "moe")
+        tensors += _feed_forward(share, "shared", share.tokens, ceil(moe.d_shared / share.tp), parts)
     return tensors
 
 
-def _dropout(share: Share) -> list[Kept]:
+def _dropout(share: Share, *, with_experts: bool) -> list[Kept]:
     """Which features stayed, a byte each, after attention and after the feed-forward layer."""
-    size = 2 * share.split_tokens * share.model.d_model
-    return [Kept("dropout", size)] if share.model.dropout else []
+    size = share.split_tokens * share.model.d_model
+    part = "moe" if with_experts else "mlp"
+    return [Kept("attention.dropout", size), Kept(f"{part}.dropout", size, (part,))] if share.model.dropout else []

@@ -159,23 +159,25 @@ def layer_collectives(recipe: Recipe, mesh: Mesh, *, with_experts: bool) -> Iter
 def _tensor(recipe: Recipe, mesh: Mesh, what: str, *, again: bool) -> Iterator[Collective]:
     """Around a pair of matrix products that split columns, then rows. The backward pass gathers the input of the first
     once more for its weight gradient, unless a compiled block keeps it; it reduces the gradient of that input beside
-    the weight gradient."""
-    share = Share(recipe)
+    the weight gradient. `again`: the pair runs again, but for the sum of its output, which only a dropout behind it
+    would need."""
+    share, beside = Share(recipe), recipe.parallelism.overlap.tp
     size = share.tokens * recipe.model.d_model * share.width
+    output_again = int(again and recipe.model.dropout > 0)
 
     def make(kind: Kind, times: int, phase: Phase, *, hidden: bool = False) -> Iterator[Collective]:
         return mesh.make(what, kind, ("tp",), size, times, hidden=hidden, phase=phase)
 
     if not recipe.parallelism.sequence_parallel:
         yield from make("all_reduce", 1, "forward")
-        yield from make("all_reduce", int(again), "backward")
-        yield from make("all_reduce", 1, "backward", hidden=True)
+        yield from make("all_reduce", output_again, "backward")
+        yield from make("all_reduce", 1, "backward", hidden=beside)
         return
     yield from make("all_gather", 1, "forward")
     yield from make("reduce_scatter", 1, "forward")
     yield from make("all_gather", (1 if recipe.kernels.compile == "block" else 2) + again, "backward")
-    yield from make("reduce_scatter", int(again), "backward")
-    yield from make("reduce_scatter", 1, "backward", hidden=True)
+    yield from make("reduce_scatter", output_again, "backward")
+    yield from make("reduce_scatter", 1, "backward", hidden=beside)
 
 
 def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
@@ -208,19 +210,23 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
 
 
 def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool) -> Iterator[Collective]:
-    """Tokens to their experts and back."""
+    """Tokens to their experts and back: the way there, and its gradients' way, beside the shared experts."""
     share, own = Share(recipe), recipe.parallelism
     row = recipe.model.d_model * share.width
-    what = "experts' tokens"
+    what, beside = "experts' tokens", bool(recipe.model.moe.d_shared) and own.overlap.shared_experts
     times = {"forward": 1, "backward": 1 + again}
     for phase, count in times.items():
         if own.dispatch == "all_gather":
             whole = share.split_tokens * row * own.ep * own.etp
+            there = "all_gather" if phase == "forward" else "reduce_scatter"
             for kind in ("all_gather", "reduce_scatter"):
-                yield from mesh.make(what, kind, ("ep", "etp"), whole, count, hidden=False, phase=phase)
+                hidden = beside and kind == there
+                yield from mesh.make(what, kind, ("ep", "etp"), whole, count, hidden=hidden, phase=phase)
             continue
         rows = share.expert_tokens
-        yield from mesh.make(what, "all_to_all", ("ep",), rows / own.etp * row, 2 * count, hidden=False, phase=phase)
+        for hidden, ways in ((True, beside), (False, 2 - beside)):
+            size = rows / own.etp * row
+            yield from mesh.make(what, "all_to_all", ("ep",), size, ways * count, hidden=hidden, phase=phase)
         for kind in ("all_gather", "reduce_scatter"):
             yield from mesh.make(what, kind, ("etp",), rows * row, count, hidden=False, phase=phase)
 
@@ -241,7 +247,8 @@ def end_collectives(recipe: Recipe, mesh: Mesh, *, embedding: bool, head: bool) 
         kind = "reduce_scatter" if splits else "all_reduce"
         yield from mesh.make("output head", kind, ("tp",), size, 1, hidden=False, phase="backward")
         # the largest logit, the sum of exponentials and the target's logit of each token
-        yield from mesh.make("loss", "all_reduce", ("tp",), 4 * share.tokens, 3, hidden=False, phase="forward")
+        wide = max(4, share.width)
+        yield from mesh.make("loss", "all_reduce", ("tp",), wide * share.tokens, 3, hidden=False, phase="forward")
 
 
 def transfers(recipe: Recipe, mesh: Mesh, shape: Shape, rank: int) -> Iterator[Collective]:
@@ -251,7 +258,7 @@ def transfers(recipe: Recipe, mesh: Mesh, shape: Shape, rank: int) -> Iterator[C
     place = {stage_number(r, c, pp=pp, is_v=shape.is_v): r for r in range(pp) for c in range(shape.virtual)}
     own = [stage_number(rank, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)]
     size = share.split_tokens * recipe.model.d_model * share.width
-    hidden = shape.virtual > 1
+    hidden = shape.virtual > 1 and recipe.parallelism.overlap.p2p
     for phase, step in (("forward", 1), ("backward", -1)):
         sends = sum(0 <= s + step <= last and place[s + step] != rank for s in own)
         yield from mesh.make("stages", "p2p", ("pp",), size, sends * shape.micro_batches, hidden=hidden, phase=phase)
@@ -290,7 +297,9 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
     if isinstance(recipe.optim, MuonSpec):
         yield from _whole_matrices(recipe, mesh, rank)
     every = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    yield from mesh.make("norm, loss, tokens", "all_reduce", every, 64, 3, hidden=False, phase="step")
+    # tensor-parallel ranks have the same loss; tokens are counted beside the ranks that want to stop
+    for axes, size in ((every, 8), (every[:-1], max(4, Share(recipe).width)), (every, 16)):
+        yield from mesh.make("norm, loss, tokens", "all_reduce", axes, size, 1, hidden=False, phase="step")
 
 
 def _whole_matrices(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collective]:
@@ -323,12 +332,13 @@ def _shared_out(
     """What a strategy sends for so many parameters of a rank. zero2 and fsdp hold no whole gradient between micro
     batches, and fsdp no whole weight."""
     strategy, wide = recipe.parallelism.dp_strategy, gradient_width(recipe)
-    weights = what.replace("gradients", "weights")
+    weights, overlap = what.replace("gradients", "weights"), recipe.parallelism.overlap
 
     def make(
         name: str, kind: Kind, axes: tuple[str, ...], size: float, times: int, phase: Phase
     ) -> Iterator[Collective]:
-        return mesh.make(name, kind, axes, size, times, hidden=True, phase=phase)
+        hidden = overlap.param_gather if name == weights else overlap.grad_reduce
+        return mesh.make(name, kind, axes, size, times, hidden=hidden, phase=phase)
 
     if strategy == "replicate":
         yield from make(what, "all_reduce", (*replicas, *shards), wide * parameters, 1, "backward")

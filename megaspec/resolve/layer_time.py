@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from megaspec.recipe import Recipe
@@ -239,12 +240,23 @@ class LayerTimes:
             times[kind_of(one)] += self._exposed(one, sums)
 
     def _exposed(self, one: Collective, sums: Sequence[Sequence[float]]) -> float:
-        """Seconds that a layer waits for it. Weight gradients hide half each of two reductions, attention its ring."""
+        """Seconds that a layer waits for it. Weight gradients hide half each of two reductions, attention its ring,
+        shared experts what travels to the others."""
         seconds = one.times * collective_seconds(one, self.ceilings)
         if not one.hidden:
             return seconds
+        if one.what == "experts' tokens":
+            return exposed(seconds, self._shared_experts["forward" if one.phase == "forward" else "dgrad"])
         arithmetic = sums[0] if one.phase == "forward" else sums[1]
         return exposed(seconds, arithmetic[_ATTENTION] if one.what == "context" else sums[2][_PRODUCTS] / 2)
+
+    @cached_property
+    def _shared_experts(self) -> dict[ProductKind, float]:
+        """Seconds of the shared experts' products."""
+        parts = layer_parts(self.recipe, has_experts=True, in_fp8=False)
+        products = [product for part in parts if part.name == "shared_experts" for product in part.products]
+        kinds: tuple[ProductKind, ...] = ("forward", "dgrad")
+        return {kind: sum(self._product(product, kind) for product in products) for kind in kinds}
 
     def _in_fp8(self, layer: int) -> bool:
         precision, last = self.recipe.precision, self.recipe.model.n_layers
@@ -269,7 +281,10 @@ _KEPT: dict[tuple[Any, ...], LayerTimes] = {}
 def layer_times(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> LayerTimes:
     """Layers take the same in every layout that divides them alike, whatever is done with the rest: found once."""
     own = recipe.parallelism
-    held = (recipe.model, recipe.precision, recipe.kernels, recipe.data, own.context, own.recompute, hardware, ceilings)
+    held = (
+        *(recipe.model, recipe.precision, recipe.kernels, recipe.data),
+        *(own.context, own.recompute, own.overlap, hardware, ceilings),
+    )
     key = (
         *map(id, held),
         *(own.tp, own.cp, own.ep, own.etp, own.pp, own.dp_replicate, own.dp_shard),

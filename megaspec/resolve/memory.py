@@ -143,31 +143,41 @@ def _activations(
     """Kept by micro batches in flight; tokens of experts among it; and what the first layer's backward pass adds."""
     own = share.recompute
     rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
-    kept, routed, again = rotary * len(contents.chunks), 0, 0
+    kept, routed, again, moving = rotary * len(contents.chunks), 0, 0, 0
     for numbers in contents.chunks:
-        free = 0
-        if own.kind == "full" and own.method == "block":
-            free = min(own.layers or 1, sum(numbers))
-        elif own.kind == "full":
-            group = min(own.layers or 1, max(1, sum(numbers)))
-            kept += ceil(sum(numbers) / group) * layers[0].input
-            largest = max((_whole(one) for one, n in zip(layers, numbers, strict=True) if n), default=0)
+        every = kept_by_layer(share, layers, numbers)
+        away, stays = every[: share.offloaded_layers], every[share.offloaded_layers :]
+        kept += sum(one for one, _ in stays)
+        routed += sum(one for _, one in stays)
+        # a layer runs backward while the one before it comes back; what stays is gone by then
+        moving = max(moving, sum(map(sum, away[-2:])) - sum(map(sum, stays)))
+        used_here = [one for one, n in zip(layers, numbers, strict=True) if n]
+        if own.kind == "full":
+            group = 1 if own.method == "block" else min(own.layers or 1, max(1, sum(numbers)))
+            largest = max(map(_whole, used_here), default=0)
             again = max(again, group * largest + (group - 1) * layers[0].input)
-            continue
-        for one, number in zip(layers, numbers, strict=True):
-            # those at the start of a chunk are recomputed first, dense layers before experts
-            whole = min(free, number)
-            free -= whole
-            kept += whole * one.input + (number - whole) * one.kept
-            routed += (number - whole) * one.routed
-            again = max(again, _whole(one) if whole else 0, one.again if number else 0)
+        else:
+            again = max([again, *(one.again for one in used_here)])
     used = [one for one, n in zip(layers, map(sum, zip(*contents.chunks, strict=True)), strict=True) if n]
     sent = max((one.sent for one in used), default=0)
     in_backward = again + max((one.input + one.backward for one in used), default=0)
     if contents.has_head and contents.has_embedding and share.model.tied_embeddings:
         # the gradient of a tied table waits for the embedding's part of it
         in_backward += share.width * table_parameters(share.model, tp=share.tp)
-    return int(held * kept), int(held * routed) + sent, in_backward
+    return int(held * kept) + max(0, moving), int(held * routed) + sent, in_backward
+
+
+def kept_by_layer(
+    share: Share, layers: tuple[LayerBytes, LayerBytes], numbers: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """Bytes that each layer of a chunk keeps of a micro batch, tokens of experts apart. `numbers`: layers without and
+    with experts, taken in this order."""
+    own, every = share.recompute, [one for one, n in zip(layers, numbers, strict=True) for _ in range(n)]
+    if own.kind != "full":
+        return [(one.kept, one.routed) for one in every]
+    if own.method == "block":
+        return [(one.input, 0) if i < (own.layers or 1) else (one.kept, one.routed) for i, one in enumerate(every)]
+    return [(one.input if i % (own.layers or 1) == 0 else 0, 0) for i, one in enumerate(every)]
 
 
 def _whole(one: LayerBytes) -> int:
@@ -221,17 +231,18 @@ def _weights(recipe: Recipe, share: Share, contents: _Contents, count: RankParam
 
 
 def _states(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> int:
-    """Master weights and moments."""
-    states = _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
+    """Master weights and moments, those on the CPU left out."""
+    here = 1.0 - recipe.parallelism.offload.optimizer
+    states = here * _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
     if not isinstance(recipe.optim, MuonSpec):
-        return states
+        return ceil(states)
     # what is no hidden matrix has a second moment
     dense = count.dense - sum(
         numbers[with_experts] * hidden_of_layer(share.model, with_experts=bool(with_experts), tp=share.tp)
         for numbers in contents.chunks
         for with_experts in (0, 1)
     )
-    return states + _shared_out(recipe, RankParameters(dense, 0), from_strategy=1) * share.wide
+    return ceil(states) + _shared_out(recipe, RankParameters(dense, 0), from_strategy=1) * share.wide
 
 
 def state_bytes(optim: OptimSpec, *, width: int) -> int:

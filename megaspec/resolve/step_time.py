@@ -12,13 +12,16 @@ from math import ceil
 from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.parallelism.passes import Shape, stage_number
 from megaspec.recipe import Recipe
+from megaspec.resolve.activations import layer_bytes, share_of
 from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of, transfers
 from megaspec.resolve.flops import flops_per_sequence
 from megaspec.resolve.formula import sharing_ranks
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.hidden import orthogonalising_seconds
+from megaspec.resolve.kinds import has_experts
 from megaspec.resolve.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
+from megaspec.resolve.memory import kept_by_layer
 from megaspec.resolve.parameters import RankParameters
 from megaspec.resolve.schedule import Durations, bubble, shape_of
 from megaspec.resolve.stages import Chunk, stages_of
@@ -28,6 +31,9 @@ _USEFUL = ("matrix products", "attention")
 # Of a copy's bandwidth, what the norm, the fused update and the copy back reach (measured on an H200: 3.3 to 3.5 of 4.3
 # TB/s).
 _UPDATE_REACHES = 0.81
+# Bytes a second that a GPU and the CPU's memory exchange in each direction, and that a rank's cores move while they
+# update weights: what the data sheets of PCIe 5 x16 and of a server with 8 GPUs leave after some loss. Not measured.
+_HOST_LINK, _HOST_UPDATES = 50e9, 40e9
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -80,11 +86,13 @@ def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTim
     """Of a filled recipe at its full batch."""
     passes = _passes(recipe, hardware, ceilings)
     times, shape, stages = passes.times, passes.shape, passes.stages
-    waiting = _waiting(passes, _sending(recipe, times.mesh, ceilings))
+    waiting = _waiting(recipe, passes, _sending(recipe, times.mesh, ceilings))
     whole = added((cost, shape.micro_batches) for cost in passes.costs[passes.busiest])
     parts = {kind: sum(seconds) for kind, seconds in zip(KINDS, zip(*whole, strict=True), strict=True)}
     parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * shape.micro_batches
     exchange, parts["optimizer"] = _longest_end(recipe, passes, ceilings)
+    if recipe.parallelism.offload.layers:
+        parts["offload"] = _offloading(recipe, passes)
     parts["data parallel"] = 0.0
     for one, seconds in exchange:
         parts["tensor parallel" if one.group == "tp" else "data parallel"] += seconds
@@ -107,7 +115,7 @@ def exposed_collectives(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) 
     ]
     sends = list(transfers(recipe, times.mesh, shape, rank))
     if sends:
-        longer = _waiting(passes, _sending(recipe, times.mesh, ceilings)) - _waiting(passes, 0.0)
+        longer = _waiting(recipe, passes, _sending(recipe, times.mesh, ceilings)) - _waiting(recipe, passes, 0.0)
         each = max(0.0, longer) * passes.busy[rank] * shape.micro_batches / sum(one.times for one in sends)
         found += [(one, each * one.times) for one in sends]
     together: dict[Collective, tuple[int, float]] = {}
@@ -134,14 +142,15 @@ def _sending(recipe: Recipe, mesh: Mesh, ceilings: Ceilings) -> float:
     return collective_seconds(transfer, ceilings) if transfer else 0.0
 
 
-def _waiting(passes: _Passes, sending: float) -> float:
+def _waiting(recipe: Recipe, passes: _Passes, sending: float) -> float:
     """Share of the busiest rank's time that it waits. Durations are rounded to a half per cent of a pass, so that
-    cases that are alike are simulated once."""
+    cases that are alike are simulated once. Where nothing is sent beside passes, they are longer by what they send."""
     shape, busiest = passes.shape, passes.busy[passes.busiest]
     if shape.pp == 1:
         return 0.0
     n = shape.pp * shape.virtual
     forward, backward, weight = ([0.0] * n for _ in range(3))
+    alone, beside = (0.0, sending) if recipe.parallelism.overlap.p2p else (sending, 0.0)
 
     def rough(seconds: float) -> float:
         return round(600 * seconds * shape.virtual / busiest) / 600
@@ -152,8 +161,11 @@ def _waiting(passes: _Passes, sending: float) -> float:
             seconds = [sum(one) for one in cost]
             if not shape.splits_backward:
                 seconds = [seconds[0], seconds[1] + seconds[2], 0.0]
-            forward[stage], backward[stage], weight[stage] = map(rough, seconds)
-    return bubble(shape, Durations(tuple(forward), tuple(backward), tuple(weight), rough(sending))).ratio
+            forward[stage], backward[stage] = (rough(one + alone) for one in seconds[:2])
+            weight[stage] = rough(seconds[2])
+    ratio = bubble(shape, Durations(tuple(forward), tuple(backward), tuple(weight), rough(beside))).ratio
+    longer = 2 * shape.virtual * alone / busiest
+    return ratio * (1 + longer) + longer
 
 
 def _longest_end(recipe: Recipe, passes: _Passes, ceilings: Ceilings) -> tuple[list[tuple[Collective, float]], float]:
@@ -199,8 +211,22 @@ def _sharing(
     return found
 
 
+def _offloading(recipe: Recipe, passes: _Passes) -> float:
+    """What transfers of activations take longer than the passes that they run beside, on the busiest rank."""
+    share, count = share_of(recipe), recipe.parallelism.offload.layers
+    layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
+    experts, rank, waited = has_experts(recipe.model), passes.busiest, 0.0
+    for chunk, cost in zip(passes.stages[rank], passes.costs[rank], strict=True):
+        moe = sum(experts[layer] for layer in chunk.layers)
+        away = kept_by_layer(share, layers, (len(chunk.layers) - moe, moe))[:count]
+        seconds = sum(map(sum, away)) / _HOST_LINK
+        waited += max(0.0, seconds - sum(cost.forward)) + max(0.0, seconds - sum(cost.backward) - sum(cost.weight))
+    return waited * passes.shape.micro_batches
+
+
 def _update(recipe: Recipe, count: RankParameters, ceilings: Ceilings) -> float:
-    """The gradients' norm, the update and the copy into the model's format: bytes of each parameter's states."""
+    """The gradients' norm, the update and the copy into the model's format: bytes of each parameter's states. A share
+    that lies on the CPU is updated beside the transfer of its gradients and weights, and beside the GPU's share."""
     optim, own = recipe.optim, recipe.parallelism
     shards, expert_shards = sharing_ranks(own) if own.dp_strategy != "replicate" else (1, 1)
     wide, narrow = gradient_width(recipe), Share(recipe).width
@@ -211,5 +237,10 @@ def _update(recipe: Recipe, count: RankParameters, ceilings: Ceilings) -> float:
         # one tensor after the other, operation by operation
         moved = (32 if isinstance(optim, MuonSpec) else 10) * wide
     copied = 4 + narrow if narrow < 4 else 0
-    per_parameter = (wide + moved + copied) / _UPDATE_REACHES
-    return ceilings.memory_seconds(per_parameter * (count.dense / shards + count.expert / expert_shards))
+    parameters, away = count.dense / shards + count.expert / expert_shards, own.offload.optimizer
+    here = wide + (1 - away) * (moved + copied)
+    on_gpu = ceilings.memory_seconds(here * parameters / _UPDATE_REACHES)
+    if not away:
+        return on_gpu
+    on_cpu = max((wide + moved + copied) / _HOST_UPDATES, wide / _HOST_LINK, narrow / _HOST_LINK)
+    return max(on_gpu, away * parameters * on_cpu)

@@ -189,7 +189,8 @@ def test_recomputation_keeps_what_it_says():
     plain, share = kept({"kind": "none"})
     layer = layer_bytes(share, with_experts=False).kept
     stream, ffn = 1024 * 32 * 2, 1024 * 48 * 2
-    freed = 2 * stream + ffn
+    # norms keep a sum for each token
+    freed = 2 * stream + ffn + 2 * 1024 * 4
     # what one layer makes again is there while its backward pass runs
     assert plain - kept({"kind": "selective", "parts": ["norm", "activation"]})[0] == (2 * 4 - 1) * freed
     assert plain - kept({"kind": "selective", "parts": ["mlp"]})[0] == (2 * 4 - 1) * 3 * ffn
@@ -208,7 +209,32 @@ def test_recomputed_core_attention_gives_back_the_weights_of_plain_attention():
     # queries, keys and values stay instead of their copies for each head
     assert plain.kept - again.kept == weights + turned - 64 * (32 + 2 * 16 + 32 + 16) * 2
     fused = share_of(llama({"data.seq_len": 64, "parallelism.recompute.kind": "selective"}))
-    assert layer_bytes(fused, with_experts=False).again == 64 * 4 * 4
+    # with its output, which the product after it takes
+    assert layer_bytes(fused, with_experts=False).again == 64 * 4 * 4 + 64 * 32 * 2
+
+
+def test_what_lies_on_the_cpu_takes_nothing_here():
+    base = {"data.seq_len": 1024, "parallelism.pp": 2}
+    plain = memory_of(llama(base, n_layers=8))[0]
+    layer = layer_bytes(share_of(llama(base)), with_experts=False).kept
+
+    def saved(**changes):
+        (held, _) = memory_of(
+            llama(base | {f"parallelism.{k.replace('__', '.')}": v for k, v in changes.items()}, n_layers=8)
+        )
+        return held
+
+    # two micro batches are in flight on the first of two stages of four layers
+    assert plain.activations - saved(offload__layers=1).activations == 2 * layer
+    # the last one is there while the one before it comes back
+    assert plain.activations - saved(offload__layers=4).activations == (2 * 4 - 2) * layer
+    assert plain.activations - saved(offload__layers=3).activations == (2 * 3 - 1) * layer
+    full = {"recompute": {"kind": "full", "layers": 2}}
+    inputs = 1024 * 32 * 2
+    assert saved(**full).activations - saved(**full, offload__layers=2).activations == 2 * inputs
+    half = saved(offload__optimizer=0.5)
+    assert half.optimizer == plain.optimizer // 2
+    assert half.total - plain.total <= -(plain.optimizer // 2)
 
 
 def test_tokens_of_experts_by_hand():

@@ -169,3 +169,34 @@ def test_more_than_half_of_what_is_hidden_is_not_waited_for():
     alone = collective_seconds(one, CEILINGS, messages=-(-one.bytes // 10**8))
     table = 128256 * 2048 * 4 / one.bytes
     assert seconds == pytest.approx(alone * (table + 0.5 * (1 - table)))
+
+
+def parts_of(*words):
+    recipe = shaped("llama3_8b_half", *words, gpus=8, micro_batch=1, global_batch=64)
+    return step_time(recipe, H200, CEILINGS).parts
+
+
+@pytest.mark.parametrize(
+    ("layout", "switch", "part"),
+    [
+        ("{tp: 1}", "grad_reduce", "data parallel"),
+        ("{tp: 1, dp_strategy: zero1}", "param_gather", "data parallel"),
+        ("{tp: 8}", "tp", "tensor parallel"),
+        ("{tp: 1, pp: 8}", "p2p", "pipeline bubble"),
+    ],
+)
+def test_what_runs_alone_is_waited_for(layout, switch, part):
+    beside = parts_of(f"parallelism={layout}")
+    alone = parts_of(f"parallelism={layout}", f"parallelism.overlap.{switch}=false")
+    assert alone[part] > beside[part]
+    others = {kind: seconds for kind, seconds in beside.items() if kind not in (part, "host")}
+    assert others == {kind: alone[kind] for kind in others}
+
+
+def test_offload_costs_what_does_not_fit_beside_the_passes():
+    plain = parts_of("parallelism.tp=1")
+    assert "offload" not in plain
+    some, every = (parts_of("parallelism.tp=1", f"parallelism.offload.layers={n}")["offload"] for n in (1, 16))
+    assert 0 <= some <= every
+    away = parts_of("parallelism.tp=1", "parallelism.offload.optimizer=1")
+    assert away["optimizer"] > 2 * plain["optimizer"]
