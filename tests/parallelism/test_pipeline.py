@@ -23,7 +23,7 @@ from megaspec.runtime.build import Built, build, initialise
 from megaspec.runtime.generate import Draw, generate, length_multiple, on_all_ranks, on_one_device
 from megaspec.runtime.parity import TOLERANCES, Trajectory, compare, divide, gather_global, run_steps
 from megaspec.runtime.state import load, pieces_of, progress
-from megaspec.runtime.step import forward_backward, train_step
+from megaspec.runtime.step import evaluate, forward_backward, train_step
 from megaspec.spec import Spec
 from tests.parity import cases
 from tests.parity.tasks import plain, trajectory_of
@@ -55,6 +55,8 @@ class Run:
     dropout: bool = False
     compile: str = "none"
     vocab_pad_to: int = 1
+    device: str = "cpu"
+    precision: str = "fp64"
 
     @property
     def ranks(self) -> int:
@@ -67,7 +69,7 @@ class Run:
 def spec_of(run: Run) -> Spec:
     shards = run.dp if run.strategy != "replicate" else 1
     micro_batch = SEQUENCES // run.micro_batches // run.dp
-    content = cases.spec_of(cases.Case(family=run.family)).model_dump(mode="json")
+    content = cases.spec_of(cases.Case(family=run.family), device=run.device).model_dump(mode="json")
     content["model"] |= {
         "n_layers": run.layers,
         "d_model": 16,
@@ -98,6 +100,7 @@ def spec_of(run: Run) -> Spec:
         "first_layers": run.first,
     }
     content["data"] |= {"seq_len": TOKENS, "document_mask": run.documents}
+    content["precision"] = {"kind": run.precision}
     content["kernels"] |= {"attention": "reference", "compile": run.compile}
     content["train"] |= {"global_batch": run.micro_batches * run.dp * micro_batch, "micro_batch": micro_batch}
     content |= {"world_size": run.ranks, "segments": [SEQUENCES * 20]}
@@ -121,7 +124,8 @@ def batches_of(run: Run, steps: int) -> list[Batch]:
 
 def mesh_of(run: Run, rank: int) -> Mesh:
     dp = {"dp_replicate": run.dp} if run.strategy == "replicate" else {"dp_shard": run.dp}
-    return Mesh({"pp": run.pp, "tp": run.tp, **dp}, rank=rank, device=torch.device("cpu"))
+    device = torch.device(run.device, rank) if run.device == "cuda" else torch.device(run.device)
+    return Mesh({"pp": run.pp, "tp": run.tp, **dp}, rank=rank, device=device)
 
 
 def train(rank: int, run: Run, steps: int) -> dict[str, Any] | None:
@@ -409,3 +413,30 @@ def test_no_circle_of_ranks_waits_for_each_other(schedule: str, virtual: int) ->
                     assert comes_to_an_end(shape, overlap=overlap, backward=backward), (shape, overlap, backward)
                     count += 1
     assert count > 90
+
+
+def runs_ahead(rank: int, run: Run) -> None:
+    """A step and an evaluation after the first ones, in which waiting for the GPU is an error."""
+    built = build(spec_of(run), mesh=mesh_of(run, rank))
+    initialise(built)
+    mine = divide(batches_of(run, 1)[0], mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
+    scaler = build_scaler(built.spec.precision, device=built.device)
+    for mode in ("default", "error"):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode(mode)
+        train_step(built, mine, lr=1e-3, weight_decay=0.1, scaler=scaler)
+        evaluate(built, mine)
+        torch.cuda.set_sync_debug_mode("default")
+
+
+GPUS = [Run("1f1b", tied=True), Run("interleaved", virtual=2, group=4), Run("zb_h1"), Run("zb_v", virtual=2, tied=True)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+def test_over_nccl_schedules_train_as_one_gpu_does_and_the_host_waits_for_nothing() -> None:
+    with RankPool(device="cuda", timeout=300) as ranks:
+        for run in GPUS:
+            check(ranks, replace(run, device="cuda"))
+            ranks.run(runs_ahead, replace(run, device="cuda", precision="bf16"), ranks=2)
+        check(ranks, Run("zb_h1", compile="block", micro_batches=3, device="cuda"), steps=1)
