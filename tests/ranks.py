@@ -4,6 +4,7 @@ A task is a function of a module, `task(rank, *arguments, **more)`. It runs on r
 ranks (no process group at all for one rank) and returns plain data: numbers, strings, lists, dictionaries, arrays.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -91,7 +92,9 @@ class RankPool:
         index = len(self._ranks)
         log = Path(self._folder.name) / f"rank-{index}-{self._worlds}.log"
         process = self._context.Process(
-            target=_serve, args=(there, index, str(log), self._patches, self._device, sys.path), daemon=True
+            target=_serve,
+            args=(there, index, str(log), self._patches, self._device, sys.path, 0.9 * self._timeout),
+            daemon=True,
         )
         process.start()
         there.close()
@@ -103,14 +106,23 @@ class RankPool:
             rank.process.join(timeout=0.2)
             rank.process.kill()
             text = rank.log.read_text() if rank.log.exists() else ""
-            if "Error" in text:
+            if "Error" in text or "most recent call first" in text:
                 logs.append(f"--- rank {i}\n{text[-4000:]}")
         self._ranks = []
         raise RankDied("\n".join([reason, *logs]))
 
 
-def _serve(pipe: Connection, rank: int, log: str, patches: tuple[Patch, ...], device: str, path: list[str]) -> None:
-    """A rank's life: one task after the other until the pipe ends."""
+def _serve(
+    pipe: Connection,
+    rank: int,
+    log: str,
+    patches: tuple[Patch, ...],
+    device: str,
+    path: list[str],
+    patience: float,
+) -> None:
+    """A rank's life: one task after the other until the pipe ends. A task that takes longer than `patience` seconds
+    says where it is."""
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 2)
     sys.path[:] = path
@@ -130,7 +142,9 @@ def _serve(pipe: Connection, rank: int, log: str, patches: tuple[Patch, ...], de
                 status = 0
                 break
             task = partial(getattr(import_module(module), name), rank, *arguments, **more)
+            faulthandler.dump_traceback_later(patience)
             pipe.send(_in_world(task, rank, store, size, device))
+            faulthandler.cancel_dump_traceback_later()
     finally:
         if status:
             sys.excepthook(*sys.exc_info())

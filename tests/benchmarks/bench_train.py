@@ -8,6 +8,7 @@ torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b --ac
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megaspec.data.batch import Batch
+from megaspec.nn.moe import Moe
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
@@ -99,7 +101,10 @@ def main() -> None:
     parser.add_argument("--profile", default="")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--where", action="store_true")
+    parser.add_argument("--patience", type=float, default=0, help="seconds until a run that hangs says where, and ends")
     args = parser.parse_args()
+    if args.patience:
+        faulthandler.dump_traceback_later(args.patience, exit=True)
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -111,6 +116,9 @@ def main() -> None:
     mesh = mesh_of(spec, rank=rank, device=device)
     built = build(spec, mesh=mesh)
     initialise(built)
+    # as the peers measure: every expert gets as many tokens as any other
+    for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
+        moe.force_balance()
     scaler = build_scaler(spec.precision, device=device)
     generator = torch.Generator(device=device).manual_seed(7 + mesh.index("dp"))
     pool = [

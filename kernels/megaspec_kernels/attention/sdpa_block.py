@@ -70,9 +70,10 @@ def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
     """The operator that takes a block."""
     H, dtype = q_BTNH.shape[-1], q_BTNH.dtype
     # the operators load 16 bytes at a time
-    if q_BTNH.device.type != "cuda" or dtype == torch.float64 or H * q_BTNH.element_size() % 16:
+    if q_BTNH.device.type == "cpu" or dtype == torch.float64 or H * q_BTNH.element_size() % 16:
         return "equations"
-    major, _ = torch.cuda.get_device_capability(q_BTNH.device)
+    # shapes alone go the way of Hopper
+    major = 9 if q_BTNH.is_meta else torch.cuda.get_device_capability(q_BTNH.device)[0]
     if masked or dtype not in _HALF or major < 8 or H > 256:
         return "efficient"
     # cuDNN has no deterministic backward pass, and takes no single key
@@ -157,7 +158,8 @@ def _efficient_backward(
     lse = lse_BNT.masked_fill(lse_BNT == float("-inf"), float("inf"))
     lse = torch.nn.functional.pad(lse, (0, -T % 32), value=float("inf"))
     k, v = _repeated(k_BSKH, groups), _repeated(v_BSKH, groups)
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    # the operator takes the rows of `out` to lie N · H apart, whatever its strides say
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out.contiguous()))
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     needed = [True, True, True, False]
     d_q, d_k, d_v, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
