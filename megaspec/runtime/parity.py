@@ -6,17 +6,19 @@ arithmetic, and their rounding noise is measured against the size that gradients
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite, sqrt
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspec.core.layout import Layout, Piece
+from megaspec.core.layout import Layout, Piece, whole
 from megaspec.data.batch import Batch
+from megaspec.parallelism.expert import RouterStatistics, buffers_of
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
+from megaspec.resolve.kinds import moe_of
 from megaspec.runtime.build import Built, build, initialise
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import count_tokens, evaluate, forward_backward, train_step
@@ -52,6 +54,8 @@ class Trajectory:
     """Of the first step, without loss scale."""
     weights: Gathered
     """Master weights after the last step."""
+    routers: Gathered = field(default_factory=lambda: Gathered({}, {}, {}))
+    """What routers did with the last step's tokens and what they keep from it: loads, drops, losses, biases, shares."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,20 @@ def run_steps(
     if look is not None:
         look("weight", built.optimizer.masters, built.shards)
     weights = gather_global(built.optimizer.masters, built.shards, mesh=mesh)
-    return Trajectory(losses, norms, evaluation, gradients, weights)
+    trajectory = Trajectory(losses, norms, evaluation, gradients, weights)
+    return trajectory if moe_of(spec.model) is None else replace(trajectory, routers=_routers(built, result.routers))
+
+
+def _routers(built: Built, statistics: RouterStatistics | None) -> Gathered:
+    """`statistics`: None on a rank whose layers have no experts."""
+    seen = dict(buffers_of(built.chunks))
+    if statistics is not None:
+        numbers = {"drops": statistics.drops_L, "entropy": statistics.entropy_L, **statistics.losses}
+        for i, layer in enumerate(statistics.layers):
+            seen[f"{layer}.loads"] = statistics.loads_LE[i]
+            seen |= {f"{layer}.{name}": values_L[i : i + 1] for name, values_L in numbers.items()}
+    layouts = {name: whole(name, tuple(tensor.shape)) for name, tensor in seen.items()}
+    return gather_global(seen, layouts, mesh=built.mesh)
 
 
 def first_gradients(built: Built, batch: Batch, *, loss_scale: Tensor, look: Look | None = None) -> Gathered:
@@ -257,7 +274,12 @@ def compare(run: Trajectory, truth: Trajectory, tolerances: Tolerances) -> list[
         _worst("gradient of {}", gradient_errors(run.gradients.values, truth.gradients.values), tolerances.gradient),
         _worst("weight {}", gradient_errors(run.weights.values, truth.weights.values), tolerances.weight),
     ]
-    for what, gathered in (("gradient", run.gradients), ("weight", run.weights)):
+    held = [("gradient", run.gradients), ("weight", run.weights)]
+    if truth.routers.values:
+        errors = gradient_errors(run.routers.values, truth.routers.values)
+        findings.append(_worst("{}", errors, tolerances.gradient))
+        held.append(("router", run.routers))
+    for what, gathered in held:
         findings.append(_worst(f"copies of {what} {{}}", gathered.replica_gap, 0.0))
         findings.append(_worst(f"padding of {what} {{}}", gathered.padding, 0.0))
     return sorted(findings, key=lambda f: -f.margin)

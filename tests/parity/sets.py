@@ -69,7 +69,11 @@ PLAIN: dict[str, tuple] = {
 
 
 def fits(layout: Case, chosen: Mapping[str, Any]) -> bool:
-    """Whether a layout can go with a (possibly partial) choice of features."""
+    """Whether a layout can go with a (possibly partial) choice of features.
+
+    Packed documents that begin with the same token have equal first tokens, and of equal ones rounding says which the
+    expert drops: no two layouts agree on that, so drops by weight go without documents.
+    """
     micro_batches = chosen.get("accumulate", layout.pp if layout.schedule == "interleaved" else 1)
     heads = max(chosen.get("kv_heads", 4) // layout.tp, 1)
     swapped = {"all_to_all": layout.cp, "hierarchical": 2}.get(layout.context, 1) if layout.cp > 1 else 1
@@ -83,6 +87,7 @@ def fits(layout: Case, chosen: Mapping[str, Any]) -> bool:
         or has_experts != bool(router)
         or (chosen.get("family") == "gpt" and (has_experts or chosen.get("qk_norm")))
         or (chosen.get("drop", "none") != "none" and router in ("", "sinkhorn"))
+        or (chosen.get("drop") in ("probs", "padded") and chosen.get("documents"))
         or (not has_experts and (chosen.get("shared", "none") != "none" or chosen.get("every", 1) > 1))
     )
 
@@ -150,6 +155,8 @@ def _on_four() -> list[Case]:
         Case(tp=4, sequence=True, ep=4),
         Case(cp=4, ep=2, etp=2, dispatch="all_gather"),
         Case(dp=4, strategy="hsdp", replicas=2, ep=2),
+        Case(dp=4, strategy="fsdp", ep=2, etp=2),
+        *(Case(dp=2, strategy=strategy, ep=2) for strategy in ("zero1", "zero2", "fsdp")),
     ]
 
 
@@ -185,7 +192,8 @@ def _triples() -> list[Case]:
             turn = 2 * number + experts + 1
             layout = _of(*(list(AXES[axis].values())[turn % len(AXES[axis])] for axis in three))
             layouts.append(_with_experts(layout, turn) if experts else layout)
-    return layouts
+    whole = {"dp": 4, "strategy": "hsdp", "replicas": 2}
+    return [*layouts, Case(pp=2, schedule="zb_h1", **whole), Case(cp=2, ep=4, **whole)]
 
 
 def _all_triples() -> list[Case]:
@@ -193,6 +201,9 @@ def _all_triples() -> list[Case]:
     for three in combinations(AXES, 3):
         for number, ways in enumerate(product(*(AXES[axis].values() for axis in three))):
             layouts += [_of(*ways), _with_experts(_of(*ways), number)]
+    whole = {"dp": 4, "strategy": "hsdp", "replicas": 2}
+    for number, way in enumerate(way for axis, ways in AXES.items() if axis != "data" for way in ways.values()):
+        layouts += [_of(way, whole), _with_experts(_of(way, whole), number)]
     return layouts
 
 
@@ -414,6 +425,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "contexts": _contexts,
     "dispatch": _dispatch,
     "recompute": _recomputes,
+    "optimizers": _optimizers,
     "long": lambda: LONG,
     "all pairs": lambda: dress(_all_pairs()),
     "all triples": lambda: dress(_all_triples()),

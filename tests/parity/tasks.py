@@ -11,6 +11,9 @@ from megaspec.runtime.parity import Gathered, Trajectory, run_steps
 from tests.parity.cases import Case, Empty, alone, batches_of, empty_of, spec_of
 from tests.ranks import RankPool
 
+PARTS = ("gradients", "weights", "routers")
+"""Of a trajectory, what holds tensors."""
+
 
 def train(
     rank: int, case: Case, empty: Empty, steps: int, *, device: str = "cpu", round_to: str | None = None
@@ -31,7 +34,7 @@ def train(
 def plain(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory that can leave the process: tensors as numpy arrays."""
     fields = asdict(trajectory)
-    for part in ("gradients", "weights"):
+    for part in PARTS:
         fields[part]["values"] = {n: t.numpy() for n, t in fields[part]["values"].items()}
     return fields
 
@@ -44,7 +47,7 @@ def trajectory_of(fields: dict[str, Any]) -> Trajectory:
             fields[part]["replica_gap"],
             fields[part]["padding"],
         )
-        for part in ("gradients", "weights")
+        for part in PARTS
     }
     return Trajectory(**{**fields, **gathered})
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
 from megaspec.checkpoint.store import Store
+from megaspec.core.layout import whole
+from megaspec.parallelism.expert import buffers_of
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import Built, build, initialise, mesh_of
 from megaspec.runtime.parity import divide, gather_global
@@ -74,10 +76,12 @@ class Begun:
         return result.loss.item(), result.grad_norm.item()
 
     def state(self) -> dict[str, np.ndarray]:
-        """Everything that a checkpoint holds of parameters, put together; on rank 0."""
+        """Everything that a checkpoint holds but random generators, put together; on rank 0."""
         tensors, layouts = {}, {}
         for stored, (name, tensor) in tensors_of(self.built).items():
             tensors[stored], layouts[stored] = tensor, replace(self.built.shards[name], name=stored)
+        for name, tensor in buffers_of(self.built.chunks).items():
+            tensors[f"router/{name}"], layouts[f"router/{name}"] = tensor, whole(f"router/{name}", tuple(tensor.shape))
         gathered = gather_global(tensors, layouts, mesh=self.built.mesh)
         assert not any(gathered.replica_gap.values()), gathered.replica_gap
         assert not any(gathered.padding.values()), gathered.padding
@@ -157,3 +161,8 @@ def each_into_every_other(
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_dense_layouts(pool: RankPool, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     each_into_every_other(pool, replace(MODEL, tied=tied), DENSE, tmp_path, capsys)
+
+
+def test_layouts_of_experts(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = replace(MODEL, router="sigmoid", shared="gate", every=2)
+    each_into_every_other(pool, model, EXPERTS, tmp_path, capsys)

@@ -82,6 +82,17 @@ def test_each_quantity_is_compared() -> None:
     assert failed(replace(trajectory(), gradients=off)) == ["padding of gradient w"]
 
 
+def test_what_routers_did_is_compared() -> None:
+    seen = Gathered({"router.loads": torch.ones(2).double()}, {"router.loads": 0.0}, {"router.loads": 0.0})
+    truth = replace(trajectory(), routers=seen)
+    assert all(f.passed for f in compare(truth, truth, TOLERANCES["fp64"]))
+    off = replace(seen, values={"router.loads": seen.values["router.loads"] + 1e-9})
+    findings = compare(replace(truth, routers=off), truth, TOLERANCES["fp64"])
+    assert [f.what for f in findings if not f.passed] == ["router.loads"]
+    with pytest.raises(AssertionError, match="different parameters"):
+        compare(trajectory(), truth, TOLERANCES["fp64"])
+
+
 def test_a_zero_gradient_is_measured_against_the_others() -> None:
     truth = {"w": torch.ones(3).double(), "b": torch.zeros(1).double()}
     errors = gradient_errors({"w": truth["w"], "b": torch.full((1,), 1e-17).double()}, truth)

@@ -6,21 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megaspec.resolve.unbuilt import unbuilt_problems
-from tests.parity.cases import SEQUENCES, TOKENS, VOCAB, Case, alone, spec_of
+from tests.parity.cases import SEQUENCES, TOKENS, VOCAB, Case, alone
 from tests.parity.checks import check, check_low
 from tests.parity.sets import DEFAULT, cases_of
 from tests.parity.tasks import logits, run_case, truth_of
 from tests.ranks import RankPool
 
 STEPS, LONG_STEPS = 3, 20
-
-
-def built(*names: str) -> list[Case]:
-    """The cases of sets that can be trained."""
-    return [case for name in names for case in cases_of(name) if not unbuilt_problems(spec_of(case))]
-
-
 # GPT-2 goes with plain descent here: its key bias has no gradient in exact arithmetic (softmax does not see it), and
 # AdamW turns fp32's rounding noise in its place into steps of the size of the learning rate.
 LOWER = [
@@ -31,12 +23,12 @@ LOWER = [
 ]
 
 
-@pytest.mark.parametrize("case", built(*(name for name in DEFAULT if name != "long")), ids=str)
+@pytest.mark.parametrize("case", [c for name in DEFAULT if name != "long" for c in cases_of(name)], ids=str)
 def test_steps_equal_those_of_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     check(pool, case, capsys, steps=STEPS)
 
 
-@pytest.mark.parametrize("case", built("long"), ids=str)
+@pytest.mark.parametrize("case", cases_of("long"), ids=str)
 def test_twenty_steps_equal_those_of_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     check(pool, case, capsys, steps=LONG_STEPS)
 
@@ -85,12 +77,12 @@ def test_every_rank_sees_the_whole_logits(pool: RankPool, case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", built("all pairs", "all triples"), ids=str)
+@pytest.mark.parametrize("case", [*cases_of("all pairs"), *cases_of("all triples")], ids=str)
 def test_all_pairs_and_triples(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     check(pool, case, capsys, steps=STEPS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", built("product"), ids=str)
+@pytest.mark.parametrize("case", cases_of("product"), ids=str)
 def test_the_full_product_at_step_1(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     check(pool, case, capsys, steps=1)
