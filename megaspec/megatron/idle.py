@@ -33,15 +33,14 @@ GROUPS = (
         Fate.IDLE,
         "the runtime overlaps communication with computation by itself",
         """
-        --tp-comm-overlap, --tp-comm-overlap-cfg text, --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad,
+        --tp-comm-overlap-cfg text, --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad,
         --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad, --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag,
         --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs, --tp-comm-overlap-rs-dgrad,
         --no-tp-comm-split-ag --disable-tp-comm-split-ag, --no-tp-comm-split-rs --disable-tp-comm-split-rs,
         --tp-comm-bootstrap-backend text, --overlap-moe-expert-parallel-comm, --delay-wgrad-compute,
         --overlap-dispatch-backward-with-experts-wgrad, --ep-overlap-early-attn-memory-release, --use-ring-exchange-p2p,
         --defer-embedding-wgrad-compute, --wgrad-deferral-limit text, --overlap-p2p-communication-warmup-flush,
-        --no-overlap-p2p-communication, --moe-shared-expert-overlap, --high-priority-a2a-comm-stream,
-        --overlap-grad-reduce, --overlap-param-gather, --overlap-param-gather-with-optimizer-step,
+        --high-priority-a2a-comm-stream, --overlap-param-gather-with-optimizer-step,
         --no-align-param-gather, --no-align-grad-reduce --disable-align-grad-reduce, --fsdp-double-buffer,
         --megatron-fsdp-max-pool-double-buffer, --fsdp-db-use-persist-buf-on-alloc-fail, --create-all-gather-group
         """,

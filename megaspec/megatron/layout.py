@@ -41,6 +41,8 @@ def translate_layout(draft: Draft) -> None:
     if draft["--context-parallel-size"] > 1:
         _context(draft)
     _recompute(draft)
+    _offload(draft)
+    _overlap(draft)
     reduce = "bf16" if draft["--grad-reduce-in-bf16"] else "fp32"
     draft.put("parallelism.grad_reduce", reduce, "--grad-reduce-in-bf16", ours="fp32")
     draft.used.add("--accumulate-allreduce-grads-in-fp32")
@@ -130,6 +132,30 @@ def _context(draft: Draft) -> None:
     sizes = draft["--hierarchical-context-parallel-sizes"]
     if kind == "hierarchical" and sizes:
         draft.put("parallelism.context.factors", sizes, "--hierarchical-context-parallel-sizes")
+
+
+def _offload(draft: Draft) -> None:
+    name = "--cpu-offloading-num-layers"
+    draft.put("parallelism.offload.layers", draft[name], name, ours=0)
+    names = ("--optimizer-cpu-offload", "--optimizer-offload-fraction")
+    share = draft[names[1]] if draft[names[0]] else 0.0
+    draft.put("parallelism.offload.optimizer", share, *names, ours=0.0)
+
+
+def _overlap(draft: Draft) -> None:
+    """What there has to be switched on is on here: without a flag it stays so, since it computes the same."""
+    for name, field in (
+        ("--overlap-grad-reduce", "grad_reduce"),
+        ("--overlap-param-gather", "param_gather"),
+        ("--tp-comm-overlap", "tp"),
+        ("--moe-shared-expert-overlap", "shared_experts"),
+    ):
+        draft.put(f"parallelism.overlap.{field}", True, name, ours=True)
+    name = "--no-overlap-p2p-communication"
+    if draft.pp > 1:
+        draft.put("parallelism.overlap.p2p", not draft[name], name, ours=True)
+    else:
+        draft.note(name, "nothing is sent between stages with --pipeline-model-parallel-size 1")
 
 
 def _recompute(draft: Draft) -> None:

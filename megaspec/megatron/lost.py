@@ -5,13 +5,13 @@ from megaspec.megatron.flag import Fate, Group
 GROUPS = (
     Group(
         Fate.ABSENT,
-        "memory is not offloaded; what is computed stays the same",
+        "what goes to the CPU's memory, and how, is said by parallelism.offload; what is computed stays the same",
         """
-        --cpu-offloading-num-layers text, --cpu-offloading-retain-pinned-cpu-buffers,
+        --cpu-offloading-retain-pinned-cpu-buffers,
         --fine-grained-activation-offloading, --offload-modules text+, --min-offloaded-tensor-size text,
         --delay-offload-until-cuda-graph, --delta-offload-bytes-across-pp-ranks text,
         --activation-offload-fraction text, --fine-grained-offloading-max-inflight-offloads text,
-        --optimizer-cpu-offload, --optimizer-offload-fraction text, --use-torch-optimizer-for-cpu-offload,
+        --use-torch-optimizer-for-cpu-offload,
         --overlap-cpu-optimizer-d2h-h2d, --no-pin-cpu-grads, --no-pin-cpu-params, --moe-paged-stash,
         --moe-paged-stash-page-size text, --moe-paged-stash-buffer-size-factor-cuda text,
         --moe-paged-stash-buffer-size-factor-cpu text

@@ -3,6 +3,7 @@
 import re
 from bisect import bisect_right
 from itertools import pairwise
+from math import isfinite
 
 from megaspec.megatron.draft import Draft
 from megaspec.train.batch_schedule import BatchSchedule
@@ -138,7 +139,9 @@ def _learning_rate(draft: Draft, schedule: BatchSchedule | None, steps: int | No
     key, style = "optim.schedule.", draft["--lr-decay-style"]
     draft.put(f"{key}kind", _STYLES.get(style, style), "--lr-decay-style")
     decay = _length(draft, f"{key}decay_steps", ("--lr-decay-iters", "--lr-decay-samples"), schedule) or steps
-    if draft.is_given("--lr-warmup-fraction"):
+    if draft.is_given("--lr-warmup-fraction") and not isfinite(draft["--lr-warmup-fraction"]):
+        draft.refuse("--lr-warmup-fraction", "a share of the decay is a finite number")
+    elif draft.is_given("--lr-warmup-fraction"):
         exact = draft["--lr-warmup-fraction"] * (decay or 0)
         warmup = round(exact)
         remark = f"of {decay:,} steps" if decay else ""

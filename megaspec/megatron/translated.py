@@ -94,6 +94,14 @@ _LAYOUT = """
 --recompute-method uniform|block -> parallelism.recompute.method
 --recompute-num-layers int -> parallelism.recompute.layers
 --moe-layer-recompute -> parallelism.recompute.parts
+--cpu-offloading-num-layers int = 0 -> parallelism.offload.layers
+--optimizer-cpu-offload -> parallelism.offload.optimizer
+--optimizer-offload-fraction float = 1.0 -> parallelism.offload.optimizer
+--overlap-grad-reduce -> parallelism.overlap.grad_reduce
+--overlap-param-gather -> parallelism.overlap.param_gather
+--tp-comm-overlap -> parallelism.overlap.tp
+--no-overlap-p2p-communication -> parallelism.overlap.p2p
+--moe-shared-expert-overlap -> parallelism.overlap.shared_experts
 --grad-reduce-in-bf16 -> parallelism.grad_reduce
 --ddp-bucket-size int -> parallelism.bucket_mb
 --distributed-timeout-minutes int = 10 -> launcher.timeout_seconds

@@ -386,3 +386,21 @@ def test_any_mix_of_flags_ends_in_a_recipe_or_in_typed_errors():
             check(text, draft.sources)
     assert n_drafts > 100
     assert "--num-layers" in BY_NAME
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        ("--overlap-grad-reduce", "overlap", {"grad_reduce": True}),
+        ("--tp-comm-overlap --moe-shared-expert-overlap", "overlap", {"tp": True, "shared_experts": True}),
+        ("--pipeline-model-parallel-size 2 --no-overlap-p2p-communication", "overlap", {"p2p": False}),
+        ("--no-overlap-p2p-communication", "overlap", None),
+        ("--cpu-offloading-num-layers 2", "offload", {"layers": 2}),
+        ("--optimizer-cpu-offload", "offload", {"optimizer": 1.0}),
+        ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", "offload", {"optimizer": 0.5}),
+        ("--optimizer-offload-fraction 0.5", "offload", {"optimizer": 0.0}),
+    ],
+)
+def test_overlap_and_offload(flags, key, value):
+    draft = translate(read_command(f"{SMALL} {flags}".split()), gpus=8)
+    assert draft.content["parallelism"].get(key) == value
