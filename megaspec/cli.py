@@ -28,6 +28,7 @@ from megaspec.commands import plan as plan_commands
 from megaspec.commands import recipes as recipes_commands
 from megaspec.commands import schema as schema_commands
 from megaspec.commands import tune
+from megaspec.commands import verify as verify_commands
 from megaspec.commands.words import compose_words, take, tell_left_out, terminal, words_parser
 from megaspec.compose import Composed, recompose
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
@@ -69,6 +70,7 @@ _HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _IN_FOLDER, "-c": _
 MODULES: dict[str, ModuleType] = {
     "tune": tune,
     "plan": plan_commands,
+    "verify": verify_commands,
     "data": data_commands,
     "checkpoint": checkpoint_commands,
     "from-megatron": from_megatron_commands,

@@ -76,6 +76,7 @@ _MACHINE = ("hardware", "gpus", "ceilings")
 COMMANDS: dict[str, Completed] = {
     "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
     "plan": Completed(("--config-dir", "--json", "--ranks"), "words", _MACHINE),
+    "verify": Completed(("--config-dir", "--cpu", "--json", "--ranks", "--steps"), "words", _MACHINE),
     "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
     "resume": Completed(("--config-dir", "--fork"), "changes", ("memory",), RUN),
     "generate": Completed(("--seed", "--temperature", "--tokens"), folder=RUN),
@@ -101,7 +102,17 @@ COMMANDS: dict[str, Completed] = {
     "checkpoint verify": Completed(("--step",), folder=RUN),
 }
 # Flags that stand alone; what follows any other is its value, which the shell completes as a file.
-_ALONE = ("--json", "--multirun", "--trainable", "--partial", "--overwrite", "--restart", "--skip-bad", "--help")
+_ALONE = (
+    "--json",
+    "--cpu",
+    "--multirun",
+    "--trainable",
+    "--partial",
+    "--overwrite",
+    "--restart",
+    "--skip-bad",
+    "--help",
+)
 
 
 def add_parser(commands: Any) -> None:

@@ -119,6 +119,9 @@ _RUNS = {
     "resume-steps": Known("A run can't end before the step that it has reached.", "Raise train.steps."),
     "resume-folder": Known("A run stays in its folder.", "Drop run_dir, or fork."),
     "tune-large": Known("No layout fits the memory of these GPUs.", "Try more of them, or larger ones."),
+    "verify-ranks": Known(
+        "A layout is verified with every axis that is above 1.", "Give more --ranks, or verify it with fewer axes."
+    ),
     "tune-none": Known("No layout keeps the rules for this number of GPUs.", "Try another number, or batch."),
 }
 _SWEEPS = {

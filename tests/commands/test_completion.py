@@ -46,7 +46,7 @@ def shell(tmp_path):
         ("megaspec train recipe=hello optim.l", ["optim.lr="]),
         ("megaspec train recipe=hello optim.sch", ["optim.schedule."]),
         ("megaspec train optim.schedule.wsd", ["optim.schedule.wsd_decay=", "optim.schedule.wsd_decay_steps="]),
-        ("megaspec plan optim.kind=", ["optim.kind=adamw", "optim.kind=sgd"]),
+        ("megaspec plan optim.kind=", ["optim.kind=adamw", "optim.kind=muon", "optim.kind=sgd"]),
         ("megaspec plan kernels.compile=", [f"kernels.compile={w}" for w in ("auto", "block", "none")]),
         ("megaspec plan precision=fp", [f"precision={p}" for p in ("fp16", "fp32", "fp64", "fp8")]),
         ("megaspec plan hardware=H", ["hardware=H100", "hardware=H200"]),
