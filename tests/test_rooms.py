@@ -72,7 +72,16 @@ RUNS = {
         "parallelism.offload={layers: 1, optimizer: 0.5}",
         *MADE_UP,
     ),
-    "random": ("data=random", "data.vocab_size=64", "model.vocab_size=64", *MADE_UP),
+    "random": ("data=random", "data.vocab_size=64", "model.vocab_size=64", "optim={kind: muon, lr: 0.1}", *MADE_UP),
+    "experts": (
+        "model.qk_norm=true",
+        "model.moe={n_experts: 4, d_shared: 16, drop: position, capacity_factor: 2, "
+        "router: {score: sigmoid, n_groups: 2, group_top_k: 1, losses: [{kind: aux, coefficient: 0.1}], z_loss: 0.1}}",
+        "precision=bf16",
+        "optim.formats={exp_avg: bf16}",
+        "parallelism.dp_strategy=zero1",
+        "train.sample=null",
+    ),
 }
 
 

@@ -80,14 +80,15 @@ class ExpertParallel:
 
     def __init__(self, mesh: Mesh, spec: ParallelismSpec, *, index: Callable[[int], Tensor], overlap_shared: bool):
         """`index`: see SplitTokens. `overlap_shared`: shared experts are computed while tokens are on their way."""
-        self._mesh, self._spec, self._index, self._overlap = mesh, spec, index, overlap_shared
+        self._mesh, self._index, self._overlap = mesh, index, overlap_shared
+        self._splits_sequences, self._kind = spec.sequence_parallel, spec.dispatch
 
     def split_model(self, model: nn.Module) -> None:
         """Puts this layout's ways into the slots of every Moe and its router."""
         mesh, group = self._mesh, self._mesh.group("ep-etp")
         sequences_are_split = mesh.group("tp-cp") is not None
         for moe in (m for m in model.modules() if isinstance(m, Moe)):
-            assert mesh.size("tp") == 1 or self._spec.sequence_parallel, "experts under tp need sequence parallel"
+            assert mesh.size("tp") == 1 or self._splits_sequences, "experts under tp need sequence parallel"
             if sequences_are_split:
                 moe.router.tokens = SplitTokens(mesh, self._index)
             if group is not None:
@@ -95,7 +96,7 @@ class ExpertParallel:
 
     def _dispatch(self, group: dist.ProcessGroup) -> AllToAll | AllGather:
         degrees = {"ep": self._mesh.size("ep"), "etp": self._mesh.size("etp")}
-        if self._spec.dispatch == "all_gather":
+        if self._kind == "all_gather":
             return AllGather(group, **degrees, overlap=self._overlap)
         side = torch.cuda.Stream(self._mesh.device) if self._mesh.device.type == "cuda" else None
         return AllToAll(group, **degrees, overlap=self._overlap, side=side)
