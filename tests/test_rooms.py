@@ -72,7 +72,14 @@ RUNS = {
         "parallelism.offload={layers: 1, optimizer: 0.5}",
         *MADE_UP,
     ),
-    "random": ("data=random", "data.vocab_size=64", "model.vocab_size=64", "optim={kind: muon, lr: 0.1}", *MADE_UP),
+    "random": (
+        "data=random",
+        "data.vocab_size=64",
+        "model.vocab_size=64",
+        "model.moe={n_experts: 2, top_k: 1, router: {softmax_first: true}}",
+        "optim={kind: muon, lr: 0.1}",
+        *MADE_UP,
+    ),
     "experts": (
         "model.qk_norm=true",
         "model.moe={n_experts: 4, d_shared: 16, drop: position, capacity_factor: 2, "
