@@ -266,6 +266,10 @@ def _shrunk_lines(whole: Spec, small: Spec) -> Iterator[tuple[str, str]]:
     names = [name for name in _SIZES if hasattr(whole.model, name)]
     sizes = [f"{name} {_became(getattr(whole.model, name), getattr(small.model, name))}" for name in names]
     yield "model", ", ".join(sizes)
+    many, few = moe_of(whole.model), moe_of(small.model)
+    if many is not None and few is not None:
+        experts = f"{_became(many.n_experts, few.n_experts)}, {_became(many.top_k, few.top_k)} for each token"
+        yield "experts", f"{experts}, of {_became(many.d_expert, few.d_expert)}"
     batch, micro_batch = (
         _became(getattr(whole.train, name), getattr(small.train, name)) for name in ("global_batch", "micro_batch")
     )
