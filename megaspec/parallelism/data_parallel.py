@@ -105,6 +105,10 @@ class DataParallel:
             [_Part(unit, _names_of(unit, parameters)) for unit in chunk.units]
             for chunk, parameters in zip(chunks, held, strict=True)
         ]
+        if strategy != "replicate":
+            # units wait for their weights
+            missing = self.parameters.keys() - {n for parts in self._parts for part in parts for n in part.names}
+            assert not missing, f"{sorted(missing)} belong to no unit of the model"
         sharers = {is_expert: Sharers.of(mesh, strategy, experts=is_expert) for is_expert in (False, True)}
         self.buckets: list[Bucket] = []
         for chunk, names in self._groups(held, experts, shared, sharing.bucket_bytes):
@@ -131,7 +135,7 @@ class DataParallel:
             kept=not self._shards_weights,
             overlap=sharing.overlap_param_gather,
         )
-        # a tied weight may have two modules, of which one is a Linear
+        # a weight that has its name from another module leaves its gradient to autograd
         modules = {f"{n}.weight": m for c in chunks for n, m in c.named_modules() if isinstance(m, Linear)}
         self._reductions.connect({n: m for n, m in modules.items() if n in self.parameters})
         self._share_out(layouts)
@@ -155,8 +159,6 @@ class DataParallel:
                 several = [name for name in own if users[name] > 1]
                 units = [[n for n in own if n in set(p.names) - set(several)] for p in reversed(self._parts[chunk])]
                 lists, limit = [*([name] for name in several), *units], float("inf")
-                missing = set(own) - users.keys()
-                assert not missing, f"chunk {chunk}: {sorted(missing)} belong to no unit"
             for names in lists:
                 kinds = [[n for n in names if (n in experts) == is_expert] for is_expert in (False, True)]
                 cuts = [cut for kind in kinds for cut in self._cut(kind, limit)]
