@@ -376,4 +376,123 @@ RECOMPUTE = [
     ),
 ]
 
-BUGS = [*GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE]
+DISPATCH = "megaspec.parallelism.dispatch"
+EXPERT = "megaspec.parallelism.expert"
+ROUTER = "megaspec.nn.router"
+EP = Case(dp=2, ep=2, router="softmax", mask="uneven", optimizer="sgd")
+EXPERTS = [
+    Bug(
+        "gradients of experts summed over ranks that hold others",
+        Patch(BUCKET, 'name = "edp" if experts else "dp-cp"', 'name = "dp-cp"'),
+        EP,
+        invisible=True,
+    ),
+    Bug(
+        "norm without experts",
+        Patch(
+            "megaspec.optim.norm",
+            "counted.append(float(is_whole))",
+            'counted.append(float(is_whole and "experts" not in name))',
+        ),
+        EP,
+        invisible=True,
+    ),
+    Bug(
+        "capacity of a rank's own tokens",
+        Patch(
+            ROUTER,
+            "capacity=self.capacity(experts_BSk.shape[0] * context.length)",
+            "capacity=self.capacity(experts_BTk.shape[0] * experts_BTk.shape[1])",
+        ),
+        Case(cp=2, ep=2, router="softmax", drop="probs", optimizer="sgd"),
+    ),
+    Bug(
+        "drops in the order of ranks",
+        Patch(EXPERT, "places[0].argsort()", "torch.arange(places.shape[1])"),
+        Case(cp=2, ep=2, router="softmax", drop="position", optimizer="sgd"),
+    ),
+    Bug(
+        "auxiliary loss over a rank's own tokens",
+        Patch(ROUTER, "whole_BE = self.tokens.sum(plain_BE)", "whole_BE = (plain_BE * 2)"),
+        Case(cp=2, ep=2, router="softmax", optimizer="sgd"),
+        invisible=True,
+    ),
+    Bug(
+        "auxiliary loss once for each data-parallel rank",
+        Patch(
+            "megaspec.runtime.step",
+            'aux_weight = loss_scale / (len(batches) * built.mesh.size("dp"))',
+            "aux_weight = loss_scale / len(batches)",
+        ),
+        EP,
+        invisible=True,
+    ),
+    Bug(
+        "experts' outputs not weighted after an exchange",
+        Patch(DISPATCH, "reorder(weights_R, order, inverse), ends_E", "torch.ones_like(weights_R), ends_E"),
+        EP,
+    ),
+    Bug(
+        "rows of another rank's tokens come back",
+        Patch(
+            DISPATCH,
+            "order, inverse, ends_E = _by_expert(loads)",
+            "order, inverse, ends_E = _by_expert(loads); inverse = order",
+        ),
+        EP,
+    ),
+    Bug(
+        "bias moved by a rank's own loads",
+        Patch(
+            EXPERT,
+            "if group is not None:\n            dist.all_reduce(sums, group=group)",
+            "if False:\n            pass",
+        ),
+        Case(dp=2, ep=2, router="sigmoid", mask="uneven", optimizer="sgd"),
+        invisible=True,
+    ),
+    Bug(
+        "router's gradient not summed under sequence parallel",
+        Patch(
+            TENSOR,
+            "if self.sequence_parallel if in_part is None else in_part:",
+            'if "router" not in name and (self.sequence_parallel if in_part is None else in_part):',
+        ),
+        Case(tp=2, sequence=True, ep=2, router="softmax", optimizer="sgd"),
+        invisible=True,
+    ),
+    Bug(
+        "part of an expert's output lost",
+        Patch(DISPATCH, "torch.stack(blocks[i : i + self.etp]).sum(0)", "blocks[i]"),
+        Case(dp=2, etp=2, router="softmax", mask="uneven", optimizer="sgd"),
+    ),
+    Bug(
+        "parts of an expert's output counted twice",
+        Patch(
+            DISPATCH, "torch.stack(blocks[i : i + self.etp]).sum(0)", "torch.stack(blocks[i : i + self.etp]).sum(0) * 2"
+        ),
+        Case(dp=2, etp=2, router="softmax", mask="uneven", optimizer="sgd"),
+    ),
+    Bug(
+        "halves of gate and up mixed between parts of an expert",
+        Patch(TENSOR, "Piece((global_first + rank * share, 0)", "Piece((global_first + (etp - 1 - rank) * share, 0)"),
+        Case(dp=2, etp=2, router="softmax", dispatch="all_gather", optimizer="sgd"),
+    ),
+    Bug(
+        "weights of other ranks' tokens",
+        Patch(
+            DISPATCH,
+            "weights_Nk = moved(routing.weights, Gather(self.group))",
+            "weights_Nk = moved(routing.weights, Gather(self.group)).flip(0)",
+        ),
+        Case(dp=2, ep=2, dispatch="all_gather", router="softmax", optimizer="sgd"),
+    ),
+    Bug(
+        "gradient of a norm of queries not summed over heads",
+        Patch(TENSOR, 'in_part=self.mesh.size("tp") > 1)', "in_part=False)"),
+        Case(tp=2, qk_norm=True),
+        invisible=True,
+    ),
+]
+
+BUGS = [*GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE, *EXPERTS]

@@ -43,13 +43,13 @@ EXPERTS = {
     "ep2 fsdp": {"dp": 2, "strategy": "fsdp", "ep": 2, "pad": 8},
     "ep4 zero1": {"dp": 4, "strategy": "zero1", "ep": 4},
     "ep2 etp2": {"dp": 4, "ep": 2, "etp": 2, "dispatch": "all_gather"},
-    "tp2 ep2": {"tp": 2, "sequence": True, "ep": 2, "pad": 8},
+    "tp4 ep2": {"tp": 4, "sequence": True, "ep": 2, "pad": 64},
     "tp2 etp2 zero1": {"tp": 2, "sequence": True, "etp": 2, "dp": 2, "strategy": "zero1"},
     "cp2 ep2": {"cp": 2, "ep": 2, "accumulate": 2},
-    "pp2 ep2": {"pp": 2, "dp": 2, "ep": 2, "accumulate": 2},
+    "pp2 zero2": {"pp": 2, "dp": 2, "strategy": "zero2", "accumulate": 2, "pad": 8},
     "pp2 chunks": {"pp": 2, "schedule": "interleaved", "virtual": 2, "accumulate": 2},
+    "pp2 there and back": {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
     "hsdp": {"dp": 4, "strategy": "hsdp", "replicas": 2, "ep": 2},
-    "tp4 zb": {"tp": 2, "sequence": True, "pp": 2, "schedule": "zb_h1", "accumulate": 3, "pad": 64},
 }
 WEIGHT_TOLERANCE, LOSS_TOLERANCE = 1e-10, 1e-12
 
@@ -159,10 +159,12 @@ def each_into_every_other(
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_layouts_of_experts(pool: RankPool, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = replace(MODEL, router="sigmoid", shared="gate", every=2, tied=tied)
+    each_into_every_other(pool, model, EXPERTS, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
 def test_dense_layouts(pool: RankPool, tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     each_into_every_other(pool, replace(MODEL, tied=tied), DENSE, tmp_path, capsys)
-
-
-def test_layouts_of_experts(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = replace(MODEL, router="sigmoid", shared="gate", every=2)
-    each_into_every_other(pool, model, EXPERTS, tmp_path, capsys)
