@@ -14,6 +14,7 @@ from megaspec.runtime.parity import run_steps
 from megaspec_kernels.registry import kernels_of
 from tests.parallelism.kept import kept_bytes
 from tests.parallelism.test_recompute import NONE, batch_of, built_of, gradients, spec_of
+from tests.ranks import RankPool
 
 RECOMPUTE = (NONE, "{kind: full}", "{kind: full, layers: 2}", "{kind: selective, parts: [norm, core_attention]}")
 
@@ -72,3 +73,20 @@ def test_a_run_with_everything_away_is_the_same_run() -> None:
     plain, away = run(), run("parallelism.offload={layers: 2, optimizer: 0.6}")
     assert (plain.losses, plain.norms) == (away.losses, away.norms)
     assert all(torch.equal(value, away.weights.values[name]) for name, value in plain.weights.values.items())
+
+
+@pytest.mark.parametrize("recompute", [RECOMPUTE[2], RECOMPUTE[3]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallelism.pp=2", "launcher.ranks=2", "parallelism.pipeline.schedule=zb_h1"),
+        ("launcher.ranks=2", "parallelism.dp_strategy=fsdp", "train.micro_batch=1"),
+    ],
+    ids=["zero bubble", "fsdp"],
+)
+def test_with_weight_gradients_put_off_and_with_weights_gathered(words: tuple[str, ...], recompute: str) -> None:
+    more = (f"parallelism.recompute={recompute}", "parallelism.offload.layers=2")
+    with RankPool() as pool:
+        specs = (spec_of(*words, *extra, dropout=False) for extra in ((), more))
+        plain, away = (pool.run(gradients, spec, ranks=2)[0] for spec in specs)
+    assert [name for name, value in plain.items() if value.tobytes() != away[name].tobytes()] == []
