@@ -7,7 +7,7 @@ import time
 from collections import deque
 from typing import TextIO
 
-from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunEnded, RunStarted, Sampled, StepDone
+from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, RunEnded, RunStarted, Sampled, StepDone
 
 # Steps over which speed is averaged, and how often the live line is drawn at most.
 WINDOW = 20
@@ -27,6 +27,7 @@ class ConsoleSink:
         self._live = live and self._stream.isatty()
         self._run = RunStarted(step=0, steps=0)
         self._recent: deque[StepDone] = deque(maxlen=WINDOW)
+        self._routers: RoutersDone | None = None
         self._drawn_at = -math.inf
         self._live_text = ""
 
@@ -37,6 +38,8 @@ class ConsoleSink:
                 self._recent.clear()
                 if event.step:
                     self._line(f"going on after step {event.step}")
+            case RoutersDone():
+                self._routers = event
             case StepDone():
                 self._step(event)
             case EvalDone():
@@ -58,7 +61,7 @@ class ConsoleSink:
         # the first step of an attempt pays for compilation and caches: it says nothing about the others
         if event.step != self._run.step + 1:
             self._recent.append(event)
-        text = step_line(event, self._recent, self._run)
+        text = step_line(event, self._recent, self._run, self._routers)
         is_due = event.step % self._every == 0 or event.step == event.steps or event.skipped
         if not self._live:
             if is_due:
@@ -87,8 +90,9 @@ class ConsoleSink:
         self._stream.flush()
 
 
-def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted) -> str:
-    """A step in one line. `recent`: the steps that speed is averaged over, none of them 0 s long in sum, or empty."""
+def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted, routers: RoutersDone | None = None) -> str:
+    """A step in one line. `recent`: the steps that speed is averaged over, none of them 0 s long in sum, or empty.
+    `routers`: of the same step, shown by their worst layer."""
     parts = [
         f"step {event.step}/{event.steps}",
         f"loss {event.loss:.4f}",
@@ -103,6 +107,9 @@ def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted) -> str:
             parts.append(f"MFU {100 * speed * run.flops_per_token / (run.world_size * run.peak_flops):.1f} %")
     if event.memory_bytes is not None:
         parts.append(f"{event.memory_bytes / 1e9:.1f} GB")
+    if routers is not None:
+        drops = f", {100 * max(routers.drops):.1f} % dropped" if any(routers.drops) else ""
+        parts.append(f"expert load up to {1 + max(routers.max_violation):.2f}x{drops}")
     if event.loss_scale is not None:
         parts.append(f"loss scale {event.loss_scale:g}")
     if event.skipped:

@@ -51,6 +51,26 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class RoutersDone:
+    """What the routers of a model with experts did in a step; comes before the step's StepDone."""
+
+    step: int
+    layers: list[str]
+    """Those with experts."""
+    max_violation: list[float]
+    """By layer: how far the most loaded expert is above the even share (Wang et al. 2024)."""
+    drops: list[float]
+    """By layer: share of choices that found no room."""
+    entropy: list[float]
+    """By layer: mean entropy of a token's probabilities, in nats."""
+    losses: dict[str, list[float]]
+    """By kind and layer: mean over micro batches, coefficient included; those that are not zero."""
+    loads: list[list[float]] | None = None
+    """By layer and expert: tokens over the even share, before drops. None but in the first, the last and every 100th
+    step."""
+
+
+@dataclass(frozen=True)
 class EvalDone:
     """An evaluation."""
 
@@ -87,13 +107,14 @@ class RunEnded:
     """"done", "failed", or the name of the error that ended it."""
 
 
-Event = RunStarted | StepDone | EvalDone | CheckpointSaved | Sampled | RunEnded
+Event = RunStarted | StepDone | RoutersDone | EvalDone | CheckpointSaved | Sampled | RunEnded
 Emit = Callable[[Event], None]
 
 # How each event is called in metrics.jsonl.
 NAMES: dict[type, str] = {
     RunStarted: "start",
     StepDone: "step",
+    RoutersDone: "routers",
     EvalDone: "eval",
     CheckpointSaved: "checkpoint",
     Sampled: "sample",

@@ -89,4 +89,8 @@ def _step_of(line: bytes) -> float:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from megaspec.log.events import EvalDone, Event, Sampled, StepDone
+from megaspec.log.events import EvalDone, Event, RoutersDone, Sampled, StepDone
 
 
 class TensorboardSink:
@@ -19,6 +19,15 @@ class TensorboardSink:
                 for name, value in _scalars(event).items():
                     if value is not None:
                         self._writer.add_scalar(name, value, event.step)
+            case RoutersDone():
+                for name, values in (
+                    ("max_violation", event.max_violation),
+                    ("drops", event.drops),
+                    ("entropy", event.entropy),
+                    *event.losses.items(),
+                ):
+                    for layer, value in zip(event.layers, values, strict=True):
+                        self._writer.add_scalar(f"routers/{name}/{layer}", value, event.step)
             case EvalDone():
                 self._writer.add_scalar(f"loss/{event.split}", event.loss, event.step)
             case Sampled():

@@ -24,6 +24,7 @@ from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.runtime.build import Built, initialise
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
+from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, pieces_of, progress, tell_passed_over
 from megaspec.runtime.step import StepResult, evaluate, train_step
 from megaspec.train.batch_schedule import BatchSchedule
@@ -59,14 +60,14 @@ class StepClock:
         return last.elapsed_time(mark) / 1e3
 
 
-def numbers_of(result: StepResult) -> torch.Tensor:
-    """float64 [6] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop.
+def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
+    """float64 [6 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop, and those of `routers`.
 
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
     """
     asked = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
-    numbers = torch.stack([x.to(torch.float64) for x in asked])
+    numbers = torch.cat([torch.stack([x.to(torch.float64) for x in asked]), routers.flatten()])
     if numbers.device.type == "cpu":
         return numbers
     return torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
@@ -144,7 +145,8 @@ class Run:
             for batch in loader:
                 result = self._one_step(batch)
                 self.step += 1
-                pending.append((self.step, batch, result, numbers_of(result), clock.mark()))
+                routers = router_numbers(self.built, result.routers)
+                pending.append((self.step, batch, result, numbers_of(result, routers), clock.mark()))
                 at_rest = self._wants_rest()
                 stop = False
                 while len(pending) > (0 if at_rest else lag):
@@ -191,7 +193,7 @@ class Run:
     ) -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
         seconds = clock.lap(mark)
-        loss, norm, tokens, skipped, loss_scale, stop = numbers.tolist()
+        loss, norm, tokens, skipped, loss_scale, stop, *of_routers = numbers.tolist()
         self.tokens += int(tokens)
         # a smaller loss scale cures gradients that overflow, never a loss
         if not isfinite(loss) or not (isfinite(norm) or self.scaler.may_lower(loss_scale)):
@@ -213,6 +215,9 @@ class Run:
             sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
             memory_bytes=memory_of(device),
         )
+        routers = routers_done(self.built, step, of_routers, steps=spec.train.steps)
+        if routers is not None:
+            self.emit(routers)
         self.emit(event)
         return stop > 0
 
