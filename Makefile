@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/launchers
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow test-gpu lint format bench golden
+.PHONY: help install train test test-slow test-gpu lint format bench golden matrix
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench: .venv/.installed ## measure training, checkpoints and data preparation; a
 
 golden: .venv/.installed ## write the golden files that are our own: look at the difference before you commit it
 	$(BIN)/python -m tests.write_golden
+
+matrix: .venv/.installed ## write the README's table of layouts that are proven equal to one rank
+	$(BIN)/python -m tests.parity.matrix
 
 .venv/.installed: requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 with venv found; set PYTHON=/path/to/python"; exit 1; }

@@ -74,14 +74,14 @@ def fits(layout: Case, chosen: Mapping[str, Any]) -> bool:
     Packed documents that begin with the same token have equal first tokens, and of equal ones rounding says which the
     expert drops: no two layouts agree on that, so drops by weight go without documents.
     """
-    micro_batches = chosen.get("accumulate", layout.pp if layout.schedule == "interleaved" else 1)
+    micro_batches = chosen.get("accumulate")
     heads = max(chosen.get("kv_heads", 4) // layout.tp, 1)
     swapped = {"all_to_all": layout.cp, "hierarchical": 2}.get(layout.context, 1) if layout.cp > 1 else 1
     has_experts = layout.ep * layout.etp > 1
     router = chosen.get("router", "softmax" if has_experts else "")
     return not (
-        SEQUENCES % (layout.dp * micro_batches)
-        or (layout.schedule == "interleaved" and micro_batches < layout.pp)
+        (micro_batches is not None and SEQUENCES % (layout.dp * micro_batches))
+        or (micro_batches is not None and layout.schedule == "interleaved" and micro_batches < layout.pp)
         or heads % swapped
         or (chosen.get("dropout") and chosen.get("attention") == "sdpa")
         or has_experts != bool(router)

@@ -1,0 +1,145 @@
+"""What is proven with what, as tables for the README: `make matrix` writes them between two of its lines."""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.parity.bugs import BUGS
+from tests.parity.cases import ROUTERS, Case
+from tests.parity.sets import DEFAULT, RECOMPUTES, SLOW, cases_of
+from tests.parity.test_checkpoints import DENSE, EXPERTS
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- generated: make matrix -->", "<!-- /generated: make matrix -->"
+Has = Callable[[Case], bool]
+
+
+def _losses(case: Case) -> set[str]:
+    router = ROUTERS[case.router]["router"] if case.router else {}
+    return {loss["kind"] for loss in router.get("losses", ())} | ({"z"} if router.get("z_loss") else set())
+
+
+def _router(case: Case, name: str, value: object) -> bool:
+    return bool(case.router) and ROUTERS[case.router]["router"].get(name) == value
+
+
+def _also(case: Case, start: str) -> bool:
+    return any(path.startswith(start) for path, _ in case.also)
+
+
+AXES: dict[str, Has] = {
+    "tp": lambda c: c.tp > 1,
+    "sp": lambda c: c.sequence,
+    "pp": lambda c: c.pp > 1,
+    "cp": lambda c: c.cp > 1,
+    "ep": lambda c: c.ep > 1,
+    "etp": lambda c: c.etp > 1,
+    "dp": lambda c: c.dp > 1 and c.strategy == "replicate",
+    "zero1": lambda c: c.strategy == "zero1",
+    "zero2": lambda c: c.strategy == "zero2",
+    "fsdp": lambda c: c.strategy == "fsdp",
+    "hsdp": lambda c: c.strategy == "hsdp",
+}
+MORE: dict[str, Has] = {
+    "gpipe": lambda c: c.pp > 1 and c.schedule == "gpipe",
+    "1f1b": lambda c: c.pp > 1 and c.schedule == "1f1b",
+    "interleaved 1f1b": lambda c: c.pp > 1 and c.schedule == "interleaved",
+    "zero bubble H1": lambda c: c.pp > 1 and c.schedule == "zb_h1",
+    "zero bubble V": lambda c: c.pp > 1 and c.schedule == "zb_v",
+    "uneven, counted or empty stages": lambda c: _also(c, "parallelism.pipeline."),
+    "micro batches that stages don't divide": lambda c: c.accumulate % c.pp > 0,
+    "ring": lambda c: c.cp > 1 and c.context == "ring",
+    "all-gather of keys and values": lambda c: c.cp > 1 and c.context == "all_gather",
+    "all-to-all over heads": lambda c: c.cp > 1 and c.context == "all_to_all",
+    "all-to-all inside a ring": lambda c: c.cp > 1 and c.context == "hierarchical",
+    "dispatch by all-to-all": lambda c: c.ep * c.etp > 1 and c.dispatch == "all_to_all",
+    "dispatch by all-gather": lambda c: c.ep * c.etp > 1 and c.dispatch == "all_gather",
+    "softmax after or before the choice": lambda c: c.router in ("softmax", "first"),
+    "sigmoid, groups of experts": lambda c: c.router == "sigmoid",
+    "root of softplus, jitter": lambda c: c.router == "root",
+    "sinkhorn": lambda c: c.router == "sinkhorn",
+    "loss-free bias": lambda c: _router(c, "bias_rate", 0.02),
+    "auxiliary loss": lambda c: "aux" in _losses(c),
+    "sequence-auxiliary loss": lambda c: "seq_aux" in _losses(c),
+    "global-auxiliary loss": lambda c: "global_aux" in _losses(c),
+    "z-loss": lambda c: "z" in _losses(c),
+    "drop by weight": lambda c: c.drop == "probs",
+    "drop by position": lambda c: c.drop == "position",
+    "padded to capacity": lambda c: c.drop == "padded",
+    "shared experts": lambda c: c.shared == "plain",
+    "shared experts with a gate": lambda c: c.shared == "gate",
+    "full recompute": lambda c: c.also in (RECOMPUTES[n] for n in ("uniform 1", "uniform 2", "block 1")),
+    "selective recompute": lambda c: _also(c, "parallelism.recompute.") and c.also[0][1] == "selective",
+    "packed documents": lambda c: c.documents,
+    "grouped key/value heads": lambda c: c.kv_heads < 4,
+    "norms of queries and keys": lambda c: c.qk_norm,
+    "tied embeddings": lambda c: c.tied,
+    "vocabulary padded further": lambda c: c.pad > 1,
+    "dropout": lambda c: c.dropout,
+    "uneven masks": lambda c: c.mask == "uneven",
+    "a data rank without valid tokens": lambda c: c.mask == "empty_rank",
+    "a micro batch without valid tokens": lambda c: c.mask == "empty_micro",
+    "a part of the sequence without valid tokens": lambda c: c.mask == "empty_part",
+    "SGD": lambda c: c.optimizer == "sgd",
+    "AdamW with clipping": lambda c: c.optimizer == "adamw",
+    "Muon": lambda c: c.optimizer == "muon",
+    "Llama": lambda c: c.family == "llama",
+    "GPT-2": lambda c: c.family == "gpt",
+}
+
+
+def main() -> None:
+    text = README.read_text()
+    README.write_text(with_matrix(text))
+
+
+def with_matrix(text: str) -> str:
+    """A README whose matrix is up to date."""
+    before, begin, rest = text.partition(BEGIN)
+    assert begin, f"README.md has no line {BEGIN}"
+    assert END in rest, f"README.md has no line {END}"
+    return f"{before}{BEGIN}\n{matrix()}\n{END}{rest.split(END)[1]}"
+
+
+def matrix() -> str:
+    """Both tables, and what they count."""
+    default, slow = _all(DEFAULT), _all(SLOW)
+    layouts = len(DENSE) + len(EXPERTS)
+    pairs = sum(len(n) * (len(n) - 1) for n in (DENSE, EXPERTS))
+    lines = [
+        "Each number counts runs on up to eight ranks that are held to one rank in fp64: before the stroke those of",
+        f"`make test`, {len(default):,} in all, behind it {len(slow):,} more of `make test-slow`. The first row has",
+        f"one axis alone. Checkpoints of {layouts} layouts are loaded into each other ({pairs} pairs), {len(BUGS)} planted",
+        "bugs are caught.",
+        "",
+        *_table({"alone": _is_alone, **AXES}, default, slow),
+        "",
+        *_table(MORE, default, slow),
+    ]
+    return "\n".join(lines)
+
+
+def _is_alone(case: Case) -> bool:
+    has = {name for name, has in AXES.items() if has(case)}
+    return len(has - {"sp"}) == 1 or (len(has - {"ep", "etp"}) == 1 and bool(has & {"ep", "etp"}) and case.dp > 1)
+
+
+def _all(names: Iterable[str]) -> list[Case]:
+    return list(dict.fromkeys(case for name in names for case in cases_of(name)))
+
+
+def _table(rows: dict[str, Has], default: list[Case], slow: list[Case]) -> list[str]:
+    lines = [f"| | {' | '.join(AXES)} |", f"|---{'|--:' * len(AXES)}|"]
+    for row, has_row in rows.items():
+        cells = [_cell(lambda c, a=has_row, b=has_axis: a(c) and b(c), default, slow) for has_axis in AXES.values()]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return lines
+
+
+def _cell(has: Has, default: list[Case], slow: list[Case]) -> str:
+    often, seldom = sum(map(has, default)), sum(map(has, slow))
+    return re.sub(r"^0/0$", "", f"{often}/{seldom}")
+
+
+if __name__ == "__main__":
+    main()
