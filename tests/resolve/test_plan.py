@@ -87,7 +87,11 @@ def test_experts_have_groups_of_their_own():
     listed = {g.axis: g for g in plan.groups}
     assert list(listed["ep"].first) == rank_groups(("ep",), plan.mesh, EXPERT_AXES)[0]
     assert plan.parameters["active"] < plan.parameters["total"] / 3
-    assert "model.moe" in plan.unbuilt
+    assert plan.unbuilt == ()
+
+
+def test_what_can_only_be_planned_is_named():
+    assert "model.mla" in planned("deepseek_v3", gpus=256).unbuilt
 
 
 def test_a_rank_sees_its_own_place(llama):

@@ -62,11 +62,11 @@ def test_each_fits_and_leads_to_its_total(recipe, hardware):
         assert own.tp <= gpu.node_size
 
 
-def test_what_can_be_trained_comes_first_and_then_the_cheapest():
+def test_the_cheapest_comes_first():
     # 8 B weights on one H200: with 18 bytes each they don't fit
     first, *others = remedies(eight_b({"dp_replicate": 8}), HARDWARE["H200"])
-    assert first.overrides == ("parallelism.tp=2", "parallelism.dp_replicate=4", "parallelism.sequence_parallel=true")
-    assert others[0].overrides[0] == "parallelism.dp_strategy=zero1"
+    assert first.overrides[0] == "parallelism.dp_strategy=zero1"
+    assert all(other.overrides[0] != "parallelism.dp_strategy=zero1" for other in others)
 
 
 def test_a_larger_gpu_comes_last():
