@@ -104,7 +104,7 @@ def sequence_unit(case: Case) -> int:
 
 def can_split_sequences(*, tp: int, cp: int, seq_len: int, max_seq_len: int) -> bool:
     """Whether tensor-parallel ranks can share sequences out: those of the training and the longest there may be."""
-    return tp > 1 and seq_len // cp % tp == 0 and max_seq_len % tp == 0
+    return tp > 1 and seq_len // cp % tp == 0 and max_seq_len % (cp * tp) == 0
 
 
 def legal_tp(case: Case) -> list[int]:

@@ -31,7 +31,7 @@ RULES: dict[str, Rule] = {
     "tp-ffn": rules_mesh.tp_divides_ffn,
     "sp-tp": rules_mesh.sequence_parallel_needs_tp,
     "sp-seq": rules_mesh.sequence_splits_over_tp,
-    "sp-max-seq": rules_mesh.longest_sequence_splits_over_tp,
+    "sp-max-seq": rules_mesh.longest_sequence_splits_over_ranks,
     "dp-replicate": rules_mesh.replicas_share_nothing,
     "dp-sharded": rules_mesh.sharding_has_ranks_to_share,
     "dp-fsdp": rules_mesh.fsdp_has_one_replica,

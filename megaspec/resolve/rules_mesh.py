@@ -135,18 +135,19 @@ def sequence_splits_over_tp(case: Case) -> Problem | None:
     return Problem("data.seq_len", f"{text}; {way}")
 
 
-def longest_sequence_splits_over_tp(case: Case) -> Problem | None:
-    """Under sequence parallel, the longest sequence divides as well: generated text grows up to it."""
-    longest = case.recipe.model.max_seq_len
-    if not case.recipe.parallelism.sequence_parallel or longest % case.tp == 0:
+def longest_sequence_splits_over_ranks(case: Case) -> Problem | None:
+    """What divides sequences divides the longest one as well: generated text grows up to it."""
+    longest, own, unit = case.recipe.model.max_seq_len, case.recipe.parallelism, sequence_unit(case)
+    # one that follows data.seq_len is told of with it
+    if longest % unit == 0 or "model.max_seq_len" in case.decided:
         return None
-    text = f"model.max_seq_len={longest} must be a multiple of parallelism.tp={case.tp} under sequence parallel"
-    way = way_out(
-        case,
-        Way("model.max_seq_len", multiples(longest, case.tp), longest, most=2),
-        Way("parallelism.sequence_parallel", (False,)),
-    )
-    return Problem("model.max_seq_len", f"{text}; {way}")
+    names = f"parallelism.tp={case.tp} under sequence parallel" if own.sequence_parallel else ""
+    if case.cp > 1:
+        names = f"{unit} with parallelism.cp={case.cp}, context.kind={own.context.kind}" + (names and f" and {names}")
+    text = f"model.max_seq_len={longest} must be a multiple of {names}"
+    lengths = Way("model.max_seq_len", multiples(longest, unit), longest, most=2)
+    ways = (lengths, Way("parallelism.sequence_parallel", (False,))) if own.sequence_parallel else (lengths,)
+    return Problem("model.max_seq_len", f"{text}; {way_out(case, *ways)}")
 
 
 def replicas_share_nothing(case: Case) -> Problem | None:

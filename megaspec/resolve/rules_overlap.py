@@ -29,7 +29,7 @@ def offloaded_layers_are_there(case: Case) -> Problem | None:
     """No more layers are offloaded than a chunk of the model has, and groups that are recomputed stay whole."""
     own, key = case.recipe.parallelism, "parallelism.offload.layers"
     model, layers, recompute = case.recipe.model, own.offload.layers, own.recompute
-    if not layers or (case.pp > 1 and stage_problem(model, own) is not None):
+    if not layers or stage_problem(model, own) is not None:
         return None
     most = max(len(chunk.layers) for rank in stages_of(model, own) for chunk in rank)
     if layers > most:

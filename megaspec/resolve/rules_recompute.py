@@ -66,7 +66,7 @@ def recomputed_layers_are_there(case: Case) -> Problem | None:
     model, parallelism = case.recipe.model, case.recipe.parallelism
     if recompute.kind != "full" or recompute.layers is None:
         return None
-    if case.pp > 1 and stage_problem(model, parallelism) is not None:
+    if stage_problem(model, parallelism) is not None:
         return None
     most = max(len(chunk.layers) for rank in stages_of(model, parallelism) for chunk in rank)
     if recompute.layers <= most:

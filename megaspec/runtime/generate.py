@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from math import lcm
 from pathlib import Path
 
 import torch
@@ -143,7 +144,8 @@ def on_all_ranks(built: Built, draw: Draw) -> Follow:
 def length_multiple(spec: Spec) -> int:
     """What the length of a sequence must be a multiple of, so that ranks can split it."""
     own = spec.parallelism
-    return (own.tp if own.sequence_parallel else 1) * (2 * own.cp if own.cp > 1 else 1)
+    chunks = 1 if own.cp == 1 or own.context.kind == "all_to_all" else 2
+    return lcm(chunks * own.cp, own.cp * own.tp if own.sequence_parallel else 1)
 
 
 @torch.no_grad()

@@ -69,6 +69,23 @@ def test_messages_hold_both_values_and_the_nearest_legal_ones():
     )
 
 
+def test_the_longest_sequence_divides_as_the_trained_ones_do():
+    ring = ("launcher.ranks=2", "parallelism.cp=2", "parallelism.tp=1", "model.max_seq_len=258")
+    (text,) = map(str, broken(ring))
+    assert text.startswith(
+        "model.max_seq_len=258 must be a multiple of 4 with parallelism.cp=2, context.kind=ring; try 2"
+    )
+    assert not broken((*ring, "parallelism.context.kind=all_to_all"))
+
+
+@pytest.mark.parametrize(
+    "more", [("parallelism.offload.layers=2",), ("parallelism.recompute.kind=full", "parallelism.recompute.layers=2")]
+)
+def test_chunks_without_a_pipeline_are_told_beside_layers_that_lie_in_them(more: tuple[str, ...]):
+    chunks = ("model.n_layers=1", "parallelism.pipeline.schedule=interleaved", "parallelism.pipeline.virtual_stages=2")
+    assert "parallelism.pipeline.virtual_stages" in {p.key for p in broken((*chunks, *more))}
+
+
 def test_a_file_is_named_where_the_value_is_from():
     (problem,) = broken(("model.max_seq_len=128",))
     assert problem.origin == "recipes/hello.yaml:8"
