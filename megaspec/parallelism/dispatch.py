@@ -267,7 +267,8 @@ class AllToAll:
         sent = sum(loads.send) // self.etp
         exchange, direct = Exchange(self.group, loads.send, loads.receive), self.etp == 1 and sent == x_RD.shape[0]
         journeys = [Journey(exchange, ready if self.etp == 1 else None, held=direct) for _ in range(2)]
-        parts = [self._copied(part[:sent], loads) for part in (x_RD, weights_R)]
+        # nothing lies between a _Hold and its start: the backward pass of a slice would read what is not there yet
+        parts = [part if direct else self._copied(part[:sent], loads) for part in (x_RD, weights_R)]
         parts = [journey.started(part) for journey, part in zip(journeys, parts, strict=True)]
         x_RD, weights_R = (journey.finished(part) for journey, part in zip(journeys, parts, strict=True))
         order, inverse, ends_E = _by_expert(loads)

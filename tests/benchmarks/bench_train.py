@@ -144,10 +144,12 @@ def main() -> None:
         if i >= args.warmup:
             times.append(time.perf_counter() - start)
         losses.append(result.loss.item())
-    if args.profile and rank == 0:
+    if args.profile:
+        # on all ranks, which wait for each other
         with torch.profiler.profile() as prof:
             step(0)
             torch.cuda.synchronize()
+    if args.profile and rank == 0:
         with open(args.profile, "w") as file:
             file.write(
                 prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90)

@@ -40,7 +40,7 @@ LOW = [
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(device="cuda", timeout=60) as ranks:
+    with RankPool(device="cuda", timeout=300) as ranks:
         yield ranks
 
 

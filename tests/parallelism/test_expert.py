@@ -181,15 +181,15 @@ def train(rank: int, case: Case, micro_batches: int, *, device: str = "cpu") -> 
         steps.append(
             {
                 "loss": total.item(),
-                "gradients": {name: value.numpy() for name, value in found.values.items()},
+                "gradients": {name: value.numpy().copy() for name, value in found.values.items()},
                 "gap": max(found.replica_gap.values(), default=0.0),
                 "seen": {
-                    "loads": seen.loads_LE.cpu().numpy(),
-                    "drops": seen.drops_L.cpu().numpy(),
-                    "entropy": seen.entropy_L.cpu().numpy(),
-                    **{kind: value.cpu().numpy() for kind, value in seen.losses.items()},
+                    "loads": seen.loads_LE.cpu().numpy().copy(),
+                    "drops": seen.drops_L.cpu().numpy().copy(),
+                    "entropy": seen.entropy_L.cpu().numpy().copy(),
+                    **{kind: value.cpu().numpy().copy() for kind, value in seen.losses.items()},
                 },
-                "kept": {name: value.cpu().numpy() for name, value in buffers_of([model]).items()},
+                "kept": {name: value.cpu().numpy().copy() for name, value in buffers_of([model]).items()},
             }
         )
     return {"steps": steps}
