@@ -210,7 +210,8 @@ class DataParallel:
     def start_backward(self, chunk: int, *, last: bool) -> None:
         """Call before each backward pass of a micro batch through a chunk; `last`: it is the step's last one there."""
         self._reductions.start_backward(chunk, last=last)
-        if self._shards_weights:
+        # a stage may be empty
+        if self._shards_weights and self._parts[chunk]:
             self._gathers.start(self._parts[chunk][-1].buckets)
 
     def finish(self) -> None:
