@@ -129,8 +129,10 @@ class Reductions:
         bucket.fresh.discard(name)
         bucket.arrived[name] += 1
         passes = self._passes.get(bucket.chunk, 0)
-        final = bucket.chunk in self._ending and bucket.arrived[name] == passes
-        may_reduce = final and self._overlap if self._kept else True
+        # a pass that has begun and not come here may have put its gradients off: they need the memory that is there
+        caught_up = bucket.arrived[name] == passes
+        final = bucket.chunk in self._ending and caught_up
+        may_reduce = final and self._overlap if self._kept else caught_up or bucket.chunk is None
         if may_reduce and len(set(bucket.arrived.values())) == 1:
             self._reduce(bucket, final=final)
 

@@ -1,0 +1,22 @@
+"""Layouts that were once wrong."""
+
+import pytest
+
+from tests.parity.cases import Case
+from tests.parity.checks import check
+from tests.ranks import RankPool
+
+DEEP = {"pp": 2, "dp": 2, "ep": 2, "n_layers": 4, "mask": "uneven", "accumulate": 3}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # a bucket of nothing but weight gradients that are put off lost its memory between two of them
+        Case(strategy="fsdp", schedule="zb_h1", router="softmax", **DEEP),
+        Case(strategy="zero2", schedule="zb_v", virtual=2, router="sigmoid", **DEEP),
+    ],
+    ids=str,
+)
+def test_equals_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    check(pool, case, capsys, steps=3)
