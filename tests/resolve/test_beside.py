@@ -73,11 +73,11 @@ def test_typing_alone_stays_as_it_is():
 
 def test_a_run_is_told_all_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "recipe=llama3_70b"]) == 64
+    assert main(["train", "recipe=llama3_8b_fp8"]) == 64
     text = capsys.readouterr().err
-    assert "parallelism.pp=4: pipeline parallel can be planned, not trained" in text
+    assert "precision.recipe=tensorwise: fp8 can be planned, not trained" in text
     assert "data/llama3" in text
-    assert main(["train", "recipe=llama3_70b", "model.n_kv_heads=6", "model.dropout=2"]) == 64
+    assert main(["train", "recipe=llama3_8b_fp8", "model.n_kv_heads=6", "model.dropout=2"]) == 64
     text = capsys.readouterr().err
     for part in ("model.dropout=2", "model.n_kv_heads=6", "not trained", "data/llama3"):
         assert part in text
