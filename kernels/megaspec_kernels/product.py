@@ -7,10 +7,10 @@ from torch import Tensor
 def add_product_(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool = False) -> None:
     """total = [total +] a b, [O, M] [M, I]; `overwrite` leaves the old total out.
 
-    A total that is wider than the factors is summed in its own dtype, on CUDA inside the matrix product.
+    A total that is wider than the factors is summed in its own dtype, on GPUs inside the matrix product.
     """
     wider = total.dtype != a.dtype
-    if wider and total.device.type == "cuda":
+    if wider and total.device.type != "cpu":
         if overwrite:
             torch.mm(a, b, out_dtype=total.dtype, out=total)
         else:

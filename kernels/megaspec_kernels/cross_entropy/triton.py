@@ -1,5 +1,5 @@
 """The chunked output head and loss with two fused kernels: one pass for the softmax sums, one that turns logits into
-their gradient in place."""
+their gradient in place. Meta tensors get their shapes, as from any operation of torch."""
 
 # C tokens of a piece, V columns of the logits on this rank
 
@@ -65,6 +65,8 @@ def softmax_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tup
         zero = torch.zeros(rows, dtype=torch.float32, device=logits_CV.device)
         return torch.full_like(zero, torch.finfo(torch.float32).min), zero, zero
     peak, total, target = (torch.empty(rows, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
+    if logits_CV.is_meta:
+        return peak, total, target
     softmax_stats_kernel[(rows,)](
         logits_CV, labels_C, peak, total, target, logits_CV.stride(0), shard.first, shard.valid, BLOCK, num_warps=WARPS
     )
@@ -76,6 +78,8 @@ def softmax_gradient(
 ) -> Tensor:
     """See chunked.Gradient; overwrites and returns the logits."""
     rows, columns = logits_CV.shape
+    if logits_CV.is_meta:
+        return logits_CV
     softmax_gradient_kernel[(rows,)](
         logits_CV,
         labels_C,

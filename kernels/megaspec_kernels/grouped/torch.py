@@ -36,4 +36,4 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _zeroes_empty_groups(device: torch.device) -> bool:
     """Blackwell leaves what it likes in the place of an empty group (pytorch 172439), Hopper and the CPU zeros."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) < (10, 0)
+    return device.type in ("cpu", "meta") or torch.cuda.get_device_capability(device) < (10, 0)
