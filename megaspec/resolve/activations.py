@@ -130,7 +130,9 @@ def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
         sent = share.split_tokens * moe.top_k * model.d_model * e + arrived * model.d_model * e
         if share.dispatch == "all_gather":
             sent += stream * share.ep * share.etp
-        backward = arrived * gates * ceil(moe.d_expert / share.etp) * e
+        columns = ceil(moe.d_expert / share.etp)
+        # as plain operations the activation's gradient holds ten numbers of each feature in fp32
+        backward = arrived * columns * (gates * e + (0 if share.is_compiled else 10 * share.wide))
     else:
         sent, backward = 0, share.tokens * gates * ceil(model.d_ffn / share.tp) * e
     return LayerBytes(
@@ -239,13 +241,14 @@ def _feed_forward(share: Share, name: str, rows: int, columns: int, parts: tuple
     """The product that goes in, and what comes out of the activation."""
     gates = 1 if isinstance(share.model, GptSpec) else 2
     tensors = [Kept(f"{name}.in", rows * gates * columns * share.width, parts)]
-    if gates == 2 and not share.is_compiled:
+    # experts compute theirs in one operation, which keeps what goes in alone
+    if gates == 2 and not share.is_compiled and name != "experts":
         tensors.append(Kept(f"{name}.silu", rows * columns * share.width, ("activation", *parts)))
     return [*tensors, Kept(f"{name}.out", _linear_input(share, rows, columns), ("activation", *parts))]
 
 
 def _experts(share: Share) -> list[Kept]:
-    model, moe, own_tokens, e = share.model, moe_of(share.model), share.split_tokens, share.width
+    model, moe, own_tokens = share.model, moe_of(share.model), share.split_tokens
     rows = expert_tokens(share)
     choices = own_tokens * moe.top_k
     tensors = [
@@ -253,7 +256,6 @@ def _experts(share: Share) -> list[Kept]:
         Kept("router", own_tokens * moe.n_experts * 2 * share.wide + choices * (share.wide + 8), ("moe",)),
         Kept("dispatched", _linear_input(share, rows, model.d_model), ("moe",), is_routed=True),
         *_feed_forward(share, "experts", rows, ceil(moe.d_expert / share.etp), ("moe",)),
-        Kept("returned", choices * model.d_model * e, ("moe",), is_routed=True),
     ]
     if moe.d_shared:
         # they run while tokens travel, so that what makes the one again makes the other

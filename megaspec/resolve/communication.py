@@ -6,10 +6,11 @@ a reduce-scatter takes apart, what a rank gives away in an all-to-all or sends.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from typing import Literal
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
+from megaspec.model.gpt.spec import GptSpec
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.passes import Shape, stage_number
 from megaspec.recipe import Recipe
@@ -17,13 +18,16 @@ from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.hidden import hidden_parameters, working_width
 from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.parameters import RankParameters, partial_gradients, rank_parameters
+from megaspec.resolve.parameters import RankParameters, partial_gradients, rank_parameters, table_parameters
 from megaspec.resolve.schedule import shape_of
 from megaspec.resolve.stages import Chunk, stages_of
 from megaspec.resolve.work import Share, recomputed_layers, recomputed_parts
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 Phase = Literal["forward", "backward", "step"]
+
+WHOLE, COPIES, TIED = "whole weights' gradients", "shared heads' gradients", "tied embedding"
+"""What is added up of the gradients that a rank holds at the end of a step."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,20 @@ def chunk_collectives(recipe: Recipe, mesh: Mesh, chunk: Chunk) -> Iterator[Coll
         for one in layer_collectives(recipe, mesh, with_experts=with_experts):
             yield replace(one, times=one.times * layers)
             repeated = round(again * layers / len(chunk.layers))
+            if one.what == "feed-forward" and one.kind in ("all_reduce", "reduce_scatter"):
+                repeated -= round(_ends_early(recipe, again) * layers / len(chunk.layers))
             if one.phase == "forward" and repeated:
                 yield replace(one, times=one.times * repeated, phase="backward")
     yield from end_collectives(recipe, mesh, embedding=chunk.embedding, head=chunk.head)
+
+
+def _ends_early(recipe: Recipe, again: int) -> int:
+    """Of so many layers that run again, those whose output nobody asks for: plain operations end with the last tensor
+    that is missing."""
+    own = recipe.parallelism.recompute
+    if recipe.kernels.compile == "block" or recipe.model.dropout > 0:
+        return 0
+    return again if own.method == "block" else ceil(again / (own.layers or 1))
 
 
 def layer_collectives(recipe: Recipe, mesh: Mesh, *, with_experts: bool) -> Iterator[Collective]:
@@ -151,6 +166,7 @@ def layer_collectives(recipe: Recipe, mesh: Mesh, *, with_experts: bool) -> Iter
     if not with_experts:
         yield from _tensor(recipe, mesh, "feed-forward", again="mlp" in again)
         return
+    yield from _routing(recipe, mesh)
     yield from _dispatch(recipe, mesh, again="moe" in again)
     if recipe.model.moe.d_shared:
         yield from _tensor(recipe, mesh, "shared experts", again="shared_experts" in again)
@@ -210,25 +226,37 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
 
 
 def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool) -> Iterator[Collective]:
-    """Tokens to their experts and back: the way there, and its gradients' way, beside the shared experts."""
-    share, own = Share(recipe), recipe.parallelism
-    row = recipe.model.d_model * share.width
-    what, beside = "experts' tokens", bool(recipe.model.moe.d_shared) and own.overlap.shared_experts
-    times = {"forward": 1, "backward": 1 + again}
-    for phase, count in times.items():
-        if own.dispatch == "all_gather":
-            whole = share.split_tokens * row * own.ep * own.etp
-            there = "all_gather" if phase == "forward" else "reduce_scatter"
-            for kind in ("all_gather", "reduce_scatter"):
-                hidden = beside and kind == there
-                yield from mesh.make(what, kind, ("ep", "etp"), whole, count, hidden=hidden, phase=phase)
-            continue
-        rows = share.expert_tokens
-        for hidden, ways in ((True, beside), (False, 2 - beside)):
-            size = rows / own.etp * row
-            yield from mesh.make(what, "all_to_all", ("ep",), size, ways * count, hidden=hidden, phase=phase)
-        for kind in ("all_gather", "reduce_scatter"):
-            yield from mesh.make(what, kind, ("etp",), rows * row, count, hidden=False, phase=phase)
+    """Tokens to their experts and back: the way there, and its gradients' way, beside the shared experts. With them
+    go the weights that they have for their experts, with a gather the experts' numbers."""
+    share, own, moe = Share(recipe), recipe.parallelism, recipe.model.moe
+    row, weight = recipe.model.d_model * share.width, max(4, share.width)
+    beside = bool(moe.d_shared) and own.overlap.shared_experts
+
+    def make(kind: Kind, size: float, times: int, phase: Phase, *, hidden: bool = False) -> Iterator[Collective]:
+        return mesh.make("experts' tokens", kind, ("ep", "etp"), size, times, hidden=hidden, phase=phase)
+
+    if own.dispatch == "all_gather":
+        tokens = share.split_tokens * own.ep * own.etp
+        for phase, count in (("forward", 1), ("backward", int(again))):
+            yield from make("all_gather", tokens * row, count, phase, hidden=beside)
+            yield from make("all_gather", tokens * moe.top_k * (weight + 8), count, phase)
+            yield from make("reduce_scatter", tokens * row, count, phase)
+        yield from make("all_gather", tokens * row, 1, "backward")
+        yield from make("reduce_scatter", tokens * row, 1, "backward", hidden=beside)
+        yield from make("reduce_scatter", tokens * moe.top_k * weight, 1, "backward")
+        return
+    for phase, count in (("forward", 1), ("backward", 1 + again)):
+        yield from make("all_to_all", share.expert_tokens * row, beside * count, phase, hidden=True)
+        yield from make("all_to_all", share.expert_tokens * row, (2 - beside) * count, phase)
+        yield from make("all_to_all", share.expert_tokens * weight, count, phase)
+
+
+def _routing(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
+    """What routers tell each other where sequences are split: how often each expert was chosen."""
+    moe, among = recipe.model.moe, ("cp", "tp")
+    if {"aux", "seq_aux"} & {loss.kind for loss in moe.router.losses}:
+        size = recipe.train.micro_batch * moe.n_experts * 8
+        yield from mesh.make("experts' loads", "all_reduce", among, size, 1, hidden=False, phase="forward")
 
 
 def end_collectives(recipe: Recipe, mesh: Mesh, *, embedding: bool, head: bool) -> Iterator[Collective]:
@@ -276,7 +304,8 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
     own, model = recipe.parallelism, recipe.model
     micro_batches = shape_of(recipe).micro_batches
     replicas = ("dp_replicate",) if own.dp_replicate > 1 else ()
-    yield from _shared_out(recipe, mesh, "gradients", count.dense, ("dp_shard", "cp"), replicas, micro_batches)
+    once, dense = _gathered_once(recipe, rank), ("dp_shard", "cp")
+    yield from _shared_out(recipe, mesh, "gradients", count.dense, dense, replicas, micro_batches, gathered_once=once)
     # shares of experts lie inside a replica, as all others do; what is not shared out is summed over all of edp at once
     shares = own.dp_strategy != "replicate"
     inside = replace(mesh, expert=mesh.expert | {"edp": sharing_ranks(own)[1]}) if shares else mesh
@@ -284,22 +313,35 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
     yield from _shared_out(recipe, inside, "experts' gradients", count.expert, ("edp",), across, micro_batches)
     wide = gradient_width(recipe)
     partial = partial_gradients(recipe, rank)
+    # each rank adds up what it updates: some more, some less, this much on average
+    among = sharing_ranks(own)[0] if shares else 1
     for what, parameters, ranks in (
-        ("whole weights' gradients", partial.over_tp, own.tp),
-        ("shared heads' gradients", partial.over_copies, own.tp // model.n_kv_heads),
+        (WHOLE, partial.over_tp, own.tp),
+        (COPIES, partial.over_copies, own.tp // model.n_kv_heads),
     ):
-        for one in mesh.make(what, "all_reduce", ("tp",), wide * parameters, 1, hidden=False, phase="step"):
+        size = wide * parameters / among
+        for one in mesh.make(what, "all_reduce", ("tp",), size, 1, hidden=False, phase="step"):
             yield replace(one, ranks=ranks, per_node=min(one.per_node, ranks))
     if model.tied_embeddings and own.pp > 1 and rank in (0, own.pp - 1) and own.pipeline.schedule != "zb_v":
         table = Share(recipe).vocab * model.d_model * wide
-        for one in mesh.make("tied embedding", "all_reduce", ("pp",), table, 1, hidden=False, phase="step"):
+        for one in mesh.make(TIED, "all_reduce", ("pp",), table / among, 1, hidden=False, phase="step"):
             yield replace(one, ranks=2)
     if isinstance(recipe.optim, MuonSpec):
         yield from _whole_matrices(recipe, mesh, rank)
+    yield from _router_statistics(recipe, mesh, rank)
     every = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     # tensor-parallel ranks have the same loss; tokens are counted beside the ranks that want to stop
     for axes, size in ((every, 8), (every[:-1], max(4, Share(recipe).width)), (every, 16)):
         yield from mesh.make("norm, loss, tokens", "all_reduce", axes, size, 1, hidden=False, phase="step")
+
+
+def _router_statistics(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collective]:
+    """nn/router.py's StepSums of every layer with experts."""
+    experts = has_experts(recipe.model)
+    layers = sum(experts[i] for chunk in stages_of(recipe.model, recipe.parallelism)[rank] for i in chunk.layers)
+    if layers:
+        among, size = ("dp_replicate", "dp_shard", "cp", "tp"), 8 * (3 * recipe.model.moe.n_experts + 6) * layers
+        yield from mesh.make("experts' statistics", "all_reduce", among, size, 1, hidden=False, phase="step")
 
 
 def _whole_matrices(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collective]:
@@ -328,9 +370,11 @@ def _shared_out(
     shards: tuple[str, ...],
     replicas: tuple[str, ...],
     micro_batches: int,
+    *,
+    gathered_once: int = 0,
 ) -> Iterator[Collective]:
     """What a strategy sends for so many parameters of a rank. zero2 and fsdp hold no whole gradient between micro
-    batches, and fsdp no whole weight."""
+    batches, and fsdp no whole weight, but of `gathered_once` from the forward to the backward pass."""
     strategy, wide = recipe.parallelism.dp_strategy, gradient_width(recipe)
     weights, overlap = what.replace("gradients", "weights"), recipe.parallelism.overlap
 
@@ -351,7 +395,20 @@ def _shared_out(
     gathers = micro_batches if strategy in ("fsdp", "hsdp") else 1
     yield from make(weights, "all_gather", shards, narrow * parameters, gathers, "forward")
     if strategy in ("fsdp", "hsdp"):
-        yield from make(weights, "all_gather", shards, narrow * parameters, gathers, "backward")
+        again = parameters - gathered_once
+        yield from make(weights, "all_gather", shards, narrow * again, gathers, "backward")
+
+
+def _gathered_once(recipe: Recipe, rank: int) -> int:
+    """Weights of a rank that the backward pass does not gather again: the embedding's, which it does not read, and the
+    head's and the last norm's, which it takes first."""
+    model, chunks = recipe.model, stages_of(recipe.model, recipe.parallelism)[rank]
+    has_positions, table = isinstance(model, GptSpec), table_parameters(model, tp=recipe.parallelism.tp)
+    embedding, head = any(c.embedding for c in chunks), any(c.head for c in chunks)
+    # a tied table is gathered for either end, both in the forward pass: as often as one that is gathered again
+    tables = 0 if model.tied_embeddings and embedding and head else (embedding + head) * table
+    positions = model.max_seq_len * model.d_model if has_positions and embedding else 0
+    return tables + positions + (head * model.d_model * (2 if has_positions else 1))
 
 
 def gradient_width(recipe: Recipe) -> int:

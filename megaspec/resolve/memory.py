@@ -101,6 +101,11 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
         sizes = held_always[contents]
         kept, routed, in_backward = _activations(share, layers, contents, held)
         activations = kept + max(0, in_backward - sizes["logits"]) + beside
+        # the head is done before the first layer runs backward
+        passing = max(0, _passing(recipe, share, contents) - max(0, sizes["logits"] - in_backward))
+        if own.pipeline.schedule == "gpipe" and contents.has_head:
+            activations += int((held - 1) * _head_waits(recipe, share))
+        sizes = sizes | {"communication": sizes["communication"] + passing}
         allocated = sum(sizes.values()) + activations + routed
         reserve = outside + int(min(_SLACK * allocated, _MOST_SLACK)) if is_cuda else 0
         stages.append(StageMemory(**sizes, activations=activations, expert_buffers=routed, reserve=reserve))
@@ -212,6 +217,15 @@ def _head(recipe: Recipe, share: Share) -> int:
     return norm + gathered + rows * d * e + table * wide + max(at_piece, at_end)
 
 
+def _head_waits(recipe: Recipe, share: Share) -> int:
+    """What the loss keeps of a micro batch whose backward pass does not follow at once: both gradients that it has made
+    on the way."""
+    table = table_parameters(share.model, tp=share.tp)
+    if recipe.kernels.cross_entropy == "reference":
+        return 2 * share.tokens * table // share.model.d_model * share.wide
+    return (share.tokens * share.model.d_model + table) * share.width
+
+
 def _shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:
     """Weights on a rank when they are shared out from a strategy on: 1 zero1, 2 zero2, 3 fsdp."""
     level = {"replicate": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}[recipe.parallelism.dp_strategy]
@@ -259,27 +273,15 @@ def state_bytes(optim: OptimSpec, *, width: int) -> int:
 def _communication(recipe: Recipe, share: Share, contents: _Contents) -> int:
     own, e, model = recipe.parallelism, share.width, share.model
     total = 0
-    unit = max(
-        (
-            layer_parameters(model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp)
-            for chunk in contents.chunks
-            for one in (False, True)
-            if chunk[one]
-        ),
-        key=lambda one: one.dense + one.experts,
-        default=None,
-    )
-    largest = unit.dense + unit.experts if unit else 0
-    summed = share.wide if own.grad_reduce == "fp32" else 2
-    bucket = max(int(own.bucket_mb * 1e6), share.wide * table_parameters(model, tp=own.tp))
+    largest = _largest_layer(recipe, contents)
     if own.dp_strategy in ("fsdp", "hsdp"):
-        # this layer's weights and the next one's, and their gradients on the way
-        ends = table_parameters(model, tp=own.tp) if contents.has_embedding or contents.has_head else 0
-        total += (largest + max(largest, ends)) * e + 2 * largest * summed
+        # this layer's weights and the next one's, and the last gradients of the micro batch before on their way
+        table = table_parameters(model, tp=own.tp)
+        ends = table if contents.has_embedding or contents.has_head else 0
+        last = max(largest, table) if contents.has_embedding else largest
+        total += (largest + max(largest, ends)) * e + last * _summed(recipe, share)
     elif own.dp_strategy == "zero2":
-        total += 2 * bucket
-    elif summed < share.wide and _data_ranks(recipe) > 1:
-        total += 2 * bucket * summed // share.wide
+        total += _bucket(recipe, share)
     if own.pp > 1:
         total += 4 * share.split_tokens * model.d_model * e
     if own.cp > 1:
@@ -287,6 +289,37 @@ def _communication(recipe: Recipe, share: Share, contents: _Contents) -> int:
         # a ring holds a block and receives the next, with their gradients; a gather holds all of them
         total += kv * (2 * own.cp if own.context.kind == "all_gather" else 4)
     return total
+
+
+def _passing(recipe: Recipe, share: Share, contents: _Contents) -> int:
+    """Gradients on their way while layers run backward, beside those that are there at any time."""
+    own = recipe.parallelism
+    if own.dp_strategy == "zero2":
+        return _bucket(recipe, share)
+    if own.dp_strategy in ("fsdp", "hsdp"):
+        return _largest_layer(recipe, contents) * _summed(recipe, share)
+    summed = _summed(recipe, share)
+    return 2 * _bucket(recipe, share) * summed // share.wide if summed < share.wide and _data_ranks(recipe) > 1 else 0
+
+
+def _summed(recipe: Recipe, share: Share) -> int:
+    """Bytes of a gradient on its way."""
+    return share.wide if recipe.parallelism.grad_reduce == "fp32" else 2
+
+
+def _largest_layer(recipe: Recipe, contents: _Contents) -> int:
+    """Weights of a rank's largest layer."""
+    own, kinds = recipe.parallelism, {one for chunk in contents.chunks for one in (False, True) if chunk[one]}
+    counts = (
+        layer_parameters(recipe.model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp) for one in sorted(kinds)
+    )
+    return max((one.dense + one.experts for one in counts), default=0)
+
+
+def _bucket(recipe: Recipe, share: Share) -> int:
+    """Bytes of the largest bucket of gradients."""
+    own = recipe.parallelism
+    return max(int(own.bucket_mb * 1e6), share.wide * table_parameters(share.model, tp=own.tp))
 
 
 def _data_ranks(recipe: Recipe) -> int:
