@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,12 @@ def add_parser(commands: Any) -> None:
     )
     command.add_argument("--json", action="store_true", help="one JSON object")
     command.add_argument("--ranks", metavar="0,5", help="these ranks' own view: place, groups, layers, memory")
+    command.add_argument(
+        "--trace",
+        action="store_true",
+        help="build ranks (those of --ranks; else the first, the last and the fullest) and take a step without numbers:"
+        " shapes, memory and collectives as they are, beside the plan's",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,13 +52,16 @@ def run(args: argparse.Namespace) -> int:
     facts = gather_facts(composed.recipe)
     spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
     plan = make_plan(spec, target, hardware=planned.hardware, ceilings=planned.ceilings, why=planned.why)
-    views = [rank_view(plan, rank) for rank in _ranks(args.ranks, spec.world_size)]
+    chosen = _ranks(args.ranks, spec.world_size)
+    views = [rank_view(plan, rank) for rank in chosen]
     if args.json:
         content = plan.as_json() | ({"ranks": [view.model_dump(mode="json") for view in views]} if views else {})
-        print(json.dumps(content, indent=1))
+        print(json.dumps(content | ({"traces": _traces_as_json(spec, chosen)} if args.trace else {}), indent=1))
     else:
         print_whole_plan(plan, terminal())
         print_ranks(views, terminal())
+        if args.trace:
+            _print_traces(spec, chosen)
     tell_left_out(composed)
     if target.gpus > spec.world_size:
         idle = f"{target.gpus - spec.world_size:,} of {target.gpus:,} GPUs idle"
@@ -59,6 +69,20 @@ def run(args: argparse.Namespace) -> int:
     for problem in facts.problems:
         print(f"not ready to train: {problem}", file=sys.stderr)
     return 0
+
+
+def _traces_as_json(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    from megaspec.runtime.trace import trace_ranks  # torch, only where it is needed
+    from megaspec.runtime.trace_report import trace_as_json
+
+    return [trace_as_json(spec, trace) for trace in trace_ranks(spec, ranks)]
+
+
+def _print_traces(spec: Spec, ranks: Sequence[int]) -> None:
+    from megaspec.runtime.trace import trace_ranks
+    from megaspec.runtime.trace_report import print_traces
+
+    print_traces(spec, trace_ranks(spec, ranks), terminal())
 
 
 def _ranks_origin(spec: Spec, composed: Composed) -> str:

@@ -1,0 +1,266 @@
+"""One real step of chosen ranks, without their numbers and without the other ranks: what `plan --trace` reports."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megaspec.data.batch import Batch
+from megaspec.nn.decoder import Decoder, Unit
+from megaspec.nn.moe import Moe
+from megaspec.parallelism.flat import Division
+from megaspec.precision.scaler import build_scaler
+from megaspec.resolve.communication import COPIES, TIED, WHOLE
+from megaspec.resolve.memory import memory_of
+from megaspec.resolve.parameters import PartialGradients, RankParameters
+from megaspec.resolve.schedule import shape_of
+from megaspec.runtime.build import Built, build, mesh_of
+from megaspec.runtime.position import Position
+from megaspec.runtime.step import train_step
+from megaspec.runtime.trace_blocks import KeptByUnit, UnitBytes, unit_bytes
+from megaspec.runtime.trace_memory import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    WEIGHTS,
+)
+from megaspec.runtime.trace_recorder import Call, Place, Recorder
+from megaspec.spec import Spec
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank does and holds."""
+
+    rank: int
+    stage: int
+    parameters: dict[str, tuple[int, ...]]
+    """Shapes on this rank, by global name."""
+    count: RankParameters
+    """Their elements."""
+    sizes: RankParameters
+    """The same with the padding of the buckets that they lie in."""
+    padding_again: int
+    """Of dense buckets that a backward pass gathers again where weights are shared out."""
+    partial: PartialGradients
+    """Elements whose gradients tensor-parallel ranks add up, on all ranks that share them out."""
+    summed: dict[str, int]
+    """Elements that this rank adds up at the end of a step, by what resolve/communication.py calls it."""
+    memory: dict[str, int]
+    """Bytes at the peak by kind, as StageMemory names them."""
+    peak_at: str
+    """Where in the step."""
+    calls: dict[Call, int]
+    """Collectives of a step, with the number of times."""
+    micro_batches: int
+    """That were traced; what is counted is that of all of the step's."""
+    seconds: float
+    """That it took to trace."""
+
+
+def ranks_to_trace(spec: Spec) -> tuple[int, ...]:
+    """The first, the last, and one of the pipeline stage that `plan` finds fullest."""
+    stages = memory_of(spec, device=spec.device)
+    fullest = max(range(len(stages)), key=lambda one: stages[one].total)
+    return tuple(sorted({0, spec.world_size - 1, fullest * (spec.world_size // len(stages))}))
+
+
+def trace_ranks(spec: Spec, ranks: Sequence[int] = ()) -> list[Trace]:
+    """Those, or what `ranks_to_trace` chooses."""
+    return [trace_rank(spec, rank) for rank in ranks or ranks_to_trace(spec)]
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Process groups of a world of which this process plays one rank: collectives do nothing."""
+    if world_size == 1:
+        yield
+        return
+    capable = dist.Backend.backend_capability["fake"]
+    if "meta" not in capable:
+        capable.append("meta")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Places(Position):
+    """Tells the recorder where the rank is, and lets tables stand for what compiled layers make."""
+
+    def __init__(self, recorder: Recorder, spec: Spec):
+        super().__init__(_META)
+        self._recorder, self._spec = recorder, spec
+        self._current: list[KeptByUnit] = []
+
+    def watch(self, chunk: Decoder) -> None:
+        place = 0
+        for unit in chunk.units:
+            is_compiled = self._spec.kernels.compile == "block"
+            size = unit_bytes(self._spec, unit.name, place=place) if is_compiled else None
+            place += sum(module in chunk.layers.values() for module in unit.modules)
+            self._told(unit, size)
+
+    def _told(self, unit: Unit, size: UnitBytes | None) -> None:
+        run, recorder = unit.run, self._recorder
+
+        def told(x: Tensor, *more: object) -> Tensor:
+            here = Place("forward", self.micro, unit.name)
+            recorder.place, memory = here, recorder.memory
+            if x.is_floating_point():
+                # what another stage sent is this one's now
+                memory.name(x, ACTIVATIONS)
+            kept = None if size is None else KeptByUnit(memory, size, x)
+            recorder.unit = kept
+            out = run(x, *more)
+            recorder.unit = None
+            if kept is not None:
+                memory.name(out, ACTIVATIONS)
+            if out.requires_grad:
+                backward = replace(here, phase="backward")
+                held = [] if kept is None else [kept]
+                out.register_hook(lambda _: self._begin(backward, held))
+                if held:
+                    x.register_hook(lambda grad: self._end(grad, held))
+            return out
+
+        unit.run = told
+
+    def _begin(self, here: Place, held: list[KeptByUnit]) -> None:
+        """A unit's backward pass begins, and that of the one behind it has ended, which may hear of it later: both have
+        hooks on the same tensor. `held`: emptied by the end; empty for a unit that is counted tensor by tensor."""
+        self._leave()
+        self._recorder.place, self._current = here, held
+        if held:
+            self._recorder.unit = held[0]
+            held[0].work()
+
+    def _end(self, grad: Tensor, held: list[KeptByUnit]) -> None:
+        self._recorder.memory.name(grad, ACTIVATIONS)
+        if self._current is held:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._recorder.unit = None
+        if self._current:
+            self._current.pop().done()
+        self._current = []
+
+
+def trace_rank(spec: Spec, rank: int) -> Trace:
+    """Builds a rank and takes a step. RecipeError: the Spec asks for what can be planned only."""
+    start, recorder = time.monotonic(), Recorder()
+    eager = spec.model_copy(update={"kernels": spec.kernels.model_copy(update={"compile": "none"})})
+    with fake_world(rank, spec.world_size), recorder.watching():
+        built = build(eager, mesh=mesh_of(spec, rank=rank, device=_META), position=_Places(recorder, spec))
+        for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
+            moe.force_balance()
+        _name_what_is_held(built, recorder)
+        batches, scaler = _batches(spec), build_scaler(spec.precision, device=_META)
+        count = _enough(spec)
+        recorder.place = Place("step")
+        recorder.memory.forget_peak()
+        train_step(built, batches[:count], lr=1.0, weight_decay=0.0, scaler=scaler)
+    sums = _sums(built, whole=True), _sums(built, whole=False)
+    return Trace(
+        rank=rank,
+        stage=built.mesh.index("pp"),
+        parameters={name: tuple(parameter.shape) for name, parameter in built.parameters.items()},
+        count=_sizes(built, lambda division: sum(map(prod, division.shapes.values()))),
+        sizes=_sizes(built, lambda division: division.numel),
+        padding_again=_padding_again(built),
+        partial=PartialGradients(*(sum(n for n, _ in found) for found in sums)),
+        summed={
+            WHOLE: sum(n for _, n in sums[0]),
+            COPIES: sum(n for _, n in sums[1]),
+            TIED: sum(built.data_parallel.gradients[name].numel() for name in built.pipeline.shared),
+        },
+        memory=recorder.memory.peak,
+        peak_at=recorder.memory.peak_at,
+        calls=_scaled(recorder.calls, count, len(batches)),
+        micro_batches=count,
+        seconds=time.monotonic() - start,
+    )
+
+
+def _sums(built: Built, *, whole: bool) -> list[tuple[int, int]]:
+    """Elements of the gradients that tensor-parallel ranks add up, all of them and those that lie here. `whole`: of
+    parameters that have no part."""
+    found = []
+    for one in built.tensor_parallel.sums:
+        parameter = built.parameters.get(one.name)
+        if parameter is not None and (one.rows is None) is whole:
+            here, row = built.data_parallel.rows(one.name), prod(parameter.shape[1:])
+            first, last = (0, parameter.shape[0]) if one.rows is None else (one.rows.start, one.rows.stop)
+            held = max(0, min(last, here.stop) - max(first, here.start))
+            found.append(((last - first) * row, held * row))
+    return found
+
+
+def _padding_again(built: Built) -> int:
+    dense = [b for b in built.data_parallel.buckets if b.names[0] not in built.tensor_parallel.experts]
+    # one that several chunks or ends use is gathered for each
+    again = [b.division for b in dense if b.chunk is None or any(name.startswith("layers.") for name in b.names)]
+    return sum(division.numel - sum(map(prod, division.shapes.values())) for division in again)
+
+
+def _sizes(built: Built, size: Callable[[Division], int]) -> RankParameters:
+    """Of all buckets, by what lies in them."""
+    experts = built.tensor_parallel.experts
+    total = dict.fromkeys((False, True), 0)
+    for bucket in built.data_parallel.buckets:
+        total[bucket.names[0] in experts] += size(bucket.division)
+    return RankParameters(total[False], total[True])
+
+
+def _batches(spec: Spec) -> list[Batch]:
+    B, S, documents = spec.train.micro_batch, spec.data.seq_len, None
+    found = []
+    for _ in range(shape_of(spec).micro_batches):
+        tokens, labels = (torch.empty(B, S, dtype=torch.int64, device=_META) for _ in range(2))
+        if spec.data.document_mask:
+            documents = torch.empty(B, S, dtype=torch.int32, device=_META)
+        mask, ids = (torch.empty(n, dtype=t, device=_META) for n, t in (((B, S), torch.bool), (B, torch.int64)))
+        found.append(Batch(tokens, labels, mask, ids, documents))
+    return found
+
+
+def _enough(spec: Spec) -> int:
+    """Micro batches after which every further one does the same again."""
+    shape = shape_of(spec)
+    if shape.schedule == "gpipe":
+        return shape.micro_batches
+    return min(shape.micro_batches, 2 * shape.pp * shape.virtual)
+
+
+def _name_what_is_held(built: Built, recorder: Recorder) -> None:
+    """Everything else that was made so far is the optimizer's."""
+    memory = recorder.memory
+    for chunk in built.chunks:
+        for x in (*chunk.parameters(), *chunk.buffers()):
+            memory.name(x, WEIGHTS)
+    for bucket in built.data_parallel.buckets:
+        for buffer, kind in ((bucket.weights, WEIGHTS), (bucket.sums, GRADIENTS)):
+            if buffer is not None:
+                memory.name(buffer.whole, kind if buffer.kept else COMMUNICATION)
+                memory.name(buffer.own, kind)
+
+
+def _scaled(calls: Counter[tuple[Call, int | None]], traced: int, all_: int) -> dict[Call, int]:
+    """Times in a step of `all_` micro batches, of which those that were left out do what one in the middle did."""
+    found: Counter[Call] = Counter()
+    for (call, micro), times in calls.items():
+        found[call] += times
+        if micro == (traced - 1) // 2:
+            found[call] += times * (all_ - traced)
+    return dict(found)

@@ -1,0 +1,73 @@
+"""What compiled layers keep and need, from tables in place of the trace's own tensors.
+
+Note "What exact means". Parameters, collectives and memory are counted from what the step does, tensor by tensor, with
+one exception: torch.compile decides what a compiled layer keeps, and does not run on tensors without numbers. So layers
+run as plain operations whose tensors are not counted, and in their place stands what resolve/activations.py says, which
+was measured. A plain layer's collectives are a compiled one's, but for the gather of a tensor-parallel layer's input: a
+compiled one keeps what the forward pass gathered. They are compared with the formulas of plain layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megaspec.resolve.activations import LayerBytes, layer_bytes, share_of
+from megaspec.resolve.kinds import has_experts
+from megaspec.runtime.trace_memory import ACTIVATIONS, EXPERTS, Memory
+from megaspec.spec import Spec
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Of one micro batch in a unit of a chunk, beside its input and output."""
+
+    kept: int
+    """From its forward to its backward pass."""
+    routed: int
+    """The same for tokens of experts."""
+    work: int
+    """During its backward pass."""
+
+
+def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
+    """Of a unit by its name, `layers.3` or `layers.3-5`; None where it is no layer. `place`: of its first layer among
+    those of the chunk."""
+    kind, _, numbers = name.partition(".")
+    if kind != "layers":
+        return None
+    first, _, last = numbers.partition("-")
+    share, own, experts = share_of(spec), spec.parallelism.recompute, has_experts(spec.model)
+    layers = [layer_bytes(share, with_experts=experts[i]) for i in range(int(first), int(last or first) + 1)]
+    backward = max(one.backward + one.sent for one in layers)
+    if own.kind == "full" and (own.method != "block" or place < (own.layers or 1)):
+        again = sum(map(_made_again, layers)) + (len(layers) - 1) * layers[0].input
+        return UnitBytes(0, 0, again + backward)
+    (one,) = layers
+    return UnitBytes(one.kept - one.input, one.routed, one.again + backward)
+
+
+def _made_again(one: LayerBytes) -> int:
+    return one.kept + one.routed + one.again - one.input
+
+
+class KeptByUnit:
+    """Stands for what a unit keeps; gone with its last reference."""
+
+    def __init__(self, memory: Memory, size: UnitBytes, x: Tensor):
+        self._memory, self._size, self.x = memory, size, x.detach()
+        self._held = [_block(memory, ACTIVATIONS, size.kept), _block(memory, EXPERTS, size.routed)]
+
+    def work(self) -> None:
+        """Its backward pass begins."""
+        self._held.append(_block(self._memory, ACTIVATIONS, self._size.work))
+
+    def done(self) -> None:
+        """Its backward pass is over; what weight gradients need may still be there."""
+        self._held.pop()
+
+
+def _block(memory: Memory, kind: str, size: int) -> Tensor:
+    block = torch.empty(size, dtype=torch.uint8, device="meta")
+    memory.name(block, kind)
+    return block

@@ -1,0 +1,231 @@
+"""Tensors without numbers go through a step, and what it does is written down.
+
+Note "Meta tensors". They have shapes, storages and gradients, and no numbers. Unlike fake CPU tensors they take a GPU's
+way wherever the code asks for the device, collectives included; unlike fake CUDA tensors they have a backward pass on a
+machine without CUDA. What reads a number fails: so every trace shows that a step reads none.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megaspec.nn.linear import WeightGradientSum
+from megaspec.runtime.trace_memory import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    INSIDE,
+    LOGITS,
+    OPTIMIZER,
+    Memory,
+    storage_of,
+)
+
+# Operations under torch's collectives: their kind, and where the tensor lies whose size counts.
+_IN_PLACE = {
+    "allreduce_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("p2p", 0),
+}
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+_SEND_NOTHING = ("recv_", "wait_tensor")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective. `bytes`: as resolve/communication.py counts them; `ranks`: of its group."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a step the rank is."""
+
+    phase: str
+    micro: int | None = None
+    unit: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.phase} of micro batch {self.micro}, {self.unit}" if self.unit else self.phase
+
+
+class Recorder:
+    """While `watching`: every storage goes into `memory`, every collective into `calls`, by micro batch."""
+
+    def __init__(self) -> None:
+        self.place = Place("build")
+        self.memory = Memory(lambda: str(self.place))
+        self.calls: Counter[tuple[Call, int | None]] = Counter()
+        self.unit: object | None = None
+        """What stands for all that the running unit makes; None: it is counted tensor by tensor."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with _answers(self.memory), _Operations(self):
+            yield
+
+    @property
+    def kind(self) -> str:
+        """What a new tensor is for."""
+        if self.unit is not None:
+            return INSIDE
+        if self.place.phase == "build":
+            return OPTIMIZER
+        return LOGITS if self.place.unit == "head" else ACTIVATIONS
+
+
+@contextmanager
+def _answers(memory: Memory) -> Iterator[None]:
+    """Addresses and sizes of what has no memory, and the choice among attention's operations, which no mode sees in a
+    backward pass: in place of torch's own while the context lasts."""
+
+    def untyped_storage(x: Tensor) -> _Storage:
+        return _Storage(storage_of(x), memory)
+
+    def data_ptr(x: Tensor) -> int:
+        return memory.address(storage_of(x)) + x.storage_offset() * x.itemsize
+
+    with ExitStack() as stack:
+        for name, function in (("untyped_storage", untyped_storage), ("data_ptr", data_ptr)):
+            setattr(Tensor, name, function)
+            stack.callback(delattr, Tensor, name)
+        stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = _attention
+        yield
+
+
+class _Storage:
+    """A storage with an address of its own, whose size the memory keeps an eye on."""
+
+    def __init__(self, storage: torch.UntypedStorage, memory: Memory):
+        self._storage, self._memory = storage, memory
+
+    def data_ptr(self) -> int:
+        return self._memory.address(self._storage)
+
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+    def resize_(self, size: int) -> None:
+        self._storage.resize_(size)
+        self._memory.resized(self._storage)
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> Tensor:
+    """The fused operation of today's GPUs, with what it keeps for the backward pass."""
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
+
+
+class _Shapes:
+    """Results of operations that make new tensors, of the same shapes for arguments of the same shapes: layers repeat
+    each other, and to find a shape out takes torch ten times as long as to make a tensor of it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, ...] | None] = {}
+        self._plain: dict[torch._ops.OpOverload, bool] = {}
+
+    def __call__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if func not in self._plain:
+            self._plain[func] = _makes_new(func)
+        if not self._plain[func]:
+            return func(*args, **kwargs)
+        key = (func, _form(args), _form(tuple(kwargs.items())))
+        if key in self._known:
+            made = tuple(torch.empty_strided(*form, dtype=t, device=d) for *form, t, d in self._known[key])
+            return made[0] if len(func._schema.returns) == 1 else made
+        out = func(*args, **kwargs)
+        made = out if isinstance(out, tuple) else (out,)
+        self._known[key] = tuple((tuple(x.shape), x.stride(), x.dtype, x.device) for x in made)
+        return out
+
+
+def _makes_new(func: torch._ops.OpOverload) -> bool:
+    """Whether an operation does nothing but make new tensors."""
+    schema = func._schema
+    values = (*schema.arguments, *schema.returns)
+    tensors = all(str(value.type) == "Tensor" for value in schema.returns)
+    return func.namespace == "aten" and tensors and bool(schema.returns) and not any(v.alias_info for v in values)
+
+
+def _form(value: Any) -> Hashable:
+    """All that the shape of a result can depend on."""
+    if isinstance(value, Tensor):
+        return Tensor, tuple(value.shape), value.stride(), value.dtype, value.device
+    if isinstance(value, tuple | list):
+        return tuple(map(_form, value))
+    return type(value), value
+
+
+class _Operations(TorchDispatchMode):
+    """Every operation on tensors, those of the backward pass included."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder, self._shapes = recorder, _Shapes()
+        self._ranks: dict[str, tuple[int, ...]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.megaspec.add_weight_gradient.default:
+            # without numbers torch would leave its inside out: who waits for the gradient has to be told
+            total, *factors = args
+            with self:  # it is off inside of what it handles
+                WeightGradientSum.add(total, _Product(*factors, self._recorder.unit))
+            return None
+        out = self._shapes(func, args, kwargs or {})
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args, out)
+        recorder = self._recorder
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, Tensor):
+                recorder.memory.see(x, recorder.kind)
+        return out
+
+    def _collective(self, func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> None:
+        name, recorder = func._opname, self._recorder
+        if name == "recv_":
+            for x in args[0]:
+                recorder.memory.name(x, COMMUNICATION)
+        if name in _SEND_NOTHING:
+            return
+        if name in _FUNCTIONAL and func.namespace == "_c10d_functional":
+            kind, group, x = _FUNCTIONAL[name], args[-1], out if name == "all_gather_into_tensor" else args[0]
+        else:
+            kind, where = _IN_PLACE[name]
+            x = args[where][0] if isinstance(args[where], list) else args[where]
+            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).group_name
+        recorder.calls[Call(kind, self._ranks_of(group), x.nbytes), recorder.place.micro] += 1
+
+    def _ranks_of(self, group: str) -> tuple[int, ...]:
+        if group not in self._ranks:
+            found = dist.distributed_c10d._resolve_process_group(group)
+            self._ranks[group] = tuple(dist.get_process_group_ranks(found))
+        return self._ranks[group]
+
+
+class _Product:
+    """A product that does nothing but keep its factors, which one that is put off keeps, too."""
+
+    def __init__(self, *kept: object):
+        self._kept = kept
+
+    def __call__(self, total: Tensor, overwrite: bool) -> None:
+        pass

@@ -1,0 +1,208 @@
+"""Traced steps beside the formulas of `plan`: parameters and collectives are the same, memory within 5 %."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaspec.commands.planned import plan_words
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.memory import StageMemory
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.runtime import step
+from megaspec.runtime.trace import Trace, fake_world, ranks_to_trace, trace_rank
+from megaspec.runtime.trace_compare import MEMORY_TOLERANCE, Row, compared
+from megaspec.runtime.trace_memory import ACTIVATIONS, KINDS, WEIGHTS, Memory
+from megaspec.runtime.trace_recorder import Recorder
+from megaspec.spec import Spec
+
+SMALL = "recipe=llama3_8b hardware=H200 parallelism=default model.n_layers=4"
+EXPERTS = "recipe=qwen3_30b_a3b hardware=H200 model.n_layers=4 parallelism=default parallelism.dp_strategy=zero1"
+RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+# What an axis does, in layouts that it takes; layers compiled, so that tables stand for what they keep.
+LAYOUTS = [
+    "gpus=1 train.global_batch=2",
+    "gpus=4 parallelism.tp=2 train.global_batch=8",
+    "gpus=4 parallelism.tp=2 parallelism.sequence_parallel=false train.global_batch=8",
+    "gpus=16 parallelism.tp=16 train.global_batch=2",
+    "gpus=4 parallelism.tp=2 parallelism.dp_strategy=zero1 train.global_batch=8",
+    "gpus=4 parallelism.dp_strategy=zero2 train.global_batch=8",
+    "gpus=4 parallelism.tp=2 parallelism.dp_strategy=fsdp train.global_batch=8",
+    "gpus=4 parallelism.dp_strategy=hsdp parallelism.dp_shard=2 parallelism.dp_replicate=2 train.global_batch=8",
+    "gpus=4 parallelism.dp_strategy=zero1 parallelism.grad_reduce=bf16 train.global_batch=8",
+    "gpus=4 parallelism.pp=4 parallelism.pipeline.schedule=gpipe train.global_batch=8",
+    "gpus=4 parallelism.pp=4 train.global_batch=32",
+    "gpus=4 parallelism.pp=4 parallelism.pipeline.schedule=zb_h1 train.global_batch=16",
+    "gpus=2 parallelism.pp=2 parallelism.pipeline.schedule=interleaved parallelism.pipeline.virtual_stages=2"
+    " train.global_batch=16",
+    "gpus=2 parallelism.pp=2 parallelism.pipeline.schedule=zb_v parallelism.pipeline.virtual_stages=2"
+    " train.global_batch=16",
+    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=fsdp train.global_batch=16",
+    "gpus=4 parallelism.cp=4 train.global_batch=2",
+    "gpus=4 parallelism.cp=4 parallelism.context.kind=all_gather train.global_batch=2",
+    "gpus=4 parallelism.cp=4 parallelism.context.kind=all_to_all train.global_batch=2",
+    "gpus=4 parallelism.cp=4 parallelism.context={kind:hierarchical,factors:[2,2]} train.global_batch=2",
+    "gpus=2 parallelism.tp=2 parallelism.recompute.kind=selective train.global_batch=4",
+    "gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
+    "gpus=2 parallelism.tp=2 parallelism.recompute={kind:full,method:block,layers:2} train.global_batch=4",
+]
+# Plain layers, of which every tensor is counted.
+PLAIN = [
+    "gpus=2 parallelism.tp=2 train.global_batch=4",
+    "gpus=2 parallelism.tp=2 parallelism.sequence_parallel=false train.global_batch=4",
+    "gpus=4 parallelism.cp=4 train.global_batch=2",
+    "gpus=4 parallelism.cp=4 parallelism.context.kind=all_to_all train.global_batch=2",
+    "gpus=2 parallelism.tp=2 parallelism.recompute={kind:selective,parts:[norm,activation,core_attention]}"
+    " train.global_batch=4",
+    "gpus=2 parallelism.tp=2 parallelism.recompute={kind:selective,parts:[mlp]} train.global_batch=4",
+    "gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
+]
+WITH_EXPERTS = [
+    "gpus=1 train.global_batch=2",
+    "gpus=4 parallelism.ep=4 train.global_batch=8",
+    "gpus=4 parallelism.tp=2 parallelism.ep=2 train.global_batch=4",
+    "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.etp=2 train.global_batch=4",
+    "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.dispatch=all_gather train.global_batch=4",
+    "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.etp=2 parallelism.dispatch=all_gather train.global_batch=4",
+]
+
+
+def spec_of(words: str) -> Spec:
+    """As `plan` resolves it."""
+    planned = plan_words(words.split())
+    facts = replace(gather_facts(planned.composed.recipe), problems=())
+    return resolve(planned.composed.recipe, planned.target, facts, planned.composed.origins)
+
+
+def differences(spec: Spec, trace: Trace) -> list[str]:
+    return [
+        f"{row.what}: plan {row.planned:,}, trace {row.traced:,}" for row in compared(spec, trace) if not row.agrees
+    ]
+
+
+def check(words: str) -> None:
+    spec = spec_of(words)
+    for rank in ranks_to_trace(spec):
+        assert differences(spec, trace_rank(spec, rank)) == [], f"rank {rank}"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_axis(layout):
+    check(f"{SMALL} {layout}")
+
+
+@pytest.mark.parametrize("layout", PLAIN)
+def test_plain_layers(layout):
+    check(f"{SMALL} kernels.compile=none {layout}")
+
+
+@pytest.mark.parametrize("compiled", ["block", "none"])
+@pytest.mark.parametrize("layout", WITH_EXPERTS)
+def test_experts(layout, compiled):
+    check(f"{EXPERTS} kernels.compile={compiled} {layout}")
+
+
+def test_a_thousand_ranks():
+    """One of 1,024; what takes longest is the number of operations, which a smaller model has fewer of."""
+    spec = spec_of("recipe=llama3_1_405b train.global_batch=128")
+    trace = trace_rank(spec, 0)
+    assert spec.world_size == 1024
+    assert differences(spec, trace) == []
+    assert trace.parameters["layers.0.attn.wqkv.weight"] == ((16384 + 2 * 1024) // 8, 16384)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe(name):
+    spec = spec_of(f"recipe={name}")
+    problems = unbuilt_problems(spec)
+    if problems:
+        pytest.skip(str(problems[0]))
+    check(f"recipe={name}")
+
+
+def test_further_micro_batches_are_counted_and_not_run():
+    """Of 24 micro batches eight are traced."""
+    layout = f"{SMALL} gpus=8 parallelism.pp=4 parallelism.dp_strategy=zero2"
+    short, long = (spec_of(f"{layout} train.global_batch={n}") for n in (16, 48))
+    one, more = trace_rank(short, 2), trace_rank(long, 2)
+    assert (one.micro_batches, more.micro_batches) == (8, 8)
+    of_kind = {kind: [0, 0] for kind in ("p2p", "reduce_scatter", "all_gather")}
+    for number, trace in enumerate((one, more)):
+        for call, times in trace.calls.items():
+            if call.kind in of_kind:
+                of_kind[call.kind][number] += call.bytes * times
+    assert of_kind["p2p"][1] == 3 * of_kind["p2p"][0]
+    assert of_kind["reduce_scatter"][1] == 3 * of_kind["reduce_scatter"][0]
+    assert of_kind["all_gather"][1] == of_kind["all_gather"][0]
+
+
+def test_first_last_and_fullest():
+    spec = spec_of("recipe=llama3_1_405b_256gpu")
+    assert ranks_to_trace(spec) == (0, 32, 255)
+
+
+@pytest.mark.parametrize("read", ["loss.item()", "bool(loss > 0)", "loss.tolist()", "loss.cpu()"])
+def test_a_step_that_reads_a_number_fails(read, monkeypatch):
+    def reads(built, x):
+        eval(read, {"loss": x})  # a word of this file
+        return x
+
+    monkeypatch.setattr(step, "_summed", reads)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        trace_rank(spec_of(f"{SMALL} gpus=2 train.global_batch=2"), 0)
+
+
+def test_a_collective_that_is_left_out_shows(monkeypatch):
+    monkeypatch.setattr(step, "_summed", lambda built, x: x)
+    spec = spec_of(f"{SMALL} gpus=2 train.global_batch=2")
+    wrong = differences(spec, trace_rank(spec, 0))
+    assert [line.partition(":")[0] for line in wrong] == ["all reduce over dp_replicate"]
+
+
+@pytest.mark.parametrize(("traced", "agrees"), [(100, True), (105, True), (106, False), (94, False)])
+def test_five_percent(traced, agrees):
+    assert Row("all memory", "bytes", 100, traced, MEMORY_TOLERANCE).agrees is agrees
+    assert Row("parameters", "parameters", 100, traced, 0.0).agrees is (traced == 100)
+    assert Row("logits", "bytes", 100, traced, None).agrees
+
+
+def test_kinds_are_those_of_the_plan():
+    assert set(KINDS) | {"reserve"} == set(StageMemory.__dataclass_fields__)
+
+
+def test_memory_counts_each_storage_while_it_lives():
+    recorder = Recorder()
+    memory: Memory = recorder.memory
+    with recorder.watching():
+        x = torch.empty(8, 4, device="meta")
+        views = x[2:], x.t()
+        memory.name(x, WEIGHTS)
+        y = x * 2
+        z = torch.empty(3, device="meta")
+        assert memory.now[WEIGHTS] == 128
+        addresses = {x.data_ptr(), y.data_ptr(), z.data_ptr(), x[2:].data_ptr()}
+        assert len(addresses) == 4
+        assert x[2:].data_ptr() == x.data_ptr() + 32
+        total = sum(memory.now.values())
+        assert total == 128 + 128 + 12
+        del y, z
+        assert sum(memory.now.values()) == 128
+        x.untyped_storage().resize_(0)
+        assert sum(memory.now.values()) == 0
+        x.untyped_storage().resize_(128)
+        memory.name(views[0], ACTIVATIONS)
+        assert (memory.now[WEIGHTS], memory.now[ACTIVATIONS]) == (0, 128)
+    assert sum(memory.peak.values()) == 268
+
+
+def test_a_fake_world_leaves_nothing_behind():
+    with fake_world(3, 8):
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 8)
+    assert not dist.is_initialized()
+    assert torch.empty(2).data_ptr() != 0
