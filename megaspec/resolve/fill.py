@@ -29,7 +29,6 @@ from megaspec_kernels.catalog import Use, choose
 MICRO_BATCH_TOKENS = 8192
 CPU_RANKS = 2
 # A search that weighed fewer layouts had little to choose from.
-_FEW = 10
 NODE_RANKS = 8
 # What only a search decides, and what stands there without one.
 PLAIN = {
@@ -117,15 +116,12 @@ def searched(draft: Draft) -> None:
     if hardware is not None:
         grid = _grid(draft, hardware)
         found = tune(grid, most=1)
-        # a search that was held to what can be trained and found little is not the last word on what can be planned
-        is_poor = not found.fitting or (found.weighed < _FEW and grid.recipe.launcher.ranks > 1)
-        hint = "; megaspec tune finds layouts that can be planned" if grid.is_for_training and is_poor else ""
-        why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule{hint}"
+        why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule"
         if found.best:
             best = found.best[0].recipe.model_dump(mode="json")
             fate = f"fastest of {found.fitting:,} that fit" if found.fitting else "nothing fits; it needs least memory"
             for key in SEARCHED:
-                draft.fill(key, value_at(best, key), f"{fate}, {found.weighed:,} weighed{hint or ' (megaspec tune)'}")
+                draft.fill(key, value_at(best, key), f"{fate}, {found.weighed:,} weighed (megaspec tune)")
     for key, plain in PLAIN.items():
         draft.fill(key, plain, why)
 

@@ -160,16 +160,14 @@ def reason_of(name, *overrides, gpus):
     return spec, reason
 
 
-def test_where_nothing_that_can_be_trained_fits_auto_points_to_tune():
-    spec, reason = reason_of("llama3_1_405b", gpus=1024)
+def test_where_nothing_fits_auto_takes_what_needs_least():
+    spec, reason = reason_of("llama3_1_405b", gpus=16)
     assert unbuilt_problems(spec) == []
     assert reason.startswith("nothing fits; it needs least memory")
-    assert reason.endswith("; megaspec tune finds layouts that can be planned")
 
 
-def test_auto_of_a_model_that_can_only_be_planned_searches_all_layouts():
+def test_auto_of_experts_searches_their_layouts_too():
     spec, reason = reason_of("mixtral_8x7b", gpus=16)
-    assert "megaspec tune finds" not in reason
     assert reason.startswith("fastest of ")
     assert fullest(memory_of(spec)).total <= HARDWARE["H100"].memory
     assert spec.parallelism.ep > 1
