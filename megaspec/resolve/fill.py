@@ -28,7 +28,6 @@ from megaspec_kernels.catalog import Use, choose
 
 MICRO_BATCH_TOKENS = 8192
 CPU_RANKS = 2
-# A search that weighed fewer layouts had little to choose from.
 NODE_RANKS = 8
 # What only a search decides, and what stands there without one.
 PLAIN = {
