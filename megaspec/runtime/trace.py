@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaspec.core.errors import Problem, RecipeError
 from megaspec.data.batch import Batch
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.moe import Moe
+from megaspec.optim.narrow import NarrowAdamW
+from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.flat import Division
 from megaspec.precision.scaler import build_scaler
 from megaspec.resolve.communication import COPIES, TIED, WHOLE
@@ -158,7 +161,9 @@ class _Places(Position):
 
 
 def trace_rank(spec: Spec, rank: int) -> Trace:
-    """Builds a rank and takes a step. RecipeError: the Spec asks for what can be planned only."""
+    """Builds a rank and takes a step. RecipeError: the Spec asks for what can be planned only, or for what can't do
+    without numbers."""
+    _check(spec)
     start, recorder = time.monotonic(), Recorder()
     eager = spec.model_copy(update={"kernels": spec.kernels.model_copy(update={"compile": "none"})})
     with fake_world(rank, spec.world_size), recorder.watching():
@@ -168,6 +173,8 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         _name_what_is_held(built, recorder)
         batches, scaler = _batches(spec), build_scaler(spec.precision, device=_META)
         count = _enough(spec)
+        if isinstance(built.optimizer, NarrowAdamW):
+            _as_one_kernel(built.optimizer, recorder)
         recorder.place = Place("step")
         recorder.memory.forget_peak()
         train_step(built, batches[:count], lr=1.0, weight_decay=0.0, scaler=scaler)
@@ -221,6 +228,33 @@ def _sizes(built: Built, size: Callable[[Division], int]) -> RankParameters:
     for bucket in built.data_parallel.buckets:
         total[bucket.names[0] in experts] += size(bucket.division)
     return RankParameters(total[False], total[True])
+
+
+def _check(spec: Spec) -> None:
+    """Refuses what has to read numbers. RecipeError."""
+    own, problems = spec.parallelism.offload, []
+    if isinstance(spec.optim, MuonSpec) and spec.world_size > 1:
+        text = "optim.kind=muon can't be traced: its ranks tell each other what they hold, and a trace has one of them"
+        problems.append(Problem("optim.kind", f"{text}; leave --trace out, or set optim=adamw", ""))
+    for name, value in (("layers", own.layers), ("optimizer", own.optimizer)):
+        if value:
+            key = f"parallelism.offload.{name}"
+            text = f"{key}={value} can't be traced: what goes to the CPU is copied, and a trace has nothing to copy"
+            problems.append(Problem(key, f"{text}; leave --trace out, or set {key}=0", ""))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _as_one_kernel(optimizer: NarrowAdamW, recorder: Recorder) -> None:
+    """On a GPU an update makes no tensors; the plain operations that stand for it do, and are not counted."""
+    update = optimizer.update
+
+    def counted(*args: object, **options: object) -> None:
+        recorder.unit = optimizer
+        update(*args, **options)
+        recorder.unit = None
+
+    optimizer.update = counted
 
 
 def _batches(spec: Spec) -> list[Batch]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, coordinates, rank_groups
-from megaspec.optim.spec import MuonSpec
 from megaspec.resolve.activations import share_of
 from megaspec.resolve.communication import Collective, Mesh, collectives_of, gradient_width, mesh_of
 from megaspec.resolve.memory import memory_of
@@ -71,11 +70,9 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
     traced: Counter[tuple[str, str]] = Counter()
     for call, times in trace.calls.items():
         traced[call.kind, _along(call.ranks, mesh)] += call.bytes * times
-    # which rank of all gets a matrix is not known before
-    tolerance = None if isinstance(spec.optim, MuonSpec) else 0.0
     for kind, along in sorted(planned.keys() | traced.keys()):
         what = f"{kind.replace('_', ' ')} over {along}"
-        yield Row(what, "bytes", planned[kind, along], traced[kind, along], tolerance if kind == "all_to_all" else 0.0)
+        yield Row(what, "bytes", planned[kind, along], traced[kind, along], 0.0)
 
 
 def _padded(one: Collective, spec: Spec, trace: Trace) -> float:

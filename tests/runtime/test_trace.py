@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megaspec.commands.planned import plan_words
+from megaspec.core.errors import RecipeError
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.memory import StageMemory
 from megaspec.resolve.resolver import resolve
@@ -140,6 +141,24 @@ def test_further_micro_batches_are_counted_and_not_run():
     assert of_kind["p2p"][1] == 3 * of_kind["p2p"][0]
     assert of_kind["reduce_scatter"][1] == 3 * of_kind["reduce_scatter"][0]
     assert of_kind["all_gather"][1] == of_kind["all_gather"][0]
+
+
+def test_narrow_states_are_updated_in_one_kernel():
+    formats = "optim.formats={master:fp16,exp_avg:fp8,exp_avg_sq:bf16}"
+    check(f"{SMALL} gpus=2 parallelism.dp_strategy=zero1 train.global_batch=4 {formats}")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("gpus=2 optim=muon", "optim.kind=muon"),
+        ("gpus=1 parallelism.offload.layers=2", "parallelism.offload.layers=2"),
+        ("gpus=1 parallelism.offload.optimizer=0.5", "parallelism.offload.optimizer=0.5"),
+    ],
+)
+def test_what_needs_numbers_is_refused_with_its_reason(words, key):
+    with pytest.raises(RecipeError, match=f"{key} can't be traced: .*; leave --trace out"):
+        trace_rank(spec_of(f"{SMALL} {words} train.global_batch=4"), 0)
 
 
 def test_first_last_and_fullest():
