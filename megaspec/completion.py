@@ -75,7 +75,7 @@ OWN: dict[str, tuple[str, ...]] = {
 _MACHINE = ("hardware", "gpus", "ceilings")
 COMMANDS: dict[str, Completed] = {
     "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
-    "plan": Completed(("--config-dir", "--json", "--ranks"), "words", _MACHINE),
+    "plan": Completed(("--config-dir", "--json", "--ranks", "--trace"), "words", _MACHINE),
     "verify": Completed(("--config-dir", "--cpu", "--json", "--ranks", "--steps"), "words", _MACHINE),
     "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
     "resume": Completed(("--config-dir", "--fork"), "changes", ("memory",), RUN),
