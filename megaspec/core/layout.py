@@ -1,7 +1,10 @@
 """Where a local tensor lies in its global one. Plain data that tensor parallelism writes and that initialisation,
 gradient norms, checkpoints and exports read."""
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,23 @@ class Layout:
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+def layouts_as_json(layouts: Iterable[Layout]) -> bytes:
+    """For other ranks: see layouts_of_json."""
+    return json.dumps([asdict(layout) for layout in layouts]).encode()
+
+
+def layouts_of_json(text: bytes) -> list[Layout]:
+    """What `layouts_as_json` was given."""
+
+    def tuples(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+    return [
+        Layout(**tuples(one) | {"pieces": tuple(Piece(**tuples(piece)) for piece in one["pieces"])})
+        for one in json.loads(text)
+    ]
 
 
 def whole(name: str, shape: tuple[int, ...], *, replica: int = 0, copies: int = 1) -> Layout:

@@ -2,7 +2,6 @@
 
 # B sequences, T tokens, I inputs, O outputs
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -89,7 +88,7 @@ class WeightGradientQueue:
     """Products that were put off: the weight gradients of one backward pass."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Tensor, Product]] = deque()
+        self._pending: list[tuple[Tensor, Product]] = []
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -99,10 +98,11 @@ class WeightGradientQueue:
         self._pending.append((total, product))
 
     @torch.no_grad()
-    def run(self, count: int | None = None) -> None:
-        """Computes the `count` oldest products, all when None."""
-        for _ in range(len(self._pending) if count is None else min(count, len(self._pending))):
-            WeightGradientSum.add_now(*self._pending.popleft())
+    def run(self) -> None:
+        """Computes them, the oldest first."""
+        pending, self._pending = self._pending, []
+        for total, product in pending:
+            WeightGradientSum.add_now(total, product)
 
 
 def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Copies between a GPU's memory and the CPU's beside the computation."""
+"""What runs beside the computation: streams, and memory of the CPU that transfers can use."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -8,10 +8,13 @@ from torch import Tensor
 
 
 class Side:
-    """A stream beside the computation's, in one direction; on a CPU there is none."""
+    """A stream beside the computation's, whose work goes in its own order; on a CPU there is none.
 
-    def __init__(self, device: torch.device):
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    `priority`: -1 puts it first in line for what the GPU starts next.
+    """
+
+    def __init__(self, device: torch.device, *, priority: int = 0):
+        self.stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
 
     def after_now(self) -> Any:
         """A context in which work starts once what the computation has been given so far is done."""
@@ -23,6 +26,12 @@ class Side:
     def done(self) -> "torch.cuda.Event | None":
         """When what it was given so far is done."""
         return None if self.stream is None else self.stream.record_event()
+
+
+def wait_for(event: "torch.cuda.Event | None") -> None:
+    """What the computation starts from here on runs after the event; the host goes on."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
 
 
 def on_host(like: Tensor) -> Tensor:

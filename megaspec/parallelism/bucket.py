@@ -1,7 +1,6 @@
 """A bucket of parameters: the flat buffers of their weights and gradients, and what ranks do with them together."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,34 +48,6 @@ class Sharers:
             mesh.group(shard, line="gather"),
             mesh.group(replicas, line="reduce"),
         )
-
-
-class Lane:
-    """Work that runs beside the computation, in its own order: a stream on CUDA, no difference on a CPU."""
-
-    def __init__(self, device: torch.device):
-        # first in line for what the GPU starts next, since others wait for it
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is started inside runs after what the computation has started so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> torch.cuda.Event | None:
-        """What to wait for, after all that the lane was given so far."""
-        return None if self._stream is None else self._stream.record_event()
-
-
-def wait_for(event: torch.cuda.Event | None) -> None:
-    """What the computation starts from here on runs after the event; the host goes on."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
 
 
 class Buffer:

@@ -3,6 +3,8 @@
 The sequence is dimension 1 of [B, T, D].
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -38,22 +40,40 @@ def _blocking_all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, group: dist.Pro
     return out
 
 
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[n, ...] of each rank -> [ranks · n, ...], in their order. Starts it: `wait` before use."""
+    if x.device.type == "cpu":
+        whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+        dist.all_gather(list(whole.chunk(group.size())), x.contiguous(), group=group)
+        return whole
+    return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
+
+
+def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks · n, ...] of each rank -> this rank's [n, ...] of the sum. Starts it: `wait` before use."""
+    if x.device.type == "cpu":
+        return _blocking_all_reduce(x, dist.ReduceOp.SUM, group).chunk(group.size())[group.rank()]
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+
+
+def all_to_all(x: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The first `send[0]` rows go to the first rank and so on; what comes lies in the order of ranks, `receive[r]` rows
+    from rank r. Starts it: `wait` before use."""
+    if x.device.type == "cpu":
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
+        return out
+    return _ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.group_name)
+
+
 def gather_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T/tp, D] -> the whole sequence, laid out [T, B, D]. Starts it: `wait` before use."""
-    x_TBD = x_BTD.transpose(0, 1).contiguous()
-    if x_TBD.device.type == "cpu":
-        whole = x_TBD.new_empty(x_TBD.shape[0] * group.size(), *x_TBD.shape[1:])
-        dist.all_gather(list(whole.chunk(group.size())), x_TBD, group=group)
-        return whole
-    return _ops.all_gather_into_tensor(x_TBD, group.size(), group.group_name)
+    return all_gather(x_BTD.transpose(0, 1), group)
 
 
 def reduce_scatter_sequence(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T, D] -> this rank's [B, T/tp, D] of the sum, laid out [T/tp, B, D]. Starts it: `wait` before use."""
-    x_TBD = x_BTD.transpose(0, 1).contiguous()
-    if x_TBD.device.type == "cpu":
-        return _blocking_all_reduce(x_TBD, dist.ReduceOp.SUM, group).chunk(group.size())[group.rank()]
-    return _ops.reduce_scatter_tensor(x_TBD, "sum", group.size(), group.group_name)
+    return reduce_scatter(x_BTD.transpose(0, 1), group)
 
 
 def wait_sequence(x_TBD: Tensor) -> Tensor:

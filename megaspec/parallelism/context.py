@@ -22,12 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspec.nn.attention import Attention, CausalCore, SequenceContext, drop_attention
-from megaspec.parallelism.collectives import wait
+from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
 from megaspec_kernels.attention.blocks import Blocks, blocks_of
-
-_ops = torch.ops._c10d_functional
 
 
 def token_index(
@@ -291,27 +289,18 @@ def _gathered_places(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> 
 
 def _gather_chunks(kv_2BTKH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[2, B, T, K, H] of each rank -> [2, B, S, K, H] in the order of the sequence."""
-    size, chunk = group.size(), kv_2BTKH.shape[2] // 2
-    parts = kv_2BTKH.new_empty(size, *kv_2BTKH.shape)
-    if kv_2BTKH.device.type == "cpu":
-        dist.all_gather(list(parts), kv_2BTKH, group=group)
-    else:
-        dist.all_gather_into_tensor(parts, kv_2BTKH, group=group)
+    chunk = kv_2BTKH.shape[2] // 2
+    parts = wait(all_gather(kv_2BTKH[None], group))
     early, late = parts[:, :, :, :chunk], parts[:, :, :, chunk:]
     return torch.cat((*early, *reversed(late.unbind())), dim=2)
 
 
 def _reduce_scatter_chunks(whole_2BSKH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks of [2, B, S, K, H] in the order of the sequence -> each rank's own [2, B, T, K, H]."""
-    size, rank = group.size(), group.rank()
+    size = group.size()
     chunks = whole_2BSKH.chunk(2 * size, dim=2)
     parts = torch.stack([torch.cat((chunks[r], chunks[2 * size - 1 - r]), dim=2) for r in range(size)])
-    if parts.device.type == "cpu":
-        dist.all_reduce(parts, group=group)
-        return parts[rank]
-    own = torch.empty_like(parts[rank])
-    dist.reduce_scatter_tensor(own, parts, group=group)
-    return own
+    return wait(reduce_scatter(parts, group))[0]
 
 
 class _Exchange(torch.autograd.Function):
@@ -328,13 +317,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    if x.device.type == "cpu":
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
-        return out
     ones = [1] * group.size()
-    return wait(_ops.all_to_all_single(x, ones, ones, group.group_name))
+    return wait(all_to_all(x, ones, ones, group))
 
 
 def tokens_to_heads(group: dist.ProcessGroup, *xs_BTNH: Tensor) -> tuple[Tensor, ...]:

@@ -29,7 +29,8 @@ from megaspec.core.layout import rows as rows_of
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.embedding import Embedding, LearnedPositions
 from megaspec.nn.linear import Linear
-from megaspec.parallelism.bucket import Bucket, Lane, Sharers
+from megaspec.nn.transfer import Side
+from megaspec.parallelism.bucket import Bucket, Sharers
 from megaspec.parallelism.flat import divide
 from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
@@ -121,7 +122,8 @@ class DataParallel:
         self._reductions = Reductions(
             self.buckets,
             self.parameters,
-            lane=Lane(mesh.device),
+            # first in line, since other ranks wait for what it sends
+            side=Side(mesh.device, priority=-1),
             form=torch.bfloat16 if sharing.grad_reduce == "bf16" else None,
             kept=self._keeps_sums,
             overlap=sharing.overlap_grad_reduce,
@@ -131,7 +133,7 @@ class DataParallel:
                 bucket.hold_weights(self.parameters, kept=not self._shards_weights)
         self._gathers = Gathers(
             [] if strategy == "replicate" else self.buckets[::-1],
-            lane=Lane(mesh.device),
+            side=Side(mesh.device, priority=-1),
             kept=not self._shards_weights,
             overlap=sharing.overlap_param_gather,
         )

@@ -15,9 +15,7 @@ from torch import Tensor
 from megaspec.nn.moe import Beside, Experts, loads_in_turn
 from megaspec.nn.router import Routing
 from megaspec.nn.rows import Rows, reorder, sorted_rows
-from megaspec.parallelism.collectives import wait
-
-_ops = torch.ops._c10d_functional
+from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 
 
 class Transfer(Protocol):
@@ -37,10 +35,10 @@ class Exchange:
     receive: Sequence[int]
 
     def start(self, x: Tensor) -> Tensor:
-        return _all_to_all(x, self.receive, self.send, self.group)
+        return all_to_all(x, self.receive, self.send, self.group)
 
     def start_back(self, grad: Tensor) -> Tensor:
-        return _all_to_all(grad, self.send, self.receive, self.group)
+        return all_to_all(grad, self.send, self.receive, self.group)
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,10 @@ class Gather:
     group: dist.ProcessGroup
 
     def start(self, x: Tensor) -> Tensor:
-        return _all_gather(x, self.group)
+        return all_gather(x, self.group)
 
     def start_back(self, grad: Tensor) -> Tensor:
-        return _reduce_scatter(grad, self.group)
+        return reduce_scatter(grad, self.group)
 
 
 @dataclass(frozen=True)
@@ -63,35 +61,10 @@ class Scatter:
     group: dist.ProcessGroup
 
     def start(self, x: Tensor) -> Tensor:
-        return _reduce_scatter(x, self.group)
+        return reduce_scatter(x, self.group)
 
     def start_back(self, grad: Tensor) -> Tensor:
-        return _all_gather(grad, self.group)
-
-
-# On the CPU collectives block; see collectives.py for the reason.
-def _all_to_all(x: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    if x.device.type == "cpu":
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
-        return out
-    return _ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.group_name)
-
-
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if x.device.type == "cpu":
-        out = x.new_empty(group.size() * x.shape[0], *x.shape[1:])
-        dist.all_gather(list(out.chunk(group.size())), x.contiguous(), group=group)
-        return out
-    return _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name)
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if x.device.type == "cpu":
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
-        return out.chunk(group.size())[group.rank()].clone()
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name)
+        return all_gather(grad, self.group)
 
 
 @dataclass
@@ -227,7 +200,7 @@ class CountedLoads:
             side.wait_stream(torch.cuda.current_stream(side.device))
             counts_GE.record_stream(side)
         with nullcontext() if side is None else torch.cuda.stream(side):
-            self._received_GE = wait(_all_to_all(counts_GE, each, each, group))
+            self._received_GE = wait(all_to_all(counts_GE, each, each, group))
             self._copy = HostCopy(torch.stack((counts_GE.sum(1), self._received_GE.sum(1))))
 
     def read(self) -> Loads:
@@ -358,10 +331,10 @@ class AllGather:
         """Of all ranks' choices, those of the experts here."""
         count = experts.count
         first = self.group.rank() // self.etp * count
-        expert_Nk = wait(_all_gather(routing.experts, self.group)) - first
+        expert_Nk = wait(all_gather(routing.experts, self.group)) - first
         here_Nk = (expert_Nk >= 0) & (expert_Nk < count)
         if routing.keep is not None and not self.balanced:
-            here_Nk = here_Nk & wait(_all_gather(routing.keep, self.group))
+            here_Nk = here_Nk & wait(all_gather(routing.keep, self.group))
         return sorted_rows(expert_Nk, here_Nk, count, compiled=experts.compiled)
 
     def _known(self, routing: Routing, count: int) -> int | None:

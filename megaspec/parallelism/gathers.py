@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from megaspec.parallelism.bucket import Bucket, Lane, wait_for
+from megaspec.nn.transfer import Side, wait_for
+from megaspec.parallelism.bucket import Bucket
 
 
 class Gathers:
@@ -12,9 +13,9 @@ class Gathers:
     `overlap`: gathers run beside the computation that does not need them yet.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, lane: Lane, kept: bool, overlap: bool):
+    def __init__(self, buckets: Sequence[Bucket], *, side: Side, kept: bool, overlap: bool):
         """`buckets`: in the order in which they are needed."""
-        self._buckets, self._lane, self._kept, self._overlap = buckets, lane, kept, overlap
+        self._buckets, self._side, self._kept, self._overlap = buckets, side, kept, overlap
 
     def renew(self) -> None:
         """The shards have changed."""
@@ -58,9 +59,9 @@ class Gathers:
     def _gather(self, bucket: Bucket) -> None:
         if not self._kept:
             bucket.weights.take()
-        with self._lane.beside():
+        with self._side.after_now():
             bucket.gather()
-        bucket.is_gathered, bucket.gathered = True, self._lane.mark()
+        bucket.is_gathered, bucket.gathered = True, self._side.done()
 
     def _wait(self, bucket: Bucket) -> None:
         wait_for(bucket.gathered)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaspec.nn.attention import SequenceContext
 from megaspec.nn.decoder import Decoder, Unit
-from megaspec.nn.transfer import Side, on_host
+from megaspec.nn.transfer import Side, on_host, wait_for
 from megaspec.parallelism.saved import SavedTensors
 
 # Smaller tensors stay: a transfer of a megabyte takes some 20 microseconds, as long as starting it.
@@ -53,10 +53,9 @@ class _Storage:
     def wait(self) -> Tensor:
         """Its bytes, for the computation's stream."""
         self.fetch()
+        wait_for(self._arrived)
         if self._arrived is not None:
-            current = torch.cuda.current_stream()
-            current.wait_event(self._arrived)
-            self._back.record_stream(current)
+            self._back.record_stream(torch.cuda.current_stream())
         return self._back
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megaspec.nn.linear import Linear, WeightGradientSum
-from megaspec.parallelism.bucket import Bucket, Lane, wait_for
+from megaspec.nn.transfer import Side, wait_for
+from megaspec.parallelism.bucket import Bucket
 
 
 class Reductions:
@@ -22,13 +23,13 @@ class Reductions:
         buckets: Sequence[Bucket],
         parameters: Mapping[str, nn.Parameter],
         *,
-        lane: Lane,
+        side: Side,
         form: torch.dtype | None,
         kept: bool,
         overlap: bool,
     ):
         """`form`: of gradients on their way between ranks; None: as they are summed."""
-        self._buckets, self._lane, self._form, self._kept, self._overlap = buckets, lane, form, kept, overlap
+        self._buckets, self._side, self._form, self._kept, self._overlap = buckets, side, form, kept, overlap
         self._passes: dict[int | None, int] = {}
         self._ending: set[int | None] = set()
         self._draining: tuple[Bucket, torch.cuda.Event | None] | None = None
@@ -96,10 +97,10 @@ class Reductions:
                     self.totals[name].zero_()
                 self._reduce(bucket, final=True)
             else:
-                with self._lane.beside():
+                with self._side.after_now():
                     bucket.sum_replicas(self._form)
         self._drain()
-        wait_for(self._lane.mark())
+        wait_for(self._side.done())
         self._passes, self._ending = {}, set()
         for bucket in self._buckets:
             bucket.arrived, bucket.reduced, bucket.is_summed = dict.fromkeys(bucket.names, 0), 0, False
@@ -137,7 +138,7 @@ class Reductions:
             self._reduce(bucket, final=final)
 
     def _reduce(self, bucket: Bucket, *, final: bool) -> None:
-        with self._lane.beside():
+        with self._side.after_now():
             bucket.scatter(self._form, add=bucket.reduced > 0)
             if final:
                 bucket.sum_replicas(self._form)
@@ -147,7 +148,7 @@ class Reductions:
         if not self._kept:
             self._drain()
             # one bucket is on its way while the next is filled
-            self._draining = (bucket, self._lane.mark())
+            self._draining = (bucket, self._side.done())
             self._let_go(bucket)
             if not self._overlap:
                 self._drain()

@@ -8,16 +8,15 @@ rounds that bound the memory; the parts of the next round travel while a round's
 
 # R ranks of the group
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspec.core.layout import Layout, Piece
+from megaspec.core.layout import Layout, Piece, layouts_as_json, layouts_of_json
 from megaspec.nn.matrices import Matrix
 
 Slices = tuple[slice, ...]
@@ -136,11 +135,7 @@ class WholeMatrices:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Calls `put(name, where, part of the changed matrix)` for every part of this rank's shares.
-
-        `take(name, where)` is the part of a share that matrices are put together from, in `dtype`; `change` is called
-        with whole matrices [O, I]. All ranks of the group must call it. The host reads nothing.
-        """
+        """See Matrices in optim/muon.py. All ranks of the group must call it; the host reads nothing."""
 
         def start(one: _Round) -> "_Exchange":
             return self._start(one.gather, lambda _, part: take(part.name, part.local), dtype=dtype, device=device)
@@ -297,7 +292,7 @@ def _rounds(wholes: Sequence[_Whole], elements: int) -> list[list[int]]:
 
 def _exchanged(mine: Mapping[str, Layout], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Layout]]:
     """Every rank's layouts."""
-    text = json.dumps([asdict(layout) for layout in mine.values()]).encode()
+    text = layouts_as_json(mine.values())
     length = torch.tensor([len(text)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
@@ -307,10 +302,4 @@ def _exchanged(mine: Mapping[str, Layout], group: dist.ProcessGroup, device: tor
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
     texts = [bytes(one[:count].cpu().numpy()) for one, count in zip(received, counts, strict=True)]
-    return [{layout.name: layout for layout in _layouts(text)} for text in texts]
-
-
-def _layouts(text: bytes) -> Iterator[Layout]:
-    for one in json.loads(text):
-        pieces = (Piece(*(tuple(p[key]) for key in ("global_start", "local_start", "shape"))) for p in one["pieces"])
-        yield Layout(one["name"], tuple(one["shape"]), tuple(one["local_shape"]), tuple(pieces))
+    return [{layout.name: layout for layout in layouts_of_json(text)} for text in texts]

@@ -179,17 +179,17 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     context = ContextParallel(mesh, spec.parallelism.context)
     context.split_model(model)
     # before memory is taken: modules become their parallel twins with this rank's shapes
-    tensor = TensorParallel(mesh, spec.parallelism.sequence_parallel, spec.parallelism.overlap.tp)
-    tensor.split_model(model, model.placement)
     own, overlap = spec.parallelism, spec.parallelism.overlap
+    tensor = TensorParallel(mesh, own.sequence_parallel, overlap.tp)
+    tensor.split_model(model, model.placement)
     # behind it, since routers ask which tokens their tensor-parallel rank has
     experts = ExpertParallel(mesh, own, index=context.index, overlap_shared=overlap.shared_experts)
     experts.split_model(model)
     pipeline = Pipeline(mesh, own.pipeline, dtype, tied=model.tied, overlap=overlap.p2p)
     chunks = [model] if mesh.size("pp") == 1 else _parts(model, spec, mesh)
+    # where weights are shared out, no rank ever holds all of its chunks': their memory comes with the buckets
+    kept = own.dp_strategy == "replicate"
     # in one module, so that what chunks share stays shared
-    # shared out, no rank ever holds all weights of its chunks
-    kept = spec.parallelism.dp_strategy == "replicate"
     materialise(nn.ModuleList(chunks), device=mesh.device, dtype=dtype, weights=kept)
     # blocks are equal, so one compiled block serves all; after the split, so that collectives are traced
     if spec.kernels.compile == "block":

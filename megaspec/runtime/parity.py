@@ -4,16 +4,15 @@ The error of a gradient is max|g − g₁| / max(max|g₁|, ‖all g₁‖/√N)
 arithmetic, and their rounding noise is measured against the size that gradients have here.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, sqrt
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspec.core.layout import Layout, Piece, whole
+from megaspec.core.layout import Layout, layouts_as_json, layouts_of_json, whole
 from megaspec.data.batch import Batch
 from megaspec.parallelism.expert import RouterStatistics, buffers_of
 from megaspec.parallelism.mesh import Mesh
@@ -195,7 +194,7 @@ def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *,
     ordered = {name: layouts[name] for name in local}
     nothing = torch.empty(0, dtype=torch.float64, device=mesh.device)
     flat = torch.cat([nothing, *(t.detach().to(torch.float64).reshape(-1) for t in local.values())])
-    text = json.dumps([asdict(layout) for layout in ordered.values()]).encode()
+    text = layouts_as_json(ordered.values())
     described = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device)
     flats, texts = [flat], [described]
     if mesh.world_size > 1:
@@ -205,7 +204,7 @@ def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *,
     gaps: dict[str, float] = {}
     padding: dict[str, float] = {}
     if mesh.rank == 0:
-        held = [_layouts_of(bytes(t.tolist())) for t in texts]
+        held = [layouts_of_json(bytes(t.tolist())) for t in texts]
         pieces = [f.cpu().split([_numel(one.local_shape) for one in h]) for f, h in zip(flats, held, strict=True)]
         shares: dict[str, list[tuple[Layout, Tensor]]] = {}
         for layouts_there, tensors in zip(held, pieces, strict=True):
@@ -296,22 +295,6 @@ def _gather(local: Tensor, mesh: Mesh) -> list[Tensor]:
     received = [torch.empty_like(padded) for _ in counts] if mesh.rank == 0 else None
     dist.gather(padded, received, dst=0)
     return [r[:n] for r, n in zip(received, counts, strict=True)] if received is not None else []
-
-
-def _layouts_of(text: bytes) -> list[Layout]:
-    def piece(fields: dict) -> Piece:
-        return Piece(
-            tuple(fields["global_start"]),
-            tuple(fields["local_start"]),
-            tuple(fields["shape"]),
-            fields["replica"],
-            fields["copies"],
-        )
-
-    return [
-        Layout(f["name"], tuple(f["shape"]), tuple(f["local_shape"]), tuple(piece(p) for p in f["pieces"]))
-        for f in json.loads(text)
-    ]
 
 
 def _numel(shape: tuple[int, ...]) -> int:
