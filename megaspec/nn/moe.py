@@ -4,8 +4,8 @@
 # E experts of this rank, I inputs, O outputs, k choices of a token
 
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from megaspec.nn.dropout import Dropout
 from megaspec.nn.linear import Linear, WeightGradientSum
 from megaspec.nn.mlp import SwiGlu
 from megaspec.nn.router import Router, Routing
-from megaspec.nn.rows import compiled, sorted_rows
+from megaspec.nn.rows import sorted_rows
 from megaspec_kernels.registry import GroupedKernel
 
 
@@ -78,6 +78,13 @@ def weighted_swiglu_gradients(grad_RF: Tensor, gate_up_RF: Tensor, weights_R: Te
     silu, weighted = gate * sigmoid, grad * weights_R[:, None]
     grad_gate = weighted * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat((grad_gate, weighted * silu), dim=-1).to(gate_up_RF.dtype), (grad * silu * up).sum(-1)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled for any number of rows, which differs from step to step. On first use: the compiler takes
+    its time to load."""
+    return torch.compile(function, dynamic=True)
 
 
 class WeightedSwiGluOp(torch.autograd.Function):
@@ -150,7 +157,7 @@ class LocalDispatch:
     def __call__(
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = sorted_rows(routing.experts, routing.keep, experts.count, compiled=experts.compiled)
+        rows = sorted_rows(routing.experts, routing.keep, experts.count)
         if capacity is not None:
             rows = rows.padded(capacity)
         y_RD = experts(rows.spread(x_MD), rows.pick(routing.weights), rows.ends, whole=rows.whole)

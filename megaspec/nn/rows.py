@@ -2,13 +2,12 @@
 
 # M tokens, k choices of a token, R rows, E experts, D features
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from megaspec_kernels.rows import reference, triton
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,6 @@ class Rows:
     """bool [M, k]: choices that have a row; others count zero. None: all."""
     whole: bool = True
     """Every row belongs to an expert. Otherwise the last rows hold choices that were dropped."""
-    compiled: bool = False
-    """Sums of rows are made by compiled code, which keeps no copy of them."""
 
     def spread(self, x_MD: Tensor) -> Tensor:
         """[M, D] -> [R, D]: the token of each row."""
@@ -62,10 +59,10 @@ class Rows:
         moved = slot[self.place.flatten()].view(M, k)
         kept = moved < E * count
         ends = torch.arange(1, E + 1, device=ends.device, dtype=torch.int32) * count
-        return Rows(choice[:-1], torch.where(kept, moved, 0), ends, filled[:-1], kept, compiled=self.compiled)
+        return Rows(choice[:-1], torch.where(kept, moved, 0), ends, filled[:-1], kept)
 
 
-def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int, *, compiled: bool = False) -> Rows:
+def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int) -> Rows:
     """Choices by expert, the earlier token first, and last those that are not kept.
 
     `experts_Mk`: int64 in [0, n_experts).
@@ -76,7 +73,7 @@ def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int, *, c
     ordered, choice = expert.to(torch.int16).sort(stable=True)
     ends = torch.searchsorted(ordered, torch.arange(n_experts, dtype=torch.int16, device=expert.device), right=True)
     place = torch.empty_like(choice).scatter(0, choice, torch.arange(choice.shape[0], device=choice.device))
-    return Rows(choice, place.view_as(experts_Mk), ends.to(torch.int32), whole=keep_Mk is None, compiled=compiled)
+    return Rows(choice, place.view_as(experts_Mk), ends.to(torch.int32), whole=keep_Mk is None)
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -90,22 +87,7 @@ def _to_rows(x_MD: Tensor, rows: Rows) -> Tensor:
 def _to_tokens(y_RD: Tensor, rows: Rows) -> Tensor:
     if y_RD.shape[0] == 0:
         return y_RD.new_zeros(rows.place.shape[0], y_RD.shape[1])
-    return (_compiled_sum if rows.compiled else _sum_of_rows)(y_RD, rows.place, rows.kept)
-
-
-def _sum_of_rows(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
-    return _masked(y_RD[place_Mk], kept_Mk).sum(1)
-
-
-def _compiled_sum(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
-    return compiled(_sum_of_rows)(y_RD, place_Mk, kept_Mk)
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled for any number of rows, which differs from step to step. On first use: the compiler takes
-    its time to load."""
-    return torch.compile(function, dynamic=True)
+    return (triton if y_RD.is_cuda else reference).sum_of_rows(y_RD, rows.place, rows.kept)
 
 
 class _Spread(torch.autograd.Function):

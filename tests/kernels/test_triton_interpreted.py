@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
-def test_cross_entropy_passes_the_gate() -> None:
+@pytest.mark.parametrize(("file", "least"), [("test_cross_entropy.py", 20), ("test_rows.py", 32)])
+def test_passes_the_gate(file: str, least: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-k", "triton and cpu", "tests/kernels/test_cross_entropy.py"],
+        [sys.executable, "-m", "pytest", "-k", "triton and cpu", f"tests/kernels/{file}"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -25,5 +26,5 @@ def test_cross_entropy_passes_the_gate() -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout)}
-    assert counts.get("passed", 0) >= 20, done.stdout[-500:]
+    assert counts.get("passed", 0) >= least, done.stdout[-500:]
     assert not counts.get("skipped"), done.stdout[-500:]
