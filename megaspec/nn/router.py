@@ -170,16 +170,19 @@ class Router(Linear):
         return StepSums(tokens, plain, drops, micro_batches[0], entropy[0], losses)
 
     @torch.no_grad()
-    def finish_step(self, sums: Tensor) -> None:
+    def finish_step(self, sums: Tensor, *, skip: Tensor) -> None:
         """Moves the bias toward an even load, keeps the shares for the next step, and starts new sums.
 
-        `sums`: fp64, this router's summed over all ranks that have tokens of the global batch (tp, cp and dp).
+        `sums`: fp64, this router's summed over all ranks that have tokens of the global batch (tp, cp and dp). `skip`:
+        scalar, 1 in a step that is not applied: what it saw is forgotten.
         """
         seen = self.read(sums)
         if self.bias is not None:
-            self.bias += self.spec.bias_rate * (seen.tokens.mean() - seen.tokens).sign().to(self.bias.dtype)
+            moved = self.bias + self.spec.bias_rate * (seen.tokens.mean() - seen.tokens).sign().to(self.bias.dtype)
+            self.bias.copy_(torch.where(skip == 0, moved, self.bias))
         if self.shares is not None:
-            self.shares.copy_(seen.plain / seen.plain.sum())
+            shares = (seen.plain / seen.plain.sum()).to(self.shares.dtype)
+            self.shares.copy_(torch.where(skip == 0, shares, self.shares))
         self.sums.zero_()
 
     def _jittered(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:

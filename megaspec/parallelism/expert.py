@@ -102,8 +102,9 @@ class ExpertParallel:
         return AllToAll(group, **degrees, overlap=self._overlap, side=side)
 
     @torch.no_grad()
-    def finish_step(self, chunks: Sequence[Decoder]) -> RouterStatistics | None:
-        """Call after the last backward pass of a step, on all ranks: moves biases and shares. None: no experts here."""
+    def finish_step(self, chunks: Sequence[Decoder], *, skip: Tensor) -> RouterStatistics | None:
+        """Call after the last backward pass of a step, on all ranks: moves biases and shares unless `skip`, a scalar,
+        is 1. None: no experts here."""
         routers = dict(routers_of(chunks))
         if not routers:
             return None
@@ -125,7 +126,7 @@ class ExpertParallel:
             losses=dict(zip(LOSSES, losses.unbind(1), strict=True)),
         )
         for router, one in zip(routers.values(), sums, strict=True):
-            router.finish_step(one)
+            router.finish_step(one, skip=skip)
         return statistics
 
 

@@ -122,4 +122,5 @@ class ParallelismSpec(Frozen):
     grad_reduce: Literal["fp32", "bf16"] = "fp32"
     """Format in which gradients are summed over data-parallel ranks; fp32 means at least fp32."""
     bucket_mb: PositiveFloat = 100.0
-    """Size in MB (10^6 bytes) of the gradient buckets that are all-reduced while the backward pass still runs."""
+    """Size in MB (10^6 bytes) of the gradient buckets of replicate and zero1, which are reduced while the backward pass
+    still runs. The other strategies reduce layer by layer."""

@@ -128,7 +128,6 @@ def train_step(
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
-    routers = built.expert_parallel.finish_step(built.chunks)
     data = built.data_parallel
     norms = local_norms(data.gradients, built.shards, device=built.device)
     scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
@@ -142,6 +141,7 @@ def train_step(
         data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
     )
     data.gather_weights()
+    routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)
     return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, routers)
 

@@ -305,7 +305,13 @@ def test_statistics_are_summed_over_micro_batches_and_a_step_ends_with_them() ->
     assert drops.sum() > 0
     assert float(seen.entropy) == pytest.approx(entropy, rel=1e-12)
     assert float(seen.micro_batches) == 3
-    router.finish_step(router.sums.clone())
+    before, sums = (router.bias.clone(), router.shares.clone()), router.sums.clone()
+    router.finish_step(sums, skip=torch.ones(()))
+    assert torch.equal(router.bias, before[0])
+    assert torch.equal(router.shares, before[1])
+    assert router.sums.eq(0).all()
+    router.sums.fill_(1)
+    router.finish_step(sums, skip=torch.zeros(()))
     torch.testing.assert_close(router.bias, start + 0.01 * (9 - tokens).sign().to(torch.float64))
     torch.testing.assert_close(router.shares, plain.to(torch.float64) / 72)
     assert router.sums.eq(0).all()
@@ -328,7 +334,7 @@ def test_a_step_starts_from_an_even_load_and_without_bias() -> None:
     plain = Router(6, MoeSpec(n_experts=8, d_expert=4), site="here")
     assert plain.bias is None
     assert plain.shares is None
-    plain.finish_step(plain.sums)
+    plain.finish_step(plain.sums, skip=torch.zeros(()))
 
 
 @pytest.mark.parametrize("reentrant_run", [False, True])
@@ -558,7 +564,7 @@ def test_on_a_gpu_nothing_is_read_back_and_routing_is_the_same() -> None:
             routing = there(y, far)
             routing.weights.square().sum().backward()
             seen = there.sums.clone()
-            there.finish_step(seen)
+            there.finish_step(seen, skip=torch.zeros((), device="cuda"))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(routing.experts.cpu(), expected.experts)
