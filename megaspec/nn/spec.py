@@ -29,8 +29,8 @@ class BalanceLoss(Frozen):
     """A loss that keeps the load of experts even: coefficient · E · Σ f_i P_i (Fedus et al. 2021)."""
 
     kind: Literal["aux", "seq_aux", "global_aux"]
-    """What f and P are taken over. aux: a micro batch. seq_aux: a sequence. global_aux: P over a micro batch, f over the
-    global batch before this one, since this one's is known only after its last micro batch."""
+    """What f and P are taken over. aux: a micro batch. seq_aux: a sequence. global_aux: P over a micro batch, f over
+    the global batch before this one, since this one's is known only after its last micro batch."""
     coefficient: PositiveFloat
     """Weight of this loss."""
 

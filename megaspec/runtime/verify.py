@@ -90,8 +90,9 @@ def batches_of(spec: Spec, steps: int) -> list[Batch]:
 
 def write_truth(folder: Path, truth: Trajectory) -> None:
     """The one-rank run, for `read_truth`."""
-    tensors = {f"gradient {name}": t.contiguous() for name, t in truth.gradients.values.items()}
-    save_file(tensors | {f"weight {n}": t.contiguous() for n, t in truth.weights.values.items()}, folder / _TENSORS)
+    parts = {"gradient": truth.gradients, "weight": truth.weights, "router": truth.routers}
+    tensors = {f"{kind} {n}": t.contiguous() for kind, part in parts.items() for n, t in part.values.items()}
+    save_file(tensors, folder / _TENSORS)
     numbers = {"losses": truth.losses, "norms": truth.norms, "evaluation": truth.evaluation}
     (folder / _NUMBERS).write_text(json.dumps(numbers))
 
@@ -104,7 +105,7 @@ def read_truth(folder: Path) -> Trajectory:
         values = {name.removeprefix(f"{kind} "): t for name, t in tensors.items() if name.startswith(f"{kind} ")}
         return Gathered(values, dict.fromkeys(values, 0.0), dict.fromkeys(values, 0.0))
 
-    return Trajectory(**numbers, gradients=part("gradient"), weights=part("weight"))
+    return Trajectory(**numbers, gradients=part("gradient"), weights=part("weight"), routers=part("router"))
 
 
 _TENSORS, _NUMBERS = "truth.safetensors", "truth.json"

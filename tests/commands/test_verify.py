@@ -24,6 +24,10 @@ NO_SUM = Patch("megaspec.parallelism.tensor", "part.copy_(summed.view_as(part))"
 DIES = Patch(
     "megaspec.parallelism.tensor", "part.copy_(summed.view_as(part))", "assert dist.get_rank() != 1, 'planted'"
 )
+# A rank's routers count its own tokens alone.
+OWN_LOADS = Patch(
+    "megaspec.parallelism.expert", "            dist.all_reduce(sums, group=group)\n", "            pass\n"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +125,17 @@ def test_a_bug_in_json(capsys, monkeypatch, tmp_path):
     assert gradients["layers.1.norm1.weight"]["layer"] == "layer 1"
     assert gradients["layers.1.norm1.weight"]["ranks"] == [0, 1]
     assert max(one["margin"] for one in told["findings"] if one["margin"] is not None) > 1e6
+
+
+def test_what_routers_count_is_compared(capsys, monkeypatch, tmp_path):
+    words = ["verify", "recipe=qwen3_30b_a3b", "gpus=2", "parallelism=dp", "parallelism.ep=2", "--steps", "1", "--json"]
+    plant(monkeypatch, tmp_path / "planted", OWN_LOADS)
+    assert main(words) == verify.NOT_EQUAL
+    told = json.loads(capsys.readouterr().out)
+    assert next(one["what"] for one in told["findings"] if not one["passed"]).startswith(
+        ("layers.", "copies of router")
+    )
+    assert told["wrong"] == []
 
 
 def test_ranks_that_fail_end_it(capfd, monkeypatch, tmp_path):
