@@ -27,13 +27,15 @@ DENSE_GROUPS: dict[str, tuple[str, ...]] = {
     "tp-cp": ("cp", "tp"),
     "tp-dp-cp": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
+# The expert grid with edp in two, since experts are sharded inside a replica as everything else is; and its groups.
+EXPERT_SHARD_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
 EXPERT_GROUPS: dict[str, tuple[str, ...]] = {
-    "tp": ("etp",),
+    "edp": ("edp_replicate", "edp_shard"),
+    "expert-replicas": ("edp_replicate",),
+    "expert-shard": ("edp_shard",),
     "ep": ("ep",),
-    "dp": ("edp",),
-    "pp": ("pp",),
-    "tp-ep": ("ep", "etp"),
-    "tp-ep-pp": ("pp", "ep", "etp"),
+    "etp": ("etp",),
+    "ep-etp": ("ep", "etp"),
 }
 
 
@@ -89,3 +91,12 @@ def expert_degrees(degrees: Mapping[str, int], *, ep: int = 1, etp: int = 1) -> 
     inner = world_size(degrees) // pp
     assert inner % (etp * ep) == 0, f"etp·ep={etp * ep} does not divide tp·cp·dp={inner}"
     return {"pp": pp, "edp": inner // (etp * ep), "ep": ep, "etp": etp}
+
+
+def expert_shard_degrees(degrees: Mapping[str, int], *, ep: int = 1, etp: int = 1) -> dict[str, int]:
+    """Those of EXPERT_SHARD_AXES: as many replicas as the dense grid has, or, where edp can't be divided so, edp."""
+    experts, replicas = expert_degrees(degrees, ep=ep, etp=etp), degrees.get("dp_replicate", 1)
+    edp = experts.pop("edp")
+    if edp % replicas:
+        replicas = edp
+    return experts | {"edp_replicate": replicas, "edp_shard": edp // replicas}

@@ -6,26 +6,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaspec.core.axes import DENSE_AXES, DENSE_GROUPS, expert_degrees, rank_groups, world_size
-
-# The expert grid with edp in two: experts are sharded inside a replica, as everything else is.
-_EXPERT_AXES = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
-_EXPERT_GROUPS = {
-    "edp": ("edp_replicate", "edp_shard"),
-    "expert-replicas": ("edp_replicate",),
-    "expert-shard": ("edp_shard",),
-    "ep": ("ep",),
-    "etp": ("etp",),
-    "ep-etp": ("ep", "etp"),
-}
+from megaspec.core.axes import (
+    DENSE_AXES,
+    DENSE_GROUPS,
+    EXPERT_GROUPS,
+    EXPERT_SHARD_AXES,
+    expert_shard_degrees,
+    rank_groups,
+    world_size,
+)
 
 
 class Mesh:
     """Groups over both grids of core/axes.py, made on first use, by all ranks in the same order.
 
     A mesh of one rank needs no process group at all. `timeout` bounds each collective of the groups; None: what torch
-    takes for the backend, whatever the world's own bound is. Groups are named by an axis or as core.axes.DENSE_GROUPS
-    and `_EXPERT_GROUPS` name them.
+    takes for the backend, whatever the world's own bound is. Groups are named by an axis or as DENSE_GROUPS and
+    EXPERT_GROUPS name them.
     """
 
     def __init__(
@@ -40,10 +37,7 @@ class Mesh:
     ):
         self.degrees, self.rank, self.device, self._timeout = dict(degrees), rank, device, timeout
         self.world_size = world_size(degrees)
-        experts, replicas = expert_degrees(degrees, ep=ep, etp=etp), degrees.get("dp_replicate", 1)
-        if experts["edp"] % replicas:
-            replicas = experts["edp"]
-        self._expert_degrees = experts | {"edp_replicate": replicas, "edp_shard": experts["edp"] // replicas}
+        self._expert_degrees = expert_shard_degrees(degrees, ep=ep, etp=etp)
         self._groups: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
         self._ranks: dict[str, list[list[int]]] = {}
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
@@ -103,8 +97,8 @@ class Mesh:
 
     def _all(self, name: str) -> list[list[int]]:
         if name not in self._ranks:
-            if name in _EXPERT_GROUPS:
-                self._ranks[name] = rank_groups(_EXPERT_GROUPS[name], self._expert_degrees, _EXPERT_AXES)
+            if name in EXPERT_GROUPS:
+                self._ranks[name] = rank_groups(EXPERT_GROUPS[name], self._expert_degrees, EXPERT_SHARD_AXES)
             else:
                 self._ranks[name] = rank_groups(
                     (name,) if name in DENSE_AXES else DENSE_GROUPS[name], self.degrees, DENSE_AXES

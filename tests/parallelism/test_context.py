@@ -185,7 +185,7 @@ BUGS = {
         Case("all_gather", 2, 24),
     ),
     "gradients of gathered keys not summed": (
-        Patch(CONTEXT, "dist.all_reduce(parts, group=group)", "pass"),
+        Patch(CONTEXT, "return wait(reduce_scatter(parts, group))[0]", "return parts[group.rank()]"),
         Case("all_gather", 2, 24),
     ),
     "groups of neighbours and of the ring mixed up": (

@@ -1,5 +1,6 @@
 """Every strategy of data parallelism trains the model of one rank, and holds no more than it says."""
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.data.batch import Batch
 from megaspec.nn.decoder import Decoder
-from megaspec.nn.linear import Linear, WeightGradientQueue, WeightGradientSum
+from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
@@ -186,8 +187,7 @@ def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
     found = []
     for late in (False, True):
         built = built_for(rank, case)
-        data, queue = built.data_parallel, WeightGradientQueue()
-        linears = [m for m in built.chunks[0].modules() if isinstance(m, Linear)]
+        data, queues = built.data_parallel, deque()
         whole = batches_of(case, [], 1)[0]
         micros = divide(whole, mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
         for _ in range(2):
@@ -195,11 +195,13 @@ def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
             for number, micro in enumerate(micros):
                 loss = loss_of(built.chunks[0], micro)
                 data.start_backward(0, last=number == len(micros) - 1)
-                with WeightGradientSum.put_off(queue if late else None):
+                queues.append(WeightGradientQueue())
+                with WeightGradientSum.put_off(queues[-1] if late else None):
                     loss.backward()
-                if late and number >= lag:
-                    queue.run(len(linears))
-            queue.run()
+                if len(queues) > lag:
+                    queues.popleft().run()
+            while queues:
+                queues.popleft().run()
             data.finish()
         found.append({name: gradient.clone() for name, gradient in data.gradients.items() if gradient.numel()})
     return gradient_errors(found[1], found[0])

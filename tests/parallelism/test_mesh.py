@@ -38,7 +38,7 @@ def bounds_of_a_rank(rank, folder, store, seconds):
     """The bounds in seconds of the groups that a rank of a run makes: its tensor-parallel one and the world."""
     seen = []
 
-    def look(spec, *, mesh):
+    def look(spec, *, mesh, position):
         for group in (mesh.group("tp"), dist.group.WORLD):
             seen.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         raise Seen
