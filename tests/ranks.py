@@ -166,6 +166,8 @@ def _in_world(task: Callable[[], Any], rank: int, store: str, size: int, device:
         timeout=timedelta(seconds=60),
         device_id=torch.device("cuda", rank) if device == "cuda" else None,
     )
+    # each world that is made puts one more prefix before the lines of a traceback
+    sys.excepthook = sys.__excepthook__
     result = task()
     dist.barrier()
     dist.destroy_process_group()

@@ -253,9 +253,9 @@ def held_activations(rank: int, run: Run) -> dict[str, Any]:
         most["made"] += 1
         most["alive"] = max(most["alive"], sum(one() is not None for one in made))
 
-    def running(queue: WeightGradientQueue, count: int | None = None) -> None:
+    def running(queue: WeightGradientQueue) -> None:
         queued.append(len(queue))
-        run_queue(queue, count)
+        run_queue(queue)
 
     links.send = sending
     with pytest.MonkeyPatch.context() as patch:
