@@ -370,7 +370,6 @@ class ContextCore(CausalCore):
             out_BTNH = self._attend_in_blocks(q_BTNH, k_BTKH, v_BTKH, context, first_head)
         return out_BTNH if way.heads is None else heads_to_tokens(way.heads, out_BTNH)
 
-    @torch.compiler.disable(reason="messages between two ranks, and blocks whose order depends on the rank")
     def _attend_in_blocks(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext, first_head: int
     ) -> Tensor:
@@ -421,6 +420,9 @@ class ContextParallel:
                 assert type(module.core) is CausalCore, f"{type(module.core).__name__} has no context parallel twin"
                 module.core.__class__ = ContextCore
                 module.core.way = self.way
+                # here, and not around the method: it loads the compiler
+                why = "messages between two ranks, and blocks whose order depends on the rank"
+                module.core._attend_in_blocks = torch.compiler.disable(module.core._attend_in_blocks, reason=why)
 
     def index(self, length: int) -> Tensor:
         """int64 [T]: the places of this rank's tokens in a sequence of `length`, on the mesh's device."""

@@ -3,14 +3,17 @@
 import os
 import random
 
+import pytest
+
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, candidates
 from megaspec.checkpoint.store import Store
 from tests.faults.runs import STEPS, assert_same, go, make_run, recipe
 
-# What each of the forty kills is: at a random moment, inside a save, or inside the save that writes a step anew whose
-# first checkpoint was damaged.
+# What each of the kills is: at a random moment, inside a save, or inside the save that writes a step anew whose first
+# checkpoint was damaged.
 KILLS = ["moment"] * 26 + ["save"] * 9 + ["save anew"] * 5
+FEW_KILLS = ["moment"] * 4 + ["save"] * 4 + ["save anew"] * 2
 # Which ranks come to a point: each writes its own shard, rank 0 publishes and prunes.
 EVERY_RANK = ("save_started", "before_chunk_write", "after_shard_write", "after_shard_sync")
 RANK_0 = ("before_manifest", "after_manifest", "after_publish", "after_cleanup", "mid_delete")
@@ -18,16 +21,17 @@ RANK_0 = ("before_manifest", "after_manifest", "after_publish", "after_cleanup",
 LONGEST_SECONDS = 1.2
 
 
-def test_forty_kills_change_nothing(tmp_path, factory, undisturbed, capfd):
+@pytest.mark.parametrize("kinds", [FEW_KILLS, pytest.param(KILLS, marks=pytest.mark.slow)], ids=len)
+def test_kills_change_nothing(kinds, tmp_path, factory, undisturbed, capfd, tell):
     rng = random.Random(20)
-    kills = KILLS.copy()
+    kills = kinds.copy()
     rng.shuffle(kills)
     runs = 0
     while kills:
         tp = 1 + runs % 2
         run = make_run(tmp_path / f"run-{runs}", recipe(tp=tp))
         runs += 1
-        assert runs < 2 * len(KILLS), f"{len(kills)} kills are left after {runs} runs"
+        assert runs < 2 * len(kinds), f"{len(kills)} kills are left after {runs} runs"
         known, damaged = 0, None
         while True:
             if kills and kills[-1] == "save anew" and damaged is None and len(candidates(run / CHECKPOINTS)) == 2:
@@ -44,8 +48,7 @@ def test_forty_kills_change_nothing(tmp_path, factory, undisturbed, capfd):
             elif kills and kills[-1] != "save anew":
                 kills.pop()
         assert_same(run, undisturbed[tp])
-    with capfd.disabled():
-        print(f" {len(KILLS)} kills in {runs} runs")
+    tell(f"{len(kinds)} kills of ranks in {runs} runs")
 
 
 def next_fault(rng, kills, damaged):

@@ -14,6 +14,7 @@ from megaspec.optim.spec import AdamWSpec
 from megaspec.runtime.parity import TOLERANCES, compare
 from megaspec_kernels.cross_entropy.reference import VocabShard
 from megaspec_kernels.registry import REGISTRY
+from tests.conftest import Tell
 from tests.kernels.gate import check as gate
 from tests.kernels.gate import in_dtype, results
 from tests.kernels.test_cross_entropy import Shape, make, plain, run
@@ -40,18 +41,16 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("case", [replace(c, cross_entropy="chunked") for c in CASES], ids=str)
-def test_compiled_blocks_equal_eager_ones_in_fp64(
-    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check(pool, case, capsys, steps=5, device="cuda")
+def test_compiled_blocks_equal_eager_ones_in_fp64(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, case, tell, steps=5, device="cuda")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_blocks_and_fused_kernels_lose_no_more_than_plain_ones_in_bf16(
-    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
+    pool: RankPool, case: Case, tell: Tell
 ) -> None:
     eager = replace(case, compile="none", attention="reference", cross_entropy="reference")
-    check_low(pool, case, capsys, plain=eager, device="cuda")
+    check_low(pool, case, tell, plain=eager, device="cuda")
 
 
 def test_a_gpu_trains_as_the_cpu_does(pool: RankPool) -> None:

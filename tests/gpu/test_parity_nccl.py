@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.conftest import Tell
 from tests.parity.cases import Case
 from tests.parity.checks import check, check_low
 from tests.ranks import RankPool
@@ -36,12 +37,10 @@ def pool() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_fp64_equals_one_gpu(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, capsys, steps=20, device="cuda")
+def test_fp64_equals_one_gpu(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, case, tell, steps=20, device="cuda")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.optimizer == "sgd" or c.family == "llama"] + FUSED, ids=str)
-def test_bf16_is_as_close_to_the_truth_as_one_gpu(
-    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_low(pool, case, capsys, device="cuda")
+def test_bf16_is_as_close_to_the_truth_as_one_gpu(pool: RankPool, case: Case, tell: Tell) -> None:
+    check_low(pool, case, tell, device="cuda")

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-import pytest
 import torch
 
 from megaspec.runtime.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
+from tests.conftest import Tell
 from tests.parity.cases import Case
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
@@ -19,20 +19,19 @@ def failures(findings: list[Finding]) -> str:
     return "\n".join(f"{f}, margin {f.margin:.1e}" for f in findings if not f.passed)
 
 
-def check(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str], *, steps: int, device: str = "cpu") -> None:
+def check(pool: RankPool, case: Case, tell: Tell, *, steps: int, device: str = "cpu") -> None:
     """Holds a run to the one-rank run, by the tolerances of its precision; prints what came closest to failing."""
     run = run_case(pool, case, steps=steps, device=device)
     findings = compare(run, truth_of(case, steps=steps, device=device), TOLERANCES[case.precision])
     closest = next(f for f in findings if f.tolerance)
-    with capsys.disabled():
-        print(f"\n{case}: {closest}", end="")
+    tell(f"{case}: {closest}")
     assert all(f.passed for f in findings), f"{case}\n{failures(findings)}"
 
 
 def check_low(
     pool: RankPool,
     case: Case,
-    capsys: pytest.CaptureFixture[str],
+    tell: Tell,
     *,
     plain: Case | None = None,
     precision: str = "bf16",
@@ -49,10 +48,8 @@ def check_low(
     truth = truth_of(replace(case, precision="fp64"), **more)
     floor = low_errors(run_case(pool, plain, **more), truth)
     found = low_errors(run_case(pool, case, **more), truth)
-    with capsys.disabled():
-        print(
-            f"\n{case}:", ", ".join(f"{k} {found[k]:.1e} (floor {floor[k]:.1e}, tolerance 2x)" for k in found), end=""
-        )
+    said = ", ".join(f"{k} {found[k]:.1e} (floor {floor[k]:.1e}, tolerance 2x)" for k in found)
+    tell(f"{case}: {said}")
     for what, error in found.items():
         assert error <= 2 * floor[what], f"{case}: {what} is {error:.2e} off, one rank {floor[what]:.2e}"
 

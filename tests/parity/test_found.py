@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.conftest import Tell
 from tests.parity.cases import Case
 from tests.parity.checks import check
 from tests.ranks import RankPool
@@ -18,5 +19,5 @@ DEEP = {"pp": 2, "dp": 2, "ep": 2, "n_layers": 4, "mask": "uneven", "accumulate"
     ],
     ids=str,
 )
-def test_equals_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, capsys, steps=3)
+def test_equals_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, case, tell, steps=3)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.conftest import Tell
 from tests.parity.cases import SEQUENCES, TOKENS, VOCAB, Case, alone
 from tests.parity.checks import check, check_low
 from tests.parity.sets import DEFAULT, cases_of
@@ -24,30 +25,28 @@ LOWER = [
 
 
 @pytest.mark.parametrize("case", [c for name in DEFAULT if name != "long" for c in cases_of(name)], ids=str)
-def test_steps_equal_those_of_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, capsys, steps=STEPS)
+def test_steps_equal_those_of_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, case, tell, steps=STEPS)
 
 
 @pytest.mark.parametrize("case", cases_of("long"), ids=str)
-def test_twenty_steps_equal_those_of_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, capsys, steps=LONG_STEPS)
+def test_twenty_steps_equal_those_of_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, case, tell, steps=LONG_STEPS)
 
 
 @pytest.mark.parametrize("case", LOWER, ids=str)
-def test_fp32_equals_one_rank(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, replace(case, precision="fp32"), capsys, steps=LONG_STEPS)
+def test_fp32_equals_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, replace(case, precision="fp32"), tell, steps=LONG_STEPS)
 
 
 @pytest.mark.parametrize("case", LOWER, ids=str)
-def test_bf16_is_as_close_to_the_truth_as_one_rank_in_bf16(
-    pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check_low(pool, case, capsys)
+def test_bf16_is_as_close_to_the_truth_as_one_rank_in_bf16(pool: RankPool, case: Case, tell: Tell) -> None:
+    check_low(pool, case, tell)
 
 
-def test_fp16_with_a_loss_scale_too(pool: RankPool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fp16_with_a_loss_scale_too(pool: RankPool, tell: Tell) -> None:
     case = Case(tp=2, dp=2, sequence=True, accumulate=3, mask="uneven", kv_heads=1, optimizer="sgd", scale=256.0)
-    check_low(pool, case, capsys, precision="fp16")
+    check_low(pool, case, tell, precision="fp16")
 
 
 def test_a_gradient_that_overflows_moves_nothing_on_any_rank(pool: RankPool) -> None:
@@ -78,11 +77,11 @@ def test_every_rank_sees_the_whole_logits(pool: RankPool, case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*cases_of("all pairs"), *cases_of("all triples")], ids=str)
-def test_all_pairs_and_triples(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, capsys, steps=STEPS)
+def test_all_pairs_and_triples(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, case, tell, steps=STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases_of("product"), ids=str)
-def test_the_full_product_at_step_1(pool: RankPool, case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(pool, case, capsys, steps=1)
+def test_the_full_product_at_step_1(pool: RankPool, case: Case, tell: Tell) -> None:
+    check(pool, case, tell, steps=1)

@@ -3,6 +3,7 @@
 import pytest
 
 from megaspec.runtime.parity import TOLERANCES, compare
+from tests.conftest import Tell
 from tests.parity.bugs import BUGS, Bug
 from tests.parity.cases import Case
 from tests.parity.tasks import run_case, truth_of
@@ -14,15 +15,14 @@ MARGIN = 100.0
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=str)
-def test_caught(bug: Bug, capsys: pytest.CaptureFixture[str]) -> None:
+def test_caught(bug: Bug, tell: Tell) -> None:
     check(bug.patch)
     truth = truth_of(bug.case, steps=STEPS)
     with RankPool(patches=(bug.patch,)) as ranks:
         findings = compare(run_case(ranks, bug.case, steps=STEPS), truth, TOLERANCES["fp64"])
     fired = [f for f in findings if not f.passed and f.tolerance]
     assert fired, f"not caught: {findings[0]}"
-    with capsys.disabled():
-        print(f"\n{bug}: {fired[0]}, margin {fired[0].margin:.0e}", end="")
+    tell(f"{bug}: {fired[0]}, margin {fired[0].margin:.0e}")
     assert fired[0].margin >= MARGIN
     first_loss = next(f for f in findings if f.what == "loss at step 1")
     assert first_loss.passed == bug.invisible, f"{first_loss}"
