@@ -17,9 +17,11 @@ train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train r
 	$(BIN)/megaspec train recipe=hello $(CONFIG)
 
 test test-slow: export OMP_NUM_THREADS := 1
+# Two files of tests at a time, so that a test that waits leaves its core to another.
+WORKERS ?= 2
 
 test: .venv/.installed ## all tests that need no GPU and are not marked slow
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 test-slow: .venv/.installed ## the tests that are marked slow
 	$(BIN)/pytest -m 'slow and not gpu'

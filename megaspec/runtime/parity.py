@@ -20,7 +20,7 @@ from megaspec.precision.scaler import build_scaler
 from megaspec.resolve.kinds import moe_of
 from megaspec.runtime.build import Built, build, initialise
 from megaspec.runtime.position import Position
-from megaspec.runtime.step import count_tokens, evaluate, forward_backward, train_step
+from megaspec.runtime.step import evaluate, train_step
 from megaspec.spec import Spec
 
 # What this rank holds, before it is gathered: "gradient" or "weight", tensors and their layouts by global name.
@@ -140,8 +140,14 @@ def run_steps(
     scaler = build_scaler(spec.precision, device=built.device)
     if loss_scale is not None:
         scaler.scale.fill_(loss_scale)
-    gradients = first_gradients(built, batches[0], loss_scale=scaler.scale, look=look)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], []
+
+    def take_gradients() -> None:
+        unscaled = {name: g.to(torch.float64) / scaler.scale for name, g in built.data_parallel.gradients.items()}
+        if look is not None:
+            look("gradient", unscaled, built.shards)
+        gradients.append(gather_global(unscaled, built.shards, mesh=mesh))
+
     for batch in batches:
         result = train_step(
             built,
@@ -149,6 +155,7 @@ def run_steps(
             lr=spec.optim.lr,
             weight_decay=spec.optim.weight_decay,
             scaler=scaler,
+            look=None if gradients else take_gradients,
         )
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
@@ -156,7 +163,7 @@ def run_steps(
     if look is not None:
         look("weight", built.optimizer.masters, built.shards)
     weights = gather_global(built.optimizer.masters, built.shards, mesh=mesh)
-    trajectory = Trajectory(losses, norms, evaluation, gradients, weights)
+    trajectory = Trajectory(losses, norms, evaluation, gradients[0], weights)
     return trajectory if moe_of(spec.model) is None else replace(trajectory, routers=_routers(built, result.routers))
 
 
@@ -170,20 +177,6 @@ def _routers(built: Built, statistics: RouterStatistics | None) -> Gathered:
             seen |= {f"{layer}.{name}": values_L[i : i + 1] for name, values_L in numbers.items()}
     layouts = {name: whole(name, tuple(tensor.shape)) for name, tensor in seen.items()}
     return gather_global(seen, layouts, mesh=built.mesh)
-
-
-def first_gradients(built: Built, batch: Batch, *, loss_scale: Tensor, look: Look | None = None) -> Gathered:
-    """Every gradient of the mean loss over a global batch, summed over ranks and micro batches.
-
-    `loss_scale`, a scalar, is taken out again. `look` gets what is gathered.
-    """
-    mine = divide(batch, mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
-    tokens, _ = count_tokens(built, mine, stop=False)
-    forward_backward(built, mine, tokens=tokens, loss_scale=loss_scale)
-    unscaled = {name: g.to(torch.float64) / loss_scale for name, g in built.data_parallel.gradients.items()}
-    if look is not None:
-        look("gradient", unscaled, built.shards)
-    return gather_global(unscaled, built.shards, mesh=built.mesh)
 
 
 def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *, mesh: Mesh) -> Gathered:

@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward over the micro batches, gradient norm, update."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -123,12 +123,18 @@ def train_step(
     weight_decay: float,
     scaler: LossScaler,
     stop: bool = False,
+    look: Callable[[], None] | None = None,
 ) -> StepResult:
-    """One step on this rank's micro batches. The host reads nothing back."""
+    """One step on this rank's micro batches. The host reads nothing back.
+
+    `look` is called when the gradients are summed, before the update, which may divide them in place.
+    """
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
     data = built.data_parallel
+    if look is not None:
+        look()
     norms = local_norms(data.gradients, built.shards, device=built.device)
     scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
     norm = scaled_norm / loss_scale

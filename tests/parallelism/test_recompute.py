@@ -17,7 +17,8 @@ from megaspec.resolve.activations import layer_bytes, share_of
 from megaspec.resolve.examples import CPU, FACTS
 from megaspec.resolve.resolver import resolve
 from megaspec.runtime.build import Built, build, build_model, initialise, materialise, mesh_of
-from megaspec.runtime.parity import first_gradients
+from megaspec.runtime.parity import divide, gather_global
+from megaspec.runtime.step import count_tokens, forward_backward
 from megaspec.spec import Spec
 from megaspec_kernels.registry import kernels_of
 from tests.parallelism.kept import kept_bytes
@@ -84,10 +85,19 @@ def built_of(spec: Spec, rank: int = 0) -> Built:
     return built
 
 
+def go(built: Built) -> None:
+    """Sums up the gradients of a global batch."""
+    mine = divide(batch_of(), mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
+    tokens, _ = count_tokens(built, mine, stop=False)
+    forward_backward(built, mine, tokens=tokens, loss_scale=torch.tensor(1.0))
+
+
 def gradients(rank: int, spec: Spec) -> dict[str, Any]:
     """Of a global batch, by name, as arrays on rank 0."""
     torch.set_num_threads(1)
-    found = first_gradients(built_of(spec, rank), batch_of(), loss_scale=torch.tensor(1.0)).values
+    built = built_of(spec, rank)
+    go(built)
+    found = gather_global(built.data_parallel.gradients, built.shards, mesh=built.mesh).values
     return {name: value.numpy() for name, value in found.items()}
 
 
@@ -188,7 +198,7 @@ def test_products_are_computed_again_once_and_their_gradients_never(
     add = torch.ops.megaspec.add_weight_gradient
     monkeypatch.setattr("megaspec.nn.linear.add_weight_gradient", lambda *a: weight.append(1) or add(*a))
     built = built_of(spec_of(f"parallelism.recompute={kind}", "train.micro_batch=6"))
-    first_gradients(built, batch_of(), loss_scale=torch.tensor(1.0))
+    go(built)
     assert len(forward) == products
     assert len(weight) == 16
 
