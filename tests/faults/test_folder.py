@@ -28,7 +28,8 @@ def test_a_second_job_is_refused_at_once_and_told_who_has_the_folder(tmp_path, c
         before = (run / "spec.json").read_bytes()
         start = time.monotonic()
         assert main(["resume", str(run), "train.steps=6000"]) == 78
-        assert time.monotonic() - start < 1.0
+        # at once: nobody waits for the lock
+        assert time.monotonic() - start < 5.0
         assert str(first.pid) in capsys.readouterr().err
         assert (run / "spec.json").read_bytes() == before
         first.terminate()

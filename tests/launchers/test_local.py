@@ -141,7 +141,8 @@ def test_ranks_of_a_warm_factory_start_at_once(tmp_path, factory):
     run(tmp_path, factory, "codes", 1, codes=[0])
     start = time.monotonic()
     assert run(tmp_path, factory, "codes", 8, codes=[0] * 8) == 0
-    assert time.monotonic() - start < 1.0
+    # a fraction of a second; eight interpreters that load torch take over ten
+    assert time.monotonic() - start < 5.0
 
 
 def test_a_launcher_never_imports_torch():
@@ -287,7 +288,8 @@ def test_a_signal_before_the_ranks_have_started_ends_at_once(tmp_path, monkeypat
     start = time.monotonic()
     with RankFactory(("torch",)) as cold:
         assert run(tmp_path, cold, "codes", 1, codes=[0]) == 75
-    assert time.monotonic() - start < 1.0
+    # a fraction of a second; eight interpreters that load torch take over ten
+    assert time.monotonic() - start < 5.0
     assert signal.getsignal(signal.SIGTERM) is before
 
 
