@@ -13,15 +13,16 @@ from tests.parity.sets import DEFAULT, cases_of
 from tests.parity.tasks import logits, run_case, truth_of
 from tests.ranks import RankPool
 
-STEPS, LONG_STEPS = 3, 20
+STEPS, LONG_STEPS = 2, 20
 # GPT-2 goes with plain descent here: its key bias has no gradient in exact arithmetic (softmax does not see it), and
 # AdamW turns fp32's rounding noise in its place into steps of the size of the learning rate.
-LOWER = [
-    Case(tp=2, sequence=True, mask="uneven", kv_heads=2),
+_LOWER = [
     Case(tp=4, sequence=True, accumulate=3, mask="uneven", kv_heads=2, tied=True, pad=8, documents=True),
-    Case(tp=2, dp=2, mask="empty_rank", family="gpt", tied=True, optimizer="sgd"),
     Case(dp=2, accumulate=3, mask="uneven", optimizer="sgd"),
+    Case(tp=2, sequence=True, mask="uneven", kv_heads=2),
+    Case(tp=2, dp=2, mask="empty_rank", family="gpt", tied=True, optimizer="sgd"),
 ]
+LOWER = [*_LOWER[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in _LOWER[2:])]
 
 
 @pytest.mark.parametrize("case", [c for name in DEFAULT if name != "long" for c in cases_of(name)], ids=str)
@@ -29,7 +30,10 @@ def test_steps_equal_those_of_one_rank(pool: RankPool, case: Case, tell: Tell) -
     check(pool, case, tell, steps=STEPS)
 
 
-@pytest.mark.parametrize("case", cases_of("long"), ids=str)
+_LONG = [*cases_of("long"), *(pytest.param(case, marks=pytest.mark.slow) for case in cases_of("long too"))]
+
+
+@pytest.mark.parametrize("case", _LONG, ids=str)
 def test_twenty_steps_equal_those_of_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
     check(pool, case, tell, steps=LONG_STEPS)
 

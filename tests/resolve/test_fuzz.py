@@ -33,7 +33,7 @@ TARGETS = (
 NOTHING_KNOWN = Facts(run_dir="runs/x")
 LONGEST = 1.0
 # A search for a layout weighs thousands of them on 2048 GPUs.
-LONGEST_SEARCH = 5.0
+LONGEST_SEARCH = 10.0
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 64, 96, 127, 128, 256, 1000, 1024, 8192, 10**5, 10**6, 10**9)
 HUGE = (2**31, 2**63 - 1, 2**63, 10**18, 10**30, 10**400, 1e308, 1e400, -1e308, float("nan"), 5e-324, 0.1, 1.5, -0.5)
 TEXTS = (
