@@ -374,6 +374,29 @@ def _optimizers() -> list[Case]:
     return dress(layouts, PLAIN | {"optimizer": ("muon",), "family": ("llama",), "qk_norm": (False, True)})
 
 
+def _under(path: str, **values: Any) -> Settings:
+    return tuple((f"parallelism.{path}.{name}", value) for name, value in values.items())
+
+
+def _switches() -> list[Case]:
+    """What overlaps run one after the other, what can wait on the CPU does, and a stage that shares out no weights."""
+    alone = {"grad_reduce": False, "param_gather": False}
+    layouts = [
+        Case(tp=2, sequence=True, also=_under("overlap", tp=False)),
+        Case(dp=2, strategy="zero1", also=_under("overlap", **alone)),
+        Case(dp=2, strategy="fsdp", also=_under("overlap", **alone)),
+        Case(pp=2, schedule="zb_v", virtual=2, n_layers=4, also=_under("overlap", p2p=False)),
+        Case(pp=2, schedule="zb_h1", dp=2, strategy="zero2", also=_under("overlap", p2p=False, grad_reduce=False)),
+        Case(tp=2, sequence=True, ep=2, shared="gate", also=_under("overlap", shared_experts=False)),
+        Case(dp=2, strategy="zero1", also=_under("offload", layers=1, optimizer=0.5)),
+        Case(pp=2, dp=2, strategy="fsdp", n_layers=4, also=_under("offload", layers=1, optimizer=1.0)),
+        Case(tp=2, sequence=True, dp=2, ep=2, shared="gate", also=_under("offload", layers=2, optimizer=0.5)),
+        Case(pp=2, dp=2, strategy="fsdp", also=_layout("Ett|L")),
+    ]
+    dressed = dress(layouts, PLAIN | {"shared": ("none",)})
+    return [replace(case, shared="gate") if case.ep > 1 else case for case in dressed]
+
+
 # The factors of a product that is run in whole, at one step: a layout, and what a batch or a model can do to it.
 PRODUCT: dict[str, tuple] = {
     "tp": (1, 2, 4),
@@ -428,6 +451,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "dispatch": _dispatch,
     "recompute": _recomputes,
     "optimizers": _optimizers,
+    "switches": _switches,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,
     "all pairs": lambda: dress(_all_pairs()),
