@@ -1,6 +1,7 @@
 """Gradients become sums over micro batches and ranks, bucket by bucket."""
 
 from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +113,9 @@ class Reductions:
         return WeightGradientSum(self.totals[name], lambda: self._arrived(name))
 
     def _taker(self, name: str) -> Callable[[nn.Parameter], None]:
-        return lambda parameter: self._take(name, parameter)
+        # weakly: torch keeps hooks where the garbage collector does not look, and parameters are held from here
+        take = WeakMethod(self._take)
+        return lambda parameter: take()(name, parameter)
 
     def _take(self, name: str, parameter: nn.Parameter) -> None:
         bucket = self._bucket_of[name]

@@ -1,5 +1,7 @@
 """Every strategy of data parallelism trains the model of one rank, and holds no more than it says."""
 
+import gc
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -91,6 +93,28 @@ def built_for(rank: int, case: Case, *, device: str = "cpu") -> Built:
     built = build(made, mesh=mesh_of(made, rank=rank, device=where))
     initialise(built)
     return built
+
+
+def left_behind(rank: int, case: Case) -> list[str]:
+    """What of a model is alive after a step, when nobody holds it any more."""
+    built = built_for(rank, case)
+    batch = divide(batches_of(case, [], 1)[0], mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
+    train_step(built, batch, lr=1e-3, weight_decay=0.1, scaler=build_scaler(built.spec.precision, device=built.device))
+    parts = {
+        "parameters": built.data_parallel,
+        "reductions": built.data_parallel._reductions,
+        "layers": built.chunks[0],
+    }
+    alive = {name: weakref.ref(part) for name, part in parts.items()}
+    del built, parts
+    gc.collect()
+    return [name for name, part in alive.items() if part() is not None]
+
+
+@pytest.mark.parametrize("strategy", ["replicate", *SHARED_OUT])
+def test_a_model_that_nobody_holds_is_gone(pool: RankPool, strategy: str) -> None:
+    for alive in pool.run(left_behind, replace(TIED, strategy=strategy), ranks=2):
+        assert alive == []
 
 
 def shares(rank: int, case: Case) -> dict[str, Any]:
