@@ -17,6 +17,8 @@ train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train r
 	$(BIN)/megaspec train recipe=hello $(CONFIG)
 
 test test-slow: export OMP_NUM_THREADS := 1
+# Ranks are started by the hundred: each finds its modules compiled.
+test test-slow: export PYTHONDONTWRITEBYTECODE :=
 # Two files of tests at a time, so that a test that waits leaves its core to another.
 WORKERS ?= 2
 

@@ -143,6 +143,8 @@ def _serve(
                 status = 0
                 break
             task = partial(getattr(import_module(module), name), rank, *arguments, **more)
+            # what is there stays: the collection behind the task looks at what the task has made alone
+            gc.freeze()
             faulthandler.dump_traceback_later(patience)
             pipe.send(_in_world(task, rank, store, size, device))
             faulthandler.cancel_dump_traceback_later()
