@@ -92,8 +92,10 @@ class RankFactory:
         return ended
 
     def start(self, *, entry: str, run_dir: str, keywords: dict[str, Any], files: tuple[int, int, int]) -> int:
-        """Forks a rank that calls `entry` ("module:function") with stdin, stdout and stderr as given. -> process id."""
-        self._send({"do": "start", "entry": entry, "run_dir": run_dir, "keywords": keywords}, files)
+        """Forks a rank that calls `entry` ("module:function") in the current folder, with stdin, stdout and stderr as
+        given. -> process id."""
+        job = {"entry": entry, "folder": os.getcwd(), "run_dir": run_dir, "keywords": keywords}
+        self._send({"do": "start", **job}, files)
         while not self._started:
             self._read()
         return self._started.pop()

@@ -3,7 +3,7 @@
 Run as `python -P rank_server.py FD`; FD is one end of a stream socket. One JSON object a line:
 
     prepare  {"do": "prepare", "path": [...], "modules": [...]}            -> {"ready": pid}
-    start    {"do": "start", "entry", "run_dir", "keywords"} + 3 open files  -> {"started": pid}
+    start    {"do": "start", "entry", "folder", "run_dir", "keywords"} + 3 open files  -> {"started": pid}
     signal   {"do": "signal", "pid", "signal", "group"}
     (a rank ends)                                                          -> {"ended": pid, "code", "signal"}
 
@@ -38,6 +38,8 @@ class Job:
     """What a freshly forked rank has to do."""
 
     entry: str
+    folder: str
+    """It starts here."""
     run_dir: str
     keywords: dict[str, Any]
     files: tuple[int, int, int]
@@ -82,8 +84,8 @@ def serve(control: socket.socket) -> Job | None:
                             os.close(fd)
                         control.close()
                         first, second, third = files
-                        keywords = message["keywords"]
-                        return Job(message["entry"], message["run_dir"], keywords, (first, second, third), parent)
+                        what = {name: message[name] for name in ("entry", "folder", "run_dir", "keywords")}
+                        return Job(**what, files=(first, second, third), parent=parent)
                     ranks.add(pid)
                     for fd in files:
                         os.close(fd)
@@ -141,6 +143,7 @@ def run(job: Job) -> int:
     for here, fd in enumerate(job.files):
         os.dup2(fd, here)
         os.close(fd)
+    os.chdir(job.folder)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -145,6 +145,14 @@ def test_ranks_of_a_warm_factory_start_at_once(tmp_path, factory):
     assert time.monotonic() - start < 5.0
 
 
+def test_a_rank_starts_in_the_folder_of_its_launch(tmp_path, factory, monkeypatch):
+    for name in ("one", "other"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / name)
+        assert run(Path("run"), factory, "places", 1) == 0
+        assert (tmp_path / name / "run" / "place-0").exists()
+
+
 def test_a_launcher_never_imports_torch():
     program = "import sys, megaspec_launchers.local, megaspec_launchers.environment; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, env=environment())

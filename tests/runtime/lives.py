@@ -1,5 +1,6 @@
 """What ranks do in these tests: parts of a run's life, and a rank's entry with a fault in it."""
 
+import gc
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -84,6 +85,8 @@ def lives(rank: int, text: str, folder: str, *, stops: int) -> list[dict[str, An
     events = []
     for _ in range(stops):
         events += live(rank, text, folder, stop_after=1)
+        # its groups, whose threads wake often
+        gc.collect()
     return events + live(rank, text, folder)
 
 
