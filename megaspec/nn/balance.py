@@ -9,6 +9,8 @@ from torch import Tensor
 
 _SINKHORN_PASSES = 64
 _SINKHORN_EPS = 1e-8
+# Weights that differ by less than this share a rank when experts drop tokens: see within_capacity.
+_WEIGHT_STEP = 2.0**-16
 
 
 def sinkhorn(logits_NE: Tensor, *, tolerance: float = 1e-4) -> Tensor:
@@ -39,12 +41,13 @@ def capacity_of(tokens: int, *, top_k: int, n_experts: int, factor: float) -> in
 def within_capacity(experts_Nk: Tensor, weights_Nk: Tensor | None, *, n_experts: int, capacity: int) -> Tensor:
     """bool [N, k]: the choices that experts have room for: the highest weights, or the first tokens without weights.
 
-    Of equal weights the earlier token comes first.
+    Of equal weights the earlier token comes first. Weights count in steps of 2^-16: where packed documents begin with
+    the same token, those tokens' weights are equal but for rounding, which must not say who is dropped.
     """
     chosen = experts_Nk.flatten()
     order = torch.arange(chosen.shape[0], device=chosen.device)
     if weights_Nk is not None:
-        order = weights_Nk.flatten().argsort(descending=True, stable=True)
+        order = (weights_Nk.flatten() / _WEIGHT_STEP).round().argsort(descending=True, stable=True)
     order = order[chosen[order].argsort(stable=True)]
     ranked = chosen[order]
     first = torch.searchsorted(ranked, torch.arange(n_experts, device=chosen.device))

@@ -219,6 +219,16 @@ def test_drops_are_those_of_a_slow_loop(drop: str, capacity: int) -> None:
         assert [bool(found[place]) for place in places] == [n < capacity for n in range(len(places))]
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-16, -1e-16])
+def test_rounding_does_not_say_which_of_equal_tokens_is_dropped(noise: float) -> None:
+    """As the first tokens of packed documents that begin alike are equal."""
+    weights = torch.full((6, 1), 0.3, dtype=torch.float64)
+    weights[::2] += noise
+    weights[5] = 0.4
+    kept = within_capacity(torch.zeros(6, 1, dtype=torch.int64), weights, n_experts=1, capacity=3)
+    assert kept.flatten().tolist() == [True, True, False, False, False, True]
+
+
 def test_capacity() -> None:
     assert capacity_of(12, top_k=2, n_experts=8, factor=1.0) == 3
     assert capacity_of(13, top_k=2, n_experts=8, factor=1.0) == 4

@@ -69,11 +69,7 @@ PLAIN: dict[str, tuple] = {
 
 
 def fits(layout: Case, chosen: Mapping[str, Any]) -> bool:
-    """Whether a layout can go with a (possibly partial) choice of features.
-
-    Packed documents that begin with the same token have equal first tokens, and of equal ones rounding says which the
-    expert drops: no two layouts agree on that, so drops by weight go without documents.
-    """
+    """Whether a layout can go with a (possibly partial) choice of features."""
     micro_batches = chosen.get("accumulate")
     heads = max(chosen.get("kv_heads", 4) // layout.tp, 1)
     swapped = {"all_to_all": layout.cp, "hierarchical": 2}.get(layout.context, 1) if layout.cp > 1 else 1
@@ -87,7 +83,6 @@ def fits(layout: Case, chosen: Mapping[str, Any]) -> bool:
         or has_experts != bool(router)
         or (chosen.get("family") == "gpt" and (has_experts or chosen.get("qk_norm")))
         or (chosen.get("drop", "none") != "none" and router in ("", "sinkhorn"))
-        or (chosen.get("drop") in ("probs", "padded") and chosen.get("documents"))
         or (not has_experts and (chosen.get("shared", "none") != "none" or chosen.get("every", 1) > 1))
     )
 
