@@ -70,6 +70,8 @@ MORE: dict[str, Has] = {
     "shared experts with a gate": lambda c: c.shared == "gate",
     "full recompute": lambda c: c.also in (RECOMPUTES[n] for n in ("uniform 1", "uniform 2", "block 1")),
     "selective recompute": lambda c: _also(c, "parallelism.recompute.") and c.also[0][1] == "selective",
+    "overlaps switched off": lambda c: _also(c, "parallelism.overlap."),
+    "activations and optimizer on the CPU": lambda c: _also(c, "parallelism.offload."),
     "packed documents": lambda c: c.documents,
     "grouped key/value heads": lambda c: c.kv_heads < 4,
     "norms of queries and keys": lambda c: c.qk_norm,
