@@ -188,7 +188,8 @@ def _triples() -> list[Case]:
             layout = _of(*(list(AXES[axis].values())[turn % len(AXES[axis])] for axis in three))
             layouts.append(_with_experts(layout, turn) if experts else layout)
     whole = {"dp": 4, "strategy": "hsdp", "replicas": 2}
-    return [*layouts, Case(pp=2, schedule="zb_h1", **whole), Case(cp=2, ep=4, **whole)]
+    more = [{"pp": 2, "schedule": "zb_h1"}, {"cp": 2, "ep": 4}, {"tp": 2, "sequence": True, "etp": 2}]
+    return [*layouts, *(Case(**way, **whole) for way in more)]
 
 
 def _all_triples() -> list[Case]:

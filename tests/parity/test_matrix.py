@@ -6,10 +6,9 @@ import pytest
 
 from tests.parity.cases import Case
 from tests.parity.matrix import AXES, MORE, README, matrix, with_matrix
-from tests.parity.sets import DEFAULT, SLOW, cases_of
+from tests.parity.sets import DEFAULT, cases_of
 
 OFTEN = [case for name in DEFAULT for case in cases_of(name)]
-SELDOM = [case for name in SLOW for case in cases_of(name)]
 # of which a layout has one
 DATA = ("dp", "zero1", "zero2", "fsdp", "hsdp")
 
@@ -27,9 +26,7 @@ def test_no_row_is_empty(row: str) -> None:
 def test_every_two_axes_meet() -> None:
     for (a, has_a), (b, has_b) in combinations(AXES.items(), 2):
         if not (a in DATA and b in DATA):
-            # hsdp takes four ranks by itself
-            among = OFTEN + SELDOM if b == "hsdp" else OFTEN
-            assert any(has_a(case) and has_b(case) for case in among), f"{a} with {b}"
+            assert any(has_a(case) and has_b(case) for case in OFTEN), f"{a} with {b}"
 
 
 def test_a_case_is_counted_where_it_belongs() -> None:
