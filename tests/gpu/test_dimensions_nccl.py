@@ -1,7 +1,5 @@
 """Every parallel dimension over NCCL on four devices against one, in fp64; what is fused or compiled, in bf16."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -37,12 +35,6 @@ LOW = [
     Case(dp=4, strategy="zero1", accumulate=3, **FUSED),
     Case(dp=4, strategy="fsdp", accumulate=3, **FUSED),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(device="cuda", timeout=300) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

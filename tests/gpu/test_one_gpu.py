@@ -1,6 +1,5 @@
 """What runs on a GPU alone, held to what runs everywhere."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -32,12 +31,6 @@ CASES = [
     replace(BASE, compile="block", documents=True, family="gpt", optimizer="sgd"),
     replace(BASE, compile="block", dropout=True, attention="reference"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(device="cuda", timeout=300) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("case", [replace(c, cross_entropy="chunked") for c in CASES], ids=str)

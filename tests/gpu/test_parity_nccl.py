@@ -1,7 +1,5 @@
 """Layouts over NCCL against one GPU: the harness of tests/parity on two devices."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -28,12 +26,6 @@ FUSED = [
     Case(tp=2, sequence=True, mask="uneven", kv_heads=2, d_head=64, cross_entropy="triton", compile="block"),
     Case(dp=2, accumulate=3, mask="uneven", kv_heads=2, d_head=64, cross_entropy="triton", compile="block"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(device="cuda", timeout=300) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

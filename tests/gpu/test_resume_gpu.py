@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megaspec.resolve.target import Target
-from tests.ranks import RankPool
 from tests.runtime import lives
 from tests.runtime.specs import spec
 
@@ -29,12 +28,6 @@ CASES = {
     },
     "fp16": {"precision": {"kind": "fp16", "initial_scale": 2.0**24, "growth_interval": 3, "hysteresis": 2}},
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(device="cuda", timeout=120) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", CASES)
