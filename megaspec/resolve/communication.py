@@ -6,7 +6,7 @@ a reduce-scatter takes apart, what a rank gives away in an all-to-all or sends.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import prod
 from typing import Literal
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
@@ -48,6 +48,8 @@ class Collective:
     """It can run beside arithmetic."""
     phase: Phase
     """What it runs in or beside; step: after the last micro batch."""
+    last: bool = False
+    """Of a layer, which keeps nothing of what comes after it: where plain operations run again, they end before it."""
 
     @property
     def sent(self) -> float:
@@ -133,67 +135,79 @@ def _of_rank(recipe: Recipe, hardware: Hardware | None, rank: int) -> tuple[Coll
 
 def chunk_collectives(recipe: Recipe, mesh: Mesh, chunk: Chunk) -> Iterator[Collective]:
     """Of one micro batch through one chunk."""
-    experts = has_experts(recipe.model)
-    moe = sum(experts[layer] for layer in chunk.layers)
-    again = recomputed_layers(recipe, len(chunk.layers))
-    for with_experts, layers in ((False, len(chunk.layers) - moe), (True, moe)):
+    own, experts = recipe.parallelism.recompute, has_experts(recipe.model)
+    again = chunk.layers[: recomputed_layers(recipe, len(chunk.layers))]
+    together = 1 if own.method == "block" else own.layers or 1
+    # of layers that run again together, the last one ends with the last tensor that is missing
+    ends = (*again[together - 1 :: together], *(again[-1:] if len(again) % together else ()))
+    for with_experts in (False, True):
+        layers, repeated, early = (
+            sum(experts[layer] == with_experts for layer in some) for some in (chunk.layers, again, ends)
+        )
         if not layers:
             continue
         for one in layer_collectives(recipe, mesh, with_experts=with_experts):
-            yield replace(one, times=one.times * layers)
-            repeated = round(again * layers / len(chunk.layers))
-            if one.what == "feed-forward" and one.kind in ("all_reduce", "reduce_scatter"):
-                repeated -= round(_ends_early(recipe, again) * layers / len(chunk.layers))
-            if one.phase == "forward" and repeated:
-                yield replace(one, times=one.times * repeated, phase="backward")
+            yield replace(one, times=one.times * layers, last=False)
+            times = one.times * (repeated - one.last * early)
+            if one.phase == "forward" and times:
+                yield replace(one, times=times, phase="backward", last=False)
     yield from end_collectives(recipe, mesh, embedding=chunk.embedding, head=chunk.head)
-
-
-def _ends_early(recipe: Recipe, again: int) -> int:
-    """Of so many layers that run again, those whose output nobody asks for: plain operations end with the last tensor
-    that is missing."""
-    own = recipe.parallelism.recompute
-    if recipe.kernels.compile == "block" or recipe.model.dropout > 0:
-        return 0
-    return again if own.method == "block" else ceil(again / (own.layers or 1))
 
 
 def layer_collectives(recipe: Recipe, mesh: Mesh, *, with_experts: bool) -> Iterator[Collective]:
     """Of one micro batch through one layer."""
-    again = recomputed_parts(recipe)
-    yield from _tensor(recipe, mesh, "attention", again=False)
+    again, own, drops_out = recomputed_parts(recipe), recipe.parallelism, recipe.model.dropout > 0
+    # a compiled block runs again as a whole, and dropout behind it keeps its mask
+    ends = not drops_out and recipe.kernels.compile != "block"
+    yield from _tensor(recipe, mesh, "attention")
     yield from _context(recipe, mesh)
     if not with_experts:
-        yield from _tensor(recipe, mesh, "feed-forward", again="mlp" in again)
+        yield from _tensor(recipe, mesh, "feed-forward", again="mlp" in again, output_again=drops_out, last=ends)
         return
-    yield from _routing(recipe, mesh)
-    yield from _dispatch(recipe, mesh, again="moe" in again)
-    if recipe.model.moe.d_shared:
-        yield from _tensor(recipe, mesh, "shared experts", again="shared_experts" in again)
+    moe, whole = recipe.model.moe, "moe" in again
+    for one in _routing(recipe, mesh):
+        yield one
+        if whole:
+            yield replace(one, phase="backward")
+    # shared experts come before the way back where they run beside the way there
+    shared_last = bool(moe.d_shared) and (not own.overlap.shared_experts or own.ep * own.etp == 1)
+    yield from _dispatch(recipe, mesh, again=whole, last=not (drops_out or shared_last))
+    if moe.d_shared:
+        # the gate keeps their output
+        last = shared_last and ends and not moe.shared_gate
+        output_again = drops_out or (whole and not last)
+        run_again = whole or "shared_experts" in again
+        yield from _tensor(recipe, mesh, "shared experts", again=run_again, output_again=output_again, last=last)
 
 
-def _tensor(recipe: Recipe, mesh: Mesh, what: str, *, again: bool) -> Iterator[Collective]:
+def _tensor(
+    recipe: Recipe, mesh: Mesh, what: str, *, again: bool = False, output_again: bool = False, last: bool = False
+) -> Iterator[Collective]:
     """Around a pair of matrix products that split columns, then rows. The backward pass gathers the input of the first
     once more for its weight gradient, unless a compiled block keeps it; it reduces the gradient of that input beside
-    the weight gradient. `again`: the pair runs again, but for the sum of its output, which only a dropout behind it
-    would need."""
+    the weight gradient. `again`: the pair runs again, and `output_again` with the sum of its output; `last`: see
+    Collective."""
     share, beside = Share(recipe), recipe.parallelism.overlap.tp
     size = share.tokens * recipe.model.d_model * share.width
-    output_again = int(again and recipe.model.dropout > 0)
+    sums_again = int(again and output_again)
 
     def make(kind: Kind, times: int, phase: Phase, *, hidden: bool = False) -> Iterator[Collective]:
         return mesh.make(what, kind, ("tp",), size, times, hidden=hidden, phase=phase)
 
     if not recipe.parallelism.sequence_parallel:
-        yield from make("all_reduce", 1, "forward")
-        yield from make("all_reduce", output_again, "backward")
+        yield from _marked(make("all_reduce", 1, "forward"), last=last)
+        yield from make("all_reduce", sums_again, "backward")
         yield from make("all_reduce", 1, "backward", hidden=beside)
         return
     yield from make("all_gather", 1, "forward")
-    yield from make("reduce_scatter", 1, "forward")
+    yield from _marked(make("reduce_scatter", 1, "forward"), last=last)
     yield from make("all_gather", (1 if recipe.kernels.compile == "block" else 2) + again, "backward")
-    yield from make("reduce_scatter", output_again, "backward")
+    yield from make("reduce_scatter", sums_again, "backward")
     yield from make("reduce_scatter", 1, "backward", hidden=beside)
+
+
+def _marked(found: Iterator[Collective], *, last: bool) -> Iterator[Collective]:
+    return (replace(one, last=last) for one in found)
 
 
 def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
@@ -225,12 +239,14 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
             yield from mesh.make(what, "p2p", ("cp",), size, ring - 1, hidden=True, phase=phase)
 
 
-def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool) -> Iterator[Collective]:
+def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool, last: bool) -> Iterator[Collective]:
     """Tokens to their experts and back: the way there, and its gradients' way, beside the shared experts. With them
-    go the weights that they have for their experts, with a gather the experts' numbers."""
+    go the weights that they have for their experts, with a gather the experts' numbers. `again`: all of it runs again,
+    but for a way back that is the `last` (see Collective)."""
     share, own, moe = Share(recipe), recipe.parallelism, recipe.model.moe
     row, weight = recipe.model.d_model * share.width, max(4, share.width)
     beside = bool(moe.d_shared) and own.overlap.shared_experts
+    back_again = int(again and not last)
 
     def make(kind: Kind, size: float, times: int, phase: Phase, *, hidden: bool = False) -> Iterator[Collective]:
         return mesh.make("experts' tokens", kind, ("ep", "etp"), size, times, hidden=hidden, phase=phase)
@@ -240,15 +256,16 @@ def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool) -> Iterator[Collective
         for phase, count in (("forward", 1), ("backward", int(again))):
             yield from make("all_gather", tokens * row, count, phase, hidden=beside)
             yield from make("all_gather", tokens * moe.top_k * (weight + 8), count, phase)
-            yield from make("reduce_scatter", tokens * row, count, phase)
+        yield from _marked(make("reduce_scatter", tokens * row, 1, "forward"), last=last)
+        yield from make("reduce_scatter", tokens * row, back_again, "backward")
         yield from make("all_gather", tokens * row, 1, "backward")
         yield from make("reduce_scatter", tokens * row, 1, "backward", hidden=beside)
         yield from make("reduce_scatter", tokens * moe.top_k * weight, 1, "backward")
         return
-    for phase, count in (("forward", 1), ("backward", 1 + again)):
-        yield from make("all_to_all", share.expert_tokens * row, beside * count, phase, hidden=True)
-        yield from make("all_to_all", share.expert_tokens * row, (2 - beside) * count, phase)
-        yield from make("all_to_all", share.expert_tokens * weight, count, phase)
+    for phase, there, back in (("forward", 1, 1), ("backward", 1 + again, 1 + back_again)):
+        yield from make("all_to_all", share.expert_tokens * row, there, phase, hidden=beside)
+        yield from _marked(make("all_to_all", share.expert_tokens * row, back, phase), last=last and phase == "forward")
+        yield from make("all_to_all", share.expert_tokens * weight, there, phase)
 
 
 def _routing(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:

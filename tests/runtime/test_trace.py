@@ -70,6 +70,20 @@ WITH_EXPERTS = [
     "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.dispatch=all_gather train.global_batch=4",
     "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.etp=2 parallelism.dispatch=all_gather train.global_batch=4",
 ]
+# What a layer with experts computes again, and where it ends: with the way back of its tokens, or with shared experts
+# that are not computed beside their way.
+WITH_EXPERTS_AGAIN = [
+    "parallelism.recompute.kind=full",
+    "parallelism.recompute.kind=full parallelism.dispatch=all_gather",
+    "parallelism.recompute={kind:selective,parts:[moe]}",
+    "parallelism.recompute={kind:selective,parts:[moe]} parallelism.dispatch=all_gather",
+    "parallelism.recompute={kind:full,layers:3} model.moe.every=2 kernels.compile=none",
+    "parallelism.recompute.kind=full model.moe.d_shared=768",
+    "parallelism.recompute={kind:selective,parts:[moe]} model.moe.d_shared=768",
+    "parallelism.recompute.kind=full model.moe.d_shared=768 parallelism.overlap.shared_experts=false",
+    "parallelism.recompute={kind:selective,parts:[moe]} model.moe.d_shared=768 model.moe.shared_gate=true"
+    " parallelism.overlap.shared_experts=false",
+]
 
 
 def spec_of(words: str) -> Spec:
@@ -106,6 +120,12 @@ def test_plain_layers(layout):
 @pytest.mark.parametrize("layout", WITH_EXPERTS)
 def test_experts(layout, compiled):
     check(f"{EXPERTS} kernels.compile={compiled} {layout}")
+
+
+@pytest.mark.parametrize("again", WITH_EXPERTS_AGAIN)
+def test_experts_that_run_again(again):
+    spec = spec_of(f"{EXPERTS} gpus=4 parallelism.tp=2 parallelism.ep=2 train.global_batch=4 {again}")
+    assert differences(spec, trace_rank(spec, 0)) == []
 
 
 def test_a_thousand_ranks():
