@@ -2,8 +2,6 @@
 
 # N tokens of the whole micro batch, E experts, k choices of a token
 
-from math import ceil
-
 import torch
 from torch import Tensor
 
@@ -31,11 +29,6 @@ def sinkhorn(logits_NE: Tensor, *, tolerance: float = 1e-4) -> Tensor:
         done = done | ((moved_E - columns_E).abs().mean() <= tolerance)
         columns_E = moved_E
     return rows_N[:, None] * mass_NE * columns_E
-
-
-def capacity_of(tokens: int, *, top_k: int, n_experts: int, factor: float) -> int:
-    """Tokens of a micro batch of `tokens` that one expert takes: the even share times the factor, rounded up."""
-    return ceil(tokens * top_k / n_experts * factor)
 
 
 def within_capacity(experts_Nk: Tensor, weights_Nk: Tensor | None, *, n_experts: int, capacity: int) -> Tensor:

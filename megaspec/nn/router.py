@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec.nn.attention import SequenceContext
-from megaspec.nn.balance import capacity_of, load, sinkhorn, within_capacity
+from megaspec.nn.balance import load, sinkhorn, within_capacity
 from megaspec.nn.hashing import site_key, uniform
 from megaspec.nn.linear import Linear, input_gradient, weight_gradient
 from megaspec.nn.spec import MoeSpec
@@ -160,8 +160,7 @@ class Router(Linear):
 
     def capacity(self, tokens: int) -> int:
         """Tokens that one expert takes of a micro batch of `tokens`."""
-        assert self.moe.capacity_factor is not None, f"{self.site} drops nothing: model.moe.capacity_factor=null"
-        return capacity_of(tokens, top_k=self.moe.top_k, n_experts=self.moe.n_experts, factor=self.moe.capacity_factor)
+        return self.moe.capacity(tokens)
 
     def read(self, sums: Tensor) -> StepSums:
         """Names for the parts of such a vector as `sums`."""

@@ -1,5 +1,6 @@
 """Settings of single modules that several families use."""
 
+from math import ceil
 from typing import Literal
 
 from megaspec.core.frozen import Auto, Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability
@@ -94,6 +95,20 @@ class MoeSpec(Frozen):
             return tuple(bool(one) for one in self.layers)
         past = (i - self.first_dense for i in range(n_layers))
         return tuple(i >= 0 and i % self.every == 0 for i in past)
+
+    def capacity(self, tokens: int) -> int:
+        """Tokens of a micro batch of `tokens` that one expert takes: the even share times the factor, rounded up."""
+        assert self.capacity_factor is not None, "nothing is dropped: model.moe.capacity_factor=null"
+        return ceil(tokens * self.top_k / self.n_experts * self.capacity_factor)
+
+    def rows(self, tokens: int, *, micro_batch: int) -> int:
+        """Rows that the experts get of a rank's `tokens` of a micro batch of so many, spread evenly. Padded, each
+        expert gets as many from every rank as it takes of the whole micro batch: that rank may have all of them."""
+        if self.capacity_factor is None:
+            return tokens * self.top_k
+        if self.pad_to_capacity:
+            return self.n_experts * min(self.capacity(micro_batch), tokens)
+        return max(1, round(tokens * self.top_k * min(1.0, self.capacity_factor)))
 
 
 class MlaSpec(Frozen):

@@ -398,7 +398,7 @@ class ContextParallel:
 
     def __init__(self, mesh: Mesh, spec: ContextSpec):
         self.mesh, self.spec = mesh, spec
-        self._indices: dict[int, Tensor] = {}
+        self._indices: dict[tuple[int, int], Tensor] = {}
         group = mesh.group("cp")
         if group is None:
             self.way = None
@@ -424,15 +424,17 @@ class ContextParallel:
                 why = "messages between two ranks, and blocks whose order depends on the rank"
                 module.core._attend_in_blocks = torch.compiler.disable(module.core._attend_in_blocks, reason=why)
 
-    def index(self, length: int) -> Tensor:
-        """int64 [T]: the places of this rank's tokens in a sequence of `length`, on the mesh's device."""
-        if length not in self._indices:
-            self._indices[length] = token_index(
+    def index(self, length: int, rank: int | None = None) -> Tensor:
+        """int64 [T]: the places of the tokens of a cp rank, by default this one, in a sequence of `length`, on the
+        mesh's device."""
+        rank = self.mesh.index("cp") if rank is None else rank
+        if (length, rank) not in self._indices:
+            self._indices[length, rank] = token_index(
                 self.spec.kind,
                 length,
                 self.mesh.size("cp"),
-                self.mesh.index("cp"),
+                rank,
                 self.spec.factors,
                 device=self.mesh.device,
             )
-        return self._indices[length]
+        return self._indices[length, rank]

@@ -25,11 +25,11 @@ from megaspec.parallelism.spec import ParallelismSpec
 class SplitTokens(Tokens):
     """Sequences that are split over the ranks of cp and, inside these, of tp.
 
-    `index(S)`: int64, the places in a sequence of S tokens that this cp rank has, in order; its tp ranks have equal
-    parts of them, one after the other.
+    `index(S)`: int64, the places in a sequence of S tokens that this cp rank has, in order, `index(S, rank)` those of
+    another; its tp ranks have equal parts of them, one after the other.
     """
 
-    def __init__(self, mesh: Mesh, index: Callable[[int], Tensor]):
+    def __init__(self, mesh: Mesh, index: Callable[..., Tensor]):
         self._mesh, self._index, self._group = mesh, index, mesh.group("tp-cp")
         self._orders: dict[int, Tensor] = {}
 
@@ -49,8 +49,8 @@ class SplitTokens(Tokens):
     def _order(self, length: int) -> Tensor:
         """Where each token of the sequence lies when ranks' tokens lie one after the other."""
         if length not in self._orders:
-            places = wait_sequence(gather_sequence(self._mine(length)[None], self._group))
-            self._orders[length] = places[0].argsort()
+            places = [self._index(length, rank) for rank in range(self._mesh.size("cp"))]
+            self._orders[length] = torch.cat(places).argsort()
         return self._orders[length]
 
 
@@ -78,7 +78,7 @@ class RouterStatistics:
 class ExpertParallel:
     """The strategy. `split_model` before memory is taken, behind TensorParallel's."""
 
-    def __init__(self, mesh: Mesh, spec: ParallelismSpec, *, index: Callable[[int], Tensor], overlap_shared: bool):
+    def __init__(self, mesh: Mesh, spec: ParallelismSpec, *, index: Callable[..., Tensor], overlap_shared: bool):
         """`index`: see SplitTokens. `overlap_shared`: shared experts are computed while tokens are on their way."""
         self._mesh, self._index, self._overlap = mesh, index, overlap_shared
         self._splits_sequences, self._kind = spec.sequence_parallel, spec.dispatch

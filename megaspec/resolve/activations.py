@@ -148,12 +148,8 @@ def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
 
 def expert_tokens(share: Share) -> int:
     """Rows that the experts of a rank take when tokens are spread evenly."""
-    moe = moe_of(share.model)
-    taken = float(moe.top_k)
-    if moe.capacity_factor is not None:
-        full = moe.top_k * moe.capacity_factor
-        taken = full if moe.pad_to_capacity else min(taken, full)
-    return max(1, round(share.split_tokens * share.etp * taken))
+    rows = moe_of(share.model).rows(share.split_tokens, micro_batch=share.micro_batch * share.seq_len)
+    return rows * share.etp
 
 
 def kept_tensors(share: Share, *, with_experts: bool) -> tuple[Kept, ...]:

@@ -269,11 +269,21 @@ def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool, last: bool) -> Iterato
 
 
 def _routing(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
-    """What routers tell each other where sequences are split: how often each expert was chosen."""
-    moe, among = recipe.model.moe, ("cp", "tp")
+    """What routers tell each other where sequences are split: all scores under sinkhorn, how often each expert was
+    chosen for a balancing loss, and who chose it with what weight where experts drop tokens."""
+    moe, train = recipe.model.moe, recipe.train
+    tokens, wide = train.micro_batch * recipe.data.seq_len, max(4, Share(recipe).width)
+
+    def make(what: str, kind: Kind, size: int) -> Iterator[Collective]:
+        return mesh.make(what, kind, ("cp", "tp"), size, 1, hidden=False, phase="forward")
+
+    if moe.router.balancing == "sinkhorn":
+        yield from make("experts' scores", "all_gather", tokens * moe.n_experts * wide)
+    if moe.capacity_factor is not None:
+        yield from make("experts' choices", "all_gather", tokens * moe.top_k * 8)
+        yield from make("experts' choices", "all_gather", tokens * moe.top_k * wide * (moe.drop == "probs"))
     if {"aux", "seq_aux"} & {loss.kind for loss in moe.router.losses}:
-        size = recipe.train.micro_batch * moe.n_experts * 8
-        yield from mesh.make("experts' loads", "all_reduce", among, size, 1, hidden=False, phase="forward")
+        yield from make("experts' loads", "all_reduce", train.micro_batch * moe.n_experts * 8)
 
 
 def end_collectives(recipe: Recipe, mesh: Mesh, *, embedding: bool, head: bool) -> Iterator[Collective]:

@@ -116,11 +116,9 @@ class Share:
     @cached_property
     def expert_tokens(self) -> int:
         """Rows that the experts of this rank take, spread evenly."""
-        moe, own = self.recipe.model.moe, self.recipe.parallelism
-        kept = moe.top_k if moe.capacity_factor is None or not moe.pad_to_capacity else moe.top_k * moe.capacity_factor
-        if moe.capacity_factor is not None:
-            kept = min(kept, moe.top_k * moe.capacity_factor)
-        return max(1, round(self.split_tokens * own.etp * kept))
+        train, data = self.recipe.train, self.recipe.data
+        rows = self.recipe.model.moe.rows(self.split_tokens, micro_batch=train.micro_batch * data.seq_len)
+        return rows * self.recipe.parallelism.etp
 
     @cached_property
     def passes(self) -> int:

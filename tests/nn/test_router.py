@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megaspec.nn.attention import SequenceContext
-from megaspec.nn.balance import capacity_of, sinkhorn, within_capacity
+from megaspec.nn.balance import sinkhorn, within_capacity
 from megaspec.nn.dropout import Noise
 from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
 from megaspec.nn.router import LOSSES, Router, Routing, Tokens
@@ -230,10 +230,10 @@ def test_rounding_does_not_say_which_of_equal_tokens_is_dropped(noise: float) ->
 
 
 def test_capacity() -> None:
-    assert capacity_of(12, top_k=2, n_experts=8, factor=1.0) == 3
-    assert capacity_of(13, top_k=2, n_experts=8, factor=1.0) == 4
-    assert capacity_of(4096, top_k=8, n_experts=64, factor=1.25) == 640
-    assert capacity_of(1, top_k=1, n_experts=64, factor=0.5) == 1
+    assert MoeSpec(n_experts=8, top_k=2, capacity_factor=1.0).capacity(12) == 3
+    assert MoeSpec(n_experts=8, top_k=2, capacity_factor=1.0).capacity(13) == 4
+    assert MoeSpec(n_experts=64, top_k=8, capacity_factor=1.25).capacity(4096) == 640
+    assert MoeSpec(n_experts=64, top_k=1, capacity_factor=0.5).capacity(1) == 1
 
 
 def all_losses(score: str = "sigmoid", **more: object) -> MoeSpec:

@@ -84,6 +84,15 @@ WITH_EXPERTS_AGAIN = [
     "parallelism.recompute={kind:selective,parts:[moe]} model.moe.d_shared=768 model.moe.shared_gate=true"
     " parallelism.overlap.shared_experts=false",
 ]
+# What routers tell each other where sequences are split, and experts whose rows are padded.
+ROUTING = [
+    "parallelism.tp=2 parallelism.ep=2 train.global_batch=8 model.moe.router={balancing:sinkhorn,losses:[]}",
+    "parallelism.cp=2 parallelism.tp=2 parallelism.ep=4 train.global_batch=8 model.moe.capacity_factor=1.25"
+    " model.moe.pad_to_capacity=true",
+    "parallelism.tp=2 parallelism.ep=2 train.global_batch=4 model.moe.capacity_factor=1.25 model.moe.drop=position"
+    " model.moe.pad_to_capacity=true parallelism.dispatch=all_gather"
+    " parallelism.recompute={kind:selective,parts:[moe]}",
+]
 
 
 def spec_of(words: str) -> Spec:
@@ -125,6 +134,12 @@ def test_experts(layout, compiled):
 @pytest.mark.parametrize("again", WITH_EXPERTS_AGAIN)
 def test_experts_that_run_again(again):
     spec = spec_of(f"{EXPERTS} gpus=4 parallelism.tp=2 parallelism.ep=2 train.global_batch=4 {again}")
+    assert differences(spec, trace_rank(spec, 0)) == []
+
+
+@pytest.mark.parametrize("routing", ROUTING)
+def test_routing(routing):
+    spec = spec_of(f"{EXPERTS} gpus=4 {routing}")
     assert differences(spec, trace_rank(spec, 0)) == []
 
 
