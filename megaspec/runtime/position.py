@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from traceback import extract_stack
+from traceback import FrameSummary, extract_stack, extract_tb
 from typing import Any
 
 import torch
@@ -126,12 +126,15 @@ class Watchdog:
         self._done.set()
         self._thread.join()
 
-    def tell(self, reason: str) -> None:
-        """Says where this rank stands, waits for the others; the first of them prints what all have said. Once."""
+    def tell(self, reason: str, error: BaseException | None = None) -> None:
+        """Says where this rank stands, waits for the others; the first of them prints what all have said. Once.
+
+        `error`: what ended the training thread's work; the rank stands where that was raised.
+        """
         if not self._told.acquire(blocking=False):
             time.sleep(2 * _PATIENCE)  # the other thread prints, and ends the process where it has to
             return
-        self._store.set(_key(self._rank), json.dumps(self._stand()))
+        self._store.set(_key(self._rank), json.dumps(self._stand(error)))
         heard: dict[int, str] = {}
         end = time.monotonic() + _PATIENCE
         while len(heard) < self._world_size and time.monotonic() < end:
@@ -143,10 +146,11 @@ class Watchdog:
             print(f"{reason}; where every rank stood:\n{in_words(stood(heard, self._world_size))}", file=sys.stderr)
             sys.stderr.flush()
 
-    def _stand(self) -> str:
+    def _stand(self, error: BaseException | None) -> str:
         what, _ = self._position.reached()
         pending = _pending_collective() if self._position.device.type == "cuda" else ""
-        return f"{what}{pending or _frame(self._thread_id)}"
+        stack = extract_tb(error.__traceback__) if error else _stack_of(self._thread_id)
+        return f"{what}{pending or _innermost(stack)}"
 
     def _watch(self) -> None:
         last, since = -1, time.monotonic()
@@ -164,10 +168,14 @@ def _key(rank: int) -> str:
     return f"position/{rank}"
 
 
-def _frame(thread_id: int) -> str:
-    """`, in all_reduce (megaspec/parallelism/collectives.py:62)`: the innermost line of this project."""
+def _stack_of(thread_id: int) -> list[FrameSummary]:
     frame = sys._current_frames().get(thread_id)
-    for line in reversed(extract_stack(frame) if frame else []):
+    return extract_stack(frame) if frame else []
+
+
+def _innermost(stack: list[FrameSummary]) -> str:
+    """`, in all_reduce (megaspec/parallelism/collectives.py:62)`: the innermost line of this project."""
+    for line in reversed(stack):
         path = Path(line.filename)
         if path.is_relative_to(ROOT) and "site-packages" not in path.parts and path != Path(__file__):
             return f", in {line.name} ({path.relative_to(ROOT)}:{line.lineno})"

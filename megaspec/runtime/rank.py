@@ -164,7 +164,7 @@ def bounded(position: Position, me: Place) -> Iterator[None]:
             # gloo raises plain RuntimeErrors when a peer is gone or late
             if not isinstance(error, dist.DistError) and not is_collective_failure(error):
                 raise
-            watchdog.tell("a collective failed: another rank is gone or late")
+            watchdog.tell("a collective failed: another rank is gone or late", error)
             raise HangError(f"a collective failed: {str(error).splitlines()[0]}") from error
 
 

@@ -20,6 +20,10 @@ def test_ranks_at_the_same_place_share_a_line() -> None:
     assert in_words(groups[:2]) == "  ranks 0, 3: here\n  rank 1: gone, or too busy to answer"
 
 
+def _times_out() -> None:
+    raise RuntimeError("Timed out waiting")
+
+
 def late(rank: int, path: str) -> Any:
     """Rank 2 sleeps in micro batch 1 while the others sum something in micro batch 2."""
     store = dist.FileStore(path, 3)
@@ -37,9 +41,9 @@ def late(rank: int, path: str) -> Any:
             if rank < 2:
                 group = dist.new_group([0, 1], use_local_synchronization=True)
                 all_reduce(torch.ones(2), group)
-                raise RuntimeError("Timed out waiting")
-        except RuntimeError:
-            watchdog.tell("a collective failed")
+                _times_out()
+        except RuntimeError as error:
+            watchdog.tell("a collective failed", error)
         else:
             watchdog.tell("late")
     return said.getvalue(), time.monotonic() - started
@@ -52,7 +56,9 @@ def test_one_message_names_every_rank(tmp_path) -> None:
     assert max(seconds for _, seconds in told) < 8
     first, *lines = told[0][0].splitlines()
     assert first == "a collective failed; where every rank stood:"
-    assert any("ranks 0, 1: step 7, forward of micro batch 2, layers.3" in line for line in lines)
+    assert any(
+        "ranks 0, 1: step 7, forward of micro batch 2, layers.3, in _times_out (tests/" in line for line in lines
+    )
     assert any("rank 2: step 7, forward of micro batch 1, layers.3" in line for line in lines)
 
 
