@@ -50,7 +50,7 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         raise write_error(folder, error) from None
     if not is_empty:
-        what = "holds a run; resume=auto goes on with it" if is_run(folder) else "exists and is not empty"
+        what = f"holds a run; megaspec resume {folder} goes on with it" if is_run(folder) else "exists and is not empty"
         text = f"run_dir={folder} {what}; choose another run_dir or name"
         raise RecipeError([Problem("run_dir", text, code="run-exists")])
 

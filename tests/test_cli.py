@@ -182,7 +182,7 @@ def test_a_run_trains_goes_on_and_forks(capfd):
     assert first.spec.parallelism.tp == 1
 
     assert main(["train", *TINY, "name=one", "run_dir=runs/one"]) == 64
-    assert "resume=auto goes on with it" in capfd.readouterr().err
+    assert "megaspec resume runs/one goes on with it" in capfd.readouterr().err
     assert main(["resume", "runs/one", "optim.lr=1"]) == 64
     assert "changes the experiment" in capfd.readouterr().err
     assert main(["resume", "runs/one", "run_dir=x"]) == 64

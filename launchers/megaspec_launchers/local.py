@@ -67,7 +67,7 @@ def launch(
                 one = _Attempt(run_dir, entry, keywords, factory or own, stop, grace_seconds, timeout_seconds)
                 outcome = one.run()
                 if outcome.cause is not None:
-                    _tell_cause(run_dir, outcome, ranks)
+                    _tell_cause(run_dir, outcome.cause, since=one.began_at)
                 if outcome.code not in WORTH_ANOTHER_ATTEMPT or stop.count:
                     break
                 if attempt < max_restarts:
@@ -101,11 +101,14 @@ class _Attempt:
     stopping: int = 0
     deadline: float = float("inf")
     stacks_asked: bool = False
+    began_at: list[int] = field(default_factory=list)
+    """Bytes that earlier attempts had left in each rank's log."""
 
     def run(self) -> Outcome:
         if self.stop.count:
             return self._not_started()
         logs = _open_logs(self.run_dir, self.keywords["world_size"])
+        self.began_at = [os.fstat(log).st_size for log in logs]
         pipe, stderr = os.pipe()
         os.set_blocking(pipe, False)
         try:
@@ -253,15 +256,14 @@ def _write(fd: int, data: bytes) -> None:
         pass
 
 
-def _tell_cause(run_dir: str, outcome: Outcome, ranks: int) -> None:
-    assert outcome.cause is not None
-    rank = outcome.cause.rank
+def _tell_cause(run_dir: str, cause: RankEnd, *, since: Sequence[int]) -> None:
+    rank = cause.rank
     path = Path(run_dir, "logs", f"rank-{rank}.log")
-    _say(f"{outcome.cause}; what it wrote: {path}")
+    _say(f"{cause}; what it wrote: {path}")
     if rank == 0:
         return  # its stderr is on the terminal
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        file.seek(max(since[rank], path.stat().st_size - TAIL_BYTES))
         for line in file.read().decode(errors="replace").splitlines()[-15:]:
             _write(STDERR, f"  [rank {rank}] {line}\n".encode())
 

@@ -84,7 +84,9 @@ class Place:
 
 def tell(me: Place, what: object) -> None:
     """An error in this rank's words, on stderr."""
-    print(f"rank {me.rank}: {what}" if me.world_size > 1 else str(what), file=sys.stderr, flush=True)
+    text = str(what)
+    names_its_rank = me.world_size == 1 or text.startswith("rank ")  # as what `together` reports does
+    print(text if names_its_rank else f"rank {me.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def is_collective_failure(error: RuntimeError) -> bool:

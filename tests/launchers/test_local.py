@@ -100,6 +100,13 @@ def test_output_of_rank_0_is_shown_and_that_of_the_others_kept(tmp_path, factory
     assert sorted(logs[2].splitlines()) == ["err of 2", "out of 2"]
 
 
+def test_what_a_rank_wrote_in_an_earlier_life_is_not_told_again(tmp_path, factory, capfd):
+    for _ in range(2):
+        assert run(tmp_path, factory, "codes", 2, codes=["wait", "bad data"]) == 65
+        assert capfd.readouterr().err.count("data.path=nowhere is missing") == 1
+    assert (tmp_path / "logs" / "rank-1.log").read_text().count("data.path=nowhere is missing") == 2
+
+
 def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, factory):
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="file/logs"):

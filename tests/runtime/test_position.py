@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.parallelism.collectives import all_reduce
 from megaspec.runtime.position import Group, Position, Watchdog, in_words, stood
+from megaspec.runtime.rank import Place, tell
 from tests.ranks import RankPool
 
 
@@ -18,6 +20,16 @@ def test_ranks_at_the_same_place_share_a_line() -> None:
     groups = stood({0: "here", 2: "there", 3: "here"}, 4)
     assert groups == [Group((0, 3), "here"), Group((1,), "gone, or too busy to answer"), Group((2,), "there")]
     assert in_words(groups[:2]) == "  ranks 0, 3: here\n  rank 1: gone, or too busy to answer"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("a collective failed", "rank 1: a collective failed\n"), ("rank 0: cannot write x", "rank 0: cannot write x\n")],
+)
+def test_an_error_names_one_rank(what: str, said: str, capsys) -> None:
+    me = Place(rank=1, world_size=2, local_rank=1, attempt=0, store=FileRendezvous("nowhere"), timeout_seconds=1.0)
+    tell(me, what)
+    assert capsys.readouterr().err == said
 
 
 def _times_out() -> None:
