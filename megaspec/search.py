@@ -74,7 +74,10 @@ class SearchPath:
             assert found, f"{config_path} was not checked before it was read"
             if len(found) > 1:
                 group, _, name = config_path.partition("/")
-                text = f"{group}={name} is in {one_of([_label(f) for f in found])}; rename one".replace(" or ", " and ")
+                labels = [_label(f) for f in found]
+                if len(set(labels)) < len(labels):  # another checkout is the working folder
+                    labels = [str(f.resolve()) for f in found]
+                text = f"{group}={name} is in {one_of(labels)}; rename one".replace(" or ", " and ")
                 raise RecipeError([Problem(group, text, "", "choice.ambiguous")])
             self._files[config_path] = _read(found[0], is_recipe=config_path.startswith("recipe/"))
         return self._files[config_path]

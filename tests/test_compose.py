@@ -11,6 +11,7 @@ import pytest
 from megaspec.compose import compose, recompose
 from megaspec.core.errors import RecipeError
 from megaspec.core.problems import field_paths
+from megaspec.paths import recipes_dir
 from megaspec.recipe import SECTIONS, Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -107,10 +108,15 @@ def test_a_recipe_may_write_its_model_and_data_out(folder):
 
 
 def test_a_name_that_is_in_two_places_is_never_chosen_silently(folder):
-    (folder / "recipes" / "hello.yaml").write_text("train: {steps: 1}\n")
+    own = folder / "recipes" / "hello.yaml"
+    own.write_text("train: {steps: 1}\n")
     (problem,) = problems_of("hello")
-    assert "recipe=hello is in" in problem.message
-    assert "rename one" in problem.message
+    assert f"recipe=hello is in {recipes_dir() / 'hello.yaml'} and {own.resolve()}; rename one" in problem.message
+
+
+def test_a_word_of_other_commands_is_no_key_and_told_as_such():
+    (problem,) = problems_of("hello", ["gpus=4"])
+    assert "a word for plan, tune and verify; a run takes launcher.ranks=N" in problem.message
 
 
 def test_any_field_can_be_set_without_plus():

@@ -9,6 +9,12 @@ from pydantic import BaseModel, ValidationError
 
 from megaspec.core.errors import Problem
 
+_PLANNING = {
+    "hardware": "a run takes the machine that it is on",
+    "gpus": "a run takes launcher.ranks=N",
+    "ceilings": "a run does without",
+}
+"""Words of commands that are often taken for keys, and what stands in their place."""
 _WORDS = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
@@ -151,6 +157,8 @@ def _unknown_key(
     kind_here = value_at(content, f"{section}.kind")
     where = f" when {section}.kind={kind_here}" if kind_here else f" of {section}" if section else " of a recipe"
     text = f"{key}{'' if isinstance(value, dict) else f'={show(value)}'}: {name} is no key{where}"
+    if key in _PLANNING:
+        return f"{text}, but a word for plan, tune and verify; {_PLANNING[key]}"
     own = [f for f in owner.model_fields if f != "kind"] if owner else []
     siblings = [tag for m in _section_models(model, section) if name in m.model_fields for tag in _tag(m)]
     if siblings:
