@@ -253,7 +253,8 @@ def _smallest_share(draft: Draft) -> int:
 
 def micro_batch(draft: Draft) -> None:
     dp = draft["parallelism.dp_replicate"] * draft["parallelism.dp_shard"]
-    share = max(1, _smallest_share(draft) // dp)
+    whole, rest = divmod(_smallest_share(draft), dp)
+    share = 1 if rest else whole  # what the ranks don't divide is refused: with 1, for their number alone
     most = max(1, MICRO_BATCH_TOKENS * draft["parallelism.cp"] // draft["data.seq_len"])
     pp = draft["parallelism.pp"]
     largest = max(m for m in divisors(share) if m <= max(1, min(share // pp, most)))

@@ -69,6 +69,11 @@ def test_messages_hold_both_values_and_the_nearest_legal_ones():
     )
 
 
+def test_a_batch_that_ranks_do_not_divide_is_blamed_on_no_micro_batch_that_was_decided():
+    (text,) = map(str, broken(("train.global_batch=31", "parallelism.tp=1", "parallelism.dp_replicate=2")))
+    assert "train.global_batch=31 must be a multiple of train.micro_batch=1 · dp=2 = 2; try 30 or 32" in text
+
+
 def test_the_longest_sequence_divides_as_the_trained_ones_do():
     ring = ("launcher.ranks=2", "parallelism.cp=2", "parallelism.tp=1", "model.max_seq_len=258")
     (text,) = map(str, broken(ring))
