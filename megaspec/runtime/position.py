@@ -70,7 +70,8 @@ class Position:
 
         def watched(x: Tensor, *more: Any) -> Tensor:
             micro = self.micro
-            self.mark(f"forward of micro batch {micro}, {unit.name}")
+            kind = "forward" if torch.is_grad_enabled() else "evaluation"
+            self.mark(f"{kind} of micro batch {micro}, {unit.name}")
             out = run(x, *more)
             if out.requires_grad:
                 out.register_hook(lambda _: self.mark(f"backward of micro batch {micro}, {unit.name}"))

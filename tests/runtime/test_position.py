@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,17 @@ def test_one_message_names_every_rank(tmp_path) -> None:
         "ranks 0, 1: step 7, forward of micro batch 2, layers.3, in _times_out (tests/" in line for line in lines
     )
     assert any("rank 2: step 7, forward of micro batch 1, layers.3" in line for line in lines)
+
+
+def test_units_tell_training_and_evaluation_apart(monkeypatch) -> None:
+    position, told = Position(torch.device("cpu"), micro=3), []
+    monkeypatch.setattr(Position, "mark", lambda _, what: told.append(what))
+    unit = SimpleNamespace(name="layers.1", run=lambda x: 2 * x)
+    position.watch(SimpleNamespace(units=[unit]))
+    unit.run(torch.ones(2, requires_grad=True)).sum().backward()
+    with torch.no_grad():
+        unit.run(torch.ones(2))
+    assert told == [f"{what} of micro batch 3, layers.1" for what in ("forward", "backward", "evaluation")]
 
 
 def stuck(rank: int, path: str) -> None:
