@@ -10,12 +10,14 @@ from typing import Any
 from megaspec.commands.planned import plan_words
 from megaspec.commands.words import tell_left_out, terminal, words_parser
 from megaspec.compose import Composed
-from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.plan import make_plan, rank_view
 from megaspec.resolve.report import print_ranks, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.spec import Spec
+
+NOT_EQUAL = MegaspecError.exit_code
 
 _DESCRIPTION = """Show what `train` would do: mesh, memory, collectives, step time, and all that is decided for you.
 
@@ -46,29 +48,32 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Resolve for the machine that is asked about, and print. Data that is not there is told at the end."""
+    """Resolve for the machine that is asked about, and print. Data that is not there is told at the end. -> 0, or
+    NOT_EQUAL where a trace is not what was planned."""
     planned = plan_words(args.words, args.config_dir)
     composed, target = planned.composed, planned.target
     facts = gather_facts(composed.recipe)
     spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
     plan = make_plan(spec, target, hardware=planned.hardware, ceilings=planned.ceilings, why=planned.why)
     chosen = _ranks(args.ranks, spec.world_size)
-    views = [rank_view(plan, rank) for rank in chosen]
+    views, agree = [rank_view(plan, rank) for rank in chosen], True
     if args.json:
         content = plan.as_json() | ({"ranks": [view.model_dump(mode="json") for view in views]} if views else {})
-        print(json.dumps(content | ({"traces": _traces_as_json(spec, chosen)} if args.trace else {}), indent=1))
+        traces = _traces_as_json(spec, chosen) if args.trace else []
+        agree = all(row["agrees"] for trace in traces for row in trace["compared"])
+        print(json.dumps(content | ({"traces": traces} if args.trace else {}), indent=1))
     else:
         print_whole_plan(plan, terminal())
         print_ranks(views, terminal())
         if args.trace:
-            _print_traces(spec, chosen)
+            agree = _print_traces(spec, chosen)
     tell_left_out(composed)
     if target.gpus > spec.world_size:
         idle = f"{target.gpus - spec.world_size:,} of {target.gpus:,} GPUs idle"
         print(f"{idle}: launcher.ranks={spec.world_size}   ({_ranks_origin(spec, composed)})", file=sys.stderr)
     for problem in facts.problems:
         print(f"not ready to train: {problem}", file=sys.stderr)
-    return 0
+    return 0 if agree else NOT_EQUAL
 
 
 def _traces_as_json(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
@@ -78,11 +83,11 @@ def _traces_as_json(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
     return [trace_as_json(spec, trace) for trace in trace_ranks(spec, ranks)]
 
 
-def _print_traces(spec: Spec, ranks: Sequence[int]) -> None:
+def _print_traces(spec: Spec, ranks: Sequence[int]) -> bool:
     from megaspec.runtime.trace import trace_ranks
     from megaspec.runtime.trace_report import print_traces
 
-    print_traces(spec, trace_ranks(spec, ranks), terminal())
+    return print_traces(spec, trace_ranks(spec, ranks), terminal())
 
 
 def _ranks_origin(spec: Spec, composed: Composed) -> str:

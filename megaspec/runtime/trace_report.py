@@ -13,10 +13,10 @@ from megaspec.runtime.trace_compare import Row, compared
 from megaspec.spec import Spec
 
 
-def print_traces(spec: Spec, traces: Sequence[Trace], console: Console) -> None:
-    """Each rank's parameters, memory and collectives, and where `plan` says something else."""
-    for trace in traces:
-        _print_trace(spec, trace, console)
+def print_traces(spec: Spec, traces: Sequence[Trace], console: Console) -> bool:
+    """Each rank's parameters, memory and collectives, and where `plan` says something else. -> False if it does."""
+    agree = [_print_trace(spec, trace, console) for trace in traces]
+    return all(agree)
 
 
 def trace_as_json(spec: Spec, trace: Trace) -> dict[str, Any]:
@@ -39,14 +39,16 @@ def trace_as_json(spec: Spec, trace: Trace) -> dict[str, Any]:
     }
 
 
-def _print_trace(spec: Spec, trace: Trace, console: Console) -> None:
+def _print_trace(spec: Spec, trace: Trace, console: Console) -> bool:
     stage = f" (pp {trace.stage})" if spec.parallelism.pp > 1 else ""
     took = f"{trace.micro_batches} micro batches traced in {trace.seconds:.0f} s"
     console.print(f"\n[bold]Rank {trace.rank}{stage}, traced[/]: {took}")
     console.print(f"most memory at {trace.peak_at}", highlight=False)
-    _print_rows(compared(spec, trace), console)
+    rows = compared(spec, trace)
+    _print_rows(rows, console)
     _print_calls(trace, console)
     _print_shapes(trace, console)
+    return all(row.agrees for row in rows)
 
 
 def _print_rows(rows: Sequence[Row], console: Console) -> None:

@@ -39,6 +39,13 @@ def test_json_of_chosen_ranks(capsys):
     assert trace["memory"]["total"] == sum(n for kind, n in trace["memory"].items() if kind not in ("total", "at"))
 
 
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_difference_is_told_by_the_exit_code(form, capsys, monkeypatch):
+    monkeypatch.setattr("megaspec.runtime.trace_compare.MEMORY_TOLERANCE", -1.0)
+    assert main(["plan", *WORDS, "--trace", "--ranks", "0", *form]) == 70
+    assert ('"agrees": false' if form else "DIFFERENT: ") in capsys.readouterr().out
+
+
 def test_what_can_be_planned_only_is_refused(capsys):
     assert main(["plan", "recipe=deepseek_v3", "--trace"]) == 64
     assert "can be planned, not trained" in capsys.readouterr().err
