@@ -31,7 +31,7 @@ from megaspec.commands import tune
 from megaspec.commands import verify as verify_commands
 from megaspec.commands.words import compose_words, take, tell_left_out, terminal, words_parser
 from megaspec.compose import Composed, recompose
-from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem, RecipeError
 from megaspec.core.problems import did_you_mean
 from megaspec.data import commands as data_commands
 from megaspec.log.environment import write_environment
@@ -321,7 +321,7 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
         stack.callback(prepared.lock.release)
         _record(prepared.folder)
         _show(prepared.spec, target)
-        return launch(
+        code = launch(
             str(prepared.folder),
             ranks=prepared.spec.world_size,
             max_restarts=prepared.spec.launcher.max_restarts,
@@ -329,6 +329,11 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
             timeout_seconds=prepared.spec.launcher.timeout_seconds,
             arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
         )
+    if code == HangError.exit_code:
+        step = newest_step(prepared.folder)
+        saved = f"step {step} is saved" if step else "no step was saved yet"
+        print(f"megaspec: {saved}; megaspec resume {prepared.folder} goes on", file=sys.stderr)
+    return code
 
 
 def _record(folder: Path) -> None:

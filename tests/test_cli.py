@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.cli import main, parse
 from megaspec.core.errors import RecipeError
 from megaspec.run_folder import is_run, newest_step, read_run
@@ -170,6 +171,15 @@ def test_a_closed_pipe_and_ctrl_c_leave_no_traceback(monkeypatch, capsys):
     command = f"{sys.executable} -P -m megaspec.cli plan recipe=hello | true"
     done = subprocess.run(command, shell=True, env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_whose_ranks_hung_is_told_how_it_goes_on(monkeypatch, capfd):
+    monkeypatch.setattr("megaspec.cli.launch", lambda *_, **__: 74)
+    assert main(["train", *TINY, "name=hung"]) == 74
+    assert "no step was saved yet; megaspec resume runs/hung goes on" in capfd.readouterr().err
+    (Path("runs/hung") / CHECKPOINTS / "step-00000007").mkdir(parents=True)
+    assert main(["resume", "runs/hung", "train.steps=9"]) == 74
+    assert "step 7 is saved; megaspec resume runs/hung goes on" in capfd.readouterr().err
 
 
 def test_a_run_trains_goes_on_and_forks(capfd):
