@@ -19,11 +19,11 @@ train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train r
 test test-slow: export OMP_NUM_THREADS := 1
 # Ranks are started by the hundred: each finds its modules compiled.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
-# Two files of tests at a time, so that a test that waits leaves its core to another.
+# Two tests at a time, so that one that waits leaves its core to another.
 WORKERS ?= 2
 
 test: .venv/.installed ## all tests that need no GPU and are not marked slow
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 test-slow: .venv/.installed ## the tests that are marked slow
 	$(BIN)/pytest -m 'slow and not gpu'

@@ -52,7 +52,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, patch: Patch) -> None:
     "words",
     [
         ["hardware=cpu", "parallelism.tp=2"],
-        ["gpus=4", "parallelism.tp=2", "data.document_mask=true"],
+        pytest.param(["gpus=4", "parallelism.tp=2", "data.document_mask=true"], marks=pytest.mark.slow),
         ["gpus=16", "parallelism.tp=2", "parallelism.pp=2", "parallelism.dp_strategy=zero1", "train.global_batch=32"],
     ],
 )

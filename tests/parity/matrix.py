@@ -112,7 +112,7 @@ def matrix() -> str:
         "Each number counts runs on up to eight ranks that are held to one rank in fp64: before the stroke those of",
         f"`make test`, {len(default):,} in all, behind it {len(slow):,} of `make test-slow`. The first row is of one",
         f"axis alone. Checkpoints of {layouts} layouts are loaded into each other, {pairs} pairs (half of them slow);",
-        f"{len(BUGS)} planted bugs are caught.",
+        f"{len(BUGS)} planted bugs are caught (a third of them slow).",
         "",
         *_table({"alone": _is_alone, **AXES}, default, slow),
         "",

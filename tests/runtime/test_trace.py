@@ -115,7 +115,7 @@ def check(words: str) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (i % 2)) for i, x in enumerate(LAYOUTS)])
 def test_every_axis(layout):
     check(f"{SMALL} {layout}")
 
@@ -125,7 +125,7 @@ def test_plain_layers(layout):
     check(f"{SMALL} kernels.compile=none {layout}")
 
 
-@pytest.mark.parametrize("compiled", ["block", "none"])
+@pytest.mark.parametrize("compiled", ["block", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", WITH_EXPERTS)
 def test_experts(layout, compiled):
     check(f"{EXPERTS} kernels.compile={compiled} {layout}")

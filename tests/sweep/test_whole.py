@@ -28,7 +28,8 @@ def environment() -> dict[str, str]:
 
 def steps_of(folder: Path) -> list[int]:
     path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    # a line that is just being written counts next time
+    lines = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
     return [json.loads(line)["step"] for line in lines if line.startswith('{"event": "step"')]
 
 
