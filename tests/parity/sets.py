@@ -29,7 +29,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 # What a batch, a model or a kernel can do to a layout.
 FEATURES: dict[str, tuple] = {
-    "accumulate": (1, 2, 3),
+    "accumulate": (1, 2, 3, 4),
     "mask": ("uneven", "empty_rank", "empty_micro", "empty_part", "full"),
     "tied": (False, True),
     "pad": (1, 8),
