@@ -195,6 +195,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bugs_are_caught(name: str) -> None:
     patch, case = BUGS[name]

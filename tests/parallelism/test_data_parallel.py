@@ -397,6 +397,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "patch", "strategy"), BUGS, ids=[name for name, _, _ in BUGS])
 def test_a_planted_bug_is_caught(name: str, patch: Patch, strategy: str) -> None:
     check_patch(patch)

@@ -165,6 +165,7 @@ def test_where_nothing_fits_auto_takes_what_needs_least():
     assert reason.startswith("nothing fits; it needs least memory")
 
 
+@pytest.mark.slow
 def test_auto_of_experts_searches_their_layouts_too():
     spec, reason = reason_of("mixtral_8x7b", gpus=16)
     assert reason.startswith("fastest of ")

@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from megaspec import cli
 from megaspec.log.jsonl import read_metrics
 from megaspec_launchers.local import launch
@@ -25,6 +27,7 @@ def torchrun(*words):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_torchrun_goes_on_with(tmp_path, factory, monkeypatch):
     monkeypatch.setattr(cli, "launch", partial(launch, factory=factory))
     monkeypatch.delenv("RANK", raising=False)
