@@ -245,7 +245,7 @@ def test_a_damaged_run_folder_is_named(capfd):
         assert words in err
 
 
-def test_a_second_job_on_the_same_run_is_refused_within_a_second(capfd):
+def test_a_second_job_on_the_same_run_is_refused_at_once(capfd):
     main(["train", *TINY, "name=one"])
     program = (
         "import sys, time; from megaspec.checkpoint.lock import RunLock;"

@@ -191,7 +191,7 @@ class Moe(nn.Module):
         x_MD, capacity = x_BTD.flatten(0, 1), None
         if self.pad:
             # a token takes an expert once
-            capacity = min(self.router.capacity(x_BTD.shape[0] * context.length), x_MD.shape[0])
+            capacity = min(self.router.moe.capacity(x_BTD.shape[0] * context.length), x_MD.shape[0])
         y_MD, beside_BTD = self.dispatch(
             x_MD, routing, self.experts, beside=lambda: self._beside(x_BTD, context), capacity=capacity
         )

@@ -158,10 +158,6 @@ class Router(Linear):
         """-> int64 [B, T, k], the highest of each token. Replay and forced balance put a function in its place."""
         return ranking_BTE.topk(self.moe.top_k).indices
 
-    def capacity(self, tokens: int) -> int:
-        """Tokens that one expert takes of a micro batch of `tokens`."""
-        return self.moe.capacity(tokens)
-
     def read(self, sums: Tensor) -> StepSums:
         """Names for the parts of such a vector as `sums`."""
         E = self.moe.n_experts
@@ -252,7 +248,7 @@ class Router(Linear):
             experts_BSk.flatten(0, 1),
             weights_Nk,
             n_experts=self.moe.n_experts,
-            capacity=self.capacity(experts_BSk.shape[0] * context.length),
+            capacity=self.moe.capacity(experts_BSk.shape[0] * context.length),
         )
         return self.tokens.take(keep_Nk.view_as(experts_BSk))
 

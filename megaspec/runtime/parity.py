@@ -155,7 +155,7 @@ def run_steps(
             lr=spec.optim.lr,
             weight_decay=spec.optim.weight_decay,
             scaler=scaler,
-            look=None if gradients else take_gradients,
+            on_gradients=None if gradients else take_gradients,
         )
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())

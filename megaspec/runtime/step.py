@@ -123,18 +123,18 @@ def train_step(
     weight_decay: float,
     scaler: LossScaler,
     stop: bool = False,
-    look: Callable[[], None] | None = None,
+    on_gradients: Callable[[], None] | None = None,
 ) -> StepResult:
     """One step on this rank's micro batches. The host reads nothing back.
 
-    `look` is called when the gradients are summed, before the update, which may divide them in place.
+    `on_gradients` is called when the gradients are summed, before the update, which may divide them in place.
     """
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
     data = built.data_parallel
-    if look is not None:
-        look()
+    if on_gradients is not None:
+        on_gradients()
     norms = local_norms(data.gradients, built.shards, device=built.device)
     scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
     norm = scaled_norm / loss_scale

@@ -401,8 +401,8 @@ EXPERTS = [
         "capacity of a rank's own tokens",
         Patch(
             ROUTER,
-            "capacity=self.capacity(experts_BSk.shape[0] * context.length)",
-            "capacity=self.capacity(experts_BTk.shape[0] * experts_BTk.shape[1])",
+            "capacity=self.moe.capacity(experts_BSk.shape[0] * context.length)",
+            "capacity=self.moe.capacity(experts_BTk.shape[0] * experts_BTk.shape[1])",
         ),
         Case(cp=2, ep=2, router="softmax", drop="probs", optimizer="sgd"),
     ),
