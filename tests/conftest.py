@@ -1,8 +1,10 @@
 """Lines that tests have to say: they stand together at the end, whichever worker ran the test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+
+from tests.ranks import RankPool
 
 Tell = Callable[[str], None]
 _PROPERTY = "tell"
@@ -12,6 +14,14 @@ _PROPERTY = "tell"
 def tell(request: pytest.FixtureRequest) -> Tell:
     """Says a line in the summary."""
     return lambda line: request.node.user_properties.append((_PROPERTY, line))
+
+
+@pytest.fixture(scope="module")
+def gpu_pool() -> Iterator[RankPool]:
+    """Ranks on GPUs, one each."""
+    # blocks are compiled while the others wait
+    with RankPool(device="cuda", timeout=300) as ranks:
+        yield ranks
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -186,7 +186,7 @@ def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *,
     """
     ordered = {name: layouts[name] for name in local}
     nothing = torch.empty(0, dtype=torch.float64, device=mesh.device)
-    flat = torch.cat([nothing, *(t.detach().to(torch.float64).reshape(-1) for t in local.values())])
+    flat = torch.cat([nothing, *(t.detach().to(nothing).reshape(-1) for t in local.values())])
     text = layouts_as_json(ordered.values())
     described = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device)
     flats, texts = [flat], [described]

@@ -1,6 +1,7 @@
 """Every layout trains the same model in bf16: losses and norms over real-text steps against one GPU and its own noise.
 
-    torchrun --nproc_per_node=4 tests/benchmarks/bench_bf16_layouts.py --data data/hello --out layouts.jsonl --plot .
+    torchrun --nproc_per_node=4 tests/benchmarks/bench_bf16_layouts.py --data data/hello --out layouts.jsonl
+    python tests/benchmarks/bench_bf16_layouts.py --draw layouts.jsonl --plot layouts.png
 
 The floor: one GPU in three orders of summation (micro batches of 1, 2 and 4 sequences), the largest difference between
 two of them. A layout may be three floors away from the one-GPU run; the floor itself at most 2e-3 (loss), 1e-2 (norm).
@@ -60,22 +61,35 @@ def pipeline(schedule: str, virtual: int = 1, **more: Any) -> dict[str, Any]:
     return {"pipeline": {"schedule": schedule, "virtual_stages": virtual}, **more}
 
 
-LAYOUTS = [
-    Layout("tp4", {"tp": 4}),
-    *(Layout(f"pp4 {s}", {"pp": 4, **pipeline(s, v)}) for s, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2))),
-    *(Layout(f"pp4 {s}", {"pp": 4, **pipeline(s, v)}) for s, v in (("zb_h1", 1), ("zb_v", 2))),
-    *(Layout(f"cp4 {k}", {"cp": 4, "context": {"kind": k}}) for k in ("ring", "all_gather", "all_to_all")),
-    Layout("cp4 hierarchical", {"cp": 4, "context": {"kind": "hierarchical", "factors": [2, 2]}}),
-    Layout("fsdp4", {"dp_strategy": "fsdp"}),
-    Layout("zero1 dp4", {"dp_strategy": "zero1"}),
-    Layout("tp2 pp2", {"tp": 2, "pp": 2}),
-    Layout("tp2 cp2", {"tp": 2, "cp": 2}),
-    Layout("pp2 fsdp2", {"pp": 2, "dp_strategy": "fsdp"}),
-    Layout("ep4", {"ep": 4}, moe=True),
-    Layout("ep4 all_gather", {"ep": 4, "dispatch": "all_gather"}, moe=True),
-    Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, moe=True),
-    Layout("cp2 ep4", {"cp": 2, "ep": 4}, moe=True),
-]
+def one_axis(n: int) -> list[Layout]:
+    """Each axis alone over `n` ranks, each schedule and kind."""
+    schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2))
+    return [
+        Layout(f"tp{n}", {"tp": n}),
+        *(Layout(f"pp{n} {s}", {"pp": n, **pipeline(s, v)}) for s, v in schedules),
+        *(Layout(f"cp{n} {k}", {"cp": n, "context": {"kind": k}}) for k in ("ring", "all_gather", "all_to_all")),
+        *(Layout(f"{s} dp{n}", {"dp_strategy": s}) for s in ("fsdp", "zero1", "zero2")),
+        *(Layout(f"ep{n} {d}", {"ep": n, "dispatch": d}, moe=True) for d in ("all_to_all", "all_gather")),
+    ]
+
+
+# By the number of ranks.
+LAYOUTS = {
+    2: [
+        *one_axis(2),
+        Layout("tp2 etp2", {"tp": 2, "etp": 2}, moe=True),
+        Layout("cp2 ep2", {"cp": 2, "ep": 2}, moe=True),
+    ],
+    4: [
+        *one_axis(4),
+        Layout("cp4 hierarchical", {"cp": 4, "context": {"kind": "hierarchical", "factors": [2, 2]}}),
+        Layout("tp2 pp2", {"tp": 2, "pp": 2}),
+        Layout("tp2 cp2", {"tp": 2, "cp": 2}),
+        Layout("pp2 fsdp2", {"pp": 2, "dp_strategy": "fsdp"}),
+        Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, moe=True),
+        Layout("cp2 ep4", {"cp": 2, "ep": 4}, moe=True),
+    ],
+}
 
 
 @dataclass
@@ -119,7 +133,7 @@ class Choices:
         return choose
 
     def _replayed(self, name: str, router: Router) -> Any:
-        here = self.by_layer[name].to("cuda")
+        here = self.by_layer[name].to(next(router.parameters()).device)
 
         def choose(ranking_BTE: Tensor, context: SequenceContext) -> Tensor:
             if context.noise is None:
@@ -132,7 +146,7 @@ class Choices:
 
 
 def spec_of(args: argparse.Namespace, layout: Layout, world: int) -> Spec:
-    vocab = load_manifest(args.data).vocab_size
+    vocab = load_manifest(args.data).tokenizer.vocab_size
     fields = {
         "name": "layouts",
         "run_dir": "-",
@@ -140,14 +154,19 @@ def spec_of(args: argparse.Namespace, layout: Layout, world: int) -> Spec:
         "parallelism": {"tp": 1, **layout.parallelism},
         "precision": {"kind": "bf16"},
         "data": {"kind": "indexed", "blend": [{"prefix": args.data}], "seq_len": SEQ, "seed": 1},
-        "optim": {"kind": "adamw", "lr": 1e-3, "schedule": {"warmup_steps": 20, "min_lr": 1e-4}},
+        "optim": {
+            "kind": "adamw",
+            "lr": args.lr,
+            "schedule": {"warmup_steps": args.steps // 10, "min_lr": args.lr / 10},
+        },
         "kernels": {"compile": args.compile},
         "train": {"steps": args.steps, "global_batch": BATCH, "micro_batch": layout.micro_batch, "eval_every": 0},
         "log": {"tensorboard": False},
         "launcher": {"ranks": world},
     }
     recipe = Recipe.model_validate_json(json.dumps(fields))
-    return resolve(recipe, detect_target(), gather_facts(recipe))
+    target = detect_target().model_copy(update={"world_size": world, "local_ranks": world})
+    return resolve(recipe, target, gather_facts(recipe))
 
 
 def run(spec: Spec, mesh: Mesh, choices: Choices | None) -> Curve:
@@ -198,30 +217,40 @@ def floor_of(args: argparse.Namespace, *, moe: bool, rank: int, device: torch.de
         box = [(first, choices)]
     dist.broadcast_object_list(box, src=0)
     first, choices = box[0]
-    curves: list[Any] = [None] * dist.get_world_size()
-    micro = (None, 1, 4, None)[rank] if dist.get_world_size() > 2 else None
-    mine = alone(args, micro, moe=moe, choices=choices if moe else None, device=device) if micro else None
-    dist.all_gather_object(curves, mine)
-    runs = [first, *(c for c in curves if c is not None)]
+    # ranks share out the other two orders
+    mine = [
+        alone(args, micro, moe=moe, choices=choices if moe else None, device=device)
+        for micro in (1, 4)[rank :: dist.get_world_size()]
+    ]
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, mine)
+    runs = [first, *(curve for of_rank in others for curve in of_rank)]
     apart = [a.apart(b) for a, b in combinations(runs, 2)]
     return first, (max(x for x, _ in apart), max(x for _, x in apart)), choices
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", default="data/hello")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--only", default="", help="names that contain one of these words, comma-separated")
     parser.add_argument("--out", default="bf16_layouts.jsonl")
-    parser.add_argument("--plot", default="", help="folder for a picture")
+    parser.add_argument("--draw", nargs="+", default=[], metavar="JSONL", help="draw what earlier runs wrote, no more")
+    parser.add_argument("--plot", default="bf16_layouts.png", help="the picture that --draw makes")
     parser.add_argument("--compile", default="block")
     args = parser.parse_args()
+    if args.draw:
+        draw([json.loads(x) for path in args.draw for x in Path(path).read_text().splitlines()], Path(args.plot))
+        return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     words = [w for w in args.only.split(",") if w]
-    layouts = [one for one in LAYOUTS if not words or any(w in one.name for w in words)]
+    layouts = [one for one in LAYOUTS[world] if not words or any(w in one.name for w in words)]
     lines: list[dict[str, Any]] = []
     for moe in (False, True):
         chosen = [one for one in layouts if one.moe == moe]
@@ -243,8 +272,6 @@ def main() -> None:
                 torch.cuda.empty_cache()
     if rank == 0:
         Path(args.out).write_text("".join(json.dumps(one) + "\n" for one in lines))
-        if args.plot:
-            draw(lines, Path(args.plot) / "bf16_layouts.png")
     dist.destroy_process_group()
 
 
@@ -276,29 +303,33 @@ def tell(rank: int, found: dict[str, Any]) -> None:
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> None:
-    """Relative differences over the steps, loss and norm."""
+    """Relative differences to the one-GPU run of their file over the steps, loss and norm."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 2, figsize=(15, 9), sharex=True)
-    for column, moe in enumerate((False, True)):
-        first = next((x for x in lines if x["layout"] == "one GPU" + " with experts" * moe), None)
-        if first is None:
+    first, column = lines[0], 0
+    limits = [[0.0, 0.0], [0.0, 0.0]]
+    for one in lines:
+        if one["layout"].startswith("one GPU"):
+            first, column = one, int("experts" in one["layout"])
+            for row, key in enumerate(("loss_apart", "norm_apart")):
+                limits[column][row] = FACTOR * max(limits[column][row] / FACTOR, one[key])
             continue
-        block = lines[lines.index(first) + 1 :]
-        end = next((i for i, x in enumerate(block) if x["layout"].startswith("one GPU")), len(block))
-        for one in block[:end]:
-            for row, key in enumerate(("losses", "norms")):
-                gap = [abs(a - b) / abs(b) for a, b in zip(one[key], first[key], strict=True)]
-                axes[row][column].semilogy(gap, label=one["layout"], linewidth=0.7)
-        for row, key in enumerate(("loss_apart", "norm_apart")):
-            axes[row][column].axhline(3 * first[key], color="black", linestyle="--", label="3 x floor")
-            axes[row][column].set_ylabel(key.split("_")[0] + ", relative difference")
-        axes[0][column].set_title("experts" if moe else "dense")
+        for row, key in enumerate(("losses", "norms")):
+            gap = [abs(a - b) / abs(b) for a, b in zip(one[key], first[key], strict=True)]
+            free = one["passed"] is None
+            axes[row][column].semilogy(gap, label=one["layout"], linewidth=0.7, linestyle=":" if free else "-")
+    for column, title in enumerate(("dense", "experts")):
+        for row, key in enumerate(("loss", "norm")):
+            axes[row][column].axhline(limits[column][row], color="black", linestyle="--", label="3 x floor")
+            axes[row][column].set_ylabel(f"{key}, relative difference to one GPU")
+        axes[0][column].set_title(title)
         axes[0][column].legend(fontsize=6)
-    figure.savefig(path, dpi=110)
+        axes[1][column].set_xlabel("step")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -34,22 +34,22 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", [replace(c, cross_entropy="chunked") for c in CASES], ids=str)
-def test_compiled_blocks_equal_eager_ones_in_fp64(pool: RankPool, case: Case, tell: Tell) -> None:
-    check(pool, case, tell, steps=5, device="cuda")
+def test_compiled_blocks_equal_eager_ones_in_fp64(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
+    check(gpu_pool, case, tell, steps=5, device="cuda")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiled_blocks_and_fused_kernels_lose_no_more_than_plain_ones_in_bf16(
-    pool: RankPool, case: Case, tell: Tell
+    gpu_pool: RankPool, case: Case, tell: Tell
 ) -> None:
     eager = replace(case, compile="none", attention="reference", cross_entropy="reference")
-    check_low(pool, case, tell, plain=eager, device="cuda")
+    check_low(gpu_pool, case, tell, plain=eager, device="cuda")
 
 
-def test_a_gpu_trains_as_the_cpu_does(pool: RankPool) -> None:
+def test_a_gpu_trains_as_the_cpu_does(gpu_pool: RankPool) -> None:
     """fp64, 20 steps: initial weights, dropout masks and the optimizer are the same function on both."""
     case = Case(mask="uneven", kv_heads=2, dropout=True, attention="reference", accumulate=3)
-    findings = compare(run_case(pool, case, steps=20, device="cuda"), truth_of(case, steps=20), TOLERANCES["fp64"])
+    findings = compare(run_case(gpu_pool, case, steps=20, device="cuda"), truth_of(case, steps=20), TOLERANCES["fp64"])
     assert all(f.passed for f in findings), failures(findings)
 
 

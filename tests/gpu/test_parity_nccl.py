@@ -29,10 +29,10 @@ FUSED = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_fp64_equals_one_gpu(pool: RankPool, case: Case, tell: Tell) -> None:
-    check(pool, case, tell, steps=20, device="cuda")
+def test_fp64_equals_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
+    check(gpu_pool, case, tell, steps=20, device="cuda")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.optimizer == "sgd" or c.family == "llama"] + FUSED, ids=str)
-def test_bf16_is_as_close_to_the_truth_as_one_gpu(pool: RankPool, case: Case, tell: Tell) -> None:
-    check_low(pool, case, tell, device="cuda")
+def test_bf16_is_as_close_to_the_truth_as_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
+    check_low(gpu_pool, case, tell, device="cuda")

@@ -31,11 +31,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_stopped_now_and_then(name, tmp_path, pool):
+def test_stopped_now_and_then(name, tmp_path, gpu_pool):
     """A stop is heard one step late, so each life is two steps long; only evaluations make the host wait."""
     text = spec(BASE | CASES[name], H200).model_dump_json()
-    undisturbed = pool.run(lives.live, text, str(tmp_path / "whole"), ranks=1)[0]
-    stopped = pool.run(lives.lives, text, str(tmp_path / "stopped"), stops=4, ranks=1)[0]
+    undisturbed = gpu_pool.run(lives.live, text, str(tmp_path / "whole"), ranks=1)[0]
+    stopped = gpu_pool.run(lives.lives, text, str(tmp_path / "stopped"), stops=4, ranks=1)[0]
     assert [e["step"] for e in undisturbed if "samples" in e] == list(range(1, STEPS + 1))
     assert stopped == undisturbed
     whole, moved = lives.read_all(tmp_path / "whole"), lives.read_all(tmp_path / "stopped")
@@ -44,9 +44,9 @@ def test_stopped_now_and_then(name, tmp_path, pool):
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_a_weight_that_is_not_finite(kind, tmp_path, pool):
+def test_a_weight_that_is_not_finite(kind, tmp_path, gpu_pool):
     made = spec(BASE | {"precision.kind": kind}, H200)
     fault = {"on": 0, "what": "weight:layers.1.attn.wo.weight", "step": 4}
-    ((name, text, _),) = pool.run(lives.fails, made.model_dump_json(), str(tmp_path), fault, ranks=1)
+    ((name, text, _),) = gpu_pool.run(lives.fails, made.model_dump_json(), str(tmp_path), fault, ranks=1)
     assert name == "NonFiniteError"
     assert text.startswith("step 4: loss=nan is not finite, first seen in the weight layers.1.attn.wo.weight on rank 0")

@@ -326,12 +326,11 @@ def on_gpu(rank: int, case: Case) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(("kind", "cp", "factors"), KINDS)
 def test_the_gate_of_kernels_holds_over_nccl(
-    kind: str, cp: int, factors: tuple[int, int] | None, documents: bool
+    kind: str, cp: int, factors: tuple[int, int] | None, documents: bool, gpu_pool: RankPool
 ) -> None:
     if torch.cuda.device_count() < cp:
         pytest.skip(f"needs {cp} GPUs")
     case = Case(kind, cp, 4096, N=8, K=4, factors=factors, documents=documents)
-    with RankPool(device="cuda") as pool:
-        for of_rank in pool.run(on_gpu, case, ranks=cp):
-            for error, allowed in of_rank:
-                assert error <= allowed
+    for of_rank in gpu_pool.run(on_gpu, case, ranks=cp):
+        for error, allowed in of_rank:
+            assert error <= allowed

@@ -410,9 +410,8 @@ def test_a_planted_bug_is_caught(name: str, patch: Patch, strategy: str) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("case", [c for c in CASES if c.ranks <= 2], ids=str)
-def test_over_nccl_a_strategy_trains_as_one_gpu_does(case: Case) -> None:
-    with RankPool(device="cuda", timeout=300) as ranks:
-        check(ranks, case, TOLERANCES["fp64"], device="cuda")
+def test_over_nccl_a_strategy_trains_as_one_gpu_does(case: Case, gpu_pool: RankPool) -> None:
+    check(gpu_pool, case, TOLERANCES["fp64"], device="cuda")
 
 
 def runs_ahead(rank: int, case: Case) -> None:
@@ -432,6 +431,5 @@ def runs_ahead(rank: int, case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 @pytest.mark.parametrize("strategy", ["replicate", *SHARED_OUT])
-def test_the_host_waits_for_no_collective(strategy: str) -> None:
-    with RankPool(device="cuda", timeout=300) as ranks:
-        ranks.run(runs_ahead, replace(TIED, strategy=strategy, precision="bf16"), ranks=2)
+def test_the_host_waits_for_no_collective(strategy: str, gpu_pool: RankPool) -> None:
+    gpu_pool.run(runs_ahead, replace(TIED, strategy=strategy, precision="bf16"), ranks=2)

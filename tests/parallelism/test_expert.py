@@ -258,12 +258,11 @@ def test_equal_to_one_rank(case: Case, pool: RankPool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [c for c in CASES if c.ranks == 4 or c.overlap], ids=str)
-def test_equal_to_one_rank_over_nccl(case: Case) -> None:
+def test_equal_to_one_rank_over_nccl(case: Case, gpu_pool: RankPool) -> None:
     """The streams of the transfers; GPUs round differently, hence the wider tolerance."""
     if torch.cuda.device_count() < case.ranks:
         pytest.skip(f"needs {case.ranks} GPUs")
-    with RankPool(timeout=120, device="cuda") as pool:
-        check(case, pool, tolerance=1e-10, device="cuda")
+    check(case, gpu_pool, tolerance=1e-10, device="cuda")
 
 
 def layouts_of(case: Case, rank: int) -> dict[str, Layout]:

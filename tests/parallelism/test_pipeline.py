@@ -434,9 +434,8 @@ GPUS = [Run("1f1b", tied=True), Run("interleaved", virtual=2, group=4), Run("zb_
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_over_nccl_schedules_train_as_one_gpu_does_and_the_host_waits_for_nothing() -> None:
-    with RankPool(device="cuda", timeout=300) as ranks:
-        for run in GPUS:
-            check(ranks, replace(run, device="cuda"))
-            ranks.run(runs_ahead, replace(run, device="cuda", precision="bf16"), ranks=2)
-        check(ranks, Run("zb_h1", compile="block", micro_batches=3, device="cuda"), steps=1)
+def test_over_nccl_schedules_train_as_one_gpu_does_and_the_host_waits_for_nothing(gpu_pool: RankPool) -> None:
+    for run in GPUS:
+        check(gpu_pool, replace(run, device="cuda"))
+        gpu_pool.run(runs_ahead, replace(run, device="cuda", precision="bf16"), ranks=2)
+    check(gpu_pool, Run("zb_h1", compile="block", micro_batches=3, device="cuda"), steps=1)

@@ -7,7 +7,7 @@ import torch
 
 from megaspec.runtime.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
 from tests.conftest import Tell
-from tests.parity.cases import Case
+from tests.parity.cases import Case, alone
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
 
@@ -43,7 +43,9 @@ def check_low(
     None. Over 24 batches at the initial weights (a learning rate that moves nothing), since one error's sign is chance.
     """
     case = replace(case, lr=1e-30, precision=precision)
-    plain = replace(plain or case, lr=1e-30, precision=precision, tp=1, dp=1, sequence=False, accumulate=1)
+    given = plain or case
+    kernels = {k: getattr(given, k) for k in ("attention", "cross_entropy", "compile")}
+    plain = replace(alone(given), lr=1e-30, precision=precision, pad=given.pad, scale=given.scale, **kernels)
     more = {"steps": LOW_STEPS, "device": device, "round_to": TORCH_NAMES[precision]}
     truth = truth_of(replace(case, precision="fp64"), **more)
     floor = low_errors(run_case(pool, plain, **more), truth)
