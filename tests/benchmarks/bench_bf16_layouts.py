@@ -45,6 +45,7 @@ MODEL = {
     "max_seq_len": SEQ,
 }  # fmt: skip
 MOE = {"n_experts": 8, "top_k": 2, "d_expert": 768}
+MOE_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ def one_axis(n: int) -> list[Layout]:
         *(Layout(f"pp{n} {s}", {"pp": n, **pipeline(s, v)}) for s, v in schedules),
         *(Layout(f"cp{n} {k}", {"cp": n, "context": {"kind": k}}) for k in ("ring", "all_gather", "all_to_all")),
         *(Layout(f"{s} dp{n}", {"dp_strategy": s}) for s in ("fsdp", "zero1", "zero2")),
-        *(Layout(f"ep{n} {d}", {"ep": n, "dispatch": d}, moe=True) for d in ("all_to_all", "all_gather")),
+        *(
+            Layout(f"ep{n} {d}", {"ep": n, "dispatch": d}, micro_batch=4, moe=True)
+            for d in ("all_to_all", "all_gather")
+        ),
     ]
 
 
@@ -77,8 +81,8 @@ def one_axis(n: int) -> list[Layout]:
 LAYOUTS = {
     2: [
         *one_axis(2),
-        Layout("tp2 etp2", {"tp": 2, "etp": 2}, moe=True),
-        Layout("cp2 ep2", {"cp": 2, "ep": 2}, moe=True),
+        Layout("tp2 etp2", {"tp": 2, "etp": 2}, micro_batch=4, moe=True),
+        Layout("cp2 ep2", {"cp": 2, "ep": 2}, micro_batch=4, moe=True),
     ],
     4: [
         *one_axis(4),
@@ -86,8 +90,8 @@ LAYOUTS = {
         Layout("tp2 pp2", {"tp": 2, "pp": 2}),
         Layout("tp2 cp2", {"tp": 2, "cp": 2}),
         Layout("pp2 fsdp2", {"pp": 2, "dp_strategy": "fsdp"}),
-        Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, moe=True),
-        Layout("cp2 ep4", {"cp": 2, "ep": 4}, moe=True),
+        Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, micro_batch=4, moe=True),
+        Layout("cp2 ep4", {"cp": 2, "ep": 4}, micro_batch=4, moe=True),
     ],
 }
 
@@ -150,14 +154,14 @@ def spec_of(args: argparse.Namespace, layout: Layout, world: int) -> Spec:
     fields = {
         "name": "layouts",
         "run_dir": "-",
-        "model": MODEL | {"vocab_size": vocab} | ({"moe": MOE} if layout.moe else {}),
+        "model": MODEL | {"vocab_size": vocab} | ({"moe": MOE, "n_layers": MOE_LAYERS} if layout.moe else {}),
         "parallelism": {"tp": 1, **layout.parallelism},
         "precision": {"kind": "bf16"},
         "data": {"kind": "indexed", "blend": [{"prefix": args.data}], "seq_len": SEQ, "seed": 1},
         "optim": {
             "kind": "adamw",
             "lr": args.lr,
-            "schedule": {"warmup_steps": args.steps // 10, "min_lr": args.lr / 10},
+            "schedule": {"warmup_steps": args.warmup, "min_lr": args.lr / 10},
         },
         "kernels": {"compile": args.compile},
         "train": {"steps": args.steps, "global_batch": BATCH, "micro_batch": layout.micro_batch, "eval_every": 0},
@@ -234,6 +238,7 @@ def main() -> None:
     parser.add_argument("--data", default="data/hello")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--only", default="", help="names that contain one of these words, comma-separated")
     parser.add_argument("--out", default="bf16_layouts.jsonl")
     parser.add_argument("--draw", nargs="+", default=[], metavar="JSONL", help="draw what earlier runs wrote, no more")
@@ -251,14 +256,12 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     words = [w for w in args.only.split(",") if w]
     layouts = [one for one in LAYOUTS[world] if not words or any(w in one.name for w in words)]
-    lines: list[dict[str, Any]] = []
     for moe in (False, True):
         chosen = [one for one in layouts if one.moe == moe]
         if not chosen:
             continue
         first, floor, choices = floor_of(args, moe=moe, rank=rank, device=device)
-        lines.append(line("one GPU" + " with experts" * moe, first, floor, floor, floor_row=True))
-        tell(rank, lines[-1])
+        tell(args, rank, line("one GPU" + " with experts" * moe, first, floor, floor, floor_row=True))
         for layout in chosen:
             for replay in (True, False) if moe else (False,):
                 started = time.perf_counter()
@@ -267,11 +270,8 @@ def main() -> None:
                 name = layout.name + (", free choices" if moe and not replay else "")
                 seconds = time.perf_counter() - started
                 found = line(name, curve, curve.apart(first), floor, gated=not moe or replay, seconds=seconds)
-                lines.append(found)
-                tell(rank, found)
+                tell(args, rank, found)
                 torch.cuda.empty_cache()
-    if rank == 0:
-        Path(args.out).write_text("".join(json.dumps(one) + "\n" for one in lines))
     dist.destroy_process_group()
 
 
@@ -294,8 +294,11 @@ def line(
     }  # fmt: skip
 
 
-def tell(rank: int, found: dict[str, Any]) -> None:
+def tell(args: argparse.Namespace, rank: int, found: dict[str, Any]) -> None:
+    """Appends a result to --out, prints it in one line."""
     if rank == 0:
+        with Path(args.out).open("a") as out:
+            out.write(json.dumps(found) + "\n")
         verdict = {True: "equal", False: "NOT EQUAL", None: "not gated"}[found["passed"]]
         numbers = " ".join(f"{k} {found[k]:.2e}" for k in ("loss_apart", "loss_limit", "norm_apart", "norm_limit"))
         last = found["losses"][-1]

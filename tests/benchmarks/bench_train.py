@@ -8,11 +8,13 @@ torchrun --nproc_per_node=4 tests/benchmarks/bench_train.py --model llama8b --ac
 """
 
 import argparse
+import copy
 import faulthandler
 import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from megaspec.data.batch import Batch
 from megaspec.nn.moe import Moe
+from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
@@ -27,10 +30,15 @@ from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import detect_target
 from megaspec.runtime.build import build, initialise, mesh_of
-from megaspec.runtime.step import train_step
+from megaspec.runtime.step import StepResult, train_step
 from megaspec.spec import Spec
 from tests.benchmarks.exposed import profiled
 
+QWEN3MOE8 = {
+    "n_layers": 8, "d_model": 2048, "n_heads": 32, "n_kv_heads": 4, "d_head": 128, "d_ffn": 6144,
+    "vocab_size": 151936, "rope_base": 1e6, "qk_norm": True,
+    "moe": {"n_experts": 128, "top_k": 8, "d_expert": 768},
+}  # fmt: skip
 LLAMA8B = {
     "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "d_ffn": 14336,
     "vocab_size": 128256, "rope_base": 5e5,
@@ -46,11 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama8b": LLAMA8B,
     "llama8b16": LLAMA8B | {"n_layers": 16},
     "llama8b8": LLAMA8B | {"n_layers": 8},
-    "qwen3moe8": {
-        "n_layers": 8, "d_model": 2048, "n_heads": 32, "n_kv_heads": 4, "d_head": 128, "d_ffn": 6144,
-        "vocab_size": 151936, "rope_base": 1e6, "qk_norm": True,
-        "moe": {"n_experts": 128, "top_k": 8, "d_expert": 768},
-    },
+    "qwen3moe8": QWEN3MOE8,
+    "qwen3moe4": QWEN3MOE8 | {"n_layers": 4},
 }  # fmt: skip
 PEAK = 989e12
 
@@ -59,7 +64,7 @@ def spec_of(args: argparse.Namespace, world: int) -> Spec:
     """The Spec of one measurement."""
     fields: dict[str, Any] = {
         "name": "bench",
-        "model": MODELS[args.model] | {"kind": "llama", "max_seq_len": args.seq},
+        "model": copy.deepcopy(MODELS[args.model]) | {"kind": "llama", "max_seq_len": args.seq},
         "parallelism": {"tp": args.tp},
         "precision": {"kind": args.precision},
         "data": {"kind": "random", "vocab_size": MODELS[args.model]["vocab_size"], "seq_len": args.seq, "seed": 1},
@@ -85,7 +90,7 @@ def spec_of(args: argparse.Namespace, world: int) -> Spec:
     return resolve(Recipe.model_validate_json(json.dumps(fields)), detect_target(), Facts(run_dir="-"))
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="llama1b", choices=MODELS)
     parser.add_argument("--seq", type=int, default=8192)
@@ -102,9 +107,11 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--where", action="store_true")
     parser.add_argument("--patience", type=float, default=0, help="seconds until a run that hangs says where, and ends")
-    args = parser.parse_args()
-    if args.patience:
-        faulthandler.dump_traceback_later(args.patience, exit=True)
+    return parser
+
+
+def start() -> tuple[int, int, torch.device]:
+    """-> rank, world size, device; with the process group of ranks that torchrun has started."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
@@ -112,38 +119,57 @@ def main() -> None:
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    spec = spec_of(args, world)
-    mesh = mesh_of(spec, rank=rank, device=device)
+    return rank, world, device
+
+
+def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int], StepResult]:
+    """Builds the run. -> what trains one step on random tokens."""
     built = build(spec, mesh=mesh)
     initialise(built)
     # as the peers measure: every expert gets as many tokens as any other
     for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
         moe.force_balance()
-    scaler = build_scaler(spec.precision, device=device)
-    generator = torch.Generator(device=device).manual_seed(7 + mesh.index("dp"))
+    scaler = build_scaler(spec.precision, device=mesh.device)
+    generator = torch.Generator(device=mesh.device).manual_seed(7 + mesh.index("dp"))
     pool = [
-        torch.randint(0, spec.model.vocab_size, (args.mbs, args.seq + 1), device=device, generator=generator)
+        torch.randint(0, spec.model.vocab_size, (args.mbs, args.seq + 1), device=mesh.device, generator=generator)
         for _ in range(8)
     ]
-    mask = torch.ones(args.mbs, args.seq, dtype=torch.bool, device=device)
-    ids = torch.arange(args.mbs, device=device)
+    mask = torch.ones(args.mbs, args.seq, dtype=torch.bool, device=mesh.device)
+    ids = torch.arange(args.mbs, device=mesh.device)
     batches = [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), mask, ids) for t in pool]
 
-    def step(i: int):
+    def step(i: int) -> StepResult:
         parts = [batches[(i * args.accum + j) % len(batches)] for j in range(args.accum)]
         return train_step(built, parts, lr=1e-4, weight_decay=0.1, scaler=scaler)
 
+    return step
+
+
+def timed(step: Callable[[int], StepResult], steps: range) -> tuple[list[float], list[float]]:
+    """-> seconds and loss of each step; the host waits for each."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times, losses = [], []
-    for i in range(args.warmup + args.steps):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+    for i in steps:
+        wait()
+        begun = time.perf_counter()
         result = step(i)
-        if cuda:
-            torch.cuda.synchronize()
-        if i >= args.warmup:
-            times.append(time.perf_counter() - start)
+        wait()
+        times.append(time.perf_counter() - begun)
         losses.append(result.loss.item())
+    return times, losses
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.patience:
+        faulthandler.dump_traceback_later(args.patience, exit=True)
+    rank, world, device = start()
+    cuda = device.type == "cuda"
+    spec = spec_of(args, world)
+    step = stepper(args, spec, mesh_of(spec, rank=rank, device=device))
+    times, losses = timed(step, range(args.warmup + args.steps))
+    times = times[args.warmup :]
     if args.profile:
         # on all ranks, which wait for each other
         with torch.profiler.profile() as prof:
