@@ -145,7 +145,8 @@ def _held_always(recipe: Recipe, share: Share, contents: _Contents, count: RankP
 def _activations(
     share: Share, layers: tuple[LayerBytes, LayerBytes], contents: _Contents, held: float
 ) -> tuple[int, int, int]:
-    """Kept by micro batches in flight; tokens of experts among it; and what the first layer's backward pass adds."""
+    """Kept by micro batches in flight; tokens of experts among it; and what a layer's backward pass adds, layers that
+    come back from the CPU included."""
     own = share.recompute
     rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
     kept, routed, again, moving = rotary * len(contents.chunks), 0, 0, 0
@@ -169,7 +170,7 @@ def _activations(
     if contents.has_head and contents.has_embedding and share.model.tied_embeddings:
         # the gradient of a tied table waits for the embedding's part of it
         in_backward += share.width * table_parameters(share.model, tp=share.tp)
-    return int(held * kept) + max(0, moving), int(held * routed) + sent, in_backward
+    return int(held * kept), int(held * routed) + sent, in_backward + max(0, moving)
 
 
 def kept_by_layer(
@@ -275,11 +276,13 @@ def _communication(recipe: Recipe, share: Share, contents: _Contents) -> int:
     total = 0
     largest = _largest_layer(recipe, contents)
     if own.dp_strategy in ("fsdp", "hsdp"):
-        # this layer's weights and the next one's, and the last gradients of the micro batch before on their way
+        # this layer's weights and the next one's
         table = table_parameters(model, tp=own.tp)
         ends = table if contents.has_embedding or contents.has_head else 0
-        last = max(largest, table) if contents.has_embedding else largest
-        total += (largest + max(largest, ends)) * e + last * _summed(recipe, share)
+        total += (largest + max(largest, ends)) * e
+        if own.overlap.grad_reduce and recipe.train.global_batch > recipe.train.micro_batch * _data_ranks(recipe):
+            # the last gradients of the micro batch before are on their way
+            total += (max(largest, table) if contents.has_embedding else largest) * _summed(recipe, share)
     elif own.dp_strategy == "zero2":
         total += _bucket(recipe, share)
     if own.pp > 1:

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=4 tests/benchmarks/bench_switches.py --out switches.jsonl
 
-Each pair is measured on and off, --rounds times; a JSON line a measurement. Exposed are messages beside which a rank computes
-nothing; the rank with the fewest is told, since the others also wait for that one.
+Each pair is measured on and off, --rounds times; a JSON line a measurement. Exposed are messages beside which a rank
+computes nothing; the rank with the fewest is told, since the others also wait for that one.
 """
 
 import argparse
@@ -55,12 +55,16 @@ SWITCHES = [
 ]
 
 
+def arguments(switch: Switch, value: Any, world: int) -> list[str]:
+    """What bench_train.py would be called with."""
+    settings = [f"parallelism.{word}" for word in switch.layout.format(n=world).split()]
+    settings.append(f"{switch.path}={json.dumps(value)}")
+    return [*switch.shape.split(), *(word for setting in settings for word in ("--set", setting))]
+
+
 def measure(switch: Switch, value: Any, more: argparse.Namespace, *, rank: int, world: int, device: Any) -> None:
     """Builds, trains and prints one side of a switch."""
-    words = switch.shape.split()
-    for word in switch.layout.format(n=world).split():
-        words += ["--set", f"parallelism.{word}"]
-    args = bench_train.parser().parse_args([*words, *more.words, "--set", f"{switch.path}={json.dumps(value)}"])
+    args = bench_train.parser().parse_args([*arguments(switch, value, world), *more.words])
     spec = bench_train.spec_of(args, world)
     step = bench_train.stepper(args, spec, mesh_of(spec, rank=rank, device=device))
     bench_train.timed(step, range(more.warmup))

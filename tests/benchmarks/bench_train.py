@@ -62,6 +62,11 @@ PEAK = 989e12
 
 def spec_of(args: argparse.Namespace, world: int) -> Spec:
     """The Spec of one measurement."""
+    return resolve(recipe_of(args, world), detect_target(), Facts(run_dir="-"))
+
+
+def recipe_of(args: argparse.Namespace, world: int) -> Recipe:
+    """What is measured."""
     fields: dict[str, Any] = {
         "name": "bench",
         "model": copy.deepcopy(MODELS[args.model]) | {"kind": "llama", "max_seq_len": args.seq},
@@ -87,7 +92,7 @@ def spec_of(args: argparse.Namespace, world: int) -> Spec:
     own = fields["parallelism"]
     dp = world // (own["tp"] * own.get("pp", 1) * own.get("cp", 1))
     fields["train"]["global_batch"] = args.mbs * args.accum * dp
-    return resolve(Recipe.model_validate_json(json.dumps(fields)), detect_target(), Facts(run_dir="-"))
+    return Recipe.model_validate_json(json.dumps(fields))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
-"""Predictions beside measurements that set none of the model's constants.
+"""Predictions beside measurements that set none of the model's constants: what was measured after these were fixed.
 
-tests/benchmarks/results/held_out_four_h200.jsonl: five layouts that were measured after the constants were fixed.
+tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl, each parallel dimension;
+switches_two_h200.jsonl, overlaps and offloads on and off.
 """
 
 import json
@@ -16,9 +17,24 @@ from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.step_time import step_time
 from megaspec.resolve.target import Target
+from tests.benchmarks import bench_train
+from tests.benchmarks.bench_switches import SWITCHES, arguments
 
-LINES = Path(__file__).parents[1] / "benchmarks" / "results" / "held_out_four_h200.jsonl"
-ROWS = [json.loads(line) for line in LINES.read_text().splitlines()]
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def lines(name):
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+ROWS = lines("held_out_four_h200.jsonl")
+DIMENSIONS = [
+    row
+    for name in ("dimensions_four_h200.jsonl", "dimensions_two_h200.jsonl")
+    for row in lines(name)
+    if row["peer"] == "megaspec"
+]
+MEASURED = lines("switches_two_h200.jsonl")
 RECIPES = {"llama1b": "llama3_2_1b", "llama8b16": "llama3_8b_half"}
 H200 = HARDWARE["H200"]
 TARGET = Target(gpus=4, gpu="NVIDIA H200", sm=90, gpu_memory=H200.memory, versions={"torch": "2.11.0"})
@@ -43,3 +59,44 @@ def test_time_within_ten_and_memory_within_five_per_cent(row):
 
 def test_the_rows_are_five_different_ones():
     assert len({(row["model"], row["seq"], row["tp"]) for row in ROWS}) == 5
+
+
+def filled(words, gpus):
+    recipe = bench_train.recipe_of(bench_train.parser().parse_args(words), gpus)
+    return plainly_filled(recipe, TARGET.model_copy(update={"gpus": gpus}), Facts(run_dir="-"))
+
+
+def layout_of(row):
+    own = row["parallelism"]
+    degrees = " ".join(f"{axis}{own[axis]}" for axis in ("tp", "pp", "cp", "ep") if own[axis] > 1)
+    schedule = own["pipeline"]["schedule"] if own["pp"] > 1 else ""
+    dispatch = own["dispatch"] if own["ep"] > 1 else ""
+    return " ".join(word for word in (row["model"], degrees, own["dp_strategy"], schedule, dispatch) if word)
+
+
+@pytest.mark.parametrize("row", DIMENSIONS, ids=layout_of)
+def test_every_dimension(row):
+    words = ["--model", row["model"]]
+    for name in ("seq", "mbs", "accum"):
+        words += [f"--{name}", str(row[name])]
+    for name, value in row["parallelism"].items():
+        words += ["--set", f"parallelism.{name}={json.dumps(value)}"]
+    recipe = filled(words, row["gpus"])
+    assert fullest(memory_of(recipe)).allocated == pytest.approx(row["max_memory_allocated"], rel=0.05)
+    if (row["gpus"], row["parallelism"]["ep"]) == (4, 4):
+        # measured before the rows of a token were summed by a kernel
+        assert step_time(recipe, H200, ceilings_of(H200)).seconds < row["step_ms"] / 1e3
+    else:
+        assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layout']} {row['switch']}={row['value']}")
+def test_every_switch(row):
+    n = row["gpus"]
+    (switch,) = (s for s in SWITCHES if (s.path, s.layout.format(n=n)) == (row["switch"], row["layout"]))
+    recipe = filled(arguments(switch, row["value"], n), n)
+    peak = max(rank["peak"] for rank in row["ranks"])
+    assert fullest(memory_of(recipe)).allocated == pytest.approx(peak, rel=0.05)
+    if recipe.parallelism.offload.optimizer == 0:
+        # what a CPU updates depends on the cores that it gets, here 4 a rank
+        assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
