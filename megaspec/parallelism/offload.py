@@ -1,7 +1,14 @@
-"""Activations that wait in the memory of the CPU. On a CPU all is done the same way, with copies for transfers."""
+"""Activations that wait in the memory of the CPU. On a CPU all is done the same way, with copies for transfers.
+
+Note "Host memory". Blocks are taken again in the order of the program: the copy into one waits, on the GPU, for the
+copy out of it. So a step takes as many as are away at once, and no step after the first takes another. If a block were
+free only when the GPU is done with it, a host that runs ahead would take more and more, each from the driver, which may
+wait for all that the GPU was given.
+"""
 
 # B sequences, T tokens, D model
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +35,10 @@ class _Storage:
         self._offload = offload
         self._device = x.device
         own = _bytes_of(x)
+        self._host, free = offload.take(own)
         with offload.out.after_now():
-            self._host = on_host(own)
+            if free is not None:
+                offload.out.stream.wait_event(free)
             self._host.copy_(own, non_blocking=True)
             if offload.out.stream is not None:
                 # its memory is free for others once the copy is made
@@ -49,6 +58,8 @@ class _Storage:
             self._back = torch.empty_like(self._host, device=self._device)
             self._back.copy_(self._host, non_blocking=True)
         self._arrived = side.done()
+        self._offload.give_back(self._host, self._arrived)
+        self._host = None
 
     def wait(self) -> Tensor:
         """Its bytes, for the computation's stream."""
@@ -121,6 +132,17 @@ class Offload:
         """`smallest`: bytes of the storages that are worth the way."""
         self.layers, self.saved, self.device, self.smallest = layers, saved, device, smallest
         self.out, self.back = Side(device), Side(device)
+        self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = {}
+        """Blocks of the CPU's memory by their bytes, each with the end of the last copy out of it."""
+
+    def take(self, like: Tensor) -> "tuple[Tensor, torch.cuda.Event | None]":
+        """A block of so many bytes, and when it may be written to; see the note "Host memory"."""
+        free = self._free.get(like.numel())
+        return free.popleft() if free else (on_host(like), None)
+
+    def give_back(self, block: Tensor, free: "torch.cuda.Event | None") -> None:
+        """A block that nobody reads once `free` is over."""
+        self._free.setdefault(block.numel(), deque()).append((block, free))
 
     def apply(self, chunk: Decoder) -> None:
         """Wraps the units of the first layers, after they were joined for recomputation, and the one behind them."""

@@ -24,6 +24,8 @@ from tests.ranks import RankPool
 pytestmark = pytest.mark.gpu
 
 STEPS, BATCH, TOKENS, VOCAB = 60, 8, 512, 512
+FEW = 12
+"""Steps with offload, whose transfers take longest."""
 MODEL = {
     "kind": "llama", "n_layers": 8, "d_model": 512, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ffn": 1536,
     "vocab_size": VOCAB, "max_seq_len": TOKENS,
@@ -84,7 +86,7 @@ def differences(rank: int, parallelism: dict[str, Any], *, moe: bool) -> list[tu
             elif tensor.numel():
                 first[name] = tensor.clone()
 
-    for step in range(STEPS):
+    for step in range(FEW if "offload" in parallelism else STEPS):
         result = train_step(
             built,
             mine,
@@ -101,4 +103,4 @@ def differences(rank: int, parallelism: dict[str, Any], *, moe: bool) -> list[tu
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_repeats(gpu_pool: RankPool, name: str) -> None:
     for found in gpu_pool.run(differences, LAYOUTS[name], moe="ep2" in name or "etp2" in name, ranks=2):
-        assert not found, f"{len(found)} differences in {STEPS} steps: {found[:8]}"
+        assert not found, f"{len(found)} differences: {found[:8]}"

@@ -75,6 +75,29 @@ def test_a_run_with_everything_away_is_the_same_run() -> None:
     assert all(torch.equal(value, away.weights.values[name]) for name, value in plain.weights.values.items())
 
 
+def test_host_memory_is_taken_for_what_is_away_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each micro batch, nor for each step."""
+    taken: list[int] = []
+    host = offload.on_host
+
+    def counted(like: Tensor) -> Tensor:
+        taken.append(like.nbytes)
+        return host(like)
+
+    monkeypatch.setattr(offload, "on_host", counted)
+
+    def run(steps: int, micro_batch: int) -> list[int]:
+        taken.clear()
+        spec = spec_of("parallelism.offload.layers=2", f"train.micro_batch={micro_batch}")
+        run_steps(spec, mesh=built_of(spec).mesh, batches=[batch_of()] * steps)
+        return list(taken)
+
+    once = run(1, 1)
+    assert once
+    assert run(3, 1) == once
+    assert sum(run(1, 2)) > sum(once)
+
+
 @pytest.mark.parametrize("recompute", [RECOMPUTE[2], RECOMPUTE[3]])
 @pytest.mark.parametrize(
     "words",
