@@ -395,12 +395,12 @@ def test_what_would_take_time_or_memory(folder, text):
 
 
 @given(raw=files(), overrides=st.one_of(st.just([]), command_lines()))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_mutated_files(folder, raw, overrides):
     refuse_or_compose(folder, raw, overrides)
 
 
 @given(overrides=command_lines())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 def test_mutated_command_lines(folder, overrides):
     check("hello", overrides)

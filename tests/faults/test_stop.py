@@ -69,7 +69,7 @@ def test_stop_at_every_step(tmp_path, factory, undisturbed):
     assert_same(run, undisturbed[2])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_command_line_returns_75(tmp_path, number):
     run = make_run(tmp_path / "run", recipe(steps=5000))
     path = os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))
