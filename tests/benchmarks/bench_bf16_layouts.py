@@ -237,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", default="data/hello")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--only", default="", help="names that contain one of these words, comma-separated")
     parser.add_argument("--out", default="bf16_layouts.jsonl")
