@@ -61,15 +61,15 @@ class Mesh:
 
         Collectives of one group run one after the other; what is to run beside others has a `line` of its own.
         """
-        return self._make(self._all(name), line)
+        return self._make(self._all(name), name, line)
 
     def neighbours(self, name: str, count: int) -> dist.ProcessGroup | None:
         """The group of `count` consecutive ranks of group `name` that this rank is in."""
-        return self._make([g[i : i + count] for g in self._all(name) for i in range(0, len(g), count)])
+        return self._make([g[i : i + count] for g in self._all(name) for i in range(0, len(g), count)], name)
 
     def strided(self, name: str, stride: int) -> dist.ProcessGroup | None:
         """The group of every `stride`-th rank of group `name` that this rank is in."""
-        return self._make([g[i::stride] for g in self._all(name) for i in range(stride)])
+        return self._make([g[i::stride] for g in self._all(name) for i in range(stride)], name)
 
     def make_pairs(self) -> None:
         """Makes the groups that `pair` finds: each pipeline rank and the next, the last and the first, both ways."""
@@ -77,7 +77,7 @@ class Mesh:
             for here, there in zip(stages, stages[1:] + stages[:1], strict=True):
                 for pair in ((here, there), (there, here)):
                     if here != there and pair not in self._pairs:
-                        self._pairs[pair] = dist.new_group(sorted(pair), timeout=self._timeout)
+                        self._pairs[pair] = self._new(sorted(pair), f"pp from rank {pair[0]} to {pair[1]}")
         if self.device.type == "cuda":
             for pair in self._pairs:
                 self._greet(*pair)
@@ -105,14 +105,18 @@ class Mesh:
                 )
         return self._ranks[name]
 
-    def _make(self, groups: list[list[int]], line: str = "") -> dist.ProcessGroup | None:
+    def _make(self, groups: list[list[int]], name: str, line: str = "") -> dist.ProcessGroup | None:
+        """`name` is what a report of a hang calls it."""
         key = (line, tuple(map(tuple, groups)))
         if key not in self._groups:
             self._groups[key] = None
             if len(groups[0]) > 1:
                 for ranks in groups:
                     is_world = len(ranks) == self.world_size and not line
-                    group = dist.group.WORLD if is_world else dist.new_group(ranks, timeout=self._timeout)
+                    group = dist.group.WORLD if is_world else self._new(ranks, f"{name} {line}".strip())
                     if self.rank in ranks:
                         self._groups[key] = group
         return self._groups[key]
+
+    def _new(self, ranks: list[int], name: str) -> dist.ProcessGroup:
+        return dist.new_group(ranks, timeout=self._timeout, group_desc=name)

@@ -184,10 +184,12 @@ def _innermost(stack: list[FrameSummary]) -> str:
 
 
 def _pending_collective() -> str:
-    """`, waiting for nccl:all_reduce number 12 of group 3`: the oldest that NCCL has begun and not ended."""
+    """`, waiting for nccl:all_reduce number 12 of group tp`: the oldest that NCCL has begun and not ended."""
     dumped: dict[str, Any] = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(True, True))
     for entry in dumped.get("entries", []):
         if entry.get("state") != "completed":
             name, number = entry.get("profiling_name"), entry.get("collective_seq_id")
-            return f", waiting for {name} number {number} of group {entry.get('process_group', ['?'])[0]}"
+            group = entry.get("process_group", ["?"])[-1]
+            of = "all ranks" if group == "default_pg" else f"group {group}"
+            return f", waiting for {name} number {number} of {of}"
     return ""

@@ -1,4 +1,4 @@
-"""Groups of a mesh: how long their collectives wait."""
+"""Groups of a mesh: how long their collectives wait, and what they are called."""
 
 import time
 from datetime import timedelta
@@ -28,6 +28,14 @@ def waits_for_a_rank_that_never_comes(rank, seconds):
     except RuntimeError:
         return time.monotonic() - start
     return None
+
+
+def names(rank):
+    mesh = Mesh({"pp": 2, "cp": 2}, rank=rank, device=torch.device("cpu"))
+    mesh.make_pairs()
+    other = rank ^ 2
+    groups = mesh.group("cp"), mesh.group("cp", line="weights"), mesh.pair(rank, other)
+    return [group.group_desc for group in groups]
 
 
 class Seen(Exception):
@@ -74,3 +82,7 @@ def test_a_group_waits_as_long_as_the_mesh_says(pool):
 def test_every_group_of_a_run_has_the_bound_of_its_launcher(pool, tmp_path):
     run = make_run(tmp_path / "run", {"parallelism.tp": 2, "parallelism.dp_replicate": 2})
     assert pool.run(bounds_of_a_rank, run, str(tmp_path / "store"), 33.0, ranks=4) == [[33.0, 33.0]] * 4
+
+
+def test_groups_are_called_as_a_report_of_a_hang_tells_them(pool):
+    assert pool.run(names, ranks=4)[1] == ["cp", "cp weights", "pp from rank 1 to 3"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.parallelism.collectives import all_reduce
-from megaspec.runtime.position import Group, Position, Watchdog, in_words, stood
+from megaspec.runtime.position import Group, Position, Watchdog, _pending_collective, in_words, stood
 from megaspec.runtime.rank import Place, tell
 from tests.ranks import RankPool
 
@@ -31,6 +32,15 @@ def test_an_error_names_one_rank(what: str, said: str, capsys) -> None:
     me = Place(rank=1, world_size=2, local_rank=1, attempt=0, store=FileRendezvous("nowhere"), timeout_seconds=1.0)
     tell(me, what)
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(("group", "said"), [("tp", "group tp"), ("default_pg", "all ranks")])
+def test_what_nccl_has_not_ended_is_told_by_its_group(group: str, said: str, monkeypatch) -> None:
+    entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 12, "process_group": ["3", group]}
+    entries = [entry | {"state": "completed", "collective_seq_id": 11}, entry | {"state": "started"}]
+    dump = json.dumps({"entries": entries})
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", lambda *_: dump, raising=False)
+    assert _pending_collective() == f", waiting for nccl:all_reduce number 12 of {said}"
 
 
 def _times_out() -> None:
