@@ -92,7 +92,9 @@ class Reductions:
         for bucket in self._buckets:
             if bucket.is_summed:
                 continue
-            if self._kept or bucket.reduced == 0 or len(bucket.fresh) < len(bucket.names):
+            # gradients came after the last reduction
+            is_behind = bucket.is_collecting and len(bucket.fresh) < len(bucket.names)
+            if self._kept or bucket.reduced == 0 or is_behind:
                 self.prepare(bucket)
                 for name in bucket.fresh:
                     self.totals[name].zero_()

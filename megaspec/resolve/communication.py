@@ -18,14 +18,24 @@ from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.hidden import hidden_parameters, working_width
 from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.parameters import RankParameters, partial_gradients, rank_parameters, table_parameters
-from megaspec.resolve.schedule import shape_of
+from megaspec.resolve.parameters import (
+    RankParameters,
+    layer_parameters,
+    partial_gradients,
+    rank_parameters,
+    table_parameters,
+)
+from megaspec.resolve.schedule import catch_ups, shape_of
 from megaspec.resolve.stages import Chunk, stages_of
 from megaspec.resolve.work import Share, recomputed_layers, recomputed_parts
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 Phase = Literal["forward", "backward", "step"]
 
+LAYERS = "layers' gradients"
+"""Reduced less often than the rest where weight gradients are put off."""
+HEAD = "output head's weights"
+"""Gathered once where all forward passes come first."""
 WHOLE, COPIES, TIED = "whole weights' gradients", "shared heads' gradients", "tied embedding"
 """What is added up of the gradients that a rank holds at the end of a step."""
 
@@ -160,7 +170,10 @@ def layer_collectives(recipe: Recipe, mesh: Mesh, *, with_experts: bool) -> Iter
     # a compiled block runs again as a whole, and dropout behind it keeps its mask
     ends = not drops_out and recipe.kernels.compile != "block"
     yield from _tensor(recipe, mesh, "attention")
-    yield from _context(recipe, mesh)
+    for one in _context(recipe, mesh):
+        yield one
+        if one.phase == "forward" and "core_attention" in again:
+            yield replace(one, phase="backward")
     if not with_experts:
         yield from _tensor(recipe, mesh, "feed-forward", again="mlp" in again, output_again=drops_out, last=ends)
         return
@@ -329,16 +342,20 @@ def transfer_of(recipe: Recipe, mesh: Mesh) -> Collective | None:
 def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameters) -> Iterator[Collective]:
     """Gradients and weights among data-parallel ranks, and the small sums of a step. `count`: what the rank holds."""
     own, model = recipe.parallelism, recipe.model
-    micro_batches = shape_of(recipe).micro_batches
     replicas = ("dp_replicate",) if own.dp_replicate > 1 else ()
     once, dense = _gathered_once(recipe, rank), ("dp_shard", "cp")
-    yield from _shared_out(recipe, mesh, "gradients", count.dense, dense, replicas, micro_batches, gathered_once=once)
+    parts = _reduced(recipe, rank, count)
+    at_head = _at_head(recipe, rank)
+    yield from _shared_out(
+        recipe, mesh, "gradients", parts[False], dense, replicas, gathered_once=once, gathered_at_head=at_head
+    )
     # shares of experts lie inside a replica, as all others do; what is not shared out is summed over all of edp at once
     shares = own.dp_strategy != "replicate"
     inside = replace(mesh, expert=mesh.expert | {"edp": sharing_ranks(own)[1]}) if shares else mesh
     across = replicas if shares else ()
-    yield from _shared_out(recipe, inside, "experts' gradients", count.expert, ("edp",), across, micro_batches)
-    wide = gradient_width(recipe)
+    yield from _shared_out(recipe, inside, "experts' gradients", parts[True], ("edp",), across)
+    # sums are at least fp32 on a rank, whatever is sent between those that share them out
+    wide = max(4, Share(recipe).width)
     partial = partial_gradients(recipe, rank)
     # each rank adds up what it updates: some more, some less, this much on average
     among = sharing_ranks(own)[0] if shares else 1
@@ -389,41 +406,95 @@ def _whole_matrices(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collectiv
         yield from mesh.make(what, "all_to_all", axes, working_width(recipe) * size, 1, hidden=False, phase="step")
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Weights of a rank whose gradients are reduced together."""
+
+    what: str
+    parameters: int
+    times: int
+    """How often in a step, by zero2 and fsdp."""
+    is_again: bool = False
+    """They are counted in another part, too."""
+
+
+def _reduced(recipe: Recipe, rank: int, count: RankParameters) -> dict[bool, list[_Part]]:
+    """Parts of a rank's weights, dense ones and those of experts. Gradients of a layer wait while others of it are put
+    off; a tied table whose ends are two chunks of a rank is reduced for each."""
+    model, own, shape = recipe.model, recipe.parallelism, shape_of(recipe)
+    chunks, m = stages_of(model, own)[rank], shape.micro_batches
+    found = {False: [_Part("gradients", count.dense, m)], True: [_Part("experts' gradients", count.expert, m)]}
+    if own.dp_strategy not in ("zero2", "fsdp", "hsdp") or not shape.splits_backward:
+        return found
+    experts, layers = has_experts(model), {False: [], True: []}
+    for chunk, times in zip(chunks, catch_ups(shape, rank), strict=True):
+        held = [
+            layer_parameters(model, with_experts=experts[layer], tp=own.tp, ep=own.ep, etp=own.etp)
+            for layer in chunk.layers
+        ]
+        layers[False].append(_Part(LAYERS, sum(one.dense for one in held), times))
+        layers[True].append(_Part("experts' gradients", sum(one.experts for one in held), times))
+    ends = count.dense - sum(part.parameters for part in layers[False])
+    layers[False].append(_Part("gradients", ends, m))
+    if model.tied_embeddings and shape.pp > 1 and any(c.embedding for c in chunks) and any(c.head for c in chunks):
+        layers[False].append(_Part("gradients", table_parameters(model, tp=own.tp), m, is_again=True))
+    return layers
+
+
 def _shared_out(
     recipe: Recipe,
     mesh: Mesh,
     what: str,
-    parameters: int,
+    parts: list[_Part],
     shards: tuple[str, ...],
     replicas: tuple[str, ...],
-    micro_batches: int,
     *,
     gathered_once: int = 0,
+    gathered_at_head: int = 0,
 ) -> Iterator[Collective]:
-    """What a strategy sends for so many parameters of a rank. zero2 and fsdp hold no whole gradient between micro
-    batches, and fsdp no whole weight, but of `gathered_once` from the forward to the backward pass."""
-    strategy, wide = recipe.parallelism.dp_strategy, gradient_width(recipe)
+    """What a strategy sends for parts of a rank's parameters. zero2 and fsdp hold no whole gradient between micro
+    batches, and fsdp no whole weight, but of `gathered_once` from the forward to the backward pass, `gathered_at_head`
+    among them."""
+    strategy, wide, micro_batches = (
+        recipe.parallelism.dp_strategy,
+        gradient_width(recipe),
+        shape_of(recipe).micro_batches,
+    )
     weights, overlap = what.replace("gradients", "weights"), recipe.parallelism.overlap
+    parameters = sum(part.parameters for part in parts if not part.is_again)
 
     def make(
         name: str, kind: Kind, axes: tuple[str, ...], size: float, times: int, phase: Phase
     ) -> Iterator[Collective]:
-        hidden = overlap.param_gather if name == weights else overlap.grad_reduce
+        hidden = overlap.param_gather if kind == "all_gather" else overlap.grad_reduce
         return mesh.make(name, kind, axes, size, times, hidden=hidden, phase=phase)
 
     if strategy == "replicate":
         yield from make(what, "all_reduce", (*replicas, *shards), wide * parameters, 1, "backward")
         return
     in_shards = max(1, prod((mesh.dense | mesh.expert)[axis] for axis in shards))
-    often = 1 if strategy == "zero1" else micro_batches
-    yield from make(what, "reduce_scatter", shards, wide * parameters, often, "backward")
+    for part in parts:
+        often = 1 if strategy == "zero1" else part.times
+        yield from make(part.what, "reduce_scatter", shards, wide * part.parameters, often, "backward")
     yield from make(what, "all_reduce", replicas, wide * parameters / in_shards, 1, "backward")
     narrow = 1 if getattr(recipe.precision, "gather_fp8", False) else Share(recipe).width
     gathers = micro_batches if strategy in ("fsdp", "hsdp") else 1
-    yield from make(weights, "all_gather", shards, narrow * parameters, gathers, "forward")
+    # all forward passes come before the first backward pass, which lets the output head's go
+    once = gathered_at_head if gathers > 1 and recipe.parallelism.pipeline.schedule == "gpipe" else 0
+    yield from make(weights, "all_gather", shards, narrow * (parameters - once), gathers, "forward")
+    yield from make(HEAD, "all_gather", shards, narrow * once, 1, "forward")
     if strategy in ("fsdp", "hsdp"):
         again = parameters - gathered_once
         yield from make(weights, "all_gather", shards, narrow * again, gathers, "backward")
+
+
+def _at_head(recipe: Recipe, rank: int) -> int:
+    """Weights of the output head and the norm before it."""
+    model = recipe.model
+    if not any(chunk.head for chunk in stages_of(model, recipe.parallelism)[rank]):
+        return 0
+    norm = model.d_model * (2 if isinstance(model, GptSpec) else 1)
+    return table_parameters(model, tp=recipe.parallelism.tp) + norm
 
 
 def _gathered_once(recipe: Recipe, rank: int) -> int:

@@ -19,7 +19,7 @@ from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hidden import hidden_of_layer
 from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.parameters import RankParameters, layer_parameters, rank_parameters, table_parameters
-from megaspec.resolve.schedule import in_flight
+from megaspec.resolve.schedule import in_flight, shape_of
 from megaspec.resolve.stages import stages_of
 from megaspec_kernels.catalog import LOGITS_BYTES
 
@@ -87,9 +87,11 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
     share, own = share_of(recipe), recipe.parallelism
     layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
     is_cuda = device == "cuda"
-    beside = recipe.train.global_batch // _data_ranks(recipe) * recipe.data.seq_len // share.cp * _INPUT
+    micro_batches = recipe.train.global_batch // _data_ranks(recipe) // share.micro_batch
+    splits_backward, table = shape_of(recipe).splits_backward, table_parameters(share.model, tp=own.tp)
+    beside = micro_batches * share.micro_batch * recipe.data.seq_len // share.cp * _INPUT
     beside += _WORKSPACE if is_cuda else 0
-    outside = _outside(recipe) if is_cuda else 0
+    outside = _outside(recipe) + _rounded(recipe, share) if is_cuda else 0
     # stages in the middle hold the same and differ in the micro batches in flight
     held_always: dict[_Contents, dict[str, int]] = {}
     stages = []
@@ -100,12 +102,24 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
             held_always[contents] = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
         sizes = held_always[contents]
         kept, routed, in_backward = _activations(share, layers, contents, held)
-        activations = kept + max(0, in_backward - sizes["logits"]) + beside
+        before = _last_on_its_way(recipe, share, contents)
+        if held >= micro_batches:
+            # with the micro batch before went what was kept of it
+            before = max(0, before - int(kept + routed) // micro_batches)
         # the head is done before the first layer runs backward
-        passing = max(0, _passing(recipe, share, contents) - max(0, sizes["logits"] - in_backward))
+        at_head = sizes["communication"] + before
+        at_layer = _communication_at_layer(recipe, share, contents, before=before)
+        more = max(0, in_backward + at_layer - sizes["logits"] - at_head)
+        if contents.has_embedding:
+            # what the micro batch kept is gone, but for what weight gradients that were put off need
+            gone = 0 if splits_backward else int((kept + routed) / held / own.pipeline.virtual_stages)
+            at_table = _communication_at_table(recipe, share, contents) + share.width * table
+            more = max(more, at_table - gone - sizes["logits"] - at_head)
+        moving = min(more, max(0, at_layer - at_head))
+        activations = kept + more - moving + beside
         if own.pipeline.schedule == "gpipe" and contents.has_head:
             activations += int((held - 1) * _head_waits(recipe, share))
-        sizes = sizes | {"communication": sizes["communication"] + passing}
+        sizes = sizes | {"communication": at_head + moving}
         allocated = sum(sizes.values()) + activations + routed
         reserve = outside + int(min(_SLACK * allocated, _MOST_SLACK)) if is_cuda else 0
         stages.append(StageMemory(**sizes, activations=activations, expert_buffers=routed, reserve=reserve))
@@ -135,7 +149,7 @@ def _held_always(recipe: Recipe, share: Share, contents: _Contents, count: RankP
     """What does not depend on the micro batches in flight."""
     return {
         "weights": _weights(recipe, share, contents, count),
-        "gradients": _shared_out(recipe, count, from_strategy=2) * share.wide,
+        "gradients": shared_out(recipe, count, from_strategy=2) * share.wide,
         "optimizer": _states(recipe, share, contents, count),
         "logits": _head(recipe, share) if contents.has_head else 0,
         "communication": _communication(recipe, share, contents),
@@ -227,8 +241,8 @@ def _head_waits(recipe: Recipe, share: Share) -> int:
     return (share.tokens * share.model.d_model + table) * share.width
 
 
-def _shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:
-    """Weights on a rank when they are shared out from a strategy on: 1 zero1, 2 zero2, 3 fsdp."""
+def shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:
+    """Weights on the rank that has most when they are shared out from a strategy on: 1 zero1, 2 zero2, 3 fsdp."""
     level = {"replicate": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}[recipe.parallelism.dp_strategy]
     if level < from_strategy:
         return count.total
@@ -242,13 +256,13 @@ def _weights(recipe: Recipe, share: Share, contents: _Contents, count: RankParam
         # products of the blocks want both layouts of a weight
         ends = contents.has_embedding + contents.has_head
         tables += 2 * max(0, count.total - ends * table_parameters(share.model, tp=share.tp))
-    return _shared_out(recipe, count, from_strategy=3) * share.width + tables
+    return shared_out(recipe, count, from_strategy=3) * share.width + tables
 
 
 def _states(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> int:
     """Master weights and moments, those on the CPU left out."""
     here = 1.0 - recipe.parallelism.offload.optimizer
-    states = here * _shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
+    states = here * shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
     if not isinstance(recipe.optim, MuonSpec):
         return ceil(states)
     # what is no hidden matrix has a second moment
@@ -257,7 +271,7 @@ def _states(recipe: Recipe, share: Share, contents: _Contents, count: RankParame
         for numbers in contents.chunks
         for with_experts in (0, 1)
     )
-    return ceil(states) + _shared_out(recipe, RankParameters(dense, 0), from_strategy=1) * share.wide
+    return ceil(states) + shared_out(recipe, RankParameters(dense, 0), from_strategy=1) * share.wide
 
 
 def state_bytes(optim: OptimSpec, *, width: int) -> int:
@@ -272,42 +286,93 @@ def state_bytes(optim: OptimSpec, *, width: int) -> int:
 
 
 def _communication(recipe: Recipe, share: Share, contents: _Contents) -> int:
-    own, e, model = recipe.parallelism, share.width, share.model
-    total = 0
-    largest = _largest_layer(recipe, contents)
+    """At the output head, or behind a stage's last layer."""
+    own, e, total = recipe.parallelism, share.width, _between_stages(recipe, share) + _context_blocks(recipe, share)
+    table = table_parameters(share.model, tp=own.tp)
     if own.dp_strategy in ("fsdp", "hsdp"):
-        # this layer's weights and the next one's
-        table = table_parameters(model, tp=own.tp)
-        ends = table if contents.has_embedding or contents.has_head else 0
-        total += (largest + max(largest, ends)) * e
-        if own.overlap.grad_reduce and recipe.train.global_batch > recipe.train.micro_batch * _data_ranks(recipe):
-            # the last gradients of the micro batch before are on their way
-            total += (max(largest, table) if contents.has_embedding else largest) * _summed(recipe, share)
-    elif own.dp_strategy == "zero2":
-        total += _bucket(recipe, share)
-    if own.pp > 1:
-        total += 4 * share.split_tokens * model.d_model * e
-    if own.cp > 1:
-        kv = 2 * ceil(model.n_kv_heads / own.tp) * model.d_head * share.tokens * e
-        # a ring holds a block and receives the next, with their gradients; a gather holds all of them
-        total += kv * (2 * own.cp if own.context.kind == "all_gather" else 4)
+        total += (table if contents.has_head else _largest_layer(recipe, contents)) * e
+    if own.dp_strategy in ("zero2", "fsdp", "hsdp") and _waits_to_the_end(own, contents):
+        total += sum(_layers_of_chunks(recipe, contents)) * share.wide
     return total
 
 
-def _passing(recipe: Recipe, share: Share, contents: _Contents) -> int:
-    """Gradients on their way while layers run backward, beside those that are there at any time."""
-    own = recipe.parallelism
-    if own.dp_strategy == "zero2":
-        return _bucket(recipe, share)
+def _communication_at_layer(recipe: Recipe, share: Share, contents: _Contents, *, before: int) -> int:
+    """While the first layer runs backward: its gradients are made while those before them are on their way, the output
+    head's or those of the micro batch before."""
+    own, e, total = recipe.parallelism, share.width, _between_stages(recipe, share) + _context_blocks(recipe, share)
+    largest, table = _largest_layer(recipe, contents), table_parameters(share.model, tp=own.tp)
     if own.dp_strategy in ("fsdp", "hsdp"):
-        return _largest_layer(recipe, contents) * _summed(recipe, share)
-    summed = _summed(recipe, share)
-    return 2 * _bucket(recipe, share) * summed // share.wide if summed < share.wide and _data_ranks(recipe) > 1 else 0
+        # its weights, and those of the one before it
+        total += 2 * largest * e
+    if own.dp_strategy in ("zero2", "fsdp", "hsdp"):
+        # what is put off is not reduced, and has its memory
+        is_split, every = own.pipeline.schedule in ("zb_h1", "zb_v"), _layers_of_chunks(recipe, contents)
+        total += (sum(every) if _waits_to_the_end(own, contents) else max(every) if is_split else largest) * share.wide
+        if contents.has_embedding and is_split:
+            return total + table * share.wide
+        if contents.has_head:
+            # of a tied table, the norm's gradient is the last one
+            return total + table * share.wide * (own.overlap.grad_reduce and not share.model.tied_embeddings)
+        return total + before
+    return total
 
 
-def _summed(recipe: Recipe, share: Share) -> int:
-    """Bytes of a gradient on its way."""
-    return share.wide if recipe.parallelism.grad_reduce == "fp32" else 2
+def _communication_at_table(recipe: Recipe, share: Share, contents: _Contents) -> int:
+    """While the embedding runs backward: its sum has memory, the layers' last ones are on their way."""
+    own, total = recipe.parallelism, _between_stages(recipe, share)
+    if own.dp_strategy not in ("zero2", "fsdp", "hsdp"):
+        return total
+    total += table_parameters(share.model, tp=own.tp) * share.wide
+    if own.pipeline.schedule in ("zb_h1", "zb_v"):
+        return total + max(_layers_of_chunks(recipe, contents)) * share.wide
+    return total + own.overlap.grad_reduce * _largest_layer(recipe, contents) * share.wide
+
+
+def _rounded(recipe: Recipe, share: Share) -> int:
+    """A bucket as it is sent, where gradients are rounded for their way: in memory of the stream that sends, which no
+    other takes."""
+    summed = 2 if recipe.parallelism.grad_reduce == "bf16" else share.wide
+    return _bucket(recipe, share) * summed // share.wide if summed < share.wide and _data_ranks(recipe) > 1 else 0
+
+
+def _waits_to_the_end(own: ParallelismSpec, contents: _Contents) -> bool:
+    """Some weight gradient of a stage's layers is put off at any time of a step, so that none of theirs is reduced."""
+    return own.pipeline.schedule == "zb_h1" and not contents.has_embedding
+
+
+def _layers_of_chunks(recipe: Recipe, contents: _Contents) -> list[int]:
+    """Weights of each chunk's layers."""
+    own = recipe.parallelism
+    plain, routed = (
+        layer_parameters(recipe.model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp) for one in (False, True)
+    )
+    return [n * plain.dense + m * (routed.dense + routed.experts) for n, m in contents.chunks]
+
+
+def _between_stages(recipe: Recipe, share: Share) -> int:
+    return 4 * share.split_tokens * share.model.d_model * share.width if recipe.parallelism.pp > 1 else 0
+
+
+def _context_blocks(recipe: Recipe, share: Share) -> int:
+    """A ring holds a block of keys and values and receives the next, with their gradients; a gather holds all."""
+    own = recipe.parallelism
+    if own.cp == 1:
+        return 0
+    kv = 2 * ceil(share.model.n_kv_heads / own.tp) * share.model.d_head * share.tokens * share.width
+    return kv * (2 * own.cp if own.context.kind == "all_gather" else 4)
+
+
+def _last_on_its_way(recipe: Recipe, share: Share, contents: _Contents) -> int:
+    """The last gradients of the micro batch before, of the embedding or of a layer whose own were put off, where they
+    are not kept and not waited for."""
+    own, several = recipe.parallelism, recipe.train.global_batch > recipe.train.micro_batch * _data_ranks(recipe)
+    if own.dp_strategy not in ("zero2", "fsdp", "hsdp") or not own.overlap.grad_reduce or not several:
+        return 0
+    largest, table = _largest_layer(recipe, contents), table_parameters(share.model, tp=own.tp)
+    is_split = own.pipeline.schedule in ("zb_h1", "zb_v")
+    if _waits_to_the_end(own, contents):
+        return share.wide * table * (contents.has_head and not share.model.tied_embeddings)
+    return share.wide * (max(largest, table) if contents.has_embedding and not is_split else largest)
 
 
 def _largest_layer(recipe: Recipe, contents: _Contents) -> int:

@@ -74,6 +74,16 @@ def held(shape: Shape) -> tuple[float, ...]:
     return tuple(min(2 * m, 2 * pp, m + 1 + rank) / v for rank in range(pp))
 
 
+@lru_cache(maxsize=4096)
+def catch_ups(shape: Shape, rank: int) -> tuple[int, ...]:
+    """By chunk of a pipeline rank: how often in a step no weight gradient of a pass that has begun is missing."""
+    late, times = [0] * shape.virtual, [0] * shape.virtual
+    for one in passes(shape, rank):
+        late[one.chunk] += {"F": 0, "B": int(shape.splits_backward), "W": -1}[one.kind]
+        times[one.chunk] += one.kind == ("W" if shape.splits_backward else "B") and not late[one.chunk]
+    return tuple(times)
+
+
 def bubble_formula(shape: Shape) -> float:
     """Idle over busy time where all stages take the same, and of a split backward B and W each as long as F; zb_v from
     2 pp - 1 micro batches on."""

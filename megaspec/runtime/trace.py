@@ -18,6 +18,7 @@ from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.moe import Moe
 from megaspec.optim.narrow import NarrowAdamW
 from megaspec.optim.spec import MuonSpec
+from megaspec.parallelism.bucket import Bucket
 from megaspec.parallelism.flat import Division
 from megaspec.precision.scaler import build_scaler
 from megaspec.resolve.communication import COPIES, TIED, WHOLE
@@ -50,8 +51,14 @@ class Trace:
     """Shapes on this rank, by global name."""
     count: RankParameters
     """Their elements."""
+    held: int
+    """Of those that this rank updates."""
     sizes: RankParameters
     """The same with the padding of the buckets that they lie in."""
+    layers: tuple[int, int]
+    """Of those in dense buckets of layers: elements, and the same with padding."""
+    padding_at_head: int
+    """Of the output head's bucket."""
     padding_again: int
     """Of dense buckets that a backward pass gathers again where weights are shared out."""
     partial: PartialGradients
@@ -184,7 +191,10 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         stage=built.mesh.index("pp"),
         parameters={name: tuple(parameter.shape) for name, parameter in built.parameters.items()},
         count=_sizes(built, lambda division: sum(map(prod, division.shapes.values()))),
+        held=sum(gradient.numel() for gradient in built.data_parallel.gradients.values()),
         sizes=_sizes(built, lambda division: division.numel),
+        layers=_in_layers(built),
+        padding_at_head=_padding([b for b in built.data_parallel.buckets if "head.weight" in b.names]),
         padding_again=_padding_again(built),
         partial=PartialGradients(*(sum(n for n, _ in found) for found in sums)),
         summed={
@@ -214,11 +224,24 @@ def _sums(built: Built, *, whole: bool) -> list[tuple[int, int]]:
     return found
 
 
+def _in_layers(built: Built) -> tuple[int, int]:
+    experts = built.tensor_parallel.experts
+    divisions = [
+        bucket.division
+        for bucket in built.data_parallel.buckets
+        if bucket.names[0] not in experts and bucket.names[0].startswith("layers.")
+    ]
+    return sum(sum(map(prod, one.shapes.values())) for one in divisions), sum(one.numel for one in divisions)
+
+
 def _padding_again(built: Built) -> int:
     dense = [b for b in built.data_parallel.buckets if b.names[0] not in built.tensor_parallel.experts]
     # one that several chunks or ends use is gathered for each
-    again = [b.division for b in dense if b.chunk is None or any(name.startswith("layers.") for name in b.names)]
-    return sum(division.numel - sum(map(prod, division.shapes.values())) for division in again)
+    return _padding([b for b in dense if b.chunk is None or any(name.startswith("layers.") for name in b.names)])
+
+
+def _padding(buckets: list[Bucket]) -> int:
+    return sum(b.division.numel - sum(map(prod, b.division.shapes.values())) for b in buckets)
 
 
 def _sizes(built: Built, size: Callable[[Division], int]) -> RankParameters:

@@ -7,7 +7,16 @@ from random import Random
 import pytest
 
 from megaspec.parallelism.passes import Pass, Shape, orders, stage_number
-from megaspec.resolve.schedule import Durations, bubble, bubble_formula, chart, held, makespan_formula, simulate
+from megaspec.resolve.schedule import (
+    Durations,
+    bubble,
+    bubble_formula,
+    catch_ups,
+    chart,
+    held,
+    makespan_formula,
+    simulate,
+)
 from tests.pace import within
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("zb_v", 2))
@@ -128,6 +137,16 @@ def test_a_slow_stage_holds_up_the_others():
     slow_end = simulate(shape, Durations((1.0, 1, 1, 2), (2.0, 2, 2, 4), (0.0,) * 4)).seconds
     assert even == pytest.approx(9)
     assert slow_end == pytest.approx(8 * 6 + 3 * 3)
+
+
+def test_how_often_no_weight_gradient_is_put_off():
+    # rank r of zb_h1 is r micro batches late from the first to the last; the last ranks of zb_v at the end
+    assert [catch_ups(Shape("zb_h1", 4, 8), rank) for rank in range(4)] == [(8,), (1,), (1,), (1,)]
+    assert catch_ups(Shape("zb_v", 2, 6, 2), 0) == (6, 6)
+    # its two last gradients of chunk 0 come before either weight gradient
+    assert catch_ups(Shape("zb_v", 2, 6, 2), 1) == (5, 6)
+    assert catch_ups(Shape("interleaved", 2, 6, 2, 2), 1) == (6, 6)
+    assert catch_ups(Shape("1f1b", 1, 3), 0) == (3,)
 
 
 def test_chart():

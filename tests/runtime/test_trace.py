@@ -51,6 +51,24 @@ LAYOUTS = [
     "gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
     "gpus=2 parallelism.tp=2 parallelism.recompute={kind:full,method:block,layers:2} train.global_batch=4",
 ]
+# What is on its way, put off, or gathered once, beside what is sent anew for a tied table and for attention that runs
+# again.
+BETWEEN_MICRO_BATCHES = [
+    "gpus=4 parallelism.dp_strategy=fsdp train.global_batch=4 train.micro_batch=1",
+    "gpus=4 parallelism.dp_strategy=zero2 train.global_batch=8 train.micro_batch=1"
+    " parallelism.overlap.grad_reduce=false",
+    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=zero2 parallelism.pipeline.schedule=zb_h1 train.micro_batch=1"
+    " train.global_batch=6 model.tied_embeddings=true",
+    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=fsdp parallelism.pipeline.schedule=zb_v train.micro_batch=1"
+    " parallelism.pipeline.virtual_stages=2 train.global_batch=10 model.tied_embeddings=true",
+    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=fsdp parallelism.pipeline.schedule=gpipe train.micro_batch=1"
+    " train.global_batch=6",
+    "gpus=8 parallelism.tp=2 parallelism.pp=2 parallelism.dp_strategy=zero1 parallelism.grad_reduce=bf16"
+    " train.global_batch=8 train.micro_batch=1 model.tied_embeddings=true",
+    "gpus=4 parallelism.cp=4 parallelism.recompute.kind=selective train.global_batch=2 train.micro_batch=1",
+    "gpus=4 parallelism.cp=4 parallelism.context.kind=all_to_all parallelism.recompute.kind=selective"
+    " train.global_batch=2 train.micro_batch=1",
+]
 # Plain layers, of which every tensor is counted.
 PLAIN = [
     "gpus=2 parallelism.tp=2 train.global_batch=4",
@@ -117,6 +135,11 @@ def check(words: str) -> None:
 
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (i % 2)) for i, x in enumerate(LAYOUTS)])
 def test_every_axis(layout):
+    check(f"{SMALL} {layout}")
+
+
+@pytest.mark.parametrize("layout", BETWEEN_MICRO_BATCHES)
+def test_what_micro_batches_leave_behind(layout):
     check(f"{SMALL} {layout}")
 
 
