@@ -103,7 +103,7 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
         sizes = held_always[contents]
         kept, routed, in_backward = _activations(share, layers, contents, held)
         before = _last_on_its_way(recipe, share, contents)
-        if held >= micro_batches:
+        if held >= micro_batches and not splits_backward:
             # with the micro batch before went what was kept of it
             before = max(0, before - int(kept + routed) // micro_batches)
         # the head is done before the first layer runs backward
@@ -184,7 +184,7 @@ def _activations(
     if contents.has_head and contents.has_embedding and share.model.tied_embeddings:
         # the gradient of a tied table waits for the embedding's part of it
         in_backward += share.width * table_parameters(share.model, tp=share.tp)
-    return int(held * kept), int(held * routed) + sent, in_backward + max(0, moving)
+    return int(held * kept), int(held * routed), in_backward + sent + max(0, moving)
 
 
 def kept_by_layer(
@@ -287,7 +287,7 @@ def state_bytes(optim: OptimSpec, *, width: int) -> int:
 
 def _communication(recipe: Recipe, share: Share, contents: _Contents) -> int:
     """At the output head, or behind a stage's last layer."""
-    own, e, total = recipe.parallelism, share.width, _between_stages(recipe, share) + _context_blocks(recipe, share)
+    own, e, total = recipe.parallelism, share.width, _between_stages(recipe, share)
     table = table_parameters(share.model, tp=own.tp)
     if own.dp_strategy in ("fsdp", "hsdp"):
         total += (table if contents.has_head else _largest_layer(recipe, contents)) * e
