@@ -91,6 +91,8 @@ class LayerBytes:
     """Gradients of activations that live at once inside the backward pass."""
     sent: int
     """Tokens on their way to experts, while they move."""
+    put_off: int
+    """What its weight gradients are made of: inputs of its matrix products and gradients of their outputs."""
 
 
 def share_of(recipe: Recipe) -> Share:
@@ -113,6 +115,9 @@ def share_of(recipe: Recipe) -> Share:
         own.recompute,
         own.offload.layers,
     )
+
+
+_PRODUCTS_IN = ("o", "dispatched")
 
 
 @lru_cache(maxsize=16384)
@@ -143,7 +148,22 @@ def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
         # beside the feed-forward layer's own gradient that of the stream is gathered
         backward=backward + (stream if share.tp > 1 else 0),
         sent=sent,
+        put_off=_put_off(share, tensors),
     )
+
+
+def _put_off(share: Share, tensors: tuple[Kept, ...]) -> int:
+    """Inputs are kept tensors; a gradient is as large as what its product made."""
+    model, sizes = share.model, {t.what: t.size for t in tensors}
+    inputs = sum(size for what, size in sizes.items() if what in _PRODUCTS_IN or what.endswith(".out"))
+    stream = share.tokens * model.d_model * share.width
+    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model, tp=share.tp)
+    outputs = share.tokens * (heads + 2 * kv_heads) * model.d_head * share.width + stream
+    for name, rows in (("mlp", share.tokens), ("shared", share.tokens), ("experts", None)):
+        if f"{name}.in" in sizes:
+            rows = expert_tokens(share) if rows is None else rows
+            outputs += sizes[f"{name}.in"] + rows * model.d_model * share.width
+    return inputs + outputs
 
 
 def expert_tokens(share: Share) -> int:

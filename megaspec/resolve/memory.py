@@ -101,7 +101,9 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
         if contents not in held_always:
             held_always[contents] = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
         sizes = held_always[contents]
-        kept, routed, in_backward = _activations(share, layers, contents, held)
+        # zb_h1 is as many micro batches late with weight gradients as there are stages before
+        late = min(stage, held - 1) if own.pipeline.schedule == "zb_h1" else 0
+        kept, routed, in_backward = _activations(share, layers, contents, held, late=late, splits=splits_backward)
         before = _last_on_its_way(recipe, share, contents)
         if held >= micro_batches and not splits_backward:
             # with the micro batch before went what was kept of it
@@ -157,13 +159,20 @@ def _held_always(recipe: Recipe, share: Share, contents: _Contents, count: RankP
 
 
 def _activations(
-    share: Share, layers: tuple[LayerBytes, LayerBytes], contents: _Contents, held: float
+    share: Share,
+    layers: tuple[LayerBytes, LayerBytes],
+    contents: _Contents,
+    held: float,
+    *,
+    late: float,
+    splits: bool,
 ) -> tuple[int, int, int]:
     """Kept by micro batches in flight; tokens of experts among it; and what a layer's backward pass adds, layers that
     come back from the CPU included."""
     own = share.recompute
     rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
     kept, routed, again, moving = rotary * len(contents.chunks), 0, 0, 0
+    put_off = [sum(n * one.put_off for n, one in zip(numbers, layers, strict=True)) for numbers in contents.chunks]
     for numbers in contents.chunks:
         every = kept_by_layer(share, layers, numbers)
         away, stays = every[: share.offloaded_layers], every[share.offloaded_layers :]
@@ -184,7 +193,12 @@ def _activations(
     if contents.has_head and contents.has_embedding and share.model.tied_embeddings:
         # the gradient of a tied table waits for the embedding's part of it
         in_backward += share.width * table_parameters(share.model, tp=share.tp)
-    return int(held * kept), int(held * routed), in_backward + sent + max(0, moving)
+    in_backward += sent + max(0, moving)
+    if splits:
+        # while a chunk's last layer runs backward, all that the others' weight gradients need is there; then its own
+        more, n = max(0, max(put_off) - (kept + routed) // len(put_off)), max(map(sum, contents.chunks))
+        in_backward = max(more, in_backward + more * (n - 1) // max(n, 1))
+    return int((held - late) * kept + late * sum(put_off)), int((held - late) * routed), in_backward
 
 
 def kept_by_layer(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaspec.resolve.activations import LayerBytes, layer_bytes, share_of
 from megaspec.resolve.kinds import has_experts
+from megaspec.resolve.schedule import shape_of
 from megaspec.runtime.trace_memory import ACTIVATIONS, EXPERTS, Memory
 from megaspec.spec import Spec
 
@@ -28,6 +29,8 @@ class UnitBytes:
     """The same for tokens of experts."""
     work: int
     """During its backward pass."""
+    put_off: int = 0
+    """From its backward pass to that of its weights."""
 
 
 def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
@@ -40,11 +43,12 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
     share, own, experts = share_of(spec), spec.parallelism.recompute, has_experts(spec.model)
     layers = [layer_bytes(share, with_experts=experts[i]) for i in range(int(first), int(last or first) + 1)]
     backward = max(one.backward + one.sent for one in layers)
+    put_off = sum(one.put_off for one in layers) if shape_of(spec).splits_backward else 0
     if own.kind == "full" and (own.method != "block" or place < (own.layers or 1)):
         again = sum(map(_made_again, layers)) + (len(layers) - 1) * layers[0].input
-        return UnitBytes(0, 0, again + backward)
+        return UnitBytes(0, 0, again + backward, put_off)
     (one,) = layers
-    return UnitBytes(one.kept - one.input, one.routed, one.again + backward)
+    return UnitBytes(one.kept - one.input, one.routed, one.again + backward, put_off)
 
 
 def _made_again(one: LayerBytes) -> int:
@@ -64,7 +68,9 @@ class KeptByUnit:
 
     def done(self) -> None:
         """Its backward pass is over; what weight gradients need may still be there."""
-        self._held.pop()
+        self.x = None
+        self._held.clear()
+        self._held.append(_block(self._memory, ACTIVATIONS, self._size.put_off))
 
 
 def _block(memory: Memory, kind: str, size: int) -> Tensor:
