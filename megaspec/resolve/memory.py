@@ -1,8 +1,8 @@
 """The most memory that a rank takes in a step, by what it is for.
 
-The peak lies in the last forward pass before a backward pass, at the output head, or in the first layer of that
-backward pass: everything that is kept is there at once. The optimizer's update needs less. Sizes are counted tensor by
-tensor; `reserve` holds what no tensor accounts for, as measured.
+The peak lies in the last forward pass before a backward pass, at the output head, or in that backward pass, in its
+first layer or at the embedding: everything that is kept is there at once. The optimizer's update needs less. Sizes are
+counted tensor by tensor; `reserve` holds what no tensor accounts for, as measured.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,10 @@ from megaspec.resolve.activations import LayerBytes, Share, layer_bytes, share_o
 from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hidden import hidden_of_layer
 from megaspec.resolve.kinds import has_experts, mla_of
-from megaspec.resolve.parameters import RankParameters, layer_parameters, rank_parameters, table_parameters
+from megaspec.resolve.parameters import RankParameters, rank_parameters, table_parameters
 from megaspec.resolve.schedule import in_flight, shape_of
 from megaspec.resolve.stages import stages_of
+from megaspec.resolve.traffic import Contents, Traffic
 from megaspec_kernels.catalog import LOGITS_BYTES
 
 # Measured on H200 with torch 2.11 and CUDA 13.
@@ -72,16 +73,6 @@ class StageMemory:
 _FIELDS = fields(StageMemory)
 
 
-@dataclass(frozen=True)
-class _Contents:
-    """What lies on a pipeline rank."""
-
-    chunks: tuple[tuple[int, int], ...]
-    """Layers without and with experts, by chunk."""
-    has_embedding: bool
-    has_head: bool
-
-
 def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...]:
     """The peak of a rank of each pipeline stage, from a filled recipe."""
     share, own = share_of(recipe), recipe.parallelism
@@ -93,38 +84,36 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
     beside += _WORKSPACE if is_cuda else 0
     outside = _outside(recipe) + _rounded(recipe, share) if is_cuda else 0
     # stages in the middle hold the same and differ in the micro batches in flight
-    held_always: dict[_Contents, dict[str, int]] = {}
+    held_always: dict[Contents, tuple[dict[str, int], Traffic]] = {}
     stages = []
     for stage, (contents, held) in enumerate(
         zip(_contents(recipe.model, own.pp, own.pipeline), in_flight(recipe), strict=True)
     ):
         if contents not in held_always:
-            held_always[contents] = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
-        sizes = held_always[contents]
+            sizes = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
+            held_always[contents] = sizes, Traffic(recipe, share, contents)
+        sizes, traffic = held_always[contents]
         # zb_h1 is as many micro batches late with weight gradients as there are stages before
         late = min(stage, held - 1) if own.pipeline.schedule == "zb_h1" else 0
         kept, routed, in_backward = _activations(share, layers, contents, held, late=late, splits=splits_backward)
-        before = _last_on_its_way(recipe, share, contents)
+        before = traffic.before
         if held >= micro_batches and not splits_backward:
             # with the micro batch before went what was kept of it
             before = max(0, before - int(kept + routed) // micro_batches)
         # the head is done before the first layer runs backward
-        at_head = sizes["communication"] + before
-        at_layer = _communication_at_layer(recipe, share, contents, before=before)
+        at_head, at_layer = traffic.at_head() + before, traffic.at_layer(before)
         more = max(0, in_backward + at_layer - sizes["logits"] - at_head)
         if contents.has_embedding:
             # what the micro batch kept is gone, but for what weight gradients that were put off need
             gone = 0 if splits_backward else int((kept + routed) / held / own.pipeline.virtual_stages)
-            at_table = _communication_at_table(recipe, share, contents) + share.width * table
-            more = max(more, at_table - gone - sizes["logits"] - at_head)
+            more = max(more, traffic.at_table() + share.width * table - gone - sizes["logits"] - at_head)
         moving = min(more, max(0, at_layer - at_head))
         activations = kept + more - moving + beside
         if own.pipeline.schedule == "gpipe" and contents.has_head:
             activations += int((held - 1) * _head_waits(recipe, share))
-        sizes = sizes | {"communication": at_head + moving}
-        allocated = sum(sizes.values()) + activations + routed
-        reserve = outside + int(min(_SLACK * allocated, _MOST_SLACK)) if is_cuda else 0
-        stages.append(StageMemory(**sizes, activations=activations, expert_buffers=routed, reserve=reserve))
+        used = sizes | {"activations": activations, "expert_buffers": routed, "communication": at_head + moving}
+        reserve = outside + int(min(_SLACK * sum(used.values()), _MOST_SLACK)) if is_cuda else 0
+        stages.append(StageMemory(**used, reserve=reserve))
     return tuple(stages)
 
 
@@ -134,11 +123,11 @@ def fullest(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 @lru_cache(maxsize=4096)
-def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[_Contents, ...]:
+def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[Contents, ...]:
     experts = has_experts(model)
     stages = stages_of(model, ParallelismSpec(pp=pp, pipeline=pipeline))
     return tuple(
-        _Contents(
+        Contents(
             tuple((sum(not experts[i] for i in c.layers), sum(experts[i] for i in c.layers)) for c in chunks),
             any(c.embedding for c in chunks),
             any(c.head for c in chunks),
@@ -147,21 +136,20 @@ def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[_Conte
     )
 
 
-def _held_always(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> dict[str, int]:
+def _held_always(recipe: Recipe, share: Share, contents: Contents, count: RankParameters) -> dict[str, int]:
     """What does not depend on the micro batches in flight."""
     return {
         "weights": _weights(recipe, share, contents, count),
         "gradients": shared_out(recipe, count, from_strategy=2) * share.wide,
         "optimizer": _states(recipe, share, contents, count),
         "logits": _head(recipe, share) if contents.has_head else 0,
-        "communication": _communication(recipe, share, contents),
     }
 
 
 def _activations(
     share: Share,
     layers: tuple[LayerBytes, LayerBytes],
-    contents: _Contents,
+    contents: Contents,
     held: float,
     *,
     late: float,
@@ -264,7 +252,7 @@ def shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> 
     return ceil(count.dense / dense) + ceil(count.expert / expert)
 
 
-def _weights(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> int:
+def _weights(recipe: Recipe, share: Share, contents: Contents, count: RankParameters) -> int:
     tables = _angles(share.model, share.model.max_seq_len) if hasattr(share.model, "rope_base") else 0
     if share.is_fp8 and recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
         # products of the blocks want both layouts of a weight
@@ -273,7 +261,7 @@ def _weights(recipe: Recipe, share: Share, contents: _Contents, count: RankParam
     return shared_out(recipe, count, from_strategy=3) * share.width + tables
 
 
-def _states(recipe: Recipe, share: Share, contents: _Contents, count: RankParameters) -> int:
+def _states(recipe: Recipe, share: Share, contents: Contents, count: RankParameters) -> int:
     """Master weights and moments, those on the CPU left out."""
     here = 1.0 - recipe.parallelism.offload.optimizer
     states = here * shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
@@ -299,103 +287,11 @@ def state_bytes(optim: OptimSpec, *, width: int) -> int:
     return master + sum(wide if f == "fp32" else _FORMAT[f] for f in (formats.exp_avg, formats.exp_avg_sq))
 
 
-def _communication(recipe: Recipe, share: Share, contents: _Contents) -> int:
-    """At the output head, or behind a stage's last layer."""
-    own, e, total = recipe.parallelism, share.width, _between_stages(recipe, share)
-    table = table_parameters(share.model, tp=own.tp)
-    if own.dp_strategy in ("fsdp", "hsdp"):
-        total += (table if contents.has_head else _largest_layer(recipe, contents)) * e
-    if own.dp_strategy in ("zero2", "fsdp", "hsdp") and _waits_to_the_end(own, contents):
-        total += sum(_layers_of_chunks(recipe, contents)) * share.wide
-    return total
-
-
-def _communication_at_layer(recipe: Recipe, share: Share, contents: _Contents, *, before: int) -> int:
-    """While the first layer runs backward: its gradients are made while those before them are on their way, the output
-    head's or those of the micro batch before."""
-    own, e, total = recipe.parallelism, share.width, _between_stages(recipe, share) + _context_blocks(recipe, share)
-    largest, table = _largest_layer(recipe, contents), table_parameters(share.model, tp=own.tp)
-    if own.dp_strategy in ("fsdp", "hsdp"):
-        # its weights, and those of the one before it
-        total += 2 * largest * e
-    if own.dp_strategy in ("zero2", "fsdp", "hsdp"):
-        # what is put off is not reduced, and has its memory
-        is_split, every = own.pipeline.schedule in ("zb_h1", "zb_v"), _layers_of_chunks(recipe, contents)
-        total += (sum(every) if _waits_to_the_end(own, contents) else max(every) if is_split else largest) * share.wide
-        if contents.has_embedding and is_split:
-            return total + table * share.wide
-        if contents.has_head:
-            # of a tied table, the norm's gradient is the last one
-            return total + table * share.wide * (own.overlap.grad_reduce and not share.model.tied_embeddings)
-        return total + before
-    return total
-
-
-def _communication_at_table(recipe: Recipe, share: Share, contents: _Contents) -> int:
-    """While the embedding runs backward: its sum has memory, the layers' last ones are on their way."""
-    own, total = recipe.parallelism, _between_stages(recipe, share)
-    if own.dp_strategy not in ("zero2", "fsdp", "hsdp"):
-        return total
-    total += table_parameters(share.model, tp=own.tp) * share.wide
-    if own.pipeline.schedule in ("zb_h1", "zb_v"):
-        return total + max(_layers_of_chunks(recipe, contents)) * share.wide
-    return total + own.overlap.grad_reduce * _largest_layer(recipe, contents) * share.wide
-
-
 def _rounded(recipe: Recipe, share: Share) -> int:
     """A bucket as it is sent, where gradients are rounded for their way: in memory of the stream that sends, which no
     other takes."""
     summed = 2 if recipe.parallelism.grad_reduce == "bf16" else share.wide
     return _bucket(recipe, share) * summed // share.wide if summed < share.wide and _data_ranks(recipe) > 1 else 0
-
-
-def _waits_to_the_end(own: ParallelismSpec, contents: _Contents) -> bool:
-    """Some weight gradient of a stage's layers is put off at any time of a step, so that none of theirs is reduced."""
-    return own.pipeline.schedule == "zb_h1" and not contents.has_embedding
-
-
-def _layers_of_chunks(recipe: Recipe, contents: _Contents) -> list[int]:
-    """Weights of each chunk's layers."""
-    own = recipe.parallelism
-    plain, routed = (
-        layer_parameters(recipe.model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp) for one in (False, True)
-    )
-    return [n * plain.dense + m * (routed.dense + routed.experts) for n, m in contents.chunks]
-
-
-def _between_stages(recipe: Recipe, share: Share) -> int:
-    return 4 * share.split_tokens * share.model.d_model * share.width if recipe.parallelism.pp > 1 else 0
-
-
-def _context_blocks(recipe: Recipe, share: Share) -> int:
-    """A ring holds a block of keys and values and receives the next, with their gradients; a gather holds all."""
-    own = recipe.parallelism
-    if own.cp == 1:
-        return 0
-    kv = 2 * ceil(share.model.n_kv_heads / own.tp) * share.model.d_head * share.tokens * share.width
-    return kv * (2 * own.cp if own.context.kind == "all_gather" else 4)
-
-
-def _last_on_its_way(recipe: Recipe, share: Share, contents: _Contents) -> int:
-    """The last gradients of the micro batch before, of the embedding or of a layer whose own were put off, where they
-    are not kept and not waited for."""
-    own, several = recipe.parallelism, recipe.train.global_batch > recipe.train.micro_batch * _data_ranks(recipe)
-    if own.dp_strategy not in ("zero2", "fsdp", "hsdp") or not own.overlap.grad_reduce or not several:
-        return 0
-    largest, table = _largest_layer(recipe, contents), table_parameters(share.model, tp=own.tp)
-    is_split = own.pipeline.schedule in ("zb_h1", "zb_v")
-    if _waits_to_the_end(own, contents):
-        return share.wide * table * (contents.has_head and not share.model.tied_embeddings)
-    return share.wide * (max(largest, table) if contents.has_embedding and not is_split else largest)
-
-
-def _largest_layer(recipe: Recipe, contents: _Contents) -> int:
-    """Weights of a rank's largest layer."""
-    own, kinds = recipe.parallelism, {one for chunk in contents.chunks for one in (False, True) if chunk[one]}
-    counts = (
-        layer_parameters(recipe.model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp) for one in sorted(kinds)
-    )
-    return max((one.dense + one.experts for one in counts), default=0)
 
 
 def _bucket(recipe: Recipe, share: Share) -> int:

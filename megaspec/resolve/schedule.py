@@ -76,7 +76,13 @@ def held(shape: Shape) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def catch_ups(shape: Shape, rank: int) -> tuple[int, ...]:
-    """By chunk of a pipeline rank: how often in a step no weight gradient of a pass that has begun is missing."""
+    """By chunk of a pipeline rank: how often in a step no weight gradient of a pass that has begun is missing. Of long
+    steps each further micro batch adds the same."""
+    enough = 4 * shape.pp
+    if shape.micro_batches > enough:
+        some, more = (catch_ups(replace(shape, micro_batches=enough + n), rank) for n in (-1, 0))
+        further = shape.micro_batches - enough
+        return tuple(b + further * (b - a) for a, b in zip(some, more, strict=True))
     late, times = [0] * shape.virtual, [0] * shape.virtual
     for one in passes(shape, rank):
         late[one.chunk] += {"F": 0, "B": int(shape.splits_backward), "W": -1}[one.kind]

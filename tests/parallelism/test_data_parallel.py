@@ -27,6 +27,7 @@ from megaspec.runtime.parity import TOLERANCES, Tolerances, compare, divide, gra
 from megaspec.runtime.state import tensors_of
 from megaspec.runtime.step import evaluate, train_step
 from megaspec.spec import Spec
+from tests.halved import halved
 from tests.parity.cases import Case, batches_of, spec_of
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
@@ -67,7 +68,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", halved(CASES), ids=str)
 def test_a_strategy_trains_as_one_rank_does(pool: RankPool, case: Case) -> None:
     check(pool, case)
 

@@ -98,7 +98,7 @@ def test_host_memory_is_taken_for_what_is_away_at_once(monkeypatch: pytest.Monke
     assert sum(run(1, 2)) > sum(once)
 
 
-@pytest.mark.parametrize("recompute", [RECOMPUTE[2], RECOMPUTE[3]])
+@pytest.mark.parametrize("recompute", [RECOMPUTE[2], pytest.param(RECOMPUTE[3], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "words",
     [

@@ -10,7 +10,7 @@ from tests.ranks import RankPool
     ("layout", "switch", "words"),
     [
         ({"tp": 2}, "tp", "parallelism.sequence_parallel=true"),
-        ({"tp": 2}, "tp", "parallelism.sequence_parallel=false"),
+        pytest.param({"tp": 2}, "tp", "parallelism.sequence_parallel=false", marks=pytest.mark.slow),
         ({"pp": 2}, "p2p", "parallelism.pipeline.virtual_stages=2"),
     ],
 )

@@ -27,6 +27,7 @@ from megaspec.runtime.step import evaluate, forward_backward, train_step
 from megaspec.spec import Spec
 from tests.parity import cases
 from tests.parity.tasks import plain, trajectory_of
+from tests.halved import halved
 from tests.ranks import RankPool
 
 SEQUENCES, TOKENS, VOCAB = 12, 8, 19
@@ -199,12 +200,12 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("run", halved(RUNS), ids=str)
 def test_a_schedule_trains_what_one_rank_trains(pool: RankPool, run: Run) -> None:
     check(pool, run)
 
 
-@pytest.mark.parametrize("run", TOGETHER, ids=str)
+@pytest.mark.parametrize("run", halved(TOGETHER), ids=str)
 def test_with_other_axes(pool: RankPool, run: Run) -> None:
     check(pool, run)
 

@@ -163,8 +163,8 @@ def each_into_others(
     tell(f"{pairs}: all bits, then {', '.join(f'{w} {e:.1e}' for w, e in worst.items())}")
 
 
-BESIDE = 3
-"""Layouts that take the checkpoint of one, where not all do."""
+BESIDE = 1
+"""Other layouts that take the checkpoint of one, where not all do."""
 
 
 def model_with_experts(*, tied: bool) -> Case:

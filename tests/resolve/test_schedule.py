@@ -147,6 +147,9 @@ def test_how_often_no_weight_gradient_is_put_off():
     assert catch_ups(Shape("zb_v", 2, 6, 2), 1) == (5, 6)
     assert catch_ups(Shape("interleaved", 2, 6, 2, 2), 1) == (6, 6)
     assert catch_ups(Shape("1f1b", 1, 3), 0) == (3,)
+    # long steps are extrapolated
+    assert catch_ups(Shape("zb_v", 4, 10**9, 2), 3) == (10**9 - 3, 10**9 - 2)
+    assert catch_ups(Shape("zb_h1", 4, 10**9), 0) == (10**9,)
 
 
 def test_chart():

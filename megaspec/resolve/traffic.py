@@ -1,0 +1,138 @@
+"""Memory of what ranks send each other: gathered weights, gradients that are made or on their way, blocks of keys and
+values, what stages send. At the moments at which a rank's memory may be at its peak."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from megaspec.recipe import Recipe
+from megaspec.resolve.activations import Share
+from megaspec.resolve.parameters import layer_parameters, table_parameters
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies on a pipeline rank."""
+
+    chunks: tuple[tuple[int, int], ...]
+    """Layers without and with experts, by chunk."""
+    has_embedding: bool
+    has_head: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes on a rank of one pipeline stage."""
+
+    recipe: Recipe
+    share: Share
+    contents: Contents
+
+    @cached_property
+    def before(self) -> int:
+        """The last gradients of the micro batch before, of the embedding or of a layer whose own were put off, where
+        they are not kept and not waited for."""
+        recipe, own = self.recipe, self.recipe.parallelism
+        several = recipe.train.global_batch > recipe.train.micro_batch * own.dp_replicate * own.dp_shard
+        if not self._reduces_each or not own.overlap.grad_reduce or not several:
+            return 0
+        if self._waits_to_the_end:
+            return self.share.wide * self._table * (self.contents.has_head and not self.share.model.tied_embeddings)
+        largest = self._largest_layer
+        is_table = self.contents.has_embedding and not self._puts_off
+        return self.share.wide * (max(largest, self._table) if is_table else largest)
+
+    def at_head(self) -> int:
+        """At the output head, or behind a stage's last layer; beside what is there of the micro batch before."""
+        total = self._between_stages
+        if self._shares_weights:
+            total += (self._table if self.contents.has_head else self._largest_layer) * self.share.width
+        if self._reduces_each and self._waits_to_the_end:
+            total += sum(self._layers) * self.share.wide
+        return total
+
+    def at_layer(self, before: int) -> int:
+        """While the first layer runs backward: its gradients are made while those before them are on their way, the
+        output head's or, `before`, those of the micro batch before."""
+        total, wide = self._between_stages + self._context_blocks, self.share.wide
+        if self._shares_weights:
+            # its weights, and those of the one before it
+            total += 2 * self._largest_layer * self.share.width
+        if not self._reduces_each:
+            return total
+        # what is put off is not reduced, and has its memory
+        made = max(self._layers) if self._puts_off else self._largest_layer
+        total += (sum(self._layers) if self._waits_to_the_end else made) * wide
+        if self.contents.has_embedding and self._puts_off:
+            return total + self._table * wide
+        if self.contents.has_head:
+            # of a tied table, the norm's gradient is the last one
+            overlaps = self.recipe.parallelism.overlap.grad_reduce
+            return total + self._table * wide * (overlaps and not self.share.model.tied_embeddings)
+        return total + before
+
+    def at_table(self) -> int:
+        """While the embedding runs backward: its sum has memory, the layers' last ones are on their way."""
+        if not self._reduces_each:
+            return self._between_stages
+        overlaps = self.recipe.parallelism.overlap.grad_reduce
+        layers = max(self._layers) if self._puts_off else overlaps * self._largest_layer
+        return self._between_stages + (self._table + layers) * self.share.wide
+
+    @cached_property
+    def _shares_weights(self) -> bool:
+        return self.recipe.parallelism.dp_strategy in ("fsdp", "hsdp")
+
+    @cached_property
+    def _reduces_each(self) -> bool:
+        """Gradients of every micro batch are reduced, and whole ones not kept."""
+        return self._shares_weights or self.recipe.parallelism.dp_strategy == "zero2"
+
+    @cached_property
+    def _puts_off(self) -> bool:
+        return self.recipe.parallelism.pipeline.schedule in ("zb_h1", "zb_v")
+
+    @cached_property
+    def _waits_to_the_end(self) -> bool:
+        """Some weight gradient of the layers is put off at any time of a step, so that none of theirs is reduced."""
+        return self.recipe.parallelism.pipeline.schedule == "zb_h1" and not self.contents.has_embedding
+
+    @cached_property
+    def _table(self) -> int:
+        return table_parameters(self.share.model, tp=self.share.tp)
+
+    @cached_property
+    def _layers(self) -> list[int]:
+        """Weights of each chunk's layers."""
+        plain, routed = self._of_a_layer
+        return [n * plain + m * routed for n, m in self.contents.chunks]
+
+    @cached_property
+    def _largest_layer(self) -> int:
+        of_a_layer = self._of_a_layer
+        return max((of_a_layer[kind] for chunk in self.contents.chunks for kind in (0, 1) if chunk[kind]), default=0)
+
+    @cached_property
+    def _of_a_layer(self) -> tuple[int, int]:
+        """Weights of a layer without and with experts."""
+        own = self.recipe.parallelism
+        counts = [
+            layer_parameters(self.share.model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp)
+            for one in (False, True)
+        ]
+        plain, routed = (one.dense + one.experts for one in counts)
+        return plain, routed
+
+    @cached_property
+    def _between_stages(self) -> int:
+        is_alone = self.recipe.parallelism.pp == 1
+        return 0 if is_alone else 4 * self.share.split_tokens * self.share.model.d_model * self.share.width
+
+    @cached_property
+    def _context_blocks(self) -> int:
+        """A ring holds a block of keys and values and receives the next, with their gradients; a gather holds all."""
+        own, share = self.recipe.parallelism, self.share
+        if own.cp == 1:
+            return 0
+        kv = 2 * ceil(share.model.n_kv_heads / own.tp) * share.model.d_head * share.tokens * share.width
+        return kv * (2 * own.cp if own.context.kind == "all_gather" else 4)

@@ -1,0 +1,11 @@
+"""Long lists of cases, half of which run by default."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def halved(cases: Sequence[Any]) -> list[Any]:
+    """The cases, every second one marked slow: where tests/parity holds the same from end to end."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]
