@@ -25,9 +25,9 @@ from megaspec.runtime.parity import TOLERANCES, Trajectory, compare, divide, gat
 from megaspec.runtime.state import load, pieces_of, progress
 from megaspec.runtime.step import evaluate, forward_backward, train_step
 from megaspec.spec import Spec
+from tests.halved import halved
 from tests.parity import cases
 from tests.parity.tasks import plain, trajectory_of
-from tests.halved import halved
 from tests.ranks import RankPool
 
 SEQUENCES, TOKENS, VOCAB = 12, 8, 19
