@@ -38,9 +38,12 @@ class Traffic:
             return 0
         if self._waits_to_the_end:
             return self.share.wide * self._table * (self.contents.has_head and not self.share.model.tied_embeddings)
-        largest = self._largest_layer
         is_table = self.contents.has_embedding and not self._puts_off
-        return self.share.wide * (max(largest, self._table) if is_table else largest)
+        # a layer's experts come before the rest of it
+        dense = [
+            dense for chunk in self.contents.chunks for n, (dense, _) in zip(chunk, self._of_a_layer, strict=True) if n
+        ]
+        return self.share.wide * (self._table if is_table else max(dense, default=0))
 
     def at_head(self) -> int:
         """At the output head, or behind a stage's last layer; beside what is there of the micro batch before."""
@@ -104,24 +107,25 @@ class Traffic:
     @cached_property
     def _layers(self) -> list[int]:
         """Weights of each chunk's layers."""
-        plain, routed = self._of_a_layer
-        return [n * plain + m * routed for n, m in self.contents.chunks]
+        return [
+            sum(n * sum(parts) for n, parts in zip(chunk, self._of_a_layer, strict=True))
+            for chunk in self.contents.chunks
+        ]
 
     @cached_property
     def _largest_layer(self) -> int:
-        of_a_layer = self._of_a_layer
+        of_a_layer = [sum(parts) for parts in self._of_a_layer]
         return max((of_a_layer[kind] for chunk in self.contents.chunks for kind in (0, 1) if chunk[kind]), default=0)
 
     @cached_property
-    def _of_a_layer(self) -> tuple[int, int]:
-        """Weights of a layer without and with experts."""
+    def _of_a_layer(self) -> list[tuple[int, int]]:
+        """Weights of a layer without and with experts: dense ones, and those of experts."""
         own = self.recipe.parallelism
         counts = [
             layer_parameters(self.share.model, with_experts=one, tp=own.tp, ep=own.ep, etp=own.etp)
             for one in (False, True)
         ]
-        plain, routed = (one.dense + one.experts for one in counts)
-        return plain, routed
+        return [(one.dense, one.experts) for one in counts]
 
     @cached_property
     def _between_stages(self) -> int:
