@@ -7,5 +7,5 @@ import pytest
 
 
 def halved(cases: Sequence[Any]) -> list[Any]:
-    """The cases, every second one marked slow: where tests/parity holds the same from end to end."""
+    """The cases, every second one marked slow: where others, as in tests/parity, hold the same."""
     return [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(cases)]

@@ -117,9 +117,6 @@ def share_of(recipe: Recipe) -> Share:
     )
 
 
-_PRODUCTS_IN = ("o", "dispatched")
-
-
 @lru_cache(maxsize=16384)
 def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
     """What a layer keeps and needs, after recomputation."""
@@ -153,17 +150,19 @@ def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
 
 
 def _put_off(share: Share, tensors: tuple[Kept, ...]) -> int:
-    """Inputs are kept tensors; a gradient is as large as what its product made."""
+    """Inputs are kept tensors; a gradient is as large as what its product made. Latent attention counts as plain."""
     model, sizes = share.model, {t.what: t.size for t in tensors}
-    inputs = sum(size for what, size in sizes.items() if what in _PRODUCTS_IN or what.endswith(".out"))
-    stream = share.tokens * model.d_model * share.width
+    inputs = sum(size for what, size in sizes.items() if what in ("o", "dispatched") or what.endswith(".out"))
     heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model, tp=share.tp)
-    outputs = share.tokens * (heads + 2 * kv_heads) * model.d_head * share.width + stream
-    for name, rows in (("mlp", share.tokens), ("shared", share.tokens), ("experts", None)):
-        if f"{name}.in" in sizes:
-            rows = expert_tokens(share) if rows is None else rows
-            outputs += sizes[f"{name}.in"] + rows * model.d_model * share.width
-    return inputs + outputs
+    # of queries, keys and values, of what attention puts out, and of both products of each feed-forward part
+    features = (heads + 2 * kv_heads) * model.d_head + model.d_model * (1 + sum(f"{n}.in" in sizes for n in _ON_TOKENS))
+    routed = expert_tokens(share) * model.d_model if "experts.in" in sizes else 0
+    wide = sum(size for what, size in sizes.items() if what.endswith(".in"))
+    return inputs + (share.tokens * features + routed) * share.width + wide
+
+
+_ON_TOKENS = ("mlp", "shared")
+"""Feed-forward parts that take every token."""
 
 
 def expert_tokens(share: Share) -> int:

@@ -9,7 +9,6 @@ from megaspec.resolve.activations import share_of
 from megaspec.resolve.communication import HEAD, LAYERS, Collective, Mesh, collectives_of, mesh_of
 from megaspec.resolve.memory import memory_of, shared_out
 from megaspec.resolve.parameters import partial_gradients, rank_parameters
-from megaspec.resolve.schedule import shape_of
 from megaspec.runtime.trace import Trace
 from megaspec.runtime.trace_memory import KINDS
 from megaspec.spec import Spec
@@ -69,8 +68,10 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
     plain = spec.model_copy(update={"kernels": spec.kernels.model_copy(update={"compile": "none"})})
     mesh = mesh_of(plain, None)
     planned: Counter[tuple[str, str]] = Counter()
-    for one in collectives_of(plain, None, trace.stage):
-        size = one.times * _padded(one, spec, trace)
+    every = collectives_of(plain, None, trace.stage)
+    apart = {LAYERS, HEAD} & {one.what for one in every}
+    for one in every:
+        size = one.times * _padded(one, spec, trace, apart)
         if one.what in trace.summed:
             size = trace.summed[one.what] * share_of(spec).wide
         planned[one.kind, _along(_group(one, mesh, trace.rank), mesh)] += round(size)
@@ -82,21 +83,23 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
         yield Row(what, "bytes", planned[kind, along], traced[kind, along], 0.0)
 
 
-def _padded(one: Collective, spec: Spec, trace: Trace) -> float:
-    """Its bytes with the padding of buckets, which are padded so that every rank has as much and no row is cut."""
+def _padded(one: Collective, spec: Spec, trace: Trace, apart: set[str]) -> float:
+    """Its bytes with the padding of buckets, which are padded so that every rank has as much and no row is cut.
+    `apart`: of LAYERS and HEAD, what is sent apart from the rest."""
     if not one.what.endswith(("gradients", "weights")) or one.phase == "step":
         return one.bytes
     is_expert = one.what.startswith("experts'")
     number, size = (trace.count.expert, trace.sizes.expert) if is_expert else (trace.count.dense, trace.sizes.dense)
-    splits = shape_of(spec).splits_backward and spec.parallelism.dp_strategy in ("zero2", "fsdp", "hsdp")
-    if one.kind == "reduce_scatter" and splits and not is_expert:
+    if is_expert:
+        return one.bytes * size / number
+    width = share_of(spec).width
+    if one.kind == "all_gather" and one.phase == "backward":
+        return one.bytes + trace.padding_again * width
+    if one.kind == "all_gather":
+        rest = size - number - (HEAD in apart) * trace.padding_at_head
+        return one.bytes + (trace.padding_at_head if one.what == HEAD else rest) * width
+    if one.kind == "reduce_scatter" and LAYERS in apart:
         number, size = trace.layers if one.what == LAYERS else (number - trace.layers[0], size - trace.layers[1])
-    if one.kind == "all_gather" and one.phase == "backward" and not is_expert:
-        return one.bytes + trace.padding_again * share_of(spec).width
-    if one.kind == "all_gather" and not is_expert:
-        is_apart = spec.parallelism.pipeline.schedule == "gpipe" and one.bytes < number * share_of(spec).width
-        padding = trace.padding_at_head if one.what == HEAD else size - number - is_apart * trace.padding_at_head
-        return one.bytes + padding * share_of(spec).width
     return one.bytes * size / number
 
 

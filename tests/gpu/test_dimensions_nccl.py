@@ -9,7 +9,7 @@ from tests.parity.cases import Case
 from tests.parity.checks import check, check_low
 from tests.ranks import RankPool
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = pytest.mark.gpu
 DEEP = {"n_layers": 4, "accumulate": 3, "mask": "uneven"}
 OVERLAP_OFF = tuple((f"parallelism.overlap.{name}", False) for name in OverlapSpec.model_fields)
 OFFLOADED = (("parallelism.offload.layers", 1), ("parallelism.offload.optimizer", 0.5))

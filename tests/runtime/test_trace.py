@@ -19,6 +19,7 @@ from megaspec.runtime.trace_compare import MEMORY_TOLERANCE, Row, compared
 from megaspec.runtime.trace_memory import ACTIVATIONS, KINDS, WEIGHTS, Memory
 from megaspec.runtime.trace_recorder import Recorder
 from megaspec.spec import Spec
+from tests.halved import halved
 
 SMALL = "recipe=llama3_8b hardware=H200 parallelism=default model.n_layers=4"
 EXPERTS = "recipe=qwen3_30b_a3b hardware=H200 model.n_layers=4 parallelism=default parallelism.dp_strategy=zero1"
@@ -133,7 +134,7 @@ def check(words: str) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (i % 2)) for i, x in enumerate(LAYOUTS)])
+@pytest.mark.parametrize("layout", halved(LAYOUTS))
 def test_every_axis(layout):
     check(f"{SMALL} {layout}")
 
