@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=4 tests/benchmarks/bench_bf16_layouts.py --data data/hello --out layouts.jsonl
     python tests/benchmarks/bench_bf16_layouts.py --draw layouts.jsonl --plot layouts.png
 
-The floor: one GPU in three orders of summation (micro batches of 1, 2 and 4 sequences), the largest difference between
-two of them. A layout may be three floors away from the one-GPU run; the floor itself at most 2e-3 (loss), 1e-2 (norm).
+The floor: one GPU in three orders of summation (three sizes of micro batches), the largest difference between two of
+them. A layout may be three floors away from the one-GPU run; the floor itself at most 2e-3 (loss), 1e-2 (norm).
 A model with experts replays the choices that one GPU made, since a choice flips on the last bit; its free run is shown
 beside it.
 """
@@ -39,23 +39,25 @@ from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 LOSS_FLOOR, NORM_FLOOR, FACTOR = 2e-3, 1e-2, 3.0
-BATCH, SEQ = 16, 512
+BATCH, SEQ, MICRO_BATCH = 64, 512, 16
 MODEL = {
     "kind": "llama", "n_layers": 8, "d_model": 512, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ffn": 1536,
     "max_seq_len": SEQ,
 }  # fmt: skip
 MOE = {"n_experts": 8, "top_k": 2, "d_expert": 768}
 MOE_LAYERS = 4
+OTHERS = (8, 32)
+"""Micro batches that sum in other orders."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is said of `parallelism`, and the micro batch."""
+    """What is said of `parallelism`, and whether the model has experts."""
 
     name: str
     parallelism: dict[str, Any]
-    micro_batch: int = 2
     moe: bool = False
+    micro_batch: int = MICRO_BATCH
 
 
 def pipeline(schedule: str, virtual: int = 1, **more: Any) -> dict[str, Any]:
@@ -70,19 +72,17 @@ def one_axis(n: int) -> list[Layout]:
         *(Layout(f"pp{n} {s}", {"pp": n, **pipeline(s, v)}) for s, v in schedules),
         *(Layout(f"cp{n} {k}", {"cp": n, "context": {"kind": k}}) for k in ("ring", "all_gather", "all_to_all")),
         *(Layout(f"{s} dp{n}", {"dp_strategy": s}) for s in ("fsdp", "zero1", "zero2")),
-        *(
-            Layout(f"ep{n} {d}", {"ep": n, "dispatch": d}, micro_batch=4, moe=True)
-            for d in ("all_to_all", "all_gather")
-        ),
+        *(Layout(f"ep{n} {d}", {"ep": n, "dispatch": d}, moe=True) for d in ("all_to_all", "all_gather")),
     ]
 
 
-# By the number of ranks.
+# By the number of ranks; one rank measures the floors, and that it repeats itself.
 LAYOUTS = {
+    1: [Layout("again, dense", {}), Layout("again, experts", {}, moe=True)],
     2: [
         *one_axis(2),
-        Layout("tp2 etp2", {"tp": 2, "etp": 2}, micro_batch=4, moe=True),
-        Layout("cp2 ep2", {"cp": 2, "ep": 2}, micro_batch=4, moe=True),
+        Layout("tp2 etp2", {"tp": 2, "etp": 2}, moe=True),
+        Layout("cp2 ep2", {"cp": 2, "ep": 2}, moe=True),
     ],
     4: [
         *one_axis(4),
@@ -90,8 +90,8 @@ LAYOUTS = {
         Layout("tp2 pp2", {"tp": 2, "pp": 2}),
         Layout("tp2 cp2", {"tp": 2, "cp": 2}),
         Layout("pp2 fsdp2", {"pp": 2, "dp_strategy": "fsdp"}),
-        Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, micro_batch=4, moe=True),
-        Layout("cp2 ep4", {"cp": 2, "ep": 4}, micro_batch=4, moe=True),
+        Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, moe=True),
+        Layout("cp2 ep4", {"cp": 2, "ep": 4}, moe=True),
     ],
 }
 
@@ -207,30 +207,43 @@ def run(spec: Spec, mesh: Mesh, choices: Choices | None) -> Curve:
 
 
 def alone(args: argparse.Namespace, micro_batch: int, *, moe: bool, choices: Choices | None, device: Any) -> Curve:
-    spec = spec_of(args, Layout("alone", {}, micro_batch, moe), 1)
+    spec = spec_of(args, Layout("alone", {}, moe, micro_batch), 1)
     return run(spec, Mesh({}, rank=0, device=device), choices)
 
 
-def floor_of(args: argparse.Namespace, *, moe: bool, rank: int, device: torch.device) -> tuple[Curve, Any, Choices]:
-    """The one-GPU run with micro batches of two, the largest differences among three orders, and its choices."""
+@dataclass(frozen=True)
+class Floor:
+    """One GPU in several orders of summation."""
+
+    curve: Curve
+    others: dict[int, Curve]
+    """By their micro batches."""
+    choices: Choices
+
+    def apart(self) -> tuple[float, float]:
+        """The largest differences between two orders, in loss and norm."""
+        pairs = [a.apart(b) for a, b in combinations((self.curve, *self.others.values()), 2)]
+        return max(loss for loss, _ in pairs), max(norm for _, norm in pairs)
+
+
+def floor_of(args: argparse.Namespace, *, moe: bool, rank: int, device: torch.device) -> Floor:
+    """Rank 0 makes the run that layouts are held to, with experts the one whose choices are replayed."""
     box: list[Any] = [None]
     if rank == 0:
         choices = Choices((args.steps * BATCH, SEQ, MOE["top_k"]))
-        first = alone(args, 2, moe=moe, choices=choices if moe else None, device=device)
+        curve = alone(args, MICRO_BATCH, moe=moe, choices=choices if moe else None, device=device)
         choices.replay = True
-        box = [(first, choices)]
+        box = [(curve, choices)]
     dist.broadcast_object_list(box, src=0)
-    first, choices = box[0]
-    # ranks share out the other two orders
-    mine = [
-        alone(args, micro, moe=moe, choices=choices if moe else None, device=device)
-        for micro in (1, 4)[rank :: dist.get_world_size()]
-    ]
-    others: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(others, mine)
-    runs = [first, *(curve for of_rank in others for curve in of_rank)]
-    apart = [a.apart(b) for a, b in combinations(runs, 2)]
-    return first, (max(x for x, _ in apart), max(x for _, x in apart)), choices
+    curve, choices = box[0]
+    # ranks share out the other orders
+    mine = {
+        micro: alone(args, micro, moe=moe, choices=choices if moe else None, device=device)
+        for micro in OTHERS[rank :: dist.get_world_size()]
+    }
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return Floor(curve, {micro: one for of_rank in of_ranks for micro, one in of_rank.items()}, choices)
 
 
 def main() -> None:
@@ -260,18 +273,22 @@ def main() -> None:
         chosen = [one for one in layouts if one.moe == moe]
         if not chosen:
             continue
-        first, floor, choices = floor_of(args, moe=moe, rank=rank, device=device)
-        tell(args, rank, line("one GPU" + " with experts" * moe, first, floor, floor, floor_row=True))
+        floor = floor_of(args, moe=moe, rank=rank, device=device)
+        first, limit = floor.curve, tuple(FACTOR * x for x in floor.apart())
+        name = "one GPU" + " with experts" * moe
+        tell(args, rank, line(name, first, floor.apart(), (LOSS_FLOOR, NORM_FLOOR)))
+        for micro, curve in floor.others.items():
+            tell(args, rank, line(f"micro batches of {micro}", curve, curve.apart(first), limit, gated=False))
         for layout in chosen:
             for replay in (True, False) if moe else (False,):
                 started = time.perf_counter()
                 spec = spec_of(args, layout, world)
-                curve = run(spec, mesh_of(spec, rank=rank, device=device), choices if replay else None)
+                curve = run(spec, mesh_of(spec, rank=rank, device=device), floor.choices if replay else None)
                 name = layout.name + (", free choices" if moe and not replay else "")
                 seconds = time.perf_counter() - started
-                found = line(name, curve, curve.apart(first), floor, gated=not moe or replay, seconds=seconds)
+                found = line(name, curve, curve.apart(first), limit, gated=not moe or replay, seconds=seconds)
                 tell(args, rank, found)
-                torch.cuda.empty_cache()
+                torch._dynamo.reset()
     dist.destroy_process_group()
 
 
@@ -279,13 +296,11 @@ def line(
     name: str,
     curve: Curve,
     apart: tuple[float, float],
-    floor: tuple[float, float],
+    limit: tuple[float, ...],
     *,
-    floor_row: bool = False,
     gated: bool = True,
     seconds: float = 0.0,
 ) -> dict[str, Any]:
-    limit = (LOSS_FLOOR, NORM_FLOOR) if floor_row else tuple(FACTOR * x for x in floor)
     passed = apart[0] <= limit[0] and apart[1] <= limit[1]
     return {
         "layout": name, "loss_apart": apart[0], "norm_apart": apart[1], "loss_limit": limit[0], "norm_limit": limit[1],
@@ -323,8 +338,10 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
             continue
         for row, key in enumerate(("losses", "norms")):
             gap = [abs(a - b) / abs(b) for a, b in zip(one[key], first[key], strict=True)]
-            free = one["passed"] is None
-            axes[row][column].semilogy(gap, label=one["layout"], linewidth=0.7, linestyle=":" if free else "-")
+            style = {"linestyle": "-" if one["passed"] is not None else ":"}
+            if one["layout"].startswith("micro batches"):
+                style["color"] = "grey"
+            axes[row][column].semilogy(gap, label=one["layout"], linewidth=0.7, **style)
     for column, title in enumerate(("dense", "experts")):
         for row, key in enumerate(("loss", "norm")):
             axes[row][column].axhline(limits[column][row], color="black", linestyle="--", label="3 x floor")

@@ -165,14 +165,13 @@ def timed(step: Callable[[int], StepResult], steps: range) -> tuple[list[float],
     return times, losses
 
 
-def main() -> None:
-    args = parser().parse_args()
-    if args.patience:
-        faulthandler.dump_traceback_later(args.patience, exit=True)
-    rank, world, device = start()
+def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.device) -> dict[str, Any]:
+    """Builds and trains. -> the line of rank 0; what other ranks get is of no use."""
     cuda = device.type == "cuda"
     spec = spec_of(args, world)
     step = stepper(args, spec, mesh_of(spec, rank=rank, device=device))
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     times, losses = timed(step, range(args.warmup + args.steps))
     times = times[args.warmup :]
     if args.profile:
@@ -192,8 +191,17 @@ def main() -> None:
     ranks: list[Any] = [mine] * world
     if world > 1:
         dist.all_gather_object(ranks, mine)
+    return report(args, spec, world, times, losses, ranks)
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.patience:
+        faulthandler.dump_traceback_later(args.patience, exit=True)
+    rank, world, device = start()
+    found = measure(args, rank=rank, world=world, device=device)
     if rank == 0:
-        print(json.dumps(report(args, spec, world, times, losses, ranks)), flush=True)
+        print(json.dumps(found), flush=True)
     if world > 1:
         dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """Predictions beside measurements that set none of the model's constants: what was measured after these were fixed.
 
-tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl, each parallel dimension;
-switches_two_h200.jsonl, overlaps and offloads on and off.
+tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl and llama8b_two_h200.jsonl, each
+parallel dimension; switches_two_h200.jsonl, overlaps and offloads on and off.
 """
 
 import json
@@ -30,7 +30,7 @@ def lines(name):
 ROWS = lines("held_out_four_h200.jsonl")
 DIMENSIONS = [
     row
-    for name in ("dimensions_four_h200.jsonl", "dimensions_two_h200.jsonl")
+    for name in ("dimensions_four_h200.jsonl", "dimensions_two_h200.jsonl", "llama8b_two_h200.jsonl")
     for row in lines(name)
     if row["peer"] == "megaspec"
 ]
