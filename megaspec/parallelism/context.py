@@ -107,6 +107,18 @@ class Sight:
         k, v = kv_2BSKH[:, :, part.keys]
         return self.blocks.backward(grad, q, k, v, out, lse_BNT[:, :, part.queries], **self._options(part, *places))
 
+    def causal_halves(
+        self, grad_BTNH: Tensor, q_BTNH: Tensor, kv_2BTKH: Tensor, out_BTNH: Tensor, lse_BNT: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """-> what either half of the tokens adds to its own gradients, as two sequences of one call.
+
+        Where blocks depend on no places.
+        """
+        grad, q, k, v, out = (x.unflatten(1, (2, -1)).flatten(0, 1) for x in (grad_BTNH, q_BTNH, *kv_2BTKH, out_BTNH))
+        lse = lse_BNT.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
+        grads = self.blocks.backward(grad, q, k, v, out, lse, causal=True, mask=None, drop=None)
+        return tuple(x.unflatten(0, (-1, 2)).flatten(1, 2) for x in grads)
+
     def _options(self, part: Part, queries: Tensor | None, keys: Tensor | None) -> dict[str, Any]:
         mask = drop = None
         if self.needs_places:
@@ -124,22 +136,21 @@ class Rows:
     The causal part of a query comes first: there it sees itself at least, and its log-sum-exp is finite from then on.
     """
 
-    def __init__(self, q_BTNH: Tensor):
+    def __init__(self, q_BTNH: Tensor, blocks: Blocks):
         B, T, N, _ = q_BTNH.shape
         wide = torch.promote_types(q_BTNH.dtype, torch.float32)
+        self.blocks = blocks
         self.out_BTNH = torch.empty(q_BTNH.shape, dtype=wide, device=q_BTNH.device)
         self.lse_BNT = torch.empty(B, N, T, dtype=wide, device=q_BTNH.device)
 
     def merge(self, part: Part, out_BTNH: Tensor, lse_BNT: Tensor) -> None:
-        """out = out + w (new - out), lse = log(exp(lse) + exp(new lse)), w = exp(new lse - lse)."""
+        """Takes in what the queries of `part` see of its keys."""
         out, lse = self.out_BTNH[:, part.queries], self.lse_BNT[:, :, part.queries]
         if part.causal:
             out.copy_(out_BTNH)
             lse.copy_(lse_BNT)
-            return
-        weight_BNT = torch.sigmoid(lse_BNT - lse)
-        out.lerp_(out_BTNH.to(out.dtype), weight_BNT.transpose(1, 2)[..., None])
-        torch.logaddexp(lse, lse_BNT, out=lse)
+        else:
+            self.blocks.merge(out, lse, out_BTNH, lse_BNT)
 
 
 def ring_part(rank: int, source: int, tokens: int) -> Part:
@@ -190,7 +201,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, own = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
+        rows, own = Rows(q_BTNH, sight.blocks), torch.stack((k_BTKH, v_BTKH))
         kv = own
         for source, places in _round(q_BTNH, sight, group):
             last = source == (group.rank() + 1) % group.size()
@@ -208,17 +219,23 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad_BTNH):
         q_BTNH, own, out_BTNH, lse_BNT = ctx.saved_tensors
         sight, group, T, wide = ctx.sight, ctx.group, q_BTNH.shape[1], lse_BNT.dtype
-        d_q, d_own = torch.zeros_like(q_BTNH, dtype=wide), torch.zeros_like(own, dtype=wide)
         kv, d_kv = own, None
-        # the block on the diagonal comes in parts, one behind which the first transfer hides and two for the last
-        early, late = slice(0, T // 2), slice(T // 2, T)
         (_, here), *others = _round(q_BTNH, sight, group)
 
         def gradients(part: Part, places: Places) -> tuple[Tensor, Tensor, Tensor]:
             return sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT)
 
-        passing, part = pass_on(group, kv), Part(late, early)
-        _collect(part, gradients(part, here), d_q, d_own)
+        # the block on the diagonal comes in parts: what is causal, behind which the first transfer hides, and the rest,
+        # behind which the last one does
+        passing = pass_on(group, kv)
+        d_q, d_own = torch.empty_like(q_BTNH, dtype=wide), torch.empty_like(own, dtype=wide)
+        if sight.needs_places:
+            for half in _halves(T):
+                grads = gradients(Part(half, half, causal=True), here)
+                _place(grads, d_q[:, half], d_own[:, :, half])
+        else:
+            grads = sight.causal_halves(grad_BTNH, q_BTNH, own, out_BTNH, lse_BNT)
+            _place(grads, d_q, d_own)
         (kv,) = passing.wait()
         for source, places in others:
             last = source == (group.rank() + 1) % group.size()
@@ -227,19 +244,30 @@ class _RingAttention(torch.autograd.Function):
             grads = gradients(part, places)
             arrived = passing.wait()
             d_kv = torch.zeros_like(d_own) if d_kv is None else arrived[-1]
-            _collect(part, grads, d_q, d_kv)
+            _collect(sight.blocks, part, grads, d_q, d_kv)
             kv = own if last else arrived[0]
         passing = pass_on(group, d_kv)
-        for part in (Part(early, early, causal=True), Part(late, late, causal=True)):
-            _collect(part, gradients(part, here), d_q, d_own)
+        early, late = _halves(T)
+        part = Part(late, early)
+        _collect(sight.blocks, part, gradients(part, here), d_q, d_own)
         d_own += passing.wait()[0]
         return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
 
 
-def _collect(part: Part, grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
+def _halves(tokens: int) -> tuple[slice, slice]:
+    return slice(0, tokens // 2), slice(tokens // 2, tokens)
+
+
+def _place(grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
+    """The first gradients of queries, keys and values."""
+    for total, grad in zip((d_q, *d_kv), grads, strict=True):
+        total.copy_(grad)
+
+
+def _collect(blocks: Blocks, part: Part, grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
     """Adds a part's gradients to those of all queries and of the keys and values at hand."""
     for total, grad in zip((d_q[:, part.queries], *d_kv[:, :, part.keys]), grads, strict=True):
-        total += grad
+        blocks.add(total, grad)
 
 
 def _round(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> Iterator[tuple[int, Places]]:
@@ -257,7 +285,7 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, own = Rows(q_BTNH), torch.stack((k_BTKH, v_BTKH))
+        rows, own = Rows(q_BTNH, sight.blocks), torch.stack((k_BTKH, v_BTKH))
         kv, places = _gather_chunks(own, group), _gathered_places(q_BTNH, sight, group)
         for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
             rows.merge(part, *sight.forward(part, places, q_BTNH, kv))
@@ -273,7 +301,8 @@ class _GatheredAttention(torch.autograd.Function):
         kv, places = _gather_chunks(own, group), _gathered_places(q_BTNH, sight, group)
         d_q, d_kv = torch.zeros_like(q_BTNH, dtype=wide), torch.zeros_like(kv, dtype=wide)
         for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
-            _collect(part, sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT), d_q, d_kv)
+            grads = sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT)
+            _collect(sight.blocks, part, grads, d_q, d_kv)
         d_own = _reduce_scatter_chunks(d_kv, group)
         return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
 

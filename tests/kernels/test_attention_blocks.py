@@ -66,13 +66,10 @@ class InBlocks(torch.autograd.Function):
             new, new_lse = blocks.forward(q, k[:, keys], v[:, keys], **options)
             assert new.dtype == q.dtype
             assert new_lse.dtype == torch.promote_types(q.dtype, torch.float32)
-            new = new.to(new_lse.dtype)
             if out is None:
-                out, lse = new, new_lse
+                out, lse = new.to(new_lse.dtype, copy=True), new_lse.clone()
             else:
-                total = torch.logaddexp(lse, new_lse)
-                weights = [(x - total).exp().transpose(1, 2)[..., None] for x in (lse, new_lse)]
-                out, lse = weights[0] * out + weights[1] * new, total
+                blocks.merge(out, lse, new, new_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = blocks, shape, documents
@@ -86,7 +83,7 @@ class InBlocks(torch.autograd.Function):
         for keys, options in order(shape, documents):
             grads = blocks.backward(grad, q, k[:, keys], v[:, keys], out, lse, **options)
             for total, new in zip((sums[0], sums[1][:, keys], sums[2][:, keys]), grads, strict=True):
-                total += new
+                blocks.add(total, new)
         return *(x.to(q.dtype) for x in sums), None, None, None
 
 

@@ -11,15 +11,19 @@ from megaspec_kernels.attention import reference, reference_block, sdpa, sdpa_bl
 
 @dataclass(frozen=True)
 class Blocks:
-    """Forward and backward pass of a block; see reference_block.py for what they take and give."""
+    """Forward and backward pass of a block, and how blocks are put together; see reference_block.py for each."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    add: Callable[[Tensor, Tensor], None]
 
 
 BLOCKS: dict[str, Blocks] = {
-    "sdpa": Blocks(sdpa_block.block_forward, sdpa_block.block_backward),
-    "reference": Blocks(reference_block.block_forward, reference_block.block_backward),
+    "sdpa": Blocks(sdpa_block.block_forward, sdpa_block.block_backward, sdpa_block.merge, sdpa_block.add),
+    "reference": Blocks(
+        reference_block.block_forward, reference_block.block_backward, reference_block.merge, reference_block.add
+    ),
 }
 _OF_KERNEL: dict[Callable[..., Any], str] = {sdpa.attention: "sdpa", reference.attention: "reference"}
 

@@ -68,6 +68,20 @@ def block_backward(
     return d_q, d_k, d_v
 
 
+def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tensor) -> None:
+    """In place, in the dtype of `out` and `lse`: out = out + w (new - out), w = exp(new lse - lse) with the new
+    lse = log(exp lse + exp new_lse). Every query has seen a key before, so its `lse` is finite; `new_lse` may be -inf.
+    """
+    weight_BNT = torch.sigmoid(new_lse_BNT - lse_BNT)
+    out_BTNH.lerp_(new_BTNH.to(out_BTNH.dtype), weight_BNT.transpose(1, 2)[..., None].to(out_BTNH.dtype))
+    torch.logaddexp(lse_BNT, new_lse_BNT.to(lse_BNT.dtype), out=lse_BNT)
+
+
+def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
+    """In place, in the dtype of `total`."""
+    total_BTNH += new_BTNH
+
+
 def _scores(q_BTNH: Tensor, k_BSKH: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
     T, S = q_BTNH.shape[1], k_BSKH.shape[1]
     q_BTKGH = q_BTNH.unflatten(2, (k_BSKH.shape[2], -1))
