@@ -167,7 +167,31 @@ def _attention_parts(share: Share, precision: str) -> Iterator[Part]:
         share=heads_split / own.cp,
     )
     moved = e * t * (2 * rotated + norms)
-    yield Part("core_attention", (), work, moved, moved + e * t * (share.q_size + share.kv_size))
+    merged, merged_backward = _merged_bytes(share)
+    backward = moved + e * t * (share.q_size + share.kv_size) + merged_backward
+    yield Part("core_attention", (), work, moved + merged, backward)
+
+
+def _merged_bytes(share: Share) -> tuple[float, float]:
+    """Forward and backward bytes of putting blocks of attention together, in at least fp32, on the rank that has most
+    of it: the last one, all of whose queries see a part of every other rank's keys."""
+    own = share.recipe.parallelism
+    ring = {"ring": own.cp, "hierarchical": (own.context.factors or (1, 1))[1]}.get(own.context.kind, 1)
+    narrow, wide = share.width, max(4, share.width)
+    cast, add = narrow + wide, narrow + 2 * wide
+    q, kv = share.tokens * share.q_size, share.tokens * share.kv_size
+    if ring > 1:
+        forward = q * (2 * cast + (ring - 1) * add)
+        # the causal part, that of every other rank, the rest of its own; the sum that comes home
+        backward = (q + kv) * (2 * cast + add / 2) + (ring - 1) * add * (q + kv / 2) + 4 * wide * kv
+        return forward + 2 * narrow * kv, backward
+    if own.cp > 1 and own.context.kind == "all_gather":
+        # keys are put in the order of the sequence and their gradients back
+        whole, seen = own.cp * kv, own.cp * kv - kv / 2
+        forward = q * (2 * cast + add) + 2 * narrow * (kv + whole)
+        backward = q * (wide + 2 * add + cast) + kv * (add + cast) + seen * add + whole * (5 * wide + 2 * narrow)
+        return forward, backward
+    return 0.0, 0.0
 
 
 def _mlp_parts(share: Share, precision: str) -> Iterator[Part]:

@@ -39,14 +39,14 @@ from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 LOSS_FLOOR, NORM_FLOOR, FACTOR = 2e-3, 1e-2, 3.0
-BATCH, SEQ, MICRO_BATCH = 64, 512, 16
+BATCH, SEQ, MICRO_BATCH = 16, 256, 4
 MODEL = {
-    "kind": "llama", "n_layers": 8, "d_model": 512, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ffn": 1536,
+    "kind": "llama", "n_layers": 8, "d_model": 256, "n_heads": 8, "n_kv_heads": 4, "d_head": 32, "d_ffn": 768,
     "max_seq_len": SEQ,
 }  # fmt: skip
-MOE = {"n_experts": 8, "top_k": 2, "d_expert": 768}
+MOE = {"n_experts": 8, "top_k": 2, "d_expert": 384}
 MOE_LAYERS = 4
-OTHERS = (8, 32)
+OTHERS = (2, 8)
 """Micro batches that sum in other orders."""
 
 
@@ -76,9 +76,9 @@ def one_axis(n: int) -> list[Layout]:
     ]
 
 
-# By the number of ranks; one rank measures the floors, and that it repeats itself.
+# By the number of ranks; one rank measures the floors alone.
 LAYOUTS = {
-    1: [Layout("again, dense", {}), Layout("again, experts", {}, moe=True)],
+    1: [],
     2: [
         *one_axis(2),
         Layout("tp2 etp2", {"tp": 2, "etp": 2}, moe=True),
@@ -175,6 +175,7 @@ def spec_of(args: argparse.Namespace, layout: Layout, world: int) -> Spec:
 
 def run(spec: Spec, mesh: Mesh, choices: Choices | None) -> Curve:
     """Trains; every rank gets the curve."""
+    torch._dynamo.reset()
     built = build(spec, mesh=mesh)
     initialise(built)
     if choices is not None:
@@ -252,6 +253,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--models", default="dense,experts", help="dense, experts or both")
     parser.add_argument("--only", default="", help="names that contain one of these words, comma-separated")
     parser.add_argument("--out", default="bf16_layouts.jsonl")
     parser.add_argument("--draw", nargs="+", default=[], metavar="JSONL", help="draw what earlier runs wrote, no more")
@@ -271,7 +273,7 @@ def main() -> None:
     layouts = [one for one in LAYOUTS[world] if not words or any(w in one.name for w in words)]
     for moe in (False, True):
         chosen = [one for one in layouts if one.moe == moe]
-        if not chosen:
+        if ("experts" if moe else "dense") not in args.models.split(",") or (layouts and not chosen):
             continue
         floor = floor_of(args, moe=moe, rank=rank, device=device)
         first, limit = floor.curve, tuple(FACTOR * x for x in floor.apart())
@@ -288,7 +290,6 @@ def main() -> None:
                 seconds = time.perf_counter() - started
                 found = line(name, curve, curve.apart(first), limit, gated=not moe or replay, seconds=seconds)
                 tell(args, rank, found)
-                torch._dynamo.reset()
     dist.destroy_process_group()
 
 
@@ -321,13 +322,13 @@ def tell(args: argparse.Namespace, rank: int, found: dict[str, Any]) -> None:
 
 
 def draw(lines: list[dict[str, Any]], path: Path) -> None:
-    """Relative differences to the one-GPU run of their file over the steps, loss and norm."""
+    """Relative differences to the one-GPU run of their file, loss and norm, the largest of every five steps."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(15, 9), sharex=True)
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 8), sharex=True)
     first, column = lines[0], 0
     limits = [[0.0, 0.0], [0.0, 0.0]]
     for one in lines:
@@ -338,18 +339,22 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
             continue
         for row, key in enumerate(("losses", "norms")):
             gap = [abs(a - b) / abs(b) for a, b in zip(one[key], first[key], strict=True)]
+            steps = range(0, len(gap), 5)
             style = {"linestyle": "-" if one["passed"] is not None else ":"}
             if one["layout"].startswith("micro batches"):
                 style["color"] = "grey"
-            axes[row][column].semilogy(gap, label=one["layout"], linewidth=0.7, **style)
+            most = [max(gap[i : i + 5]) for i in steps]
+            axes[row][column].semilogy(steps, most, label=one["layout"], linewidth=0.8, **style)
     for column, title in enumerate(("dense", "experts")):
         for row, key in enumerate(("loss", "norm")):
             axes[row][column].axhline(limits[column][row], color="black", linestyle="--", label="3 x floor")
+            # what is equal to the bit lies below
+            axes[row][column].set_ylim(bottom=1e-6)
             axes[row][column].set_ylabel(f"{key}, relative difference to one GPU")
         axes[0][column].set_title(title)
-        axes[0][column].legend(fontsize=6)
+        axes[0][column].legend(fontsize=6, ncols=2, loc="lower right")
         axes[1][column].set_xlabel("step")
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    figure.savefig(path, dpi=75, bbox_inches="tight")
 
 
 if __name__ == "__main__":
