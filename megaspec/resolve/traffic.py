@@ -59,20 +59,20 @@ class Traffic:
         output head's or, `before`, those of the micro batch before."""
         total, wide = self._between_stages + self._context_blocks, self.share.wide
         if self._shares_weights:
-            # its weights, and those of the one before it
-            total += 2 * self._largest_layer * self.share.width
+            total += (1 + self._gathers_ahead) * self._largest_layer * self.share.width
         if not self._reduces_each:
             return total
-        # what is put off is not reduced, and has its memory
-        made = max(self._layers) if self._puts_off else self._largest_layer
-        total += (sum(self._layers) if self._waits_to_the_end else made) * wide
-        if self.contents.has_embedding and self._puts_off:
-            return total + self._table * wide
+        made = self._largest_layer
+        if self._puts_off:
+            # what is put off is not reduced, and has its memory; the first stage of a V is at its peak while one chunk
+            # runs backward alone
+            made = sum(self._layers) if self._waits_to_the_end else max(self._layers)
         if self.contents.has_head:
-            # of a tied table, the norm's gradient is the last one
+            # of a tied table, the norm's gradient is the last one; the head's is gone when the second layer's is made
             overlaps = self.recipe.parallelism.overlap.grad_reduce
-            return total + self._table * wide * (overlaps and not self.share.model.tied_embeddings)
-        return total + before
+            head = self._table * (overlaps and not self.share.model.tied_embeddings)
+            return total + max(made, self._largest_layer + head) * wide
+        return total + made * wide + before
 
     def at_table(self) -> int:
         """While the embedding runs backward: its sum has memory, the layers' last ones are on their way."""
@@ -87,6 +87,14 @@ class Traffic:
         return self.recipe.parallelism.dp_strategy in ("fsdp", "hsdp")
 
     @cached_property
+    def _gathers_ahead(self) -> bool:
+        """The weights of another layer of its chunk are there while a layer runs backward. Not at the peak of the first
+        stage where weight gradients are put off: all of the chunk's are there when its first layer runs."""
+        is_first = self._puts_off and self.contents.has_embedding and not self.contents.has_head
+        several = max(map(sum, self.contents.chunks)) > 1
+        return self.recipe.parallelism.overlap.param_gather and several and not is_first
+
+    @cached_property
     def _reduces_each(self) -> bool:
         """Gradients of every micro batch are reduced, and whole ones not kept."""
         return self._shares_weights or self.recipe.parallelism.dp_strategy == "zero2"
@@ -98,7 +106,7 @@ class Traffic:
     @cached_property
     def _waits_to_the_end(self) -> bool:
         """Some weight gradient of the layers is put off at any time of a step, so that none of theirs is reduced."""
-        return self.recipe.parallelism.pipeline.schedule == "zb_h1" and not self.contents.has_embedding
+        return self._puts_off and not self.contents.has_embedding
 
     @cached_property
     def _table(self) -> int:
