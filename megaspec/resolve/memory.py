@@ -19,7 +19,7 @@ from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hidden import hidden_of_layer
 from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.parameters import RankParameters, rank_parameters, table_parameters
-from megaspec.resolve.schedule import in_flight, shape_of
+from megaspec.resolve.schedule import held_later, in_flight, shape_of
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.traffic import Contents, Traffic
 from megaspec_kernels.catalog import LOGITS_BYTES
@@ -79,7 +79,8 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
     layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
     is_cuda = device == "cuda"
     micro_batches = recipe.train.global_batch // _data_ranks(recipe) // share.micro_batch
-    splits_backward, table = shape_of(recipe).splits_backward, table_parameters(share.model, tp=own.tp)
+    shape, table = shape_of(recipe), table_parameters(share.model, tp=own.tp)
+    splits_backward = shape.splits_backward
     beside = micro_batches * share.micro_batch * recipe.data.seq_len // share.cp * _INPUT
     beside += _WORKSPACE if is_cuda else 0
     outside = _outside(recipe) + _rounded(recipe, share) if is_cuda else 0
@@ -96,16 +97,17 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
         # zb_h1 is as many micro batches late with weight gradients as there are stages before
         late = min(stage, held - 1) if own.pipeline.schedule == "zb_h1" else 0
         kept, routed, in_backward = _activations(share, layers, contents, held, late=late, splits=splits_backward)
-        before = traffic.before
-        if held >= micro_batches and not splits_backward:
-            # with the micro batch before went what was kept of it
-            before = max(0, before - int(kept + routed) // micro_batches)
+        before, later = traffic.before, held_later(shape, stage)
+        if not splits_backward:
+            # with the backward pass before went what was kept for it
+            before = max(0, before - int((kept + routed) * (held - later.behind) / held))
         # the head is done before the first layer runs backward
         at_head, at_layer = traffic.at_head() + before, traffic.at_layer(before)
         more = max(0, in_backward + at_layer - sizes["logits"] - at_head)
         if contents.has_embedding:
-            # what the micro batch kept is gone, but for what weight gradients that were put off need
-            gone = 0 if splits_backward else int((kept + routed) / held / own.pipeline.virtual_stages)
+            # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
+            # put off
+            gone = 0 if splits_backward else int((kept + routed) * (held - later.at_embedding) / held)
             more = max(more, traffic.at_table() + share.width * table - gone - sizes["logits"] - at_head)
         moving = min(more, max(0, at_layer - at_head))
         activations = kept + more - moving + beside

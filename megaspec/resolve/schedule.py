@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import inf
+from typing import NamedTuple
 
 from megaspec.parallelism.passes import Pass, Shape, orders, passes, stage_number, warm_up
 from megaspec.recipe import Recipe
@@ -72,6 +73,31 @@ def held(shape: Shape) -> tuple[float, ...]:
     if shape.schedule == "zb_h1":
         return (float(min(pp, m)),) * pp
     return tuple(min(2 * m, 2 * pp, m + 1 + rank) / v for rank in range(pp))
+
+
+class Later(NamedTuple):
+    """Micro batches that a rank holds at most, a chunk counted 1 / virtual, after the peak of its forward passes."""
+
+    behind: float
+    """When a backward pass begins behind another one, on the first rank behind one of its first stage."""
+    at_embedding: float
+    """When a backward pass of its first stage ends."""
+
+
+@lru_cache(maxsize=4096)
+def held_later(shape: Shape, rank: int) -> Later:
+    """Found along the passes of a step, of which many micro batches repeat some."""
+    if shape.micro_batches > 4 * shape.pp:
+        return held_later(replace(shape, micro_batches=4 * shape.pp), rank)
+    now, behind, at_embedding, is_behind = 0, 0, 0, False
+    for one in passes(shape, rank):
+        if one.kind == "B":
+            behind = max(behind, now * is_behind)
+            is_first = one.chunk == 0
+            is_behind = is_behind or rank > 0 or is_first
+            at_embedding = max(at_embedding, (now - 1) * is_first)
+        now += {"F": 1, "B": -1, "W": 0}[one.kind]
+    return Later(behind / shape.virtual, at_embedding / shape.virtual)
 
 
 @lru_cache(maxsize=4096)

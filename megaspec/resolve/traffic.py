@@ -38,12 +38,13 @@ class Traffic:
             return 0
         if self._waits_to_the_end:
             return self.share.wide * self._table * (self.contents.has_head and not self.share.model.tied_embeddings)
-        is_table = self.contents.has_embedding and not self._puts_off
+        if self.contents.has_embedding and not self._puts_off:
+            return self.share.wide * self._table
         # a layer's experts come before the rest of it
         dense = [
             dense for chunk in self.contents.chunks for n, (dense, _) in zip(chunk, self._of_a_layer, strict=True) if n
         ]
-        return self.share.wide * (self._table if is_table else max(dense, default=0))
+        return self.share.wide * max(dense, default=0)
 
     def at_head(self) -> int:
         """At the output head, or behind a stage's last layer; beside what is there of the micro batch before."""
@@ -72,7 +73,9 @@ class Traffic:
             overlaps = self.recipe.parallelism.overlap.grad_reduce
             head = self._table * (overlaps and not self.share.model.tied_embeddings)
             return total + max(made, self._largest_layer + head) * wide
-        return total + made * wide + before
+        # the only layer of a chunk has waited for its own
+        is_other = self._has_several or (self.contents.has_embedding and not self._puts_off)
+        return total + made * wide + before * is_other
 
     def at_table(self) -> int:
         """While the embedding runs backward: its sum has memory, the layers' last ones are on their way."""
@@ -91,8 +94,12 @@ class Traffic:
         """The weights of another layer of its chunk are there while a layer runs backward. Not at the peak of the first
         stage where weight gradients are put off: all of the chunk's are there when its first layer runs."""
         is_first = self._puts_off and self.contents.has_embedding and not self.contents.has_head
-        several = max(map(sum, self.contents.chunks)) > 1
-        return self.recipe.parallelism.overlap.param_gather and several and not is_first
+        return self.recipe.parallelism.overlap.param_gather and self._has_several and not is_first
+
+    @cached_property
+    def _has_several(self) -> bool:
+        """Some chunk has more than one layer."""
+        return max(map(sum, self.contents.chunks)) > 1
 
     @cached_property
     def _reduces_each(self) -> bool:

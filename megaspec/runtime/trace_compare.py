@@ -4,7 +4,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, coordinates, rank_groups
+from megaspec.core.axes import (
+    DENSE_AXES,
+    EXPERT_AXES,
+    EXPERT_SHARD_AXES,
+    coordinates,
+    expert_shard_degrees,
+    rank_groups,
+)
 from megaspec.resolve.activations import share_of
 from megaspec.resolve.communication import HEAD, LAYERS, Collective, Mesh, collectives_of, mesh_of
 from megaspec.resolve.memory import memory_of, shared_out
@@ -106,7 +113,14 @@ def _padded(one: Collective, spec: Spec, trace: Trace, apart: set[str]) -> float
 def _group(one: Collective, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """The ranks that a planned collective spans, as if all of the axes took part."""
     axes = tuple(one.group.split("·"))
-    names, sizes = (DENSE_AXES, mesh.dense) if set(axes) <= set(DENSE_AXES) else (EXPERT_AXES, mesh.expert)
+    if set(axes) <= set(DENSE_AXES):
+        names, sizes = DENSE_AXES, mesh.dense
+    elif axes == ("edp",) and one.ranks < mesh.expert["edp"]:
+        # what is shared out is sent inside a replica
+        axes, names = ("edp_shard",), EXPERT_SHARD_AXES
+        sizes = expert_shard_degrees(mesh.dense, ep=mesh.expert["ep"], etp=mesh.expert["etp"])
+    else:
+        names, sizes = EXPERT_AXES, mesh.expert
     return next(tuple(group) for group in rank_groups(axes, sizes, names) if rank in group)
 
 

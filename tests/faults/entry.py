@@ -20,6 +20,7 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     mark    at that time (or at once, for the point "warm-up") make the file `mark` and wait a moment, so that a signal
             that its appearance triggers comes while the rank is there
     full    from that time on there is no space left on the disk
+    halt    at that time it stops where it is, alive (SIGSTOP)
     """
     if fault is not None and fault["rank"] == rank:
         _arm(**{k: v for k, v in fault.items() if k != "rank"})
@@ -40,6 +41,8 @@ def _arm(*, kind: str, point: str = "", count: int = 1, seconds: float = 0.0, ma
             faults.arm(point, lambda: _mark(mark), count=count)
         case "full":
             faults.arm(point, _disk_is_full, count=count)
+        case "halt":
+            faults.arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP), count=count)
 
 
 def _mark(mark: str) -> None:

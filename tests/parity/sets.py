@@ -189,7 +189,20 @@ def _triples() -> list[Case]:
             layouts.append(_with_experts(layout, turn) if experts else layout)
     whole = {"dp": 4, "strategy": "hsdp", "replicas": 2}
     more = [{"pp": 2, "schedule": "zb_h1"}, {"cp": 2, "ep": 4}, {"tp": 2, "sequence": True, "etp": 2}]
-    return [*layouts, *(Case(**way, **whole) for way in more)]
+    four = Case(tp=2, sequence=True, pp=2, cp=2, ep=2)
+    return [*layouts, *(Case(**way, **whole) for way in more), four, *_hierarchies()[:2]]
+
+
+def _hierarchies() -> list[Case]:
+    """An all-to-all inside a ring, whose tokens lie in an order of their own, beside each other axis."""
+    beside: list[dict[str, Any]] = [
+        {"ep": 4},
+        {"tp": 2, "sequence": True},
+        {"pp": 2},
+        {"ep": 2, "etp": 2, "dispatch": "all_gather"},
+        {"dp": 2, "strategy": "fsdp", "ep": 2},
+    ]
+    return [Case(cp=4, context="hierarchical", **way) for way in beside]
 
 
 def _all_triples() -> list[Case]:
@@ -311,6 +324,40 @@ def _dispatch() -> list[Case]:
     ]
 
 
+def _all_schedules() -> list[Case]:
+    """Each schedule x stages x micro batches."""
+    cases = []
+    for schedule, pp, accumulate in product(*(PASSES[name] for name in ("schedule", "pp", "accumulate"))):
+        chosen = {"schedule": schedule, "pp": pp, "accumulate": accumulate}
+        if _passes_fit(chosen):
+            stages = _stages(chosen)
+            one = Case(pp=pp, schedule=schedule.split()[0], virtual=stages // pp, accumulate=accumulate)
+            cases.append(replace(one, n_layers=DIVISIONS["even"][1][stages], mask="uneven"))
+    return cases
+
+
+def _all_contexts() -> list[Case]:
+    """Each kind x documents x grouped heads."""
+    kinds = (("ring", 2), ("ring", 4), ("all_gather", 2), ("all_gather", 4), ("all_to_all", 2), ("hierarchical", 4))
+    found = product(kinds, (4, 2, 1), (False, True))
+    return [
+        Case(cp=cp, context=kind, kv_heads=kv_heads, documents=documents, mask="uneven")
+        for (kind, cp), kv_heads, documents in found
+        if kind not in ("all_to_all", "hierarchical") or kv_heads > 1
+    ]
+
+
+def _all_dispatches() -> list[Case]:
+    """Each dispatcher x router x drop policy x etp."""
+    return [
+        Case(dp=2, dispatch=dispatch, router=router, drop=drop, mask="uneven", optimizer="sgd", **grid)
+        for dispatch, router, drop, grid in product(
+            ("all_to_all", "all_gather"), ROUTERS, DROPS, ({"ep": 2}, {"etp": 2})
+        )
+        if router != "sinkhorn" or drop == "none"
+    ]
+
+
 def _recompute(kind: str, **more: Any) -> Settings:
     path = "parallelism.recompute."
     return ((f"{path}kind", kind), *((f"{path}{name}", value) for name, value in more.items()))
@@ -363,6 +410,8 @@ def _optimizers() -> list[Case]:
         Case(dp=2),
         Case(dp=2, strategy="zero1"),
         Case(dp=2, strategy="fsdp"),
+        Case(dp=2, strategy="zero2"),
+        Case(dp=4, strategy="hsdp", replicas=2),
         Case(pp=2),
         Case(cp=2, ep=2),
         Case(tp=2, sequence=True, dp=2, strategy="zero1", etp=2),
@@ -453,8 +502,15 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "all pairs": lambda: dress(_all_pairs()),
     "all triples": lambda: dress(_all_triples()),
     "product": _product,
+    "hierarchies": lambda: dress(_hierarchies()),
+    "all schedules": _all_schedules,
+    "all contexts": _all_contexts,
+    "all dispatches": _all_dispatches,
 }
-SLOW = ("all pairs", "all triples", "product", "long too")
+SLOW = (
+    "all pairs", "all triples", "product", "long too", "hierarchies", "all schedules", "all contexts",
+    "all dispatches",
+)  # fmt: skip
 DEFAULT = tuple(name for name in SETS if name not in SLOW)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
 from megaspec.checkpoint.store import Store
+from megaspec.core.errors import CheckpointError
 from megaspec.core.layout import whole
 from megaspec.parallelism.expert import buffers_of
 from megaspec.precision.scaler import build_scaler
@@ -173,6 +174,42 @@ def model_with_experts(*, tied: bool) -> Case:
 
 def test_layouts_of_experts(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
     each_into_others(pool, model_with_experts(tied=True), EXPERTS, tmp_path, tell, others=BESIDE)
+
+
+MUON = {
+    "one rank": {},
+    "zero1": {"dp": 2, "strategy": "zero1", "accumulate": 2},
+    "fsdp pad8": {"dp": 2, "strategy": "fsdp", "pad": 8},
+    "tp2 sp": {"tp": 2, "sequence": True},
+    "pp2 there and back": {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
+}
+ON_THE_CPU = (("parallelism.offload.optimizer", 0.5),)
+OFFLOADED = {
+    "one rank": {},
+    "half": {"dp": 2, "strategy": "zero1", "also": ON_THE_CPU},
+    "half of pp2": {"pp": 2, "also": ON_THE_CPU},
+}
+
+
+def test_states_of_muon(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
+    each_into_others(pool, replace(MODEL, optimizer="muon"), MUON, tmp_path, tell, others=BESIDE)
+
+
+def test_states_on_the_cpu(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
+    each_into_others(pool, MODEL, OFFLOADED, tmp_path, tell)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_never_between_tied_and_untied(tied: bool, tmp_path: Path) -> None:
+    case = replace(MODEL, tied=tied)
+    save(0, case, str(tmp_path))
+    other = begin(0, replace(case, tied=not tied))
+    initialise(other.built)
+    before = other.state()
+    with pytest.raises(CheckpointError, match=r"head\.weight"):
+        load(other.built, Store(str(tmp_path)).newest_good(other.comm, repair=False))
+    after = other.state()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.slow

@@ -79,9 +79,12 @@ def test_every_rank_sees_the_whole_logits(pool: RankPool, case: Case) -> None:
         assert abs(found - expected).max() <= 1e-12 * abs(expected).max()
 
 
+WHOLE = ("all pairs", "all triples", "hierarchies", "all schedules", "all contexts", "all dispatches")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*cases_of("all pairs"), *cases_of("all triples")], ids=str)
-def test_all_pairs_and_triples(pool: RankPool, case: Case, tell: Tell) -> None:
+@pytest.mark.parametrize("case", dict.fromkeys(case for name in WHOLE for case in cases_of(name)), ids=str)
+def test_whole_sets(pool: RankPool, case: Case, tell: Tell) -> None:
     check(pool, case, tell, steps=SLOW_STEPS)
 
 

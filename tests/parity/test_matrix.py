@@ -29,6 +29,10 @@ def test_every_two_axes_meet() -> None:
             assert any(has_a(case) and has_b(case) for case in OFTEN), f"{a} with {b}"
 
 
+def test_four_axes_meet() -> None:
+    assert any(case.tp > 1 and case.pp > 1 and case.cp > 1 and case.ep > 1 for case in OFTEN)
+
+
 def test_a_case_is_counted_where_it_belongs() -> None:
     case = Case(tp=2, sequence=True, dp=2, strategy="zero1")
     assert [name for name, has in AXES.items() if has(case)] == ["tp", "sp", "zero1"]

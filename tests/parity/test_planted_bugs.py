@@ -32,6 +32,11 @@ def test_caught(bug: Bug, tell: Tell) -> None:
     assert first_loss.passed == bug.invisible, f"{first_loss}"
 
 
+def test_every_bug_is_a_line_that_is_there() -> None:
+    for bug in BUGS:
+        check(bug.patch)
+
+
 @pytest.mark.parametrize("case", sorted({b.case for b in BUGS}, key=str), ids=str)
 def test_the_same_cases_pass_without_the_bug(pool: RankPool, case: Case) -> None:
     findings = compare(run_case(pool, case, steps=STEPS), truth_of(case, steps=STEPS), TOLERANCES["fp64"])

@@ -17,6 +17,7 @@ from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.step_time import step_time
 from megaspec.resolve.target import Target
+from megaspec.resolve.work import layer_parts
 from tests.benchmarks import bench_train
 from tests.benchmarks.bench_switches import SWITCHES, arguments
 
@@ -100,3 +101,27 @@ def test_every_switch(row):
     if recipe.parallelism.offload.optimizer == 0:
         # what a CPU updates depends on the cores that it gets, here 4 a rank
         assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"),
+    [
+        # a token has 4,096 numbers of queries and 2,048 of keys and values, in bf16, and sums in fp32.
+        # Forward: the causal part is cast up, the other rank's merged, all cast down; keys and values are joined.
+        # Backward: the causal part cast up, the other rank's and half a block of its own added, one sum comes home.
+        ("ring", 4096 * (6 + 10 + 6) + 2048 * 4, 6144 * (6 + 5 + 6) + (4096 + 1024) * 10 + 2048 * 16),
+        # Forward: the same, but keys and values of both are put in order. Backward: three of four chunks' keys are
+        # added twice, the sums are put in order and reduced.
+        ("all_gather", 4096 * 22 + 6144 * 4, 4096 * 30 + 2048 * 16 + 3072 * 10 + 4096 * 24),
+    ],
+)
+def test_bytes_of_blocks_put_together(kind, forward, backward):
+    words = "--model llama8b16 --seq 32768 --set parallelism.cp=2 --set parallelism.context.kind="
+
+    def attention(kind):
+        parts = layer_parts(filled((words + kind).split(), 2), has_experts=False, in_fp8=False)
+        return next(part for part in parts if part.name == "core_attention")
+
+    some, none = attention(kind), attention("all_to_all")
+    assert some.forward_bytes - none.forward_bytes == 16384 * forward
+    assert some.backward_bytes - none.backward_bytes == 16384 * backward

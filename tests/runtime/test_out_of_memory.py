@@ -6,15 +6,17 @@ import torch
 from megaspec.core.errors import MemoryRunOut
 from megaspec.core.units import GIB
 from megaspec.launcher.rendezvous import FileRendezvous
+from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.remedies import savings
+from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
 from megaspec.runtime.out_of_memory import out_of_memory
 from megaspec.runtime.position import Position
 from megaspec.runtime.rank import Place, explained
 from tests.parity.cases import Case, spec_of
-from tests.resolve.test_remedies import eight_b
+from tests.resolve.test_remedies import changed, eight_b
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB\nand more"
 
@@ -28,6 +30,18 @@ def test_rank_place_prediction_and_what_saves_most() -> None:
     assert error.exit_code == 64
     assert first == f"rank 1 of 2 ran out of memory in {where}: {TORCH.splitlines()[0]}"
     assert second.startswith(f"predicted for this rank: {memory_of(spec)[0].total / GIB:,.1f} GiB (weights ")
+
+
+def test_the_three_changes_that_save_most() -> None:
+    gpu = HARDWARE["H100"]
+    target = Target(gpus=8, gpu=gpu.name, sm=gpu.sm, gpu_memory=gpu.memory, versions={"torch": ""})
+    recipe = eight_b({"dp_replicate": 8})
+    spec = resolve(changed(recipe, ["launcher.ranks=8"]), target, Facts(run_dir="-"))
+    *_, last = str(out_of_memory(spec, target, rank=3, stage=0, where="here", cause=TORCH)).splitlines()
+    said = last.removeprefix("what saves most, as predicted for the fullest rank: ").split("; ")
+    ways = savings(spec, gpu)
+    assert said == [f"{' '.join(way.overrides)} ({way.total / GIB:,.1f} GiB)" for way in ways]
+    assert len(ways) == 3
 
 
 def test_savings_are_real_legal_and_sorted() -> None:
