@@ -68,12 +68,12 @@ BETWEEN_MICRO_BATCHES = [
     " train.global_batch=6",
     "gpus=8 parallelism.tp=2 parallelism.pp=2 parallelism.dp_strategy=zero1 parallelism.grad_reduce=bf16"
     " train.global_batch=8 train.micro_batch=1 model.tied_embeddings=true",
-    "gpus=8 parallelism.pp=4 parallelism.dp_strategy=zero2 parallelism.pipeline.schedule=interleaved"
-    " parallelism.pipeline.virtual_stages=2 model.n_layers=8 train.micro_batch=1 train.global_batch=8",
+    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=zero2 parallelism.pipeline.schedule=interleaved"
+    " parallelism.pipeline.virtual_stages=2 train.micro_batch=1 train.global_batch=4",
     "gpus=8 parallelism.pp=4 parallelism.dp_strategy=fsdp parallelism.overlap.param_gather=false"
     " train.micro_batch=1 train.global_batch=12",
-    "gpus=8 parallelism.pp=4 parallelism.dp_strategy=fsdp parallelism.pipeline.schedule=zb_v model.n_layers=8"
-    " parallelism.pipeline.virtual_stages=2 train.micro_batch=1 train.global_batch=16",
+    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=fsdp parallelism.pipeline.schedule=zb_v train.micro_batch=1"
+    " parallelism.pipeline.virtual_stages=2 train.global_batch=16",
     "gpus=4 parallelism.cp=4 parallelism.recompute.kind=selective train.global_batch=2 train.micro_batch=1",
     "gpus=4 parallelism.cp=4 parallelism.context.kind=all_to_all parallelism.recompute.kind=selective"
     " train.global_batch=2 train.micro_batch=1",
@@ -96,8 +96,6 @@ WITH_EXPERTS = [
     "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.etp=2 train.global_batch=4",
     "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.dispatch=all_gather train.global_batch=4",
     "gpus=4 parallelism.tp=2 parallelism.ep=2 parallelism.etp=2 parallelism.dispatch=all_gather train.global_batch=4",
-    "gpus=8 parallelism.dp_strategy=hsdp parallelism.dp_shard=4 parallelism.dp_replicate=2 parallelism.ep=2"
-    " train.global_batch=8",
 ]
 # What a layer with experts computes again, and where it ends: with the way back of its tokens, or with shared experts
 # that are not computed beside their way.
@@ -163,6 +161,11 @@ def test_plain_layers(layout):
 @pytest.mark.parametrize("layout", WITH_EXPERTS)
 def test_experts(layout, compiled):
     check(f"{EXPERTS} kernels.compile={compiled} {layout}")
+
+
+def test_experts_that_are_shared_out_inside_replicas():
+    words = EXPERTS.removesuffix("zero1") + "hsdp parallelism.dp_shard=4 parallelism.dp_replicate=2 parallelism.ep=2"
+    check(f"{words} gpus=8 train.global_batch=8")
 
 
 @pytest.mark.parametrize("again", WITH_EXPERTS_AGAIN)
