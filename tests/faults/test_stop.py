@@ -23,8 +23,13 @@ WHERE = {
 }
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+# Ctrl-C goes the way of SIGTERM: half of its places
+STOPS = [pytest.param(signal.SIGTERM, where) for where in WHERE] + [
+    pytest.param(signal.SIGINT, where, marks=[pytest.mark.slow] * (i % 2)) for i, where in enumerate(WHERE)
+]
+
+
+@pytest.mark.parametrize(("number", "where"), STOPS)
 def test_stop(tmp_path, factory, undisturbed, where, number):
     run = make_run(tmp_path / "run", recipe())
     mark = tmp_path / "here"

@@ -300,7 +300,7 @@ def _contexts() -> list[Case]:
 def _dispatch() -> list[Case]:
     """Grids x dispatchers x routers x drops x shared experts."""
     factors = {
-        "grid": ("ep", "etp", "both", "tp", "cp"),
+        "grid": ("ep", "etp", "both"),
         "dispatch": ("all_to_all", "all_gather"),
         "router": tuple(ROUTERS),
         "drop": tuple(DROPS),
@@ -311,8 +311,6 @@ def _dispatch() -> list[Case]:
         "ep": {"dp": 2, "ep": 2},
         "etp": {"dp": 2, "etp": 2},
         "both": {"dp": 4, "ep": 2, "etp": 2},
-        "tp": {"tp": 2, "sequence": True, "ep": 2},
-        "cp": {"cp": 2, "ep": 2},
     }
 
     def legal(chosen: Mapping[str, Any]) -> bool:

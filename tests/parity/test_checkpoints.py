@@ -1,6 +1,7 @@
 """A checkpoint of any layout goes on in any other: weights and optimizer state to the bit, then the same step."""
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,8 @@ def each_into_others(
 
 BESIDE = 1
 """Other layouts that take the checkpoint of one, where not all do."""
+OFTEN = dict(islice(EXPERTS.items(), 0, None, 2))
+"""Every second layout."""
 
 
 def model_with_experts(*, tied: bool) -> Case:
@@ -173,7 +176,7 @@ def model_with_experts(*, tied: bool) -> Case:
 
 
 def test_layouts_of_experts(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
-    each_into_others(pool, model_with_experts(tied=True), EXPERTS, tmp_path, tell, others=BESIDE)
+    each_into_others(pool, model_with_experts(tied=True), OFTEN, tmp_path, tell, others=BESIDE)
 
 
 MUON = {

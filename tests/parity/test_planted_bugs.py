@@ -4,6 +4,7 @@ import pytest
 
 from megaspec.runtime.parity import TOLERANCES, compare
 from tests.conftest import Tell
+from tests.halved import halved
 from tests.parity.bugs import BUGS, Bug
 from tests.parity.cases import Case
 from tests.parity.tasks import run_case, truth_of
@@ -14,11 +15,7 @@ STEPS = 3
 MARGIN = 100.0
 
 
-# of every dimension two thirds by default
-_BUGS = [pytest.param(bug, marks=[pytest.mark.slow] * (number % 3 == 2)) for number, bug in enumerate(BUGS)]
-
-
-@pytest.mark.parametrize("bug", _BUGS, ids=str)
+@pytest.mark.parametrize("bug", halved(BUGS), ids=str)
 def test_caught(bug: Bug, tell: Tell) -> None:
     check(bug.patch)
     truth = truth_of(bug.case, steps=STEPS)
@@ -37,7 +34,7 @@ def test_every_bug_is_a_line_that_is_there() -> None:
         check(bug.patch)
 
 
-@pytest.mark.parametrize("case", sorted({b.case for b in BUGS}, key=str), ids=str)
+@pytest.mark.parametrize("case", halved(sorted({b.case for b in BUGS}, key=str)), ids=str)
 def test_the_same_cases_pass_without_the_bug(pool: RankPool, case: Case) -> None:
     findings = compare(run_case(pool, case, steps=STEPS), truth_of(case, steps=STEPS), TOLERANCES["fp64"])
     assert all(f.passed for f in findings), findings[0]

@@ -28,6 +28,7 @@ CASES = {
 
 # What the other cases hold in another combination.
 SLOW = (
+    "fp64 adamw tp2",
     "fp32 sgd dp2",
     "bf16 sgd tp2 ramp",
     "fp16 sgd loss scale",
