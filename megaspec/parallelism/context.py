@@ -155,7 +155,7 @@ class Rows:
 
 def ring_part(rank: int, source: int, tokens: int) -> Part:
     """What a rank's queries see of the keys of rank `source`; see the note on balance."""
-    every, first, second = slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)
+    every, (first, second) = slice(0, tokens), _halves(tokens)
     if source == rank:
         return Part(every, every, causal=True)
     return Part(every, first) if source < rank else Part(second, every)

@@ -87,8 +87,9 @@ class Later(NamedTuple):
 @lru_cache(maxsize=4096)
 def held_later(shape: Shape, rank: int) -> Later:
     """Found along the passes of a step, of which many micro batches repeat some."""
-    if shape.micro_batches > 4 * shape.pp:
-        return held_later(replace(shape, micro_batches=4 * shape.pp), rank)
+    enough = 4 * max(shape.pp, shape.group)
+    if shape.micro_batches > enough:
+        return held_later(replace(shape, micro_batches=enough), rank)
     now, behind, at_embedding, is_behind = 0, 0, 0, False
     for one in passes(shape, rank):
         if one.kind == "B":

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import merge, reference_block
+from megaspec_kernels.attention import reference_block, triton_block
 from tests.kernels.gate import check
 
-INTERPRETED = merge.triton is not None and merge.triton.knobs.runtime.interpret
+INTERPRETED = triton_block.triton is not None and triton_block.triton.knobs.runtime.interpret
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 64), (1, 63, 4, 128), (3, 5, 2, 80)]
 # a thousand rows are for a GPU: the interpreter takes one program after the other
@@ -25,7 +25,7 @@ def module_of(implementation: str, device: torch.device):
         return reference_block
     if device.type == "cpu" and not INTERPRETED:
         pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
-    return merge
+    return triton_block
 
 
 def half(x: Tensor, dim: int) -> Tensor:

@@ -14,6 +14,7 @@ from megaspec.resolve.schedule import (
     catch_ups,
     chart,
     held,
+    held_later,
     makespan_formula,
     simulate,
 )
@@ -150,6 +151,20 @@ def test_how_often_no_weight_gradient_is_put_off():
     # long steps are extrapolated
     assert catch_ups(Shape("zb_v", 4, 10**9, 2), 3) == (10**9 - 3, 10**9 - 2)
     assert catch_ups(Shape("zb_h1", 4, 10**9), 0) == (10**9,)
+
+
+def test_what_is_held_behind_the_first_backward_passes():
+    # a forward pass comes between two backward passes, or none is left
+    assert held_later(Shape("1f1b", 4, 9), 0) == (4, 3)
+    assert held_later(Shape("1f1b", 4, 9), 2).behind == 2
+    assert held_later(Shape("1f1b", 4, 3), 0) == (2, 2)
+    assert held_later(Shape("gpipe", 4, 6), 0) == (5, 5)
+    # all chunks of the last stages have run backward when the embedding does
+    assert held_later(Shape("interleaved", 4, 4, 2, 4), 0) == (1.5, 1.5)
+    # a long step is cut behind whole groups, where as much is held as at the peak
+    for group in (2, 50):
+        long = Shape("interleaved", 2, 400, 2, group)
+        assert held_later(long, 0).behind == held(long)[0]
 
 
 def test_chart():

@@ -12,8 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import merge as triton_merge
-from megaspec_kernels.attention import reference_block
+from megaspec_kernels.attention import reference_block, triton_block
 from megaspec_kernels.attention.reference_block import Drop
 
 _aten = torch.ops.aten
@@ -69,12 +68,14 @@ def block_backward(
 
 def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tensor) -> None:
     """See reference_block.py."""
-    (triton_merge if out_BTNH.is_cuda else reference_block).merge(out_BTNH, lse_BNT, new_BTNH, new_lse_BNT)
+    way = triton_block if out_BTNH.is_cuda else reference_block
+    way.merge(out_BTNH, lse_BNT, _dense(new_BTNH), new_lse_BNT)
 
 
 def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
     """See reference_block.py."""
-    (triton_merge if total_BTNH.is_cuda else reference_block).add(total_BTNH, new_BTNH)
+    way = triton_block if total_BTNH.is_cuda else reference_block
+    way.add(total_BTNH, _dense(new_BTNH))
 
 
 def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:

@@ -61,9 +61,8 @@ if triton is not None:
 
 
 def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tensor) -> None:
-    """See reference_block.merge. No part of `new` may lie in `out`."""
+    """See reference_block.merge. The numbers of a head lie side by side; no part of `new` may lie in `out`."""
     assert out_BTNH.dtype == lse_BNT.dtype, f"output in {out_BTNH.dtype}, its log-sum-exp in {lse_BNT.dtype}"
-    new_BTNH = _dense(new_BTNH)
     rows, sizes, b_r, b_h = _divided(out_BTNH, new_BTNH)
     if rows:
         merge_kernel[(triton.cdiv(rows, b_r),)](
@@ -74,8 +73,7 @@ def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tens
 
 
 def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
-    """See reference_block.add. No part of `new` may lie in `total`."""
-    new_BTNH = _dense(new_BTNH)
+    """See reference_block.add. The numbers of a head lie side by side; no part of `new` may lie in `total`."""
     rows, sizes, b_r, b_h = _divided(total_BTNH, new_BTNH)
     if rows:
         add_kernel[(triton.cdiv(rows, b_r),)](
@@ -84,14 +82,11 @@ def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
         )  # fmt: skip
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _divided(total_BTNH: Tensor, new_BTNH: Tensor) -> tuple[int, tuple[int, int, int], int, int]:
     """-> rows, (T, N, H), and of a program rows and numbers of each."""
     B, T, N, H = total_BTNH.shape
     assert new_BTNH.shape == total_BTNH.shape, f"{tuple(new_BTNH.shape)} into {tuple(total_BTNH.shape)}"
-    assert total_BTNH.stride(-1) == 1, f"the numbers of a head lie {total_BTNH.stride(-1)} apart"
+    apart = total_BTNH.stride(-1), new_BTNH.stride(-1)
+    assert apart == (1, 1), f"the numbers of a head lie {apart} apart"
     b_h = triton.next_power_of_2(H)
     return B * T * N, (T, N, H), max(1, BLOCK // b_h), b_h
