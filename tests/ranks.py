@@ -113,6 +113,24 @@ class RankPool:
         raise RankDied("\n".join([reason, *logs]))
 
 
+def needs_gpus(ranks: int) -> None:
+    """Skips a test where there is no GPU for each rank. NCCL 2.30 and later takes several ranks to a GPU, if it is told
+    to by NCCL_MULTI_RANK_GPU_ENABLE=1."""
+    import pytest
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < ranks and not (count and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"):
+        pytest.skip(f"needs {ranks} GPUs")
+
+
+def gpu_of(rank: int) -> Any:
+    """The torch.device of a rank; see needs_gpus."""
+    import torch
+
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
 def _serve(
     pipe: Connection,
     rank: int,
@@ -133,7 +151,7 @@ def _serve(
 
     torch.set_num_threads(1)
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(gpu_of(rank))
     status = 1
     try:
         while True:
@@ -156,7 +174,6 @@ def _serve(
 
 
 def _in_world(task: Callable[[], Any], rank: int, store: str, size: int, device: str) -> Any:
-    import torch
     import torch.distributed as dist
 
     if size == 1:
@@ -167,7 +184,7 @@ def _in_world(task: Callable[[], Any], rank: int, store: str, size: int, device:
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),
-        device_id=torch.device("cuda", rank) if device == "cuda" else None,
+        device_id=gpu_of(rank) if device == "cuda" else None,
     )
     # each world that is made puts one more prefix before the lines of a traceback
     sys.excepthook = sys.__excepthook__

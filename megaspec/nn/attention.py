@@ -3,6 +3,7 @@
 # B sequences, T tokens, D model, N query heads, K key and value heads, H head size
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ class SequenceContext:
     """Tokens of the whole sequence."""
     aux_weight: Tensor | None = None
     """Scalar: weight of this micro batch's auxiliary losses in the loss that is differentiated; None: no gradients."""
+    way: Any = None
+    """How the ranks that hold the sequences attend, told to the core in the slot; None: all tokens are here."""
 
 
 class CausalCore(nn.Module):

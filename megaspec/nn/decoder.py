@@ -5,7 +5,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +72,11 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         noise: Noise | None = None,
         aux_weight: Tensor | None = None,
+        way: Any = None,
     ) -> SequenceContext:
         """What blocks need to know of a batch of which this rank has the tokens `index_T`; see SequenceContext."""
         positions = index_T if documents is None else document_positions(documents)[:, index_T]
-        return SequenceContext(positions, self.angles(positions), documents, noise, index_T, length, aux_weight)
+        return SequenceContext(positions, self.angles(positions), documents, noise, index_T, length, aux_weight, way)
 
     def body(self, x: Tensor, context: SequenceContext) -> Tensor:
         """tokens [B, T] on the first stage, activations [B, T, D] on others -> activations [B, T, D]"""

@@ -367,7 +367,8 @@ def heads_to_tokens(group: dist.ProcessGroup, x_BTNH: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks of a sequence attend: cheap, so that another one can be taken for another batch.
+    """How the ranks of a sequence attend. It comes with a batch (SequenceContext.way), so that another batch may lie on
+    other ranks, or on fewer.
 
     Heads are exchanged for tokens over `heads`, then keys and values go round `ring` or are gathered over `gather`; a
     group is None where there is nothing to do.
@@ -381,11 +382,13 @@ class Way:
 class ContextCore(CausalCore):
     """A CausalCore whose queries, keys and values are those of this rank's tokens; see token_index."""
 
-    way: Way
-
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
         """-> [B, T, N, H]"""
-        way, first_head = self.way, self.first_head
+        way, first_head = context.way, self.first_head
+        if way is None:
+            here = q_BTNH.shape[1]
+            assert here == context.length, f"{here} of {context.length} tokens, and no way to the others"
+            return super().forward(q_BTNH, k_BTKH, v_BTKH, context)
         if way.heads is not None:
             q_BTNH, k_BTKH, v_BTKH = tokens_to_heads(way.heads, q_BTNH, k_BTKH, v_BTKH)
             first_head += way.heads.rank() * q_BTNH.shape[2]
@@ -404,9 +407,9 @@ class ContextCore(CausalCore):
     ) -> Tensor:
         drop = self._drop(context, first_head)
         sight = Sight(blocks_of(self.kernel), context.length, context.documents, drop)
-        if self.way.ring is not None:
-            return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, self.way.ring)
-        return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, self.way.gather)
+        if context.way.ring is not None:
+            return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, context.way.ring)
+        return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, context.way.gather)
 
     def _drop(self, context: SequenceContext, first_head: int) -> Callable[..., Tensor] | None:
         noise = context.noise
@@ -423,7 +426,10 @@ class ContextCore(CausalCore):
 
 
 class ContextParallel:
-    """Strategy: every attention of a model sees the whole sequence, of which each rank of axis cp has a part."""
+    """Strategy: every attention of a model sees the whole sequence, of which each rank of axis cp has a part.
+
+    `way` and `index` are what a batch needs that lies on all ranks of the axis; the model knows of neither.
+    """
 
     def __init__(self, mesh: Mesh, spec: ContextSpec):
         self.mesh, self.spec = mesh, spec
@@ -448,7 +454,6 @@ class ContextParallel:
             if isinstance(module, Attention):
                 assert type(module.core) is CausalCore, f"{type(module.core).__name__} has no context parallel twin"
                 module.core.__class__ = ContextCore
-                module.core.way = self.way
                 # here, and not around the method: it loads the compiler
                 why = "messages between two ranks, and blocks whose order depends on the rank"
                 module.core._attend_in_blocks = torch.compiler.disable(module.core._attend_in_blocks, reason=why)

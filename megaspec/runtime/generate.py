@@ -123,7 +123,7 @@ def on_all_ranks(built: Built, draw: Draw) -> Follow:
 
         def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
             model = built.chunks[chunk]
-            context = model.context(index, length=S)
+            context = model.context(index, length=S, way=built.context_parallel.way)
             y = model.body(tokens_1S.to(device)[:, index] if x is None else x, context)
             if model.head is None:
                 return y

@@ -82,7 +82,14 @@ def run_chunk(
     model, length = built.chunks[chunk], batch.tokens.shape[1]
     index = built.context_parallel.index(length)
     noise = None if aux_weight is None else Noise(built.spec.train.seed, batch.ids, index)
-    context = model.context(index, length=length, documents=batch.documents, noise=noise, aux_weight=aux_weight)
+    context = model.context(
+        index,
+        length=length,
+        documents=batch.documents,
+        noise=noise,
+        aux_weight=aux_weight,
+        way=built.context_parallel.way,
+    )
     y = model.body(_mine(batch.tokens, index) if x is None else x, context)
     if model.head is None:
         return y

@@ -119,7 +119,8 @@ def start() -> tuple[int, int, torch.device]:
     """-> rank, world size, device; with the process group of ranks that torchrun has started."""
     rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    # several ranks to a GPU: NCCL 2.30 and later, NCCL_MULTI_RANK_GPU_ENABLE=1
+    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if world > 1:

@@ -1,13 +1,12 @@
 """Every parallel dimension over NCCL, on 2 and 4 devices, against one: in fp64; what is fused or compiled, in bf16."""
 
 import pytest
-import torch
 
 from megaspec.parallelism.spec import OverlapSpec
 from tests.conftest import Tell
 from tests.parity.cases import Case
 from tests.parity.checks import check, check_low
-from tests.ranks import RankPool
+from tests.ranks import RankPool, needs_gpus
 
 pytestmark = pytest.mark.gpu
 DEEP = {"n_layers": 4, "accumulate": 3, "mask": "uneven"}
@@ -62,16 +61,11 @@ LOW = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp64_equals_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
-    needs(case.ranks)
+    needs_gpus(case.ranks)
     check(gpu_pool, case, tell, steps=3, device="cuda")
 
 
 @pytest.mark.parametrize("case", LOW, ids=str)
 def test_bf16_is_as_close_to_the_truth_as_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
-    needs(case.ranks)
+    needs_gpus(case.ranks)
     check_low(gpu_pool, case, tell, device="cuda")
-
-
-def needs(gpus: int) -> None:
-    if torch.cuda.device_count() < gpus:
-        pytest.skip(f"needs {gpus} GPUs")

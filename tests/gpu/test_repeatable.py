@@ -19,7 +19,7 @@ from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import detect_target
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.step import train_step
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gpu_of
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def differences(rank: int, parallelism: dict[str, Any], *, moe: bool) -> list[tu
     }
     target = detect_target().model_copy(update={"world_size": 2, "local_ranks": 2})
     spec = resolve(Recipe.model_validate_json(json.dumps(fields)), target, Facts(run_dir="-"))
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     built = build(spec, mesh=mesh_of(spec, rank=rank, device=device))
     initialise(built)
     scaler = build_scaler(spec.precision, device=device)

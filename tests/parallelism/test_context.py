@@ -10,12 +10,12 @@ from torch import Tensor
 
 from megaspec.nn.attention import Attention, CausalCore, SequenceContext
 from megaspec.nn.dropout import Dropout, Noise
-from megaspec.parallelism.context import ContextCore, ContextParallel, token_index
+from megaspec.parallelism.context import ContextCore, ContextParallel, Way, token_index
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.gate import BACKWARD, FORWARD, within
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gpu_of, needs_gpus
 from tests.source_patch import Patch, check
 
 
@@ -83,17 +83,17 @@ def attention(case: Case) -> Attention:
     return module
 
 
-def context(case: Case, index: Tensor, documents: Tensor | None) -> SequenceContext:
+def context(case: Case, index: Tensor, documents: Tensor | None, way: Way | None) -> SequenceContext:
     ids = torch.arange(40, 40 + case.B, device=index.device)
     noise = Noise(seed=11, ids=ids, index=index) if case.dropout else None
-    return SequenceContext(positions=index, documents=documents, noise=noise, index=index, length=case.S)
+    return SequenceContext(positions=index, documents=documents, noise=noise, index=index, length=case.S, way=way)
 
 
-def attend(case: Case, module: Attention, index: Tensor) -> list[Tensor]:
+def attend(case: Case, module: Attention, index: Tensor, way: Way | None = None) -> list[Tensor]:
     """Output and gradients of q, k and v at the tokens of `index`."""
     qkv, grad, documents = inputs(case)
     leaves = [x[:, index].requires_grad_() for x in qkv]
-    out = module.core(*leaves, context(case, index, documents))
+    out = module.core(*leaves, context(case, index, documents, way))
     return [out.detach(), *torch.autograd.grad(out, leaves, grad[:, index])]
 
 
@@ -109,7 +109,7 @@ def on_rank(rank: int, some: list[Case]) -> list[list[np.ndarray]]:
         assert isinstance(module.core, ContextCore)
         assert module.core.first_head == 5
         index = strategy.index(case.S)
-        found.append([x.numpy() for x in (index, *attend(case, module, index))])
+        found.append([x.numpy() for x in (index, *attend(case, module, index, strategy.way))])
     return found
 
 
@@ -148,6 +148,28 @@ def errors(case: Case, by_rank: list[list[np.ndarray]]) -> dict[str, float]:
 def test_equal_to_one_rank(case: Case, found: dict[Case, list[list[np.ndarray]]]) -> None:
     wrong = errors(case, found[case])
     assert all(error <= 1e-13 for error in wrong.values()), wrong
+
+
+def of_several_degrees(rank: int, some: list[Case], cp: int) -> list[list[np.ndarray]]:
+    """The task: one module, split once, attends to batches that lie on all `cp` ranks, on fewer of them, or on one."""
+    module, found = attention(some[0]), []
+    device = torch.device("cpu")
+    ContextParallel(Mesh({"cp": cp}, rank=rank, device=device), ContextSpec(kind="ring")).split_model(module)
+    for case in some:
+        mesh = Mesh({"cp": case.cp, "dp_shard": cp // case.cp}, rank=rank, device=device)
+        batch = ContextParallel(mesh, ContextSpec(kind=case.kind))
+        index = batch.index(case.S)
+        found.append([x.numpy() for x in (index, *attend(case, module, index, batch.way))])
+    return found
+
+
+def test_the_degree_is_a_property_of_the_batch(pool: RankPool) -> None:
+    some = [Case("ring", 4, 24), Case("all_to_all", 2, 24), Case("ring", 1, 24), Case("all_gather", 2, 24)]
+    by_rank = pool.run(of_several_degrees, some, 4, ranks=4)
+    for i, case in enumerate(some):
+        for first in range(0, 4, case.cp):
+            wrong = errors(case, [of_rank[i] for of_rank in by_rank[first : first + case.cp]])
+            assert all(error <= 1e-13 for error in wrong.values()), (case, first, wrong)
 
 
 CONTEXT = "megaspec.parallelism.context"
@@ -222,7 +244,7 @@ def compiled(rank: int, case: Case) -> tuple[float, float]:
         if compile_it:  # traced and broken up as for a GPU, then run as it is
             module.compile(backend="eager")
         leaf = x.clone().requires_grad_()
-        out = module(leaf, context(case, index, None))
+        out = module(leaf, context(case, index, None, strategy.way))
         both.append((out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))))
     return tuple((a - b).abs().max().item() for a, b in zip(*both, strict=True))
 
@@ -282,7 +304,7 @@ def what_is_saved(rank: int, case: Case) -> list[tuple[int, ...]]:
     index = strategy.index(case.S)
     leaves = [x[:, index].requires_grad_() for x in inputs(case)[0]]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(tuple(x.shape)) or x, lambda x: x):
-        module.core(*leaves, context(case, index, None))
+        module.core(*leaves, context(case, index, None, strategy.way))
     return shapes
 
 
@@ -295,7 +317,7 @@ def test_nothing_quadratic_and_nobody_elses_is_kept(kind: str, pool: RankPool) -
 
 def on_gpu(rank: int, case: Case) -> list[tuple[float, float]]:
     """The task: errors of output and gradients in bf16 on this rank, and what the gate allows."""
-    device = torch.device("cuda", rank)
+    device = gpu_of(rank)
     mesh = Mesh({"cp": case.cp}, rank=rank, device=device)
     strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors))
     draw, every = torch.Generator().manual_seed(3), torch.arange(case.S, device=device)
@@ -311,7 +333,7 @@ def on_gpu(rank: int, case: Case) -> list[tuple[float, float]]:
         index = strategy.index(case.S) if split else every
         *leaves, grad = (x[:, index].to(dtype) for x in wide)
         leaves = [x.requires_grad_() for x in leaves]
-        out = module.core(*leaves, context(case, index, documents))
+        out = module.core(*leaves, context(case, index, documents, strategy.way if split else None))
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
     index, found = strategy.index(case.S), []
@@ -329,8 +351,7 @@ def on_gpu(rank: int, case: Case) -> list[tuple[float, float]]:
 def test_the_gate_of_kernels_holds_over_nccl(
     kind: str, cp: int, factors: tuple[int, int] | None, documents: bool, gpu_pool: RankPool
 ) -> None:
-    if torch.cuda.device_count() < cp:
-        pytest.skip(f"needs {cp} GPUs")
+    needs_gpus(cp)
     case = Case(kind, cp, 4096, N=8, K=4, factors=factors, documents=documents)
     for of_rank in gpu_pool.run(on_gpu, case, ranks=cp):
         for error, allowed in of_rank:

@@ -30,7 +30,7 @@ from megaspec.spec import Spec
 from tests.halved import halved
 from tests.parity.cases import Case, batches_of, spec_of
 from tests.parity.tasks import run_case, truth_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gpu_of
 from tests.runtime.lives import comm_of
 from tests.runtime.specs import spec as run_spec
 from tests.source_patch import Patch
@@ -89,7 +89,7 @@ def test_a_reduction_in_bf16_rounds_gradients_on_their_way_and_nothing_else(pool
 
 
 def built_for(rank: int, case: Case, *, device: str = "cpu") -> Built:
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    where = gpu_of(rank) if device == "cuda" else torch.device(device)
     made = spec_of(case, device=device)
     built = build(made, mesh=mesh_of(made, rank=rank, device=where))
     initialise(built)

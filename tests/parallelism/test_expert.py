@@ -26,7 +26,7 @@ from megaspec.runtime.parity import gather_global
 from megaspec_kernels.registry import kernels_of
 from megaspec_kernels.spec import KernelsSpec
 from tests.halved import halved
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gpu_of, needs_gpus
 
 SEQUENCES, TOKENS, VOCAB = 4, 8, 31
 
@@ -156,7 +156,7 @@ def built(case: Case, mesh: Mesh) -> tuple[Decoder, TensorParallel, ContextParal
 def train(rank: int, case: Case, micro_batches: int, *, device: str = "cpu") -> dict[str, Any]:
     """Two steps with the gradients of both; weights stay."""
     torch.set_num_threads(1)
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    where = gpu_of(rank) if device == "cuda" else torch.device(device)
     degrees = {"pp": 1, "dp_replicate": case.dp, "dp_shard": 1, "cp": case.cp, "tp": case.tp}
     mesh = Mesh(degrees, rank=rank, device=where, ep=case.ep, etp=case.etp)
     model, tensor, context, experts = built(case, mesh)
@@ -165,7 +165,7 @@ def train(rank: int, case: Case, micro_batches: int, *, device: str = "cpu") -> 
     labels = torch.randint(0, VOCAB, (SEQUENCES, TOKENS), generator=draw)
     weights = torch.rand(SEQUENCES, TOKENS, generator=draw, dtype=torch.float64)
     tokens, labels, weights = tokens.to(where), labels.to(where), weights.to(where)
-    each, index = SEQUENCES // (micro_batches * case.dp), context.index(TOKENS)
+    each = SEQUENCES // (micro_batches * case.dp)
     steps = []
     for _ in range(2):
         model.zero_grad()
@@ -173,7 +173,7 @@ def train(rank: int, case: Case, micro_batches: int, *, device: str = "cpu") -> 
         for j in range(micro_batches):
             first = (j * case.dp + mesh.index("dp")) * each
             total += run(
-                model, index, first, slice(first, first + each), tokens, labels, weights, micro_batches * case.dp
+                model, context, first, slice(first, first + each), tokens, labels, weights, micro_batches * case.dp
             )
         if mesh.group("dp-cp") is not None:
             dist.all_reduce(total, group=mesh.group("dp-cp"))
@@ -197,12 +197,20 @@ def train(rank: int, case: Case, micro_batches: int, *, device: str = "cpu") -> 
 
 
 def run(
-    model: Decoder, index: Tensor, first: int, mine: slice, tokens: Tensor, labels: Tensor, weights: Tensor, count: int
+    model: Decoder,
+    cp: ContextParallel,
+    first: int,
+    mine: slice,
+    tokens: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    count: int,
 ) -> Tensor:
     """A micro batch forward and backward. -> this rank's share of the loss"""
+    index = cp.index(TOKENS)
     noise = Noise(3, torch.arange(mine.start, mine.stop, device=index.device), index)
     aux = torch.tensor(1 / count, dtype=torch.float64, device=index.device)
-    context = model.context(index, length=TOKENS, noise=noise, aux_weight=aux)
+    context = model.context(index, length=TOKENS, noise=noise, aux_weight=aux, way=cp.way)
     h = model.body(tokens[mine][:, index], context)
     loss = model.finish(h, lambda x: model.head.loss(x, labels[mine][:, index], weights[mine][:, index]))
     loss.backward()
@@ -261,8 +269,7 @@ def test_equal_to_one_rank(case: Case, pool: RankPool) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.ranks == 4 or c.overlap], ids=str)
 def test_equal_to_one_rank_over_nccl(case: Case, gpu_pool: RankPool) -> None:
     """The streams of the transfers; GPUs round differently, hence the wider tolerance."""
-    if torch.cuda.device_count() < case.ranks:
-        pytest.skip(f"needs {case.ranks} GPUs")
+    needs_gpus(case.ranks)
     check(case, gpu_pool, tolerance=1e-10, device="cuda")
 
 

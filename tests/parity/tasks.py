@@ -9,7 +9,7 @@ import torch
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.parity import Gathered, Trajectory, run_steps
 from tests.parity.cases import Case, Empty, alone, batches_of, empty_of, spec_of
-from tests.ranks import RankPool
+from tests.ranks import RankPool, gpu_of
 
 PARTS = ("gradients", "weights", "routers")
 """Of a trajectory, what holds tensors."""
@@ -19,7 +19,7 @@ def train(
     rank: int, case: Case, empty: Empty, steps: int, *, device: str = "cpu", round_to: str | None = None
 ) -> dict[str, Any] | None:
     """Trains a case. -> the trajectory as plain data, from rank 0."""
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    where = gpu_of(rank) if device == "cuda" else torch.device(device)
     spec = spec_of(case, device=device)
     trajectory = run_steps(
         spec,
