@@ -78,7 +78,7 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
 
 def attention(case: Case) -> Attention:
     core = CausalCore(REGISTRY["attention"][case.kernel], case.dropout, "layers.3.attn")
-    module = Attention(8, n_heads=1, n_kv_heads=1, d_head=8, bias=False, core=core, out=Dropout(0.0, "out"))
+    module = Attention(4 * H, n_heads=4, n_kv_heads=4, d_head=H, bias=False, core=core, out=Dropout(0.0, "out"))
     core.first_head = 5  # as on the second tensor-parallel rank
     return module
 
@@ -231,9 +231,9 @@ def test_planted_bugs_are_caught(name: str) -> None:
 def compiled(rank: int, case: Case) -> tuple[float, float]:
     """The task: the largest differences of output and gradient under torch.compile from what eager code gives."""
     mesh = Mesh({"cp": case.cp}, rank=rank, device=torch.device("cpu"))
-    strategy = ContextParallel(mesh, ContextSpec(kind=case.kind))
+    strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors))
     index, both = strategy.index(case.S), []
-    x = torch.randn(1, len(index), 8, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    x = torch.randn(1, len(index), 4 * H, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     for compile_it in (False, True):
         module = attention(case)
         strategy.split_model(module)
@@ -250,8 +250,13 @@ def compiled(rank: int, case: Case) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-def test_a_compiled_module_breaks_around_it_and_computes_the_same(pool: RankPool) -> None:
-    for differences in pool.run(compiled, Case("ring", 2, 16, N=1, K=1, B=1), ranks=2):
+@pytest.mark.parametrize(
+    ("kind", "cp", "factors"), [("ring", 2, None), ("all_to_all", 2, None), ("hierarchical", 4, (2, 2))]
+)
+def test_a_compiled_module_breaks_around_it_and_computes_the_same(
+    kind: str, cp: int, factors: tuple[int, int] | None, pool: RankPool
+) -> None:
+    for differences in pool.run(compiled, Case(kind, cp, 16, K=4, B=1, factors=factors), ranks=cp):
         assert max(differences) <= 1e-13
 
 
