@@ -5,6 +5,7 @@ For reference: reference_block.merge, reference_block.add.
 
 # B sequences, T queries or keys, N heads, H head size
 
+import torch
 from torch import Tensor
 
 try:
@@ -32,12 +33,9 @@ if triton is not None:
         b_r: tl.constexpr, b_h: tl.constexpr,
     ):  # fmt: skip
         b, t, n, there = _rows_of(rows, T, N, b_r)
-        lse_at = lse_ptr + b * lse_b + n * lse_n + t * lse_t
-        lse = tl.load(lse_at, mask=there, other=0.0)
+        lse = tl.load(lse_ptr + b * lse_b + n * lse_n + t * lse_t, mask=there, other=0.0)
         new_lse = tl.load(new_lse_ptr + b * new_lse_b + n * new_lse_n + t * new_lse_t, mask=there, other=0.0)
-        new_lse = new_lse.to(lse.dtype)
-        weight = 1.0 / (1.0 + tl.exp(lse - new_lse))
-        tl.store(lse_at, tl.maximum(lse, new_lse) + tl.log(1.0 + tl.exp(-tl.abs(lse - new_lse))), mask=there)
+        weight = 1.0 / (1.0 + tl.exp(lse - new_lse.to(lse.dtype)))
         h = tl.arange(0, b_h)
         mask = there[:, None] & (h < H)[None, :]
         out_at = out_ptr + (b * out_b + t * out_t + n * out_n)[:, None] + h[None, :]
@@ -70,6 +68,8 @@ def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tens
             *out_BTNH.stride()[:3], *lse_BNT.stride(), *new_BTNH.stride()[:3], *new_lse_BNT.stride(),
             b_r, b_h, num_warps=WARPS,
         )  # fmt: skip
+        # not in the kernel, whose warps read a row's log-sum-exp each for itself: one would find what another wrote
+        torch.logaddexp(lse_BNT, new_lse_BNT, out=lse_BNT)
 
 
 def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
