@@ -1,7 +1,7 @@
 """Predictions beside measurements that set none of the model's constants: what was measured after these were fixed.
 
-tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl and llama8b_two_h200.jsonl, each
-parallel dimension; switches_two_h200.jsonl, overlaps and offloads on and off.
+tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl, llama8b_two_h200.jsonl and
+pipelines_two_h200.jsonl, each parallel dimension; switches_two_h200.jsonl, overlaps and offloads on and off.
 """
 
 import json
@@ -31,10 +31,16 @@ def lines(name):
 ROWS = lines("held_out_four_h200.jsonl")
 DIMENSIONS = [
     row
-    for name in ("dimensions_four_h200.jsonl", "dimensions_two_h200.jsonl", "llama8b_two_h200.jsonl")
+    for name in (
+        "dimensions_four_h200.jsonl",
+        "dimensions_two_h200.jsonl",
+        "llama8b_two_h200.jsonl",
+        "pipelines_two_h200.jsonl",
+    )
     for row in lines(name)
     if row["peer"] == "megaspec"
 ]
+PIPELINES = lines("pipelines_two_h200.jsonl")
 MEASURED = lines("switches_two_h200.jsonl")
 RECIPES = {"llama1b": "llama3_2_1b", "llama8b16": "llama3_8b_half"}
 H200 = HARDWARE["H200"]
@@ -75,20 +81,33 @@ def layout_of(row):
     return " ".join(word for word in (row["model"], degrees, own["dp_strategy"], schedule, dispatch) if word)
 
 
-@pytest.mark.parametrize("row", DIMENSIONS, ids=layout_of)
-def test_every_dimension(row):
+def recipe_of(row):
     words = ["--model", row["model"]]
     for name in ("seq", "mbs", "accum"):
         words += [f"--{name}", str(row[name])]
     for name, value in row["parallelism"].items():
         words += ["--set", f"parallelism.{name}={json.dumps(value)}"]
-    recipe = filled(words, row["gpus"])
+    return filled(words, row["gpus"])
+
+
+@pytest.mark.parametrize("row", DIMENSIONS, ids=layout_of)
+def test_every_dimension(row):
+    recipe = recipe_of(row)
     assert fullest(memory_of(recipe)).allocated == pytest.approx(row["max_memory_allocated"], rel=0.05)
     if (row["gpus"], row["parallelism"]["ep"]) == (4, 4):
         # measured before the rows of a token were summed by a kernel
         assert step_time(recipe, H200, ceilings_of(H200)).seconds < row["step_ms"] / 1e3
     else:
         assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
+
+
+@pytest.mark.parametrize("row", [row for row in PIPELINES if row["peer"] == "megaspec"], ids=layout_of)
+def test_what_stages_wait(row):
+    """Of the rank that computes most, over what it computes: within two hundredths, where equal stages would wait 0.02
+    to 0.125."""
+    busiest = max(row["ranks"], key=lambda rank: rank["compute_ms"])
+    measured = busiest["step_ms"] / busiest["compute_ms"] - 1
+    assert step_time(recipe_of(row), H200, ceilings_of(H200)).bubble == pytest.approx(measured, abs=0.02)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layout']} {row['switch']}={row['value']}")
