@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from megaspec.core.axes import world_size
 from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
@@ -19,7 +20,7 @@ from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hidden import hidden_of_layer
 from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.parameters import RankParameters, rank_parameters, table_parameters
-from megaspec.resolve.schedule import held_later, in_flight, shape_of
+from megaspec.resolve.schedule import Waiting, held_later, held_split, in_flight, shape_of
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.traffic import Contents, Traffic
 from megaspec_kernels.catalog import LOGITS_BYTES
@@ -80,7 +81,6 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
     is_cuda = device == "cuda"
     micro_batches = recipe.train.global_batch // _data_ranks(recipe) // share.micro_batch
     shape, table = shape_of(recipe), table_parameters(share.model, tp=own.tp)
-    splits_backward = shape.splits_backward
     beside = micro_batches * share.micro_batch * recipe.data.seq_len // share.cp * _INPUT
     beside += _WORKSPACE if is_cuda else 0
     outside = _outside(recipe) + _rounded(recipe, share) if is_cuda else 0
@@ -94,20 +94,20 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
             sizes = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
             held_always[contents] = sizes, Traffic(recipe, share, contents)
         sizes, traffic = held_always[contents]
-        # zb_h1 is as many micro batches late with weight gradients as there are stages before
-        late = min(stage, held - 1) if own.pipeline.schedule == "zb_h1" else 0
-        kept, routed, in_backward = _activations(share, layers, contents, held, late=late, splits=splits_backward)
-        before, later = traffic.before, held_later(shape, stage)
-        if not splits_backward:
+        moments = held_split(shape, stage) if shape.splits_backward else ((Waiting(held, 0),) * shape.virtual,)
+        kept, routed, in_backward, gone = _activations(share, layers, contents, moments, splits=shape.splits_backward)
+        before = traffic.before
+        if not shape.splits_backward:
+            later = held_later(shape, stage)
             # with the backward pass before went what was kept for it
             before = max(0, before - int((kept + routed) * (held - later.behind) / held))
+            gone = int((kept + routed) * (held - later.at_embedding) / held)
         # the head is done before the first layer runs backward
         at_head, at_layer = traffic.at_head() + before, traffic.at_layer(before)
         more = max(0, in_backward + at_layer - sizes["logits"] - at_head)
         if contents.has_embedding:
             # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
             # put off
-            gone = 0 if splits_backward else int((kept + routed) * (held - later.at_embedding) / held)
             more = max(more, traffic.at_table() + share.width * table - gone - sizes["logits"] - at_head)
         moving = min(more, max(0, at_layer - at_head))
         activations = kept + more - moving + beside
@@ -148,26 +148,35 @@ def _held_always(recipe: Recipe, share: Share, contents: Contents, count: RankPa
     }
 
 
+class _Activations(NamedTuple):
+    kept: int
+    """By micro batches in flight, tokens of experts left out."""
+    routed: int
+    """Tokens of experts."""
+    in_backward: int
+    """What a layer's backward pass adds, layers that come back from the CPU included."""
+    gone: int
+    """Of a split backward pass: what its first chunk has let go at its end."""
+
+
 def _activations(
     share: Share,
     layers: tuple[LayerBytes, LayerBytes],
     contents: Contents,
-    held: float,
+    moments: Sequence[Sequence[Waiting]],
     *,
-    late: float,
     splits: bool,
-) -> tuple[int, int, int]:
-    """Kept by micro batches in flight; tokens of experts among it; and what a layer's backward pass adds, layers that
-    come back from the CPU included."""
+) -> _Activations:
+    """`moments`: micro batches that are held of each chunk, of which the one counts that takes most."""
     own = share.recompute
     rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
-    kept, routed, again, moving = rotary * len(contents.chunks), 0, 0, 0
+    kept, routed, again, moving = [], [], 0, 0
     put_off = [sum(n * one.put_off for n, one in zip(numbers, layers, strict=True)) for numbers in contents.chunks]
     for numbers in contents.chunks:
         every = kept_by_layer(share, layers, numbers)
         away, stays = every[: share.offloaded_layers], every[share.offloaded_layers :]
-        kept += sum(one for one, _ in stays)
-        routed += sum(one for _, one in stays)
+        kept.append(rotary + sum(one for one, _ in stays))
+        routed.append(sum(one for _, one in stays))
         # a layer runs backward while the one before it comes back; what stays is gone by then
         moving = max(moving, sum(map(sum, away[-2:])) - sum(map(sum, stays)))
         used_here = [one for one, n in zip(layers, numbers, strict=True) if n]
@@ -186,9 +195,15 @@ def _activations(
     in_backward += sent + max(0, moving)
     if splits:
         # while a chunk's last layer runs backward, all that the others' weight gradients need is there; then its own
-        more, n = max(0, max(put_off) - (kept + routed) // len(put_off)), max(map(sum, contents.chunks))
+        more = max(0, *(later - a - b for later, a, b in zip(put_off, kept, routed, strict=True)))
+        n = max(map(sum, contents.chunks))
         in_backward = max(more, in_backward + more * (n - 1) // max(n, 1))
-    return int((held - late) * kept + late * sum(put_off)), int((held - late) * routed), in_backward
+
+    def taken(moment: Sequence[Waiting]) -> tuple[int, int]:
+        whole = sum(one.for_backward * a + one.for_weights * b for one, a, b in zip(moment, kept, put_off, strict=True))
+        return int(whole), int(sum(one.for_backward * size for one, size in zip(moment, routed, strict=True)))
+
+    return _Activations(*max(map(taken, moments), key=sum), in_backward, kept[0] + routed[0] - put_off[0])
 
 
 def kept_by_layer(
@@ -237,12 +252,14 @@ def _head(recipe: Recipe, share: Share) -> int:
 
 
 def _head_waits(recipe: Recipe, share: Share) -> int:
-    """What the loss keeps of a micro batch whose backward pass does not follow at once: both gradients that it has made
-    on the way."""
-    table = table_parameters(share.model, tp=share.tp)
+    """What the last norm and the loss keep of a micro batch whose backward pass does not follow at once; of the loss,
+    both gradients that it has made on the way."""
+    d, table = share.model.d_model, table_parameters(share.model, tp=share.tp)
+    is_layer_norm = not hasattr(share.model, "rope_base")
+    norm = share.split_tokens * (share.width * d + 8 if is_layer_norm else 2 * share.wide * d + 4)
     if recipe.kernels.cross_entropy == "reference":
-        return 2 * share.tokens * table // share.model.d_model * share.wide
-    return (share.tokens * share.model.d_model + table) * share.width
+        return norm + 2 * share.tokens * table // d * share.wide
+    return norm + (share.tokens * d + table) * share.width
 
 
 def shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:

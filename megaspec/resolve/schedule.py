@@ -101,6 +101,36 @@ def held_later(shape: Shape, rank: int) -> Later:
     return Later(behind / shape.virtual, at_embedding / shape.virtual)
 
 
+class Waiting(NamedTuple):
+    """Micro batches of a chunk that a rank holds."""
+
+    for_backward: float
+    """Whose backward pass has not begun, or begins."""
+    for_weights: int
+    """Whose weight gradients are put off."""
+
+
+@lru_cache(maxsize=4096)
+def held_split(shape: Shape, rank: int) -> tuple[tuple[Waiting, ...], ...]:
+    """What a rank holds of each chunk when a split backward pass begins: all that may be the most, which depends on
+    what either kind takes."""
+    enough = 4 * shape.pp
+    if shape.micro_batches > enough:
+        return held_split(replace(shape, micro_batches=enough), rank)
+    now, found = [[0, 0] for _ in range(shape.virtual)], set()
+    for one in passes(shape, rank):
+        if one.kind == "B":
+            found.add(tuple(Waiting(*chunk) for chunk in now))
+        for_backward, for_weights = {"F": (1, 0), "B": (-1, 1), "W": (0, -1)}[one.kind]
+        now[one.chunk][0] += for_backward
+        now[one.chunk][1] += for_weights
+
+    def is_less(one: tuple[Waiting, ...], other: tuple[Waiting, ...]) -> bool:
+        return one != other and all(a <= b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+    return tuple(sorted(one for one in found if not any(is_less(one, other) for other in found)))
+
+
 @lru_cache(maxsize=4096)
 def catch_ups(shape: Shape, rank: int) -> tuple[int, ...]:
     """By chunk of a pipeline rank: how often in a step no weight gradient of a pass that has begun is missing. Of long

@@ -32,9 +32,7 @@ class Traffic:
     def before(self) -> int:
         """The last gradients of the micro batch before, of the embedding or of a layer whose own were put off, where
         they are not kept and not waited for."""
-        recipe, own = self.recipe, self.recipe.parallelism
-        several = recipe.train.global_batch > recipe.train.micro_batch * own.dp_replicate * own.dp_shard
-        if not self._reduces_each or not own.overlap.grad_reduce or not several:
+        if not self._reduces_each or not self.recipe.parallelism.overlap.grad_reduce or not self._follows_another:
             return 0
         if self._waits_to_the_end:
             return self.share.wide * self._table * (self.contents.has_head and not self.share.model.tied_embeddings)
@@ -51,7 +49,7 @@ class Traffic:
         total = self._between_stages
         if self._shares_weights:
             total += (self._table if self.contents.has_head else self._largest_layer) * self.share.width
-        if self._reduces_each and self._waits_to_the_end:
+        if self._reduces_each and self._waits_to_the_end and self._follows_another:
             total += sum(self._layers) * self.share.wide
         return total
 
@@ -84,6 +82,12 @@ class Traffic:
         overlaps = self.recipe.parallelism.overlap.grad_reduce
         layers = max(self._layers) if self._puts_off else overlaps * self._largest_layer
         return self._between_stages + (self._table + layers) * self.share.wide
+
+    @cached_property
+    def _follows_another(self) -> bool:
+        """A step has more than one micro batch."""
+        train, own = self.recipe.train, self.recipe.parallelism
+        return train.global_batch > train.micro_batch * own.dp_replicate * own.dp_shard
 
     @cached_property
     def _shares_weights(self) -> bool:

@@ -15,6 +15,7 @@ from megaspec.resolve.schedule import (
     chart,
     held,
     held_later,
+    held_split,
     makespan_formula,
     simulate,
 )
@@ -165,6 +166,17 @@ def test_what_is_held_behind_the_first_backward_passes():
     for group in (2, 50):
         long = Shape("interleaved", 2, 400, 2, group)
         assert held_later(long, 0).behind == held(long)[0]
+
+
+def test_what_is_held_while_a_split_backward_pass_begins():
+    # of one chunk: micro batches before their backward pass, and before their weight gradients
+    assert held_split(Shape("zb_h1", 4, 8), 0) == (((4, 0),),)
+    assert held_split(Shape("zb_h1", 4, 8), 3) == (((1, 3),),)
+    # two kinds of moments, of which either may take more
+    assert held_split(Shape("zb_h1", 4, 3), 1) == (((2, 1),), ((3, 0),))
+    # the last rank of a V is late with weight gradients of both chunks
+    assert ((1, 3), (0, 3)) in held_split(Shape("zb_v", 4, 8, 2), 3)
+    assert held_split(Shape("zb_v", 4, 800, 2), 2) == held_split(Shape("zb_v", 4, 16, 2), 2)
 
 
 def test_chart():

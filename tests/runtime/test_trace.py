@@ -77,6 +77,16 @@ BETWEEN_MICRO_BATCHES = [
     "gpus=4 parallelism.cp=4 parallelism.recompute.kind=selective train.global_batch=2 train.micro_batch=1",
     "gpus=4 parallelism.cp=4 parallelism.context.kind=all_to_all parallelism.recompute.kind=selective"
     " train.global_batch=2 train.micro_batch=1",
+    # weight gradients of layers that run again, and one micro batch alone
+    "gpus=2 parallelism.pp=2 parallelism.pipeline.schedule=zb_v parallelism.pipeline.virtual_stages=2"
+    " parallelism.recompute.kind=full kernels.compile=none train.global_batch=8 train.micro_batch=1",
+    "gpus=4 parallelism.pp=2 parallelism.pipeline.schedule=zb_h1 parallelism.dp_strategy=zero2"
+    " parallelism.recompute.kind=full train.global_batch=6 train.micro_batch=1",
+    "gpus=4 parallelism.pp=2 parallelism.pipeline.schedule=zb_h1 parallelism.dp_strategy=fsdp"
+    " parallelism.recompute.kind=selective kernels.compile=none train.global_batch=2 train.micro_batch=1",
+    # what the last norm keeps of micro batches that wait
+    "gpus=2 parallelism.pp=2 parallelism.pipeline.schedule=gpipe parallelism.recompute.kind=full"
+    " train.global_batch=8 train.micro_batch=1",
 ]
 # Plain layers, of which every tensor is counted.
 PLAIN = [
