@@ -103,7 +103,10 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
             before = max(0, before - int((kept + routed) * (held - later.behind) / held))
             gone = int((kept + routed) * (held - later.at_embedding) / held)
         # the head is done before the first layer runs backward
-        at_head, at_layer = traffic.at_head() + before, traffic.at_layer(before)
+        at_head, at_layer = traffic.at_head(), traffic.at_layer(before)
+        if own.pipeline.schedule != "gpipe":
+            # whose last forward pass comes before any backward pass
+            at_head += before
         more = max(0, in_backward + at_layer - sizes["logits"] - at_head)
         if contents.has_embedding:
             # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were

@@ -70,7 +70,7 @@ class Traffic:
             # of a tied table, the norm's gradient is the last one; the head's is gone when the second layer's is made
             overlaps = self.recipe.parallelism.overlap.grad_reduce
             head = self._table * (overlaps and not self.share.model.tied_embeddings)
-            return total + max(made, self._largest_layer + head) * wide
+            return total + max(made + head * self._waits_to_the_end, self._largest_layer + head) * wide
         # the only layer of a chunk has waited for its own
         is_other = self._has_several or (self.contents.has_embedding and not self._puts_off)
         return total + made * wide + before * is_other
