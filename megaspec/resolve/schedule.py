@@ -112,23 +112,22 @@ class Waiting(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def held_split(shape: Shape, rank: int) -> tuple[tuple[Waiting, ...], ...]:
-    """What a rank holds of each chunk when a split backward pass begins: all that may be the most, which depends on
-    what either kind takes."""
+    """What a rank holds of each chunk when a split backward pass begins: where most weight gradients are put off, where
+    it holds most, and where most wait for their backward pass. It depends on what either takes which is the peak."""
     enough = 4 * shape.pp
     if shape.micro_batches > enough:
         return held_split(replace(shape, micro_batches=enough), rank)
-    now, found = [[0, 0] for _ in range(shape.virtual)], set()
+    now, most = [[0, 0] for _ in range(shape.virtual)], {}
     for one in passes(shape, rank):
         if one.kind == "B":
-            found.add(tuple(Waiting(*chunk) for chunk in now))
+            before, later = (sum(kind) for kind in zip(*now, strict=True))
+            for by, size in (("later", (later, before)), ("both", (before + later, before)), ("before", (before, later))):
+                if by not in most or size > most[by][0]:
+                    most[by] = size, tuple(Waiting(*chunk) for chunk in now)
         for_backward, for_weights = {"F": (1, 0), "B": (-1, 1), "W": (0, -1)}[one.kind]
         now[one.chunk][0] += for_backward
         now[one.chunk][1] += for_weights
-
-    def is_less(one: tuple[Waiting, ...], other: tuple[Waiting, ...]) -> bool:
-        return one != other and all(a <= b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
-
-    return tuple(sorted(one for one in found if not any(is_less(one, other) for other in found)))
+    return tuple(dict.fromkeys(moment for _, moment in most.values()))
 
 
 @lru_cache(maxsize=4096)
