@@ -121,7 +121,8 @@ def held_split(shape: Shape, rank: int) -> tuple[tuple[Waiting, ...], ...]:
     for one in passes(shape, rank):
         if one.kind == "B":
             before, later = (sum(kind) for kind in zip(*now, strict=True))
-            for by, size in (("later", (later, before)), ("both", (before + later, before)), ("before", (before, later))):
+            sizes = {"later": (later, before), "both": (before + later, before), "before": (before, later)}
+            for by, size in sizes.items():
                 if by not in most or size > most[by][0]:
                     most[by] = size, tuple(Waiting(*chunk) for chunk in now)
         for_backward, for_weights = {"F": (1, 0), "B": (-1, 1), "W": (0, -1)}[one.kind]
