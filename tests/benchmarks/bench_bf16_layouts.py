@@ -37,6 +37,7 @@ from megaspec.runtime.build import Built, build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
+from tests.benchmarks.bench_train import device_here, join
 
 LOSS_FLOOR, NORM_FLOOR, FACTOR = 2e-3, 1e-2, 3.0
 BATCH, SEQ, MICRO_BATCH = 16, 256, 4
@@ -64,13 +65,14 @@ def pipeline(schedule: str, virtual: int = 1, **more: Any) -> dict[str, Any]:
     return {"pipeline": {"schedule": schedule, "virtual_stages": virtual}, **more}
 
 
-def one_axis(n: int) -> list[Layout]:
-    """Each axis alone over `n` ranks, each schedule and kind."""
+def one_axis(n: int, wide: int) -> list[Layout]:
+    """Each axis alone over `n` ranks, each schedule and kind; `wide`: the micro batch where ranks share each one."""
     schedules = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2))
+    kinds = ("ring", "all_gather", "all_to_all")
     return [
-        Layout(f"tp{n}", {"tp": n}),
+        Layout(f"tp{n}", {"tp": n}, micro_batch=wide),
         *(Layout(f"pp{n} {s}", {"pp": n, **pipeline(s, v)}) for s, v in schedules),
-        *(Layout(f"cp{n} {k}", {"cp": n, "context": {"kind": k}}) for k in ("ring", "all_gather", "all_to_all")),
+        *(Layout(f"cp{n} {k}", {"cp": n, "context": {"kind": k}}, micro_batch=wide) for k in kinds),
         *(Layout(f"{s} dp{n}", {"dp_strategy": s}) for s in ("fsdp", "zero1", "zero2")),
         *(Layout(f"ep{n} {d}", {"ep": n, "dispatch": d}, moe=True) for d in ("all_to_all", "all_gather")),
     ]
@@ -80,15 +82,19 @@ def one_axis(n: int) -> list[Layout]:
 LAYOUTS = {
     1: [],
     2: [
-        *one_axis(2),
+        *one_axis(2, MICRO_BATCH),
         Layout("tp2 etp2", {"tp": 2, "etp": 2}, moe=True),
         Layout("cp2 ep2", {"cp": 2, "ep": 2}, moe=True),
     ],
     4: [
-        *one_axis(4),
-        Layout("cp4 hierarchical", {"cp": 4, "context": {"kind": "hierarchical", "factors": [2, 2]}}),
+        *one_axis(4, 2 * MICRO_BATCH),
+        Layout(
+            "cp4 hierarchical",
+            {"cp": 4, "context": {"kind": "hierarchical", "factors": [2, 2]}},
+            micro_batch=2 * MICRO_BATCH,
+        ),
         Layout("tp2 pp2", {"tp": 2, "pp": 2}),
-        Layout("tp2 cp2", {"tp": 2, "cp": 2}),
+        Layout("tp2 cp2", {"tp": 2, "cp": 2}, micro_batch=2 * MICRO_BATCH),
         Layout("pp2 fsdp2", {"pp": 2, "dp_strategy": "fsdp"}),
         Layout("tp2 ep2 etp2", {"tp": 2, "ep": 2, "etp": 2}, moe=True),
         Layout("cp2 ep4", {"cp": 2, "ep": 4}, moe=True),
@@ -264,13 +270,8 @@ def main() -> None:
         draw([json.loads(x) for path in args.draw for x in Path(path).read_text().splitlines()], Path(args.plot))
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cuda = torch.cuda.is_available()
-    # several ranks to a GPU: NCCL 2.30 and later, NCCL_MULTI_RANK_GPU_ENABLE=1
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    device = device_here()
+    join(device)
     words = [w for w in args.only.split(",") if w]
     layouts = [one for one in LAYOUTS[world] if not words or any(w in one.name for w in words)]
     for moe in (False, True):

@@ -117,15 +117,27 @@ def parser() -> argparse.ArgumentParser:
 
 def start() -> tuple[int, int, torch.device]:
     """-> rank, world size, device; with the process group of ranks that torchrun has started."""
-    rank, world, local = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    cuda = torch.cuda.is_available()
-    # several ranks to a GPU: NCCL 2.30 and later, NCCL_MULTI_RANK_GPU_ENABLE=1
-    device = torch.device("cuda", local % torch.cuda.device_count()) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = device_here()
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        join(device)
     return rank, world, device
+
+
+def device_here() -> torch.device:
+    """The rank's GPU, which becomes torch's current one, or the CPU. NCCL 2.30 and later takes several ranks to a GPU
+    where NCCL_MULTI_RANK_GPU_ENABLE=1."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(device: torch.device) -> None:
+    """Makes the process group of ranks that torchrun has started."""
+    cuda = device.type == "cuda"
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
 
 def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int], StepResult]:

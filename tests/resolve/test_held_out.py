@@ -40,7 +40,7 @@ DIMENSIONS = [
     for row in lines(name)
     if row["peer"] == "megaspec"
 ]
-PIPELINES = lines("pipelines_two_h200.jsonl")
+PIPELINES = [row for row in DIMENSIONS if row["parallelism"]["pp"] > 1 and "compute_ms" in row["ranks"][0]]
 MEASURED = lines("switches_two_h200.jsonl")
 RECIPES = {"llama1b": "llama3_2_1b", "llama8b16": "llama3_8b_half"}
 H200 = HARDWARE["H200"]
@@ -94,20 +94,16 @@ def recipe_of(row):
 def test_every_dimension(row):
     recipe = recipe_of(row)
     assert fullest(memory_of(recipe)).allocated == pytest.approx(row["max_memory_allocated"], rel=0.05)
-    if (row["gpus"], row["parallelism"]["ep"]) == (4, 4):
-        # measured before the rows of a token were summed by a kernel
-        assert step_time(recipe, H200, ceilings_of(H200)).seconds < row["step_ms"] / 1e3
-    else:
-        assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
+    assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
 
 
-@pytest.mark.parametrize("row", [row for row in PIPELINES if row["peer"] == "megaspec"], ids=layout_of)
+@pytest.mark.parametrize("row", PIPELINES, ids=layout_of)
 def test_what_stages_wait(row):
-    """Of the rank that computes most, over what it computes: within two hundredths, where equal stages would wait 0.02
-    to 0.125."""
+    """Of the rank that computes most, over what it computes: within a hundredth for each stage, where equal stages
+    would wait 0.02 to 0.125 of two, 0.06 to 0.375 of four."""
     busiest = max(row["ranks"], key=lambda rank: rank["compute_ms"])
     measured = busiest["step_ms"] / busiest["compute_ms"] - 1
-    assert step_time(recipe_of(row), H200, ceilings_of(H200)).bubble == pytest.approx(measured, abs=0.02)
+    assert step_time(recipe_of(row), H200, ceilings_of(H200)).bubble == pytest.approx(measured, abs=0.01 * row["gpus"])
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layout']} {row['switch']}={row['value']}")
