@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 LOGITS_BYTES = 1 << 30
 
 
+def logits_piece(rows: int, row_bytes: int) -> int:
+    """Rows of a piece of logits: as few pieces as LOGITS_BYTES allows, of equal size but for the last."""
+    pieces = -(-rows * row_bytes // LOGITS_BYTES)
+    return max(1, -(-rows // max(1, pieces)))
+
+
 @dataclass(frozen=True)
 class Requirement:
     """Where an implementation runs."""

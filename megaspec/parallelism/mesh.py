@@ -16,6 +16,9 @@ from megaspec.core.axes import (
     world_size,
 )
 
+# Multiprocessors that a pipeline's message may take from the arithmetic beside it (README, "What stages wait").
+PAIR_CTAS = 4
+
 
 class Mesh:
     """Groups over both grids of core/axes.py, made on first use, by all ranks in the same order.
@@ -77,7 +80,7 @@ class Mesh:
             for here, there in zip(stages, stages[1:] + stages[:1], strict=True):
                 for pair in ((here, there), (there, here)):
                     if here != there and pair not in self._pairs:
-                        self._pairs[pair] = self._new(sorted(pair), f"pp from rank {pair[0]} to {pair[1]}")
+                        self._pairs[pair] = self._new(sorted(pair), f"pp from rank {pair[0]} to {pair[1]}", PAIR_CTAS)
         if self.device.type == "cuda":
             for pair in self._pairs:
                 self._greet(*pair)
@@ -118,5 +121,11 @@ class Mesh:
                         self._groups[key] = group
         return self._groups[key]
 
-    def _new(self, ranks: list[int], name: str) -> dist.ProcessGroup:
-        return dist.new_group(ranks, timeout=self._timeout, group_desc=name)
+    def _new(self, ranks: list[int], name: str, max_ctas: int | None = None) -> dist.ProcessGroup:
+        options = None
+        if max_ctas and self.device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = max_ctas
+            if self._timeout:
+                options._timeout = self._timeout
+        return dist.new_group(ranks, timeout=self._timeout, pg_options=options, group_desc=name)

@@ -23,7 +23,7 @@ from megaspec.resolve.parameters import RankParameters, rank_parameters, table_p
 from megaspec.resolve.schedule import Waiting, held_later, held_split, in_flight, shape_of
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.traffic import Contents, Traffic
-from megaspec_kernels.catalog import LOGITS_BYTES
+from megaspec_kernels.catalog import logits_piece
 
 # Measured on H200 with torch 2.11 and CUDA 13.
 _CONTEXT = 0.80e9
@@ -105,7 +105,7 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
         # the head is done before the first layer runs backward
         at_head, at_layer = traffic.at_head(), traffic.at_layer(before)
         if own.pipeline.schedule != "gpipe":
-            # whose last forward pass comes before any backward pass
+            # under gpipe all forward passes come before the first backward pass
             at_head += before
         more = max(0, in_backward + at_layer - sizes["logits"] - at_head)
         if contents.has_embedding:
@@ -238,14 +238,13 @@ def _head(recipe: Recipe, share: Share) -> int:
     d, e, wide, rows = share.model.d_model, share.width, share.wide, share.tokens
     table = table_parameters(share.model, tp=share.tp)
     columns = table // d
-    is_layer_norm = not hasattr(share.model, "rope_base")
-    norm = share.split_tokens * ((2 * e * d + 8) if is_layer_norm else ((2 * wide + e) * d + 4))
+    norm = _last_norm(share) + share.split_tokens * d * e
     gathered = rows * d * e if share.is_sequence_split else 0
     kernel = recipe.kernels.cross_entropy
     if kernel == "reference":
         return norm + gathered + rows * columns * 3 * wide
     # a piece's logits are dropped when the next piece's are there
-    piece = max(1, min(rows, LOGITS_BYTES // (columns * e)))
+    piece = logits_piece(rows, columns * e)
     pieces = piece + min(piece, rows - piece)
     softmax = 0 if kernel == "triton" else piece * columns * (2 * wide if e < wide else wide)
     at_piece = pieces * columns * e + softmax
@@ -258,11 +257,15 @@ def _head_waits(recipe: Recipe, share: Share) -> int:
     """What the last norm and the loss keep of a micro batch whose backward pass does not follow at once; of the loss,
     both gradients that it has made on the way."""
     d, table = share.model.d_model, table_parameters(share.model, tp=share.tp)
-    is_layer_norm = not hasattr(share.model, "rope_base")
-    norm = share.split_tokens * (share.width * d + 8 if is_layer_norm else 2 * share.wide * d + 4)
     if recipe.kernels.cross_entropy == "reference":
-        return norm + 2 * share.tokens * table // d * share.wide
-    return norm + (share.tokens * d + table) * share.width
+        return _last_norm(share) + 2 * share.tokens * table // d * share.wide
+    return _last_norm(share) + (share.tokens * d + table) * share.width
+
+
+def _last_norm(share: Share) -> int:
+    """What it keeps: its input and a row's statistics; of an RMS norm the input in fp32 before and after."""
+    d, is_layer_norm = share.model.d_model, not hasattr(share.model, "rope_base")
+    return share.split_tokens * (share.width * d + 8 if is_layer_norm else 2 * share.wide * d + 4)
 
 
 def shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megaspec_kernels.catalog import LOGITS_BYTES
+from megaspec_kernels.catalog import logits_piece
 from megaspec_kernels.cross_entropy.reference import VocabShard
 from megaspec_kernels.product import add_product_
 
@@ -50,7 +50,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MD, weight_VD, labels_M, weights_M, shard, stats: Stats, gradient: Gradient):
         M = x_MD.shape[0]
-        piece = max(1, min(M, LOGITS_BYTES // (weight_VD.shape[0] * x_MD.element_size())))
+        piece = logits_piece(M, weight_VD.shape[0] * x_MD.element_size())
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         loss = weights_M.new_zeros(())
         need_grad = any(ctx.needs_input_grad)
@@ -81,5 +81,5 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(
     x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard
 ) -> Tensor:
-    """See reference.py; at most LOGITS_BYTES of logits live at a time."""
+    """See reference.py; logits of two pieces live at a time (catalog.logits_piece)."""
     return ChunkedCrossEntropy.apply(x_MD, weight_VD, labels_M, weights_M, shard, local_stats, local_gradient)
