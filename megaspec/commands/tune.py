@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,8 @@ from megaspec.resolve.difference import leaves
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.hardware import HARDWARE, Hardware
-from megaspec.resolve.tune import SEARCHED, Candidate, Found, Grid, tune
+from megaspec.resolve.stages import stages_of
+from megaspec.resolve.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 
 # What follows from the fields that a search decides, unless the command line sets it.
@@ -110,7 +112,9 @@ def find(args: argparse.Namespace) -> Search:
     content = composed.recipe.model_dump(mode="json")
     fixed = {key for key, origin in composed.origins.items() if origin == COMMAND_LINE}
     fixed -= {key for key in fixed if value_at(content, key) == AUTO}
-    open_keys = frozenset(key for key in SEARCHED if not any(key == f or key.startswith(f"{f}.") for f in fixed))
+    open_keys = frozenset(SEARCHED) - fixed
+    if fixed.intersection(DIVIDES):
+        open_keys -= {"parallelism.pipeline.layout"}
     content["launcher"]["ranks"] = target.gpus
     for key in OPEN_WITH_THEM:
         if key not in fixed:
@@ -133,12 +137,11 @@ def _refuse_other_ranks(composed: Composed, gpus: int) -> None:
 
 
 def words_of(recipe: Recipe) -> str:
-    """A layout in short, without what is 1 or off: `tp4 pp4x2 cp2 zero1x2 mb1`."""
+    """A layout in short, without what is 1 or off: `tp4 pp4x2/7-9 cp2 zero1:2 mb1`."""
     own, words = recipe.parallelism, []
-    chunks = own.pipeline.virtual_stages
     for axis in ("tp", "pp", "cp", "ep", "etp"):
         if getattr(own, axis) > 1:
-            words.append(f"{axis}{getattr(own, axis)}" + (f"x{chunks}" if axis == "pp" and chunks > 1 else ""))
+            words.append(f"{axis}{getattr(own, axis)}" + (_stages_in_short(recipe) if axis == "pp" else ""))
     dp = own.dp_replicate * own.dp_shard
     if dp > 1:
         ranks = f"{own.dp_replicate}x{own.dp_shard}" if own.dp_strategy == "hsdp" else str(dp)
@@ -149,14 +152,24 @@ def words_of(recipe: Recipe) -> str:
     return " ".join(words)
 
 
+def _stages_in_short(recipe: Recipe) -> str:
+    """`:zb_v/6-9`, `x4`: the schedule and how many layers ranks have; nothing of 1f1b over equal stages."""
+    own = recipe.parallelism.pipeline
+    order = {"1f1b": "", "interleaved": f"x{own.virtual_stages}"}.get(own.schedule, f":{own.schedule}")
+    if own.layout is None:
+        return order
+    layers = [sum(len(chunk.layers) for chunk in chunks) for chunks in stages_of(recipe.model, recipe.parallelism)]
+    return f"{order}/{min(layers)}" + (f"-{max(layers)}" if max(layers) > min(layers) else "")
+
+
 def show_found(search: Search) -> None:
     """The table of the best layouts."""
     out, found, hardware = terminal(), search.found, search.hardware
     recipe = search.grid.recipe
     batch = f"{recipe.train.global_batch} sequences of {recipe.data.seq_len:,}"
     out.print(
-        f"{recipe.name} on {recipe.launcher.ranks} x {hardware.name}, {batch} a step: {found.weighed:,} layouts and "
-        f"micro batches are legal, {found.fitting:,} fit"
+        f"{recipe.name} on {recipe.launcher.ranks} x {hardware.name}, {batch} a step: {found.weighed:,} layouts, "
+        f"pipelines and micro batches weighed"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "step", "tok/s/GPU", "MFU", "free GiB"):
@@ -175,6 +188,13 @@ def show_found(search: Search) -> None:
             escape(words_of(one.recipe)),
         )
     out.print(table)
+    pipelines = [one.recipe.parallelism.pipeline for one in found.best if one.recipe.parallelism.pp > 1]
+    if any(one.virtual_stages > 1 for one in pipelines):
+        out.print("pp4x2: 2 chunks of layers a rank, interleaved; pp4:zb_v: another schedule")
+    if any(one.layout is not None for one in pipelines):
+        out.print(
+            "pp4/6-9: ranks have 6 to 9 layers, divided by time (parallelism.pipeline.layout in --json and --out)"
+        )
     if any(unbuilt_problems(one.recipe) for one in found.best):
         out.print("* can be planned, not trained yet; --trainable leaves these out")
 
@@ -190,14 +210,13 @@ def as_json(search: Search) -> dict[str, Any]:
         "hardware": search.hardware.name,
         "gpus": search.grid.recipe.launcher.ranks,
         "weighed": search.found.weighed,
-        "fitting": search.found.fitting,
         "best": [_candidate(one) for one in search.found.best],
     }
 
 
 def _candidate(one: Candidate) -> dict[str, Any]:
     return {
-        "overrides": [f"{key}={show(value)}" for key, value in layout_of(one.recipe).items()],
+        "overrides": [f"{key}={_as_word(value)}" for key, value in layout_of(one.recipe).items()],
         "seconds": one.time.seconds,
         "tokens_per_second_per_gpu": one.time.tokens_per_second_per_gpu,
         "mfu": one.time.mfu,
@@ -208,10 +227,15 @@ def _candidate(one: Candidate) -> dict[str, Any]:
     }
 
 
+def _as_word(value: object) -> str:
+    """As the command line takes it; a layout's letters in quotes."""
+    return f"'{value}'" if isinstance(value, str) and not re.fullmatch(r"\w+", value) else show(value)
+
+
 def layout_of(recipe: Recipe) -> dict[str, Any]:
     """Every field that says the layout, by dotted path."""
     content = recipe.model_dump(mode="json")
-    keys = (*SEARCHED, *OPEN_WITH_THEM, "parallelism.pipeline.schedule", "parallelism.pipeline.micro_batch_group")
+    keys = (*SEARCHED, *OPEN_WITH_THEM, "parallelism.pipeline.micro_batch_group", *DIVIDES)
     return {key: value_at(content, key) for key in keys} | {"launcher.ranks": recipe.launcher.ranks}
 
 

@@ -12,7 +12,8 @@ class PipelineSpec(Frozen):
     """How layers are divided into stages, and in which order micro batches pass through them."""
 
     schedule: Auto[Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]] = "auto"
-    """Order of forward and backward passes. auto: 1f1b, interleaved with virtual_stages > 1.
+    """Order of forward and backward passes. auto: 1f1b, interleaved with virtual_stages > 1; what `megaspec tune` finds
+    best where something else of the layout is left to it.
 
     zb_h1, zb_v: zero bubble, weight gradients split from input gradients (Qi et al. 2024)."""
     virtual_stages: Auto[Depth] = 1
@@ -28,9 +29,10 @@ class PipelineSpec(Frozen):
     """Count the embedding as a layer when layers are divided evenly."""
     count_loss: bool = False
     """Count the output head and loss as a layer when layers are divided evenly."""
-    layout: str | None = None
+    layout: Auto[str] | None = None
     """Every stage in letters, in the order of the model: E embedding, t layer, L head and loss, | ends a stage, (..)*n
-    and t*n repeat. Stage number s lies on rank s mod pp. None: divided evenly."""
+    and t*n repeat. Stage number s lies on rank s mod pp. None: divided evenly. auto: what `megaspec tune` finds best,
+    evenly or by the time that layers, embedding and head take, unless the four settings above say how."""
 
 
 class ContextSpec(Frozen):

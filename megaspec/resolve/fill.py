@@ -21,7 +21,7 @@ from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware, hardware_of
 from megaspec.resolve.target import Target
-from megaspec.resolve.tune import SEARCHED, Grid, shards_of_a_replica, tune
+from megaspec.resolve.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision
 from megaspec_kernels.catalog import Use, choose
@@ -33,6 +33,7 @@ NODE_RANKS = 8
 PLAIN = {
     "parallelism.pp": 1,
     "parallelism.pipeline.virtual_stages": 1,
+    "parallelism.pipeline.layout": None,
     "parallelism.cp": 1,
     "parallelism.ep": 1,
     "parallelism.dp_strategy": "replicate",
@@ -118,7 +119,7 @@ def searched(draft: Draft) -> None:
         why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule"
         if found.best:
             best = found.best[0].recipe.model_dump(mode="json")
-            fate = f"fastest of {found.fitting:,} that fit" if found.fitting else "nothing fits; it needs least memory"
+            fate = "fastest that fits" if found.best[0].fits else "nothing fits; it needs least memory"
             for key in SEARCHED:
                 draft.fill(key, value_at(best, key), f"{fate}, {found.weighed:,} weighed (megaspec tune)")
     for key, plain in PLAIN.items():
@@ -129,6 +130,8 @@ def _grid(draft: Draft, hardware: Hardware) -> Grid:
     """What is searched: what is set stays as it is. Of what can be trained in a plain layout only layouts that can be
     trained count, of all else every layout."""
     open_keys = frozenset(key for key in SEARCHED if draft.is_open(key))
+    if any(draft[key] for key in DIVIDES):
+        open_keys -= {"parallelism.pipeline.layout"}
     recipe = Recipe.model_validate_json(json.dumps(draft.content))
     base = plainly_filled(recipe, draft.target, draft.facts)
     can_train = not unbuilt_problems(base)

@@ -131,6 +131,14 @@ class LayerTimes:
             costs.append((self._end(head_part(self.recipe), embedding=False), 1))
         return added(costs)
 
+    def layers(self, stages: int) -> list[float]:
+        """Seconds of one micro batch through each layer, where layers are divided among so many stages."""
+        n = max(1, len(self._experts) // stages)
+        share = recomputed_layers(self.recipe, n) / n
+        kinds = [(one, self._in_fp8(i)) for i, one in enumerate(self._experts)]
+        seconds = {kind: _again(self.layer(*kind), share).total for kind in set(kinds)}
+        return [seconds[kind] for kind in kinds]
+
     def messages(self, chunk: Chunk) -> Iterator[tuple[Collective, float]]:
         """What one micro batch sends in a chunk, with the seconds that `chunk` counts for it."""
         share = self._recomputed(chunk)
@@ -147,9 +155,9 @@ class LayerTimes:
 
     def _kinds(self, chunk: Chunk) -> dict[tuple[bool, bool], int]:
         """Layers by whether they have experts, and whether they compute in fp8."""
-        experts, count = has_experts(self.recipe.model), {}
+        count: dict[tuple[bool, bool], int] = {}
         for layer in chunk.layers:
-            key = (experts[layer], self._in_fp8(layer))
+            key = (self._experts[layer], self._in_fp8(layer))
             count[key] = count.get(key, 0) + 1
         return count
 
@@ -249,6 +257,10 @@ class LayerTimes:
             return exposed(seconds, self._shared_experts["forward" if one.phase == "forward" else "dgrad"])
         arithmetic = sums[0] if one.phase == "forward" else sums[1]
         return exposed(seconds, arithmetic[_ATTENTION] if one.what == "context" else sums[2][_PRODUCTS] / 2)
+
+    @cached_property
+    def _experts(self) -> Sequence[bool]:
+        return has_experts(self.recipe.model)
 
     @cached_property
     def _shared_experts(self) -> dict[ProductKind, float]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, coordinates, rank_of
 from megaspec.core.frozen import Frozen
+from megaspec.resolve.balance import divided_by_time
 from megaspec.resolve.batch import BatchPlan, batch_plan
 from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.communication import Mesh, collectives_of, mesh_of
@@ -115,6 +116,10 @@ class Waiting(Frozen):
     """Idle over busy time with equal stages."""
     ratio: float | None
     """With these stages' own times."""
+    layout_by_time: str | None
+    """The pipeline.layout whose ranks take about the same, where with it a step is shorter by a fiftieth or more."""
+    seconds_by_time: float | None
+    """Of a step with that."""
     chart: tuple[str, ...]
 
 
@@ -215,7 +220,7 @@ def make_plan(
         flops_per_token=flops,
         flops=flops["causal"] * batch.tokens,
         communication=_messages(spec, hardware, ceilings),
-        bubble=_waiting(spec, time),
+        bubble=_waiting(spec, time, hardware=hardware, ceilings=ceilings),
         step_time=_speed(time, batch=batch) if time else None,
         unbuilt=tuple(p.key for p in unbuilt_problems(spec)),
         decisions=spec.decisions,
@@ -325,11 +330,21 @@ def _messages(spec: Spec, hardware: Hardware | None, ceilings: Ceilings | None) 
     return tuple(found)
 
 
-def _waiting(spec: Spec, speed: StepTime | None) -> Waiting | None:
+def _waiting(
+    spec: Spec, speed: StepTime | None, *, hardware: Hardware | None, ceilings: Ceilings | None
+) -> Waiting | None:
     shape = shape_of(spec)
     if shape.pp == 1:
         return None
+    text = seconds = None
+    if speed is not None and hardware is not None and ceilings is not None:
+        other = divided_by_time(spec, hardware, ceilings)
+        found = step_time(other, hardware, ceilings).seconds
+        if found <= 0.98 * speed.seconds and fullest(memory_of(other)).total <= hardware.room:
+            text, seconds = other.parallelism.pipeline.layout, found
     return Waiting(
+        layout_by_time=text,
+        seconds_by_time=seconds,
         schedule=shape.schedule,
         micro_batches=shape.micro_batches,
         formula=bubble_formula(shape),

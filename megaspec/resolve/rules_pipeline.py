@@ -3,7 +3,7 @@
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
 from megaspec.resolve.case import Case, divisors, multiples
-from megaspec.resolve.stages import even_ways, stage_problem
+from megaspec.resolve.stages import even_ways, layout_text, stage_problem
 from megaspec.resolve.ways import Way, way_out
 
 _KEY = "parallelism.pipeline"
@@ -37,13 +37,9 @@ def layout_holds_all_layers(case: Case) -> Problem | None:
 
 
 def _even_layout(n_layers: int, stages: int) -> str:
-    """A layout of as equal stages as can be: `Et*3|t*3|t*3|t*2L`; in words when it is long."""
-    if stages > 16:
-        return f"E, {n_layers} t in {stages} stages, L"
+    """A layout of as equal stages as can be: `Ettt|ttt|ttt|ttL`."""
     layers, more = divmod(n_layers, stages)
-    sizes = [layers + (stage < more) for stage in range(stages)]
-    letters = [f"t*{size}" if size > 3 else "t" * size for size in sizes]
-    return f"E{'|'.join(letters)}L"
+    return layout_text([layers + (stage < more) for stage in range(stages)])
 
 
 def _way(case: Case) -> str:

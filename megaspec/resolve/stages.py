@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from megaspec.core.problems import one_of
 from megaspec.parallelism.passes import stage_number
@@ -95,6 +95,16 @@ def parse_layout(text: str) -> tuple[str, ...]:
     if len(open_groups) > 1:
         raise ValueError("has a ( without its )")
     return tuple("".join(open_groups[0]).split("|"))
+
+
+def layout_text(sizes: Sequence[int]) -> str:
+    """The layout of stages with so many layers: `Et*4|(t*5|)*6t*4|ttL`."""
+    letters = [f"t*{size}" if size > 3 else "t" * size for size in sizes]
+    if len(letters) == 1:
+        return f"E{letters[0]}L"
+    runs = [(one, len(list(same))) for one, same in groupby(letters[1:-1])]
+    middle = "".join(f"({one}|)*{times}" if times > 3 else f"{one}|" * times for one, times in runs)
+    return f"E{letters[0]}|{middle}{letters[-1]}L"
 
 
 def _split(model: ModelSpec, parallelism: ParallelismSpec) -> _Split:

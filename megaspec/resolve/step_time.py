@@ -102,6 +102,12 @@ def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTim
     return _step_time(recipe, hardware, parts, times.mesh.world, waiting)
 
 
+def least_seconds(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> float:
+    """What a step takes at least: the passes of the busiest pipeline rank."""
+    passes = _passes(recipe, hardware, ceilings)
+    return passes.busy[passes.busiest] * passes.shape.micro_batches
+
+
 def exposed_collectives(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> tuple[tuple[Collective, float], ...]:
     """Every collective with the seconds that a step waits for it, as its parts count them: those of micro batches on
     the busiest pipeline rank, and those of the step's end on the rank where that takes longest. What stages send is a

@@ -2,27 +2,31 @@
 predicted to take.
 
 Legal is what the rules let pass. Layouts are compared at the recipe's own global batch. At one layout and micro batch
-the search takes the least recomputation that fits, since more of it only costs time.
+the search takes the least recomputation that fits, since more of it only costs time. What a layout takes at least, the
+passes of its busiest rank, is found first: memory and time in full are worked out of those alone that may be among the
+fastest.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from itertools import product
 from math import gcd
 
 from megaspec.core.axes import fewest_gpus
+from megaspec.core.frozen import AUTO
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
 from megaspec.recipe import Recipe
+from megaspec.resolve.balance import divided_by_time
 from megaspec.resolve.batch import data_parallel
 from megaspec.resolve.case import Case, can_split_sequences, divisors
 from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.memory import StageMemory, fullest, memory_of
+from megaspec.resolve.memory import StageMemory, fullest, memory_of, states_of
 from megaspec.resolve.rules import is_legal
-from megaspec.resolve.stages import stage_problem
-from megaspec.resolve.step_time import StepTime, step_time
+from megaspec.resolve.step_time import StepTime, least_seconds, step_time
 from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.train.batch_schedule import BatchSchedule
@@ -31,13 +35,19 @@ from megaspec.train.batch_schedule import BatchSchedule
 SEARCHED = (
     "parallelism.tp",
     "parallelism.pp",
+    "parallelism.pipeline.schedule",
     "parallelism.pipeline.virtual_stages",
+    "parallelism.pipeline.layout",
     "parallelism.cp",
     "parallelism.ep",
     "parallelism.etp",
     "parallelism.dp_strategy",
     "parallelism.recompute.kind",
     "train.micro_batch",
+)
+# Other words for how layers are divided than the layout, which a search decides.
+DIVIDES = tuple(
+    f"parallelism.pipeline.{name}" for name in ("first_layers", "last_layers", "count_embedding", "count_loss")
 )
 STRATEGIES = ("replicate", "zero1", "zero2", "fsdp", "hsdp")
 _RECOMPUTE = {
@@ -46,6 +56,10 @@ _RECOMPUTE = {
     "full": RecomputeSpec(kind="full"),
 }
 _MAX_VIRTUAL = 8
+# Chunks for which layers are divided by time too, when chunks are searched.
+_DIVIDED = (1, 2, 3, 4, 6, 8)
+# By chunks of a rank; gpipe is never faster than 1f1b, and holds more.
+_SCHEDULES = {1: ("1f1b", "zb_h1"), 2: ("interleaved", "zb_v")}
 
 
 @dataclass(frozen=True)
@@ -72,10 +86,10 @@ class Found:
     """What a search saw."""
 
     best: tuple[Candidate, ...]
-    """Those that fit, fastest first; when none fits, the one that needs least memory."""
+    """Those that fit, fastest first, of each division among ranks the best pipeline alone; when none fits, the one that
+    needs least memory."""
     weighed: int
-    """Layouts and micro batches that were legal."""
-    fitting: int
+    """Layouts, pipelines and micro batches, of which those that may be among the fastest were weighed in full."""
 
 
 @dataclass(frozen=True)
@@ -102,31 +116,110 @@ class Grid:
         return list(free) if key in self.open else [own]
 
 
+@dataclass(frozen=True, order=True)
+class _Entry:
+    """A layout with a micro batch that was not weighed in full yet."""
+
+    least: float
+    """Seconds that a step takes at least."""
+    number: int
+    layout: int = field(compare=False)
+    """In the order of `layouts`."""
+    strategy: dict[str, object] = field(compare=False)
+    micro_batch: int = field(compare=False)
+    kinds: tuple[str, ...] = field(compare=False)
+    """Of recomputation, least first: the first is what `least` is for, the others what may be tried after it."""
+
+
+class _Queue:
+    """What can be weighed, the layout that may be the fastest first."""
+
+    def __init__(self, grid: Grid):
+        self._grid, self._layouts = grid, list(layouts(grid))
+        self._computed: dict[tuple[int, str], Recipe] = {}
+        self._recipes: dict[tuple[int, int, str], tuple[Recipe, float]] = {}
+        self._heap: list[_Entry] = []
+        kinds = tuple(grid.options("parallelism.recompute.kind", list(_RECOMPUTE)))
+        for number, layout in enumerate(self._layouts):
+            for strategy, micro_batch in _divisions(grid, layout):
+                self._put(_Entry(0.0, len(self._heap), number, strategy, micro_batch, kinds))
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    @property
+    def least(self) -> float:
+        """Seconds that any layout of the queue takes at least."""
+        return self._heap[0].least
+
+    def take(self) -> tuple[_Entry, Recipe]:
+        """The first entry, and what it stands for."""
+        entry = heappop(self._heap)
+        recipe, _ = self._recomputing(entry)
+        return entry, _changed(recipe, recipe.parallelism.model_copy(update=entry.strategy), entry.micro_batch)
+
+    def compute_more(self, entry: _Entry) -> None:
+        """Puts what takes the next kind of recomputation back."""
+        if entry.kinds[1:]:
+            self._put(replace(entry, kinds=entry.kinds[1:]))
+
+    def _put(self, entry: _Entry) -> None:
+        heappush(self._heap, replace(entry, least=self._recomputing(entry)[1]))
+
+    def _recomputing(self, entry: _Entry) -> tuple[Recipe, float]:
+        """The layout at its micro batch and recomputation, and the least; neither depends on the strategy."""
+        kind = entry.kinds[0]
+        key = entry.layout, entry.micro_batch, kind
+        if key not in self._recipes:
+            if (entry.layout, kind) not in self._computed:
+                self._computed[entry.layout, kind] = self._computing(self._layouts[entry.layout], kind)
+            layout = self._computed[entry.layout, kind]
+            recipe = _changed(layout, layout.parallelism, entry.micro_batch)
+            self._recipes[key] = recipe, least_seconds(recipe, self._grid.hardware, self._grid.ceilings)
+        return self._recipes[key]
+
+    def _computing(self, layout: Recipe, kind: str) -> Recipe:
+        """With another kind of recomputation: layers take longer beside the head."""
+        own = layout.parallelism
+        if own.recompute.kind == kind:
+            return layout
+        own = own.model_copy(update={"recompute": _RECOMPUTE[kind]})
+        return _by_time(self._grid, layout.model_copy(update={"parallelism": own}))
+
+
 def tune(grid: Grid, *, most: int = 10) -> Found:
     """The fastest layouts that fit."""
-    fitting: list[Candidate] = []
+    queue = _Queue(grid)
+    weighed, best = len(queue), dict[tuple[object, ...], Candidate]()
     smallest: tuple[Recipe, StageMemory] | None = None
-    weighed = 0
-    for layout in layouts(grid):
-        for strategy, micro_batch in _divisions(grid, layout):
-            for kind in grid.options("parallelism.recompute.kind", list(_RECOMPUTE)):
-                recipe = _with(layout, strategy, micro_batch, kind)
-                if grid.is_for_training and unbuilt_problems(recipe):
-                    continue
-                weighed += 1
-                memory = fullest(memory_of(recipe))
-                if memory.total <= grid.hardware.room:
-                    time = step_time(recipe, grid.hardware, grid.ceilings)
-                    fitting.append(Candidate(recipe, memory, time, True))
-                    break
-                if smallest is None or memory.total < smallest[1].total:
-                    smallest = recipe, memory
-    fitting.sort(key=lambda one: one.time.seconds)
-    best = [one for one in fitting if is_legal(_case(grid, one.recipe))][:most]
-    if not best and smallest is not None:
+    while queue and not (len(best) >= most and queue.least >= _slowest(best, most)):
+        entry, recipe = queue.take()
+        if smallest is not None and states_of(recipe) > (grid.hardware.room if best else smallest[1].total):
+            queue.compute_more(entry)
+            continue
+        memory = fullest(memory_of(recipe))
+        if memory.total > grid.hardware.room:
+            queue.compute_more(entry)
+        if not is_legal(_case(grid, recipe)) or (grid.is_for_training and unbuilt_problems(recipe)):
+            continue
+        if memory.total <= grid.hardware.room:
+            one = Candidate(recipe, memory, step_time(recipe, grid.hardware, grid.ceilings), True)
+            own = recipe.parallelism
+            key = own.tp, own.pp, own.cp, own.ep, own.etp, own.dp_strategy, own.dp_shard, entry.micro_batch
+            if key not in best or one.time.seconds < best[key].time.seconds:
+                best[key] = one
+        elif smallest is None or memory.total < smallest[1].total:
+            smallest = recipe, memory
+    found = sorted(best.values(), key=lambda one: one.time.seconds)[:most]
+    if not found and smallest is not None:
         recipe, memory = smallest
-        best = [Candidate(recipe, memory, step_time(recipe, grid.hardware, grid.ceilings), False)]
-    return Found(tuple(best), weighed, len(fitting))
+        found = [Candidate(recipe, memory, step_time(recipe, grid.hardware, grid.ceilings), False)]
+    return Found(tuple(found), weighed)
+
+
+def _slowest(best: dict[tuple[object, ...], Candidate], most: int) -> float:
+    """Seconds of the last of the `most` fastest."""
+    return sorted(one.time.seconds for one in best.values())[most - 1]
 
 
 def layouts(grid: Grid) -> Iterator[Recipe]:
@@ -145,40 +238,49 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
         for ep, etp in product(eps, etps):
             if world % fewest_gpus(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp):
                 continue
+            dp = world // (tp * pp * cp)
+            shares = _shares("replicate", dp, tp * cp, node=grid.hardware.node_size)
+            splits = can_split_sequences(tp=tp, cp=cp, seq_len=grid.recipe.data.seq_len, max_seq_len=model.max_seq_len)
+            degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "sequence_parallel": splits}
             for pipeline in _pipelines(grid, pp):
-                degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "pipeline": pipeline}
-                dp = world // (tp * pp * cp)
-                shares = _shares("replicate", dp, tp * cp, node=grid.hardware.node_size)
-                splits = can_split_sequences(
-                    tp=tp, cp=cp, seq_len=grid.recipe.data.seq_len, max_seq_len=model.max_seq_len
-                )
-                changed = {**degrees, **shares, "dp_strategy": "replicate", "sequence_parallel": splits}
+                changed = {**degrees, **shares, "dp_strategy": "replicate", "pipeline": pipeline}
                 recipe = _changed(grid.recipe, own.model_copy(update=changed), _micro_batches(grid, dp)[0])
+                recipe = _by_time(grid, recipe)
                 if is_legal(_case(grid, recipe)):
                     yield recipe
 
 
 def _pipelines(grid: Grid, pp: int) -> list[PipelineSpec]:
-    """Schedules of `pp` stages; a split that the recipe writes out stays with the number of stages that it is for."""
-    own = grid.recipe.parallelism
-    is_written_out = own.pipeline.layout is not None or own.pipeline.first_layers or own.pipeline.last_layers
-    if pp == own.pp and (is_written_out or "parallelism.pipeline.virtual_stages" not in grid.open):
-        return [own.pipeline]
-    if is_written_out and pp > 1:
-        return []
+    """Schedules of `pp` stages, each with layers divided evenly, where they can be, and by time (layout=auto); a split
+    that the recipe writes out stays with the number of stages that it is for."""
+    own, is_open = grid.recipe.parallelism.pipeline, {key.rpartition(".")[2]: True for key in grid.open}
+    same = pp == grid.recipe.parallelism.pp
+    if own.layout is not None or own.first_layers or own.last_layers:
+        return [own] if same else [PipelineSpec()] if pp == 1 else []
+    if pp == 1:
+        return [PipelineSpec(schedule="1f1b", micro_batch_group=1)]
+    chunks = range(1, _MAX_VIRTUAL + 1) if "virtual_stages" in is_open else (own.virtual_stages if same else 1,)
     found = []
-    chunks = range(1, _MAX_VIRTUAL + 1) if "parallelism.pipeline.virtual_stages" in grid.open else (1,)
-    for virtual in chunks if pp > 1 else (1,):
-        one = PipelineSpec(
-            schedule="1f1b" if virtual == 1 else "interleaved",
-            virtual_stages=virtual,
-            micro_batch_group=pp,
-            count_embedding=own.pipeline.count_embedding and pp > 1,
-            count_loss=own.pipeline.count_loss and pp > 1,
-        )
-        if stage_problem(grid.recipe.model, own.model_copy(update={"pp": pp, "pipeline": one})) is None:
-            found.append(one)
+    # no more stages than there are layers, the embedding and the head alone
+    for virtual in (one for one in chunks if pp * one <= grid.recipe.model.n_layers + 2):
+        schedules = _SCHEDULES.get(virtual, ("interleaved",))
+        if "schedule" not in is_open:
+            schedules = (own.schedule,) if own.schedule in (*schedules, "gpipe") else ()
+        for schedule in schedules:
+            group = own.micro_batch_group if same else pp
+            one = PipelineSpec(schedule=schedule, virtual_stages=virtual, micro_batch_group=group)
+            counted = {"count_embedding": own.count_embedding, "count_loss": own.count_loss}
+            found.append(one.model_copy(update=counted))
+            if "layout" in is_open and (virtual in _DIVIDED or len(chunks) == 1):
+                found.append(one.model_copy(update={"layout": AUTO}))
     return found
+
+
+def _by_time(grid: Grid, recipe: Recipe) -> Recipe:
+    """With its layers divided by time where that is open and asked for."""
+    if recipe.parallelism.pipeline.layout is None or "parallelism.pipeline.layout" not in grid.open:
+        return recipe
+    return divided_by_time(recipe, grid.hardware, grid.ceilings)
 
 
 def _divisions(grid: Grid, layout: Recipe) -> Iterator[tuple[dict[str, object], int]]:
@@ -214,12 +316,6 @@ def shards_of_a_replica(dp: int, inner: int, *, node: int, grid: int) -> tuple[i
 def _micro_batches(grid: Grid, dp: int) -> list[int]:
     share = gcd(*BatchSchedule(grid.recipe.train).batches) // dp
     return grid.options("train.micro_batch", [m for m in divisors(share) if m <= 16] if share else [1])
-
-
-def _with(layout: Recipe, strategy: dict[str, object], micro_batch: int, kind: str) -> Recipe:
-    own = layout.parallelism
-    recompute = own.recompute if own.recompute.kind == kind else _RECOMPUTE[kind]
-    return _changed(layout, own.model_copy(update={**strategy, "recompute": recompute}), micro_batch)
 
 
 def _changed(recipe: Recipe, parallelism: ParallelismSpec, micro_batch: int) -> Recipe:

@@ -44,6 +44,40 @@ def test_one_is_written_as_a_recipe_that_is_that_layout(tmp_path, capsys):
     assert "defaults:\n- llama3_8b" in out.read_text()
 
 
+FOUR = ("recipe=llama3_8b", "gpus=4", "hardware=H200", "train.global_batch=8", "train.batch_ramp=null")
+
+
+def test_pipelines_are_searched_by_schedule_chunks_and_how_layers_are_divided(tmp_path, capsys):
+    """Of 32 layers and a head that takes two of them, over four ranks."""
+    words = (*FOUR, "parallelism.pp=4", "train.micro_batch=1")
+    out = tmp_path / "recipes" / "mine.yaml"
+    assert main(["tune", *words, "--out", str(out)]) == 0
+    table = capsys.readouterr().out
+    assert "pp4:zb_v/6-9" in table
+    assert "ranks have 6 to 9 layers, divided by time" in table
+    planned = plan_words(["recipe=mine", "hardware=H200"])
+    own = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x")).parallelism.pipeline
+    assert (own.schedule, own.virtual_stages, own.layout.count("|")) == ("zb_v", 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        (("schedule=1f1b",), ("1f1b", 1, "Et")),
+        (("virtual_stages=2", "layout=null"), ("zb_v", 2, "null")),
+        (("schedule=zb_h1", "last_layers=5"), ("zb_h1", 1, "null")),
+    ],
+    ids=str,
+)
+def test_what_is_said_of_a_pipeline_stays(said, kept, capsys):
+    words = [f"parallelism.pipeline.{word}" for word in said]
+    assert main(["tune", *FOUR, "parallelism.pp=4", "train.micro_batch=1", *words, "--json", "--top", "1"]) == 0
+    found = dict(word.split("=", 1) for word in json.loads(capsys.readouterr().out)["best"][0]["overrides"])
+    schedule, chunks, layout = (found[f"parallelism.pipeline.{x}"] for x in ("schedule", "virtual_stages", "layout"))
+    assert (schedule, int(chunks)) == kept[:2]
+    assert layout.strip("'").startswith(kept[2])
+
+
 def test_what_can_be_trained_today(capsys):
     assert main(["tune", "recipe=llama3_2_1b", "gpus=4", "hardware=H200", "--trainable", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]

@@ -45,7 +45,7 @@ def test_every_layout_that_is_found_resolves_fits_and_is_no_slower_than_the_next
     grid = grid_of("llama3_70b", "train.global_batch=64", gpus=32)
     found = tune(grid)
     assert len(found.best) == 10
-    assert found.fitting <= found.weighed
+    assert len(found.best) <= found.weighed
     seconds = [one.time.seconds for one in found.best]
     assert seconds == sorted(seconds)
     for one in found.best:
@@ -109,7 +109,6 @@ def test_when_nothing_fits_the_smallest_is_told():
     (one,) = found.best
     assert not one.fits
     assert one.memory.total > HARDWARE["H200"].memory
-    assert found.fitting == 0
 
 
 @pytest.mark.parametrize(("name", "hardware", "gpus"), [("llama3_2_1b", "H200", 4), ("llama3_8b_half", "H100", 8)])
@@ -178,7 +177,7 @@ def test_auto_of_experts_searches_their_layouts_too():
 
 @pytest.mark.parametrize(("name", "gpus"), [("llama8b_two_h200", 2), ("dimensions_four_h200", 4)])
 def test_the_best_layout_that_is_found_is_the_best_that_was_measured(name, gpus):
-    """Of Llama-3-8B in at least five layouts with micro batches of one sequence, within 3 %."""
+    """Of Llama-3-8B in at least five layouts with micro batches of one sequence and equal stages, within 3 %."""
     path = Path(__file__).parents[1] / "benchmarks" / "results" / f"{name}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     measured = {}
@@ -195,7 +194,8 @@ def test_the_best_layout_that_is_found_is_the_best_that_was_measured(name, gpus)
     assert len(measured) >= 5
     words = ("train.global_batch=8", "train.micro_batch=1", "train.batch_ramp=null")
     grid = grid_of("llama3_8b", *words, gpus=gpus, trainable=True)
-    best = tune(replace(grid, open=grid.open - {"train.micro_batch"})).best[0].recipe
+    fixed = {"train.micro_batch", "parallelism.pipeline.schedule", "parallelism.pipeline.layout"}
+    best = tune(replace(grid, open=grid.open - fixed)).best[0].recipe
     own = best.parallelism
     assert (best.data.seq_len, own.recompute.kind) == (8192, "none")
     taken = measured[own.dp_strategy, own.tp, own.pp, own.pipeline.schedule, own.pipeline.virtual_stages]

@@ -1,0 +1,72 @@
+"""Layers divided by time: no pipeline rank has much more to do than another, with the embedding or head it holds."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from megaspec.parallelism.passes import rank_of_stage
+from megaspec.recipe import Recipe
+from megaspec.resolve.ceilings import Ceilings
+from megaspec.resolve.hardware import Hardware
+from megaspec.resolve.layer_time import layer_times
+from megaspec.resolve.schedule import shape_of
+from megaspec.resolve.stages import Chunk, layout_text
+
+
+def divided_by_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Recipe:
+    """A filled recipe whose pipeline.layout divides stages by the predicted seconds of each layer, the embedding and
+    the head."""
+    times, shape = layer_times(recipe, hardware, ceilings), shape_of(recipe)
+    ends = [0.0] * (shape.pp * shape.virtual)
+    ends[0] += times.chunk(Chunk((), embedding=True)).total
+    ends[-1] += times.chunk(Chunk((), head=True)).total
+    ranks = [rank_of_stage(shape, stage) for stage in range(len(ends))]
+    layers = times.layers(len(ends))
+    # in half per cents of a layer, so that cases that are alike are divided once
+    unit = sum(layers) / len(layers) / 200
+    parts = (tuple(round(one / unit) for one in some) for some in (layers, ends))
+    layout = layout_text(divided(*parts, tuple(ranks)))
+    own = recipe.parallelism
+    others = {"first_layers": None, "last_layers": None, "count_embedding": False, "count_loss": False}
+    pipeline = own.pipeline.model_copy(update={"layout": layout, **others})
+    return recipe.model_copy(update={"parallelism": own.model_copy(update={"pipeline": pipeline})})
+
+
+@lru_cache(maxsize=4096)
+def divided(layers: tuple[int, ...], ends: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """How many layers each stage gets. `layers`: what each takes, in the order of the model; `ends`, `ranks`: by stage,
+    what it takes without layers, and who holds it. Of equal ranks the last gets more: the first hold activations of
+    more micro batches."""
+    sizes, mean = [0] * len(ends), sum(layers) / len(layers)
+    by_rank = [[stage for stage, rank in enumerate(ranks) if rank == one] for one in range(max(ranks) + 1)]
+    busy: list[float] = [sum(ends[stage] for stage in stages) for stages in by_rank]
+    for _ in layers:
+        rank = min(range(len(busy)), key=lambda one: (busy[one], -one))
+        stage = min(by_rank[rank], key=lambda one: ends[one] + sizes[one] * mean)
+        busy[rank] += mean
+        sizes[stage] += 1
+    return tuple(sizes if max(layers) == min(layers) else _moved(sizes, layers, ends, by_rank))
+
+
+def _moved(sizes: list[int], layers: Sequence[int], ends: Sequence[int], by_rank: Sequence[Sequence[int]]) -> list[int]:
+    """Where layers differ: one layer after the other goes from the rank that has most to do to the one that has least,
+    as long as that shortens what the first has to do."""
+    before = [0, *accumulate(layers)]
+
+    def busy(sizes: Sequence[int]) -> list[int]:
+        starts = [0, *accumulate(sizes)]
+        stages = [end + before[starts[i + 1]] - before[starts[i]] for i, end in enumerate(ends)]
+        return [sum(stages[stage] for stage in of_rank) for of_rank in by_rank]
+
+    def exchanged(taken: int, given: int) -> list[int]:
+        return [size - (stage == taken) + (stage == given) for stage, size in enumerate(sizes)]
+
+    now = busy(sizes)
+    while True:
+        most, least = by_rank[now.index(max(now))], by_rank[now.index(min(now))]
+        options = [exchanged(taken, given) for taken in most if sizes[taken] for given in least]
+        best = min(options, key=lambda one: sorted(busy(one), reverse=True), default=sizes)
+        then = busy(best)
+        if sorted(then, reverse=True) >= sorted(now, reverse=True):
+            return sizes
+        sizes, now = best, then
