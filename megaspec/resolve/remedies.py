@@ -214,6 +214,17 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
     return turn
 
 
+def _one_by_one(recipe: Recipe) -> Recipe | None:
+    """The schedule that holds least: other chunks and weight gradients that are put off wait for nothing."""
+    own = recipe.parallelism
+    if own.pp == 1 or own.pipeline.schedule == "1f1b":
+        return None
+    split = {"layout": None} if own.pipeline.virtual_stages > 1 else {}
+    pipeline = own.pipeline.model_copy(update={"schedule": "1f1b", "virtual_stages": 1, **split})
+    changed = _laid_out(recipe, pipeline=pipeline)
+    return changed if stage_problem(recipe.model, changed.parallelism) is None else None
+
+
 def _more_experts(recipe: Recipe) -> Recipe | None:
     own = recipe.parallelism
     return None if moe_of(recipe.model) is None else _laid_out(recipe, ep=2 * own.ep)
@@ -233,6 +244,7 @@ LEVERS = (
     Lever("experts", 2, _more_experts),
     Lever("strategy", 3, _strategy("zero2")),
     Lever("recompute", 4, _selective),
+    Lever("schedule", 4, _one_by_one),
     Lever("strategy", 5, _strategy("fsdp")),
     Lever("recompute", 6, _feed_forward),
     Lever("tp", 6, _doubled("tp")),

@@ -7,7 +7,7 @@ import pytest
 from megaspec.recipe import Recipe
 from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.memory import fullest, memory_of
-from megaspec.resolve.remedies import remedies
+from megaspec.resolve.remedies import remedies, savings
 from tests.resolve.plans import MOE, plan
 
 WIDE = {"kind": "llama", "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 14336}
@@ -72,3 +72,29 @@ def test_the_cheapest_comes_first():
 def test_a_larger_gpu_comes_last():
     ways = remedies(eight_b({"dp_replicate": 1, "dp_strategy": "replicate"}, n_layers=16), HARDWARE["H100"])
     assert ways[-1].overrides == ("hardware=H200",)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "overrides"),
+    [
+        ({"schedule": "zb_h1"}, ("parallelism.pipeline.schedule=1f1b",)),
+        (
+            {"schedule": "zb_v", "virtual_stages": 2, "layout": "Et*4|t*5|t*5|t*4|t*4|t*4|t*4|ttL"},
+            (
+                "parallelism.pipeline.schedule=1f1b",
+                "parallelism.pipeline.virtual_stages=1",
+                "parallelism.pipeline.layout=null",
+            ),
+        ),
+    ],
+    ids=lambda one: one.get("schedule") if isinstance(one, dict) else "",
+)
+def test_a_schedule_that_holds_more_can_go(pipeline, overrides):
+    """Zero bubble keeps whole gradients of all layers where a strategy would share them out."""
+    sharded = {"pp": 4, "dp_strategy": "fsdp", "dp_replicate": 1, "dp_shard": 4}
+    recipe = eight_b(sharded | {"pipeline": pipeline | {"micro_batch_group": 4}})
+    every = {one.overrides: one.total for one in savings(recipe, HARDWARE["H100"], most=20)}
+    assert every[overrides] == fullest(memory_of(changed(recipe, overrides))).total < fullest(memory_of(recipe)).total
+    plain = savings(eight_b(sharded), HARDWARE["H100"], most=20)
+    assert plain
+    assert not any("schedule" in word for one in plain for word in one.overrides)
