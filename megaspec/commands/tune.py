@@ -29,6 +29,7 @@ from megaspec.resolve.stages import stages_of
 from megaspec.resolve.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 
+_RECOMPUTE = tuple(f"parallelism.recompute.{name}" for name in ("parts", "method", "layers"))
 # What follows from the fields that a search decides, unless the command line sets it.
 OPEN_WITH_THEM = ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.sequence_parallel")
 
@@ -113,7 +114,7 @@ def find(args: argparse.Namespace) -> Search:
     fixed = {key for key, origin in composed.origins.items() if origin == COMMAND_LINE}
     fixed -= {key for key in fixed if value_at(content, key) == AUTO}
     open_keys = frozenset(SEARCHED) - fixed
-    if fixed.intersection(DIVIDES):
+    if any(value_at(content, key) for key in fixed.intersection(DIVIDES)):
         open_keys -= {"parallelism.pipeline.layout"}
     content["launcher"]["ranks"] = target.gpus
     for key in OPEN_WITH_THEM:
@@ -168,8 +169,8 @@ def show_found(search: Search) -> None:
     recipe = search.grid.recipe
     batch = f"{recipe.train.global_batch} sequences of {recipe.data.seq_len:,}"
     out.print(
-        f"{recipe.name} on {recipe.launcher.ranks} x {hardware.name}, {batch} a step: {found.weighed:,} layouts, "
-        f"pipelines and micro batches weighed"
+        f"{recipe.name} on {recipe.launcher.ranks} x {hardware.name}, {batch} a step: {found.considered:,} layouts, "
+        f"pipelines and micro batches considered"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "step", "tok/s/GPU", "MFU", "free GiB"):
@@ -191,7 +192,7 @@ def show_found(search: Search) -> None:
     pipelines = [one.recipe.parallelism.pipeline for one in found.best if one.recipe.parallelism.pp > 1]
     if any(one.virtual_stages > 1 for one in pipelines):
         out.print("pp4x2: 2 chunks of layers a rank, interleaved; pp4:zb_v: another schedule")
-    if any(one.layout is not None for one in pipelines):
+    if recipe.parallelism.pipeline.layout is None and any(one.layout is not None for one in pipelines):
         out.print(
             "pp4/6-9: ranks have 6 to 9 layers, divided by time (parallelism.pipeline.layout in --json and --out)"
         )
@@ -209,7 +210,7 @@ def as_json(search: Search) -> dict[str, Any]:
         "recipe": search.composed.recipe.name,
         "hardware": search.hardware.name,
         "gpus": search.grid.recipe.launcher.ranks,
-        "weighed": search.found.weighed,
+        "considered": search.found.considered,
         "best": [_candidate(one) for one in search.found.best],
     }
 
@@ -229,13 +230,15 @@ def _candidate(one: Candidate) -> dict[str, Any]:
 
 def _as_word(value: object) -> str:
     """As the command line takes it; a layout's letters in quotes."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return f"'{value}'" if isinstance(value, str) and not re.fullmatch(r"\w+", value) else show(value)
 
 
 def layout_of(recipe: Recipe) -> dict[str, Any]:
     """Every field that says the layout, by dotted path."""
     content = recipe.model_dump(mode="json")
-    keys = (*SEARCHED, *OPEN_WITH_THEM, "parallelism.pipeline.micro_batch_group", *DIVIDES)
+    keys = (*SEARCHED, *OPEN_WITH_THEM, "parallelism.pipeline.micro_batch_group", *DIVIDES, *_RECOMPUTE)
     return {key: value_at(content, key) for key in keys} | {"launcher.ranks": recipe.launcher.ranks}
 
 
@@ -248,7 +251,11 @@ def write(args: argparse.Namespace, search: Search) -> None:
     plain = compose(parent, (), args.config_dir).recipe.model_dump(mode="json")
     asked = search.composed.recipe.model_dump(mode="json")
     changed = {key: value for key, value in leaves(asked) if value != value_at(plain, key)}
-    changed |= {key: value for key, value in layout_of(one.recipe).items() if value != value_at(plain, key)}
+    layout = layout_of(one.recipe)
+    changed = {
+        key: value for key, value in changed.items() if not any(key == k or key.startswith(f"{k}.") for k in layout)
+    }
+    changed |= {key: value for key, value in layout.items() if value != value_at(plain, key)}
     machine = f"{one.recipe.launcher.ranks} x {search.hardware.name}"
     changed["name"] = args.out.stem if changed.get("name", AUTO) == AUTO else changed["name"]
     changed["about.purpose"] = f"{parent} as megaspec tune lays it out on {machine}."

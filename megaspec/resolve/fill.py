@@ -109,6 +109,8 @@ def data_cache(draft: Draft) -> None:
 
 def searched(draft: Draft) -> None:
     """Degrees that only a search decides; on a machine that nothing is known about, the plain choice."""
+    if any(draft[key] for key in DIVIDES):
+        draft.fill("parallelism.pipeline.layout", None, "another setting says how layers are divided")
     if not any(draft.is_open(key) for key in PLAIN):
         return
     hardware = hardware_of(draft.target) if draft.target.device == "cuda" else None
@@ -121,7 +123,7 @@ def searched(draft: Draft) -> None:
             best = found.best[0].recipe.model_dump(mode="json")
             fate = "fastest that fits" if found.best[0].fits else "nothing fits; it needs least memory"
             for key in SEARCHED:
-                draft.fill(key, value_at(best, key), f"{fate}, {found.weighed:,} weighed (megaspec tune)")
+                draft.fill(key, value_at(best, key), f"{fate}, {found.considered:,} considered (megaspec tune)")
     for key, plain in PLAIN.items():
         draft.fill(key, plain, why)
 
@@ -130,8 +132,6 @@ def _grid(draft: Draft, hardware: Hardware) -> Grid:
     """What is searched: what is set stays as it is. Of what can be trained in a plain layout only layouts that can be
     trained count, of all else every layout."""
     open_keys = frozenset(key for key in SEARCHED if draft.is_open(key))
-    if any(draft[key] for key in DIVIDES):
-        open_keys -= {"parallelism.pipeline.layout"}
     recipe = Recipe.model_validate_json(json.dumps(draft.content))
     base = plainly_filled(recipe, draft.target, draft.facts)
     can_train = not unbuilt_problems(base)

@@ -127,13 +127,6 @@ def fullest(stages: Sequence[StageMemory]) -> StageMemory:
     return max(stages, key=lambda one: one.total)
 
 
-def states_of(recipe: Recipe) -> int:
-    """What the first stage holds whatever is in flight: less than the peak, and found much faster."""
-    own, share = recipe.parallelism, share_of(recipe)
-    contents = _contents(recipe.model, own.pp, own.pipeline)[0]
-    return sum(_held_always(recipe, share, contents, rank_parameters(recipe, 0)).values())
-
-
 @lru_cache(maxsize=4096)
 def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[Contents, ...]:
     experts = has_experts(model)

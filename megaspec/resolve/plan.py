@@ -117,7 +117,8 @@ class Waiting(Frozen):
     ratio: float | None
     """With these stages' own times."""
     layout_by_time: str | None
-    """The pipeline.layout whose ranks take about the same, where with it a step is shorter by a fiftieth or more."""
+    """The pipeline.layout whose ranks take about the same, where with it a step is shorter by a fiftieth or more and no
+    other setting says how layers are divided."""
     seconds_by_time: float | None
     """Of a step with that."""
     chart: tuple[str, ...]
@@ -337,7 +338,9 @@ def _waiting(
     if shape.pp == 1:
         return None
     text = seconds = None
-    if speed is not None and hardware is not None and ceilings is not None:
+    own = spec.parallelism.pipeline
+    is_said = own.first_layers or own.last_layers or own.count_embedding or own.count_loss
+    if speed is not None and hardware is not None and ceilings is not None and not is_said:
         other = divided_by_time(spec, hardware, ceilings)
         found = step_time(other, hardware, ceilings).seconds
         if found <= 0.98 * speed.seconds and fullest(memory_of(other)).total <= hardware.room:

@@ -253,8 +253,8 @@ def _print_bubble(plan: Plan, console: Console) -> None:
     for line in one.chart:
         console.print(escape(line), soft_wrap=True)
     if one.seconds_by_time is not None:
-        text = f"layers divided by time would take {_seconds(one.seconds_by_time)} a step: parallelism.pipeline.layout"
-        console.print(f"{text}=auto, or {escape(one.layout_by_time or '')}")
+        text = f"layers divided by time would take {_seconds(one.seconds_by_time)} a step: parallelism.pipeline.layout="
+        console.print(f"{text}'{escape(one.layout_by_time or '')}'; auto searches the schedule too")
     plus = ", + weight gradient" if any("+" in line for line in one.chart) else ""
     console.print(f"pp rank, then time: 0 1 2 forward, a b c backward{plus}, . waiting", style="dim")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import product
-from math import gcd
+from math import gcd, inf
 
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.frozen import AUTO
@@ -24,7 +24,7 @@ from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.memory import StageMemory, fullest, memory_of, states_of
+from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.rules import is_legal
 from megaspec.resolve.step_time import StepTime, least_seconds, step_time
 from megaspec.resolve.target import Target
@@ -56,8 +56,6 @@ _RECOMPUTE = {
     "full": RecomputeSpec(kind="full"),
 }
 _MAX_VIRTUAL = 8
-# Chunks for which layers are divided by time too, when chunks are searched.
-_DIVIDED = (1, 2, 3, 4, 6, 8)
 # By chunks of a rank; gpipe is never faster than 1f1b, and holds more.
 _SCHEDULES = {1: ("1f1b", "zb_h1"), 2: ("interleaved", "zb_v")}
 
@@ -88,8 +86,8 @@ class Found:
     best: tuple[Candidate, ...]
     """Those that fit, fastest first, of each division among ranks the best pipeline alone; when none fits, the one that
     needs least memory."""
-    weighed: int
-    """Layouts, pipelines and micro batches, of which those that may be among the fastest were weighed in full."""
+    considered: int
+    """Layouts, pipelines and micro batches; those that may be among the fastest were weighed in full."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +137,10 @@ class _Queue:
         self._computed: dict[tuple[int, str], Recipe] = {}
         self._recipes: dict[tuple[int, int, str], tuple[Recipe, float]] = {}
         self._heap: list[_Entry] = []
-        kinds = tuple(grid.options("parallelism.recompute.kind", list(_RECOMPUTE)))
+        self._kinds = tuple(grid.options("parallelism.recompute.kind", list(_RECOMPUTE)))
         for number, layout in enumerate(self._layouts):
             for strategy, micro_batch in _divisions(grid, layout):
-                self._put(_Entry(0.0, len(self._heap), number, strategy, micro_batch, kinds))
+                self._put(_Entry(0.0, len(self._heap), number, strategy, micro_batch, self._kinds))
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -157,6 +155,14 @@ class _Queue:
         entry = heappop(self._heap)
         recipe, _ = self._recomputing(entry)
         return entry, _changed(recipe, recipe.parallelism.model_copy(update=entry.strategy), entry.micro_batch)
+
+    def smallest(self, layout: int) -> list[Recipe]:
+        """What takes least memory of a layout: the smallest micro batch, most recomputation, by strategy."""
+        divisions = list(_divisions(self._grid, self._layouts[layout]))
+        least = min(micro_batch for _, micro_batch in divisions)
+        recipe = self._computing(self._layouts[layout], self._kinds[-1])
+        own = recipe.parallelism
+        return [_changed(recipe, own.model_copy(update=s), least) for s, micro in divisions if micro == least]
 
     def compute_more(self, entry: _Entry) -> None:
         """Puts what takes the next kind of recomputation back."""
@@ -190,40 +196,50 @@ class _Queue:
 def tune(grid: Grid, *, most: int = 10) -> Found:
     """The fastest layouts that fit."""
     queue = _Queue(grid)
-    weighed, best = len(queue), dict[tuple[object, ...], Candidate]()
-    smallest: tuple[Recipe, StageMemory] | None = None
-    while queue and not (len(best) >= most and queue.least >= _slowest(best, most)):
+    considered, best, limit = len(queue), dict[tuple[object, ...], Candidate](), inf
+    smallest: tuple[int, Recipe] | None = None
+    may_fit: dict[int, bool] = {}
+    while queue and queue.least < limit:
         entry, recipe = queue.take()
-        if smallest is not None and states_of(recipe) > (grid.hardware.room if best else smallest[1].total):
-            queue.compute_more(entry)
+        if not may_fit.get(entry.layout, True) or not _counts(grid, recipe):
             continue
         memory = fullest(memory_of(recipe))
-        if memory.total > grid.hardware.room:
-            queue.compute_more(entry)
-        if not is_legal(_case(grid, recipe)) or (grid.is_for_training and unbuilt_problems(recipe)):
-            continue
         if memory.total <= grid.hardware.room:
             one = Candidate(recipe, memory, step_time(recipe, grid.hardware, grid.ceilings), True)
             own = recipe.parallelism
             key = own.tp, own.pp, own.cp, own.ep, own.etp, own.dp_strategy, own.dp_shard, entry.micro_batch
             if key not in best or one.time.seconds < best[key].time.seconds:
                 best[key] = one
-        elif smallest is None or memory.total < smallest[1].total:
-            smallest = recipe, memory
+                limit = _slowest(best, most)
+            continue
+        queue.compute_more(entry)
+        if entry.layout not in may_fit:
+            # if what takes least of it does not fit, nothing of it does
+            sizes = [(fullest(memory_of(r)).total, r) for r in queue.smallest(entry.layout) if _counts(grid, r)]
+            least = min([*sizes, (memory.total, recipe)], key=lambda one: one[0])
+            may_fit[entry.layout] = not sizes or least[0] <= grid.hardware.room
+            smallest = min([least, *([smallest] if smallest else [])], key=lambda one: one[0])
     found = sorted(best.values(), key=lambda one: one.time.seconds)[:most]
     if not found and smallest is not None:
-        recipe, memory = smallest
-        found = [Candidate(recipe, memory, step_time(recipe, grid.hardware, grid.ceilings), False)]
-    return Found(tuple(found), weighed)
+        recipe = smallest[1]
+        time = step_time(recipe, grid.hardware, grid.ceilings)
+        found = [Candidate(recipe, fullest(memory_of(recipe)), time, False)]
+    return Found(tuple(found), considered)
+
+
+def _counts(grid: Grid, recipe: Recipe) -> bool:
+    """Legal, and one that can be trained where that is asked for."""
+    return is_legal(_case(grid, recipe)) and not (grid.is_for_training and unbuilt_problems(recipe))
 
 
 def _slowest(best: dict[tuple[object, ...], Candidate], most: int) -> float:
-    """Seconds of the last of the `most` fastest."""
-    return sorted(one.time.seconds for one in best.values())[most - 1]
+    """Seconds of the last of the `most` fastest, when there are so many."""
+    seconds = sorted(one.time.seconds for one in best.values())
+    return seconds[most - 1] if len(seconds) >= most else inf
 
 
 def layouts(grid: Grid) -> Iterator[Recipe]:
-    """Every legal choice of degrees and virtual stages, the rest as in the recipe."""
+    """Every legal choice of degrees, and of schedules and stages of a pipeline, the rest as in the recipe."""
     world, model, own = grid.recipe.launcher.ranks, grid.recipe.model, grid.recipe.parallelism
     moe = moe_of(model)
     within_node = [d for d in divisors(world) if d <= grid.hardware.node_size]
@@ -250,35 +266,35 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
                     yield recipe
 
 
-def _pipelines(grid: Grid, pp: int) -> list[PipelineSpec]:
-    """Schedules of `pp` stages, each with layers divided evenly, where they can be, and by time (layout=auto); a split
-    that the recipe writes out stays with the number of stages that it is for."""
-    own, is_open = grid.recipe.parallelism.pipeline, {key.rpartition(".")[2]: True for key in grid.open}
-    same = pp == grid.recipe.parallelism.pp
-    if own.layout is not None or own.first_layers or own.last_layers:
-        return [own] if same else [PipelineSpec()] if pp == 1 else []
+def _pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
+    """Schedules of `pp` stages, with layers divided evenly and by time (layout=auto). What is set stays: a split that
+    is written out with its number of stages."""
+    own, own_pp = grid.recipe.parallelism.pipeline, grid.recipe.parallelism.pp
+    is_written = own.layout is not None or own.first_layers is not None or own.last_layers is not None
+    searches_chunks = "parallelism.pipeline.virtual_stages" in grid.open and not is_written
+    schedules = None if "parallelism.pipeline.schedule" in grid.open else own.schedule
     if pp == 1:
-        return [PipelineSpec(schedule="1f1b", micro_batch_group=1)]
-    chunks = range(1, _MAX_VIRTUAL + 1) if "virtual_stages" in is_open else (own.virtual_stages if same else 1,)
-    found = []
+        if (searches_chunks or own.virtual_stages == 1) and schedules in (None, "1f1b", "gpipe"):
+            yield PipelineSpec(schedule="1f1b", micro_batch_group=1)
+        return
+    if is_written and pp != own_pp:
+        return
+    group = pp if own.micro_batch_group == own_pp else own.micro_batch_group
     # no more stages than there are layers, the embedding and the head alone
-    for virtual in (one for one in chunks if pp * one <= grid.recipe.model.n_layers + 2):
-        schedules = _SCHEDULES.get(virtual, ("interleaved",))
-        if "schedule" not in is_open:
-            schedules = (own.schedule,) if own.schedule in (*schedules, "gpipe") else ()
-        for schedule in schedules:
-            group = own.micro_batch_group if same else pp
-            one = PipelineSpec(schedule=schedule, virtual_stages=virtual, micro_batch_group=group)
-            counted = {"count_embedding": own.count_embedding, "count_loss": own.count_loss}
-            found.append(one.model_copy(update=counted))
-            if "layout" in is_open and (virtual in _DIVIDED or len(chunks) == 1):
-                found.append(one.model_copy(update={"layout": AUTO}))
-    return found
+    most = min(_MAX_VIRTUAL, (grid.recipe.model.n_layers + 2) // pp)
+    for virtual in range(1, most + 1) if searches_chunks else (own.virtual_stages,):
+        for schedule in _SCHEDULES.get(virtual, ("interleaved",)) if schedules is None else (schedules,):
+            changes = {"schedule": schedule, "virtual_stages": virtual, "micro_batch_group": group}
+            even = own.model_copy(update=changes)
+            yield even
+            if "parallelism.pipeline.layout" in grid.open and not is_written:
+                plain = {"count_embedding": False, "count_loss": False}
+                yield even.model_copy(update={"layout": AUTO, **plain})
 
 
 def _by_time(grid: Grid, recipe: Recipe) -> Recipe:
-    """With its layers divided by time where that is open and asked for."""
-    if recipe.parallelism.pipeline.layout is None or "parallelism.pipeline.layout" not in grid.open:
+    """With its layers divided by time, unless they are divided evenly or as the recipe says."""
+    if recipe.parallelism.pipeline.layout is None or grid.recipe.parallelism.pipeline.layout is not None:
         return recipe
     return divided_by_time(recipe, grid.hardware, grid.ceilings)
 

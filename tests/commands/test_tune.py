@@ -10,6 +10,7 @@ from megaspec.core.errors import RecipeError
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.resolver import resolve
+from megaspec.resolve.stages import parse_layout
 
 WORDS = ("recipe=llama3_8b", "gpus=8", "hardware=H100", "train.global_batch=32")
 
@@ -57,7 +58,7 @@ def test_pipelines_are_searched_by_schedule_chunks_and_how_layers_are_divided(tm
     assert "ranks have 6 to 9 layers, divided by time" in table
     planned = plan_words(["recipe=mine", "hardware=H200"])
     own = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x")).parallelism.pipeline
-    assert (own.schedule, own.virtual_stages, own.layout.count("|")) == ("zb_v", 2, 7)
+    assert (own.schedule, own.virtual_stages, len(parse_layout(own.layout))) == ("zb_v", 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +116,33 @@ def test_help_says_what_gpus_means(command, capsys):
 def test_what_can_not_be_found_is_said(words, said, capsys):
     assert main(["tune", *words]) == RecipeError.exit_code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["first_layers: 5", "layout: 'Et*11|t*10|t*10|tL'", "virtual_stages: 2"]
+)  # fmt: skip
+def test_what_a_file_says_of_stages_leaves_layouts_without_them(pipeline, tmp_path, capsys):
+    recipes = tmp_path / "recipes"
+    recipes.mkdir()
+    text = f"defaults: [llama3_8b]\nparallelism: {{pp: 4, cp: 1, pipeline: {{{pipeline}}}}}\n"
+    (recipes / "mine.yaml").write_text(text + "train: {global_batch: 8, micro_batch: 1, batch_ramp: null}\n")
+    assert main(["tune", "recipe=mine", "gpus=4", "hardware=H200", "--json", "--top", "1"]) == 0
+    assert "parallelism.pp=1" in json.loads(capsys.readouterr().out)["best"][0]["overrides"]
+    # among those with stages, what is written stays
+    assert main(["tune", "recipe=mine", "gpus=4", "hardware=H200", "parallelism.pp=4", "--json", "--top", "1"]) == 0
+    words = json.loads(capsys.readouterr().out)["best"][0]["overrides"]
+    key, _, value = pipeline.partition(": ")
+    assert key == "virtual_stages" or f"parallelism.pipeline.{key}={value}" in words
+
+
+@pytest.mark.parametrize("recipe", ["llama3_1_405b", "qwen3_30b_a3b", "mixtral_8x7b"])
+def test_what_is_written_can_be_planned(recipe, tmp_path, capsys):
+    """Settings of a file that go with another choice, such as what is recomputed, go with it."""
+    gpus = {"llama3_1_405b": 256}.get(recipe, 16)
+    own = (f"recipe={recipe}", "hardware=H200", f"gpus={gpus}", "train.micro_batch=1", "parallelism.cp=1")
+    out = tmp_path / "recipes" / "mine.yaml"
+    assert main(["tune", *own, "--json", "--top", "3", "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    planned = plan_words(["recipe=mine", "hardware=H200"])
+    spec = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x"))
+    assert fullest(memory_of(spec)).total == found["best"][0]["memory"]

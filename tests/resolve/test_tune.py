@@ -45,7 +45,7 @@ def test_every_layout_that_is_found_resolves_fits_and_is_no_slower_than_the_next
     grid = grid_of("llama3_70b", "train.global_batch=64", gpus=32)
     found = tune(grid)
     assert len(found.best) == 10
-    assert len(found.best) <= found.weighed
+    assert len(found.best) <= found.considered
     seconds = [one.time.seconds for one in found.best]
     assert seconds == sorted(seconds)
     for one in found.best:
@@ -122,7 +122,7 @@ def test_parallelism_auto_takes_the_best_that_can_be_trained_and_says_so(name, h
     assert spec.train.micro_batch == best.recipe.train.micro_batch
     assert unbuilt_problems(spec) == []
     (reason,) = {d.reason for d in spec.decisions if d.key == "parallelism.pp"}
-    assert "weighed (megaspec tune)" in reason
+    assert "considered (megaspec tune)" in reason
 
 
 def test_auto_without_a_gpu_is_plain():
