@@ -10,7 +10,8 @@ LOGITS_BYTES = 1 << 30
 
 
 def logits_piece(rows: int, row_bytes: int) -> int:
-    """Rows of a piece of logits: as few pieces as LOGITS_BYTES allows, of equal size but for the last."""
+    """Rows of a piece of logits [rows, columns] of `row_bytes` a row: as few pieces as LOGITS_BYTES allows, of one size
+    but for the last."""
     pieces = -(-rows * row_bytes // LOGITS_BYTES)
     return max(1, -(-rows // max(1, pieces)))
 

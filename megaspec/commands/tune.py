@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from megaspec.commands.words import tell_left_out, terminal, words_parser
 from megaspec.compose import Composed, compose
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
-from megaspec.core.problems import one_of, show, value_at
+from megaspec.core.problems import as_word, one_of, value_at
 from megaspec.core.units import GIB
 from megaspec.data.files import write_text
 from megaspec.recipe import Recipe
@@ -29,7 +28,8 @@ from megaspec.resolve.stages import stages_of
 from megaspec.resolve.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 
-_RECOMPUTE = tuple(f"parallelism.recompute.{name}" for name in ("parts", "method", "layers"))
+# What goes with a kind of recomputation that a search decides.
+_RECOMPUTED = tuple(f"parallelism.recompute.{name}" for name in ("parts", "method", "layers"))
 # What follows from the fields that a search decides, unless the command line sets it.
 OPEN_WITH_THEM = ("parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.sequence_parallel")
 
@@ -217,7 +217,7 @@ def as_json(search: Search) -> dict[str, Any]:
 
 def _candidate(one: Candidate) -> dict[str, Any]:
     return {
-        "overrides": [f"{key}={_as_word(value)}" for key, value in layout_of(one.recipe).items()],
+        "overrides": [f"{key}={as_word(value)}" for key, value in layout_of(one.recipe).items()],
         "seconds": one.time.seconds,
         "tokens_per_second_per_gpu": one.time.tokens_per_second_per_gpu,
         "mfu": one.time.mfu,
@@ -228,17 +228,10 @@ def _candidate(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _as_word(value: object) -> str:
-    """As the command line takes it; a layout's letters in quotes."""
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return f"'{value}'" if isinstance(value, str) and not re.fullmatch(r"\w+", value) else show(value)
-
-
 def layout_of(recipe: Recipe) -> dict[str, Any]:
     """Every field that says the layout, by dotted path."""
     content = recipe.model_dump(mode="json")
-    keys = (*SEARCHED, *OPEN_WITH_THEM, "parallelism.pipeline.micro_batch_group", *DIVIDES, *_RECOMPUTE)
+    keys = (*SEARCHED, *OPEN_WITH_THEM, "parallelism.pipeline.micro_batch_group", *DIVIDES, *_RECOMPUTED)
     return {key: value_at(content, key) for key in keys} | {"launcher.ranks": recipe.launcher.ranks}
 
 

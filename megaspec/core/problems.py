@@ -1,5 +1,6 @@
 """Typing errors in the words of a recipe: path=value, the rule, the nearest legal key or value, where it was set."""
 
+import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -73,6 +74,14 @@ def show(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     text = f"{value}"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def as_word(value: object) -> str:
+    """A plain value or a list of names, whole, as it stands behind `path=` on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    # a layout's letters mean something to the shell and to Hydra
+    return f"'{value}'" if isinstance(value, str) and not re.fullmatch(r"\w+", value) else show(value)
 
 
 def value_at(content: Any, key: str) -> Any:

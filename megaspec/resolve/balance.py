@@ -10,7 +10,7 @@ from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.layer_time import layer_times
 from megaspec.resolve.schedule import shape_of
-from megaspec.resolve.stages import Chunk, layout_text
+from megaspec.resolve.stages import EVENLY, Chunk, layout_text
 
 
 def divided_by_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Recipe:
@@ -27,8 +27,7 @@ def divided_by_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> R
     parts = (tuple(round(one / unit) for one in some) for some in (layers, ends))
     layout = layout_text(divided(*parts, tuple(ranks)))
     own = recipe.parallelism
-    others = {"first_layers": None, "last_layers": None, "count_embedding": False, "count_loss": False}
-    pipeline = own.pipeline.model_copy(update={"layout": layout, **others})
+    pipeline = own.pipeline.model_copy(update={**EVENLY, "layout": layout})
     return recipe.model_copy(update={"parallelism": own.model_copy(update={"pipeline": pipeline})})
 
 

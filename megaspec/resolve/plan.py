@@ -18,7 +18,7 @@ from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.parameters import count_parameters, rank_parameters
 from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.schedule import bubble_formula, chart, shape_of
-from megaspec.resolve.stages import layer_ranges, stages_of
+from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
 from megaspec.resolve.step_time import StepTime, exposed_collectives, step_time
 from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
@@ -338,8 +338,7 @@ def _waiting(
     if shape.pp == 1:
         return None
     text = seconds = None
-    own = spec.parallelism.pipeline
-    is_said = own.first_layers or own.last_layers or own.count_embedding or own.count_loss
+    is_said = any(getattr(spec.parallelism.pipeline, name) for name in EVENLY)
     if speed is not None and hardware is not None and ceilings is not None and not is_said:
         other = divided_by_time(spec, hardware, ceilings)
         found = step_time(other, hardware, ceilings).seconds

@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from megaspec.core.frozen import Frozen
-from megaspec.core.problems import show
+from megaspec.core.problems import as_word
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
@@ -120,7 +120,7 @@ def _broken(recipe: Recipe, hardware: Hardware) -> set[str]:
 
 def _overrides(recipe: Recipe, changed: Recipe) -> tuple[str, ...]:
     before = dict(_settings(recipe))
-    return tuple(f"{key}={_word(value)}" for key, value in _settings(changed) if value != before.get(key))
+    return tuple(f"{key}={as_word(value)}" for key, value in _settings(changed) if value != before.get(key))
 
 
 def _settings(recipe: Recipe) -> list[tuple[str, Any]]:
@@ -128,12 +128,6 @@ def _settings(recipe: Recipe) -> list[tuple[str, Any]]:
     content = recipe.model_dump(mode="json", include={"parallelism", "optim", "train"})
     parts = content["parallelism"]["recompute"].pop("parts")
     return [*leaves(content), ("parallelism.recompute.parts", parts)]
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return show(value)
 
 
 def _larger(recipe: Recipe, hardware: Hardware) -> list[Remedy]:

@@ -14,6 +14,8 @@ from megaspec.resolve.case import divisors, multiples, nearest
 
 MOST_LAYERS = 10_000
 _KEY = "parallelism.pipeline"
+# Settings of a pipeline beside its layout that say how layers are divided, with the values that say nothing.
+EVENLY = {"first_layers": None, "last_layers": None, "count_embedding": False, "count_loss": False}
 
 
 @dataclass(frozen=True)

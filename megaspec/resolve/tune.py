@@ -26,6 +26,7 @@ from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import moe_of
 from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.rules import is_legal
+from megaspec.resolve.stages import EVENLY
 from megaspec.resolve.step_time import StepTime, least_seconds, step_time
 from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
@@ -46,9 +47,7 @@ SEARCHED = (
     "train.micro_batch",
 )
 # Other words for how layers are divided than the layout, which a search decides.
-DIVIDES = tuple(
-    f"parallelism.pipeline.{name}" for name in ("first_layers", "last_layers", "count_embedding", "count_loss")
-)
+DIVIDES = tuple(f"parallelism.pipeline.{name}" for name in EVENLY)
 STRATEGIES = ("replicate", "zero1", "zero2", "fsdp", "hsdp")
 _RECOMPUTE = {
     "none": RecomputeSpec(),
@@ -160,7 +159,7 @@ class _Queue:
         """What takes least memory of a layout: the smallest micro batch, most recomputation, by strategy."""
         divisions = list(_divisions(self._grid, self._layouts[layout]))
         least = min(micro_batch for _, micro_batch in divisions)
-        recipe = self._computing(self._layouts[layout], self._kinds[-1])
+        recipe = self._computing(layout, self._kinds[-1])
         own = recipe.parallelism
         return [_changed(recipe, own.model_copy(update=s), least) for s, micro in divisions if micro == least]
 
@@ -177,20 +176,21 @@ class _Queue:
         kind = entry.kinds[0]
         key = entry.layout, entry.micro_batch, kind
         if key not in self._recipes:
-            if (entry.layout, kind) not in self._computed:
-                self._computed[entry.layout, kind] = self._computing(self._layouts[entry.layout], kind)
-            layout = self._computed[entry.layout, kind]
+            layout = self._computing(entry.layout, kind)
             recipe = _changed(layout, layout.parallelism, entry.micro_batch)
             self._recipes[key] = recipe, least_seconds(recipe, self._grid.hardware, self._grid.ceilings)
         return self._recipes[key]
 
-    def _computing(self, layout: Recipe, kind: str) -> Recipe:
-        """With another kind of recomputation: layers take longer beside the head."""
-        own = layout.parallelism
-        if own.recompute.kind == kind:
-            return layout
-        own = own.model_copy(update={"recompute": _RECOMPUTE[kind]})
-        return _by_time(self._grid, layout.model_copy(update={"parallelism": own}))
+    def _computing(self, number: int, kind: str) -> Recipe:
+        """A layout with a kind of recomputation, which makes layers take longer beside the head."""
+        if (number, kind) not in self._computed:
+            layout = self._layouts[number]
+            own = layout.parallelism
+            if own.recompute.kind != kind:
+                own = own.model_copy(update={"recompute": _RECOMPUTE[kind]})
+                layout = _by_time(self._grid, layout.model_copy(update={"parallelism": own}))
+            self._computed[number, kind] = layout
+        return self._computed[number, kind]
 
 
 def tune(grid: Grid, *, most: int = 10) -> Found:
@@ -272,9 +272,9 @@ def _pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
     own, own_pp = grid.recipe.parallelism.pipeline, grid.recipe.parallelism.pp
     is_written = own.layout is not None or own.first_layers is not None or own.last_layers is not None
     searches_chunks = "parallelism.pipeline.virtual_stages" in grid.open and not is_written
-    schedules = None if "parallelism.pipeline.schedule" in grid.open else own.schedule
+    fixed = None if "parallelism.pipeline.schedule" in grid.open else own.schedule
     if pp == 1:
-        if (searches_chunks or own.virtual_stages == 1) and schedules in (None, "1f1b", "gpipe"):
+        if (searches_chunks or own.virtual_stages == 1) and fixed in (None, "1f1b", "gpipe"):
             yield PipelineSpec(schedule="1f1b", micro_batch_group=1)
         return
     if is_written and pp != own_pp:
@@ -283,13 +283,12 @@ def _pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
     # no more stages than there are layers, the embedding and the head alone
     most = min(_MAX_VIRTUAL, (grid.recipe.model.n_layers + 2) // pp)
     for virtual in range(1, most + 1) if searches_chunks else (own.virtual_stages,):
-        for schedule in _SCHEDULES.get(virtual, ("interleaved",)) if schedules is None else (schedules,):
+        for schedule in _SCHEDULES.get(virtual, ("interleaved",)) if fixed is None else (fixed,):
             changes = {"schedule": schedule, "virtual_stages": virtual, "micro_batch_group": group}
             even = own.model_copy(update=changes)
             yield even
             if "parallelism.pipeline.layout" in grid.open and not is_written:
-                plain = {"count_embedding": False, "count_loss": False}
-                yield even.model_copy(update={"layout": AUTO, **plain})
+                yield even.model_copy(update={**EVENLY, "layout": AUTO})
 
 
 def _by_time(grid: Grid, recipe: Recipe) -> Recipe:

@@ -1,5 +1,7 @@
 """Predictions beside measurements that set none of the model's constants: what was measured after these were fixed.
 
+But for the step times of pipelines: on those BESIDE_PASSES was set.
+
 tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl, llama8b_two_h200.jsonl and
 pipelines_two_h200.jsonl, each parallel dimension; switches_two_h200.jsonl, overlaps and offloads on and off.
 """
