@@ -82,7 +82,8 @@ class DataParallel:
     parameter's gradient, of the parameter itself, and where they lie in the global one.
 
     Buckets are filled from the last parameter to the first, the order in which the backward pass makes gradients.
-    Linear layers add to them inside the matrix product; other parameters through a hook on their `.grad`.
+    Linear layers add to them inside the matrix product; other parameters through a hook on their `.grad`, which a
+    compiled block calls at its end: theirs are behind those of the unit's linear layers.
     """
 
     def __init__(
@@ -106,10 +107,11 @@ class DataParallel:
             [_Part(unit, _names_of(unit, parameters)) for unit in chunk.units]
             for chunk, parameters in zip(chunks, held, strict=True)
         ]
-        if strategy != "replicate":
-            # units wait for their weights
-            missing = self.parameters.keys() - {n for parts in self._parts for part in parts for n in part.names}
-            assert not missing, f"{sorted(missing)} belong to no unit of the model"
+        missing = self.parameters.keys() - {n for parts in self._parts for part in parts for n in part.names}
+        assert not missing, f"{sorted(missing)} belong to no unit of the model"
+        # a weight that has its name from another module leaves its gradient to autograd
+        modules = {f"{n}.weight": m for c in chunks for n, m in c.named_modules() if isinstance(m, Linear)}
+        self._linears = {n: m for n, m in modules.items() if n in self.parameters}
         sharers = {is_expert: Sharers.of(mesh, strategy, experts=is_expert) for is_expert in (False, True)}
         self.buckets: list[Bucket] = []
         for chunk, names in self._groups(held, experts, shared, sharing.bucket_bytes):
@@ -137,9 +139,7 @@ class DataParallel:
             kept=not self._shards_weights,
             overlap=sharing.overlap_param_gather,
         )
-        # a weight that has its name from another module leaves its gradient to autograd
-        modules = {f"{n}.weight": m for c in chunks for n, m in c.named_modules() if isinstance(m, Linear)}
-        self._reductions.connect({n: m for n, m in modules.items() if n in self.parameters})
+        self._reductions.connect(self._linears)
         self._share_out(layouts)
         self._backward_at: list[_Part | None] = [None] * len(chunks)
         if strategy != "replicate":
@@ -154,7 +154,9 @@ class DataParallel:
         used = Counter(name for names in held for name in names)
         alone = shared | {name for name, count in used.items() if count > 1}
         for chunk in reversed(range(len(held))):
+            first = {n: i for i, part in reversed(list(enumerate(self._parts[chunk]))) for n in part.names}
             own = [name for name in reversed(held[chunk]) if name not in alone]
+            own.sort(key=lambda name, first=first: (-first[name], name not in self._linears))
             lists, limit = [own], most
             if not self._keeps_sums:
                 users = Counter(name for part in self._parts[chunk] for name in part.names)

@@ -1,5 +1,6 @@
 """Gradients become sums over micro batches and ranks, bucket by bucket."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakMethod
 
@@ -15,8 +16,10 @@ class Reductions:
     """Counts the gradients that arrive and reduces a bucket when each of its parameters has got as many as the others.
 
     Weight gradients may be put off, so that some parameters are ahead for a while; what is left is reduced in `finish`.
-    `kept`: whole sums stay over the step and are reduced in its last backward pass. Otherwise they have memory from
-    `prepare` to their reduction, which adds to the shard's.
+    `kept`: whole sums stay over the step and are reduced in its last backward pass, in the order of the list: that in
+    which they are full differs where a rank runs a block that others have compiled, and all ranks must send the same.
+    Otherwise they have memory from `prepare` to their reduction, which adds to the shard's; a unit's parameters are one
+    bucket of each kind then, and units come one after the other.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Reductions:
         self._buckets, self._side, self._form, self._kept, self._overlap = buckets, side, form, kept, overlap
         self._passes: dict[int | None, int] = {}
         self._ending: set[int | None] = set()
+        self._waiting: dict[int | None, deque[Bucket]] = {}
         self._draining: tuple[Bucket, torch.cuda.Event | None] | None = None
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self.totals: dict[str, Tensor] = {}
@@ -69,6 +73,7 @@ class Reductions:
         self._passes[chunk] = self._passes.get(chunk, 0) + 1
         if last:
             self._ending.add(chunk)
+            self._waiting[chunk] = deque(bucket for bucket in self._buckets if bucket.chunk == chunk)
 
     def sums_inside(self, bucket: Bucket) -> bool:
         """Matrix products add to the bucket's sums, which must have memory before they start."""
@@ -104,7 +109,7 @@ class Reductions:
                     bucket.sum_replicas(self._form)
         self._drain()
         wait_for(self._side.done())
-        self._passes, self._ending = {}, set()
+        self._passes, self._ending, self._waiting = {}, set(), {}
         for bucket in self._buckets:
             bucket.arrived, bucket.reduced, bucket.is_summed = dict.fromkeys(bucket.names, 0), 0, False
             if bucket.is_collecting and not self._kept:
@@ -138,9 +143,17 @@ class Reductions:
         # a pass that has begun and not come here may have put its gradients off: they need the memory that is there
         caught_up = bucket.arrived[name] == passes
         final = bucket.chunk in self._ending and caught_up
-        may_reduce = final and self._overlap if self._kept else caught_up or bucket.chunk is None
-        if may_reduce and len(set(bucket.arrived.values())) == 1:
+        if self._kept:
+            if final and self._overlap:
+                self._reduce_full(bucket.chunk)
+        elif (caught_up or bucket.chunk is None) and len(set(bucket.arrived.values())) == 1:
             self._reduce(bucket, final=final)
+
+    def _reduce_full(self, chunk: int) -> None:
+        """The buckets of a chunk that are full and have none before them that is not."""
+        waiting, passes = self._waiting[chunk], self._passes[chunk]
+        while waiting and all(count == passes for count in waiting[0].arrived.values()):
+            self._reduce(waiting.popleft(), final=True)
 
     def _reduce(self, bucket: Bucket, *, final: bool) -> None:
         with self._side.after_now():

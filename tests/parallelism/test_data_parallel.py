@@ -28,8 +28,8 @@ from megaspec.runtime.state import tensors_of
 from megaspec.runtime.step import evaluate, train_step
 from megaspec.spec import Spec
 from tests.halved import halved
-from tests.parity.cases import Case, batches_of, spec_of
-from tests.parity.tasks import run_case, truth_of
+from tests.parity.cases import Case, Empty, batches_of, empty_of, spec_of
+from tests.parity.tasks import run_case, train, trajectory_of, truth_of
 from tests.ranks import RankPool, gpu_of
 from tests.runtime.lives import comm_of
 from tests.runtime.specs import spec as run_spec
@@ -71,6 +71,27 @@ CASES = [
 @pytest.mark.parametrize("case", halved(CASES), ids=str)
 def test_a_strategy_trains_as_one_rank_does(pool: RankPool, case: Case) -> None:
     check(pool, case)
+
+
+def train_unlike(rank: int, case: Case, empty: Empty) -> Any:
+    """One step, on rank 0 without the compiler: gradients of norms arrive earlier there."""
+    return train(rank, replace(case, compile="block" if rank else "none"), empty, 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dp=2, d_head=64, strategy="replicate", accumulate=2, mask="uneven"),
+        Case(dp=2, ep=2, strategy="zero1", router="softmax", shared="gate", mask="uneven"),
+        Case(dp=2, strategy="fsdp", router="softmax", shared="gate", mask="uneven"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_runs_what_the_other_has_compiled_sends_in_the_same_order(pool: RankPool, case: Case) -> None:
+    run = trajectory_of(pool.run(train_unlike, case, empty_of(case), ranks=2)[0])
+    findings = compare(run, truth_of(case, steps=1), TOLERANCES["fp64"])
+    wrong = [str(finding) for finding in findings if not finding.passed]
+    assert not wrong, "\n".join(wrong)
 
 
 def narrow(strategy: str) -> Case:

@@ -21,6 +21,8 @@ def train(
     """Trains a case. -> the trajectory as plain data, from rank 0."""
     where = gpu_of(rank) if device == "cuda" else torch.device(device)
     spec = spec_of(case, device=device)
+    # what cases before this one have compiled counts towards the limit behind which torch compiles nothing more
+    torch._dynamo.reset()
     trajectory = run_steps(
         spec,
         mesh=mesh_of(spec, rank=rank, device=where),
