@@ -83,7 +83,7 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
     shape, table = shape_of(recipe), table_parameters(share.model, tp=own.tp)
     beside = micro_batches * share.micro_batch * recipe.data.seq_len // share.cp * _INPUT
     beside += _WORKSPACE if is_cuda else 0
-    outside = _outside(recipe) + _rounded(recipe, share) if is_cuda else 0
+    outside = outside_of(recipe) + _rounded(recipe, share) if is_cuda else 0
     # stages in the middle hold the same and differ in the micro batches in flight
     held_always: dict[Contents, tuple[dict[str, int], Traffic]] = {}
     stages = []
@@ -329,7 +329,7 @@ def _data_ranks(recipe: Recipe) -> int:
     return recipe.parallelism.dp_replicate * recipe.parallelism.dp_shard
 
 
-def _outside(recipe: Recipe) -> int:
+def outside_of(recipe: Recipe) -> int:
     """What lies outside of torch's allocator."""
     own = recipe.parallelism
     world = world_size(degrees(own))

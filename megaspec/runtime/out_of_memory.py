@@ -2,6 +2,9 @@
 
 from dataclasses import fields
 
+import torch
+import torch.distributed as dist
+
 from megaspec.core.errors import MemoryRunOut
 from megaspec.core.units import GIB
 from megaspec.resolve.hardware import hardware_of
@@ -11,11 +14,20 @@ from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 
 
+_WORDS = "out of memory"
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether a GPU's memory ran out, in torch's allocator or in NCCL."""
+    return isinstance(error, torch.OutOfMemoryError | dist.DistError) and _WORDS in str(error)
+
+
 def out_of_memory(spec: Spec, target: Target, *, rank: int, stage: int, where: str, cause: str) -> MemoryRunOut:
-    """The error that a rank ends with. `stage`: its pipeline rank; `where`: what it was at; `cause`: torch's words."""
+    """The error that a rank ends with. `stage`: its pipeline rank; `where`: what it was at; `cause`: the words of what ran out."""
     predicted = memory_of(spec)[stage]
+    reason = next(line for line in cause.splitlines() if _WORDS in line)
     lines = [
-        f"rank {rank} of {spec.world_size} ran out of memory in {where}: {cause.splitlines()[0]}",
+        f"rank {rank} of {spec.world_size} ran out of memory in {where}: {reason}",
         f"predicted for this rank: {predicted.total / GIB:,.1f} GiB ({_by_kind(predicted)})",
     ]
     hardware = hardware_of(target)

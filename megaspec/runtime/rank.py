@@ -22,10 +22,11 @@ from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.sinks import open_sinks
 from megaspec.plugins import load, loaded
 from megaspec.resolve.flops import flops_per_token
+from megaspec.resolve.memory import outside_of
 from megaspec.resolve.target import Target
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
-from megaspec.runtime.out_of_memory import out_of_memory
+from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.position import Position, Watchdog
 from megaspec.spec import Spec
@@ -137,10 +138,12 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
 
 @contextmanager
 def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Iterator[None]:
-    """Raises MemoryRunOut in place of torch's error."""
+    """Raises MemoryRunOut in place of torch's or NCCL's error."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         target = Target.model_validate_json((run_dir / "target.json").read_text())
         inner = spec.world_size // spec.parallelism.pp
         raise out_of_memory(
@@ -164,7 +167,8 @@ def bounded(position: Position, me: Place) -> Iterator[None]:
             yield
         except RuntimeError as error:
             # gloo raises plain RuntimeErrors when a peer is gone or late
-            if not isinstance(error, dist.DistError) and not is_collective_failure(error):
+            is_failure = isinstance(error, dist.DistError) or is_collective_failure(error)
+            if is_out_of_memory(error) or not is_failure:
                 raise
             watchdog.tell("a collective failed: another rank is gone or late", error)
             raise HangError(f"a collective failed: {str(error).splitlines()[0]}") from error
@@ -196,7 +200,15 @@ def pick_device(spec: Spec, local_rank: int) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
+    leave_room(spec, device)
     return device
+
+
+def leave_room(spec: Spec, device: torch.device) -> None:
+    """Keeps torch's allocator from what NCCL takes: what it caches it gives back for tensors, and not for NCCL, which
+    takes memory when a group first sends, at the end of the first backward pass."""
+    has = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - outside_of(spec) / has), device)
 
 
 def join_world(me: Place, device: torch.device) -> None:

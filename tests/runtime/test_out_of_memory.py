@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megaspec.core.errors import MemoryRunOut
 from megaspec.core.units import GIB
@@ -14,7 +15,7 @@ from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
 from megaspec.runtime.out_of_memory import out_of_memory
 from megaspec.runtime.position import Position
-from megaspec.runtime.rank import Place, explained
+from megaspec.runtime.rank import Place, bounded, explained
 from tests.parity.cases import Case, spec_of
 from tests.resolve.test_remedies import changed, eight_b
 
@@ -54,13 +55,29 @@ def test_savings_are_real_legal_and_sorted() -> None:
     assert all("=" in word for way in ways for word in way.overrides)
 
 
-def test_a_rank_raises_it(tmp_path) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError(TORCH), dist.DistBackendError("NCCL error in: a.cpp\nCuda failure 2 'out of memory'")],
+    ids=["torch", "NCCL"],
+)
+def test_a_rank_raises_it(tmp_path, error: RuntimeError) -> None:
     spec = spec_of(Case(tp=2))
     target = Target(gpus=2, gpu="NVIDIA H200", sm=90, gpu_memory=HARDWARE["H200"].memory, versions={"torch": ""})
     (tmp_path / "target.json").write_text(target.model_dump_json())
     position = Position(torch.device("cpu"), step=2)
     position.mark("forward of micro batch 0, head")
     me = Place(1, 2, 1, 0, FileRendezvous(""), 20.0)
-    words = "rank 1 of 2 ran out of memory in step 2, forward of micro batch 0, head"
-    with pytest.raises(MemoryRunOut, match=words), explained(spec, tmp_path, position, me):
-        raise torch.OutOfMemoryError(TORCH)
+    words = "rank 1 of 2 ran out of memory in step 2, forward of micro batch 0, head: .*out of memory"
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(MemoryRunOut, match=words), explained(spec, tmp_path, position, me), bounded(position, me):
+            raise error
+    finally:
+        dist.destroy_process_group()
+
+
+def test_another_failure_of_a_collective_stays_what_it_is(tmp_path) -> None:
+    spec, me = spec_of(Case(tp=2)), Place(1, 2, 1, 0, FileRendezvous(""), 20.0)
+    gone = dist.DistBackendError("NCCL error in: a.cpp\nsocket closed")
+    with pytest.raises(dist.DistBackendError), explained(spec, tmp_path, Position(torch.device("cpu")), me):
+        raise gone
