@@ -22,7 +22,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def out_of_memory(spec: Spec, target: Target, *, rank: int, stage: int, where: str, cause: str) -> MemoryRunOut:
-    """The error that a rank ends with. `stage`: its pipeline rank; `where`: what it was at; `cause`: what was raised."""
+    """The error that a rank ends with. `stage`: its pipeline rank; `where`: what it was at; `cause`: what failed."""
     predicted = memory_of(spec)[stage]
     reason = next(line for line in cause.splitlines() if _WORDS in line)
     lines = [

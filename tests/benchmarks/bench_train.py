@@ -30,6 +30,7 @@ from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import detect_target
 from megaspec.runtime.build import build, initialise, mesh_of
+from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step
 from megaspec.spec import Spec
 from tests.benchmarks.exposed import profiled
@@ -140,6 +141,21 @@ def join(device: torch.device) -> None:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
 
 
+def join_again(device: torch.device, name: str) -> None:
+    """Leaves all groups, whose memory the next layout can have, and makes the world anew. `name`: another each time."""
+    rank, world, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        world_size=world,
+        device_id=device if cuda else None,
+    )
+
+
 def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int], StepResult]:
     """Builds the run. -> what trains one step on random tokens."""
     built = build(spec, mesh=mesh)
@@ -182,6 +198,8 @@ def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.de
     """Builds and trains. -> the line of rank 0; what other ranks get is of no use."""
     cuda = device.type == "cuda"
     spec = spec_of(args, world)
+    if cuda:
+        leave_room(spec, device)
     step = stepper(args, spec, mesh_of(spec, rank=rank, device=device))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
