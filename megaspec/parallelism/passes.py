@@ -14,6 +14,9 @@ from functools import lru_cache
 from itertools import chain, islice, repeat
 from typing import Literal, NamedTuple
 
+MESSAGES_KEPT = 2
+"""From one rank to another, that may be on their way while the sender goes on."""
+
 Kind = Literal["F", "B", "W"]
 
 
@@ -85,29 +88,15 @@ def source(shape: Shape, message: Message) -> int:
     return rank_of_stage(shape, message.stage + (-1 if message.kind == "F" else 1))
 
 
-def kept_by_sender(shape: Shape) -> int:
-    """Messages to one rank that have to be on their way at a time, so that no circle of ranks waits for each other: one
-    that is received, one behind it, and what a group that is longer than the pipeline makes before it is wanted."""
-    return 2 + max(0, shape.group - shape.pp)
-
-
-@lru_cache(maxsize=64)
 def order(shape: Shape, rank: int, *, backward: bool = True) -> tuple[Pass, ...]:
     """The passes of one pipeline rank; without `backward` the forward ones alone."""
-    return tuple(one for one in passes(shape, rank) if backward or one.kind == "F")
-
-
-@lru_cache(maxsize=64)
-def messages(shape: Shape, sender: int, receiver: int, *, backward: bool = True) -> tuple[Message, ...]:
-    """All that goes from one pipeline rank to another, in the order in which it is made."""
-    sent = (made(shape, sender, one) for one in order(shape, sender, backward=backward))
-    return tuple(m for m in sent if m is not None and rank_of_stage(shape, m.stage) == receiver)
+    return orders(shape, backward=backward)[rank]
 
 
 @lru_cache(maxsize=32)
-def orders(shape: Shape) -> tuple[tuple[Pass, ...], ...]:
+def orders(shape: Shape, *, backward: bool = True) -> tuple[tuple[Pass, ...], ...]:
     """Passes of each pipeline rank, in order."""
-    return tuple(tuple(passes(shape, rank)) for rank in range(shape.pp))
+    return tuple(tuple(one for one in passes(shape, rank) if backward or one.kind == "F") for rank in range(shape.pp))
 
 
 def passes(shape: Shape, rank: int) -> Iterator[Pass]:

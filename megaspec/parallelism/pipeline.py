@@ -1,10 +1,8 @@
 """Micro batches through the stages of a pipeline, of which this rank holds some.
 
 Note "Messages". Each pair of neighbours has a communicator for each direction. Messages go in the order in which the
-sender's passes make them, which the receiver knows: both follow from the shape of the step (passes.py). A receive is
-posted one pass ahead, so that its transfer runs under that pass. A sender keeps a few messages that are on their way
-(passes.kept_by_sender) and waits for the oldest before the next; that this never ends in a circle of ranks that wait
-for each other is tested over shapes. On a GPU it is the stream that waits: the host goes on.
+sender's passes make them; timeline.py says when the other rank begins to receive them. A sender keeps MESSAGES_KEPT
+that are on their way and waits for the oldest before the next. On a GPU it is the stream that waits: the host goes on.
 
 Note "Handing over". A chunk's forward pass ends in a scalar, the loss or a zero whose backward pass is given the
 gradient that came back. So the graph keeps no activations that were sent, and every backward pass starts alike.
@@ -23,19 +21,9 @@ from torch import Tensor
 from megaspec.core.layout import Layout, replicated
 from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
 from megaspec.parallelism.mesh import Mesh
-from megaspec.parallelism.passes import (
-    Message,
-    Pass,
-    Shape,
-    kept_by_sender,
-    made,
-    messages,
-    needed,
-    order,
-    rank_of_stage,
-    source,
-)
+from megaspec.parallelism.passes import MESSAGES_KEPT, Message, Pass, Shape, made, needed, order, rank_of_stage, source
 from megaspec.parallelism.spec import PipelineSpec
+from megaspec.parallelism.timeline import receives
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 """(chunk, micro batch, activations or None on the first stage) -> activations, on the last stage a scalar or what else
@@ -71,26 +59,29 @@ class _Held:
 class _Step:
     """The passes of one step, or of one window of evaluation batches, on one rank."""
 
-    def __init__(self, shape: Shape, links: "Links", *, size: torch.Size, backward: bool):
-        self.shape, self._links, self._size, self._backward = shape, links, size, backward
-        self.passes = order(shape, links.index, backward=backward)
+    def __init__(self, shape: Shape, links: "Links", *, size: torch.Size, backward: bool, overlap: bool):
+        self.shape, self._links, self._size = shape, links, size
+        self._passes = order(shape, links.index, backward=backward)
+        self._receives = receives(shape, links.index, backward=backward, overlap=overlap)
         self._posted: dict[Message, tuple[Tensor, dist.Work]] = {}
         self._here: dict[Message, Tensor] = {}
-        self._number: dict[int, int] = {}
+        self._behind: tuple[Message, ...] = ()
 
-    def post(self, one: Pass) -> None:
-        """Posts the receive of what a pass needs, and of all that its sender sends before."""
-        message = needed(self.shape, self._links.index, one)
-        if message is None or message in self._posted:
-            return
-        sender = source(self.shape, message)
-        if sender == self._links.index:
-            return
-        line = messages(self.shape, sender, self._links.index, backward=self._backward)
-        while message not in self._posted:
-            number = self._number.get(sender, 0)
-            self._posted[line[number]] = self._links.receive(sender, self._size)
-            self._number[sender] = number + 1
+    def passes(self) -> Iterator[Pass]:
+        """The passes in order, each once what is to be received has been posted."""
+        for one, due in zip(self._passes, self._receives, strict=True):
+            self._post(due.before)
+            self._behind = due.behind
+            yield one
+            self._post_behind()
+
+    def _post(self, due: tuple[Message, ...]) -> None:
+        for message in due:
+            self._posted[message] = self._links.receive(source(self.shape, message), self._size)
+
+    def _post_behind(self) -> None:
+        due, self._behind = self._behind, ()
+        self._post(due)
 
     def take(self, one: Pass) -> Tensor | None:
         """What a pass needs; None where it needs nothing."""
@@ -105,13 +96,14 @@ class _Step:
 
     def give(self, one: Pass, x: Tensor) -> None:
         """Sends what a pass made to whoever needs it."""
+        self._post_behind()
         message = made(self.shape, self._links.index, one)
         target = rank_of_stage(self.shape, message.stage)
         if target == self._links.index:
             self._here[message] = x
         else:
             assert x.shape == self._size, f"{one} made {tuple(x.shape)}, expected {tuple(self._size)}"
-            self._links.send(target, x, most=kept_by_sender(self.shape))
+            self._links.send(target, x)
 
     def gives(self, one: Pass) -> bool:
         """Whether a pass makes something for another stage."""
@@ -133,11 +125,11 @@ class Links:
         x, there = torch.empty(size, dtype=self._dtype, device=self._mesh.device), self._ranks[sender]
         return x, _start(dist.irecv, x, there, self._mesh.pair(there, self._mesh.rank))
 
-    def send(self, target: int, x: Tensor, *, most: int) -> None:
-        """Starts to send a tensor, and keeps it while it is on its way, with no more than `most` to one target."""
+    def send(self, target: int, x: Tensor) -> None:
+        """Starts to send a tensor, and keeps it while it is on its way."""
         assert x.dtype == self._dtype, f"{x.dtype}, the pipeline sends {self._dtype}"
         sent = self._on_their_way.setdefault(target, deque())
-        while len(sent) >= most:
+        while len(sent) >= MESSAGES_KEPT:
             sent.popleft()[0].wait()
         x, there = x.contiguous(), self._ranks[target]
         sent.append((_start(dist.isend, x, there, self._mesh.pair(self._mesh.rank, there)), x))
@@ -164,7 +156,7 @@ def _start(op: Callable[..., dist.Work], x: Tensor, peer: int, group: dist.Proce
 
 @dataclass
 class Pipeline:
-    """The strategy. `dtype`: of activations between stages. `overlap`: receives are posted a pass ahead."""
+    """The strategy. `dtype`: of activations between stages. `overlap`: messages are received under passes."""
 
     mesh: Mesh
     spec: PipelineSpec
@@ -199,10 +191,10 @@ class Pipeline:
     ) -> None:
         """Runs a step's passes. `size`: of the activations between stages, [B, T, D]. `start_backward(chunk, last)` is
         called before each backward pass of a chunk."""
-        step = _Step(self._shape(micro_batches), self._links, size=size, backward=True)
+        step = _Step(self._shape(micro_batches), self._links, size=size, backward=True, overlap=self.overlap)
         held: dict[tuple[int, int], _Held] = {}
         queues: dict[tuple[int, int], WeightGradientQueue] = {}
-        for one in self._ahead(step):
+        for one in step.passes():
             key = (one.chunk, one.micro)
             if one.kind == "F":
                 held[key] = self._forward(step, one, forward)
@@ -217,8 +209,9 @@ class Pipeline:
 
     def forward_only(self, micro_batches: int, *, size: torch.Size, forward: Forward) -> None:
         """Runs the forward passes alone. Call `finish` behind the last of several calls."""
-        step = _Step(self._shape(micro_batches), self._links, size=size, backward=False)
-        for one in self._ahead(step):
+        shape = self._shape(micro_batches)
+        step = _Step(shape, self._links, size=size, backward=False, overlap=self.overlap)
+        for one in step.passes():
             y = forward(one.chunk, one.micro, step.take(one))
             if step.gives(one):
                 step.give(one, y)
@@ -239,13 +232,6 @@ class Pipeline:
     def _shape(self, micro_batches: int) -> Shape:
         own = self.spec
         return Shape(own.schedule, self._links.count, micro_batches, own.virtual_stages, own.micro_batch_group)
-
-    def _ahead(self, step: _Step) -> Iterator[Pass]:
-        """The passes, each once what it needs is posted, with `overlap` what the next one needs as well."""
-        for i, one in enumerate(step.passes):
-            for posted in step.passes[i : i + 1 + self.overlap]:
-                step.post(posted)
-            yield one
 
     def _forward(self, step: _Step, one: Pass, forward: Forward) -> _Held:
         x, returned = step.take(one), []

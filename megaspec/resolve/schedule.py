@@ -1,42 +1,17 @@
-"""Pipeline schedules: how long the passes of parallelism/passes.py take together, and what is held in between."""
+"""Pipeline schedules: what the passes of parallelism/passes.py wait for each other, and what is held in between."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import inf
 from typing import NamedTuple
 
-from megaspec.parallelism.passes import Pass, Shape, orders, passes, stage_number, warm_up
+from megaspec.parallelism.passes import Pass, Shape, needed, order, passes, source, warm_up
+from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, by_rank, receives, simulate
 from megaspec.recipe import Recipe
 from megaspec.resolve.batch import data_parallel
 
 # Steps of more passes than this, past those that only repeat, are not simulated: about a tenth of a second.
 MOST_PASSES = 60_000
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Seconds of a pass, by stage in the order of the model. With a whole backward pass `backward` holds all of it."""
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    """Zero where the backward pass is not split."""
-    transfer: float = 0.0
-    """From one rank to the next."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A step's passes in time."""
-
-    seconds: float
-    """From the first pass to the last."""
-    busy: tuple[float, ...]
-    """Seconds of passes, by rank."""
-    starts: tuple[tuple[float, ...], ...]
-    """When each pass of each rank starts, in the order of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +122,21 @@ def catch_ups(shape: Shape, rank: int) -> tuple[int, ...]:
     return tuple(times)
 
 
+@lru_cache(maxsize=4096)
+def received_early(shape: Shape, rank: int, *, overlap: bool) -> int:
+    """Messages that a pipeline rank has begun to receive and does not need yet, at the most."""
+    enough = 4 * max(shape.pp, shape.group)
+    if shape.micro_batches > enough:
+        return received_early(replace(shape, micro_batches=enough), rank, overlap=overlap)
+    now = most = 0
+    for one, due in zip(order(shape, rank), receives(shape, rank, overlap=overlap), strict=True):
+        wanted = needed(shape, rank, one)
+        now += len(due.before) - (wanted is not None and source(shape, wanted) != rank)
+        most = max(most, now)
+        now += len(due.behind)
+    return most
+
+
 def bubble_formula(shape: Shape) -> float:
     """Idle over busy time where all stages take the same, and of a split backward B and W each as long as F; zb_v from
     2 pp - 1 micro batches on."""
@@ -162,47 +152,9 @@ def bubble(shape: Shape, durations: Durations) -> Bubble:
     """Of a whole step. Long steps are simulated in part: past the first micro batches each adds the same."""
     if shape.pp == 1:
         return Bubble(0.0, 0.0)
-    busiest = max(_busy_per_micro_batch(shape, durations)) * shape.micro_batches
+    busiest = max(busy_per_micro_batch(shape, durations)) * shape.micro_batches
     lost = max(0.0, _makespan(shape, durations) - busiest)
     return Bubble(lost / busiest if busiest else 0.0, lost)
-
-
-def simulate(shape: Shape, durations: Durations, *, until: float = inf) -> Timeline:
-    """Every pass starts when its rank is free and what it waits for has arrived. `until`: only those that start before,
-    and no more of the order is made than they need."""
-    pp, last = shape.pp, shape.pp * shape.virtual - 1
-    order = [iter(one) for one in orders(shape)] if until == inf else [passes(shape, rank) for rank in range(pp)]
-    waiting = [next(one, None) for one in order]
-    stage = [[stage_number(r, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)] for r in range(pp)]
-    rank_at = {stage[r][c]: r for r in range(pp) for c in range(shape.virtual)}
-    seconds = {"F": durations.forward, "B": durations.backward, "W": durations.weight}
-    ends: dict[tuple[str, int, int], float] = {}
-    clock, starts = [0.0] * pp, [[] for _ in range(pp)]
-    runnable = list(range(pp))
-    while runnable:
-        rank = runnable.pop()
-        while waiting[rank] is not None and clock[rank] < until:
-            kind, micro, chunk = waiting[rank]
-            here = stage[rank][chunk]
-            before = here - 1 if kind == "F" else here + 1
-            ready = 0.0
-            if kind != "W" and 0 <= before <= last:
-                end = ends.get((kind, before, micro))
-                if end is None:
-                    break
-                ready = end if rank_at[before] == rank else end + durations.transfer
-            start = max(clock[rank], ready)
-            clock[rank] = start + seconds[kind][here]
-            starts[rank].append(start)
-            waiting[rank] = next(order[rank], None)
-            if kind != "W":
-                ends[kind, here, micro] = clock[rank]
-                after = here + 1 if kind == "F" else here - 1
-                if 0 <= after <= last and rank_at[after] != rank:
-                    runnable.append(rank_at[after])
-    assert until < inf or not any(waiting), f"{shape} waits for itself"
-    busy = tuple(b * shape.micro_batches for b in _busy_per_micro_batch(shape, durations))
-    return Timeline(max(clock), busy, tuple(tuple(s) for s in starts))
 
 
 def chart(shape: Shape, *, width: int = 72, most_ranks: int = 16) -> list[str]:
@@ -231,19 +183,6 @@ def _cell(one: Pass) -> str:
     return {"F": str(one.micro % 10), "B": chr(ord("a") + one.micro % 26), "W": "+"}[one.kind]
 
 
-def _busy_per_micro_batch(shape: Shape, durations: Durations) -> list[float]:
-    whole = [sum(each) for each in zip(durations.forward, durations.backward, durations.weight, strict=True)]
-    return _by_rank(shape, whole)
-
-
-def _by_rank(shape: Shape, by_stage: Sequence[float]) -> list[float]:
-    """Sums over the chunks of each rank."""
-    return [
-        sum(by_stage[stage_number(rank, chunk, pp=shape.pp, is_v=shape.is_v)] for chunk in range(shape.virtual))
-        for rank in range(shape.pp)
-    ]
-
-
 def _makespan(shape: Shape, durations: Durations) -> float:
     passes_a_chunk = 3 if shape.splits_backward else 2
     count = shape.pp * shape.virtual * _shorter(shape).micro_batches * passes_a_chunk
@@ -266,12 +205,12 @@ def makespan_formula(shape: Shape, durations: Durations) -> float:
     """A step without simulating it: the busiest rank's passes, what it waits for while the pipeline fills and empties,
     and the way between ranks. Exact for gpipe and 1f1b with equal stages; for all else see its test."""
     pp, m, transfer = shape.pp, shape.micro_batches, durations.transfer
-    busy = _busy_per_micro_batch(shape, durations)
+    busy = busy_per_micro_batch(shape, durations)
     top = max(busy)
     seconds = m * top + _idle(shape) * (sum(busy) - top)
     if shape.splits_backward:
         # few micro batches: their way through all stages, and what weight gradients can't fill
-        most = max(one - weight for one, weight in zip(busy, _by_rank(shape, durations.weight), strict=True))
+        most = max(one - weight for one, weight in zip(busy, by_rank(shape, durations.weight), strict=True))
         way = sum(durations.forward) + sum(durations.backward)
         seconds = max(seconds, way + (m - 1) * most)
     if shape.schedule == "1f1b" and m > pp:

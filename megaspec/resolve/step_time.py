@@ -11,6 +11,7 @@ from math import ceil
 
 from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.parallelism.passes import Shape, stage_number
+from megaspec.parallelism.timeline import Durations
 from megaspec.recipe import Recipe
 from megaspec.resolve.activations import layer_bytes, share_of
 from megaspec.resolve.ceilings import Ceilings
@@ -23,7 +24,7 @@ from megaspec.resolve.kinds import has_experts
 from megaspec.resolve.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
 from megaspec.resolve.memory import kept_by_layer
 from megaspec.resolve.parameters import RankParameters
-from megaspec.resolve.schedule import Durations, bubble, shape_of
+from megaspec.resolve.schedule import bubble, shape_of
 from megaspec.resolve.stages import Chunk, stages_of
 from megaspec.resolve.work import Share
 

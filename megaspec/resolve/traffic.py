@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from megaspec.parallelism.passes import MESSAGES_KEPT
 from megaspec.recipe import Recipe
 from megaspec.resolve.activations import Share
 from megaspec.resolve.parameters import layer_parameters, table_parameters
@@ -27,6 +28,8 @@ class Traffic:
     recipe: Recipe
     share: Share
     contents: Contents
+    early: int
+    """Messages of other stages that it has before it needs them."""
 
     @cached_property
     def before(self) -> int:
@@ -148,8 +151,10 @@ class Traffic:
 
     @cached_property
     def _between_stages(self) -> int:
-        is_alone = self.recipe.parallelism.pp == 1
-        return 0 if is_alone else 4 * self.share.split_tokens * self.share.model.d_model * self.share.width
+        if self.recipe.parallelism.pp == 1:
+            return 0
+        messages = self.early + MESSAGES_KEPT
+        return messages * self.share.split_tokens * self.share.model.d_model * self.share.width
 
     @cached_property
     def _context_blocks(self) -> int:

@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from megaspec.parallelism.passes import Pass, Shape, orders, stage_number
+from megaspec.parallelism.timeline import Durations, simulate
 from megaspec.resolve.schedule import (
-    Durations,
     bubble,
     bubble_formula,
     catch_ups,
@@ -17,7 +17,6 @@ from megaspec.resolve.schedule import (
     held_later,
     held_split,
     makespan_formula,
-    simulate,
 )
 from tests.pace import within
 
