@@ -446,6 +446,8 @@ def waiting_everywhere(rank: int, run: Run, steps: int) -> dict[str, Any] | None
     def start_and_wait(op: Any, x: Any, peer: int, group: Any) -> Any:
         (work,) = dist.batch_isend_irecv([dist.P2POp(op, x, peer, group)])
         work.wait()
+        if x.is_cuda:
+            torch.cuda.synchronize()
         # gloo's work can be waited for once
         return SimpleNamespace(wait=lambda: None)
 
@@ -497,3 +499,13 @@ def test_over_nccl_schedules_train_as_one_gpu_does_and_the_host_waits_for_nothin
         check(gpu_pool, replace(run, device="cuda"))
         gpu_pool.run(runs_ahead, replace(run, device="cuda", precision="bf16"), ranks=2)
     check(gpu_pool, Run("zb_h1", compile="block", micro_batches=3, device="cuda"), steps=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("run", GPUS, ids=str)
+def test_over_nccl_a_step_ends_though_each_message_is_waited_for(gpu_pool: RankPool, run: Run) -> None:
+    run = replace(run, device="cuda")
+    found = trajectory_of(gpu_pool.run(waiting_everywhere, run, 2, ranks=run.ranks)[0])
+    wrong = [str(f) for f in compare(found, truth(run, 2), TOLERANCES["fp64"]) if not f.passed]
+    assert not wrong, "\n".join(wrong)

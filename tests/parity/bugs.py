@@ -249,11 +249,11 @@ PIPELINES = [
         invisible=True,
     ),
     Bug(
-        "activations of another micro batch",
+        "activations of the micro batch before",
         Patch(
             PIPELINE,
-            "self._posted[line[number]] = ",
-            "self._posted[line[number ^ 1 if number ^ 1 < len(line) else number]] = ",
+            "self._links.send(target, x)",
+            "self._links.send(target, self.__dict__.get('last', x)); self.last = x",
         ),
         Case(pp=2, schedule="gpipe", accumulate=6, mask="uneven"),
     ),

@@ -3,7 +3,8 @@
 But for the step times of pipelines: on those BESIDE_PASSES was set.
 
 tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl, llama8b_two_h200.jsonl and
-pipelines_two_h200.jsonl, each parallel dimension; switches_two_h200.jsonl, overlaps and offloads on and off.
+pipelines_two_h200.jsonl, each parallel dimension; divided_four_h200.jsonl, layers divided by time;
+tuned_four_h200.jsonl, what tune names; switches_two_h200.jsonl, overlaps and offloads on and off.
 """
 
 import json
@@ -36,8 +37,10 @@ DIMENSIONS = [
     for name in (
         "dimensions_four_h200.jsonl",
         "dimensions_two_h200.jsonl",
+        "divided_four_h200.jsonl",
         "llama8b_two_h200.jsonl",
         "pipelines_two_h200.jsonl",
+        "tuned_four_h200.jsonl",
     )
     for row in lines(name)
     if row["peer"] == "megaspec"
@@ -79,8 +82,10 @@ def layout_of(row):
     own = row["parallelism"]
     degrees = " ".join(f"{axis}{own[axis]}" for axis in ("tp", "pp", "cp", "ep") if own[axis] > 1)
     schedule = own["pipeline"]["schedule"] if own["pp"] > 1 else ""
+    divided = own["pipeline"]["layout"] or ""
     dispatch = own["dispatch"] if own["ep"] > 1 else ""
-    return " ".join(word for word in (row["model"], degrees, own["dp_strategy"], schedule, dispatch) if word)
+    words = (row["model"], degrees, own["dp_strategy"], schedule, divided, dispatch, f"mb{row['mbs']}x{row['accum']}")
+    return " ".join(word for word in words if word)
 
 
 def recipe_of(row):
