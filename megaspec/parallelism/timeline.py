@@ -3,17 +3,18 @@
 Note "One order of messages". A host may have to wait for its GPU at any moment: a kernel is loaded when it first runs,
 the allocator gives memory back to get other memory. Then all that it has started must come to its end without it, a
 receive with the message that it is for, and a message with its receive. So all ranks start passes and messages as one
-order of the whole pipeline has them, that in which passes end if stages take alike: whatever of it is not done yet, the
-first has all its ranks there. A message is begun before the pass during which it arrives.
+order of the whole pipeline has them: whatever of it is not done yet, all ranks that the first needs have come to it.
+Where a rank begins to receive in that order decides under which of its passes the transfer runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from megaspec.parallelism.passes import Message, Shape, made, orders, passes, rank_of_stage, stage_number
+from megaspec.parallelism.passes import Message, Pass, Shape, made, needed, orders, passes, rank_of_stage, stage_number
 
 
 @dataclass(frozen=True)
@@ -101,32 +102,84 @@ class Receives(NamedTuple):
     """Once the pass has been started, before what it makes is sent."""
 
 
-@lru_cache(maxsize=64)
 def receives(shape: Shape, rank: int, *, backward: bool = True, overlap: bool = True) -> tuple[Receives, ...]:
-    """By pass of a rank; `overlap`: what arrives during a pass is begun before it, otherwise behind. See the note "One
-    order of messages"."""
-    times = _times(shape, backward=backward)
-    todo = orders(shape, backward=backward)
-    arriving = []
-    for sender in {(rank - 1) % shape.pp, (rank + 1) % shape.pp} - {rank}:
-        sent = zip(times[sender], (made(shape, sender, one) for one in todo[sender]), strict=True)
-        arriving += [
-            (end, sender, message)
-            for (_, end), message in sent
-            if message is not None and rank_of_stage(shape, message.stage) == rank
-        ]
-    arriving.sort()
-    found, number = [], 0
-    for start, end in times[rank]:
-        before: list[Message] = []
-        behind: list[Message] = []
-        while number < len(arriving) and arriving[number][:2] < (end, rank):
-            there, _, message = arriving[number]
-            (before if overlap or there <= start else behind).append(message)
-            number += 1
-        found.append(Receives(tuple(before), tuple(behind)))
-    assert number == len(arriving), f"rank {rank} of {shape} does not receive {arriving[number:]}"
-    return tuple(found)
+    """By pass of a rank. With `overlap` a message is begun before the pass before the one that needs it, if the order
+    allows, otherwise behind the pass during which it is made. See the note "One order of messages"."""
+    return _receives(shape, backward=backward, overlap=overlap)[rank]
+
+
+@lru_cache(maxsize=8)
+def _receives(shape: Shape, *, backward: bool, overlap: bool) -> tuple[tuple[Receives, ...], ...]:
+    """Each rank's part of the one order."""
+    found: list[list[Receives]] = [[] for _ in range(shape.pp)]
+    before: list[list[Message]] = [[] for _ in range(shape.pp)]
+    behind: list[list[Message]] = [[] for _ in range(shape.pp)]
+    is_making = [False] * shape.pp  # what will be sent
+    for rank, event in (_in_turn if overlap else _by_time)(shape, backward=backward):
+        if isinstance(event, Pass):
+            found[rank].append(Receives(tuple(before[rank]), ()))
+            is_making[rank], before[rank] = made(shape, rank, event) is not None, []
+        else:
+            found[rank][-1] = found[rank][-1]._replace(behind=tuple(behind[rank]))
+            is_making[rank], behind[rank] = False, []
+            target = rank_of_stage(shape, event.stage)
+            if target != rank:
+                (behind if is_making[target] else before)[target].append(event)
+    assert not any(before + behind), f"{shape} leaves {before}, {behind}"
+    return tuple(map(tuple, found))
+
+
+Event = tuple[int, Pass | Message]
+"""A rank starts a pass, or sends what its last one made."""
+
+
+def _in_turn(shape: Shape, *, backward: bool) -> Iterator[Event]:
+    """Pass by pass, what it makes behind it: of those that have what they need the one that ends first, and last those
+    that are followed by one whose message is not made yet."""
+    todo, times = orders(shape, backward=backward), _times(shape, backward=backward)
+    at = [0] * shape.pp
+    first: list[tuple[float, int, int]] = []
+    last: list[tuple[float, int, int]] = []
+
+    # behind the last pass comes one that needs nothing
+    wanted = [[*(needed(shape, rank, one) for one in mine), None] for rank, mine in enumerate(todo)]
+    is_made: set[Message | None] = {None}
+
+    def enter(rank: int) -> None:
+        index = at[rank]
+        if index < len(todo[rank]) and wanted[rank][index] in is_made:
+            line = first if wanted[rank][index + 1] in is_made else last
+            heappush(line, (times[rank][index][1], rank, index))
+
+    for rank in range(shape.pp):
+        enter(rank)
+    while first or last:
+        _, rank, index = heappop(first or last)
+        if index < at[rank]:
+            continue  # it was entered twice
+        at[rank] += 1
+        one = todo[rank][index]
+        yield rank, one
+        message = made(shape, rank, one)
+        if message is not None:
+            yield rank, message
+            is_made.add(message)
+            enter(rank_of_stage(shape, message.stage))
+        enter(rank)
+
+
+def _by_time(shape: Shape, *, backward: bool) -> Iterator[Event]:
+    """Passes when they start, messages when the pass that makes them ends."""
+    timed: list[tuple[float, bool, int, Pass | Message]] = []
+    todo, times = orders(shape, backward=backward), _times(shape, backward=backward)
+    for rank in range(shape.pp):
+        for one, (start, end) in zip(todo[rank], times[rank], strict=True):
+            timed.append((start, True, rank, one))
+            message = made(shape, rank, one)
+            if message is not None:
+                timed.append((end, False, rank, message))
+    timed.sort(key=lambda event: event[:3])
+    return ((rank, event) for _, _, rank, event in timed)
 
 
 @lru_cache(maxsize=8)

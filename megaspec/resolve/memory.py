@@ -20,7 +20,7 @@ from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hidden import hidden_of_layer
 from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.parameters import RankParameters, rank_parameters, table_parameters
-from megaspec.resolve.schedule import Waiting, held_later, held_split, in_flight, received_early, shape_of
+from megaspec.resolve.schedule import Waiting, held_later, held_split, in_flight, messages_held, shape_of
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.traffic import Contents, Traffic
 from megaspec_kernels.catalog import logits_piece
@@ -90,11 +90,11 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
     for stage, (contents, held) in enumerate(
         zip(_contents(recipe.model, own.pp, own.pipeline), in_flight(recipe), strict=True)
     ):
-        early = received_early(shape, stage, overlap=own.overlap.p2p)
-        if (contents, early) not in held_always:
+        messages = messages_held(shape, stage, overlap=own.overlap.p2p)
+        if (contents, messages) not in held_always:
             sizes = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
-            held_always[contents, early] = sizes, Traffic(recipe, share, contents, early)
-        sizes, traffic = held_always[contents, early]
+            held_always[contents, messages] = sizes, Traffic(recipe, share, contents, messages)
+        sizes, traffic = held_always[contents, messages]
         moments = held_split(shape, stage) if shape.splits_backward else ((Waiting(held, 0),) * shape.virtual,)
         kept, routed, in_backward, gone = _activations(share, layers, contents, moments, splits=shape.splits_backward)
         before = traffic.before

@@ -5,7 +5,18 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from megaspec.parallelism.passes import Pass, Shape, needed, order, passes, source, warm_up
+from megaspec.parallelism.passes import (
+    MESSAGES_KEPT,
+    Pass,
+    Shape,
+    made,
+    needed,
+    order,
+    passes,
+    rank_of_stage,
+    source,
+    warm_up,
+)
 from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, by_rank, receives, simulate
 from megaspec.recipe import Recipe
 from megaspec.resolve.batch import data_parallel
@@ -123,18 +134,23 @@ def catch_ups(shape: Shape, rank: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def received_early(shape: Shape, rank: int, *, overlap: bool) -> int:
-    """Messages that a pipeline rank has begun to receive and does not need yet, at the most."""
-    enough = 4 * max(shape.pp, shape.group)
+def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
+    """Messages of a pipeline rank that are begun and not needed yet, or sent and kept, at the most."""
+    if shape.pp == 1:
+        return 0
+    enough = 2 * max(shape.pp, shape.group)
     if shape.micro_batches > enough:
-        return received_early(replace(shape, micro_batches=enough), rank, overlap=overlap)
+        return messages_held(replace(shape, micro_batches=enough), rank, overlap=overlap)
     now = most = 0
+    targets = set()
     for one, due in zip(order(shape, rank), receives(shape, rank, overlap=overlap), strict=True):
-        wanted = needed(shape, rank, one)
+        wanted, message = needed(shape, rank, one), made(shape, rank, one)
         now += len(due.before) - (wanted is not None and source(shape, wanted) != rank)
         most = max(most, now)
         now += len(due.behind)
-    return most
+        if message is not None:
+            targets.add(rank_of_stage(shape, message.stage))
+    return most + MESSAGES_KEPT * len(targets - {rank})
 
 
 def bubble_formula(shape: Shape) -> float:

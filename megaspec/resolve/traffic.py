@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from megaspec.parallelism.passes import MESSAGES_KEPT
 from megaspec.recipe import Recipe
 from megaspec.resolve.activations import Share
 from megaspec.resolve.parameters import layer_parameters, table_parameters
@@ -28,8 +27,8 @@ class Traffic:
     recipe: Recipe
     share: Share
     contents: Contents
-    early: int
-    """Messages of other stages that it has before it needs them."""
+    messages: int
+    """Of stages to each other that it holds."""
 
     @cached_property
     def before(self) -> int:
@@ -151,10 +150,7 @@ class Traffic:
 
     @cached_property
     def _between_stages(self) -> int:
-        if self.recipe.parallelism.pp == 1:
-            return 0
-        messages = self.early + MESSAGES_KEPT
-        return messages * self.share.split_tokens * self.share.model.d_model * self.share.width
+        return self.messages * self.share.split_tokens * self.share.model.d_model * self.share.width
 
     @cached_property
     def _context_blocks(self) -> int:
