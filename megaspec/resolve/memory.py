@@ -20,7 +20,16 @@ from megaspec.resolve.formula import degrees, sharing_ranks
 from megaspec.resolve.hidden import hidden_of_layer
 from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.parameters import RankParameters, rank_parameters, table_parameters
-from megaspec.resolve.schedule import Waiting, held_later, held_split, in_flight, messages_held, shape_of
+from megaspec.resolve.schedule import (
+    Moment,
+    Moments,
+    Waiting,
+    held_by_chunk,
+    held_later,
+    in_flight,
+    messages_held,
+    shape_of,
+)
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.traffic import Contents, Traffic
 from megaspec_kernels.catalog import logits_piece
@@ -95,8 +104,12 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
             sizes = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
             held_always[contents, messages] = sizes, Traffic(recipe, share, contents, messages)
         sizes, traffic = held_always[contents, messages]
-        moments = held_split(shape, stage) if shape.splits_backward else ((Waiting(held, 0),) * shape.virtual,)
-        kept, routed, in_backward, gone = _activations(share, layers, contents, moments, splits=shape.splits_backward)
+        plain = ((Waiting(held, 0),),)
+        is_plain = shape.virtual == 1 and not shape.splits_backward
+        moments = Moments(plain, plain) if is_plain else held_by_chunk(shape, stage)
+        kept, routed, elsewhere, in_backward, gone = _activations(
+            share, layers, contents, moments, splits=shape.splits_backward
+        )
         before = traffic.before
         if not shape.splits_backward:
             later = held_later(shape, stage)
@@ -108,11 +121,12 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
         if own.pipeline.schedule != "gpipe":
             # under gpipe all forward passes come before the first backward pass
             at_head += before
-        more = max(0, in_backward + at_layer - sizes["logits"] - at_head)
+        more = max(0, elsewhere + in_backward + at_layer - sizes["logits"] - at_head)
         if contents.has_embedding:
             # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
             # put off
-            more = max(more, traffic.at_table() + share.width * table - gone - sizes["logits"] - at_head)
+            at_table = traffic.at_table() + share.width * table - gone
+            more = max(more, elsewhere + at_table - sizes["logits"] - at_head)
         moving = min(more, max(0, at_layer - at_head))
         activations = kept + more - moving + beside
         if own.pipeline.schedule == "gpipe" and contents.has_head:
@@ -154,9 +168,11 @@ def _held_always(recipe: Recipe, share: Share, contents: Contents, count: RankPa
 
 class _Activations(NamedTuple):
     kept: int
-    """By micro batches in flight, tokens of experts left out."""
+    """By micro batches in flight at the head, tokens of experts left out."""
     routed: int
     """Tokens of experts."""
+    elsewhere: int
+    """What is kept besides when layers run backward."""
     in_backward: int
     """What a layer's backward pass adds, layers that come back from the CPU included."""
     gone: int
@@ -167,11 +183,11 @@ def _activations(
     share: Share,
     layers: tuple[LayerBytes, LayerBytes],
     contents: Contents,
-    moments: Sequence[Sequence[Waiting]],
+    moments: Moments,
     *,
     splits: bool,
 ) -> _Activations:
-    """`moments`: micro batches that are held of each chunk, of which the one counts that takes most."""
+    """Of `moments` those count that take most."""
     own = share.recompute
     rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
     kept, routed, again, moving = [], [], 0, 0
@@ -203,11 +219,14 @@ def _activations(
         n = max(map(sum, contents.chunks))
         in_backward = max(more, in_backward + more * (n - 1) // max(n, 1))
 
-    def taken(moment: Sequence[Waiting]) -> tuple[int, int]:
+    def taken(moment: Moment) -> tuple[int, int]:
         whole = sum(one.for_backward * a + one.for_weights * b for one, a, b in zip(moment, kept, put_off, strict=True))
         return int(whole), int(sum(one.for_backward * size for one, size in zip(moment, routed, strict=True)))
 
-    return _Activations(*max(map(taken, moments), key=sum), in_backward, kept[0] + routed[0] - put_off[0])
+    at_layers = max(map(taken, moments.at_layers), key=sum)
+    at_head = max(map(taken, moments.at_head), key=sum) if contents.has_head else at_layers
+    elsewhere = sum(at_layers) - sum(at_head)
+    return _Activations(*at_head, elsewhere, in_backward, kept[0] + routed[0] - put_off[0])
 
 
 def kept_by_layer(

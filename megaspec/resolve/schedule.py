@@ -96,25 +96,52 @@ class Waiting(NamedTuple):
     """Whose weight gradients are put off."""
 
 
+Moment = tuple[Waiting, ...]
+"""What a rank holds of each of its chunks."""
+
+
+class Moments(NamedTuple):
+    """When a rank may be at its peak. It depends on what either kind takes, and on the layers of a chunk."""
+
+    at_head: tuple[Moment, ...]
+    """While its last chunk runs: of the rank that has the output head."""
+    at_layers: tuple[Moment, ...]
+    """When a backward pass begins."""
+
+
 @lru_cache(maxsize=4096)
-def held_split(shape: Shape, rank: int) -> tuple[tuple[Waiting, ...], ...]:
-    """What a rank holds of each chunk when a split backward pass begins: where most weight gradients are put off, where
-    it holds most, and where most wait for their backward pass. It depends on what either takes which is the peak."""
-    enough = 4 * shape.pp
+def held_by_chunk(shape: Shape, rank: int) -> Moments:
+    """Where most weight gradients are put off, where most is held, and where most waits for its backward pass."""
+    enough = 4 * max(shape.pp, shape.group) + shape.micro_batches % shape.group
     if shape.micro_batches > enough:
-        return held_split(replace(shape, micro_batches=enough), rank)
-    now, most = [[0, 0] for _ in range(shape.virtual)], {}
+        return held_by_chunk(replace(shape, micro_batches=enough), rank)
+    now = [Waiting(0, 0)] * shape.virtual
+    at_head: set[Moment] = set()
+    at_layers: set[Moment] = set()
     for one in passes(shape, rank):
+        is_last = one.chunk == shape.virtual - 1
         if one.kind == "B":
-            before, later = (sum(kind) for kind in zip(*now, strict=True))
-            sizes = {"later": (later, before), "both": (before + later, before), "before": (before, later)}
-            for by, size in sizes.items():
-                if by not in most or size > most[by][0]:
-                    most[by] = size, tuple(Waiting(*chunk) for chunk in now)
-        for_backward, for_weights = {"F": (1, 0), "B": (-1, 1), "W": (0, -1)}[one.kind]
-        now[one.chunk][0] += for_backward
-        now[one.chunk][1] += for_weights
-    return tuple(dict.fromkeys(moment for _, moment in most.values()))
+            at_layers.add(tuple(now))
+        if one.kind == "B" and is_last:
+            at_head.add(tuple(now))
+        before, later = now[one.chunk]
+        put_off = int(shape.splits_backward)
+        now[one.chunk] = {
+            "F": Waiting(before + 1, later), "B": Waiting(before - 1, later + put_off), "W": Waiting(before, later - 1),
+        }[one.kind]  # fmt: skip
+        if one.kind == "F" and is_last:
+            at_head.add(tuple(now))
+    return Moments(_fullest(at_head), _fullest(at_layers))
+
+
+def _fullest(moments: set[Moment]) -> tuple[Moment, ...]:
+    """Those that hold most in one of three ways."""
+    found: set[Moment] = set()
+    sums = {moment: tuple(map(sum, zip(*moment, strict=True))) for moment in moments}
+    for size in (lambda a, b: (b, a), lambda a, b: (a + b, a), lambda a, b: (a, b)):
+        most = max(size(*one) for one in sums.values())
+        found |= {moment for moment, one in sums.items() if size(*one) == most}
+    return tuple(sorted(found))
 
 
 @lru_cache(maxsize=4096)
@@ -138,7 +165,7 @@ def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
     """Messages of a pipeline rank that are begun and not needed yet, or sent and kept, at the most."""
     if shape.pp == 1:
         return 0
-    enough = 2 * max(shape.pp, shape.group)
+    enough = 2 * max(shape.pp, shape.group) + shape.micro_batches % shape.group
     if shape.micro_batches > enough:
         return messages_held(replace(shape, micro_batches=enough), rank, overlap=overlap)
     now = most = 0

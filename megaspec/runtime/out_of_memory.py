@@ -13,18 +13,22 @@ from megaspec.resolve.remedies import savings
 from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 
-_WORDS = "out of memory"
+_WORDS = ("out of memory", "Failed to CUDA calloc")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether a GPU's memory ran out, in torch's allocator or in NCCL."""
-    return isinstance(error, torch.OutOfMemoryError | dist.DistError) and _WORDS in str(error)
+    """Whether a GPU's memory ran out, in torch's allocator, in NCCL or in CUDA."""
+    return isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError | dist.DistError) and _tells(str(error))
+
+
+def _tells(text: str) -> bool:
+    return any(words in text for words in _WORDS)
 
 
 def out_of_memory(spec: Spec, target: Target, *, rank: int, stage: int, where: str, cause: str) -> MemoryRunOut:
     """The error that a rank ends with. `stage`: its pipeline rank; `where`: what it was at; `cause`: what failed."""
     predicted = memory_of(spec)[stage]
-    reason = next(line for line in cause.splitlines() if _WORDS in line)
+    reason = next(line for line in cause.splitlines() if _tells(line))
     lines = [
         f"rank {rank} of {spec.world_size} ran out of memory in {where}: {reason}",
         f"predicted for this rank: {predicted.total / GIB:,.1f} GiB ({_by_kind(predicted)})",

@@ -411,10 +411,10 @@ def test_no_ranks_wait_for_each_other_even_if_each_waits_for_all_that_it_starts(
         for micro_batches in (*range(1, 2 * pp + 3), 4 * pp + 1):
             groups = range(pp, micro_batches + 1) if schedule == "interleaved" else (1,)
             for group in groups:
-                if schedule == "interleaved" and 0 < micro_batches % group < pp:
-                    continue
                 shape = Shape(schedule, pp, micro_batches, virtual, group)
-                for overlap, backward in product((True, False), (True, False)):
+                # steps that end in part of a group are refused, windows of evaluation may
+                is_refused = schedule == "interleaved" and 0 < micro_batches % group < pp
+                for overlap, backward in product((True, False), (False,) if is_refused else (True, False)):
                     todo = [events(shape, rank, overlap=overlap, backward=backward) for rank in range(pp)]
                     assert comes_to_an_end(todo), (shape, overlap, backward)
                     count += 1

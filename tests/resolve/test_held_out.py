@@ -100,7 +100,11 @@ def recipe_of(row):
 @pytest.mark.parametrize("row", DIMENSIONS, ids=layout_of)
 def test_every_dimension(row):
     recipe = recipe_of(row)
-    assert fullest(memory_of(recipe)).allocated == pytest.approx(row["max_memory_allocated"], rel=0.05)
+    stages = memory_of(recipe)
+    assert fullest(stages).allocated == pytest.approx(row["max_memory_allocated"], rel=0.05)
+    each = row["gpus"] // len(stages)
+    for rank, measured in enumerate(row["ranks"]):
+        assert stages[rank // each].allocated == pytest.approx(measured["peak"], rel=0.05)
     assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
 
 

@@ -14,8 +14,8 @@ from megaspec.resolve.schedule import (
     catch_ups,
     chart,
     held,
+    held_by_chunk,
     held_later,
-    held_split,
     makespan_formula,
 )
 from tests.pace import within
@@ -167,15 +167,33 @@ def test_what_is_held_behind_the_first_backward_passes():
         assert held_later(long, 0).behind == held(long)[0]
 
 
-def test_what_is_held_while_a_split_backward_pass_begins():
+def test_what_is_held_of_each_chunk():
+    def at_layers(*shape):
+        return held_by_chunk(Shape(*shape[:-1]), shape[-1]).at_layers
+
     # of one chunk: micro batches before their backward pass, and before their weight gradients
-    assert held_split(Shape("zb_h1", 4, 8), 0) == (((4, 0),),)
-    assert held_split(Shape("zb_h1", 4, 8), 3) == (((1, 3),),)
+    assert at_layers("zb_h1", 4, 8, 0) == (((4, 0),),)
+    assert at_layers("zb_h1", 4, 8, 3) == (((1, 3),),)
     # two kinds of moments, of which either may take more
-    assert held_split(Shape("zb_h1", 4, 3), 1) == (((2, 1),), ((3, 0),))
+    assert at_layers("zb_h1", 4, 3, 1) == (((2, 1),), ((3, 0),))
     # the last rank of a V is late with weight gradients of both chunks
-    assert ((1, 3), (0, 3)) in held_split(Shape("zb_v", 4, 8, 2), 3)
-    assert held_split(Shape("zb_v", 4, 800, 2), 2) == held_split(Shape("zb_v", 4, 16, 2), 2)
+    assert ((1, 3), (0, 3)) in at_layers("zb_v", 4, 8, 2, 3)
+    assert held_by_chunk(Shape("zb_v", 4, 800, 2), 2) == held_by_chunk(Shape("zb_v", 4, 16, 2), 2)
+
+
+@pytest.mark.parametrize("group", [4, 6])
+def test_what_is_held_of_interleaved_chunks_adds_up(group):
+    shape = Shape("interleaved", 4, 3 * group, 2, group)
+    for rank in range(4):
+        moments = held_by_chunk(shape, rank)
+        for moment in moments.at_layers:
+            assert sum(one.for_backward for one in moment) == 2 * held(shape)[rank]
+            assert not any(one.for_weights for one in moment)
+        # more of the first chunk than of the second, which is behind
+        assert max(moment[0].for_backward - moment[1].for_backward for moment in moments.at_layers) > 0
+    # at the head as many, of other chunks
+    at_head = held_by_chunk(shape, 3).at_head
+    assert {sum(one.for_backward for one in moment) for moment in at_head} == {2 * held(shape)[3]}
 
 
 def test_chart():

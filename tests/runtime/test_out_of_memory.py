@@ -57,8 +57,13 @@ def test_savings_are_real_legal_and_sorted() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError(TORCH), dist.DistBackendError("NCCL error in: a.cpp\nCuda failure 2 'out of memory'")],
-    ids=["torch", "NCCL"],
+    [
+        torch.OutOfMemoryError(TORCH),
+        dist.DistBackendError("NCCL error in: a.cpp\nCuda failure 2 'out of memory'"),
+        dist.DistBackendError("NCCL error in: a.cpp\nLast error:\nFailed to CUDA calloc 8388608 bytes"),
+        torch.AcceleratorError("CUDA error: out of memory\nand more"),
+    ],
+    ids=["torch", "NCCL", "NCCL calloc", "CUDA"],
 )
 def test_a_rank_raises_it(tmp_path, error: RuntimeError) -> None:
     spec = spec_of(Case(tp=2))
@@ -67,7 +72,7 @@ def test_a_rank_raises_it(tmp_path, error: RuntimeError) -> None:
     position = Position(torch.device("cpu"), step=2)
     position.mark("forward of micro batch 0, head")
     me = Place(1, 2, 1, 0, FileRendezvous(""), 20.0)
-    words = "rank 1 of 2 ran out of memory in step 2, forward of micro batch 0, head: .*out of memory"
+    words = "rank 1 of 2 ran out of memory in step 2, forward of micro batch 0, head: .*(out of memory|CUDA calloc)"
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         with pytest.raises(MemoryRunOut, match=words), explained(spec, tmp_path, position, me), bounded(position, me):
