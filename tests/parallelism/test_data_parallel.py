@@ -413,7 +413,9 @@ BUGS = [
     ),
     (
         "reduced while gradients are missing",
-        Patch(SUMS, "if may_reduce and len(set(bucket.arrived.values())) == 1:", "if may_reduce:"),
+        Patch(
+            SUMS, "while waiting and all(count == passes for count in waiting[0].arrived.values()):", "while waiting:"
+        ),
         "zero1",
     ),
 ]
