@@ -106,7 +106,8 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
         sizes, traffic = held_always[contents, messages]
         plain = ((Waiting(held, 0),),)
         is_plain = shape.virtual == 1 and not shape.splits_backward
-        moments = Moments(plain, plain) if is_plain else held_by_chunk(shape, stage)
+        alike = len(set(contents.chunks)) == 1
+        moments = Moments(plain, plain) if is_plain else held_by_chunk(shape, stage, alike=alike)
         kept, routed, elsewhere, in_backward, gone = _activations(
             share, layers, contents, moments, splits=shape.splits_backward
         )

@@ -110,11 +110,12 @@ class Moments(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def held_by_chunk(shape: Shape, rank: int) -> Moments:
-    """Where most weight gradients are put off, where most is held, and where most waits for its backward pass."""
+def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
+    """Where most weight gradients are put off, where most is held, and where most waits for its backward pass. Of
+    moments that differ in the chunks only, one where these are `alike`."""
     enough = 4 * max(shape.pp, shape.group) + shape.micro_batches % shape.group
     if shape.micro_batches > enough:
-        return held_by_chunk(replace(shape, micro_batches=enough), rank)
+        return held_by_chunk(replace(shape, micro_batches=enough), rank, alike=alike)
     now = [Waiting(0, 0)] * shape.virtual
     at_head: set[Moment] = set()
     at_layers: set[Moment] = set()
@@ -131,13 +132,15 @@ def held_by_chunk(shape: Shape, rank: int) -> Moments:
         }[one.kind]  # fmt: skip
         if one.kind == "F" and is_last:
             at_head.add(tuple(now))
-    return Moments(_fullest(at_head), _fullest(at_layers))
+    return Moments(_fullest(at_head, alike=alike), _fullest(at_layers, alike=alike))
 
 
-def _fullest(moments: set[Moment]) -> tuple[Moment, ...]:
+def _fullest(moments: set[Moment], *, alike: bool) -> tuple[Moment, ...]:
     """Those that hold most in one of three ways."""
     found: set[Moment] = set()
-    sums = {moment: tuple(map(sum, zip(*moment, strict=True))) for moment in moments}
+    sums = {moment: tuple(map(sum, zip(*moment, strict=True))) for moment in sorted(moments)}
+    if alike:
+        sums = {moment: one for one, moment in {one: moment for moment, one in sums.items()}.items()}
     for size in (lambda a, b: (b, a), lambda a, b: (a + b, a), lambda a, b: (a, b)):
         most = max(size(*one) for one in sums.values())
         found |= {moment for moment, one in sums.items() if size(*one) == most}
