@@ -23,7 +23,6 @@ from megaspec.resolve.parameters import RankParameters, rank_parameters, table_p
 from megaspec.resolve.schedule import (
     Moment,
     Moments,
-    Waiting,
     held_by_chunk,
     held_later,
     in_flight,
@@ -104,10 +103,7 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
             sizes = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
             held_always[contents, messages] = sizes, Traffic(recipe, share, contents, messages)
         sizes, traffic = held_always[contents, messages]
-        plain = ((Waiting(held, 0),),)
-        is_plain = shape.virtual == 1 and not shape.splits_backward
-        alike = len(set(contents.chunks)) == 1
-        moments = Moments(plain, plain) if is_plain else held_by_chunk(shape, stage, alike=alike)
+        moments = held_by_chunk(shape, stage, alike=len(set(contents.chunks)) == 1)
         kept, routed, elsewhere, in_backward, gone = _activations(
             share, layers, contents, moments, splits=shape.splits_backward
         )

@@ -113,6 +113,9 @@ class Moments(NamedTuple):
 def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
     """Where most weight gradients are put off, where most is held, and where most waits for its backward pass. Of
     moments that differ in the chunks only, one where these are `alike`."""
+    if shape.virtual == 1 and not shape.splits_backward:
+        whole = ((Waiting(held(shape)[rank], 0),),)
+        return Moments(whole, whole)
     enough = 4 * max(shape.pp, shape.group) + shape.micro_batches % shape.group
     if shape.micro_batches > enough:
         return held_by_chunk(replace(shape, micro_batches=enough), rank, alike=alike)
@@ -138,13 +141,12 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
 def _fullest(moments: set[Moment], *, alike: bool) -> tuple[Moment, ...]:
     """Those that hold most in one of three ways."""
     found: set[Moment] = set()
-    sums = {moment: tuple(map(sum, zip(*moment, strict=True))) for moment in sorted(moments)}
-    if alike:
-        sums = {moment: one for one, moment in {one: moment for moment, one in sums.items()}.items()}
+    sums = {moment: tuple(map(sum, zip(*moment, strict=True))) for moment in moments}
     for size in (lambda a, b: (b, a), lambda a, b: (a + b, a), lambda a, b: (a, b)):
         most = max(size(*one) for one in sums.values())
         found |= {moment for moment, one in sums.items() if size(*one) == most}
-    return tuple(sorted(found))
+    every = sorted(found)
+    return tuple({sums[moment]: moment for moment in every}.values() if alike else every)
 
 
 @lru_cache(maxsize=4096)

@@ -208,7 +208,7 @@ def leave_room(spec: Spec, device: torch.device) -> None:
     """Keeps torch's allocator from what NCCL takes: what it caches it gives back for tensors, and not for NCCL, which
     takes memory when a group first sends, at the end of the first backward pass."""
     has = torch.cuda.get_device_properties(device).total_memory
-    # of a small GPU NCCL takes less than what was measured on a large one
+    # what NCCL takes was measured on large GPUs; a small one may have no more than that
     torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - outside_of(spec) / has), device)
 
 

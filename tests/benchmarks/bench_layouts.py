@@ -61,6 +61,8 @@ def main() -> None:
         faulthandler.dump_traceback_later(args.patience, exit=True)
     rank, world, device = bench_train.start()
     for i, (layout, one) in enumerate([(layout, arguments(layout, args, world)) for layout in args.layouts]):
+        if i and world > 1:
+            bench_train.join_again(device, f"layout {i}")
         found: dict[str, Any] = {"layout": layout}
         found |= bench_train.measure(one, rank=rank, world=world, device=device) | predicted(one, world)
         if rank == 0:
@@ -73,8 +75,6 @@ def main() -> None:
         torch._dynamo.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if world > 1:
-            bench_train.join_again(device, f"after {i}")
     if world > 1:
         dist.destroy_process_group()
 

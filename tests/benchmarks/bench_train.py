@@ -135,25 +135,19 @@ def device_here() -> torch.device:
     return device
 
 
-def join(device: torch.device) -> None:
-    """Makes the process group of ranks that torchrun has started."""
+def join(device: torch.device, **more: Any) -> None:
+    """Makes the process group of ranks that torchrun has started; `more`: for init_process_group."""
     cuda = device.type == "cuda"
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, **more)
 
 
 def join_again(device: torch.device, name: str) -> None:
     """Leaves all groups, whose memory the next layout can have, and makes the world anew. `name`: another each time."""
-    rank, world, cuda = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
+    rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=dist.PrefixStore(name, store),
-        rank=rank,
-        world_size=world,
-        device_id=device if cuda else None,
-    )
+    join(device, store=dist.PrefixStore(name, store), rank=rank, world_size=world)
 
 
 def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int], StepResult]:
