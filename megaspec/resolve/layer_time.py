@@ -183,6 +183,10 @@ class LayerTimes:
     def _end(self, part: Part, *, embedding: bool) -> Cost:
         sums = [list(_NOTHING) for _ in range(3)]
         self._add_part(part, sums, is_recomputed=False)
+        # the head's gradients are made with its logits, none is put off
+        for later in sums[1:]:
+            sums[0][_PRODUCTS] += later[_PRODUCTS]
+            later[_PRODUCTS] = 0.0
         ends = end_collectives(self.recipe, self.mesh, embedding=embedding, head=not embedding)
         self._add_collectives(ends, sums)
         return Cost(*map(tuple, sums))

@@ -177,7 +177,7 @@ def test_auto_of_experts_searches_their_layouts_too():
 @pytest.mark.parametrize(
     ("names", "gpus", "n_layouts"),
     [
-        (("llama8b_two_h200",), 2, 5),
+        (("llama8b_two_h200",), 2, 6),
         (("dimensions_four_h200", "divided_four_h200", "tuned_four_h200"), 4, 16),
     ],
     ids=["2", "4"],
