@@ -32,12 +32,11 @@ from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import detect_target
 from megaspec.runtime.build import Built, build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
-from tests.benchmarks.bench_train import device_here, join
+from tests.benchmarks.bench_train import device_here, join, target_of
 
 LOSS_FLOOR, NORM_FLOOR, FACTOR = 2e-3, 1e-2, 3.0
 BATCH, SEQ, MICRO_BATCH = 16, 256, 4
@@ -175,7 +174,7 @@ def spec_of(args: argparse.Namespace, layout: Layout, world: int) -> Spec:
         "launcher": {"ranks": world},
     }
     recipe = Recipe.model_validate_json(json.dumps(fields))
-    target = detect_target().model_copy(update={"world_size": world, "local_ranks": world})
+    target = target_of(world).model_copy(update={"world_size": world, "local_ranks": world})
     return resolve(recipe, target, gather_facts(recipe))
 
 

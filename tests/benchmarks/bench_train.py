@@ -28,7 +28,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import detect_target
+from megaspec.resolve.target import Target, detect_target
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step
@@ -63,7 +63,14 @@ PEAK = 989e12
 
 def spec_of(args: argparse.Namespace, world: int) -> Spec:
     """The Spec of one measurement."""
-    return resolve(recipe_of(args, world), detect_target(), Facts(run_dir="-"))
+    return resolve(recipe_of(args, world), target_of(world), Facts(run_dir="-"))
+
+
+def target_of(world: int) -> Target:
+    """This machine. Where ranks share its GPUs (see device_here), as if each had its own."""
+    target = detect_target()
+    shared = 0 < target.gpus < world and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return target.model_copy(update={"gpus": world}) if shared else target
 
 
 def recipe_of(args: argparse.Namespace, world: int) -> Recipe:
