@@ -5,7 +5,7 @@ first layer or at the embedding: everything that is kept is there at once. The o
 counted tensor by tensor; `reserve` holds what no tensor accounts for, as measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
@@ -84,6 +84,20 @@ _FIELDS = fields(StageMemory)
 
 def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...]:
     """The peak of a rank of each pipeline stage, from a filled recipe."""
+    return tuple(_by_stage(recipe, device))
+
+
+def fullest_within(recipe: Recipe, room: int) -> StageMemory | None:
+    """The stage that needs most of a GPU; None once one needs more bytes than `room`: no other is weighed then."""
+    most: StageMemory | None = None
+    for stage in _by_stage(recipe, "cuda"):
+        if stage.total > room:
+            return None
+        most = fullest([stage] if most is None else [most, stage])
+    return most
+
+
+def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
     share, own = share_of(recipe), recipe.parallelism
     layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
     is_cuda = device == "cuda"
@@ -94,7 +108,6 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
     outside = outside_of(recipe) + _rounded(recipe, share) if is_cuda else 0
     # stages in the middle hold the same and differ in the micro batches in flight
     held_always: dict[tuple[Contents, int], tuple[dict[str, int], Traffic]] = {}
-    stages = []
     for stage, (contents, held) in enumerate(
         zip(_contents(recipe.model, own.pp, own.pipeline), in_flight(recipe), strict=True)
     ):
@@ -130,8 +143,7 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
             activations += int((held - 1) * _head_waits(recipe, share))
         used = sizes | {"activations": activations, "expert_buffers": routed, "communication": at_head + moving}
         reserve = outside + int(min(_SLACK * sum(used.values()), _MOST_SLACK)) if is_cuda else 0
-        stages.append(StageMemory(**used, reserve=reserve))
-    return tuple(stages)
+        yield StageMemory(**used, reserve=reserve)
 
 
 def fullest(stages: Sequence[StageMemory]) -> StageMemory:

@@ -24,7 +24,7 @@ from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.memory import StageMemory, fullest, memory_of
+from megaspec.resolve.memory import StageMemory, fullest, fullest_within, memory_of
 from megaspec.resolve.rules import is_legal
 from megaspec.resolve.stages import EVENLY
 from megaspec.resolve.step_time import StepTime, least_seconds, step_time
@@ -203,8 +203,8 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
         entry, recipe = queue.take()
         if not may_fit.get(entry.layout, True) or not _counts(grid, recipe):
             continue
-        memory = fullest(memory_of(recipe))
-        if memory.total <= grid.hardware.room:
+        memory = fullest_within(recipe, grid.hardware.room)
+        if memory is not None:
             one = Candidate(recipe, memory, step_time(recipe, grid.hardware, grid.ceilings), True)
             own = recipe.parallelism
             key = own.tp, own.pp, own.cp, own.ep, own.etp, own.dp_strategy, own.dp_shard, entry.micro_batch
@@ -215,10 +215,11 @@ def tune(grid: Grid, *, most: int = 10) -> Found:
         queue.compute_more(entry)
         if entry.layout not in may_fit:
             # if what takes least of it does not fit, nothing of it does
-            sizes = [(fullest(memory_of(r)).total, r) for r in queue.smallest(entry.layout) if _counts(grid, r)]
-            least = min([*sizes, (memory.total, recipe)], key=lambda one: one[0])
-            may_fit[entry.layout] = not sizes or least[0] <= grid.hardware.room
-            smallest = min([least, *([smallest] if smallest else [])], key=lambda one: one[0])
+            few = [one for one in queue.smallest(entry.layout) if _counts(grid, one)]
+            may_fit[entry.layout] = not few or any(fullest_within(one, grid.hardware.room) for one in few)
+            if not best:
+                sizes = [(fullest(memory_of(one)).total, one) for one in (*few, recipe)]
+                smallest = min([*sizes, *([smallest] if smallest else [])], key=lambda one: one[0])
     found = sorted(best.values(), key=lambda one: one.time.seconds)[:most]
     if not found and smallest is not None:
         recipe = smallest[1]
