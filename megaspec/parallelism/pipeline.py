@@ -21,7 +21,18 @@ from torch import Tensor
 from megaspec.core.layout import Layout, replicated
 from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
 from megaspec.parallelism.mesh import Mesh
-from megaspec.parallelism.passes import MESSAGES_KEPT, Message, Pass, Shape, made, needed, order, rank_of_stage, source
+from megaspec.parallelism.passes import (
+    MESSAGES_KEPT,
+    Message,
+    Pass,
+    Shape,
+    made,
+    needed,
+    order,
+    rank_of_stage,
+    source,
+    window,
+)
 from megaspec.parallelism.spec import PipelineSpec
 from megaspec.parallelism.timeline import receives
 
@@ -60,7 +71,7 @@ class _Step:
     """The passes of one step, or of one window of evaluation batches, on one rank."""
 
     def __init__(self, shape: Shape, links: "Links", *, size: torch.Size, backward: bool, overlap: bool):
-        self.shape, self._links, self._size = shape, links, size
+        self._shape, self._links, self._size = shape, links, size
         self._passes = order(shape, links.index, backward=backward)
         self._receives = receives(shape, links.index, backward=backward, overlap=overlap)
         self._posted: dict[Message, tuple[Tensor, dist.Work]] = {}
@@ -73,19 +84,14 @@ class _Step:
             self._post(due.before)
             self._behind = due.behind
             yield one
-            self._post_behind()
 
     def _post(self, due: tuple[Message, ...]) -> None:
         for message in due:
-            self._posted[message] = self._links.receive(source(self.shape, message), self._size)
-
-    def _post_behind(self) -> None:
-        due, self._behind = self._behind, ()
-        self._post(due)
+            self._posted[message] = self._links.receive(source(self._shape, message), self._size)
 
     def take(self, one: Pass) -> Tensor | None:
         """What a pass needs; None where it needs nothing."""
-        message = needed(self.shape, self._links.index, one)
+        message = needed(self._shape, self._links.index, one)
         if message is None:
             return None
         if message in self._here:
@@ -96,9 +102,9 @@ class _Step:
 
     def give(self, one: Pass, x: Tensor) -> None:
         """Sends what a pass made to whoever needs it."""
-        self._post_behind()
-        message = made(self.shape, self._links.index, one)
-        target = rank_of_stage(self.shape, message.stage)
+        self._post(self._behind)
+        message = made(self._shape, self._links.index, one)
+        target = rank_of_stage(self._shape, message.stage)
         if target == self._links.index:
             self._here[message] = x
         else:
@@ -107,7 +113,7 @@ class _Step:
 
     def gives(self, one: Pass) -> bool:
         """Whether a pass makes something for another stage."""
-        return made(self.shape, self._links.index, one) is not None
+        return made(self._shape, self._links.index, one) is not None
 
 
 class Links:
@@ -156,7 +162,7 @@ def _start(op: Callable[..., dist.Work], x: Tensor, peer: int, group: dist.Proce
 
 @dataclass
 class Pipeline:
-    """The strategy. `dtype`: of activations between stages. `overlap`: messages are received under passes."""
+    """The strategy. `dtype`: of activations between stages. `overlap`: messages are begun before they are made."""
 
     mesh: Mesh
     spec: PipelineSpec
@@ -222,8 +228,8 @@ class Pipeline:
 
     @property
     def window(self) -> int:
-        """Micro batches of one call of `forward_only` that keep all stages busy."""
-        return self._links.count
+        """Micro batches of one call of `forward_only` that keep stages busy."""
+        return window(self.spec.schedule, self._links.count)
 
     def finish_grads(self, gradients: Mapping[str, Tensor]) -> None:
         """Adds up the gradients of shared parameters; after all other reductions."""

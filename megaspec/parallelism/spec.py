@@ -70,7 +70,7 @@ class OffloadSpec(Frozen):
 
 
 class OverlapSpec(Frozen):
-    """Communication that runs beside computation. What is switched off runs alone; the results are the same."""
+    """Communication that runs beside computation. What is switched off waits its turn; the results are the same."""
 
     grad_reduce: bool = True
     """Reduce gradients among data-parallel ranks, bucket by bucket, while the backward pass still runs."""
@@ -79,7 +79,8 @@ class OverlapSpec(Frozen):
     tp: bool = True
     """Reduce a tensor-parallel layer's input gradient, and gather its input again, beside its other gradient."""
     p2p: bool = True
-    """Send activations and their gradients between pipeline stages while other micro batches are computed."""
+    """Send activations and their gradients between pipeline stages while other micro batches are computed: a stage
+    begins to receive a pass ahead. Off: behind the pass during which they are made."""
     shared_experts: bool = True
     """Compute shared experts while tokens are on their way to the others."""
 

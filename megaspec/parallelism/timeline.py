@@ -35,8 +35,6 @@ class Timeline:
 
     seconds: float
     """From the first pass to the last."""
-    busy: tuple[float, ...]
-    """Seconds of passes, by rank."""
     starts: tuple[tuple[float, ...], ...]
     """When each pass of each rank starts, in the order of the schedule."""
 
@@ -45,8 +43,10 @@ def simulate(shape: Shape, durations: Durations, *, backward: bool = True, until
     """Every pass starts when its rank is free and what it waits for has arrived. Without `backward` the forward ones
     alone. `until`: only those that start before, and no more of the order is made than they need."""
     pp, last = shape.pp, shape.pp * shape.virtual - 1
-    whole = orders(shape, backward=backward) if until == inf else [passes(shape, rank) for rank in range(pp)]
-    todo = [iter(one) for one in whole]
+    if until == inf:
+        todo = [iter(one) for one in orders(shape, backward=backward)]
+    else:
+        todo = [(one for one in passes(shape, rank) if backward or one.kind == "F") for rank in range(pp)]
     waiting = [next(one, None) for one in todo]
     stage = [[stage_number(r, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)] for r in range(pp)]
     rank_at = {stage[r][c]: r for r in range(pp) for c in range(shape.virtual)}
@@ -56,7 +56,7 @@ def simulate(shape: Shape, durations: Durations, *, backward: bool = True, until
     runnable = list(range(pp))
     while runnable:
         rank = runnable.pop()
-        while waiting[rank] is not None and clock[rank] < until:
+        while waiting[rank] is not None:
             kind, micro, chunk = waiting[rank]
             here = stage[rank][chunk]
             before = here - 1 if kind == "F" else here + 1
@@ -67,6 +67,8 @@ def simulate(shape: Shape, durations: Durations, *, backward: bool = True, until
                     break
                 ready = end if rank_at[before] == rank else end + durations.transfer
             start = max(clock[rank], ready)
+            if start >= until:
+                break
             clock[rank] = start + seconds[kind][here]
             starts[rank].append(start)
             waiting[rank] = next(todo[rank], None)
@@ -76,8 +78,23 @@ def simulate(shape: Shape, durations: Durations, *, backward: bool = True, until
                 if 0 <= after <= last and rank_at[after] != rank:
                     runnable.append(rank_at[after])
     assert until < inf or not any(waiting), f"{shape} waits for itself"
-    busy = tuple(b * shape.micro_batches for b in busy_per_micro_batch(shape, durations))
-    return Timeline(max(clock), busy, tuple(tuple(s) for s in starts))
+    return Timeline(max(clock), tuple(tuple(s) for s in starts))
+
+
+def seconds_if_late(shape: Shape, durations: Durations) -> float:
+    """From the first pass to the last where messages are begun as `receives` has them without `overlap`."""
+    seconds = {"F": durations.forward, "B": durations.backward, "W": durations.weight}
+    clock, there = [0.0] * shape.pp, dict[Message | None, float]()
+    for rank, event in _by_time(shape, backward=True):
+        if isinstance(event, Pass):
+            ready = there.pop(needed(shape, rank, event), 0.0)
+            stage = stage_number(rank, event.chunk, pp=shape.pp, is_v=shape.is_v)
+            clock[rank] = max(clock[rank], ready) + seconds[event.kind][stage]
+        else:
+            target = rank_of_stage(shape, event.stage)
+            begun = max(clock[rank], clock[target])
+            there[event] = clock[rank] if target == rank else begun + durations.transfer
+    return max(clock)
 
 
 def busy_per_micro_batch(shape: Shape, durations: Durations) -> list[float]:
@@ -103,8 +120,9 @@ class Receives(NamedTuple):
 
 
 def receives(shape: Shape, rank: int, *, backward: bool = True, overlap: bool = True) -> tuple[Receives, ...]:
-    """By pass of a rank. With `overlap` a message is begun before the pass before the one that needs it, if the order
-    allows, otherwise behind the pass during which it is made. See the note "One order of messages"."""
+    """By pass of a rank. With `overlap` a message is begun at the latest before the pass before the one that needs it,
+    where the order allows that, and nothing behind a pass. Without, behind the pass during which it is made. See the
+    note "One order of messages"."""
     return _receives(shape, backward=backward, overlap=overlap)[rank]
 
 

@@ -15,7 +15,7 @@ from megaspec.resolve.difference import leaves
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.kinds import has_experts, moe_of
-from megaspec.resolve.memory import fullest, memory_of
+from megaspec.resolve.memory import fullest, fullest_within, memory_of
 from megaspec.resolve.rules import RULES
 from megaspec.resolve.stages import stage_problem
 from megaspec.resolve.target import Target
@@ -61,10 +61,13 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
         changed = _turned(recipe, levers)
         if changed is None or changed.parallelism.tp > widest:
             continue
-        total = fullest(memory_of(changed)).total
-        if total <= hardware.room and _broken(changed, hardware) <= already:
+        # what breaks a rule may have no order of passes to weigh
+        if _broken(changed, hardware) - already:
+            continue
+        memory = fullest_within(changed, hardware.room)
+        if memory is not None:
             order = (is_trainable and bool(unbuilt_problems(changed)), _cost(levers))
-            found[fields] = order, Remedy(overrides=_overrides(recipe, changed), total=total)
+            found[fields] = order, Remedy(overrides=_overrides(recipe, changed), total=memory.total)
     ways = [remedy for _, remedy in sorted(found.values(), key=lambda one: one[0])]
     larger = _larger(recipe, hardware)
     return [*ways[: MOST - len(larger)], *larger]

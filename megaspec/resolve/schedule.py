@@ -17,7 +17,7 @@ from megaspec.parallelism.passes import (
     source,
     warm_up,
 )
-from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, by_rank, receives, simulate
+from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, by_rank, receives, seconds_if_late, simulate
 from megaspec.recipe import Recipe
 from megaspec.resolve.batch import data_parallel
 
@@ -167,7 +167,7 @@ def catch_ups(shape: Shape, rank: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
-    """Messages of a pipeline rank that are begun and not needed yet, or sent and kept, at the most."""
+    """Messages of a pipeline rank that are begun and not needed yet, or sent and kept, at most while a pass runs."""
     if shape.pp == 1:
         return 0
     enough = 2 * max(shape.pp, shape.group) + shape.micro_batches % shape.group
@@ -196,12 +196,13 @@ def _idle(shape: Shape) -> float:
     return {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / shape.virtual, "zb_h1": 1 / 3, "zb_v": 1 / 6}[shape.schedule]
 
 
-def bubble(shape: Shape, durations: Durations) -> Bubble:
-    """Of a whole step. Long steps are simulated in part: past the first micro batches each adds the same."""
+def bubble(shape: Shape, durations: Durations, *, overlap: bool = True) -> Bubble:
+    """Of a whole step. Long steps are simulated in part: past the first micro batches each adds the same. Without
+    `overlap` messages are begun late."""
     if shape.pp == 1:
         return Bubble(0.0, 0.0)
     busiest = max(busy_per_micro_batch(shape, durations)) * shape.micro_batches
-    lost = max(0.0, _makespan(shape, durations) - busiest)
+    lost = max(0.0, _makespan(shape, durations, overlap=overlap) - busiest)
     return Bubble(lost / busiest if busiest else 0.0, lost)
 
 
@@ -231,21 +232,24 @@ def _cell(one: Pass) -> str:
     return {"F": str(one.micro % 10), "B": chr(ord("a") + one.micro % 26), "W": "+"}[one.kind]
 
 
-def _makespan(shape: Shape, durations: Durations) -> float:
+def _makespan(shape: Shape, durations: Durations, *, overlap: bool) -> float:
     passes_a_chunk = 3 if shape.splits_backward else 2
     count = shape.pp * shape.virtual * _shorter(shape).micro_batches * passes_a_chunk
-    return _simulated(shape, durations) if count <= MOST_PASSES else makespan_formula(shape, durations)
+    return _simulated(shape, durations, overlap) if count <= MOST_PASSES else makespan_formula(shape, durations)
 
 
 @lru_cache(maxsize=2048)
-def _simulated(shape: Shape, durations: Durations) -> float:
+def _simulated(shape: Shape, durations: Durations, overlap: bool) -> float:
+    def seconds(of: Shape) -> float:
+        return simulate(of, durations).seconds if overlap else seconds_if_late(of, durations)
+
     short = _shorter(shape)
-    first = simulate(short, durations).seconds
+    first = seconds(short)
     if short == shape:
         return first
     step = _period(shape)
     longer = replace(short, micro_batches=short.micro_batches + step)
-    second = simulate(longer, durations).seconds
+    second = seconds(longer)
     return first + (second - first) * (shape.micro_batches - short.micro_batches) / step
 
 

@@ -159,13 +159,12 @@ def _sending(recipe: Recipe, mesh: Mesh, ceilings: Ceilings) -> float:
 
 def _waiting(recipe: Recipe, passes: _Passes, sending: float) -> float:
     """Share of the busiest rank's time that it waits. Durations are rounded to a half per cent of a pass, so that
-    cases that are alike are simulated once. Where nothing is sent beside passes, they are longer by what they send."""
+    cases that are alike are simulated once."""
     shape, busiest = passes.shape, passes.busy[passes.busiest]
     if shape.pp == 1:
         return 0.0
     n = shape.pp * shape.virtual
     forward, backward, weight = ([0.0] * n for _ in range(3))
-    alone, beside = (0.0, sending) if recipe.parallelism.overlap.p2p else (sending, 0.0)
 
     def rough(seconds: float) -> float:
         return round(600 * seconds * shape.virtual / busiest) / 600
@@ -176,11 +175,9 @@ def _waiting(recipe: Recipe, passes: _Passes, sending: float) -> float:
             seconds = [sum(one) for one in cost]
             if not shape.splits_backward:
                 seconds = [seconds[0], seconds[1] + seconds[2], 0.0]
-            forward[stage], backward[stage] = (rough(one + alone) for one in seconds[:2])
-            weight[stage] = rough(seconds[2])
-    ratio = bubble(shape, Durations(tuple(forward), tuple(backward), tuple(weight), rough(beside))).ratio
-    longer = 2 * shape.virtual * alone / busiest
-    return ratio * (1 + longer) + longer
+            forward[stage], backward[stage], weight[stage] = map(rough, seconds)
+    durations = Durations(tuple(forward), tuple(backward), tuple(weight), rough(sending))
+    return bubble(shape, durations, overlap=recipe.parallelism.overlap.p2p).ratio
 
 
 def _longest_end(recipe: Recipe, passes: _Passes, ceilings: Ceilings) -> tuple[list[tuple[Collective, float]], float]:

@@ -32,6 +32,21 @@ def changed(recipe, overrides):
     return Recipe.model_validate_json(json.dumps(content))
 
 
+def test_a_change_that_no_schedule_has_is_left_out():
+    # twice the stages would take groups of 8, and 12 micro batches leave 4 over
+    pipeline = {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_group": 6}
+    found = plan(
+        EIGHT_B,
+        {"data.seq_len": 8192, "train": {"steps": 8, "global_batch": 12, "micro_batch": 1}}
+        | {"parallelism": {"tp": 1, "pp": 4, "dp_replicate": 2, "pipeline": pipeline}},
+    )
+    ways = [way for way in remedies(found, HARDWARE["A100-40"]) if not way.overrides[0].startswith("hardware=")]
+    assert ways
+    for way in ways:
+        own = changed(found, way.overrides).parallelism
+        assert own.pipeline.schedule != "interleaved" or 12 % (own.dp_replicate * own.pipeline.micro_batch_group) == 0
+
+
 def test_nothing_for_what_fits():
     assert remedies(eight_b({"dp_strategy": "fsdp", "dp_replicate": 1, "dp_shard": 8}), HARDWARE["H100"]) == []
 

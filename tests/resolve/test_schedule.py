@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from megaspec.parallelism.passes import Pass, Shape, orders, stage_number
-from megaspec.parallelism.timeline import Durations, simulate
+from megaspec.parallelism.passes import Pass, Shape, made, needed, orders, stage_number, window
+from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, receives, seconds_if_late, simulate
 from megaspec.resolve.schedule import (
     bubble,
     bubble_formula,
@@ -81,8 +81,8 @@ def test_every_pass_runs_once_after_what_it_needs(shape):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bubble_is_the_papers(shape):
-    timeline = simulate(shape, equal(shape))
-    assert timeline.seconds / max(timeline.busy) - 1 == pytest.approx(bubble_formula(shape), abs=1e-12)
+    busy = 3 * shape.micro_batches
+    assert simulate(shape, equal(shape)).seconds / busy - 1 == pytest.approx(bubble_formula(shape), abs=1e-12)
     assert bubble(shape, equal(shape)).ratio == pytest.approx(bubble_formula(shape), abs=1e-12)
 
 
@@ -128,8 +128,70 @@ def test_long_steps_are_extrapolated_exactly(shape):
         weight=(0.9 if shape.splits_backward else 0.0,) * n,
         transfer=0.05,
     )
-    whole = simulate(shape, uneven)
-    assert bubble(shape, uneven).seconds == pytest.approx(whole.seconds - max(whole.busy), rel=1e-9, abs=1e-9)
+    busy = max(busy_per_micro_batch(shape, uneven)) * shape.micro_batches
+    whole = simulate(shape, uneven).seconds
+    assert bubble(shape, uneven).seconds == pytest.approx(whole - busy, rel=1e-9, abs=1e-9)
+    late = seconds_if_late(shape, uneven)
+    # the order of messages of one more round is not quite that of the round before
+    assert bubble(shape, uneven, overlap=False).seconds == pytest.approx(late - busy, rel=0.03)
+
+
+def in_time(shape, durations):
+    """Ranks that do one after the other what `receives` says without overlap."""
+    seconds = {"F": durations.forward, "B": durations.backward, "W": durations.weight}
+    programs, posted, sent = [], {}, {}
+    for rank in range(shape.pp):
+        program = []
+        for one, due in zip(orders(shape)[rank], receives(shape, rank, overlap=False), strict=True):
+            program += [*(("post", message) for message in due.before), ("run", one)]
+            program += [("post", message) for message in due.behind]
+            program += [("send", message) for message in [made(shape, rank, one)] if message is not None]
+        programs.append(program[::-1])
+    clock = [0.0] * shape.pp
+    while any(programs):
+        left = sum(map(len, programs))
+        for rank, program in enumerate(programs):
+            while program:
+                kind, what = program[-1]
+                need = needed(shape, rank, what) if kind == "run" else None
+                if need is not None and need not in sent:
+                    break
+                if kind == "run":
+                    stage = stage_number(rank, what.chunk, pp=shape.pp, is_v=shape.is_v)
+                    there = 0.0 if need is None else sent[need]
+                    if need in posted:
+                        there = max(there, posted[need]) + durations.transfer
+                    clock[rank] = max(clock[rank], there) + seconds[what.kind][stage]
+                else:
+                    (posted if kind == "post" else sent)[what] = clock[rank]
+                program.pop()
+        assert sum(map(len, programs)) < left
+    return max(clock)
+
+
+@pytest.mark.parametrize("shape", [one for one in SHAPES if one.micro_batches == 16], ids=str)
+def test_messages_that_are_begun_late(shape):
+    n, random = shape.pp * shape.virtual, Random(0)
+    for transfer in (0.0, 0.05, 0.4):
+        some = [tuple(random.uniform(0.8, 1.2) for _ in range(n)) for _ in range(3)]
+        durations = Durations(some[0], some[1], some[2] if shape.splits_backward else (0.0,) * n, transfer)
+        late = seconds_if_late(shape, durations)
+        assert late == pytest.approx(in_time(shape, durations))
+        assert late >= simulate(shape, durations).seconds - 1e-9
+
+
+def test_only_passes_that_start_before():
+    whole = simulate(Shape("1f1b", 6, 6), equal(Shape("1f1b", 6, 6))).starts
+    some = simulate(Shape("1f1b", 6, 6), equal(Shape("1f1b", 6, 6)), until=9.0).starts
+    assert some == tuple(tuple(start for start in rank if start < 9) for rank in whole)
+    forward = simulate(Shape("1f1b", 2, 2), equal(Shape("1f1b", 2, 2)), until=100.0, backward=False)
+    assert forward == simulate(Shape("1f1b", 2, 2), equal(Shape("1f1b", 2, 2)), backward=False)
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8, 16])
+def test_an_evaluation_in_a_v_waits_little(pp):
+    shape = Shape("zb_v", pp, window("zb_v", pp), 2)
+    assert simulate(shape, equal(shape), backward=False).seconds < 1.15 * shape.micro_batches
 
 
 def test_a_slow_stage_holds_up_the_others():
