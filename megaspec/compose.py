@@ -262,9 +262,8 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
         try:
             one = parser.parse_overrides([text])[0]
         except (HydraException, ValueError):  # ValueError: a number of thousands of digits
-            refuse(
-                text, "not an override; write path=value, and quote a value with spaces or commas", "override.syntax"
-            )
+            what = "not an override; write path=value, and where the value has spaces, commas or brackets"
+            refuse(text, f"{what} \"path='value'\", for the shell takes the outer quotes", "override.syntax")
             continue
         if one.is_sweep_override() and not sweeps:
             what = "several values; train -m runs each; write a list as [1,2], text with a comma as '\"1,2\"'"

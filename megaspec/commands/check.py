@@ -140,5 +140,5 @@ def _below(one: Checked) -> Iterator[str]:
     if one.state == "does not fit":
         yield f"{escape(one.name)}: does not fit the memory of its GPUs; try one of"
         for remedy in one.remedies:
-            yield escape(f"  {' '.join(remedy.overrides)}   ({remedy.total / GIB:.1f} GiB)")
+            yield escape(f"  {remedy.words}   ({remedy.total / GIB:.1f} GiB)")
         yield "  a layout that megaspec tune finds, or more GPUs: launcher.ranks=..."

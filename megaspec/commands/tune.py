@@ -97,8 +97,9 @@ def _too_large(search: Search) -> Problem | None:
     best, hardware = search.found.best[0], search.hardware
     if best.fits:
         return None
-    text = f"no layout fits: the smallest needs {best.memory.total / GIB:.1f} GiB of {hardware.name}'s"
-    text += f" {hardware.memory / GIB:.1f}; try more GPUs (gpus=) or a larger one (hardware=)"
+    text = f"no layout fits: the smallest needs {best.memory.total / GIB:.1f} GiB, {hardware.room / GIB:.1f} of"
+    text += f" {hardware.name}'s {hardware.memory / GIB:.1f} may be planned with; try more GPUs (gpus=) or a larger one"
+    text += " (hardware=)"
     return Problem("parallelism", text, code="tune-large")
 
 

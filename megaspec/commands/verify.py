@@ -257,6 +257,9 @@ def _shrunk_lines(whole: Spec, small: Spec) -> Iterator[tuple[str, str]]:
     own, pipeline = small.parallelism, small.parallelism.pipeline
     chunks = _became(whole.parallelism.pipeline.virtual_stages, pipeline.virtual_stages)
     said = {"pp": f"{pipeline.schedule}, {chunks} chunks a rank" if pipeline.virtual_stages > 1 else pipeline.schedule}
+    if pipeline.schedule == "interleaved":
+        group = _became(whole.parallelism.pipeline.micro_batch_group, pipeline.micro_batch_group)
+        said["pp"] += f", groups of {group} micro batches"
     said |= {"dp_shard": own.dp_strategy, "cp": own.context.kind, "ep": own.dispatch}
     said["tp"] = "sequence parallel" if own.sequence_parallel else ""
     for axis, n in were.degrees.items():

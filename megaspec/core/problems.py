@@ -84,6 +84,11 @@ def as_word(value: object) -> str:
     return f"'{value}'" if isinstance(value, str) and not re.fullmatch(r"\w+", value) else show(value)
 
 
+def in_a_shell(override: str) -> str:
+    """An override with the quotes that a shell takes away from it."""
+    return f'"{override}"' if "'" in override else override
+
+
 def value_at(content: Any, key: str) -> Any:
     """The value at a dotted path of plain data; None where nothing is."""
     for part in filter(None, key.split(".")):

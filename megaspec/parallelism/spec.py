@@ -31,8 +31,9 @@ class PipelineSpec(Frozen):
     """Count the output head and loss as a layer when layers are divided evenly."""
     layout: Auto[str] | None = None
     """Every stage in letters, in the order of the model: E embedding, t layer, L head and loss, | ends a stage, (..)*n
-    and t*n repeat. Stage number s lies on rank s mod pp. None: divided evenly. auto: what `megaspec tune` finds best,
-    evenly or by the time that layers, embedding and head take, unless the four settings above say how."""
+    and t*n repeat. Stage number s lies on rank s mod pp; with zb_v the second half comes back, stage pp + s on rank
+    pp - 1 - s. None: divided evenly. auto: what `megaspec tune` finds best, evenly or by the time that layers,
+    embedding and head take, unless the four settings above say how."""
 
 
 class ContextSpec(Frozen):

@@ -121,7 +121,9 @@ def searched(draft: Draft) -> None:
         why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule"
         if found.best:
             best = found.best[0].recipe.model_dump(mode="json")
-            fate = "fastest that fits" if found.best[0].fits else "nothing fits; it needs least memory"
+            fate = "nothing leaves 5 % of the memory free; it needs least"
+            if found.best[0].fits:
+                fate = "fastest that fits"
             for key in SEARCHED:
                 draft.fill(key, value_at(best, key), f"{fate}, {found.considered:,} considered (megaspec tune)")
     for key, plain in PLAIN.items():

@@ -59,5 +59,5 @@ def _needs(spec: Spec, target: Target) -> str:
 def _way_out(recipe: Recipe, target: Target) -> str:
     hardware = hardware_of(target)
     found = remedies(recipe, hardware) if hardware else []
-    words = [f"{' '.join(one.overrides)} ({one.total / GIB:,.1f} GiB)" for one in found[:3]]
+    words = [f"{one.words} ({one.total / GIB:,.1f} GiB)" for one in found[:3]]
     return f"try {one_of(words)}" if words else "megaspec tune searches for a layout that fits"

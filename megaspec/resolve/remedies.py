@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from megaspec.core.frozen import Frozen
-from megaspec.core.problems import as_word
+from megaspec.core.problems import as_word, in_a_shell
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
@@ -31,6 +31,11 @@ class Remedy(Frozen):
     """`path=value` each; `hardware=NAME` where only larger GPUs help."""
     total: int
     """Bytes of the fullest rank."""
+
+    @property
+    def words(self) -> str:
+        """As they are typed."""
+        return " ".join(map(in_a_shell, self.overrides))
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,14 @@ def _one_by_one(recipe: Recipe) -> Recipe | None:
     return changed if stage_problem(recipe.model, changed.parallelism) is None else None
 
 
+def _short_groups(recipe: Recipe) -> Recipe | None:
+    """As many micro batches through one chunk before the next as there are ranks: fewer would leave stages idle."""
+    own = recipe.parallelism
+    if own.pipeline.schedule != "interleaved" or own.pipeline.micro_batch_group <= own.pp:
+        return None
+    return _laid_out(recipe, pipeline=own.pipeline.model_copy(update={"micro_batch_group": own.pp}))
+
+
 def _more_experts(recipe: Recipe) -> Recipe | None:
     own = recipe.parallelism
     return None if moe_of(recipe.model) is None else _laid_out(recipe, ep=2 * own.ep)
@@ -236,6 +249,7 @@ def _narrow_moments(recipe: Recipe) -> Recipe | None:
 
 
 LEVERS = (
+    Lever("group", 1, _short_groups),
     Lever("strategy", 1, _strategy("zero1")),
     Lever("micro batch", 2, _one_sequence),
     Lever("experts", 2, _more_experts),

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
-from megaspec.core.problems import one_of, show
+from megaspec.core.problems import in_a_shell, one_of, show
 from megaspec.core.units import bytes_in_words
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.fill import PLAIN
@@ -180,7 +180,8 @@ def verdict(fit: Fit, hardware: str) -> str:
         return "of a machine whose memory is not known"
     free = fit.capacity - fit.total
     if fit.fits:
-        return f"fits {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(free)} free"
+        little = "" if free >= 0.05 * fit.capacity else ", less than the twentieth that tune and auto leave"
+        return f"fits {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(free)} free{little}"
     text = f"does NOT fit {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(-free)} too much"
     return text + (f"; fits {one_of(fit.fits_on)}" if fit.fits_on else "; fits no GPU in the table")
 
@@ -190,7 +191,7 @@ def _memory_in_short(plan: Plan) -> Lines:
         total, fits = bytes_in_words(plan.memory.total), verdict(plan.memory, plan.hardware.name)
         yield "memory", f"{total} on the fullest rank: {fits}"
         for remedy in plan.memory.remedies if not plan.memory.fits else ():
-            yield "", f"{' '.join(remedy.overrides)} would take {bytes_in_words(remedy.total)}"
+            yield "", f"{remedy.words} would take {bytes_in_words(remedy.total)}"
     else:
         yield "memory", f"{bytes_in_words(plan.memory.total)} on the fullest rank"
 
@@ -214,7 +215,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     if plan.device == "cuda":
         console.print(escape(verdict(fit, plan.hardware.name)))
     for remedy in fit.remedies if not fit.fits else ():
-        console.print(f"  {bytes_in_words(remedy.total)} with {escape(' '.join(remedy.overrides))}", soft_wrap=True)
+        console.print(f"  {bytes_in_words(remedy.total)} with {escape(remedy.words)}", soft_wrap=True)
     if plan.source_fit:
         console.print(escape(plan.source_fit))
 
@@ -253,8 +254,9 @@ def _print_bubble(plan: Plan, console: Console) -> None:
     for line in one.chart:
         console.print(escape(line), soft_wrap=True)
     if one.seconds_by_time is not None:
-        text = f"layers divided by time would take {_seconds(one.seconds_by_time)} a step: parallelism.pipeline.layout="
-        console.print(f"{text}'{escape(one.layout_by_time or '')}'; auto searches the schedule too")
+        text = f"layers divided by time would take {_seconds(one.seconds_by_time)} a step:"
+        word = in_a_shell(f"parallelism.pipeline.layout='{one.layout_by_time or ''}'")
+        console.print(f"{text} {escape(word)}; auto searches the schedule too", soft_wrap=True)
     plus = ", + weight gradient" if any("+" in line for line in one.chart) else ""
     console.print(f"pp rank, then time: 0 1 2 forward, a b c backward{plus}, . waiting", style="dim")
 

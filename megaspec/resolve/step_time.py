@@ -38,9 +38,10 @@ _HOST_LINK, _HOST_UPDATES = 50e9, 40e9
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-# What a message between stages costs the passes beside it, of its own time, at either end: its kernel holds
-# multiprocessors while it waits for the other end. Measured on 2 and 4 H200: 8B, five schedules.
-BESIDE_PASSES = 1.0
+# What a message between stages costs the passes beside it, at either end: their kernels end later for those that hold
+# multiprocessors, at most so many seconds of its own, and then their share of all. Measured on 2 and 4 H200 over
+# NVLink: 8B, five schedules.
+BESIDE_PASSES, HELD_BY_A_MESSAGE = 0.35e-3, 4 / 132
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,10 @@ def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTim
     whole = added((cost, shape.micro_batches) for cost in passes.costs[passes.busiest])
     parts = {kind: sum(seconds) for kind, seconds in zip(KINDS, zip(*whole, strict=True), strict=True)}
     parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * shape.micro_batches
-    if shape.pp > 1 and recipe.parallelism.overlap.p2p:
-        sent = 4 * shape.virtual * shape.micro_batches * _sending(recipe, times.mesh, ceilings)
-        parts["pipeline messages"] = BESIDE_PASSES * sent
+    if shape.pp > 1:
+        sending = _sending(recipe, times.mesh, ceilings)
+        each = min(sending, BESIDE_PASSES) + HELD_BY_A_MESSAGE * sending
+        parts["pipeline messages"] = 4 * shape.virtual * shape.micro_batches * each
     exchange, parts["optimizer"] = _longest_end(recipe, passes, ceilings)
     if recipe.parallelism.offload.layers:
         parts["offload"] = _offloading(recipe, passes)

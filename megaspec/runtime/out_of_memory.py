@@ -34,11 +34,7 @@ def out_of_memory(spec: Spec, target: Target, *, rank: int, stage: int, where: s
         f"predicted for this rank: {predicted.total / GIB:,.1f} GiB ({_by_kind(predicted)})",
     ]
     hardware = hardware_of(target)
-    ways = (
-        [f"{' '.join(one.overrides)} ({one.total / GIB:,.1f} GiB)" for one in savings(spec, hardware)]
-        if hardware
-        else []
-    )
+    ways = [f"{one.words} ({one.total / GIB:,.1f} GiB)" for one in savings(spec, hardware)] if hardware else []
     if ways:
         lines.append(f"what saves most, as predicted for the fullest rank: {'; '.join(ways)}")
     return MemoryRunOut("\n".join(lines))

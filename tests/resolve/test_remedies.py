@@ -32,6 +32,13 @@ def changed(recipe, overrides):
     return Recipe.model_validate_json(json.dumps(content))
 
 
+def test_groups_of_micro_batches_can_be_as_short_as_the_pipeline():
+    pipeline = {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_group": 64}
+    step = {"data.seq_len": 8192, "train": {"steps": 8, "global_batch": 256, "micro_batch": 1}}
+    found = plan(EIGHT_B, step | {"parallelism": {"tp": 1, "pp": 4, "dp_replicate": 2, "pipeline": pipeline}})
+    assert remedies(found, HARDWARE["H200"])[0].overrides == ("parallelism.pipeline.micro_batch_group=4",)
+
+
 def test_a_change_that_no_schedule_has_is_left_out():
     # twice the stages would take groups of 8, and 12 micro batches leave 4 over
     pipeline = {"schedule": "interleaved", "virtual_stages": 2, "micro_batch_group": 6}
