@@ -246,9 +246,7 @@ def _by_layout(split: _Split, text: str) -> _Division:
         asked = f"parallelism.pp={split.pp} · virtual_stages={split.virtual} = {split.stages}"
         problem = f"{key}={_short(text)} has {len(stages)} stages and must have {asked}"
         chunks, remainder = divmod(len(stages), split.pp)
-        legal = one_of(nearest(split.pp, divisors(len(stages))))
-        way_out = f"parallelism.pp={legal}" if remainder else f"{_KEY}.virtual_stages={chunks}"
-        return _Division(problem=(key, f"{problem}; try {way_out}"))
+        return _Division(problem=(key, problem if remainder else f"{problem}; try {_KEY}.virtual_stages={chunks}"))
     return _Division(tuple(stage.count("t") for stage in stages))
 
 

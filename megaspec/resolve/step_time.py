@@ -1,7 +1,8 @@
 """How long a training step takes, from what each rank computes and sends and from how fast the hardware was measured.
 
-Counted, but for five constants of the runtime that hold for every model: SUSTAINED, GAPS_SECONDS and HIDDEN_COST in
-layer_time.py, TURNING in work.py and _UPDATE_REACHES below. They were set where runs of 1B and 8B layers were measured.
+Counted, but for six constants of the runtime that hold for every model: SUSTAINED, GAPS_SECONDS and HIDDEN_COST in
+layer_time.py, TURNING in work.py, _UPDATE_REACHES and BESIDE_PASSES below. They were set where runs of 1B and 8B layers
+were measured.
 """
 
 from collections.abc import Iterable, Sequence

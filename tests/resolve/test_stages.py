@@ -107,7 +107,7 @@ def test_letters_that_say_nothing(text, says):
         (12, 2, {"last_layers": 4, "virtual_stages": 2, "schedule": "zb_v"}, "pipeline.last_layers", "zb_v"),
         (4, 2, {"layout": "Ett|tL"}, "pipeline.layout", "has 3 layers (t) and must have model.n_layers=4"),
         (4, 2, {"layout": "Et|t|t|tL"}, "pipeline.layout", "try parallelism.pipeline.virtual_stages=2"),
-        (4, 3, {"layout": "Et|t|t|tL"}, "pipeline.layout", "try parallelism.pp=1, 2 or 4"),
+        (4, 3, {"layout": "Et|t|t|tL"}, "pipeline.layout", "has 4 stages and must have parallelism.pp=3"),
         (4, 2, {"layout": "tt|Ett|L"}, "pipeline.layout", "must start with its only E"),
         (4, 2, {"layout": "|Etttt L"}, "pipeline.layout", "must start with its only E"),
         (4, 2, {"layout": "Ett|ttL|"}, "pipeline.layout", "must end with its only L"),
