@@ -76,6 +76,9 @@ def held_later(shape: Shape, rank: int) -> Later:
     enough = 4 * max(shape.pp, shape.group)
     if shape.micro_batches > enough:
         return held_later(replace(shape, micro_batches=enough), rank)
+    if shape.micro_batches * shape.virtual > MOST_PASSES:
+        # at least as much
+        return Later(held(shape)[rank], held(shape)[rank])
     now, behind, at_embedding, is_behind = 0, 0, 0, False
     for one in passes(shape, rank):
         if one.kind == "B":
@@ -119,6 +122,10 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
     enough = 4 * max(shape.pp, shape.group) + shape.micro_batches % shape.group
     if shape.micro_batches > enough:
         return held_by_chunk(replace(shape, micro_batches=enough), rank, alike=alike)
+    if shape.micro_batches * shape.virtual > MOST_PASSES:
+        # so many that chunks hold about the same
+        of_chunk = Waiting(held(shape)[rank], rank if shape.splits_backward else 0)
+        return Moments(((of_chunk,) * shape.virtual,), ((of_chunk,) * shape.virtual,))
     now = [Waiting(0, 0)] * shape.virtual
     at_head: set[Moment] = set()
     at_layers: set[Moment] = set()
@@ -173,6 +180,8 @@ def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
     enough = 2 * max(shape.pp, shape.group) + shape.micro_batches % shape.group
     if shape.micro_batches > enough:
         return messages_held(replace(shape, micro_batches=enough), rank, overlap=overlap)
+    if shape.pp * shape.virtual * shape.micro_batches > MOST_PASSES:
+        return _messages_of_a_shorter(shape, rank, overlap=overlap)
     now = most = 0
     targets = set()
     for one, due in zip(order(shape, rank), receives(shape, rank, overlap=overlap), strict=True):
@@ -183,6 +192,25 @@ def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
         if message is not None:
             targets.add(rank_of_stage(shape, message.stage))
     return most + MESSAGES_KEPT * len(targets - {rank})
+
+
+def _messages_of_a_shorter(shape: Shape, rank: int, *, overlap: bool) -> int:
+    """Ranks in the middle hold the same, groups that are longer by one at most one message more."""
+    pp, group, few = shape.pp, shape.group, 16
+    if pp > few:
+        near = rank if rank < few // 2 else max(few // 2, few - (pp - rank))
+        if shape.schedule == "interleaved":
+            shorter = few + group - pp
+            smaller = replace(
+                shape, pp=few, group=shorter, micro_batches=shorter * min(2, shape.micro_batches // group)
+            )
+        else:
+            smaller = replace(shape, pp=few, group=few, micro_batches=max(1, shape.micro_batches * few // pp))
+        return messages_held(smaller, near, overlap=overlap)
+    some, more = (
+        messages_held(replace(shape, group=n * pp, micro_batches=2 * n * pp), rank, overlap=overlap) for n in (3, 4)
+    )
+    return more + (more - some) * (group - 4 * pp) // pp
 
 
 def bubble_formula(shape: Shape) -> float:

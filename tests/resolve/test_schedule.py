@@ -9,6 +9,7 @@ import pytest
 from megaspec.parallelism.passes import Pass, Shape, made, needed, orders, stage_number, window
 from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, receives, seconds_if_late, simulate
 from megaspec.resolve.schedule import (
+    _messages_of_a_shorter,
     bubble,
     bubble_formula,
     catch_ups,
@@ -17,6 +18,7 @@ from megaspec.resolve.schedule import (
     held_by_chunk,
     held_later,
     makespan_formula,
+    messages_held,
 )
 from tests.pace import within
 
@@ -302,6 +304,27 @@ def test_pipelines_of_any_length_take_little_time_and_memory():
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 50e6
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
+def test_messages_and_layers_held_are_weighed_at_once_in_the_longest_pipelines(schedule, virtual):
+    """A search met such shapes, and took all memory there was."""
+    for pp, group in ((2048, 2048), (8, 100_000), (2048, 10**8)):
+        shape = Shape(schedule, pp, 10**9, virtual, group)
+        with within(1.0):
+            for rank in (0, 1, pp // 2, pp - 1):
+                found = messages_held(shape, rank, overlap=True)
+                assert found < 10 or (schedule == "interleaved" and group - pp < found <= group)
+                assert held_later(shape, rank).behind <= held(shape)[rank]
+                held_by_chunk(shape, rank)
+
+
+def test_messages_of_shorter_pipelines_and_groups_are_about_as_many():
+    for (schedule, virtual), (pp, group) in product(SCHEDULES, ((24, 24), (32, 40), (8, 50))):
+        shape = Shape(schedule, pp, 2 * group, virtual, group if schedule == "interleaved" else pp)
+        for rank in range(pp if pp > 16 or schedule == "interleaved" else 0):
+            exact = messages_held(shape, rank, overlap=True)
+            assert _messages_of_a_shorter(shape, rank, overlap=True) == pytest.approx(exact, abs=0.15 * exact)
 
 
 def test_charts_of_long_pipelines_are_those_of_shorter_ones():
