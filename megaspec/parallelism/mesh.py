@@ -15,9 +15,7 @@ from megaspec.core.axes import (
     rank_groups,
     world_size,
 )
-
-# Multiprocessors that a pipeline's message may take from the arithmetic beside it (README, "What stages wait").
-PAIR_CTAS = 4
+from megaspec.parallelism.passes import PAIR_CTAS
 
 
 class Mesh:

@@ -19,7 +19,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.case import can_split_sequences, divisors
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import Hardware, hardware_of
+from megaspec.resolve.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.resolve.target import Target
 from megaspec.resolve.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
@@ -121,9 +121,8 @@ def searched(draft: Draft) -> None:
         why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule"
         if found.best:
             best = found.best[0].recipe.model_dump(mode="json")
-            fate = "nothing leaves 5 % of the memory free; it needs least"
-            if found.best[0].fits:
-                fate = "fastest that fits"
+            too_full = f"nothing leaves {100 * LEFT_FREE:.0f} % of the memory free; it needs least"
+            fate = "fastest that fits" if found.best[0].fits else too_full
             for key in SEARCHED:
                 draft.fill(key, value_at(best, key), f"{fate}, {found.considered:,} considered (megaspec tune)")
     for key, plain in PLAIN.items():

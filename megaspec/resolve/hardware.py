@@ -9,6 +9,9 @@ from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 from megaspec.core.problems import did_you_mean, one_of
 
+LEFT_FREE = 0.05
+"""Share of a GPU's memory that a search leaves free: predictions lie within it."""
+
 
 class Hardware(Frozen):
     """One kind of GPU, its links and its network."""
@@ -36,8 +39,8 @@ class Hardware(Frozen):
 
     @property
     def room(self) -> float:
-        """Bytes of a GPU's memory that a layout may be predicted to take: predictions lie within 5 %."""
-        return 0.95 * self.memory
+        """Bytes of a GPU's memory that a layout may be predicted to take."""
+        return (1 - LEFT_FREE) * self.memory
 
 
 class NamedGpu(Protocol):

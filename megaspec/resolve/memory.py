@@ -89,15 +89,16 @@ def memory_of(recipe: Recipe, *, device: str = "cuda") -> tuple[StageMemory, ...
 
 def fullest_within(recipe: Recipe, room: int) -> StageMemory | None:
     """The stage that needs most of a GPU; None once one needs more bytes than `room`: no other is weighed then."""
-    most: StageMemory | None = None
+    stages = []
     for stage in _by_stage(recipe, "cuda"):
         if stage.total > room:
             return None
-        most = fullest([stage] if most is None else [most, stage])
-    return most
+        stages.append(stage)
+    return fullest(stages)
 
 
 def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
+    """See memory_of; each is weighed when it is asked for."""
     share, own = share_of(recipe), recipe.parallelism
     layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
     is_cuda = device == "cuda"

@@ -11,7 +11,7 @@ from megaspec.core.problems import in_a_shell, one_of, show
 from megaspec.core.units import bytes_in_words
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.fill import PLAIN
-from megaspec.resolve.hardware import hardware_of
+from megaspec.resolve.hardware import LEFT_FREE, hardware_of
 from megaspec.resolve.plan import Fit, Group, Message, Plan, RankView, make_plan
 from megaspec.resolve.target import Target
 from megaspec.resolve.tune import SEARCHED
@@ -180,7 +180,11 @@ def verdict(fit: Fit, hardware: str) -> str:
         return "of a machine whose memory is not known"
     free = fit.capacity - fit.total
     if fit.fits:
-        little = "" if free >= 0.05 * fit.capacity else ", less than the twentieth that tune and auto leave"
+        little = (
+            ""
+            if free >= LEFT_FREE * fit.capacity
+            else f", less than the {100 * LEFT_FREE:.0f} % that tune and auto leave"
+        )
         return f"fits {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(free)} free{little}"
     text = f"does NOT fit {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(-free)} too much"
     return text + (f"; fits {one_of(fit.fits_on)}" if fit.fits_on else "; fits no GPU in the table")

@@ -125,7 +125,8 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
     if shape.micro_batches * shape.virtual > MOST_PASSES:
         # so many that chunks hold about the same
         of_chunk = Waiting(held(shape)[rank], rank if shape.splits_backward else 0)
-        return Moments(((of_chunk,) * shape.virtual,), ((of_chunk,) * shape.virtual,))
+        every = ((of_chunk,) * shape.virtual,)
+        return Moments(every, every)
     now = [Waiting(0, 0)] * shape.virtual
     at_head: set[Moment] = set()
     at_layers: set[Moment] = set()
@@ -195,8 +196,11 @@ def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
 
 
 def _messages_of_a_shorter(shape: Shape, rank: int, *, overlap: bool) -> int:
-    """Ranks in the middle hold the same, groups that are longer by one at most one message more."""
+    """Chunks behind the third add nothing, ranks in the middle hold the same, and groups that are longer by one at most
+    one message more."""
     pp, group, few = shape.pp, shape.group, 16
+    if shape.virtual > 3:
+        return messages_held(replace(shape, virtual=3), rank, overlap=overlap)
     if pp > few:
         near = rank if rank < few // 2 else max(few // 2, few - (pp - rank))
         if shape.schedule == "interleaved":
@@ -226,7 +230,7 @@ def _idle(shape: Shape) -> float:
 
 def bubble(shape: Shape, durations: Durations, *, overlap: bool = True) -> Bubble:
     """Of a whole step. Long steps are simulated in part: past the first micro batches each adds the same. Without
-    `overlap` messages are begun late."""
+    `overlap` messages are begun late, but in steps of more than MOST_PASSES."""
     if shape.pp == 1:
         return Bubble(0.0, 0.0)
     busiest = max(busy_per_micro_batch(shape, durations)) * shape.micro_batches

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import ceil
 
 from megaspec.optim.spec import AdamWSpec, MuonSpec
-from megaspec.parallelism.passes import Shape, stage_number
+from megaspec.parallelism.passes import PAIR_CTAS, Shape, stage_number
 from megaspec.parallelism.timeline import Durations
 from megaspec.recipe import Recipe
 from megaspec.resolve.activations import layer_bytes, share_of
@@ -39,10 +39,11 @@ _HOST_LINK, _HOST_UPDATES = 50e9, 40e9
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-# What a message between stages costs the passes beside it, at either end: their kernels end later for those that hold
-# multiprocessors, at most so many seconds of its own, and then their share of all. Measured on 2 and 4 H200 over
-# NVLink: 8B, five schedules.
-BESIDE_PASSES, HELD_BY_A_MESSAGE = 0.35e-3, 4 / 132
+# Seconds that a message between stages costs the passes beside it, at either end and no more than it takes: a kernel
+# ends later where another one begins to hold multiprocessors. Set on 2 and 4 H200 over NVLink: 8B, five schedules.
+BESIDE_PASSES = 0.35e-3
+# While it is under way it holds so many of an H200's 132 multiprocessors.
+_HELD_BY_A_MESSAGE = PAIR_CTAS / 132
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTim
     parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * shape.micro_batches
     if shape.pp > 1:
         sending = _sending(recipe, times.mesh, ceilings)
-        each = min(sending, BESIDE_PASSES) + HELD_BY_A_MESSAGE * sending
+        each = min(sending, BESIDE_PASSES) + _HELD_BY_A_MESSAGE * sending
         parts["pipeline messages"] = 4 * shape.virtual * shape.micro_batches * each
     exchange, parts["optimizer"] = _longest_end(recipe, passes, ceilings)
     if recipe.parallelism.offload.layers:

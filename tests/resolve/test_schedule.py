@@ -319,6 +319,18 @@ def test_messages_and_layers_held_are_weighed_at_once_in_the_longest_pipelines(s
                 held_by_chunk(shape, rank)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_messages_of_many_chunks_are_those_of_three(overlap):
+    def of(chunks, group):
+        shape = Shape("interleaved", 4, 2 * group, chunks, group)
+        return [messages_held(shape, rank, overlap=overlap) for rank in range(4)]
+
+    for group in (4, 6, 16):
+        assert of(3, group) == of(5, group) == of(12, group)
+    for pp in (16, 64):
+        assert messages_held(Shape("interleaved", pp, 8 * pp, 300, 4 * pp), 0, overlap=overlap) > 0
+
+
 def test_messages_of_shorter_pipelines_and_groups_are_about_as_many():
     for (schedule, virtual), (pp, group) in product(SCHEDULES, ((24, 24), (32, 40), (8, 50))):
         shape = Shape(schedule, pp, 2 * group, virtual, group if schedule == "interleaved" else pp)
