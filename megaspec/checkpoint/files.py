@@ -6,9 +6,9 @@ import errno
 import os
 import re
 import shutil
-import stat
 from pathlib import Path
 
+from megaspec.core import regular_files
 from megaspec.core.errors import CheckpointError, WriteError
 
 # Errors of the machine, not of the file: nothing is known about the bytes, so nothing is put aside because of them.
@@ -76,13 +76,11 @@ def open_regular(folder: Path, folder_fd: int, name: str) -> int:
     """A descriptor of a regular file in an opened folder; links and devices are refused (CheckpointError)."""
     path = safe_join(folder, name)
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
+        return regular_files.open_regular(name, dir_fd=folder_fd)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise CheckpointError(f"{path}: expected a regular file, found another kind") from None
         raise read_failure(path, error) from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CheckpointError(f"{path}: expected a regular file, found another kind")
-    return fd
 
 
 def read_limited(folder: Path, folder_fd: int, name: str, *, limit: int) -> bytes:
