@@ -42,6 +42,8 @@ class PlannedMachine(Frozen):
     """How it was chosen."""
     ceilings: str
     """Where the speeds are from; "" where none are known."""
+    measured_on: str
+    """The GPU of the hardware table that they were measured on, `name` itself or another one; "" likewise."""
 
 
 class Group(Frozen):
@@ -261,6 +263,7 @@ def _machine(
         node_size=mesh.node,
         why=why,
         ceilings=ceilings.source if ceilings and on_gpu else "",
+        measured_on=ceilings.table.hardware if ceilings and on_gpu else "",
     )
 
 
