@@ -32,6 +32,13 @@ _NETWORK_SHARE = 0.9
 class ProductCurves(Frozen):
     """Times of y = x Wᵀ and of its two gradients; sizes: rows (tokens), outputs, inputs."""
 
+    forward: Curve
+    """[M, I] x [I, O]"""
+    dgrad: Curve
+    """[M, O] x [O, I]"""
+    wgrad: Curve
+    """[O, M] x [M, I], added to a sum in at least fp32."""
+
     def best(self) -> float:
         """FLOP/s of the product that was fastest for its size."""
         rates = []
@@ -40,13 +47,6 @@ class ProductCurves(Frozen):
             for sizes, seconds in zip(product(*curve.sizes), curve.seconds, strict=True):
                 rates.append(2 * prod(sizes) / seconds)
         return max(rates)
-
-    forward: Curve
-    """[M, I] x [I, O]"""
-    dgrad: Curve
-    """[M, O] x [O, I]"""
-    wgrad: Curve
-    """[O, M] x [M, I], added to a sum in at least fp32."""
 
 
 class AttentionCurves(Frozen):
