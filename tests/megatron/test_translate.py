@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megaspec.cli import main
 from megaspec.compose import compose
@@ -22,6 +24,8 @@ from megaspec.resolve.parameters import count_parameters
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
 from megaspec.spec import Spec
+from megaspec.train.batch_schedule import BatchSchedule
+from megaspec.train.spec import BatchRamp, TrainSpec
 from tests.megatron import commands
 from tests.megatron.commands import LLAMA, SMALL
 
@@ -82,10 +86,12 @@ def test_what_is_rounded_says_so():
         "decay_steps: 300  # --lr-decay-samples; 153,600 samples",
     ):
         assert line in map(str.strip, text.splitlines())
-    # with a ramp, the batch of the step that does not come to its end: 24 steps of 32, then 64
-    ramp = SMALL.replace("--global-batch-size 8", "--step-batch-size-schedule 0:32,768:64")
+    # with a ramp Megatron begins a step while samples are left: 24 steps of 32 are 768, one of 64 goes past 800
+    ramp = SMALL.replace("--global-batch-size 8", f"--step-batch-size-schedule 0:32,{768 * 32}:64")
     text = recipe_text(draft_of(ramp.replace("--train-iters 100", "--train-samples 800")))
-    assert "steps: 24  # --train-samples; 800 samples: 24.50 steps, rounded down" in text
+    assert "steps: 25  # --train-samples; 800 samples, the last step goes past them" in text
+    text = recipe_text(draft_of(ramp.replace("--train-iters 100", "--train-samples 832")))
+    assert "steps: 25  # --train-samples; 832 samples\n" in text
     text = recipe_text(draft_of(f"{SMALL} --lr-warmup-fraction 0.015"))
     assert "warmup_steps: 2  # --lr-warmup-fraction; of 100 steps, rounded from 1.50" in text
     text = recipe_text(draft_of(f"{SMALL} --lr-warmup-fraction 0.02"))
@@ -96,7 +102,10 @@ def test_what_is_rounded_says_so():
 
 def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     gpt = recipe_of(commands.GPT3_175B, tmp_path)
-    assert (gpt.train.steps, gpt.train.global_batch, gpt.train.batch_ramp) == (500_000, 1536, None)
+    assert (gpt.train.steps, gpt.train.global_batch) == (500_000, 1536)
+    # 2.4 billion tokens are 1,171,875 samples of 2,048
+    ramp = {"start": 16, "increment": 304, "samples": 5 * 1_171_875}
+    assert gpt.train.batch_ramp.model_dump() == ramp
     schedule = gpt.optim.schedule
     assert (schedule.kind, schedule.decay_steps, schedule.warmup_steps, schedule.min_lr) == (
         "cosine",
@@ -106,7 +115,9 @@ def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     )
     assert (gpt.model.dropout, gpt.model.attention_dropout, gpt.model.tied_embeddings) == (0.1, 0.1, True)
     assert (gpt.precision.kind, gpt.precision.initial_scale, gpt.optim.beta2) == ("fp16", 2.0**32, 0.95)
-    assert (gpt.train.eval_every, gpt.train.eval_samples, gpt.checkpoint.every) == (1000, 15360, 10000)
+    # the batch of its evaluation is that of --global-batch-size, which is not given: micro batch times one rank
+    assert (gpt.train.eval_every, gpt.train.eval_samples) == (1000, 10)
+    assert (gpt.checkpoint.every, gpt.checkpoint.keep) == (10000, "all")
     llama = recipe_of(commands.LLAMA3_8B, tmp_path)
     assert (llama.train.steps, llama.optim.schedule.decay_steps) == (1953125 // 128, 1949218 // 128)
     assert (llama.parallelism.grad_reduce, llama.parallelism.dp_strategy, llama.parallelism.cp) == ("bf16", "zero1", 2)
@@ -204,15 +215,95 @@ def test_flags_set_their_keys(more, key, value, tmp_path):
     assert set_by(more, tmp_path, key) == value
 
 
+def with_schedule(schedule: str, *, more: str = "--train-iters 100") -> str:
+    line = SMALL.replace("--global-batch-size 8", f"--step-batch-size-schedule {schedule}")
+    return line.replace("--train-iters 100", more)
+
+
 def test_a_batch_that_steps_up_becomes_a_ramp(tmp_path):
-    line = SMALL.replace("--global-batch-size 8", "--step-batch-size-schedule 0:8,16:16,1024:24")
-    assert "equal increments" in str(draft_of(line).lost[0])
-    line = line.replace("1024:24", "32:24").replace("--train-iters 100", "--train-samples 80")
-    recipe = recipe_of(line, tmp_path)
+    """Thresholds are tokens, of which SMALL has 32 in a sample, with and without a suffix."""
+    recipe = recipe_of(with_schedule("0:8,512:16,1024:24", more="--train-samples 80"), tmp_path)
     assert recipe.train.batch_ramp.model_dump() == {"start": 8, "increment": 8, "samples": 32}
     assert recipe.train.steps == 2 + 1 + 2  # 8 8 16 24 24 = 80
-    tokens = recipe_of(line.replace("16:16,32:24", "512K:16,1024K:24"), tmp_path)
-    assert tokens.train.batch_ramp.samples == 1024_000 // 32
+    for word in ("1.024K", "1.024k", "0.001024M", "1024"):
+        assert recipe_of(with_schedule(f"0:8,512:16,{word}:24"), tmp_path).train.batch_ramp.samples == 32
+    plain = recipe_of(with_schedule("0:32,1000000:64"), tmp_path)
+    assert plain.train.batch_ramp.samples == 1_000_000 // 32
+    # the order on the line says nothing
+    assert recipe_of(with_schedule("1000000:64,0:32"), tmp_path) == plain
+    assert draft_of(with_schedule("0:8")).content["train"]["global_batch"] == 8
+
+
+def batches_of_megatron(thresholds: list[int], batches: list[int], seq_len: int, steps: int) -> list[int]:
+    """As Megatron's StepBatchsizeNumMicroBatchesCalculator counts: the last batch whose threshold lies behind."""
+    starts = [int(t) // seq_len for t in thresholds]
+    taken, consumed = [], 0
+    for _ in range(steps):
+        taken.append([batch for start, batch in zip(starts, batches, strict=True) if consumed >= start][-1])
+        consumed += taken[-1]
+    return taken
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.integers(1, 9_000),
+    st.integers(0, 3),
+    st.integers(1, 67),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_ramp_takes_the_batches_of_megatron(start, increment, parts, tokens, uneven, seq_len):
+    """Thresholds that are no multiple of the sequence length, too; what is no ramp is told."""
+    thresholds = [k * tokens + (uneven if k > 1 else 0) for k in range(parts + 1)]
+    batches = [start + k * increment for k in range(parts + 1)]
+    words = ",".join(f"{t}:{b}" for t, b in zip(thresholds, batches, strict=True))
+    line = with_schedule(words).replace("--seq-length 32", f"--seq-length {seq_len}")
+    draft = draft_of(line)
+    if len({t // seq_len for t in thresholds}) < len(thresholds):
+        assert "both begin at" in str(draft.problems[0])
+        return
+    ramp = draft.content["train"].get("batch_ramp")
+    if ramp is None:
+        assert "equal increments" in str(draft.lost[0])
+        return
+    spec = TrainSpec(steps=1, global_batch=draft.content["train"]["global_batch"], batch_ramp=BatchRamp(**ramp))
+    schedule = BatchSchedule(spec)
+    steps = 2 + thresholds[-1] // seq_len // start
+    made = [schedule.batch(step) for step in range(min(steps, 300))]
+    assert made == batches_of_megatron(thresholds, batches, seq_len, len(made))
+
+
+def test_thresholds_that_are_no_whole_samples_are_rounded_as_there():
+    """2.4 billion tokens are 292,968.75 samples of 8,192: five parts, none of which is as long as the next."""
+    line = commands.GPT3_175B.replace("--seq-length 2048", "--seq-length 8192").replace(
+        "embeddings 2048", "embeddings 8192"
+    )
+    draft = draft_of(line)
+    assert draft.lost == []
+    ramp = draft.content["train"]["batch_ramp"]
+    assert ramp["samples"] in (1_464_843, 1_464_844)
+    schedule = BatchSchedule(TrainSpec(steps=1, global_batch=1536, batch_ramp=BatchRamp(**ramp)))
+    step, sample = 0, 0
+    for k, batch in enumerate((16, 320, 624, 928, 1232), start=1):
+        while sample < int(k * 2.4e9) // 8192:
+            assert schedule.batch(step) == batch
+            n = max(1, (int(k * 2.4e9) // 8192 - sample) // batch)  # all but the last of them at once
+            step, sample = step + n, sample + n * batch
+    assert schedule.batch(step) == 1536
+
+
+def test_what_the_learning_rate_follows_under_a_schedule_of_the_batch_is_told():
+    # 100 steps times one micro batch of 1 on one rank: 100 samples, behind 12 steps of 8
+    told = dict(draft_of(with_schedule("0:8,512:16,1024:24"), gpus=1).silent)
+    assert "a decay over 100 steps ends at step" in told["--lr-decay-iters"]
+    assert "ends at step 6 there, at 100 here" in told["--lr-decay-iters"]  # 8 8 16 24 24 = 80, the next goes past
+    told = dict(draft_of(with_schedule("0:8,512:16,1024:24", more="--train-samples 800")).silent)
+    assert "follows samples, here steps" in told["--lr-decay-style"]
+    constant = with_schedule("0:8,512:16,1024:24", more="--train-samples 800 --lr-decay-style constant")
+    assert not {"--lr-decay-style", "--lr-decay-iters"} & dict(draft_of(constant).silent).keys()
+    same = dict(draft_of(with_schedule("0:4"), gpus=4).silent)
+    assert "--lr-decay-iters" not in same
 
 
 @pytest.mark.parametrize(
@@ -292,6 +383,13 @@ def test_broken_rules_name_the_flag(more, told, capsys):
         (f"{SMALL} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "multiple of it"),
         (f"{SMALL} --recompute-granularity selective --recompute-modules gdp_qkv", "gdp_qkv: recomputed are"),
         (f"{SMALL} --step-batch-size-schedule x", "--global-batch-size 8: with --step-batch-size-schedule"),
+        (with_schedule("0:8,x:16"), "x:16: must be THRESHOLD:BATCH, such as 0:768 or 2.4B:1536"),
+        (with_schedule("0:8,-5:16"), "must be THRESHOLD:BATCH"),
+        (with_schedule("0:8,1e400:16"), "must be THRESHOLD:BATCH"),
+        (with_schedule("0:8,9:0"), "must be THRESHOLD:BATCH"),
+        (with_schedule("64:8,128:16"), "its first threshold must be 0"),
+        (with_schedule("0:8,63:16,40:24"), "both begin at sample 1 (of 32 tokens each)"),
+        (with_schedule(",".join(f"{32 * n}:{n + 1}" for n in range(1001))), "1,001 batch sizes; 1,000 at most"),
     ],
 )
 def test_commands_that_say_nothing_clear(line, told, capsys):
