@@ -79,8 +79,7 @@ def translate_evaluation(draft: Draft) -> None:
     split = draft.content["data"].get("split")
     remark = ""
     if every and iterations and not draft["--mock-data"] and split is not None and split[1] == 0:
-        _tell_no_evaluation(draft)
-        every, remark = 0, "there is nothing to evaluate"
+        every, remark = 0, _tell_no_evaluation(draft)
     every = every if iterations else 0
     draft.put("train.eval_every", every, "--eval-interval", ours=0, remark=remark)
     batch = _evaluation_batch(draft)
@@ -99,16 +98,16 @@ def _evaluation_batch(draft: Draft) -> int | None:
     return draft.content["train"].get("global_batch")
 
 
-def _tell_no_evaluation(draft: Draft) -> None:
+def _tell_no_evaluation(draft: Draft) -> str:
+    """Why there is no data for it, as what stands behind the key; told where Megatron does without, too."""
     name = "--eval-interval"
     if draft.is_given("--valid-data-path"):
-        draft.note(
-            name, "no evaluation here, since --valid-data-path is lost: validation takes its share of data.split"
-        )
-    elif draft.is_given("--train-data-path"):
+        return "validation takes a share of data.split, and those data sets are lost"
+    if draft.is_given("--train-data-path"):
         draft.change(name, "no evaluation, because --train-data-path without --valid-data-path leaves nothing for it")
     else:
         draft.change(name, "no evaluation, because --split leaves nothing for validation")
+    return "there is nothing to evaluate"
 
 
 def translate_output(draft: Draft) -> None:

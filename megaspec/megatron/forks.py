@@ -1,10 +1,20 @@
 """Flags of forks of Megatron-LM: those that the forks' own training scripts use, and those beside them.
 
-Facts of the arguments.py of deepspeedai/Megatron-DeepSpeed (4efb479d, 2025-07-16), bigscience-workshop/Megatron-DeepSpeed
-(8387ae17, 2023-12-07), bigcode-project/Megatron-LM (7c325cd3, 2023-11-14), alibaba/Pai-Megatron-Patch (a098ca5,
-2025-12-15), Ascend/MindSpeed-LLM, sail-sg/zero-bubble-pipeline-parallelism (39f2c186, 2025-05-07) and ROCm/Megatron-LM
-(2b855baf, 2024-10-22). A flag that several of them have stands under the first.
-"""  # noqa: E501
+Facts of their arguments.py, at these commits:
+
+    deepspeedai/Megatron-DeepSpeed                4efb479d  2025-07-16
+    bigscience-workshop/Megatron-DeepSpeed        8387ae17  2023-12-07
+    bigcode-project/Megatron-LM                   7c325cd3  2023-11-14
+    alibaba/Pai-Megatron-Patch                    a098ca5   2025-12-15
+    Ascend/MindSpeed-LLM                          c77308a1  2026-08-21
+    sail-sg/zero-bubble-pipeline-parallelism      39f2c186  2025-05-07
+    ROCm/Megatron-LM                              2b855baf  2024-10-22
+    llm-jp/Megatron-LM                            ea80de79  2025-10-16
+    swiss-ai/Megatron-LM                          81d44dbe  2025-07-15
+    LumiOpen/Megatron-LM-lumi                     e0ce1d9   2025-04-25
+
+A flag that several of them have stands under the first.
+"""
 
 from megaspec.megatron.flag import Fate, others
 
@@ -15,6 +25,9 @@ _PAI = "a flag of the fork Pai-Megatron-Patch"
 _MINDSPEED = "a flag of the fork MindSpeed-LLM"
 _ZERO_BUBBLE = "a flag of sail-sg's fork zero-bubble-pipeline-parallelism"
 _ROCM = "a flag of ROCm's fork of Megatron-LM"
+_LLM_JP = "a flag of LLM-jp's fork of Megatron-LM"
+_SWISS_AI = "a flag of Swiss AI's fork of Megatron-LM"
+_LUMI = "a flag of LumiOpen's fork of Megatron-LM"
 _ADD_ON = "a flag that Megatron has where one of its add-ons (ModelOpt, Kitchen) is installed"
 
 _KERNELS = "kernels and fusions are chosen from the GPU: kernels.*"
@@ -299,6 +312,30 @@ GROUPS = (
     others(_ZERO_BUBBLE, Fate.IDLE, _LAYOUT, "--num-seq-splits --allow-padding-num-layers"),
     others(_ZERO_BUBBLE, Fate.IDLE, _LOG, "--measure-activation-memory --profile-memory-iter"),
     others(_ROCM, Fate.IDLE, _KERNELS, "--disable-te-fused-rope"),
+    others(_LLM_JP, Fate.LOST, "no loss of the logits' size", "--use-z-loss --z-loss-strength"),
+    others(_LLM_JP, Fate.IDLE, "the launcher tells each rank its number", "--use-mpi"),
+    others(
+        _SWISS_AI,
+        Fate.LOST,
+        "no such norm, activation or start of weights",
+        """
+        --xielu --xiprelu --xiprelup --no-attn-layernorm --no-mlp-layernorm --no-final-layernorm --post-layer-norm
+        --input-embeddings-multiplier --layernorm-init
+        """,
+    ),
+    others(
+        _SWISS_AI,
+        Fate.LOST,
+        "optim.kind is adamw or sgd",
+        "--ademamix-beta3 --ademamix-alpha --ademamix-beta3-warmup --ademamix-alpha-warmup",
+    ),
+    others(_SWISS_AI, Fate.LOST, "no such loss", "--goldfish-loss --goldfish-k --goldfish-h"),
+    others(_SWISS_AI, Fate.IDLE, _KERNELS, "--qknorm-impl"),
+    others(_SWISS_AI, Fate.IDLE, "SIGTERM stops a run, which saves first", "--trigger-path"),
+    others(_SWISS_AI, Fate.IDLE, _LOG, "--log-params-norm-per-param"),
+    others(_LUMI, Fate.LOST, "give --rotary-base", "--rope-theta"),
+    others(_LUMI, Fate.IDLE, _LOG, "--wandb-name --wandb-step-offset"),
+    others(_LUMI, Fate.IDLE, _TOKENS, "--hf_tokenizer_path"),
     others(
         _ADD_ON,
         Fate.LOST,

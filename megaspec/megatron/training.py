@@ -21,7 +21,8 @@ def translate_training(draft: Draft) -> None:
     draft.put("train.micro_batch", draft["--micro-batch-size"], "--micro-batch-size")
     batch, ramp = _batch(draft)
     names = ("--global-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule")
-    draft.put("train.global_batch", batch, *names)
+    both = draft.is_given(names[0]) and draft.is_given(names[2])
+    draft.put("train.global_batch", batch, *names, remark="Megatron refuses both together" if both else "")
     if ramp is not None:
         draft.put("train.batch_ramp", ramp, "--step-batch-size-schedule")
     schedule = _schedule(batch, ramp)
@@ -62,6 +63,7 @@ def _from_schedule(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
     stages = _stages(draft)
     if stages is None:
         return None, None
+    _check_last(draft, stages[-1].batch)
     if len(stages) == 1:
         return stages[0].batch, None
     ramp = _as_ramp(stages)
@@ -69,6 +71,14 @@ def _from_schedule(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
         what = "train.batch_ramp grows in equal increments over equal numbers of samples"
         draft.lose("--step-batch-size-schedule", what)
     return stages[-1].batch, ramp
+
+
+def _check_last(draft: Draft, last: int) -> None:
+    """Megatron refuses a batch beside a schedule, in its own example for GPT-3, too; where both say the same it is
+    taken here."""
+    name = "--global-batch-size"
+    if draft.is_given(name) and draft[name] != last:
+        draft.refuse(name, f"with --step-batch-size-schedule, which ends with {last}; Megatron refuses both, give one")
 
 
 @dataclass(frozen=True)
@@ -156,8 +166,8 @@ def _tell_rampup(draft: Draft) -> None:
     what = "read nowhere since core_v0.18.0 (21 April 2026), where --global-batch-size counts from the first step; "
     what += "older releases grow the batch by it. Drop it, and "
     words = draft.command.values[name]
-    if len(words) == 3 and all(w.isdecimal() for w in words):
-        start, increment, samples = words
+    if len(words) == 3 and all(re.fullmatch(r"\d[\d_]*", w) for w in words):
+        start, increment, samples = (w.replace("_", "") for w in words)
         ramp = f"{{start: {start}, increment: {increment}, samples: {samples}}}"
         what += f"for what they do set train.batch_ramp={ramp} in the recipe"
     else:

@@ -34,7 +34,6 @@ _EITHER = (
     ("--num-layers", "--encoder-num-layers"),
     ("--seq-length", "--encoder-seq-length"),
     ("--train-iters", "--train-samples"),
-    ("--global-batch-size", "--step-batch-size-schedule"),
     ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
     ("--lr-decay-iters", "--lr-decay-samples"),
     ("--use-torch-fsdp2", "--use-megatron-fsdp"),

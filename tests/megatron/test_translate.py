@@ -382,7 +382,10 @@ def test_broken_rules_name_the_flag(more, told, capsys):
         (f"{SMALL} {LLAMA} --num-experts 4 --moe-aux-loss-coeff 1 2", "2 for 1 kinds of balancing"),
         (f"{SMALL} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "multiple of it"),
         (f"{SMALL} --recompute-granularity selective --recompute-modules gdp_qkv", "gdp_qkv: recomputed are"),
-        (f"{SMALL} --step-batch-size-schedule x", "--global-batch-size 8: with --step-batch-size-schedule"),
+        (
+            f"{SMALL} --step-batch-size-schedule 0:8,64:16",
+            "--global-batch-size 8: with --step-batch-size-schedule, which",
+        ),
         (with_schedule("0:8,x:16"), "x:16: must be THRESHOLD:BATCH, such as 0:768 or 2.4B:1536"),
         (with_schedule("0:8,-5:16"), "must be THRESHOLD:BATCH"),
         (with_schedule("0:8,1e400:16"), "must be THRESHOLD:BATCH"),
@@ -502,3 +505,181 @@ def test_any_mix_of_flags_ends_in_a_recipe_or_in_typed_errors():
 def test_overlap_and_offload(flags, key, value):
     draft = translate(read_command(f"{SMALL} {flags}".split()), gpus=8)
     assert draft.content["parallelism"].get(key) == value
+
+
+def flat(text: str) -> str:
+    """The comments of a recipe without their line breaks."""
+    return " ".join(text.replace("\n#    ", "").split())
+
+
+def test_every_checkpoint_stays(tmp_path):
+    """Megatron deletes none; a recipe's own default keeps two."""
+    saves = recipe_of(f"{SMALL} --save ckpt --save-interval 10", tmp_path)
+    assert (saves.checkpoint.every, saves.checkpoint.keep) == (10, "all")
+    text = recipe_text(draft_of(f"{SMALL} --save ckpt --save-interval 10"))
+    assert "keep: all  # --save-interval, --save; Megatron deletes none" in text
+    alone = draft_of(f"{SMALL} --persistent-save-interval 10")
+    assert alone.content["checkpoint"] == {"every": 10, "keep": "all"}
+    assert "writes nothing without --save" in dict(alone.silent)["--save-interval"]
+    retained = draft_of(f"{SMALL} --save ckpt --save-interval 10 --save-retain-interval 50")
+    assert (retained.lost, retained.content["checkpoint"]["keep"]) == ([], "all")
+    assert "--save-retain-interval: there the newest checkpoint and every multiple" in flat(recipe_text(retained))
+    assert "Megatron deletes none" not in recipe_text(retained)
+    assert "checkpoint" not in draft_of(SMALL).content
+
+
+def test_evaluation_takes_its_own_batch():
+    more = "--eval-interval 5 --eval-iters 3"
+    assert draft_of(f"{SMALL} {more}").content["train"]["eval_samples"] == 3 * 8
+    assert draft_of(f"{SMALL} {more} --eval-global-batch-size 16").content["train"]["eval_samples"] == 3 * 16
+    # under a schedule the batch is not given, and becomes micro batch times ranks
+    line = with_schedule("0:8,512:16", more=f"--train-iters 100 {more}")
+    assert draft_of(line, gpus=4).content["train"]["eval_samples"] == 3 * 4
+
+
+def test_why_nothing_is_evaluated():
+    per_split = SMALL.replace("--data-path", "--train-data-path") + "--eval-interval 5 --valid-data-path data/y"
+    draft = draft_of(per_split)
+    assert "--valid-data-path data/y: no such data" in draft.lost[0].message
+    assert draft.content["train"].get("eval_every") == 0
+    text = recipe_text(draft)
+    assert "leaves nothing" not in text
+    why = "validation takes a share of data.split, and those data sets are lost"
+    assert f"eval_every: 0  # --eval-interval; {why}" in text
+    for line in (f"{SMALL} --eval-interval 5 --split 1,0,0", per_split.replace("--valid-data-path data/y", "")):
+        assert "eval_every: 0  # --eval-interval; there is nothing to evaluate" in recipe_text(draft_of(line))
+
+
+def test_behind_a_key_stands_where_its_value_is_from():
+    text = recipe_text(draft_of(SMALL.replace("--data-path", "--train-data-path")))
+    assert "split: [1.0, 0.0, 0.0]  # --train-data-path data/x".replace(" data/x", "") in text
+    for recipe in ("", " --fp8-recipe delayed"):
+        text = recipe_text(draft_of(f"{SMALL} {LLAMA} --bf16 --fp8-format hybrid{recipe}"))
+        assert "in place of delayed, which is lost" in text.split("recipe: tensorwise")[1].splitlines()[0]
+    both = with_schedule("0:8,512:16", more="--train-iters 100 --global-batch-size 16")
+    assert "global_batch: 16  # --global-batch-size, --step-batch-size-schedule; Megatron refuses" in recipe_text(
+        draft_of(both)
+    )
+
+
+FP8 = f"{SMALL} {LLAMA} --bf16 --fp8-format hybrid"
+PER_SPLIT = SMALL.replace("--data-path", "--train-data-path")
+
+
+@pytest.mark.parametrize("line", [SMALL, FP8, PER_SPLIT, *(getattr(commands, name) for name in REAL)])
+def test_what_is_called_megatrons_default_is_its_default(line):
+    """A key of its default alone; what follows from other flags says from which."""
+    draft = draft_of(line)
+    follows = {"model.kind", "model.d_ffn", "model.tied_embeddings"}  # from several flags
+    here = {"adamw": "adam", "all_gather": "allgather", "ring": ["p2p"], "replicate": False, "fp32": False}
+    for key, remark in draft.remarks.items():
+        if remark != "Megatron's default" or key in follows:
+            continue
+        value: object = draft.content
+        for part in key.split("."):
+            value = value[part]
+        name = draft.sources[key].removesuffix(", which is not given")
+        default = BY_NAME[name].default_value
+        if key == "data.split":
+            default = [float(share) for share in default.split(",")]
+        same = here.get(value) if isinstance(value, str) else value
+        assert default in (value, same) or (value == "none" and default is None), key
+
+
+def test_the_recipe_names_the_commit_of_its_flags(tmp_path):
+    text = recipe_text(draft_of(SMALL))
+    assert "NVIDIA/Megatron-LM at commit d98e8a64 (2026-08-22)" in text.splitlines()[1]
+    assert "d98e8a64" in recipe_of(SMALL, tmp_path).about.source
+
+
+WIDE = "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+
+
+def test_another_order_of_ranks_is_refused(capsys):
+    assert main(["from-megatron", "--gpus", "4", "--", *f"{SMALL} {WIDE}".split()]) == 64
+    assert "ranks lie in the order pp, dp, cp, tp" in capsys.readouterr().err
+    assert main(["from-megatron", "--gpus", "4", "--partial", "--", *f"{SMALL} {WIDE}".split()]) == 0
+    capsys.readouterr()
+    # without data-parallel ranks, or without stages, both orders are one
+    for gpus, more in (("2", WIDE), ("4", "--use-tp-pp-dp-mapping")):
+        assert main(["from-megatron", "--gpus", gpus, "--", *f"{SMALL} {more}".split()]) == 0
+        assert "--use-tp-pp-dp-mapping: the order of ranks is the same" in flat(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--layernorm-epsilon 1e-6",
+         "1e-6: a flag of older releases, gone since core_v0.4.0 (December 2023): give --norm-epsilon"),
+        ("--fp8-hybrid", "gone since core_v0.4.0 (December 2023): give --fp8-format hybrid"),
+        ("--rampup-batch-size 2 2 100", "read nowhere since core_v0.18.0 (21 April 2026)"),
+        ("--rampup-batch-size 2 2 100", "train.batch_ramp={start: 2, increment: 2, samples: 100}"),
+        ("--checkpoint-activations", "which Megatron refuses; give --recompute-activations"),
+        ("--deepspeed_config ds.json", "a flag of the fork Megatron-DeepSpeed: its file is not read"),
+        ("--train-weighted-split-paths TRAIN: 1 0:0.9 x", "a flag of BigScience's fork Megatron-DeepSpeed"),
+        ("--attention-head-type multiquery", "a flag of BigCode's fork of Megatron-LM: give --group-query-attention"),
+        ("--export-kd-teacher-load x", "where one of its add-ons (ModelOpt, Kitchen) is installed"),
+        ("--allow-ambiguous-pad-tokens", "labels that are the tokenizer's padding"),
+        ("--mid-level-dataset-surplus 0.1", "no such data, or order of it"),
+        ("--loss-scale 128", "the loss scale of fp16 is dynamic here"),
+        ("--yaml-cfg x.yaml", "the file is not read"),
+    ],
+)  # fmt: skip
+def test_what_older_releases_and_forks_train_otherwise_is_lost(more, told, capsys):
+    line = f"{SMALL} {more}".split()
+    assert main(["from-megatron", "--gpus", "4", "--", *line]) == 64
+    out, err = capsys.readouterr()
+    assert (out, told in err) == ("", True)
+    assert main(["from-megatron", "--gpus", "4", "--partial", "--", *line]) == 0
+    out, err = capsys.readouterr()
+    assert told in flat(out)
+    assert "lost: " in err
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--data-impl mmap", "--data-impl: a flag of older releases, gone since core_v0.4.0 (December 2023)"),
+        ("--no-query-key-layer-scaling", "takes the scale back in the softmax; what is computed stays the same"),
+        ("--DDP-impl local", "gone since core_v0.4.0"),
+        ("--activations-checkpoint-method uniform", "gone since May 2022"),
+        ("--no-async-tensor-model-parallel-allreduce", "gone since core_v0.16.0 (February 2026)"),
+        ("--deepspeed --zero-stage 1", "parallelism.dp_strategy is zero1, zero2 or fsdp for ZeRO's stages 1, 2 and 3"),
+        ("--deepspeed", "--deepspeed: a flag of the fork Megatron-DeepSpeed: one runtime trains every recipe"),
+        ("--zero-stage=3", "a flag of the fork Megatron-DeepSpeed"),
+        ("--use-fused-rmsnorm", "a flag of the fork MindSpeed-LLM: kernels and fusions"),
+        ("--enable-zero-bubble", "parallelism.pipeline.schedule is zb_h1 or zb_v for it"),
+        ("--cuda-graph-impl local --te-rng-tracker", "--te-rng-tracker: no CUDA graphs are captured"),
+        ("--log-straggler", "--log-straggler: not measured or written here; what is trained stays the same"),
+        ("--log-params-norm --log-num-zeros-in-grad", "--log-num-zeros-in-grad: not measured or written"),
+        ("--wandb-project x", "--wandb-project: not measured or written here"),
+        ("--log-throughput", "--log-throughput: loss, rate, gradient norm, tokens, time and memory of every step"),
+        ("--check-for-spiky-loss", "no such check of results"),
+        ("--check-for-large-grads", "no such check of results"),
+        ("--exit-interval 5", "a run goes on to train.steps, or until SIGTERM"),
+        ("--overlap-moe-expert-parallel-comm", "nothing overlaps in this way here"),
+        ("--moe-enable-deepep", "tokens reach experts through the collectives of torch.distributed"),
+        ("--use-pytorch-profiler", "a recipe starts no profiler"),
+        ("--no-pad-vocab-size", "padding of the vocabulary takes no part in the loss"),
+        ("--reuse-grad-buf-for-mxfp8-param-ag", "memory, the garbage collector"),
+        ("--rotary-seq-len-interpolation-factor 1 --swiglu --normalization RMSNorm --position-embedding-type rope "
+         "--disable-bias-linear", "--rotary-seq-len-interpolation-factor: what is done here anyway"),
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_is_told_with_its_reason(more, told, capsys):
+    assert main(["from-megatron", "--gpus", "4", "--", *f"{SMALL} {more}".split()]) == 0
+    assert told in flat(capsys.readouterr().out)
+
+
+def test_an_unknown_flag_stays_an_error_with_partial_too(capsys):
+    assert main(["from-megatron", "--partial", "--", *f"{SMALL} --zero-stages 1 --clip-grads 1".split()]) == 64
+    err = capsys.readouterr().err
+    assert "--zero-stages: no flag of pretrain_gpt.py" in err
+    assert "--clip-grads: no flag of pretrain_gpt.py; did you mean --clip-grad" in err
+
+
+def test_checkpoint_flags_of_a_load_belong_to_it():
+    """Arguments of a checkpoint would change the model; without --load there is none."""
+    for name in ("--use-checkpoint-args", "--use-mp-args-from-checkpoint-args", "--exit-on-missing-checkpoint"):
+        assert BY_NAME[name].fate is Fate.DETAIL
+        assert f"{name}: belongs to --load" in flat(recipe_text(draft_of(f"{SMALL} {name}")))
