@@ -64,6 +64,10 @@ def _from_schedule(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
     if stages is None:
         return None, None
     _check_last(draft, stages[-1].batch)
+    if draft["--decrease-batch-size-if-needed"]:
+        draft.refuse(
+            "--decrease-batch-size-if-needed", "with --step-batch-size-schedule; Megatron refuses both, give one"
+        )
     if len(stages) == 1:
         return stages[0].batch, None
     ramp = _as_ramp(stages)

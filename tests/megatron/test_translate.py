@@ -388,6 +388,10 @@ def test_broken_rules_name_the_flag(more, told, capsys):
         ),
         (with_schedule("0:8,x:16"), "x:16: must be THRESHOLD:BATCH, such as 0:768 or 2.4B:1536"),
         (with_schedule("0:8,-5:16"), "must be THRESHOLD:BATCH"),
+        (
+            f"{with_schedule('0:8')} --decrease-batch-size-if-needed",
+            "--step-batch-size-schedule; Megatron refuses both",
+        ),
         (with_schedule("0:8,1e400:16"), "must be THRESHOLD:BATCH"),
         (with_schedule("0:8,9:0"), "must be THRESHOLD:BATCH"),
         (with_schedule("64:8,128:16"), "its first threshold must be 0"),
@@ -649,6 +653,7 @@ def test_what_older_releases_and_forks_train_otherwise_is_lost(more, told, capsy
         ("--zero-stage=3", "a flag of the fork Megatron-DeepSpeed"),
         ("--use-fused-rmsnorm", "a flag of the fork MindSpeed-LLM: kernels and fusions"),
         ("--enable-zero-bubble", "parallelism.pipeline.schedule is zb_h1 or zb_v for it"),
+        ("--openai-gelu", "--openai-gelu: only models of before Megatron-core read it"),
         ("--cuda-graph-impl local --te-rng-tracker", "--te-rng-tracker: no CUDA graphs are captured"),
         ("--log-straggler", "--log-straggler: not measured or written here; what is trained stays the same"),
         ("--log-params-norm --log-num-zeros-in-grad", "--log-num-zeros-in-grad: not measured or written"),
