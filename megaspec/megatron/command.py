@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.core.problems import did_you_mean
 from megaspec.megatron.flag import Fate, Flag
-from megaspec.megatron.flags import BY_NAME
+from megaspec.megatron.flags import BY_NAME, hint
 from megaspec.megatron.script import script_words
 
 _MAX_BYTES = 1 << 20
@@ -92,16 +91,9 @@ def _read_flags(words: list[str], reading: _Reading) -> None:
             position += 1
         flag = BY_NAME.get(name)
         if flag is None:
-            near = did_you_mean(name.removeprefix("--"), [n.removeprefix("--") for n in BY_NAME])
-            reading.refuse(name, f"no flag of pretrain_gpt.py; {_with_dashes(near) or 'drop it'}")
-        elif flag.fate is Fate.REMOVED:
-            reading.refuse(name, f"Megatron refuses it; give {flag.text}")
+            reading.refuse(name, f"no flag of pretrain_gpt.py; {hint(name) or 'drop it'}")
         else:
             _read_values(flag, name, [*([attached] if equals else []), *behind], reading, attached=bool(equals))
-
-
-def _with_dashes(hint: str) -> str:
-    return re.sub(r"(mean|,|or) (?=\w)", r"\1 --", hint)
 
 
 def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, attached: bool) -> None:

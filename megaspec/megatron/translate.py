@@ -34,7 +34,6 @@ _EITHER = (
     ("--num-layers", "--encoder-num-layers"),
     ("--seq-length", "--encoder-seq-length"),
     ("--train-iters", "--train-samples"),
-    ("--global-batch-size", "--step-batch-size-schedule"),
     ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
     ("--lr-decay-iters", "--lr-decay-samples"),
     ("--use-torch-fsdp2", "--use-megatron-fsdp"),
@@ -77,7 +76,9 @@ def _tell_lost(draft: Draft) -> None:
     for name, value in draft.command.values.items():
         flag = BY_NAME[name]
         if flag.fate is Fate.LOST and not _is_default(value, flag.default):
-            draft.lose(name, flag.text)
+            draft.lose(name, flag.reason)
+        if flag.fate is Fate.REMOVED:
+            draft.lose(name, f"a flag of older releases, which Megatron refuses; give {flag.text}")
 
 
 def _is_default(value: object, default: str | None) -> bool:

@@ -261,7 +261,7 @@ class Run:
             self.step, pieces_of(self.built), spec=spec.model_dump(mode="json"), state=state, comm=self.comm
         )
         self.last_saved = self.step
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and spec.checkpoint.keep != "all":
             self.store.prune(spec.checkpoint.keep)
         self.emit(CheckpointSaved(step=self.step, path=str(path), seconds=time.perf_counter() - start))
 
