@@ -106,15 +106,17 @@ def write_beside(path: Path, chunks: Iterable[Any]) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     # 0o666: what the process's umask leaves of it, as open() does
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    is_whole = False
     try:
         with open(fd, "wb") as file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        is_whole = True
+    finally:
+        if not is_whole:
+            temporary.unlink(missing_ok=True)
     return temporary
 
 

@@ -112,7 +112,9 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         else:
             _same_sweep(folder, head, drafts)
             folder.write_head(head)
-        return _go(Table(folder, head), checker, machine)
+        table = Table(folder, head)
+        _plan_ranks(table, checker, {draft.fingerprint: draft.ranks for draft in drafts})
+        return _go(table, checker, machine)
 
 
 def resume_sweep(path: Path, words: Sequence[str]) -> int:
@@ -138,12 +140,19 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
     with _locked(folder):
         changed_head = {"spec": spec, "memory": memory, "launcher_words": launcher_words, "state": "running"}
         table = Table(folder, old.model_copy(update=changed_head))
-        for number in to_run(table):
-            point = table.points[number]
-            ranks = checker.spec(recipe_of(point), folder.run(point), {}).world_size
-            table.points[number] = point.model_copy(update={"ranks": ranks})
+        _plan_ranks(table, checker, {})
         folder.write_head(table.head)
         return _go(table, checker, machine)
+
+
+def _plan_ranks(table: Table, checker: Checker, known: Mapping[str, int]) -> None:
+    """World sizes of the points that are left, for this machine, whatever their file says. `known`: by fingerprint."""
+    for number in to_run(table):
+        point = table.points[number]
+        ranks = known.get(point.fingerprint)
+        if ranks is None:
+            ranks = checker.spec(recipe_of(point), table.folder.run(point), {}).world_size
+        table.points[number] = point.model_copy(update={"ranks": ranks})
 
 
 @dataclass

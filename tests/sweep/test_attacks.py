@@ -377,3 +377,24 @@ def replace(path: Path, kind: str, target: Path) -> None:
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", [LOGS, "lock"])
+def test_a_new_sweep_is_not_made_through_links(name, capsys):
+    """What a sweep that was killed while it was made may have left is somebody else's here."""
+    Path("sweeps/s").mkdir(parents=True)
+    Path("home").mkdir()
+    Path("sweeps/s", name).symlink_to(Path("home").resolve())
+    assert sweep("data.seed=1,2") == 73
+    assert f"sweeps/s/{name}" in capsys.readouterr().err
+    assert not list(Path("home").iterdir())
+
+
+@pytest.mark.usefixtures("stubbed")
+def test_the_ranks_of_a_point_are_planned_and_not_read(capsys):
+    lines = unfinished()
+    for ranks in (0, 2**20):
+        write_points([lines[0] | {"ranks": ranks}, lines[1]])
+        assert sweep("data.seed=1,2", "sweep.slots=2") == 0
+        assert states() == ["done", "done"]
+    assert "Traceback" not in capsys.readouterr().err
