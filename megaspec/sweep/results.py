@@ -76,6 +76,7 @@ class Follower:
 
     def read(self) -> Result:
         """What the run has come to."""
+        self.result.trouble = ""
         try:
             with open(open_inside(self._folder, self._name), "rb") as file:
                 if os.fstat(file.fileno()).st_size < self._offset:
