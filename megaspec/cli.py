@@ -51,6 +51,7 @@ from megaspec.run_folder import (
     newest_good,
     newest_step,
     read_run,
+    refuse_links,
     write_run,
 )
 from megaspec.spec import Spec
@@ -229,12 +230,12 @@ def generate(args: argparse.Namespace) -> int:
         raise RecipeError("--tokens, --temperature and --seed must be at least 0, and finite")
     if any("\ud800" <= c <= "\udfff" for c in args.text):
         raise RecipeError("TEXT is not valid UTF-8; give it in the encoding of the terminal")
-    read_run(args.run)
+    trained = read_run(args.run).spec
     from megaspec.runtime.generate import generate_text  # torch, only where it is needed
 
     cuda = detect_target().device == "cuda"
     written = generate_text(
-        args.run, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed, cuda=cuda
+        args.run, trained, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed, cuda=cuda
     )
     print(f"{args.text}{written}")
     return 0
@@ -257,6 +258,7 @@ def _prepare_new(composed: Composed, target: Target, folder: Path | None, *, mem
 
 
 def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target: Target, *, memory: str) -> Prepared:
+    refuse_links(folder)
     lock = RunLock(folder).acquire()
     with ExitStack() as stack:
         stack.callback(lock.release)
@@ -287,7 +289,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     _warn(spec, target)
     make_folder(place)
     lock = RunLock(place).acquire()
-    copy_checkpoint(checkpoint, place)
+    copy_checkpoint(checkpoint, manifest, place)
     write_run(place, recipe, target, spec)
     print(f"{place} starts from step {step} of {source}")
     return Prepared(place, spec, lock)

@@ -30,6 +30,7 @@ import psutil
 
 from megaspec.checkpoint.files import open_folder, read_limited, sync_folder, write_durably, write_failure
 from megaspec.core.errors import CheckpointError, RunLockedError
+from megaspec.core.regular_files import make_folder_inside, open_inside
 
 LOCK_FOLDER = "lock"
 BEAT_SECONDS = 0.5
@@ -146,7 +147,8 @@ class RunLock:
         """Take the lock or raise; see the class."""
         assert not self._token, f"{self.folder}: this lock is held already, token={self._token}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder_inside(self.run_dir, LOCK_FOLDER)
             while not self._try_acquire():
                 pass
         except OSError as error:
@@ -302,8 +304,8 @@ class RunLock:
 
     def _write_beat(self, count: int) -> None:
         """Raise the counter in place: opening, writing and closing is what network file systems pass on at once."""
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if count == 1 else 0)
-        fd = os.open(self.folder / f"{self._token:08d}.beat", flags, 0o644)
+        flags = os.O_WRONLY | (os.O_CREAT if count == 1 else 0)
+        fd = open_inside(self.run_dir, f"{LOCK_FOLDER}/{self._token:08d}.beat", flags)
         try:
             os.pwrite(fd, f"{count:020d}\n".encode(), 0)
         finally:
@@ -317,7 +319,7 @@ class RunLock:
 
     def _take_flock(self) -> bool:
         self._drop_flock()
-        fd = os.open(self.folder / "flock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd = open_inside(self.run_dir, f"{LOCK_FOLDER}/flock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

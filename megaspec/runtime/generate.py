@@ -29,13 +29,14 @@ Follow = Callable[[Tensor, int], int]
 """(token ids int64 [1, S] on the CPU, the place of the last one that counts) -> the token that follows it"""
 
 
-def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float, seed: int, cuda: bool) -> str:
+def generate_text(
+    run_dir: Path, trained: Spec, prompt: str, *, tokens: int, temperature: float, seed: int, cuda: bool
+) -> str:
     """What the newest good checkpoint of a run writes after `prompt`, on one device whatever layout trained it.
 
     On a CPU in fp32, on CUDA in the run's precision. Raises CheckpointError, DataError.
     """
     connect()
-    trained = Spec.model_validate_json((run_dir / "spec.json").read_text())
     tokenizer = run_tokenizer(trained.data)
     reader = Store(run_dir).newest_good(SoloComm(), repair=False)
     if reader is None:

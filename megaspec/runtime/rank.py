@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import HangError, MegaspecError, Preempted
+from megaspec.core.bounded_json import MAX_BYTES
+from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError
+from megaspec.core.regular_files import read_inside
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
@@ -98,8 +100,20 @@ def is_collective_failure(error: RuntimeError) -> bool:
 
 
 def read_spec(run_dir: Path) -> Spec:
-    """The Spec that every rank builds."""
-    return Spec.model_validate_json((run_dir / "spec.json").read_text())
+    """The Spec that every rank builds. RecipeError: its file is no file."""
+    return Spec.model_validate_json(_read(run_dir, "spec.json"))
+
+
+def read_target(run_dir: Path) -> Target:
+    """The machine that the run was resolved for. RecipeError: its file is no file."""
+    return Target.model_validate_json(_read(run_dir, "target.json"))
+
+
+def _read(run_dir: Path, name: str) -> bytes:
+    try:
+        return read_inside(run_dir, name, limit=MAX_BYTES)
+    except OSError as error:
+        raise RecipeError(f"{run_dir / name} can't be read: {error.strerror}") from None
 
 
 def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
@@ -144,7 +158,7 @@ def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Itera
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        target = Target.model_validate_json((run_dir / "target.json").read_text())
+        target = read_target(run_dir)
         inner = spec.world_size // spec.parallelism.pp
         raise out_of_memory(
             spec, target, rank=me.rank, stage=me.rank // inner, where=position.what, cause=str(error)
@@ -176,7 +190,7 @@ def bounded(position: Position, me: Place) -> Iterator[None]:
 
 def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted:
     """The run's first event, with what speed is measured against."""
-    target = Target.model_validate_json((run_dir / "target.json").read_text())
+    target = read_target(run_dir)
     return RunStarted(
         step=step,
         steps=spec.train.steps,
