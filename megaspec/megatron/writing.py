@@ -19,6 +19,7 @@ def recipe_text(draft: Draft, *, name: str | None = None) -> str:
     """The recipe. `name`: of the run; None: that of the file."""
     gpus = f"{draft.gpus:,} GPU{'' if draft.gpus == 1 else 's'}"
     lines = [f"# From the flags of a pretrain_gpt.py command, for {gpus}. {_counted(draft)}"]
+    lines += _told("How the command was read", [(note, "") for note in draft.command.notes])
     lines += _told("What Megatron changes without a word", draft.silent)
     lines += _told("Lost: this recipe trains something else", [(p.message, "") for p in draft.lost])
     lines += _told("No key of this recipe", _without_key(draft))
