@@ -53,8 +53,8 @@ MOST_WORDS = 1 << 16
 # A scheduler sets them, so a default that is written behind one says nothing about the job.
 _SCHEDULERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PBS_", "LSB_", "PET_", "FLUX_", "KUBERNETES_")
 # Of commands that are passed over: these succeed, so that what stands behind `&&` is done.
-_SUCCEED = ("cd", "chmod", "conda", "cp", "date", "echo", "mkdir", "module", "popd", "printf", "pushd", "rm", "sleep")
-_SUCCEED += ("true", ":", "umask", "ulimit", "wait", "trap", "cat", "touch", "hostname", "nvidia-smi", "ls", "pwd")
+_SUCCEED = ("cd", "chmod", "conda", "date", "echo", "mkdir", "module", "popd", "printf", "pushd", "pwd", "sleep")
+_SUCCEED += ("true", ":", "umask", "ulimit", "wait", "trap", "touch")
 # They change what comes behind them in ways that are not followed.
 _UNFOLLOWED = {
     ".": "another file is read",
@@ -436,7 +436,11 @@ class _Follower:
             self.variables |= {one.name: self.assigned(one) for one in statement.assignments}
         if statement.reads_text and name not in ("", "cat", "tee"):
             self.refuse("what it reads from the lines below is not followed; give that text as a file of its own")
-        return self.command(texts) if texts else True
+        if texts:
+            return self.command(texts)
+        # `name=$(command)` ends as the command does
+        is_made = any(isinstance(part, Unreadable) for one in statement.assignments for part in one.value)
+        return None if is_made else True
 
     def command(self, texts: list[str]) -> bool | None:
         words = [_shown(text) for text in texts]

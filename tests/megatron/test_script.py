@@ -322,6 +322,8 @@ REFUSED = [
     ('A=()\nif [ -f x ]; then A+=(--wandb-project a --bf16); fi\npython p.py', ":2: `if [ -f x ]", "give NAME=VALUE"),
     ('if [ "$X" = 1 ]; then\n python p.py --bf16\nfi', ":1: `if", "it decides"),
     ('[ -n "$X" ] && A=(--bf16)\npython p.py ${A[@]}', ":1: `[ -n", "it decides"),
+    ("ls ckpt && A=(--bf16)\npython p.py ${A[@]}", ":1: `ls ckpt", "it decides"),
+    ("X=$(grep a b) && A=(--bf16)\npython p.py ${A[@]}", ":1: `X=$(grep", "it decides"),
     ("for i in 1 2; do\n A+=$i\ndone\npython p.py", ":1: `for i in 1 2; do`", "a loop over a list"),
     ('true\nwhile [ -f x ]; do :; done', ":2: `while", "end can't be known"),
     ("f() {\n  python p.py --bf16\n}\nf", ":4: `f`", "it calls the function f"),
