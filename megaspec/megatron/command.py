@@ -156,11 +156,9 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
     taken, left = words[:most], words[most:]
     if flag.type is None and attached:
         return reading.refuse(f"{name}={words[0]}", f"takes no value; give {name} or leave it out")
+    takes = "one value (quotes keep blanks in it)" if most else "none"
     for word in left:
-        reading.refuse(
-            word,
-            f"belongs to no flag: {name} takes {'one value (quotes keep blanks in it)' if most else 'none'}{_why_not(word)}",
-        )
+        reading.refuse(word, f"belongs to no flag: {name} takes {takes}{_why_not(word)}")
     if flag.type is not None and flag.many != "*" and not taken:
         return reading.refuse(name, "its value is missing")
     values = []
