@@ -23,6 +23,7 @@ def recipe_text(draft: Draft, *, name: str | None = None) -> str:
         f"# From the flags of a pretrain_gpt.py command, for {gpus}. {_counted(draft)}",
         f"# What flags mean, and their defaults: those of NVIDIA/Megatron-LM at commit {COMMIT[:8]} ({COMMIT_DATE}).",
     ]
+    lines += _told("How the command was read", [(note, "") for note in draft.command.notes])
     lines += _told("What Megatron changes without a word", draft.silent)
     lines += _told("Lost: this recipe trains something else", [(p.message, "") for p in draft.lost])
     lines += _told("No key of this recipe", _without_key(draft))

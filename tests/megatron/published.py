@@ -6,7 +6,7 @@ What a script takes from its environment or from its scheduler is put in, and sa
 # Hugging Face's blog "How to train a Language Model with Megatron-LM" (2022), CodeParrot-small on 8 GPUs:
 # https://huggingface.co/blog/megatron-training
 CODEPARROT_SMALL = """
---nproc_per_node 8 --nnodes 1 pretrain_gpt.py
+torchrun --nproc_per_node 8 --nnodes 1 pretrain_gpt.py
 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 12 --hidden-size 768
 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 12
 --global-batch-size 192 --lr 0.0005 --train-iters 150000 --lr-decay-iters 150000 --lr-decay-style cosine
@@ -18,7 +18,7 @@ CODEPARROT_SMALL = """
 # https://github.com/aws-samples/awsome-distributed-training
 # 3.test_cases/megatron/megatron-lm/slurm/gpt3/2.distributed-training.sbatch
 AWS_GPT3 = """
---nproc_per_node=8 --nnodes=2 pretrain_gpt.py
+torchrun --nproc_per_node=8 --nnodes=2 pretrain_gpt.py
 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 36 --hidden-size 4096
 --num-attention-heads 32 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1
 --global-batch-size 288 --train-samples 146484375 --lr-decay-samples 126953125 --lr-warmup-samples 183105
@@ -30,7 +30,7 @@ AWS_GPT3 = """
 # The same repository, Llama 2 70B on 2 nodes of 8 GPUs:
 # 3.test_cases/megatron/megatron-lm/slurm/llama2/pretrain-llama2.sbatch
 AWS_LLAMA2 = """
---nproc_per_node=8 --nnodes=2 pretrain_gpt.py
+torchrun --nproc_per_node=8 --nnodes=2 pretrain_gpt.py
 --num-layers 80 --hidden-size 8192 --num-attention-heads 64 --group-query-attention --num-query-groups 8
 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer
 --overlap-grad-reduce --overlap-param-gather --untie-embeddings-and-output-weights --position-embedding-type rope
@@ -64,7 +64,7 @@ LLM_JP_32B = """
 # https://github.com/yanring/Megatron-MoE-ModelZoo model_configs/benchmarking/Mixtral-8x22B.yaml,
 # runtime_configs/benchmarking/runtime.conf
 MIXTRAL_8X22B = """
---nproc_per_node 8 --nnodes 16 pretrain_gpt.py
+torchrun --nproc_per_node 8 --nnodes 16 pretrain_gpt.py
 --distributed-timeout-minutes 60 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 8
 --num-virtual-stages-per-pipeline-rank 7 --expert-model-parallel-size 8 --context-parallel-size 1
 --expert-tensor-parallel-size 1 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
@@ -90,7 +90,7 @@ MIXTRAL_8X22B = """
 # out are put in:
 # https://github.com/bigscience-workshop/bigscience train/tr11-176B-ml/tr11-176B-ml.slurm
 BLOOM_176B = """
---nproc_per_node 8 --nnodes 24 pretrain_gpt.py
+torchrun --nproc_per_node 8 --nnodes 24 pretrain_gpt.py
 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 --pp-partition-method type:transformer|embedding
 --num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 --max-position-embeddings 2048
 --micro-batch-size 2 --rampup-batch-size 192 16 9_765_625 --global-batch-size 2048 --train-samples 220000000

@@ -92,7 +92,7 @@ def test_a_command_without_flags(words):
 
 @pytest.mark.parametrize(
     ("text", "what"),
-    [("if true; then\n torchrun a.py --bf16\nfi", "`if` decides"), ("torchrun 'a.py --bf16", "a quote is missing")],
+    [("for a in b; do\n torchrun a.py --bf16\ndone", "a loop over"), ("torchrun 'a.py --bf16", "a quote is missing")],
 )
 def test_a_script_that_can_not_be_read(tmp_path, text, what):
     (tmp_path / "a.sh").write_text(text)
