@@ -20,6 +20,7 @@ from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
+from megaspec.launcher.exit_file import EXIT_FILE
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plugins import demand
@@ -57,7 +58,7 @@ def refuse_links(folder: Path) -> None:
     """
     folders = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}", LOCK_FOLDER, LOGS, TENSORBOARD)
     try:
-        check_kinds(folder, files=(SPEC, RECIPE, TARGET, ENVIRONMENT, METRICS), folders=folders)
+        check_kinds(folder, files=(SPEC, RECIPE, TARGET, ENVIRONMENT, METRICS, EXIT_FILE), folders=folders)
         if (folder / LOGS).is_dir():
             check_kinds(folder / LOGS, files=[name for name in os.listdir(folder / LOGS) if name.startswith("rank-")])
     except OSError as error:

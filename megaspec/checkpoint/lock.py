@@ -29,8 +29,8 @@ from typing import Self
 import psutil
 
 from megaspec.checkpoint.files import open_folder, read_limited, sync_folder, write_durably, write_failure
-from megaspec.core.errors import CheckpointError, RunLockedError
-from megaspec.core.regular_files import make_folder_inside, open_inside
+from megaspec.core.errors import CheckpointError, RunLockedError, WriteError
+from megaspec.core.regular_files import make_folder_inside, open_inside, read_inside
 
 LOCK_FOLDER = "lock"
 BEAT_SECONDS = 0.5
@@ -173,15 +173,51 @@ class RunLock:
         return self._lives(token, decode_holder(self._read(f"{token:08d}.json")), has_flock)
 
     def check(self) -> None:
-        """Raise RunLockedError when another job has taken the lock over; to be called right before publishing."""
+        """Raise RunLockedError when another job has taken the lock over; to be called right before publishing.
+
+        WriteError: the folder is not where it was.
+        """
         assert self._token, f"{self.folder}: the lock was released, or never acquired"
         token, kind = self._highest()
         if token == self._token and kind == "json" and self._read(f"{token:08d}.json") == self._record:
             return
+        raise self._lost()
+
+    def is_ours(self) -> bool:
+        """Whether the run is still this job's, by one read: to be asked before each line that is written.
+
+        A new holder removes the records of those before it when it begins. A record that can't be read now (a network
+        file system that is away) decides nothing.
+        """
+        try:
+            return (
+                read_inside(self.run_dir, f"{LOCK_FOLDER}/{self._token:08d}.json", limit=_RECORD_LIMIT) == self._record
+            )
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def check_line(self) -> None:
+        """As `check`, but by `is_ours`."""
+        if not self.is_ours():
+            raise self._lost()
+
+    def _lost(self) -> RunLockedError | WriteError:
+        """Why the run is no longer this job's."""
+        nothing_more = "nothing more is written there"
+        if not self.run_dir.is_dir():
+            return WriteError(
+                f"run_dir={self.run_dir} was moved or removed while the run was under way; {nothing_more}; "
+                "megaspec resume with the folder's new name goes on"
+            )
+        if not self.folder.is_dir():
+            return WriteError(f"{self.folder} was moved or removed while the run was under way; {nothing_more}")
+        token, _ = self._highest()
         record = self._read(f"{token:08d}.json") if token else b""
-        raise RunLockedError(
+        return RunLockedError(
             f"run_dir={self.run_dir} is no longer this job's: {_who(decode_holder(record))} took it over "
-            f"(lock token {token}, this job's was {self._token}); nothing more is written there"
+            f"(lock token {token}, this job's was {self._token}); {nothing_more}"
         )
 
     def release(self) -> None:
@@ -191,7 +227,7 @@ class RunLock:
         self._stop.set()
         if self._thread:
             self._thread.join()
-        with contextlib.suppress(RunLockedError):
+        with contextlib.suppress(RunLockedError, WriteError):
             self.check()
             stem = self.folder / f"{self._token:08d}"
             # When this fails the lock is found stale, as this process is soon gone.

@@ -3,9 +3,17 @@
 python -P -m megaspec.sweep.child PARENT RUN [memory=ignore] [--plugin=PACKAGE]
 """
 
+import signal
+import sys
+
+from megaspec.launcher.stop import REQUESTS
+
+if __name__ == "__main__":
+    # What comes before `megaspec resume` has handlers waits for them, past the exec too.
+    signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
+
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
