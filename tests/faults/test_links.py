@@ -27,6 +27,7 @@ PLACES = (
     "spec.json",
     "environment.json",
     "metrics.jsonl",
+    "exit_code.json",
     "tensorboard",
     "logs",
     "logs/rank-0.log",
