@@ -6,32 +6,65 @@ A checkpoint is a folder `step-00000100` with one safetensors file per rank that
     {"sha256":"<of the bytes of the inner object>","manifest":{...}}
 
 The inner object lists files (size, one CRC-32 per chunk) and tensors (dtype, global shape, and the rectangles of it
-that are stored: file, byte offset, start, shape), and holds the Spec and the state as plain JSON.
+that are stored: file, byte offset, start, shape), and holds the Spec and the state as plain JSON. It has one form only,
+that which `encode` writes: keys in that order, nothing between them.
 
 Note "Why CRC-32": what has to be caught is a flipped bit, a hole, a truncation, another file's bytes. CRC-32 misses no
 single flipped bit and no burst of up to 32 bits, and one in 2^32 of the rest. Measured on one core: 4.1 GB/s, where
 SHA-256 ran at 1.8 (0.36 on a core without instructions for it) and BLAKE2b at 0.9; and zlib is in every Python. The
 manifest, which is small and carries all the CRCs, is held by SHA-256. Neither is a signature: whoever can write the
 folder can write both.
+
+Note "Limits": a manifest that somebody made up must not take all memory or hours. The largest of our recipes:
+
+    Llama 3.1 405B on 1,024 GPUs   12.9 MB, 1,024 files, 581,404 chunks, 3,301 tensors, 202,429 pieces, 144 of one
+    DeepSeek-V3 on 256 GPUs        12.4 MB, 256 files, 1,005,095 chunks, 1,943 tensors, 106,913 pieces, 255 of one
+
+Each limit leaves room for eight times that or more. What is read takes memory in proportion to the file: numbers go
+from the text straight into arrays (as Python's objects they took up to twenty bytes for each byte of text), and only
+the Spec and the state, which are small, become objects.
 """
 
 import hashlib
 import json
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from megaspec.checkpoint.rectangles import Rectangle, overlapping
+import numpy as np
+from numpy.typing import NDArray
+
+from megaspec.checkpoint.rectangles import Integers, Rectangle, not_held_once
 from megaspec.core.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-MANIFEST_LIMIT = 256 << 20  # bytes
+MANIFEST_LIMIT = 128 << 20
+"""Bytes. See the note "Limits"."""
+OBJECTS_LIMIT = 2 << 20
+"""Bytes of the Spec and the state together."""
+MOST_DEPTH = 64
+"""Objects and lists within each other in the Spec and the state."""
+MOST_FILES = 1 << 17
+MOST_CHUNKS = 1 << 23
+"""Of all files."""
+MOST_TENSORS = 1 << 17
+MOST_PIECES = 1 << 22
+"""Of all tensors."""
+MOST_CORNERS = 1 << 20
+"""Of all pieces of one tensor, 2^dims each (rectangles.py): 262,144 pieces of a matrix."""
+MOST_DIMS = 5
+"""Of a tensor: what the weight of a three-dimensional convolution has."""
 CHUNK_BYTES = 8 << 20
 LARGEST_CHUNK = 64 << 20
-LARGEST_NUMBER = 1 << 62
-MOST_DIMS = 16
+LARGEST_NUMBER = 10**18 - 1
+"""What is counted, and sizes in bytes."""
+LARGEST_GENERATION = 10**12
+
+# Corners of pieces that are checked at once.
+_BATCH = 1 << 18
 
 # safetensors' names of number formats, and bytes per element.
 DTYPE_BYTES = {
@@ -51,11 +84,17 @@ DTYPE_BYTES = {
 
 _PREFIX = re.compile(rb'\{"sha256":"([0-9a-f]{64})","manifest":')
 _SUFFIX = b"}\n"
-_PREFIX_BYTES = len(b'{"sha256":"') + 64 + len(b'","manifest":')
-_FILE_NAME = re.compile(r"rank-[0-9]{5,8}\.safetensors")
+_NUMBER = rb"(0|[1-9][0-9]{0,17})"
+_UNTOLD_NUMBER = rb"(?:0|[1-9][0-9]{0,17})"
+_VERSION = re.compile(rb'\{"version":([0-9]{1,9})[,}]')
+_HEAD = re.compile(rb'"step":N,"generation":N,"token":N,"chunk_bytes":N,"files":\['.replace(b"N", _NUMBER))
+_FILE = re.compile(rb'\["(rank-[0-9]{5,8}\.safetensors)",N,"((?:[0-9a-f]{8})*+)"\]'.replace(b"N", _NUMBER))
+_TENSORS = re.compile(rb',"tensors":\{')
+_TENSOR = re.compile(
+    rb'"([A-Za-z0-9._/-]{1,512})":\["([A-Z0-9_]{1,8})",\[((?:N(?:,N){0,15})?)\],\['.replace(b"N", _UNTOLD_NUMBER)
+)
+_OBJECTS = re.compile(rb',"spec":(?=\{)')
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9._/-]{1,512}")
-_HEX = re.compile(r"(?:[0-9a-f]{8})*")
-_KEYS = {"version", "step", "generation", "token", "chunk_bytes", "files", "tensors", "spec", "state"}
 
 
 class NewerFormatError(CheckpointError):
@@ -72,28 +111,57 @@ class StoredPiece:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor:
-    """A global tensor: dtype as in DTYPE_BYTES, global shape, and its rectangles, which don't overlap."""
+    """A global tensor: dtype as in DTYPE_BYTES, global shape, and its rectangles, which hold each element once."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[StoredPiece, ...]
+    table: Integers
+    """[pieces, 2 + 2·dims]: of each piece its file, offset, start and shape."""
+
+    @property
+    def n_corners(self) -> int:
+        """Of all its pieces."""
+        return len(self.table) << len(self.shape)
+
+    @property
+    def starts(self) -> Integers:
+        """[pieces, dims]"""
+        return self.table[:, 2 : 2 + len(self.shape)]
+
+    @property
+    def shapes(self) -> Integers:
+        """[pieces, dims]"""
+        return self.table[:, 2 + len(self.shape) :]
+
+    def piece(self, number: int) -> StoredPiece:
+        """One of its pieces."""
+        file, offset, *numbers = self.table[number].tolist()
+        n_dims = len(self.shape)
+        return StoredPiece(file, offset, tuple(numbers[:n_dims]), tuple(numbers[n_dims:]))
+
+    def meeting(self, wanted: Rectangle) -> list[StoredPiece]:
+        """The pieces that share elements with a rectangle."""
+        low = np.maximum(self.starts, np.array(wanted.start, dtype=np.int64))
+        high = np.minimum(self.starts + self.shapes, np.array(wanted.stop, dtype=np.int64))
+        return [self.piece(number) for number in np.flatnonzero((low < high).all(axis=1)).tolist()]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredFile:
     """A file of the checkpoint: size in bytes and the CRC-32 of each chunk."""
 
     name: str
     bytes: int
-    crc32: tuple[int, ...]
+    crc32: NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
 class Manifest:
     """All that is known about a checkpoint. `generation` counts the publications of a run folder, `token` is the
-    fencing token of the lock under which it was published (0 without a lock)."""
+    fencing token of the lock under which it was published (0 without a lock). `digest` is the SHA-256 that a manifest
+    that was read carries: no two checkpoints that were saved have the same."""
 
     step: int
     generation: int
@@ -103,6 +171,7 @@ class Manifest:
     tensors: dict[str, StoredTensor]
     spec: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    digest: str = ""
 
     @property
     def bytes(self) -> int:
@@ -126,28 +195,48 @@ def encode_json(value: Any) -> str:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json. Raises CheckpointError when they would exceed MANIFEST_LIMIT."""
-    body = encode_json(
-        {
-            "version": FORMAT_VERSION,
-            "step": manifest.step,
-            "generation": manifest.generation,
-            "token": manifest.token,
-            "chunk_bytes": manifest.chunk_bytes,
-            "files": [[f.name, f.bytes, "".join(f"{c:08x}" for c in f.crc32)] for f in manifest.files],
-            "tensors": {
-                name: [t.dtype, t.shape, [[p.file, p.offset, p.start, p.shape] for p in t.pieces]]
-                for name, t in manifest.tensors.items()
-            },
-            "spec": manifest.spec,
-            "state": manifest.state,
-        }
-    ).encode()
+    """The bytes of manifest.json. Raises CheckpointError for a manifest that exceeds the limits of `decode`."""
+    files = [[f.name, f.bytes, f.crc32.astype(">u4").tobytes().hex()] for f in manifest.files]
+    head = {
+        "version": FORMAT_VERSION,
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "token": manifest.token,
+        "chunk_bytes": manifest.chunk_bytes,
+        "files": files,
+    }
+    tensors = ",".join(_tensor_text(name, tensor) for name, tensor in manifest.tensors.items())
+    objects = encode_json({"spec": manifest.spec, "state": manifest.state})
+    body = f'{encode_json(head)[:-1]},"tensors":{{{tensors}}},{objects[1:]}'.encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     data = b"".join((b'{"sha256":"', digest, b'","manifest":', body, _SUFFIX))
-    if len(data) > MANIFEST_LIMIT:
-        raise CheckpointError(f"{MANIFEST}: {len(data)} bytes exceed the limit of {MANIFEST_LIMIT}; save fewer pieces")
+    _check_limits(manifest, n_bytes=len(data), n_object_bytes=len(objects), where=MANIFEST)
     return data
+
+
+def _tensor_text(name: str, tensor: StoredTensor) -> str:
+    numbers = ",".join(["%d"] * len(tensor.shape))
+    piece = f"[%d,%d,[{numbers}],[{numbers}]]"
+    pieces = ",".join([piece] * len(tensor.table)) % tuple(tensor.table.ravel().tolist())
+    return f'"{name}":["{tensor.dtype}",{encode_json(tensor.shape)},[{pieces}]]'
+
+
+def _check_limits(manifest: Manifest, *, n_bytes: int, n_object_bytes: int, where: str) -> None:
+    counts = [len(tensor.table) for tensor in manifest.tensors.values()]
+    corners = [tensor.n_corners for tensor in manifest.tensors.values()]
+    for what, found, most in (
+        ("bytes", n_bytes, MANIFEST_LIMIT),
+        ("bytes of Spec and state", n_object_bytes, OBJECTS_LIMIT),
+        ("files", len(manifest.files), MOST_FILES),
+        ("chunks", sum(len(f.crc32) for f in manifest.files), MOST_CHUNKS),
+        ("tensors", len(manifest.tensors), MOST_TENSORS),
+        ("pieces", sum(counts), MOST_PIECES),
+        ("corners of one tensor's pieces", max(corners, default=0), MOST_CORNERS),
+    ):
+        if found > most:
+            raise CheckpointError(f"{where}: {found:,} {what} exceed the limit of {most:,}")
+    if manifest.generation > LARGEST_GENERATION:
+        raise CheckpointError(f"{where}: generation={manifest.generation} must be at most {LARGEST_GENERATION}")
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -158,38 +247,224 @@ def decode(data: bytes, where: str) -> Manifest:
     prefix = _PREFIX.match(data)
     if not prefix or not data.endswith(_SUFFIX):
         raise CheckpointError(f"{where}: expected a manifest, found {len(data)} other bytes: {data[:24]!r}...")
-    body = memoryview(data)[_PREFIX_BYTES : -len(_SUFFIX)]
-    expected, found = prefix[1].decode(), hashlib.sha256(body).hexdigest()
+    expected = prefix[1].decode()
+    end = len(data) - len(_SUFFIX)
+    found = hashlib.sha256(memoryview(data)[prefix.end() : end]).hexdigest()
     if expected != found:
         raise CheckpointError(f"{where}: sha256 expected {expected}, found {found}")
-    try:
-        raw = json.loads(bytes(body), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: expected JSON, found: {error}") from None
-    check = _Checker(where)
-    check.that(type(raw) is dict and "version" in raw, "manifest", "expected an object with a version")
-    if raw["version"] != FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{where}: version={raw['version']!r}, this program reads {FORMAT_VERSION}; use the program that wrote it"
-        )
-    check.that(set(raw) == _KEYS, "keys", f"expected {sorted(_KEYS)}, found {sorted(raw)}")
-    chunk_bytes = check.number(raw["chunk_bytes"], "chunk_bytes", least=8, most=LARGEST_CHUNK)
-    check.that(chunk_bytes % 8 == 0, "chunk_bytes", "expected a multiple of 8")
-    for key in ("spec", "state", "tensors"):
-        check.that(type(raw[key]) is dict, key, "expected an object")
-    check.that(type(raw["files"]) is list, "files", "expected a list")
-    files = tuple(check.file(item, chunk_bytes) for item in raw["files"])
-    check.that(len({f.name for f in files}) == len(files), "files", "expected names that differ")
-    return Manifest(
-        step=check.number(raw["step"], "step"),
-        generation=check.number(raw["generation"], "generation"),
-        token=check.number(raw["token"], "token"),
-        chunk_bytes=chunk_bytes,
-        files=files,
-        tensors={name: check.tensor(name, item, files) for name, item in raw["tensors"].items()},
-        spec=raw["spec"],
-        state=raw["state"],
-    )
+    return _Parser(data, prefix.end(), end, where).manifest(digest=found)
+
+
+class _Parser:
+    """Takes the inner object of a manifest apart, from left to right. Whatever is not as `encode` writes it raises
+    CheckpointError with the byte where that was found, or with the name of the tensor or file."""
+
+    def __init__(self, data: bytes, begin: int, end: int, where: str):
+        self._data, self._at, self._end, self._where = data, begin, end, where
+
+    def manifest(self, *, digest: str) -> Manifest:
+        version = self._take(_VERSION, "an object that begins with its version")
+        if int(version[1]) != FORMAT_VERSION:
+            raise NewerFormatError(
+                f"{self._where}: version={int(version[1])}, this program reads {FORMAT_VERSION}; use the program that "
+                "wrote it"
+            )
+        head = self._take(_HEAD, "step, generation, token, chunk_bytes and files")
+        step, generation, token, chunk_bytes = map(int, head.groups())
+        self._that(8 <= chunk_bytes <= LARGEST_CHUNK, f"chunk_bytes={chunk_bytes} must be 8 to {LARGEST_CHUNK}")
+        self._that(chunk_bytes % 8 == 0, f"chunk_bytes={chunk_bytes} must be a multiple of 8")
+        files = tuple(self._file(chunk_bytes) for _ in self._items(b"]", most=MOST_FILES))
+        self._that(len({f.name for f in files}) == len(files), "files: expected names that differ")
+        self._take(_TENSORS, "tensors")
+        tensors: dict[str, StoredTensor] = {}
+        for _ in self._items(b"}", most=MOST_TENSORS):
+            name, tensor = self._tensor()
+            self._that(name not in tensors, f"{name}: this tensor is given twice")
+            tensors[name] = tensor
+        _check_pieces(tensors, files, self._that)
+        n_object_bytes = self._end - self._at
+        spec, state = self._objects()
+        manifest = Manifest(step, generation, token, chunk_bytes, files, tensors, spec, state, digest)
+        _check_limits(manifest, n_bytes=len(self._data), n_object_bytes=n_object_bytes, where=self._where)
+        return manifest
+
+    def _that(self, holds: bool, rule: str) -> None:
+        if not holds:
+            raise CheckpointError(f"{self._where}: {rule}")
+
+    def _take(self, pattern: re.Pattern[bytes], what: str) -> re.Match[bytes]:
+        match = pattern.match(self._data, self._at, self._end)
+        if match is None:
+            found = self._data[self._at : min(self._at + 40, self._end)]
+            raise CheckpointError(f"{self._where}: byte {self._at}: expected {what}, found {found!r}")
+        self._at = match.end()
+        return match
+
+    def _items(self, close: bytes, *, most: int) -> Iterator[None]:
+        """Once before each item of a list or object, whose opening bracket is behind; ends behind the closing one."""
+        number = 0
+        while not self._data.startswith(close, self._at):
+            if number:
+                self._take(_COMMA, "a comma")
+            number += 1
+            self._that(number <= most, f"byte {self._at}: more than {most:,} items")
+            yield
+        self._at += 1
+
+    def _file(self, chunk_bytes: int) -> StoredFile:
+        match = self._take(_FILE, "a file as [name, bytes, checksums]")
+        name, size, crcs = match[1].decode(), int(match[2]), match[3]
+        chunks = -(-size // chunk_bytes)
+        self._that(len(crcs) == 8 * chunks, f"{name}: expected {chunks} checksums, found {len(crcs) / 8:g}")
+        return StoredFile(name, size, np.frombuffer(bytes.fromhex(crcs.decode()), dtype=">u4").astype(np.uint32))
+
+    def _tensor(self) -> tuple[str, StoredTensor]:
+        match = self._take(_TENSOR, "a tensor as name: [dtype, shape, pieces]")
+        name, dtype = match[1].decode(), match[2].decode()
+        shape = tuple(int(number) for number in match[3].split(b",")) if match[3] else ()
+        self._that(is_tensor_name(name), f"{name!r}: this name is not allowed for a tensor")
+        self._that(dtype in DTYPE_BYTES, f"{name}: dtype {dtype!r} is not one of {[*DTYPE_BYTES]}")
+        self._that(len(shape) <= MOST_DIMS, f"{name}: {len(shape)} dimensions are more than {MOST_DIMS}")
+        size = prod(shape) * DTYPE_BYTES[dtype]
+        self._that(size <= LARGEST_NUMBER, f"{name}: shape {list(shape)} is too large")
+        table = np.empty((0, 2 + 2 * len(shape)), dtype=np.int64)
+        if not self._data.startswith(b"]", self._at):
+            table = self._pieces(name, len(shape))
+        self._take(_TENSOR_END, "the end of a tensor")
+        return name, StoredTensor(dtype, shape, table)
+
+    def _pieces(self, name: str, n_dims: int) -> Integers:
+        begin = self._at
+        self._take(_PIECES[n_dims], f"pieces of {n_dims} dimensions as [file, offset, start, shape]")
+        n_pieces = self._data.count(b"[", begin, self._at) // 3
+        most = MOST_CORNERS >> n_dims
+        self._that(n_pieces <= most, f"{name}: {n_pieces:,} pieces exceed {most:,}")
+        # The pattern has shown that nothing but digits stands between brackets and commas.
+        text = self._data[begin : self._at].translate(None, b"[]").strip(b",")
+        return np.fromstring(text, dtype=np.int64, sep=",").reshape(n_pieces, 2 + 2 * n_dims)
+
+    def _objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The Spec and the state, which are last."""
+        self._take(_OBJECTS, "spec, an object")
+        self._that(self._end - self._at <= OBJECTS_LIMIT, f"Spec and state have more than {OBJECTS_LIMIT:,} bytes")
+        text = b'{"spec":' + self._data[self._at : self._end]
+        try:
+            found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self._where}: Spec and state: expected JSON, found: {error}") from None
+        self._that(list(found) == ["spec", "state"], f"expected the keys spec and state, found {list(found)[:8]}")
+        for key, value in found.items():
+            self._that(type(value) is dict, f"{key}: expected an object")
+            self._that(not _is_deeper(value, MOST_DEPTH), f"{key}: more than {MOST_DEPTH} levels")
+        return found["spec"], found["state"]
+
+
+def _piece_pattern(n_dims: int) -> re.Pattern[bytes]:
+    """One piece of a tensor, or several between commas. A tensor without dimensions has one element, so one piece."""
+    numbers = b",".join([_UNTOLD_NUMBER] * n_dims)
+    piece = rb"\[N,N,\[%b\],\[%b\]\]".replace(b"N", _UNTOLD_NUMBER) % (numbers, numbers)
+    more = rb"(?:,%b)*+" % piece if n_dims else b""
+    return re.compile(piece + more)
+
+
+_COMMA = re.compile(rb",")
+_TENSOR_END = re.compile(rb"\]\]")
+_PIECES = [_piece_pattern(n_dims) for n_dims in range(MOST_DIMS + 1)]
+
+
+def _check_pieces(
+    tensors: dict[str, StoredTensor], files: Sequence[StoredFile], that: Callable[[bool, str], None]
+) -> None:
+    """Pieces lie within their tensors, which they hold once, and within their files, which they fill."""
+    that(sum(len(t.table) for t in tensors.values()) <= MOST_PIECES, f"more than {MOST_PIECES:,} pieces")
+    places = [np.empty((0, 3), dtype=np.int64)]
+    for names in _batches(tensors):
+        places.append(_check_batch(names, [tensors[name] for name in names], files, that))
+    _check_places(np.concatenate(places), files, that)
+    for name in not_whole(tensors)[:1]:
+        that(False, f"{name}: its pieces must hold each of its elements once")
+
+
+def not_whole(tensors: dict[str, StoredTensor]) -> list[str]:
+    """Names of the tensors that have elements which none of their pieces holds, or several. Pieces lie inside."""
+    wrong = []
+    for names in _batches(tensors):
+        batch = [tensors[name] for name in names]
+        starts = np.concatenate([t.starts for t in batch])
+        shapes = np.concatenate([t.shapes for t in batch])
+        wrong += [names[i] for i in not_held_once(_wholes(batch), _owners(batch), starts, shapes)]
+    return wrong
+
+
+def _wholes(tensors: Sequence[StoredTensor]) -> Integers:
+    """[tensors, dims]: shapes of tensors of the same number of dimensions."""
+    return np.array([t.shape for t in tensors], dtype=np.int64).reshape(len(tensors), len(tensors[0].shape))
+
+
+def _owners(tensors: Sequence[StoredTensor]) -> Integers:
+    """[pieces]: the number of the tensor that each piece belongs to."""
+    return np.repeat(np.arange(len(tensors)), [len(t.table) for t in tensors])
+
+
+def _batches(tensors: dict[str, StoredTensor]) -> Iterator[list[str]]:
+    """Names of tensors of the same number of dimensions, with about _BATCH corners."""
+    waiting: dict[int, list[str]] = {}
+    corners: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        n_dims = len(tensor.shape)
+        waiting.setdefault(n_dims, []).append(name)
+        # The tensor itself has corners, too.
+        corners[n_dims] = corners.get(n_dims, 0) + tensor.n_corners + (1 << n_dims)
+        if corners[n_dims] >= _BATCH:
+            corners[n_dims] = 0
+            yield waiting.pop(n_dims)
+    yield from waiting.values()
+
+
+def _check_batch(
+    names: Sequence[str],
+    tensors: Sequence[StoredTensor],
+    files: Sequence[StoredFile],
+    that: Callable[[bool, str], None],
+) -> Integers:
+    """Checks tensors of the same number of dimensions. -> [pieces, 3]: file, offset and bytes of each piece."""
+    owners = _owners(tensors)
+    itemsizes = np.array([DTYPE_BYTES[t.dtype] for t in tensors], dtype=np.int64)[owners]
+    table = np.concatenate([t.table for t in tensors])
+    starts = np.concatenate([t.starts for t in tensors])
+    shapes = np.concatenate([t.shapes for t in tensors])
+    file, offset = table[:, 0], table[:, 1]
+
+    def each_piece(holds: NDArray[np.bool_], rule: str) -> None:
+        if not holds.all():
+            first = int(np.argmin(holds))
+            that(False, f"{names[owners[first]]}: piece {table[first].tolist()} {rule}")
+
+    each_piece(file < len(files), f"must lie in one of {len(files)} files")
+    sizes = np.array([f.bytes for f in files], dtype=np.int64)
+    is_inside = (shapes > 0) & (starts + shapes <= _wholes(tensors)[owners])
+    each_piece(is_inside.all(axis=1), "must hold something and lie inside the shape")
+    extent = shapes.prod(axis=1) * itemsizes
+    each_piece(offset % itemsizes == 0, "must begin at an element of its dtype")
+    each_piece(offset + extent <= sizes[file], "must end within its file")
+    return np.stack([file, offset, extent], axis=1)
+
+
+def _check_places(places: Integers, files: Sequence[StoredFile], that: Callable[[bool, str], None]) -> None:
+    """Each file is a header and then one piece behind the other to its end: no byte serves two pieces, and tensors are
+    no larger than files. `places`: see _check_batch."""
+    places = places[np.lexsort((places[:, 1], places[:, 0]))]
+    file, begin = places[:, 0], places[:, 1]
+    end = begin + places[:, 2]
+    is_followed = file[:-1] == file[1:]
+    gaps = np.flatnonzero(is_followed & (end[:-1] != begin[1:]))
+    if len(gaps):
+        one = int(gaps[0])
+        that(False, f"{files[file[one]].name}: a piece ends at byte {end[one]}, the next begins at {begin[one + 1]}")
+    ends = np.zeros(len(files), dtype=np.int64)
+    np.maximum.at(ends, file, end)
+    for stored, last in zip(files, ends.tolist(), strict=True):
+        that(last == stored.bytes, f"{stored.name}: its last piece ends at byte {last}, the file at {stored.bytes}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -203,62 +478,8 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"the number {name}")
 
 
-@dataclass(frozen=True)
-class _Checker:
-    """Takes a parsed manifest apart; whatever is not as it must be raises CheckpointError."""
-
-    where: str
-
-    def that(self, holds: bool, what: str, rule: str) -> None:
-        if not holds:
-            raise CheckpointError(f"{self.where}: {what[:200]}: {rule}")
-
-    def number(self, value: Any, what: str, *, least: int = 0, most: int = LARGEST_NUMBER) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise CheckpointError(f"{self.where}: {what[:200]}: expected a whole number from {least} to {most}")
-        return value
-
-    def numbers(self, value: Any, what: str) -> tuple[int, ...]:
-        if type(value) is not list or len(value) > MOST_DIMS:
-            raise CheckpointError(f"{self.where}: {what[:200]}: expected at most {MOST_DIMS} whole numbers")
-        return tuple(self.number(v, what) for v in value)
-
-    def file(self, item: Any, chunk_bytes: int) -> StoredFile:
-        self.that(type(item) is list and len(item) == 3, "files", "expected [name, bytes, checksums]")
-        name, size, crcs = item
-        self.that(type(name) is str and bool(_FILE_NAME.fullmatch(name)), "files", f"name {name!r} is not allowed")
-        size = self.number(size, name)
-        chunks = -(-size // chunk_bytes)
-        self.that(type(crcs) is str and len(crcs) == 8 * chunks, name, f"expected {chunks} checksums")
-        self.that(bool(_HEX.fullmatch(crcs)), name, "expected checksums of 8 hexadecimal digits")
-        return StoredFile(name, size, tuple(int(crcs[i : i + 8], 16) for i in range(0, len(crcs), 8)))
-
-    def tensor(self, name: str, item: Any, files: tuple[StoredFile, ...]) -> StoredTensor:
-        self.that(is_tensor_name(name), repr(name), "this name is not allowed for a tensor")
-        self.that(type(item) is list and len(item) == 3, name, "expected [dtype, shape, pieces]")
-        dtype, shape, pieces = item
-        self.that(type(dtype) is str and dtype in DTYPE_BYTES, name, f"dtype {dtype!r} is not one of {[*DTYPE_BYTES]}")
-        shape = self.numbers(shape, name)
-        self.that(type(pieces) is list, name, "expected a list of pieces")
-        stored = tuple(self.piece(name, p, shape, DTYPE_BYTES[dtype], files) for p in pieces)
-        clash = overlapping([Rectangle(p.start, p.shape) for p in stored])
-        self.that(clash is None, name, f"two pieces overlap: {clash}")
-        return StoredTensor(dtype, shape, stored)
-
-    def piece(
-        self, name: str, item: Any, shape: tuple[int, ...], itemsize: int, files: tuple[StoredFile, ...]
-    ) -> StoredPiece:
-        if type(item) is not list or len(item) != 4 or not files:
-            self.that(False, name, "expected pieces of [file, offset, start, shape]")
-        file = self.number(item[0], name, most=len(files) - 1)
-        piece = StoredPiece(file, self.number(item[1], name), self.numbers(item[2], name), self.numbers(item[3], name))
-        if not len(piece.start) == len(piece.shape) == len(shape):
-            self.that(False, name, f"piece {item} has other dimensions than the shape {list(shape)}")
-        for start, extent, whole in zip(piece.start, piece.shape, shape, strict=True):
-            if extent <= 0 or start + extent > whole:
-                self.that(False, name, f"piece {item} lies outside the shape {list(shape)}")
-        end = piece.offset + prod(piece.shape) * itemsize
-        if end > files[file].bytes or piece.offset % itemsize:
-            size = files[file].bytes
-            self.that(False, name, f"piece {item} must begin at an element of {itemsize} bytes and end by byte {size}")
-        return piece
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)

@@ -67,10 +67,10 @@ def read_chunk(fd: int, path: Path, file: StoredFile, index: int, chunk_bytes: i
         raise read_failure(path, error) from None
     if count != len(out):
         raise CheckpointError(f"{path}: expected {file.bytes} bytes, found {offset + count}")
-    found = zlib.crc32(out)
-    if found != file.crc32[index]:
+    expected, found = int(file.crc32[index]), zlib.crc32(out)
+    if found != expected:
         raise CheckpointError(
-            f"{path}: bytes {offset} to {offset + len(out)}: crc32 expected {file.crc32[index]:08x}, found {found:08x}"
+            f"{path}: bytes {offset} to {offset + len(out)}: crc32 expected {expected:08x}, found {found:08x}"
         )
 
 
@@ -127,7 +127,7 @@ def _check_file(pool: ThreadPoolExecutor, folder: Path, folder_fd: int, work: _W
     path = folder / work.file.name
 
     def check(chunks: range) -> list[str]:
-        buffer, found = memoryview(bytearray(chunk_bytes)), []
+        buffer, found = memoryview(bytearray(min(chunk_bytes, work.file.bytes))), []
         for index in chunks:
             try:
                 read_chunk(
@@ -158,7 +158,8 @@ def examine(folder: Path, step: int, *, deep: bool) -> tuple[Manifest | None, li
         return None, [str(error)]
     try:
         return manifest, find_damage(folder, manifest) if deep else _wrong_sizes(folder, manifest)
-    except UnreadableError as error:
+    # Of this machine, or the folder was removed meanwhile.
+    except CheckpointError as error:
         return manifest, [str(error)]
 
 

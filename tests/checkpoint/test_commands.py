@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megaspec.checkpoint import verify
 from megaspec.checkpoint.commands import add_parser, run
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
@@ -69,6 +71,19 @@ def test_quarantine_is_listed_with_its_reason(store, tmp_path, capsys) -> None:
     store.newest_good(SOLO).close()
     assert command("list", tmp_path) == 0
     assert "in quarantine: step-00000003-1: " in capsys.readouterr().out
+
+
+def test_one_that_is_removed_while_it_is_verified(store, tmp_path, capsys, monkeypatch) -> None:
+    real = verify.open_folder
+
+    def remove(path: Path) -> int:
+        if path.name == "step-00000002" and sys._getframe(1).f_code.co_name == "find_damage":
+            shutil.rmtree(path)
+        return real(path)
+
+    monkeypatch.setattr(verify, "open_folder", remove)
+    assert command("verify", tmp_path) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["3", "1"]
 
 
 def test_nothing_to_show(store, tmp_path) -> None:
