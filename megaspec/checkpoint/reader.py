@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -117,7 +118,7 @@ class Reader:
         out = torch.empty(shape, dtype=TORCH_DTYPES[stored.dtype])
         # Stored pieces hold each element once (format.decode), so that together they fill it.
         with self._lock:
-            for piece in stored.meeting(wanted):
+            for piece in _meeting(stored, wanted):
                 cut = intersection(wanted, Rectangle(piece.start, piece.shape))
                 assert cut is not None, f"{name}: {piece} does not meet {wanted}"
                 inner = [c - s for c, s in zip(cut.start, piece.start, strict=True)]
@@ -211,3 +212,10 @@ def _spans(offset: int, length: int, chunk: int) -> Iterator[tuple[int, int, int
     for index in range(offset // chunk, (offset + length - 1) // chunk + 1):
         base = index * chunk
         yield index, max(offset - base, 0), min(offset + length - base, chunk)
+
+
+def _meeting(stored: StoredTensor, wanted: Rectangle) -> list[StoredPiece]:
+    """The pieces of a tensor that share elements with a rectangle."""
+    low = np.maximum(stored.starts, np.array(wanted.start, dtype=np.int64))
+    high = np.minimum(stored.starts + stored.shapes, np.array(wanted.stop, dtype=np.int64))
+    return [stored.piece(number) for number in np.flatnonzero((low < high).all(axis=1)).tolist()]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megaspec.checkpoint import folders
+from megaspec.checkpoint.codec import encode, encode_json, not_whole
 from megaspec.checkpoint.comm import Comm, on_first, together
 from megaspec.checkpoint.files import (
     UnreadableError,
@@ -33,28 +34,16 @@ from megaspec.checkpoint.format import (
     Manifest,
     StoredFile,
     StoredTensor,
-    encode,
-    encode_json,
     file_name,
-    not_whole,
 )
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, plan_shard, write_shard
-from megaspec.checkpoint.verify import examine, find_damage, read_manifest
+from megaspec.checkpoint.verify import Inspect, examine, find_damage, no_objections, read_manifest
 from megaspec.core.errors import CheckpointError, WriteError
 from megaspec.core.faults import reach
 
 T = TypeVar("T")
-
-# What a run has against the checkpoint of a manifest, a line each: that it is another run's, for example. The bytes of
-# its files are not read for it.
-Inspect = Callable[[Manifest], list[str]]
-
-
-def no_objections(manifest: Manifest) -> list[str]:
-    """Nothing: any whole checkpoint will do."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -191,8 +180,8 @@ class Store:
             self._lock.check()
         whole = []
         for candidate in folders.candidates(self.folder):
-            manifest, problems = examine(candidate.path, candidate.step, deep=False)
-            if candidate.replaced_by is None and manifest and not problems and not inspect(manifest):
+            manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+            if candidate.replaced_by is None and manifest and not problems:
                 whole.append((candidate, manifest.generation))
         doomed = [(c, g) for c, g in whole[keep:] if c.step != self._published]
         for candidate, generation in doomed:

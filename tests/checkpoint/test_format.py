@@ -12,14 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaspec.checkpoint.codec import decode, encode
 from megaspec.checkpoint.files import read_limited, safe_join
 from megaspec.checkpoint.format import (
     Manifest,
     StoredFile,
     StoredPiece,
     StoredTensor,
-    decode,
-    encode,
     is_tensor_name,
 )
 from megaspec.core.errors import CheckpointError
@@ -276,7 +275,7 @@ def peak_of(path: Path) -> int:
     code = (
         "import re, sys\n"
         "from pathlib import Path\n"
-        "from megaspec.checkpoint.format import decode\n"
+        "from megaspec.checkpoint.codec import decode\n"
         "from megaspec.core.errors import CheckpointError\n"
         # Not ru_maxrss, which a process inherits.
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1])\n"

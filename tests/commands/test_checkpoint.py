@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megaspec.checkpoint import verify
-from megaspec.checkpoint.commands import add_parser, run
 from megaspec.checkpoint.store import Store
+from megaspec.commands.checkpoint import add_parser, run
 from megaspec.core.errors import CheckpointError
 from tests.checkpoint.checkpoint_cases import CHUNK, SOLO, save
 
@@ -96,7 +96,7 @@ def test_nothing_to_show(store, tmp_path) -> None:
 def test_it_never_loads_torch(store, tmp_path) -> None:
     code = (
         "import argparse, sys\n"
-        "from megaspec.checkpoint.commands import add_parser, run\n"
+        "from megaspec.commands.checkpoint import add_parser, run\n"
         "from megaspec.checkpoint.lock import RunLock\n"
         "p = argparse.ArgumentParser(); add_parser(p.add_subparsers())\n"
         "assert run(p.parse_args(['checkpoint', 'verify', sys.argv[1]])) == 0\n"
