@@ -23,10 +23,10 @@ from typing import NoReturn
 
 from megaspec import __version__, completion
 from megaspec.checkable import PartlyError
-from megaspec.checkpoint import commands as checkpoint_commands
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands import bench as bench_commands
 from megaspec.commands import check as check_commands
+from megaspec.commands import checkpoint as checkpoint_commands
 from megaspec.commands import diff as diff_commands
 from megaspec.commands import explain as explain_commands
 from megaspec.commands import from_megatron as from_megatron_commands
@@ -61,7 +61,7 @@ from megaspec.run_folder import (
     refuse_links,
     write_run,
 )
-from megaspec.spec import Spec
+from megaspec.spec import ForkPoint, Spec
 from megaspec.sweep import commands as sweep_commands
 from megaspec.sweep.commands import multirun
 from megaspec_launchers.environment import rank_from_environment
@@ -307,18 +307,30 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     if fields["name"] == old.name:
         fields["name"] = place.name
     recipe = Recipe.model_validate_json(json.dumps(fields))
-    checkpoint, manifest = newest_good(source)
-    step, samples = checkpoint.step, manifest.state["samples"]
+    good = newest_good(source, old)
+    for what in good.passed_over:
+        print(f"megaspec: a checkpoint is not good: {what}", file=sys.stderr)
+    state = good.manifest.state
+    began = ForkPoint(manifest=good.manifest.digest, step=good.manifest.step, tokens=state["tokens"])
     facts = gather_facts(recipe)
-    origins, done = composed.origins, {"done_steps": step, "done_samples": samples}
-    refused = partial(start_problems, target=target, origins=origins, memory=memory)
-    spec = fork(old, recipe, target, facts, origins, **done, refused=refused)
+    refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
+    spec = fork(
+        old,
+        recipe,
+        target,
+        facts,
+        composed.origins,
+        done_steps=began.step,
+        done_samples=state["samples"],
+        forked_from=began,
+        refused=refused,
+    )
     _warn(spec, target)
     make_folder(place)
     lock = RunLock(place).acquire()
-    copy_checkpoint(checkpoint, manifest, place)
+    copy_checkpoint(good.candidate, good.manifest, place)
     write_run(place, recipe, target, spec)
-    print(f"{place} starts from step {step} of {source}")
+    print(f"{place} starts from step {began.step} of {source}")
     return Prepared(place, spec, lock)
 
 

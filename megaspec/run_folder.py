@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, Candidate, candidates, step_name
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER
-from megaspec.checkpoint.verify import examine
+from megaspec.checkpoint.verify import Inspect, examine, no_objections, read_manifest
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
@@ -25,6 +26,7 @@ from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
+from megaspec.resolve.belonging import objections
 from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 
@@ -122,18 +124,41 @@ def read_target(folder: Path) -> Target | None:
         raise _damaged(folder / TARGET, str(error).splitlines()[0]) from None
 
 
+def own_checkpoint(run: Spec) -> Inspect:
+    """What a run has against a checkpoint: see belonging.py."""
+    return partial(objections, run=run)
+
+
 def newest_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint, good or not; 0 when there is none."""
-    return max((c.step for c in candidates(folder / CHECKPOINTS)), default=0)
+    """The step of a run's newest checkpoint, good or not; 0 when there is none. Those of other runs do not count."""
+    found = candidates(folder / CHECKPOINTS)
+    inspect = own_checkpoint(read_run(folder).spec) if found else no_objections
+    for candidate in found:
+        try:
+            manifest = read_manifest(candidate.path, candidate.step)
+        except CheckpointError:
+            return candidate.step
+        if not inspect(manifest):
+            return candidate.step
+    return 0
 
 
-def newest_good(source: Path) -> tuple[Candidate, Manifest]:
-    """The newest checkpoint of a run that is good in every byte, for a fork. CheckpointError: there is none."""
+@dataclass(frozen=True)
+class Good:
+    """A checkpoint that is good in every byte, and what was found in the newer ones."""
+
+    candidate: Candidate
+    manifest: Manifest
+    passed_over: tuple[str, ...]
+
+
+def newest_good(source: Path, run: Spec) -> Good:
+    """The newest good checkpoint of a run, for a fork. CheckpointError: there is none."""
     damage: list[str] = []
     for candidate in candidates(source / CHECKPOINTS):
-        manifest, problems = examine(candidate.path, candidate.step, deep=True)
+        manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=own_checkpoint(run))
         if manifest is not None and not problems:
-            return candidate, manifest
+            return Good(candidate, manifest, tuple(damage))
         damage += problems
     what = "; ".join(damage) if damage else "no checkpoint was saved there"
     raise CheckpointError(f"{source}: nothing to fork from: {what}")

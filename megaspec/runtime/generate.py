@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import lcm
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megaspec.data.spec import DataSource, IndexedSpec
 from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
+from megaspec.resolve.belonging import objections
 from megaspec.runtime.build import Built, build_split_model
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over
@@ -38,7 +40,8 @@ def generate_text(
     """
     connect()
     tokenizer = run_tokenizer(trained.data)
-    reader = Store(run_dir).newest_good(SoloComm(), repair=False)
+    own = partial(objections, run=trained)
+    reader = Store(run_dir).newest_good(SoloComm(), repair=False, inspect=own)
     if reader is None:
         raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
     device = torch.device("cuda" if cuda else "cpu")
