@@ -2,9 +2,12 @@
 
 import sys
 
+from megaspec.launcher.stop import leave_on_request
+
 
 def main() -> int:
     """A command line; or one that is not finished, which a shell asks about at each press of a key."""
+    leave_on_request(sys.argv[1:])
     if sys.argv[1:2] == ["_complete"]:
         # without the rest of the command line, which takes longer to import than a key may take
         from megaspec.completion import complete

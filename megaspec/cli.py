@@ -1,10 +1,16 @@
 """The command line: parse, call, print. `plan` and everything else before ranks start runs without torch."""
 
+import sys
+
+from megaspec.launcher.stop import leave_on_request
+
+if __name__ == "__main__":
+    leave_on_request(sys.argv[1:])  # first of all: what follows takes seconds to import
+
 import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,10 +23,10 @@ from typing import NoReturn
 
 from megaspec import __version__, completion
 from megaspec.checkable import PartlyError
-from megaspec.checkpoint import commands as checkpoint_commands
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands import bench as bench_commands
 from megaspec.commands import check as check_commands
+from megaspec.commands import checkpoint as checkpoint_commands
 from megaspec.commands import diff as diff_commands
 from megaspec.commands import explain as explain_commands
 from megaspec.commands import from_megatron as from_megatron_commands
@@ -34,6 +40,7 @@ from megaspec.compose import Composed, recompose
 from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem, RecipeError
 from megaspec.core.problems import did_you_mean
 from megaspec.data import commands as data_commands
+from megaspec.launcher import exit_file
 from megaspec.log.environment import write_environment
 from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
@@ -51,13 +58,15 @@ from megaspec.run_folder import (
     newest_good,
     newest_step,
     read_run,
+    refuse_links,
     write_run,
 )
-from megaspec.spec import Spec
+from megaspec.spec import ForkPoint, Spec
 from megaspec.sweep import commands as sweep_commands
 from megaspec.sweep.commands import multirun
 from megaspec_launchers.environment import rank_from_environment
 from megaspec_launchers.local import launch
+from megaspec_launchers.signals import end_with
 
 USAGE_EXIT = RecipeError.exit_code
 INTERRUPTED_EXIT = 130
@@ -229,12 +238,12 @@ def generate(args: argparse.Namespace) -> int:
         raise RecipeError("--tokens, --temperature and --seed must be at least 0, and finite")
     if any("\ud800" <= c <= "\udfff" for c in args.text):
         raise RecipeError("TEXT is not valid UTF-8; give it in the encoding of the terminal")
-    read_run(args.run)
+    trained = read_run(args.run).spec
     from megaspec.runtime.generate import generate_text  # torch, only where it is needed
 
     cuda = detect_target().device == "cuda"
     written = generate_text(
-        args.run, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed, cuda=cuda
+        args.run, trained, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed, cuda=cuda
     )
     print(f"{args.text}{written}")
     return 0
@@ -248,15 +257,35 @@ def _prepare_new(composed: Composed, target: Target, folder: Path | None, *, mem
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     _warn(spec, target)
     place = Path(spec.run_dir)
-    make_folder(place)
-    lock = RunLock(place).acquire()
-    if is_run(place):
-        make_folder(place)  # another job was first: raises
+    lock = _lock_new(place, goes_on=folder is not None)
+    if lock is None:
+        return _prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
     write_run(place, composed.recipe, target, spec)
     return Prepared(place, spec, lock)
 
 
+def _lock_new(place: Path, *, goes_on: bool) -> RunLock | None:
+    """The lock of a run that is to be made. RecipeError: the folder is in use.
+
+    None with `goes_on` (resume=auto) where another job has made the run since this one looked.
+    """
+    try:
+        make_folder(place)
+    except RecipeError:
+        if goes_on and is_run(place):
+            return None
+        raise
+    lock = RunLock(place).acquire()
+    if not is_run(place):
+        return lock
+    lock.release()
+    if not goes_on:
+        make_folder(place)  # raises
+    return None
+
+
 def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target: Target, *, memory: str) -> Prepared:
+    refuse_links(folder)
     lock = RunLock(folder).acquire()
     with ExitStack() as stack:
         stack.callback(lock.release)
@@ -278,18 +307,30 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     if fields["name"] == old.name:
         fields["name"] = place.name
     recipe = Recipe.model_validate_json(json.dumps(fields))
-    checkpoint, manifest = newest_good(source)
-    step, samples = checkpoint.step, manifest.state["samples"]
+    good = newest_good(source, old)
+    for what in good.passed_over:
+        print(f"megaspec: a checkpoint is not good: {what}", file=sys.stderr)
+    state = good.manifest.state
+    began = ForkPoint(manifest=good.manifest.digest, step=good.manifest.step, tokens=state["tokens"])
     facts = gather_facts(recipe)
-    origins, done = composed.origins, {"done_steps": step, "done_samples": samples}
-    refused = partial(start_problems, target=target, origins=origins, memory=memory)
-    spec = fork(old, recipe, target, facts, origins, **done, refused=refused)
+    refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
+    spec = fork(
+        old,
+        recipe,
+        target,
+        facts,
+        composed.origins,
+        done_steps=began.step,
+        done_samples=state["samples"],
+        forked_from=began,
+        refused=refused,
+    )
     _warn(spec, target)
     make_folder(place)
     lock = RunLock(place).acquire()
-    copy_checkpoint(checkpoint, place)
+    copy_checkpoint(good.candidate, good.manifest, place)
     write_run(place, recipe, target, spec)
-    print(f"{place} starts from step {step} of {source}")
+    print(f"{place} starts from step {began.step} of {source}")
     return Prepared(place, spec, lock)
 
 
@@ -304,6 +345,8 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
     """Prepare the run and train it: in a world that torchrun made, or with ranks of our own."""
     target, place = detect_target(), rank_from_environment(os.environ)
     if place is not None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with(os.getppid())  # torchrun dies of SIGUSR1 and tells nobody: its ranks save then, too
         from megaspec.runtime.join import join  # torch, only where it is needed
 
         def make() -> str:
@@ -321,14 +364,20 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
         stack.callback(prepared.lock.release)
         _record(prepared.folder)
         _show(prepared.spec, target)
-        code = launch(
-            str(prepared.folder),
-            ranks=prepared.spec.world_size,
-            max_restarts=prepared.spec.launcher.max_restarts,
-            grace_seconds=prepared.spec.launcher.grace_seconds,
-            timeout_seconds=prepared.spec.launcher.timeout_seconds,
-            arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
-        )
+        try:
+            code = launch(
+                str(prepared.folder),
+                ranks=prepared.spec.world_size,
+                max_restarts=prepared.spec.launcher.max_restarts,
+                grace_seconds=prepared.spec.launcher.grace_seconds,
+                timeout_seconds=prepared.spec.launcher.timeout_seconds,
+                arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
+                is_ours=prepared.lock.is_ours,
+            )
+        except MegaspecError as error:
+            _ended(prepared, error.exit_code)
+            raise
+        code = _ended(prepared, code)
     if code == HangError.exit_code:
         step = newest_step(prepared.folder)
         saved = f"step {step} is saved" if step else "no step was saved yet"
@@ -336,8 +385,20 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
     return code
 
 
+def _ended(prepared: Prepared, code: int) -> int:
+    """Writes how this start ended into the run's folder while it is this job's. -> the code to end with."""
+    assert prepared.lock is not None, "a run without its lock"
+    if not prepared.lock.is_ours():
+        return code
+    return exit_file.end(prepared.folder, code, step=newest_step(prepared.folder))
+
+
 def _record(folder: Path) -> None:
-    """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets."""
+    """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets.
+
+    That it is under way, too, in place of how it ended before.
+    """
+    exit_file.begin(folder, step=newest_step(folder))
     words = {"train", "resume", "--fork", "--config-dir", "--plugin", *loaded(), str(folder)}
     write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
 

@@ -1,27 +1,40 @@
-"""The folder of a run: recipe.json, target.json and spec.json, made, changed and read. Torch-free."""
+"""The folder of a run: recipe.json, target.json and spec.json, made, changed and read. Torch-free.
+
+A run's folder may come from somebody else. The folder itself may be reached through links, below it none is followed.
+"""
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from megaspec.checkpoint.folders import CHECKPOINTS, Candidate, candidates, step_name
-from megaspec.checkpoint.format import Manifest
-from megaspec.checkpoint.verify import examine
+from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, Candidate, candidates, step_name
+from megaspec.checkpoint.format import MANIFEST, Manifest
+from megaspec.checkpoint.lock import LOCK_FOLDER
+from megaspec.checkpoint.verify import Inspect, examine, no_objections, read_manifest
+from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
+from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
+from megaspec.launcher.exit_file import EXIT_FILE
+from megaspec.log.environment import FILE_NAME as ENVIRONMENT
+from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
+from megaspec.resolve.belonging import objections
 from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 
 # What an interrupted `train` may leave before spec.json makes it a run.
 _UNFINISHED = ("lock", "recipe.json", "target.json")
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
-_MAX_BYTES = 1 << 20
+LOGS = "logs"
+_COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,32 @@ class SavedRun:
 
 
 def is_run(folder: Path) -> bool:
-    """True for a folder in which a run was made."""
-    return (folder / SPEC).is_file()
+    """True for a folder in which a run was made. Whether its files are what they should be is for `read_run` to say."""
+    return os.path.lexists(folder / SPEC)
+
+
+def refuse_links(folder: Path) -> None:
+    """RecipeError: a file or folder that a run reads or writes is there as a link, FIFO or device.
+
+    Looked at before anything is locked, read or written; who opens a file looks again.
+    """
+    folders = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}", LOCK_FOLDER, LOGS, TENSORBOARD)
+    try:
+        check_kinds(folder, files=(SPEC, RECIPE, TARGET, ENVIRONMENT, METRICS, EXIT_FILE), folders=folders)
+        if (folder / LOGS).is_dir():
+            check_kinds(folder / LOGS, files=[name for name in os.listdir(folder / LOGS) if name.startswith("rank-")])
+    except OSError as error:
+        raise refused(error) from None
+
+
+def refused(error: OSError) -> RecipeError:
+    """What to raise for a file of a run's folder that can't be opened as one."""
+    name = Path(error.filename or "").name
+    way_out = "put a file of its own in its place"
+    if name in (CHECKPOINTS, LOGS, TENSORBOARD):
+        way_out = f"for {name} on another disk set run_dir there, or reach the whole folder of the run through a link"
+    text = f"{error.filename} {error.strerror}: a run's folder holds its own files; {way_out}"
+    return RecipeError([Problem("", text, code="run-damaged")])
 
 
 def make_folder(folder: Path) -> None:
@@ -49,6 +86,7 @@ def make_folder(folder: Path) -> None:
         is_empty = False
     except OSError as error:
         raise write_error(folder, error) from None
+    refuse_links(folder)
     if not is_empty:
         what = f"holds a run; megaspec resume {folder} goes on with it" if is_run(folder) else "exists and is not empty"
         text = f"run_dir={folder} {what}; choose another run_dir or name"
@@ -66,56 +104,122 @@ def read_run(folder: Path) -> SavedRun:
     if not is_run(folder):
         nearest = "; give the folder that `megaspec train` named" if folder.is_dir() else "; there is no such folder"
         raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}){nearest}", code="run-missing")])
-    recipe, saved = _read_json(folder / RECIPE), _read_json(folder / SPEC)
+    refuse_links(folder)
+    recipe, saved = _read_json(folder, RECIPE), _read_json(folder, SPEC)
     demand(saved, str(folder))
     try:
         spec = Spec.model_validate_json(json.dumps(saved | {"run_dir": str(folder)}))
     except (ValidationError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise RecipeError([Problem("", f"{folder / SPEC} is damaged: {first}", code="run-damaged")]) from None
+        raise _damaged(folder / SPEC, str(error).splitlines()[0]) from None
     return SavedRun(folder, recipe, spec)
 
 
+def read_target(folder: Path) -> Target | None:
+    """The machine that a run was resolved for; None where nothing says so. RecipeError: its file is damaged."""
+    if not os.path.lexists(folder / TARGET):
+        return None
+    try:
+        return Target.model_validate_json(json.dumps(_read_json(folder, TARGET)))
+    except ValidationError as error:
+        raise _damaged(folder / TARGET, str(error).splitlines()[0]) from None
+
+
+def own_checkpoint(run: Spec) -> Inspect:
+    """What a run has against a checkpoint: see belonging.py."""
+    return partial(objections, run=run)
+
+
 def newest_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint, good or not; 0 when there is none."""
-    return max((c.step for c in candidates(folder / CHECKPOINTS)), default=0)
+    """The step of a run's newest checkpoint, good or not; 0 when there is none. Those of other runs do not count."""
+    found = candidates(folder / CHECKPOINTS)
+    inspect = own_checkpoint(read_run(folder).spec) if found else no_objections
+    for candidate in found:
+        try:
+            manifest = read_manifest(candidate.path, candidate.step)
+        except CheckpointError:
+            return candidate.step
+        if not inspect(manifest):
+            return candidate.step
+    return 0
 
 
-def newest_good(source: Path) -> tuple[Candidate, Manifest]:
-    """The newest checkpoint of a run that is good in every byte, for a fork. CheckpointError: there is none."""
+@dataclass(frozen=True)
+class Good:
+    """A checkpoint that is good in every byte, and what was found in the newer ones."""
+
+    candidate: Candidate
+    manifest: Manifest
+    passed_over: tuple[str, ...]
+
+
+def newest_good(source: Path, run: Spec) -> Good:
+    """The newest good checkpoint of a run, for a fork. CheckpointError: there is none."""
     damage: list[str] = []
     for candidate in candidates(source / CHECKPOINTS):
-        manifest, problems = examine(candidate.path, candidate.step, deep=True)
+        manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=own_checkpoint(run))
         if manifest is not None and not problems:
-            return candidate, manifest
+            return Good(candidate, manifest, tuple(damage))
         damage += problems
     what = "; ".join(damage) if damage else "no checkpoint was saved there"
     raise CheckpointError(f"{source}: nothing to fork from: {what}")
 
 
-def copy_checkpoint(candidate: Candidate, target: Path) -> None:
-    """Copies a checkpoint into another run's folder, whole or not at all. WriteError: no room, or it is gone."""
+def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> None:
+    """Copies what a manifest lists into another run's folder, whole or not at all; nothing else that lies beside it.
+
+    CheckpointError: it is gone, or a file of it has become a link. WriteError: no room.
+    """
     place = target / CHECKPOINTS / step_name(candidate.step)
-    incoming = place.with_name(".incoming")
+    incoming = Path(CHECKPOINTS, ".incoming")
+    names = [*(file.name for file in manifest.files), MANIFEST]
     try:
-        shutil.copytree(candidate.path, incoming)
-        publish(incoming, place)
-    except (OSError, shutil.Error) as error:
+        make_folder_inside(target, CHECKPOINTS)
+        make_folder_inside(target, incoming)
+        for name in names:
+            _copy(candidate.path, name, target, incoming / name)
+        publish(target / incoming, place)
+    except OSError as error:
         shutil.rmtree(place.parent, ignore_errors=True)
-        cause = error if isinstance(error, OSError) and error.errno else OSError(str(error))
-        raise write_error(place, cause, _size(candidate.path)) from None
+        raise write_error(place, error, manifest.bytes) from None
+    except CheckpointError:
+        shutil.rmtree(place.parent, ignore_errors=True)
+        raise
 
 
-def _size(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.iterdir() if f.is_file())
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _copy(checkpoint: Path, name: str, target: Path, new: Path) -> None:
+    """One file, to the disk. CheckpointError: it can't be read as a file. OSError: the copy can't be written."""
     try:
-        with path.open("rb") as file:
-            content = json.loads(file.read(_MAX_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RecipeError([Problem("", f"{path} can't be read: {error}", code="run-damaged")]) from None
+        # a name below the folder of checkpoints, so that the checkpoint itself is no link either
+        fd = open_inside(checkpoint.parent, Path(checkpoint.name, name))
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} {error.strerror}; nothing was copied") from None
+    with open(fd, "rb") as reader:
+        fd = open_inside(target, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        with open(fd, "wb") as writer:
+            while block := _read_block(reader, checkpoint / name):
+                writer.write(block)
+            writer.flush()
+            os.fsync(writer.fileno())
+
+
+def _read_block(reader: BinaryIO, path: Path) -> bytes:
+    try:
+        return reader.read(_COPY_BYTES)
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error.strerror}; nothing was copied") from None
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        content = parse_json(read_inside(folder, name, limit=MAX_BYTES))
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        text = f"{folder / name} can't be read: {what}"
+        raise RecipeError([Problem("", text, code="run-damaged")]) from None
     if not isinstance(content, dict):
-        raise RecipeError([Problem("", f"{path} is damaged: it holds no object", code="run-damaged")])
+        raise _damaged(folder / name, "it holds no object")
     return content
+
+
+def _damaged(path: Path, what: str) -> RecipeError:
+    return RecipeError([Problem("", f"{path} is damaged: {what}", code="run-damaged")])

@@ -2,9 +2,9 @@
 
 from typing import Any, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from megaspec.core.frozen import AUTO, Frozen
+from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt
 from megaspec.recipe import Recipe
 
 
@@ -17,6 +17,17 @@ class Decision(Frozen):
     """What it was set to."""
     reason: str
     """Why."""
+
+
+class ForkPoint(Frozen):
+    """The checkpoint of another run with which a fork began."""
+
+    manifest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of its manifest."""
+    step: NonNegativeInt
+    """Optimizer steps that were done."""
+    tokens: NonNegativeInt
+    """Tokens that had been learned from."""
 
 
 class Spec(Recipe):
@@ -32,6 +43,8 @@ class Spec(Recipe):
     """Sequences that a fork's checkpoint had taken beyond what the fork's own batch sizes make of its step; negative
     when it had taken fewer. Added to the place of every step in the training order, so that none is skipped or taken
     twice."""
+    forked_from: ForkPoint | None = None
+    """Where a fork began. None: it began with weights from the seed."""
     data_fingerprint: str = ""
     """Hash of the data that the run was resolved with; "" for data that is made as it is read."""
     decisions: tuple[Decision, ...] = ()

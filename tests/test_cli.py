@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from megaspec import cli
 from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.cli import main, parse
 from megaspec.core.errors import RecipeError
-from megaspec.run_folder import is_run, newest_step, read_run
+from megaspec.launcher.exit_file import read_exit
+from megaspec.run_folder import is_run, make_folder, newest_step, read_run, write_run
 
 ROOT = Path(__file__).parents[1]
 PATH = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
@@ -231,6 +233,33 @@ def test_resume_auto_starts_a_run_that_is_not_there_or_was_never_finished():
     (unfinished / "recipe.json").write_text("{")
     assert main(["train", *TINY, "name=one", "resume=auto"]) == 0
     assert newest_step(unfinished) == 2
+    told = read_exit(unfinished)
+    assert (told.code, told.meaning, told.step) == (0, "done", 2)
+
+
+@pytest.mark.parametrize(("is_under_way", "code"), [(True, 78), (False, 0)])
+def test_resume_auto_of_a_run_that_another_job_made_meanwhile(is_under_way, code, monkeypatch, capfd):
+    """Jobs that start at once all find no run. One makes it; the others hear who has it, or go on when it has ended."""
+    resolve = cli.resolve
+    others = []
+
+    def other_job_is_faster(recipe, target, *rest, **more):
+        spec = resolve(recipe, target, *rest, **more)
+        make_folder(Path(spec.run_dir))
+        write_run(Path(spec.run_dir), recipe, target, spec)
+        if is_under_way:
+            others.append(holder_of(spec.run_dir))
+        return spec
+
+    monkeypatch.setattr(cli, "resolve", other_job_is_faster)
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    try:
+        assert main(["train", *TINY, "name=one", "resume=auto"]) == code
+        assert ("is in use by pid" in capfd.readouterr().err) == is_under_way
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def test_a_damaged_run_folder_is_named(capfd):
@@ -245,17 +274,23 @@ def test_a_damaged_run_folder_is_named(capfd):
         assert words in err
 
 
-def test_a_second_job_on_the_same_run_is_refused_at_once(capfd):
-    main(["train", *TINY, "name=one"])
+def holder_of(folder):
+    """A process that has a run's lock."""
     program = (
         "import sys, time; from megaspec.checkpoint.lock import RunLock;"
-        "RunLock('runs/one').acquire(); print('held', flush=True); time.sleep(60)"
+        f"RunLock('{folder}').acquire(); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": PATH}
     )
+    assert holder.stdout.readline() == b"held\n"
+    return holder
+
+
+def test_a_second_job_on_the_same_run_is_refused_at_once(capfd):
+    main(["train", *TINY, "name=one"])
+    holder = holder_of("runs/one")
     try:
-        assert holder.stdout.readline() == b"held\n"
         capfd.readouterr()
         start = time.perf_counter()
         assert main(["resume", "runs/one", "train.steps=4"]) == 78

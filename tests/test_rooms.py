@@ -35,6 +35,8 @@ NOT_FOR_RANKS = {
     "AboutSpec.hardware": "megaspec.resolve.plan",
     # what ranks ask when they build: one place says which layers lie where, for plans and runs alike
     **{f"PipelineSpec.{name}": "megaspec.resolve.stages" for name in LAYERS},
+    # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
+    **{f"ForkPoint.{name}": "megaspec.resolve.belonging" for name in ("manifest", "step", "tokens")},
     "LocalLauncher.ranks": "megaspec.resolve.rules_mesh",
     "LocalLauncher.max_restarts": "megaspec.cli",
     "LocalLauncher.grace_seconds": "megaspec.cli",
@@ -148,6 +150,7 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         for name, words in RUNS.items():
             assert cli.main(["train", "recipe=tiny", f"name={name}", *words]) == 0, name
             assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
+        assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0
     return found
 
 

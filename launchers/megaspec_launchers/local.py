@@ -1,19 +1,24 @@
 """Ranks as processes of this machine: start, watch, stop, start again. Never imports torch."""
 
+import errno
 import os
 import selectors
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import WriteError
-from megaspec_launchers.outcome import INTERNAL, PREEMPTED, WORTH_ANOTHER_ATTEMPT, Outcome, RankEnd, judge
+from megaspec.core.regular_files import open_inside
+from megaspec.launcher.memory_kills import memory_kills
+from megaspec.launcher.stop import STACKS
+from megaspec_launchers.outcome import INTERNAL, MEMORY, PREEMPTED, WORTH_ANOTHER_ATTEMPT, Outcome, RankEnd, judge
 from megaspec_launchers.rank_factory import RankFactory, ServerGone
 from megaspec_launchers.signals import StopRequests
+from megaspec_launchers.standing import UNKNOWN, Standing, is_halted, main_stack
 
 ENTRY = "megaspec.runtime.rank:main"
 # torch.optim imports the compiler when an optimizer is made: two seconds, here once instead of in every rank.
@@ -21,9 +26,10 @@ PRELOADED = ("torch", "torch._dynamo", "torch._inductor")
 # How long ranks may go on after another rank has failed: they can't finish a step without it.
 AFTER_FAILURE_SECONDS = 5.0
 # Between the request to write stacks and the kill.
-STACKS_SECONDS = 0.3
+STACKS_SECONDS = 1.0
 STDOUT, STDERR = 1, 2
 TAIL_BYTES = 2000
+STACK_BYTES = 1 << 20
 
 
 def launch(
@@ -36,6 +42,7 @@ def launch(
     timeout_seconds: float = 600.0,
     arguments: dict[str, Any] | None = None,
     factory: RankFactory | None = None,
+    is_ours: Callable[[], bool] = lambda: True,
 ) -> int:
     """Runs `ranks` processes until all have ended. -> the exit code of the run (core/errors.py).
 
@@ -44,13 +51,15 @@ def launch(
     FileRendezvous that no other attempt has seen. Rank 0 writes to this terminal, its stderr also to
     run_dir/logs/rank-0.log; the others write to run_dir/logs/rank-N.log.
 
-    SIGTERM, SIGINT or SIGHUP here reaches every rank once, as SIGTERM. Ranks that still run `grace_seconds` later, or
-    when a second signal comes, are killed. When a rank fails, the others are stopped; when the failure is one that
-    another attempt may not meet, ranks are started again, at most `max_restarts` times. Once the first rank has ended
-    well, the others have `timeout_seconds`. Ranks never outlive this process.
+    SIGTERM, SIGINT, SIGHUP or SIGUSR1 here reaches every rank once, as SIGTERM. Ranks that still run `grace_seconds`
+    later, or when a second signal comes, are killed. When a rank fails, the others are stopped; when the failure is one
+    that another attempt may not meet, ranks are started again, at most `max_restarts` times. Once the first rank has
+    ended well, the others have `timeout_seconds`. Ranks never outlive this process. SIGUSR2 makes every rank write its
+    stacks, and stops nothing.
 
-    `factory`: where ranks come from, when several launches share one; it is left open. Call in the main thread.
-    WriteError: the log files can't be made.
+    `factory`: where ranks come from, when several launches share one; it is left open. `is_ours`: whether this job
+    still has the run folder; what rank 0 says goes to its log only then. Call in the main thread. WriteError: the log
+    files can't be made, or are no plain files.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
     own = RankFactory((*PRELOADED, entry.partition(":")[0]), threads=threads) if factory is None else None
@@ -64,10 +73,8 @@ def launch(
                     "timeout_seconds": timeout_seconds,
                     **(arguments or {}),
                 }
-                one = _Attempt(run_dir, entry, keywords, factory or own, stop, grace_seconds, timeout_seconds)
-                outcome = one.run()
-                if outcome.cause is not None:
-                    _tell_cause(run_dir, outcome.cause, since=one.began_at)
+                times = {"grace_seconds": grace_seconds, "timeout_seconds": timeout_seconds}
+                outcome = _Attempt(run_dir, entry, keywords, factory or own, stop, is_ours, **times).run()
                 if outcome.code not in WORTH_ANOTHER_ATTEMPT or stop.count:
                     break
                 if attempt < max_restarts:
@@ -82,7 +89,9 @@ def launch(
 class _Rank:
     rank: int
     pid: int
-    killed: bool = False
+    signals: set[int] = field(default_factory=set)
+    """What it was sent to end it: a death by one of these is a consequence."""
+    standing: Standing = UNKNOWN
 
 
 @dataclass
@@ -94,21 +103,39 @@ class _Attempt:
     keywords: dict[str, Any]
     factory: RankFactory
     stop: StopRequests
+    is_ours: Callable[[], bool]
     grace_seconds: float
     timeout_seconds: float
     running: dict[int, _Rank] = field(default_factory=dict)
     ends: list[RankEnd] = field(default_factory=list)
     stopping: int = 0
+    stacks_told: int = 0
+    """Requests to write stacks that came from outside and were passed on."""
     deadline: float = float("inf")
     stacks_asked: bool = False
+    logs: list[int] = field(default_factory=list)
     began_at: list[int] = field(default_factory=list)
     """Bytes that earlier attempts had left in each rank's log."""
+    asked_at: list[int] = field(default_factory=list)
+    """Bytes in each rank's log when ranks were asked for their stacks before they are killed."""
 
     def run(self) -> Outcome:
         if self.stop.count:
             return self._not_started()
-        logs = _open_logs(self.run_dir, self.keywords["world_size"])
-        self.began_at = [os.fstat(log).st_size for log in logs]
+        self.stacks_told = self.stop.stacks
+        self.logs = _open_logs(self.run_dir, self.keywords["world_size"])
+        try:
+            self.began_at = self._log_sizes()
+            outcome = self._run()
+            if outcome.cause is not None:
+                self._tell_cause(outcome.cause)
+            return outcome
+        finally:
+            for fd in self.logs:
+                os.close(fd)
+
+    def _run(self) -> Outcome:
+        killed_before = memory_kills()
         pipe, stderr = os.pipe()
         os.set_blocking(pipe, False)
         try:
@@ -116,25 +143,28 @@ class _Attempt:
             with selectors.DefaultSelector() as self._selector:
                 self._selector.register(self.factory, selectors.EVENT_READ)
                 self._selector.register(self.stop, selectors.EVENT_READ)
-                self._selector.register(pipe, selectors.EVENT_READ, logs[0])
+                self._selector.register(pipe, selectors.EVENT_READ)
                 if not self._wait_until_ready():
                     return self._not_started()
-                self._start(logs, stderr)
+                self._start(stderr)
                 for message in self.factory.ended():
                     self._ended(message)
                 while self.running:
                     self._wait()
                     self._act()
         except ServerGone:
-            _say("the process that starts ranks ended; its message is above")
-            return Outcome(INTERNAL, None)
+            return _server_gone(_risen(killed_before))
         finally:
             if self.running:
                 self.factory.close()
-            _copy(pipe, logs[0])
-            for fd in (pipe, stderr, *logs):
+            self._copy(pipe)
+            for fd in (pipe, stderr):
                 os.close(fd)
-        return judge(self.ends)
+        killed = _risen(killed_before)
+        outcome = judge(self.ends, memory_kills=killed)
+        if killed and outcome.cause is not None and not outcome.cause.for_memory:
+            _say(f"memory ran out meanwhile: the kernel killed {killed} of this job's processes for it")
+        return outcome
 
     def _not_started(self) -> Outcome:
         _say(f"{self.stop.last} before the ranks had started: nothing is lost, start again to go on")
@@ -148,9 +178,9 @@ class _Attempt:
                 return False
         return True
 
-    def _start(self, logs: Sequence[int], stderr: int) -> None:
+    def _start(self, stderr: int) -> None:
         with open(os.devnull, "rb") as nothing:
-            for rank, log in enumerate(logs):
+            for rank, log in enumerate(self.logs):
                 pid = self.factory.start(
                     entry=self.entry,
                     run_dir=self.run_dir,
@@ -169,12 +199,13 @@ class _Attempt:
             elif key.fileobj is self.factory:
                 for message in self.factory.receive():
                     self._ended(message)
-            elif not _copy(key.fd, key.data):
+            elif not self._copy(key.fd):
                 self._selector.unregister(key.fd)
 
     def _ended(self, message: dict[str, Any]) -> None:
         rank = self.running.pop(message["ended"])
-        end = RankEnd(rank.rank, message["code"], message["signal"], rank.killed and message["signal"] is not None)
+        by_launcher = message["signal"] in rank.signals
+        end = RankEnd(rank.rank, message["code"], message["signal"], by_launcher, rank.standing)
         self.ends.append(end)
         if not end.is_clean and self.running:
             self._signal_all(signal.SIGTERM)
@@ -183,7 +214,11 @@ class _Attempt:
             self._not_later_than(self.timeout_seconds)
 
     def _act(self) -> None:
-        """Passes requests to stop on, and kills ranks whose time is over."""
+        """Passes requests on, and kills ranks whose time is over."""
+        if self.stop.stacks > self.stacks_told:
+            self.stacks_told = self.stop.stacks
+            _say(f"{signal.Signals(STACKS).name}: every rank writes its stacks to its log and goes on")
+            self._signal_all(STACKS)
         if self.stop.count > self.stopping:
             self.stopping = self.stop.count
             if self.stopping == 1:
@@ -202,49 +237,91 @@ class _Attempt:
             else:
                 # says where a rank hangs; the kill follows when it had time to write
                 self.stacks_asked = True
-                self._signal_all(signal.SIGUSR2)
+                self.asked_at = self._log_sizes()
+                self._signal_all(STACKS)
                 self.deadline = time.monotonic() + STACKS_SECONDS
 
     def _not_later_than(self, seconds: float) -> None:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _signal_all(self, number: int) -> None:
-        for pid in self.running:
+        for pid, rank in self.running.items():
+            if number != STACKS:
+                rank.signals.add(number)
             self.factory.signal(pid, number)
 
     def _kill_all(self) -> None:
         self.deadline = float("inf")
         for pid, rank in self.running.items():
-            rank.killed = True
+            written = self._written(rank.rank, since=self.asked_at[rank.rank]) if self.asked_at else ""
+            rank.standing = Standing(is_halted(pid), main_stack(written))
+            rank.signals.add(signal.SIGKILL)
             self.factory.signal(pid, signal.SIGKILL, group=True)
+
+    def _log_sizes(self) -> list[int]:
+        return [os.fstat(log).st_size for log in self.logs]
+
+    def _written(self, rank: int, *, since: int, most: int = STACK_BYTES) -> str:
+        """The end of what a rank has written to its log since it had `since` bytes."""
+        log = self.logs[rank]
+        start = max(since, os.fstat(log).st_size - most)
+        return os.pread(log, most, start).decode(errors="replace")
+
+    def _copy(self, pipe: int) -> bool:
+        """What rank 0 wrote to stderr, to this stderr and to its log. -> False when nothing more can come."""
+        while True:
+            try:
+                data = os.read(pipe, 1 << 16)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            _write(STDERR, data)
+            if self.is_ours():
+                _write(self.logs[0], data)
+
+    def _tell_cause(self, cause: RankEnd) -> None:
+        rank = cause.rank
+        _say(f"{cause}; what it wrote: {Path(self.run_dir, 'logs', _log_name(rank))}")
+        if rank == 0:
+            return  # its stderr is on the terminal
+        written = self._written(rank, since=self.began_at[rank], most=TAIL_BYTES)
+        for line in written.splitlines()[-15:]:
+            _write(STDERR, f"  [rank {rank}] {line}\n".encode())
+
+
+def _server_gone(killed: int) -> Outcome:
+    """What an attempt comes to that lost the process its ranks were forked from, and with it the ranks."""
+    if killed:
+        _say("the process that starts ranks was killed because memory ran out, and its ranks with it")
+        return Outcome(MEMORY, None)
+    _say("the process that starts ranks ended; its message is above")
+    return Outcome(INTERNAL, None)
+
+
+def _risen(before: int | None) -> int:
+    """How many processes of this job the kernel has killed since then because memory ran out; 0 where it can't say."""
+    now = memory_kills()
+    return 0 if before is None or now is None else now - before
 
 
 def _open_logs(run_dir: str, ranks: int) -> list[int]:
-    folder = Path(run_dir, "logs")
     logs: list[int] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(run_dir, "logs").mkdir(parents=True, exist_ok=True)
         for rank in range(ranks):
-            path = folder / f"rank-{rank}.log"
-            logs.append(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            name = Path("logs", _log_name(rank))
+            logs.append(open_inside(Path(run_dir), name, os.O_RDWR | os.O_APPEND | os.O_CREAT))
     except OSError as error:
         for fd in logs:
             os.close(fd)
-        raise WriteError(f"{error.filename}: {error.strerror}; make room or choose another run_dir") from None
+        remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "remove it, make it writable"
+        raise WriteError(f"{error.filename}: {error.strerror}; {remedy} or choose another run_dir") from None
     return logs
 
 
-def _copy(pipe: int, log: int) -> bool:
-    """What rank 0 wrote to stderr, to this stderr and to its log. -> False when nothing more can come."""
-    while True:
-        try:
-            data = os.read(pipe, 1 << 16)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        for fd in (STDERR, log):
-            _write(fd, data)
+def _log_name(rank: int) -> str:
+    return f"rank-{rank}.log"
 
 
 def _write(fd: int, data: bytes) -> None:
@@ -254,18 +331,6 @@ def _write(fd: int, data: bytes) -> None:
             data = data[os.write(fd, data) :]
     except OSError:
         pass
-
-
-def _tell_cause(run_dir: str, cause: RankEnd, *, since: Sequence[int]) -> None:
-    rank = cause.rank
-    path = Path(run_dir, "logs", f"rank-{rank}.log")
-    _say(f"{cause}; what it wrote: {path}")
-    if rank == 0:
-        return  # its stderr is on the terminal
-    with path.open("rb") as file:
-        file.seek(max(since[rank], path.stat().st_size - TAIL_BYTES))
-        for line in file.read().decode(errors="replace").splitlines()[-15:]:
-            _write(STDERR, f"  [rank {rank}] {line}\n".encode())
 
 
 def _count(ranks: int) -> str:

@@ -1,10 +1,12 @@
-"""From how each rank ended to one exit code. Torch-free, pure."""
+"""From how each rank ended to one exit code, and to the rank that was the first cause. Torch-free, pure."""
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-DONE, INTERNAL, HANG, PREEMPTED = 0, 70, 74, 75
+from megaspec_launchers.standing import UNKNOWN, Standing
+
+DONE, MEMORY, INTERNAL, HANG, PREEMPTED = 0, 64, 70, 74, 75
 # Codes by which a rank names the cause; what the other ranks report is then a consequence.
 CAUSES = (64, 65, 66, 73, 76, 77, 78)
 # Failures that another attempt may not meet again.
@@ -18,8 +20,12 @@ class RankEnd:
     rank: int
     code: int | None
     signal: int | None = None
-    killed_by_launcher: bool = False
-    """The launcher had sent it SIGKILL."""
+    by_launcher: bool = False
+    """The launcher had sent it that signal."""
+    standing: Standing = UNKNOWN
+    """What it was doing, where the launcher had to kill it."""
+    for_memory: bool = False
+    """The kernel killed it because memory ran out."""
 
     @property
     def is_clean(self) -> bool:
@@ -29,10 +35,17 @@ class RankEnd:
         if self.signal is None:
             return f"rank {self.rank} ended with exit code {self.code}"
         name = signal.Signals(self.signal).name
-        if self.killed_by_launcher:
-            return f"rank {self.rank} did not end in time and was killed"
-        out_of_memory = ", by hand or because memory ran out" if self.signal == signal.SIGKILL else ""
-        return f"rank {self.rank} was killed by {name}{out_of_memory}"
+        if self.by_launcher and self.signal == signal.SIGKILL:
+            return f"rank {self.rank} did not end in time and was killed: {self.standing}"
+        if self.by_launcher:
+            return f"rank {self.rank} was ended by {name} because the run was ending"
+        if self.for_memory:
+            return (
+                f"rank {self.rank} was killed because memory ran out on this machine or in this job, and another "
+                "attempt would meet that again; give the job more memory, or run fewer or smaller ranks on a machine"
+            )
+        may_be_memory = ", by hand or because memory ran out" if self.signal == signal.SIGKILL else ""
+        return f"rank {self.rank} was killed by {name}{may_be_memory}"
 
 
 @dataclass(frozen=True)
@@ -43,23 +56,46 @@ class Outcome:
     cause: RankEnd | None
 
 
-def judge(ends: Sequence[RankEnd]) -> Outcome:
-    """One exit code for all ranks. `ends`: in the order in which they ended, at least one.
+def judge(ends: Sequence[RankEnd], *, memory_kills: int = 0) -> Outcome:
+    """One exit code for all ranks, and the first cause. `ends`: at least one, in any order.
 
-    A rank that names the cause (bad data, no good checkpoint, ...) wins; then a rank that a signal killed, since the
-    others fail because of it; then the first that failed by itself; then one that the launcher had to kill. Without a
+    The order in which ranks are heard of is not that in which they failed: a large process takes seconds to die, while
+    those that miss it are gone at once. So what an end is decides, not when it came; see `_likelihood`. Without a
     failure: 75 when any rank was preempted, else 0.
+
+    `memory_kills`: processes of this job that the kernel killed meanwhile because memory ran out. A rank that was
+    killed then ends the run with 64, as one does that needs more memory than its GPU has: another attempt would meet
+    it again.
     """
     failed = [end for end in ends if not end.is_clean]
     if not failed:
         return Outcome(PREEMPTED if any(end.code == PREEMPTED for end in ends) else DONE, None)
-    for end in failed:
-        if end.code in CAUSES:
-            return Outcome(end.code, end)
-    for end in failed:
-        if end.signal is not None and not end.killed_by_launcher:
-            return Outcome(HANG, end)
-    for end in failed:
-        if not end.killed_by_launcher:
-            return Outcome(HANG if end.code == HANG else INTERNAL, end)
-    return Outcome(HANG, failed[0])
+    cause = min(failed, key=_likelihood)
+    if cause.code in CAUSES:
+        assert cause.code is not None, cause
+        return Outcome(cause.code, cause)
+    is_killed = cause.signal == signal.SIGKILL and not cause.by_launcher
+    if is_killed and memory_kills:
+        return Outcome(MEMORY, replace(cause, for_memory=True))
+    is_crash = cause.signal is None and cause.code != HANG
+    return Outcome(INTERNAL if is_crash else HANG, cause)
+
+
+def _likelihood(end: RankEnd) -> tuple[int, int]:
+    """The lower, the likelier an end is the cause of the others."""
+    if end.by_launcher:
+        if end.signal != signal.SIGKILL:
+            return 7, 0  # a survivor: it was asked to end
+        return (4 if end.standing.is_halted else 6), end.standing.blame
+    if end.code in CAUSES:
+        return 0, 0  # it named the cause
+    if end.signal == signal.SIGKILL:
+        return 1, 0  # nothing that another rank does sends this
+    if end.signal == signal.SIGABRT:
+        return 3, 0  # NCCL's way to end a rank that misses another one
+    if end.signal is not None:
+        return 1, 1
+    if end.code == HANG:
+        return 5, 0  # a collective failed, as they do when another rank is gone
+    # an error of its own; ranks that hear of another's through a collective end with the code of an internal one
+    return 2, int(end.code == INTERNAL)

@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1
-# Sent by the launcher before it kills a rank that would not end: the rank writes the stack of each thread to stderr.
-STACKS_SIGNAL = signal.SIGUSR2
 # Held back in the server, and in a rank until it has handlers for them: one that comes too early waits, none is lost.
-HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# They are REQUESTS and STACKS of megaspec.launcher.stop, which this process can't import yet.
+HELD_BACK = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,6 @@ def run(job: Job) -> int:
         stream.reconfigure(line_buffering=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     # imported here, not at the top: the server learns its search path from the first message
     importlib.import_module("megaspec.launcher.stop").watch_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)

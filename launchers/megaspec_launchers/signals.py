@@ -9,6 +9,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Self
 
+from megaspec.launcher.stop import REQUESTS, STACKS
+
 # A request that reaches the launcher twice at once (from the terminal and from a wrapper around it) counts once.
 SAME_REQUEST_SECONDS = 0.3
 PR_SET_PDEATHSIG = 1
@@ -22,13 +24,15 @@ def end_with(parent: int) -> bool:
 
 
 class StopRequests:
-    """Counts SIGTERM, SIGINT and SIGHUP while it is entered; afterwards the former handlers are back.
+    """Counts SIGTERM, SIGINT, SIGHUP and SIGUSR1 while it is entered; afterwards the former handlers are back.
 
-    Enter it in the main thread. SIGHUP stays ignored where it was (nohup).
+    SIGUSR2 is no request to stop: `stacks` counts it, and ranks then say where they are. Enter it in the main thread.
+    SIGHUP stays ignored where it was (nohup).
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.stacks = 0
         self.last = ""
         self._at = float("-inf")
 
@@ -37,9 +41,9 @@ class StopRequests:
         for fd in (self._read, self._write):
             os.set_blocking(fd, False)
         self._former_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
+        numbers = [*REQUESTS, STACKS]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
         self._former = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -60,6 +64,9 @@ class StopRequests:
             os.read(self._read, 4096)
 
     def _note(self, number: int, _: FrameType | None) -> None:
+        if number == STACKS:
+            self.stacks += 1
+            return
         now = time.monotonic()
         if now - self._at > SAME_REQUEST_SECONDS:
             self.count += 1

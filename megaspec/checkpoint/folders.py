@@ -19,6 +19,7 @@ from pathlib import Path
 from megaspec.checkpoint.files import remove_tree, rename_durably, sync_folder, write_durably
 from megaspec.core.errors import CheckpointError
 from megaspec.core.faults import reach
+from megaspec.core.regular_files import read_inside
 
 CHECKPOINTS = "checkpoints"
 QUARANTINE = "quarantine"
@@ -114,7 +115,8 @@ def quarantined(folder: Path) -> dict[str, str]:
     place, found = folder / QUARANTINE, {}
     for name in names(place):
         if re.fullmatch(r"step-[0-9]{8,18}-[0-9]+", name):
-            note = place / f"{name}.txt"
-            readable = note.is_file() and not note.is_symlink() and note.stat().st_size < 1 << 20
-            found[name] = note.read_text(errors="replace").strip() if readable else "no reason was noted"
+            try:
+                found[name] = read_inside(place, f"{name}.txt", limit=1 << 20).decode(errors="replace").strip()
+            except OSError:
+                found[name] = "no reason was noted"
     return found

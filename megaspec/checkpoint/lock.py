@@ -29,7 +29,8 @@ from typing import Self
 import psutil
 
 from megaspec.checkpoint.files import open_folder, read_limited, sync_folder, write_durably, write_failure
-from megaspec.core.errors import CheckpointError, RunLockedError
+from megaspec.core.errors import CheckpointError, RunLockedError, WriteError
+from megaspec.core.regular_files import make_folder_inside, open_inside, read_inside
 
 LOCK_FOLDER = "lock"
 BEAT_SECONDS = 0.5
@@ -146,7 +147,8 @@ class RunLock:
         """Take the lock or raise; see the class."""
         assert not self._token, f"{self.folder}: this lock is held already, token={self._token}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder_inside(self.run_dir, LOCK_FOLDER)
             while not self._try_acquire():
                 pass
         except OSError as error:
@@ -171,15 +173,51 @@ class RunLock:
         return self._lives(token, decode_holder(self._read(f"{token:08d}.json")), has_flock)
 
     def check(self) -> None:
-        """Raise RunLockedError when another job has taken the lock over; to be called right before publishing."""
+        """Raise RunLockedError when another job has taken the lock over; to be called right before publishing.
+
+        WriteError: the folder is not where it was.
+        """
         assert self._token, f"{self.folder}: the lock was released, or never acquired"
         token, kind = self._highest()
         if token == self._token and kind == "json" and self._read(f"{token:08d}.json") == self._record:
             return
+        raise self._lost()
+
+    def is_ours(self) -> bool:
+        """Whether the run is still this job's, by one read: to be asked before each line that is written.
+
+        A new holder removes the records of those before it when it begins. A record that can't be read now (a network
+        file system that is away) decides nothing.
+        """
+        try:
+            return (
+                read_inside(self.run_dir, f"{LOCK_FOLDER}/{self._token:08d}.json", limit=_RECORD_LIMIT) == self._record
+            )
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def check_line(self) -> None:
+        """As `check`, but by `is_ours`."""
+        if not self.is_ours():
+            raise self._lost()
+
+    def _lost(self) -> RunLockedError | WriteError:
+        """Why the run is no longer this job's."""
+        nothing_more = "nothing more is written there"
+        if not self.run_dir.is_dir():
+            return WriteError(
+                f"run_dir={self.run_dir} was moved or removed while the run was under way; {nothing_more}; "
+                "megaspec resume with the folder's new name goes on"
+            )
+        if not self.folder.is_dir():
+            return WriteError(f"{self.folder} was moved or removed while the run was under way; {nothing_more}")
+        token, _ = self._highest()
         record = self._read(f"{token:08d}.json") if token else b""
-        raise RunLockedError(
+        return RunLockedError(
             f"run_dir={self.run_dir} is no longer this job's: {_who(decode_holder(record))} took it over "
-            f"(lock token {token}, this job's was {self._token}); nothing more is written there"
+            f"(lock token {token}, this job's was {self._token}); {nothing_more}"
         )
 
     def release(self) -> None:
@@ -189,7 +227,7 @@ class RunLock:
         self._stop.set()
         if self._thread:
             self._thread.join()
-        with contextlib.suppress(RunLockedError):
+        with contextlib.suppress(RunLockedError, WriteError):
             self.check()
             stem = self.folder / f"{self._token:08d}"
             # When this fails the lock is found stale, as this process is soon gone.
@@ -302,8 +340,8 @@ class RunLock:
 
     def _write_beat(self, count: int) -> None:
         """Raise the counter in place: opening, writing and closing is what network file systems pass on at once."""
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if count == 1 else 0)
-        fd = os.open(self.folder / f"{self._token:08d}.beat", flags, 0o644)
+        flags = os.O_WRONLY | (os.O_CREAT if count == 1 else 0)
+        fd = open_inside(self.run_dir, f"{LOCK_FOLDER}/{self._token:08d}.beat", flags)
         try:
             os.pwrite(fd, f"{count:020d}\n".encode(), 0)
         finally:
@@ -317,7 +355,7 @@ class RunLock:
 
     def _take_flock(self) -> bool:
         self._drop_flock()
-        fd = os.open(self.folder / "flock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd = open_inside(self.run_dir, f"{LOCK_FOLDER}/flock", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -14,12 +14,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megaspec.checkpoint.files import open_folder
-from megaspec.checkpoint.format import DTYPE_BYTES, Manifest, StoredPiece
-from megaspec.checkpoint.rectangles import Rectangle, intersection, uncovered
+from megaspec.checkpoint.format import DTYPE_BYTES, Manifest, StoredPiece, StoredTensor
+from megaspec.checkpoint.rectangles import Rectangle, intersection
 from megaspec.checkpoint.shard import TORCH_DTYPES, as_bytes
 from megaspec.checkpoint.verify import chunk_length, open_stored, read_chunk, read_manifest_at, worker_threads
 from megaspec.core.errors import CheckpointError
@@ -104,8 +105,7 @@ class Reader:
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
         """The rectangle of `shape` at `start` of a global tensor, as a new CPU tensor in its stored dtype.
 
-        Without `start` and `shape`: the whole tensor. Raises CheckpointError for damage, a name that isn't there, and a
-        region that no stored piece covers.
+        Without `start` and `shape`: the whole tensor. Raises CheckpointError for damage and a name that isn't there.
         """
         stored = self._stored(name)
         start = tuple(start) if start is not None else (0,) * len(stored.shape)
@@ -115,20 +115,18 @@ class Reader:
             s >= 0 and n >= 0 and s + n <= whole for s, n, whole in zip(start, shape, stored.shape, strict=True)
         )
         assert inside, f"{name}: rectangle {wanted} lies outside the stored shape {list(stored.shape)}"
-        pieces = [(p, cut) for p in stored.pieces if (cut := intersection(wanted, Rectangle(p.start, p.shape)))]
-        # Stored pieces don't overlap, so that counting elements is enough.
-        if sum(cut.numel for _, cut in pieces) != wanted.numel:
-            missing = uncovered(wanted, [cut for _, cut in pieces])
-            raise CheckpointError(f"{self.path}: {name}{missing[0]} of shape {list(stored.shape)} is stored in no file")
         out = torch.empty(shape, dtype=TORCH_DTYPES[stored.dtype])
+        # Stored pieces hold each element once (format.decode), so that together they fill it.
         with self._lock:
-            for piece, cut in pieces:
+            for piece in _meeting(stored, wanted):
+                cut = intersection(wanted, Rectangle(piece.start, piece.shape))
+                assert cut is not None, f"{name}: {piece} does not meet {wanted}"
                 inner = [c - s for c, s in zip(cut.start, piece.start, strict=True)]
                 place = tuple(slice(c - s, c - s + n) for c, s, n in zip(cut.start, start, cut.shape, strict=True))
                 self._fill(out[place], piece, piece.offset, piece.shape, inner, DTYPE_BYTES[stored.dtype])
         return out
 
-    def _stored(self, name: str) -> Any:
+    def _stored(self, name: str) -> StoredTensor:
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor {name!r}")
         return self.manifest.tensors[name]
@@ -214,3 +212,10 @@ def _spans(offset: int, length: int, chunk: int) -> Iterator[tuple[int, int, int
     for index in range(offset // chunk, (offset + length - 1) // chunk + 1):
         base = index * chunk
         yield index, max(offset - base, 0), min(offset + length - base, chunk)
+
+
+def _meeting(stored: StoredTensor, wanted: Rectangle) -> list[StoredPiece]:
+    """The pieces of a tensor that share elements with a rectangle."""
+    low = np.maximum(stored.starts, np.array(wanted.start, dtype=np.int64))
+    high = np.minimum(stored.starts + stored.shapes, np.array(wanted.stop, dtype=np.int64))
+    return [stored.piece(number) for number in np.flatnonzero((low < high).all(axis=1)).tolist()]

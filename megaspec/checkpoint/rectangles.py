@@ -1,8 +1,19 @@
-"""Rectangles of index space: overlap, difference, and whether a set of them covers another exactly. Torch-free."""
+"""Rectangles of index space: what two share, and whether some of them hold every element of a whole once. Torch-free.
 
-from collections.abc import Sequence
+Note "Corners". A rectangle of d dimensions is its 2^d corners with alternating signs: its indicator is the sum, over
+the corners c, of (-1)^(coordinates of c that are upper ends) times the indicator of all points at or above c. Those of
+different corners are linearly independent, so rectangles hold each element of a whole exactly once if and only if
+their signed corners add up to those of the whole. That takes d sorts of n·2^d numbers for n rectangles, however they
+lie. (Comparing pairs takes n² steps for a staircase.)
+"""
+
 from dataclasses import dataclass
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,41 +42,29 @@ def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
     return Rectangle(low, shape) if all(n > 0 for n in shape) else None
 
 
-def overlapping(rectangles: Sequence[Rectangle]) -> tuple[Rectangle, Rectangle] | None:
-    """Two of the rectangles that share an element, or None. Sweeps along the dimension with the most starts."""
-    if len(rectangles) < 2:
-        return None
-    n_dims = len(rectangles[0].start)
-    if n_dims == 0:
-        return rectangles[0], rectangles[1]
-    dim = max(range(n_dims), key=lambda d: len({r.start[d] for r in rectangles}))
-    active: list[Rectangle] = []
-    for one in sorted(rectangles, key=lambda r: r.start[dim]):
-        active = [r for r in active if r.start[dim] + r.shape[dim] > one.start[dim]]
-        for other in active:
-            if intersection(one, other):
-                return other, one
-        active.append(one)
-    return None
+def not_held_once(wholes: Integers, owners: Integers, starts: Integers, shapes: Integers) -> list[int]:
+    """Which wholes have elements that none of their rectangles holds, or that several hold.
 
+    `wholes` [m, d] are shapes; rectangle i, at `starts[i]` with `shapes[i]` (both [n, d], the shapes without zeros), is
+    one of whole `owners[i]`. See the note "Corners".
+    """
+    n_wholes, n_dims = wholes.shape
+    owner = np.concatenate([owners, np.arange(n_wholes)])
+    low = np.concatenate([starts, np.zeros_like(wholes)])
+    high = np.concatenate([starts + shapes, wholes])
+    # The wholes are taken off what their rectangles add up to.
+    sign = np.concatenate([np.ones(len(owners)), -np.ones(n_wholes)])
 
-def uncovered(whole: Rectangle, parts: Sequence[Rectangle]) -> list[Rectangle]:
-    """What of `whole` no part holds, as rectangles that don't overlap."""
-    holes = [whole] if whole.numel else []
-    for part in parts:
-        holes = [rest for hole in holes for rest in _without(hole, part)]
-    return holes
-
-
-def _without(hole: Rectangle, part: Rectangle) -> list[Rectangle]:
-    cut = intersection(hole, part)
-    if cut is None:
-        return [hole]
-    rest, start, shape = [], list(hole.start), list(hole.shape)
-    for d in range(len(start)):
-        end = start[d] + shape[d]
-        for low, high in ((start[d], cut.start[d]), (cut.stop[d], end)):
-            if high > low:
-                rest.append(Rectangle((*start[:d], low, *start[d + 1 :]), (*shape[:d], high - low, *shape[d + 1 :])))
-        start[d], shape[d] = cut.start[d], cut.shape[d]
-    return rest
+    # A row per rectangle, a column per corner; `corner` numbers the places where corners of one owner lie.
+    corner, signs = owner[:, None], sign[:, None]
+    for d in range(n_dims):
+        ends = np.stack([low[:, d], high[:, d]], axis=1)
+        end = np.unique(ends, return_inverse=True)[1].reshape(ends.shape)
+        pairs = corner[:, :, None] * (end.max(initial=0) + 1) + end[:, None, :]
+        signs = (signs[:, :, None] * np.array([1.0, -1.0])).reshape(len(owner), -1)
+        # Numbered anew, so that the products stay far below 2^63.
+        corner = np.unique(pairs, return_inverse=True)[1].reshape(signs.shape)
+    # Sums of at most a few million ones: exact.
+    sums = np.bincount(corner.ravel(), weights=signs.ravel())
+    is_left = (sums[corner] != 0).any(axis=1)
+    return np.unique(owner[is_left]).tolist()

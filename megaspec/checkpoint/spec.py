@@ -1,5 +1,7 @@
 """When checkpoints are written and how many are kept."""
 
+from typing import Literal
+
 from megaspec.core.frozen import Frozen, NonNegativeCount, PositiveInt
 
 
@@ -8,5 +10,5 @@ class CheckpointSpec(Frozen):
 
     every: NonNegativeCount = 0
     """Steps between checkpoints; 0 writes only at the end."""
-    keep: PositiveInt = 2
-    """How many of the newest good checkpoints stay on disk."""
+    keep: PositiveInt | Literal["all"] = 2
+    """How many of the newest good checkpoints stay on disk. all: every one; the disk has to hold them."""

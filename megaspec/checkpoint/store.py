@@ -8,10 +8,15 @@ import contextlib
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from megaspec.checkpoint import folders
+from megaspec.checkpoint.codec import encode, encode_json, not_whole
 from megaspec.checkpoint.comm import Comm, on_first, together
 from megaspec.checkpoint.files import (
     UnreadableError,
@@ -28,21 +33,26 @@ from megaspec.checkpoint.format import (
     MANIFEST,
     Manifest,
     StoredFile,
-    StoredPiece,
     StoredTensor,
-    encode,
-    encode_json,
     file_name,
 )
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.reader import Reader
-from megaspec.checkpoint.rectangles import Rectangle, overlapping, uncovered
 from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, plan_shard, write_shard
-from megaspec.checkpoint.verify import examine, find_damage, read_manifest
+from megaspec.checkpoint.verify import Inspect, examine, find_damage, no_objections, read_manifest
 from megaspec.core.errors import CheckpointError, WriteError
 from megaspec.core.faults import reach
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What speaks against a checkpoint, a line each."""
+
+    damage: list[str]
+    objections: list[str] = field(default_factory=list)
+
 
 # Where a test may kill a process: each of these is passed to core.faults.reach by this package.
 FAULT_POINTS = (
@@ -107,35 +117,48 @@ class Store:
                     remove_tree(saving)
         return self.folder / folders.step_name(step)
 
-    def newest_good(self, comm: Comm, *, repair: bool = True) -> Reader | None:
-        """Open the newest checkpoint that is good in every byte; ranks share the work. None when none was saved.
+    def newest_good(self, comm: Comm, *, repair: bool = True, inspect: Inspect = no_objections) -> Reader | None:
+        """Open the newest checkpoint that is good in every byte and that `inspect` has nothing against; ranks share the
+        work. None when none was saved.
 
         `repair`: put bad ones into quarantine and finish what a crash interrupted; to be false in a process that does
-        not hold the run's lock. Raises CheckpointError when there are only bad ones, saying what was found in each, and
-        when this machine or version can't read one.
+        not hold the run's lock. What `inspect` objects to goes into quarantine once a good one is found: where there is
+        none, the fault may lie in the run's own files, and everything stays. Raises CheckpointError when there is none,
+        saying what was found in each, and when this machine or version can't read one.
         """
-        found: list[str] = []
+        found: dict[str, str] = {}
+        moved: dict[str, str] = {}
+        to_put_aside: list[tuple[folders.Candidate, str]] = []
         names = on_first(comm, lambda: [c.path.name for c in folders.candidates(self.folder)])
-        by_name = {c.path.name: c for c in map(self._candidate, names)}
-        for name, candidate in by_name.items():
-            problems = self._verify(candidate.path, candidate.step, comm)
-            if not problems:
-                reader = self._open_good(candidate, comm, repair)
-                reader.passed_over = tuple(found)
-                return reader
-            reason = "\n".join(problems)
-            if repair:
-                target = on_first(comm, lambda c=candidate, r=reason: self._put_aside(c, r))
-                found.append(f"{name} (now {target}):\n{reason}")
-            else:
-                found.append(f"{name}:\n{reason}")
+        for name in names:
+            candidate = self._candidate(name)
+            seen = self._look_at(candidate, comm, inspect)
+            if not seen.damage and not seen.objections:
+                try:
+                    reader = self._open_good(candidate, comm, repair)
+                except UnreadableError:
+                    raise
+                except CheckpointError as error:
+                    # It was removed, or damaged, after it was verified.
+                    seen = Seen(damage=[str(error)])
+                else:
+                    for other, reason in to_put_aside:
+                        moved[other.path.name] = self._put_aside(other, reason, comm)
+                    reader.passed_over = tuple(_listed(found, moved))
+                    return reader
+            reason = "\n".join(seen.damage or seen.objections)
+            found[name] = reason
+            if repair and seen.damage:
+                moved[name] = self._put_aside(candidate, reason, comm)
+            elif repair:
+                to_put_aside.append((candidate, reason))
         earlier = on_first(comm, lambda: folders.quarantined(self.folder))
         if not found and not earlier:
             return None
-        found = found or [f"{folders.QUARANTINE}/{name}:\n{reason}" for name, reason in earlier.items()]
+        found = found or {f"{folders.QUARANTINE}/{name}": reason for name, reason in earlier.items()}
         raise CheckpointError(
             f"{self.folder}: no good checkpoint is left; restore one from a backup or remove the folder to start anew\n"
-            + "\n".join(found)
+            + "\n".join(_listed(found, moved))
         )
 
     def open(self, step: int, comm: Comm) -> Reader:
@@ -146,18 +169,18 @@ class Store:
             raise CheckpointError("\n".join(problems))
         return open_together(path, comm)
 
-    def prune(self, keep: int) -> list[int]:
+    def prune(self, keep: int, *, inspect: Inspect = no_objections) -> list[int]:
         """Remove all but the newest `keep` checkpoints; for rank 0, after a save. Returns the steps that were removed.
 
-        Counts only those whose manifest and sizes are right; the others, and what this store published last, stay.
-        Raises WriteError.
+        Counts only those whose manifest and sizes are right and that `inspect` has nothing against; the others, and
+        what this store published last, stay. Raises WriteError.
         """
         assert keep >= 1, f"keep={keep} must be at least 1"
         if self._lock:
             self._lock.check()
         whole = []
         for candidate in folders.candidates(self.folder):
-            manifest, problems = examine(candidate.path, candidate.step, deep=False)
+            manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
             if candidate.replaced_by is None and manifest and not problems:
                 whole.append((candidate, manifest.generation))
         doomed = [(c, g) for c, g in whole[keep:] if c.step != self._published]
@@ -173,15 +196,28 @@ class Store:
     def _verify(self, path: Path, step: int, comm: Comm) -> list[str]:
         """What is wrong with a checkpoint, on every rank the same; each rank checks its share of the bytes."""
 
-        def own_share() -> list[str]:
+        return self._look_at(folders.Candidate(step, path), comm, no_objections).damage
+
+    def _look_at(self, candidate: folders.Candidate, comm: Comm, inspect: Inspect) -> Seen:
+        """What speaks against a checkpoint, on every rank the same; each rank checks its share of the bytes. `inspect`
+        is asked first: what it objects to needs no reading."""
+        path = candidate.path
+
+        def own_share() -> dict[str, list[str]]:
             try:
-                return find_damage(path, read_manifest(path, step), part=comm.rank, parts=comm.size)
+                manifest = read_manifest(path, candidate.step)
+                objections = [f"{path / MANIFEST}: {line}" for line in inspect(manifest)]
+                damage = [] if objections else find_damage(path, manifest, part=comm.rank, parts=comm.size)
             except UnreadableError:
                 raise
             except CheckpointError as error:
-                return [str(error)]
+                return {"damage": [str(error)], "objections": []}
+            return {"damage": damage, "objections": objections}
 
-        return list(dict.fromkeys(line for lines in together(comm, own_share) for line in lines))
+        shares = together(comm, own_share)
+        damage = dict.fromkeys(line for share in shares for line in share["damage"])
+        objections = dict.fromkeys(line for share in shares for line in share["objections"])
+        return Seen(list(damage), list(objections))
 
     def _open_good(self, candidate: folders.Candidate, comm: Comm, repair: bool) -> Reader:
         path = candidate.path
@@ -195,7 +231,10 @@ class Store:
         def finish() -> str:
             target = good.path.with_name(folders.step_name(good.step))
             if good.path != target:
-                rename_durably(good.path, target)
+                try:
+                    rename_durably(good.path, target)
+                except FileNotFoundError:
+                    raise CheckpointError(f"{good.path}: removed after it was verified") from None
             for other in folders.candidates(self.folder):
                 if other.replaced_by is not None and other.step == good.step:
                     remove_tree(other.path)
@@ -203,9 +242,20 @@ class Store:
 
         return self._writing(finish)
 
-    def _put_aside(self, candidate: folders.Candidate, reason: str) -> str:
-        target = self._writing(lambda: folders.put_aside(candidate, reason))
-        return str(target.relative_to(self.folder))
+    def _put_aside(self, candidate: folders.Candidate, reason: str, comm: Comm) -> str:
+        """Moves a checkpoint into quarantine, on rank 0. -> where it is now, in words."""
+
+        def put_aside() -> str:
+            try:
+                target = self._writing(lambda: folders.put_aside(candidate, reason))
+            except WriteError:
+                if os.path.lexists(candidate.path):
+                    raise
+                # Somebody has removed it meanwhile: nothing is left to move.
+                return "gone meanwhile"
+            return f"now {target.relative_to(self.folder)}"
+
+        return on_first(comm, put_aside)
 
     def _begin(self, step: int, need: int, spec: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """Rank 0: make the folder to write into. Refuses (WriteError) what the disk has no room for."""
@@ -335,6 +385,15 @@ class Store:
             raise write_failure(self.folder, error, need=need) from None
 
 
+def _listed(found: dict[str, str], moved: dict[str, str]) -> list[str]:
+    """Checkpoints by name, with where they are now and what was found in them."""
+    lines = []
+    for name, reason in found.items():
+        place = f" ({moved[name]})" if name in moved else ""
+        lines.append(f"{name}{place}:\n{reason}")
+    return lines
+
+
 def open_together(path: Path, comm: Comm) -> Reader:
     """Open a checkpoint on every rank, or raise on every rank."""
     opened: list[Reader] = []
@@ -351,21 +410,21 @@ def _collect(entries: list[dict[str, Any]]) -> tuple[tuple[StoredFile, ...], dic
     """The files and tensors of all ranks' entries. The pieces of a tensor must agree and hold each element once."""
     files: list[StoredFile] = []
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    pieces: dict[str, list[StoredPiece]] = {}
+    rows: dict[str, list[list[int]]] = {}
     for rank, entry in enumerate(entries):
         if entry["crc32"]:
-            files.append(StoredFile(file_name(rank), entry["bytes"], tuple(entry["crc32"])))
+            files.append(StoredFile(file_name(rank), entry["bytes"], np.array(entry["crc32"], dtype=np.uint32)))
         for name, dtype, shape, offset, start, extent in entry["pieces"]:
             kind = (dtype, tuple(shape))
             assert kinds.setdefault(name, kind) == kind, f"{name}: rank {rank} says {kind}, another says {kinds[name]}"
-            own = pieces.setdefault(name, [])
+            own = rows.setdefault(name, [])
             if offset is not None:
-                own.append(StoredPiece(len(files) - 1, offset, tuple(start), tuple(extent)))
-    for name, (_, shape) in kinds.items():
-        rectangles = [Rectangle(p.start, p.shape) for p in pieces[name]]
-        clash = overlapping(rectangles)
-        assert clash is None, f"{name}: two saved pieces overlap: {clash and [*map(str, clash)]}"
-        if sum(r.numel for r in rectangles) != Rectangle((0,) * len(shape), shape).numel:
-            missing = uncovered(Rectangle((0,) * len(shape), shape), rectangles)
-            raise AssertionError(f"{name}: no piece holds {missing[0]} of shape {list(shape)}")
-    return tuple(files), {name: StoredTensor(*kinds[name], tuple(pieces[name])) for name in kinds}
+                own.append([len(files) - 1, offset, *start, *extent])
+    tensors = {}
+    for name, (dtype, shape) in kinds.items():
+        table = np.array(rows[name], dtype=np.int64).reshape(len(rows[name]), 2 + 2 * len(shape))
+        tensors[name] = StoredTensor(dtype, shape, table)
+    for name in not_whole(tensors)[:1]:
+        held, whole = int(tensors[name].shapes.prod(axis=1).sum()), prod(tensors[name].shape)
+        raise AssertionError(f"{name}: saved pieces hold {held} elements of {whole}; each must be held once")
+    return tuple(files), tensors

@@ -2,16 +2,25 @@
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaspec.checkpoint.files import UnreadableError, open_folder, open_regular, pread_into, read_failure, read_limited
-from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, Manifest, NewerFormatError, StoredFile, decode
+from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, Manifest, NewerFormatError, StoredFile
 from megaspec.core.errors import CheckpointError
 
 MOST_PROBLEMS = 8
+
+# What a run has against the checkpoint of a manifest, a line each: that it is another run's, for example. The bytes of
+# its files are not read for it.
+Inspect = Callable[[Manifest], list[str]]
+
+
+def no_objections(manifest: Manifest) -> list[str]:
+    """Nothing: any whole checkpoint will do."""
+    return []
 
 
 def worker_threads() -> int:
@@ -36,6 +45,8 @@ def read_manifest(folder: Path, step: int) -> Manifest:
 
 def read_manifest_at(folder: Path, folder_fd: int) -> Manifest:
     """As read_manifest, of a folder that is open; `folder` names it in errors."""
+    from megaspec.checkpoint.codec import decode  # numpy, only where there is a manifest
+
     data = read_limited(folder, folder_fd, MANIFEST, limit=MANIFEST_LIMIT)
     try:
         return decode(data, str(folder / MANIFEST))
@@ -67,10 +78,10 @@ def read_chunk(fd: int, path: Path, file: StoredFile, index: int, chunk_bytes: i
         raise read_failure(path, error) from None
     if count != len(out):
         raise CheckpointError(f"{path}: expected {file.bytes} bytes, found {offset + count}")
-    found = zlib.crc32(out)
-    if found != file.crc32[index]:
+    expected, found = int(file.crc32[index]), zlib.crc32(out)
+    if found != expected:
         raise CheckpointError(
-            f"{path}: bytes {offset} to {offset + len(out)}: crc32 expected {file.crc32[index]:08x}, found {found:08x}"
+            f"{path}: bytes {offset} to {offset + len(out)}: crc32 expected {expected:08x}, found {found:08x}"
         )
 
 
@@ -127,7 +138,7 @@ def _check_file(pool: ThreadPoolExecutor, folder: Path, folder_fd: int, work: _W
     path = folder / work.file.name
 
     def check(chunks: range) -> list[str]:
-        buffer, found = memoryview(bytearray(chunk_bytes)), []
+        buffer, found = memoryview(bytearray(min(chunk_bytes, work.file.bytes))), []
         for index in chunks:
             try:
                 read_chunk(
@@ -147,19 +158,24 @@ def _check_file(pool: ThreadPoolExecutor, folder: Path, folder_fd: int, work: _W
         os.close(fd)
 
 
-def examine(folder: Path, step: int, *, deep: bool) -> tuple[Manifest | None, list[str]]:
+def examine(
+    folder: Path, step: int, *, deep: bool, inspect: Inspect = no_objections
+) -> tuple[Manifest | None, list[str]]:
     """A checkpoint's manifest, where it can be read, and what is wrong with the checkpoint.
 
-    `deep` checks every byte; otherwise the manifest and the sizes of the files.
+    `deep` checks every byte; otherwise the manifest and the sizes of the files. What `inspect` objects to comes first.
     """
     try:
         manifest = read_manifest(folder, step)
     except CheckpointError as error:
         return None, [str(error)]
+    problems = [f"{folder / MANIFEST}: {line}" for line in inspect(manifest)]
     try:
-        return manifest, find_damage(folder, manifest) if deep else _wrong_sizes(folder, manifest)
-    except UnreadableError as error:
-        return manifest, [str(error)]
+        problems += find_damage(folder, manifest) if deep else _wrong_sizes(folder, manifest)
+    # Of this machine, or the folder was removed meanwhile.
+    except CheckpointError as error:
+        problems.append(str(error))
+    return manifest, problems
 
 
 def _wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:

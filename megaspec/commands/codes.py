@@ -149,6 +149,8 @@ _SWEEPS = {
 }
 _MEGATRON = {
     "megatron-flag": Known("A flag of Megatron-LM, or its value, can't be read.", "Mend the command line."),
+    "megatron-program": Known("A program of Megatron-LM trains what no recipe can say.", "Leave it to Megatron."),
+    "megatron-script": Known("A shell script can't be followed without running it.", "Give the command that it makes."),
     "megatron-lost": Known("A flag of Megatron-LM has no meaning here.", "Read why, and leave it out."),
 }
 

@@ -21,7 +21,7 @@ from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.problems import show
 from megaspec.resolve.difference import Change, differences, verdict
 from megaspec.resolve.target import Target
-from megaspec.run_folder import TARGET, is_run, read_run
+from megaspec.run_folder import is_run, read_run, read_target
 from megaspec.spec import Spec
 
 _PARTS = ((True, "what is computed"), (False, "how"))
@@ -72,9 +72,9 @@ def side(text: str, config_dirs: Sequence[str | Path] = ()) -> Side:
     """What a word of the command line names. RecipeError, CheckpointError: nothing, or something damaged."""
     folder = Path(text)
     if is_run(folder):
-        return Side(text, read_run(folder).spec, _target(folder))
-    if (folder / MANIFEST).is_file():
-        return Side(text, _spec_of_checkpoint(folder), _target(folder.parent.parent))
+        return Side(text, read_run(folder).spec, read_target(folder))
+    if os.path.lexists(folder / MANIFEST):
+        return Side(text, _spec_of_checkpoint(folder), read_target(folder.parent.parent))
     if folder.is_dir() and "/" in text:
         what = "neither a run (spec.json) nor a checkpoint (manifest.json); give one, or the name of a recipe"
         raise RecipeError([Problem("", f"{text} holds {what}", code="run-missing")])
@@ -122,10 +122,3 @@ def _spec_of_checkpoint(folder: Path) -> Spec:
     except (ValidationError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise CheckpointError(f"{folder / MANIFEST} holds no Spec that this version reads: {first}") from None
-
-
-def _target(folder: Path) -> Target | None:
-    try:
-        return Target.model_validate_json((folder / TARGET).read_bytes())
-    except (OSError, ValidationError):
-        return None

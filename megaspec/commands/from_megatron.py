@@ -5,14 +5,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import Problem, RecipeError, printable
 from megaspec.data.files import write_text
 
 _DESCRIPTION = """Write the recipe that trains what a pretrain_gpt.py command of Megatron-LM trains.
 
-FLAG: the flags after --, with or without the torchrun and the script in front of them; or @FILE, a file that holds the
-command, or a shell script that makes it with plain assignments. Comments tell which flag each key is from, which flags
-have no meaning here and why, and what Megatron changes without a word. What a recipe can't say is an error."""
+FLAG: the flags after --, with or without the launcher and the program in front of them; or @FILE ARG..., a shell script
+that starts the training, with its arguments ($1, $2, ...); NAME=VALUE in front of it sets a variable. It is followed
+and never run: what decides what is trained and can't be known from its text is an error. Comments tell which flag each
+key is from, which flags have no meaning here and why, and what Megatron changes without a word. What a recipe can't say
+is an error."""
 
 
 def add_parser(commands: Any) -> None:
@@ -24,10 +26,10 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.add_argument("flags", nargs="*", metavar="FLAG", help="flags after --, or @FILE")
+    command.add_argument("flags", nargs="*", metavar="FLAG", help="flags after --, or [NAME=VALUE] @FILE ARG...")
     command.add_argument("--out", type=Path, metavar="FILE", help="write it there, e.g. recipes/mine.yaml")
     command.add_argument("--name", metavar="NAME", help="name of the run (that of the file)")
-    command.add_argument("--gpus", type=int, metavar="N", help="world size, where torchrun does not say it")
+    command.add_argument("--gpus", type=int, metavar="N", help="world size, where the launcher does not say it")
     command.add_argument("--partial", action="store_true", help="write it even if it can't say everything")
 
 
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
     else:
         _write(args.out, text)
+    for note in draft.command.notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
     for problem in draft.lost:
         print(f"lost: {problem}", file=sys.stderr)
     return 0

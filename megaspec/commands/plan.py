@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
     composed, target = planned.composed, planned.target
     facts = gather_facts(composed.recipe)
     spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
-    plan = make_plan(spec, target, hardware=planned.hardware, ceilings=planned.ceilings, why=planned.why)
+    plan = make_plan(
+        spec, target, hardware=planned.hardware, ceilings=planned.ceilings, why=planned.why, weigh_changes=True
+    )
     chosen = _ranks(args.ranks, spec.world_size)
     views, agree = [rank_view(plan, rank) for rank in chosen], True
     if args.json:

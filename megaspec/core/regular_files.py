@@ -6,8 +6,19 @@ would block for ever, and /dev/zero has no end. Torch-free.
 
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
+from typing import Any
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_TEXTS = {
+    errno.ELOOP: "is a link, and links are not followed here",
+    errno.ENOTDIR: "lies behind a link or a file, and neither is followed here",
+    errno.ENXIO: "is no regular file",
+    errno.EISDIR: "is a folder",
+}
 
 
 def open_regular(name: str | Path, flags: int = os.O_RDONLY, *, mode: int = 0o644, dir_fd: int | None = None) -> int:
@@ -39,20 +50,15 @@ def open_inside(folder: Path, name: str | PurePath, flags: int = os.O_RDONLY, *,
     `folder` is the user's own word and may be reached through links; below it none is followed.
     OSError: as open_regular, with the whole path as its filename; EINVAL for a name that leads out of the folder.
     """
-    parts = PurePath(name).parts
-    if not parts or PurePath(name).is_absolute() or ".." in parts:
-        raise OSError(errno.EINVAL, "must lie inside its folder", str(folder / name))
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for part in parts[:-1]:
-            below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+        *above, last = _parts(folder, name)
+        at = _open_folders(folder, above)
+        try:
+            return open_regular(last, flags, mode=mode, dir_fd=at)
+        finally:
             os.close(at)
-            at = below
-        return open_regular(parts[-1], flags, mode=mode, dir_fd=at)
     except OSError as error:
         raise _told(error, folder / name) from None
-    finally:
-        os.close(at)
 
 
 def read_inside(folder: Path, name: str | PurePath, *, limit: int) -> bytes:
@@ -64,13 +70,88 @@ def read_inside(folder: Path, name: str | PurePath, *, limit: int) -> bytes:
     return content
 
 
+def make_folder_inside(folder: Path, name: str | PurePath) -> None:
+    """Makes the folder `folder / name` where it is not there. OSError: as open_inside; ENOTDIR for no folder."""
+    try:
+        *above, last = _parts(folder, name)
+        at = _open_folders(folder, above)
+        try:
+            os.mkdir(last, dir_fd=at)
+        except FileExistsError:
+            _check_kind(os.stat(last, dir_fd=at, follow_symlinks=False).st_mode, folder / name, is_folder=True)
+        finally:
+            os.close(at)
+    except OSError as error:
+        raise _told(error, folder / name) from None
+
+
+def check_kinds(folder: Path, *, files: Collection[str] = (), folders: Collection[str] = ()) -> None:
+    """Looks at what is there of these names below `folder`; one that is not there is no matter.
+
+    OSError, with the whole path: a file that is none, or a folder that is none; ELOOP for a link in place of either.
+    """
+    for name in (*folders, *files):
+        try:
+            mode = os.lstat(folder / name).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        _check_kind(mode, folder / name, is_folder=name in folders)
+
+
+def write_beside(path: Path, chunks: Iterable[Any]) -> Path:
+    """Writes bytes to a new file beside `path` and brings it to the disk. -> its path, for a rename to `path`.
+
+    Its name can't be foreseen, so nobody can have put a link there. OSError: no file is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    # 0o666: what the process's umask leaves of it, as open() does
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    is_whole = False
+    try:
+        with open(fd, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        is_whole = True
+    finally:
+        if not is_whole:
+            temporary.unlink(missing_ok=True)
+    return temporary
+
+
+def _parts(folder: Path, name: str | PurePath) -> tuple[str, ...]:
+    parts = PurePath(name).parts
+    if not parts or PurePath(name).is_absolute() or ".." in parts:
+        raise OSError(errno.EINVAL, "must lie inside its folder", str(folder / name))
+    return parts
+
+
+def _open_folders(folder: Path, below: Iterable[str]) -> int:
+    """A descriptor of the last of the folders that lie in each other; only `folder` may be a link."""
+    at = os.open(folder, _FOLDER)
+    for part in below:
+        try:
+            inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+        finally:
+            os.close(at)
+        at = inner
+    return at
+
+
+def _check_kind(mode: int, path: Path, *, is_folder: bool) -> None:
+    """OSError: `mode` is that of a link, or not that of a folder or regular file."""
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, _TEXTS[errno.ELOOP], str(path))
+    if is_folder and not stat.S_ISDIR(mode):
+        raise OSError(errno.ENOTDIR, "is no folder", str(path))
+    if not is_folder and not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
 def _told(error: OSError, path: str | Path) -> OSError:
     """The same error with the whole path and, for what is no plain file, a text that says so."""
-    texts = {
-        errno.ELOOP: "is a link, and links are not followed here",
-        errno.ENOTDIR: "lies behind a link or a file, and neither is followed here",
-        errno.ENXIO: "is no regular file",
-        errno.EISDIR: "is a folder",
-    }
     assert error.errno is not None, error
-    return OSError(error.errno, texts.get(error.errno, error.strerror), str(path))
+    is_plain = error.strerror == os.strerror(error.errno)
+    text = _TEXTS.get(error.errno, error.strerror) if is_plain else error.strerror
+    return OSError(error.errno, text, str(path))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import WriteError
+from megaspec.core.regular_files import write_beside
 
 
 def write_error(path: str | Path, error: OSError, need: int | None = None) -> WriteError:
@@ -24,18 +25,16 @@ def write_error(path: str | Path, error: OSError, need: int | None = None) -> Wr
 def write_atomically(path: Path, chunks: Iterable[Any], *, need: int | None = None) -> None:
     """Write bytes to a new file beside `path`, bring it to the disk and put it in place.
 
-    Raises WriteError with the path; a file that was there before stays as it was.
+    Raises WriteError with the path; a file that was there before stays as it was. A link there is replaced, and what
+    it points to stays.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary: Path | None = None
     try:
-        with open(temporary, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary = write_beside(path, chunks)
         publish(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
         raise write_error(path, error, need) from error
 
 

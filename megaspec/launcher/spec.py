@@ -14,7 +14,7 @@ class LocalLauncher(Frozen):
     max_restarts: NonNegativeCount = 0
     """How often a run whose ranks died is started again from its newest good checkpoint."""
     grace_seconds: PositiveFloat = 30.0
-    """Time that ranks have to finish their step and save after SIGTERM or Ctrl-C before they are killed."""
+    """Time that ranks have to finish their step and save after SIGTERM, SIGUSR1 or Ctrl-C before they are killed."""
     timeout_seconds: PositiveFloat = 600.0
     """Time after which a collective that has not finished counts as hung."""
 

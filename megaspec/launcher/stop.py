@@ -1,29 +1,70 @@
-"""Whether this process was asked to stop. Torch-free."""
+"""Whether this process was asked to stop. Torch-free, and imported before all else: it has to be cheap."""
 
+import faulthandler
+import os
 import signal
+from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
+
+PREEMPTED = 75
+# SIGUSR1 is what SLURM sends ahead of the end, as --signal=USR1@120 asks; SIGHUP comes from a terminal that was closed.
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# The rank writes the stack of each of its threads to stderr, and goes on.
+STACKS = signal.SIGUSR2
+_STDERR = 2
+# Commands that a scheduler stops and starts again.
+_TRAIN = {"train", "resume"}
 
 _asked: list[int] = []
 _watching: list[int] = []
 
 
-def watch_signals() -> None:
-    """From now on SIGTERM and SIGINT ask this process to stop instead of ending it. A second call changes nothing.
+def leave_on_request(words: Sequence[str]) -> None:
+    """From now on a request to stop ends this process at once, with 75: a run that has not begun has nothing to save.
 
-    The local launcher calls it in every rank before anything else runs there, so that no request is lost; a process
-    that was started otherwise calls it itself, in its main thread.
+    For the first lines of a process, before imports that take seconds; nothing happens unless the `words` of its
+    command line train. Ctrl-C stays Python's own KeyboardInterrupt, and STACKS shows where the process is. What follows
+    may take the signals over, as `watch_signals` does.
+    """
+    if not _TRAIN & set(words):
+        return
+    for number in REQUESTS:
+        if number != signal.SIGINT and signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
+    faulthandler.register(STACKS, file=_STDERR, all_threads=True)
+    # held back by who started this process, so that none came before it could be heard
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+
+
+def watch_signals() -> None:
+    """From now on a signal of REQUESTS asks this process to stop instead of ending it, and STACKS shows where it is.
+
+    A second call changes nothing. SIGHUP stays ignored where it was (nohup). The local launcher calls it in every rank
+    before anything else runs there, so that no request is lost; a process that was started otherwise calls it itself,
+    in its main thread.
     """
     if _watching:
         return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _note)
-        _watching.append(number)
+    for number in REQUESTS:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _note)
+            _watching.append(number)
+    faulthandler.register(STACKS, file=_STDERR, all_threads=True)
 
 
 def stop_requested() -> bool:
-    """True once SIGTERM or SIGINT has arrived. Costs nothing: ask as often as you like."""
+    """True once a signal of REQUESTS has arrived. Costs nothing: ask as often as you like."""
     return bool(_asked)
 
 
 def _note(number: int, _: FrameType | None) -> None:
     _asked.append(number)
+
+
+def _leave(number: int, _: FrameType | None) -> NoReturn:
+    text = f"megaspec: {signal.Signals(number).name} while no rank runs: nothing is lost, start again to go on\n"
+    try:
+        os.write(_STDERR, text.encode())
+    finally:
+        os._exit(PREEMPTED)

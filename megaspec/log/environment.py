@@ -17,6 +17,7 @@ from typing import Any
 
 import megaspec
 from megaspec.core.errors import WriteError
+from megaspec.core.regular_files import write_beside
 
 PACKAGES = (
     "megaspec",
@@ -56,10 +57,8 @@ def write_environment(
         "project": commit(Path.cwd()),
     }
     path = run_dir / FILE_NAME
-    new = path.with_suffix(".new")
     try:
-        new.write_text(json.dumps(record, indent=2) + "\n")
-        new.replace(path)
+        write_beside(path, [(json.dumps(record, indent=2) + "\n").encode()]).replace(path)
     except OSError as error:
         raise WriteError(f"{path}: {error.strerror}; make room or choose another run_dir") from None
     return path

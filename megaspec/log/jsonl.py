@@ -15,10 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megaspec.core.bounded_json import parse_json
+from megaspec.core.regular_files import open_inside
 from megaspec.log.events import NAMES, Event
 
 # Lines that are kept while they can't be written.
 MOST_WAITING = 100_000
+# Bytes of a line; those of a step have some 400, and no sample of text comes near it.
+MAX_LINE = 1 << 20
 
 
 class JsonlSink:
@@ -30,8 +34,9 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, step: int):
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._length = _length_until(path, step)
+        # never through a link: what lies behind one would be cut off
+        self._fd = open_inside(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._length = _length_until(self._fd, step)
         os.ftruncate(self._fd, self._length)
 
     def __call__(self, event: Event) -> None:
@@ -67,11 +72,11 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
-def _length_until(path: Path, step: int) -> int:
-    """Bytes up to the first line that is torn or belongs to a later step."""
+def _length_until(fd: int, step: int) -> int:
+    """Bytes up to the first line that is torn, is not ours or belongs to a later step."""
     length = 0
-    with path.open("rb") as file:
-        for line in file:
+    with open(fd, "rb", closefd=False) as file:
+        while line := file.readline(MAX_LINE):
             if not line.endswith(b"\n") or _step_of(line) > step:
                 break
             length += len(line)
@@ -81,11 +86,11 @@ def _length_until(path: Path, step: int) -> int:
 def _step_of(line: bytes) -> float:
     """The step of a line; infinite for one that is not ours, so that it is cut off."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return math.inf
     step = found.get("step") if isinstance(found, dict) else None
-    return step if isinstance(step, int) else math.inf
+    return step if type(step) is int else math.inf
 
 
 def _plain(value: Any) -> Any:

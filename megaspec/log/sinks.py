@@ -56,11 +56,18 @@ SINKS: dict[str, Callable[[LogSpec, Path, int], Sink | None]] = {
 OPENERS: dict[type[Frozen], Callable[[Frozen, Path, int], Sink]] = {}
 
 
-@contextmanager
-def open_sinks(log: LogSpec, run_dir: Path, *, step: int) -> Iterator[Emit]:
-    """A function that takes events and never raises. `step`: where the run goes on, 0 for a new one.
+def nothing_to_check() -> None:
+    """Who has the run folder to itself."""
 
-    A sink that can't be opened, written or closed gets one warning on stderr; training goes on.
+
+@contextmanager
+def open_sinks(
+    log: LogSpec, run_dir: Path, *, step: int, check: Callable[[], None] = nothing_to_check
+) -> Iterator[Emit]:
+    """A function that takes events. `step`: where the run goes on, 0 for a new one.
+
+    A sink that can't be opened, written or closed gets one warning on stderr; training goes on. `check` is called
+    before each of these; what it raises, because the folder is another job's now, is raised here: nothing is written.
     """
     sinks: dict[str, Sink] = {}
     warned: set[str] = set()
@@ -84,9 +91,11 @@ def open_sinks(log: LogSpec, run_dir: Path, *, step: int) -> Iterator[Emit]:
         sinks[name] = OPENERS[type(entry)](entry, run_dir, step)
 
     def emit(event: Event) -> None:
+        check()
         for name, sink in sinks.items():
             fails(name, lambda sink=sink: sink(event))
 
+    check()
     for name in SINKS:
         fails(name, lambda name=name: open_one(name))
     for number, entry in enumerate(getattr(log, "sinks", ())):
@@ -95,5 +104,6 @@ def open_sinks(log: LogSpec, run_dir: Path, *, step: int) -> Iterator[Emit]:
     try:
         yield emit
     finally:
+        check()  # a sink may write when it is closed
         for name, sink in sinks.items():
             fails(name, sink.close)

@@ -1,9 +1,11 @@
 """TensorBoard event files. Imported only where they are asked for: tensorboard is an optional package."""
 
+import secrets
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from megaspec.core.regular_files import make_folder_inside
 from megaspec.log.events import EvalDone, Event, RoutersDone, Sampled, StepDone
 
 
@@ -11,7 +13,9 @@ class TensorboardSink:
     """Scalars and samples in `folder`. `step`: where the run goes on; TensorBoard hides what came after it before."""
 
     def __init__(self, folder: Path, *, step: int):
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
+        make_folder_inside(folder.parent, folder.name)
+        # a name that can't be foreseen: TensorBoard follows a link that lies where it makes its file
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=f".{secrets.token_hex(8)}")
 
     def __call__(self, event: Event) -> None:
         match event:

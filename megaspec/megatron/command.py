@@ -1,21 +1,28 @@
 """A pretrain_gpt.py command line as words -> the flags that it gives, with their values."""
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.core.problems import did_you_mean
+from megaspec.core.problems import MOST_PROBLEMS, show
+from megaspec.core.regular_files import open_regular
 from megaspec.megatron.flag import Fate, Flag
-from megaspec.megatron.flags import BY_NAME
-from megaspec.megatron.script import script_words
+from megaspec.megatron.flags import BY_NAME, hint
+from megaspec.megatron.launcher import Ranks, count_ranks
+from megaspec.megatron.program import check_program, find_program
+from megaspec.megatron.script import Script, script_words
 
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 18
+# Looking for the nearest flag takes milliseconds.
+_LONGEST_HINT = 80
 # Folders that a recipe names nowhere; a shell variable in them does no harm.
 _ONLY_NAMED = ("--save", "--load", "--tensorboard-dir", "--tokenizer-model")
 _NEGATIVE = re.compile(r"-[\d.]\S*")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_UNSET = "nothing sets it; give NAME=VALUE in front of @FILE, values of $1, $2, ... behind it"
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,17 @@ class Command:
     """First name of a flag -> its typed value; True for a flag without one, a list for a flag with several."""
     written: dict[str, str]
     """First name of a flag -> flag and value as they were written."""
-    gpus: int | None
-    """torchrun's processes on all nodes. None: it does not say."""
+    ranks: Ranks
+    """The world size, as far as the launcher in front says it."""
     repeated: tuple[str, ...] = ()
     """Flags that were given more than once; the last one counts."""
+    notes: tuple[str, ...] = ()
+    """What was assumed while it was read."""
+
+    @property
+    def gpus(self) -> int | None:
+        """Ranks of all nodes. None: no launcher says them."""
+        return self.ranks.count
 
 
 @dataclass
@@ -40,42 +54,68 @@ class _Reading:
     problems: list[Problem] = field(default_factory=list)
 
     def refuse(self, word: str, what: str) -> None:
-        self.problems.append(Problem("", f"{word}: {what}", "", "megatron-flag"))
+        self.problems.append(Problem("", f"{show(word)}: {what}", "", "megatron-flag"))
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """The command of a line's words, of one quoted word, or of the file `@FILE` or `FILE`.
+    """The command of a line's words, of one quoted word, or of a script: `[NAME=VALUE ...] @FILE [ARG ...]` or `FILE`.
 
-    What stands before the script (assignments, torchrun or srun with their own flags) is passed over, but for the
-    number of processes. RecipeError: everything that is wrong with the flags, at once.
+    What stands before the program (assignments, a launcher with its own flags) is passed over, but for the number of
+    ranks. RecipeError: a program that trains something else, or everything that is wrong with the flags, at once.
     """
-    words = [w for w in _spelled_out(words) if w.strip() and w.strip() != "\\"]
-    start = next((n + 1 for n, w in enumerate(words) if w.endswith(".py")), None)
-    if start is None:
-        start = next((n for n, w in enumerate(words) if not re.match(r"[A-Za-z_]\w*=", w)), len(words))
+    script = _spelled_out(words)
+    words = [w for w in script.words if w.strip() and w.strip() != "\\"]
+    n_assigned = next((n for n, w in enumerate(words) if not _ASSIGNED.fullmatch(w)), len(words))
+    words = words[n_assigned:]
+    program = find_program(words)
+    notes = script.notes
+    if program is not None:
+        notes = [*notes, *filter(None, [check_program(program)])]
     reading = _Reading()
-    _read_flags(words[start:], reading)
+    _read_flags(words[program.end :] if program else words, reading)
     if not reading.problems and not reading.values:
         reading.refuse("from-megatron", "no flags; give those of pretrain_gpt.py after --, or a file with the command")
     if reading.problems:
+        rest = len(reading.problems) - MOST_PROBLEMS
+        if rest > 0:
+            reading.problems[MOST_PROBLEMS:] = [
+                Problem("", f"{rest} more are wrong; mend these first", "", "megatron-flag")
+            ]
         raise RecipeError(reading.problems)
-    return Command(reading.values, reading.written, _processes(words[:start]), tuple(dict.fromkeys(reading.repeated)))
+    ranks = count_ranks(words[: program.begin] if program else [], script.directives)
+    return Command(reading.values, reading.written, ranks, tuple(dict.fromkeys(reading.repeated)), tuple(notes))
 
 
-def _spelled_out(words: Sequence[str]) -> list[str]:
-    if len(words) != 1:
-        return list(words)
-    [word] = words
-    path = Path(word.removeprefix("@"))
-    if word.startswith("@") or (not word.startswith("-") and "\n" not in word and path.is_file()):
-        try:
-            with path.open("rb") as file:
-                return script_words(file.read(_MAX_BYTES).decode("utf-8", errors="replace"), label=str(path))
-        except OSError as error:
-            raise RecipeError(f"{path}: can't be read: {error.strerror}") from None
-    if any(c.isspace() for c in word):
-        return script_words(word, label="the command")
-    return [word]
+def _spelled_out(words: Sequence[str]) -> Script:
+    """The words of the command itself, whichever way it is given."""
+    environment = {}
+    for n, word in enumerate(words):
+        if word.startswith("@") and len(word) > 1:
+            return _script(word[1:], words[n + 1 :], environment)
+        match = _ASSIGNED.fullmatch(word)
+        if match is None:
+            break
+        environment[match.group(1)] = match.group(2)
+    if len(words) == 1:
+        [word] = words
+        if not word.startswith("-") and "\n" not in word and os.path.isfile(word):
+            return _script(word, (), {})
+        if any(c.isspace() for c in word):
+            return script_words(word, label="the command")
+    return Script(list(words), [], [])
+
+
+def _script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Script:
+    """What a file comes to. Links are followed, since the user names it; devices and FIFOs are not read."""
+    try:
+        with open(open_regular(os.path.realpath(path)), "rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise RecipeError(f"{path}: can't be read: {error.strerror}") from None
+    if len(content) > _MAX_BYTES:
+        raise RecipeError(f"{path}: a script has at most {_MAX_BYTES:,} bytes; give the command that it makes")
+    text = content.decode("utf-8", errors="replace")
+    return script_words(text, label=path, arguments=arguments, environment=environment)
 
 
 def _read_flags(words: list[str], reading: _Reading) -> None:
@@ -84,7 +124,7 @@ def _read_flags(words: list[str], reading: _Reading) -> None:
         name, equals, attached = words[position].partition("=")
         position += 1
         if not name.startswith("--"):
-            reading.refuse(words[position - 1], "belongs to no flag")
+            reading.refuse(words[position - 1], f"belongs to no flag{_why_not(words[position - 1])}")
             continue
         behind = []
         while position < len(words) and not words[position].startswith("--"):
@@ -92,16 +132,20 @@ def _read_flags(words: list[str], reading: _Reading) -> None:
             position += 1
         flag = BY_NAME.get(name)
         if flag is None:
-            near = did_you_mean(name.removeprefix("--"), [n.removeprefix("--") for n in BY_NAME])
-            reading.refuse(name, f"no flag of pretrain_gpt.py; {_with_dashes(near) or 'drop it'}")
-        elif flag.fate is Fate.REMOVED:
-            reading.refuse(name, f"Megatron refuses it; give {flag.text}")
+            reading.refuse(name, f"no flag of pretrain_gpt.py; {_nearest(name, reading) or 'drop it'}")
         else:
             _read_values(flag, name, [*([attached] if equals else []), *behind], reading, attached=bool(equals))
 
 
-def _with_dashes(hint: str) -> str:
-    return re.sub(r"(mean|,|or) (?=\w)", r"\1 --", hint)
+def _nearest(name: str, reading: _Reading) -> str:
+    if len(reading.problems) > MOST_PROBLEMS or len(name) > _LONGEST_HINT:
+        return ""
+    return hint(name)
+
+
+def _why_not(word: str) -> str:
+    """What to do about a variable that stands where a flag could."""
+    return f", and {_UNSET}" if "$" in word else ""
 
 
 def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, attached: bool) -> None:
@@ -109,14 +153,17 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
     taken, left = words[:most], words[most:]
     if flag.type is None and attached:
         return reading.refuse(f"{name}={words[0]}", f"takes no value; give {name} or leave it out")
+    takes = "one value (quotes keep blanks in it)" if most else "none"
     for word in left:
-        reading.refuse(word, f"belongs to no flag: {name} takes {'one value' if most else 'none'}")
+        reading.refuse(word, f"belongs to no flag: {name} takes {takes}{_why_not(word)}")
     if flag.type is not None and flag.many != "*" and not taken:
         return reading.refuse(name, "its value is missing")
     values = []
     for word in taken:
-        if "$" in word and flag.fate is Fate.TRANSLATED and flag.name not in _ONLY_NAMED:
-            reading.refuse(f"{name} {word}", "a shell variable; give its value, or the words that `echo` prints for it")
+        is_read = flag.fate is Fate.TRANSLATED and flag.name not in _ONLY_NAMED
+        # one of several values could hold flags, too
+        if "$" in word and (is_read or flag.many):
+            reading.refuse(f"{name} {show(word)}", f"a shell variable, and {_UNSET}")
             continue
         if word.startswith("-") and flag.type in ("int", "float") and not _NEGATIVE.fullmatch(word):
             reading.refuse(word, f"is no value of {name}")
@@ -130,15 +177,3 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
     reading.values[flag.name] = True if flag.type is None else values if flag.many else (values or [None])[0]
     reading.written[flag.name] = " ".join([name, *taken])
     return None
-
-
-def _processes(prefix: list[str]) -> int | None:
-    """Processes of torchrun on all nodes, where both numbers are plain."""
-    found = {"nproc-per-node": "", "nnodes": "1"}
-    for word, behind in zip(prefix, [*prefix, ""][1:], strict=True):
-        name, equals, value = word.lstrip("-").replace("_", "-", 2).partition("=")
-        name = name.replace("_", "-")
-        if word.startswith("--") and name in found:
-            found[name] = value if equals else behind
-    numbers = [int(v) if v.isdecimal() else 0 for v in found.values()]
-    return numbers[0] * numbers[1] or None

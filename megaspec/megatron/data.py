@@ -26,7 +26,10 @@ def translate_data(draft: Draft) -> None:
         draft.put("data.blend", blend, name)
         if not blend:
             draft.refuse("--data-path", "is missing; give it, or --mock-data")
-        draft.put("data.split", _split(draft), "--split", ours=[969.0, 30.0, 1.0])
+        if draft.is_given("--train-data-path"):
+            draft.put("data.split", [1.0, 0.0, 0.0], "--train-data-path")
+        else:
+            draft.put("data.split", _split(draft), "--split", ours=[969.0, 30.0, 1.0])
         if draft.is_given("--data-cache-path"):
             draft.put("data.cache", draft["--data-cache-path"], "--data-cache-path")
     seq = "--seq-length" if draft.is_given("--seq-length") else "--encoder-seq-length"
@@ -50,8 +53,6 @@ def _blend(draft: Draft) -> tuple[list[dict[str, Any]], str]:
 
 
 def _split(draft: Draft) -> list[float]:
-    if draft.is_given("--train-data-path"):
-        return [1.0, 0.0, 0.0]
     numbers = re.findall(r"\d*\.?\d+|\d+", draft["--split"])
     if not 1 <= len(numbers) <= 3:
         draft.refuse("--split", "must be up to three shares, such as 969,30,1")
@@ -76,23 +77,42 @@ def translate_evaluation(draft: Draft) -> None:
     """How often and on how much the validation split is evaluated."""
     every, iterations = draft["--eval-interval"] or 0, draft["--eval-iters"]
     split = draft.content["data"].get("split")
+    remark = ""
     if every and iterations and not draft["--mock-data"] and split is not None and split[1] == 0:
-        draft.change("--eval-interval", "no evaluation, because --split leaves nothing for validation")
-        every = 0
+        every, remark = 0, _tell_no_evaluation(draft)
     every = every if iterations else 0
-    draft.put("train.eval_every", every, "--eval-interval", ours=0)
-    batch = draft.content["train"].get("global_batch")
+    draft.put("train.eval_every", every, "--eval-interval", ours=0, remark=remark)
+    batch = _evaluation_batch(draft)
     if every and batch:
         remark = f"{iterations} batches of {batch}"
-        draft.put("train.eval_samples", iterations * batch, "--eval-iters", remark=remark)
+        draft.put("train.eval_samples", iterations * batch, "--eval-iters", "--eval-global-batch-size", remark=remark)
+
+
+def _evaluation_batch(draft: Draft) -> int | None:
+    """Sequences of a batch of the evaluation."""
+    if draft.is_given("--eval-global-batch-size"):
+        return draft["--eval-global-batch-size"]
+    if draft.is_given("--step-batch-size-schedule"):
+        # The global batch then is not given, and the one that Megatron makes up does not grow.
+        return draft.unit
+    return draft.content["train"].get("global_batch")
+
+
+def _tell_no_evaluation(draft: Draft) -> str:
+    """Why there is no data for it, as what stands behind the key; told where Megatron does without, too."""
+    name = "--eval-interval"
+    if draft.is_given("--valid-data-path"):
+        return "validation takes a share of data.split, and those data sets are lost"
+    if draft.is_given("--train-data-path"):
+        draft.change(name, "no evaluation, because --train-data-path without --valid-data-path leaves nothing for it")
+    else:
+        draft.change(name, "no evaluation, because --split leaves nothing for validation")
+    return "there is nothing to evaluate"
 
 
 def translate_output(draft: Draft) -> None:
     """Checkpoints and the log."""
-    if draft.is_given("--save-interval"):
-        draft.put("checkpoint.every", draft["--save-interval"], "--save-interval")
-    draft.note("--save", "checkpoints lie in the run folder: run_dir=")
-    draft.note("--async-save", "how a checkpoint is written is the store's")
+    _checkpoints(draft)
     draft.note("--tensorboard-dir", "TensorBoard's files lie in the run folder, where tensorboard is installed")
     if draft.is_given("--load"):
         is_own = draft["--load"] == draft["--save"] and not any(draft.is_given(n) for n in _STARTS)
@@ -101,3 +121,21 @@ def translate_output(draft: Draft) -> None:
         else:
             draft.lose("--load", "weights are made from the seed; Megatron's checkpoints are not read")
     draft.put("log.every", draft["--log-interval"], "--log-interval")
+
+
+def _checkpoints(draft: Draft) -> None:
+    """When checkpoints are written, and which of them stay."""
+    interval, retained = "--save-interval", "--save-retain-interval"
+    if draft.is_given(interval):
+        draft.put("checkpoint.every", draft[interval], interval)
+    if draft.is_given(interval) and not draft.is_given("--save"):
+        draft.change(interval, "writes nothing without --save; here checkpoints lie in the run folder")
+    if draft.is_given(retained):
+        what = "there the newest checkpoint and every multiple of it stay; here all, since a recipe counts the newest"
+        draft.note(retained, what)
+    given = [name for name in (interval, "--save") if draft.is_given(name)]
+    if given:
+        remark = "" if draft.is_given(retained) else "Megatron deletes none"
+        draft.put("checkpoint.keep", "all", *given, remark=remark)
+    draft.note("--save", "checkpoints lie in the run folder: run_dir=")
+    draft.note("--async-save", "how a checkpoint is written is the store's")

@@ -7,7 +7,7 @@ GROUPS = (
         Fate.DEAD,
         "Megatron parses it and reads it nowhere",
         """
-        --apply-residual-connection-post-layernorm, --openai-gelu, --onnx-safe text, --rampup-batch-size text+,
+        --onnx-safe text, --rampup-batch-size text+,
         --exit-signal-handler-for-dataloader, --use-flash-attn, --dist-ckpt-save-pre-mcore-014,
         --enable-full-sharding-in-hsdp, --vocab-extra-ids text, --ict-head-size text, --biencoder-projection-dim text,
         --biencoder-shared-query-context-model, --ict-load text, --bert-load text, --titles-data-path text,
@@ -21,6 +21,13 @@ GROUPS = (
         --dino-warmup-teacher-temp text, --dino-teacher-temp text, --dino-warmup-teacher-temp-epochs text,
         --max-tokens-to-oom text, --bert-embedder-type text, --inference-shards text, --inprocess-max-iterations text,
         --inprocess-progress-watchdog-interval text
+        """,
+    ),
+    Group(
+        Fate.DEAD,
+        "only models of before Megatron-core read it, which are gone since core_v0.18.0 (June 2026)",
+        """
+        --apply-residual-connection-post-layernorm, --openai-gelu
         """,
     ),
     Group(

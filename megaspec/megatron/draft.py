@@ -120,6 +120,11 @@ class Draft:
         """Data-parallel ranks, rounded down."""
         return max(1, self.gpus // max(1, self.tp * self.pp * self["--context-parallel-size"]))
 
+    @property
+    def unit(self) -> int:
+        """Sequences of one micro batch on every data-parallel rank, of which a global batch is a multiple."""
+        return max(1, self["--micro-batch-size"] or 1) * self.dp
+
 
 def fewest_of(command: Command) -> int:
     """GPUs that the degrees of a command need at least."""

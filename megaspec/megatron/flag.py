@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+COMMIT = "d98e8a64ddf34856e74b24714e3bedb2f5a39553"
+"""Of NVIDIA/Megatron-LM: where the table of its flags, their defaults and what they do there were read."""
+COMMIT_DATE = "2026-08-22"
+
 _ENTRY = re.compile(
     r"(?P<names>--\S+(?: --\S+)*)"
     r"(?: (?P<type>(?!=|->)\S+?)(?P<many>[+*]?))?"
@@ -34,7 +38,7 @@ class Fate(Enum):
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag. Facts of NVIDIA/Megatron-LM at d98e8a64."""
+    """A flag. Facts of NVIDIA/Megatron-LM at COMMIT."""
 
     names: tuple[str, ...]
     type: str | None
@@ -46,6 +50,13 @@ class Flag:
     fate: Fate
     text: str
     """The key of a recipe, the reason, or the flag that it belongs to."""
+    origin: str = ""
+    """Whose flag it is, where pretrain_gpt.py at COMMIT doesn't have it. "": it has."""
+
+    @property
+    def reason(self) -> str:
+        """Why no key is from it, with whose flag it is."""
+        return f"{self.origin}: {self.text}" if self.origin else self.text
 
     @property
     def name(self) -> str:
@@ -82,6 +93,8 @@ class Group:
     fate: Fate
     text: str
     table: str
+    origin: str = ""
+    """Of all flags of the table: see Flag.origin."""
 
     def flags(self) -> Iterator[Flag]:
         """The flags of the table."""
@@ -92,4 +105,11 @@ class Group:
             match = _ENTRY.fullmatch(words)
             assert match, f"no entry of a flag table: {words}"
             names, kind, many, default, key = match.group("names", "type", "many", "default", "key")
-            yield Flag(tuple(names.split()), kind, many or "", default, self.fate, key or self.text)
+            yield Flag(tuple(names.split()), kind, many or "", default, self.fate, key or self.text, self.origin)
+
+
+def others(origin: str, fate: Fate, text: str, names: str) -> Group:
+    """Flags that pretrain_gpt.py at COMMIT does not have. How many values they take is not kept: each takes the words
+    up to the next flag."""
+    table = "\n".join(f"{name} text*" for name in names.replace(",", " ").split())
+    return Group(fate, text, table, origin)

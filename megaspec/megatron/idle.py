@@ -9,60 +9,68 @@ GROUPS = (
         """
         --attention-backend text, --flash-attention-version text, --cross-entropy-loss-fusion,
         --cross-entropy-fusion-impl text, --use-fused-weighted-squared-relu, --fused-residual-rmsnorm,
-        --use-transformer-engine-op-fuser, --disable-bf16-reduced-precision-matmul, --use-kitchen-attention,
+        --use-transformer-engine-op-fuser, --use-kitchen-attention,
         --kitchen-attention-backend text, --use-grouped-gemm-for-shared-expert, --use-grouped-gemm-for-dense-mlp,
         --moe-grouped-gemm, --moe-use-grouped-tensor, --moe-single-grouped-weight, --moe-single-grouped-bias,
         --moe-permute-fusion, --moe-permute-fusion-into-hybridep, --moe-router-fusion,
         --moe-mlp-glu-interleave-size text, --moe-shared-expert-glu-interleave-size text, --use-te-activation-func,
         --transformer-impl text, --no-masked-softmax-fusion, --no-bias-gelu-fusion, --no-bias-swiglu-fusion,
         --no-bias-dropout-fusion, --no-rope-fusion, --no-persist-layer-norm, --no-gradient-accumulation-fusion,
-        --use-mcore-models, --disable-jit-fuser, --mla-down-proj-fusion, --moe-router-padding-for-quantization,
-        --moe-router-padding-for-fp8, --keep-fp8-transpose-cache, --batch-invariant-mode,
-        --batch-invariant-backend text, --te-rng-tracker, --enable-experimental
+        --disable-jit-fuser, --mla-down-proj-fusion, --moe-router-padding-for-quantization,
+        --moe-router-padding-for-fp8, --batch-invariant-mode, --batch-invariant-backend text
         """,
     ),
     Group(
         Fate.IDLE,
-        "CUDA graphs are made by torch.compile: kernels.compile",
+        "how a product is rounded inside is left to torch and cuBLAS",
         """
-        --enable-cuda-graph, --cuda-graph-warmup-steps text, --external-cuda-graph, --cuda-graph-impl text,
-        --cuda-graph-scope text+, --cuda-graph-modules text+, --optimizer-cuda-graph
+        --disable-bf16-reduced-precision-matmul
         """,
     ),
     Group(
         Fate.IDLE,
-        "the runtime overlaps communication with computation by itself",
+        "permits or names what is the only way here",
+        """
+        --use-mcore-models, --enable-experimental, --lazy-mpu-init
+        """,
+    ),
+    Group(
+        Fate.IDLE,
+        "what runs beside computation is said by parallelism.overlap, in which order by the runtime",
         """
         --tp-comm-overlap-cfg text, --no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad,
         --no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad, --no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag,
         --no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs, --tp-comm-overlap-rs-dgrad,
         --no-tp-comm-split-ag --disable-tp-comm-split-ag, --no-tp-comm-split-rs --disable-tp-comm-split-rs,
-        --tp-comm-bootstrap-backend text, --overlap-moe-expert-parallel-comm, --delay-wgrad-compute,
-        --overlap-dispatch-backward-with-experts-wgrad, --ep-overlap-early-attn-memory-release, --use-ring-exchange-p2p,
-        --defer-embedding-wgrad-compute, --wgrad-deferral-limit text, --overlap-p2p-communication-warmup-flush,
-        --high-priority-a2a-comm-stream, --overlap-param-gather-with-optimizer-step,
-        --no-align-param-gather, --no-align-grad-reduce --disable-align-grad-reduce, --fsdp-double-buffer,
-        --megatron-fsdp-max-pool-double-buffer, --fsdp-db-use-persist-buf-on-alloc-fail, --create-all-gather-group
+        --tp-comm-bootstrap-backend text, --use-ring-exchange-p2p,
+        --no-align-param-gather, --no-align-grad-reduce --disable-align-grad-reduce
         """,
     ),
     Group(
         Fate.IDLE,
-        "process groups are made and tuned by the runtime",
+        "process groups are made by the runtime and left to the defaults of torch and NCCL",
         """
-        --pipeline-model-parallel-comm-backend text, --distributed-backend text, --local-rank text, --lazy-mpu-init,
-        --nccl-communicator-config-path text, --use-tp-pp-dp-mapping, --disable-gloo-process-groups, --use-sharp,
-        --sharp-enabled-group text, --high-priority-stream-groups text+, --distributed-timeout-seconds-after-init text,
-        --use-nccl-ub, --disable-symmetric-registration, --fsdp-manual-registration, --symmetric-ar-type text,
-        --moe-flex-dispatcher-backend text, --moe-enable-deepep, --moe-flex-dispatcher-num-sms text,
-        --moe-deepep-num-sms text, --moe-hybridep-num-sms text, --moe-hybridep-num-blocks-permute text,
-        --moe-hybridep-num-blocks-unpermute text, --moe-hybridep-num-sms-preprocessing text,
-        --moe-hybridep-pad-uneven-dispatch-inputs, --moe-ncclep-zero-copy, --ddp-num-buckets text,
-        --ddp-pad-buckets-for-high-nccl-busbw, --ddp-average-in-collective, --ddp-reduce-scatter-with-fp32-accumulation,
-        --ddp-param-name-patterns-for-fp32-local-accumulation text+, --no-gradient-reduce-div-fusion,
-        --suggested-communication-unit-size text, --no-use-layer-wise-param-layout, --fake-process-group,
+        --pipeline-model-parallel-comm-backend text, --distributed-backend text, --local-rank text,
+        --nccl-communicator-config-path text, --disable-gloo-process-groups, --use-sharp,
+        --sharp-enabled-group text, --high-priority-stream-groups text+, --create-all-gather-group,
+        --use-nccl-ub, --disable-symmetric-registration, --fsdp-manual-registration, --symmetric-ar-type text
+        """,
+    ),
+    Group(
+        Fate.IDLE,
+        "launcher.timeout_seconds holds for the whole run",
+        """
+        --distributed-timeout-seconds-after-init text
+        """,
+    ),
+    Group(
+        Fate.IDLE,
+        "buckets of gradients, and what is gathered at a time, are the runtime's: parallelism.bucket_mb",
+        """
+        --ddp-num-buckets text, --ddp-pad-buckets-for-high-nccl-busbw, --ddp-average-in-collective,
+        --no-gradient-reduce-div-fusion, --suggested-communication-unit-size text, --no-use-layer-wise-param-layout,
         --megatron-fsdp-version text, --megatron-fsdp-enable-fine-grained-param-gather,
-        --torch-fsdp2-no-reshard-after-forward, --gtp-remat-nccl-ub, --gtp-expert-remat-nccl-ub,
-        --gtp-remat-reduce-scatter-with-fp32-accumulation, --gtp-remat-opt-in-modules text+
+        --fsdp-double-buffer, --megatron-fsdp-max-pool-double-buffer, --fsdp-db-use-persist-buf-on-alloc-fail
         """,
     ),
     Group(
@@ -74,18 +82,39 @@ GROUPS = (
     ),
     Group(
         Fate.IDLE,
-        "gradient sums, softmax, router scores and losses are at least fp32 here",
+        "a rank adds up gradients in at least fp32; between ranks parallelism.grad_reduce says the format",
         """
-        --attention-softmax-in-fp32, --apply-query-key-layer-scaling, --fp16-lm-cross-entropy, --moe-router-dtype text,
-        --output-logit-dtype text, --megatron-fsdp-main-params-dtype text, --megatron-fsdp-main-grads-dtype text,
-        --megatron-fsdp-grad-comm-dtype text, --reuse-grad-buf-for-mxfp8-param-ag
+        --ddp-reduce-scatter-with-fp32-accumulation, --ddp-param-name-patterns-for-fp32-local-accumulation text+,
+        --megatron-fsdp-main-grads-dtype text, --megatron-fsdp-grad-comm-dtype text
+        """,
+    ),
+    Group(
+        Fate.IDLE,
+        "master weights, softmax, router and losses are at least fp32 here",
+        """
+        --attention-softmax-in-fp32, --fp16-lm-cross-entropy, --moe-router-dtype text, --output-logit-dtype text,
+        --megatron-fsdp-main-params-dtype text
+        """,
+    ),
+    Group(
+        Fate.IDLE,
+        "it scales q·k and takes the scale back in the softmax, which is at least fp32 here anyway",
+        """
+        --apply-query-key-layer-scaling
         """,
     ),
     Group(
         Fate.IDLE,
         "a loss or gradient that is NaN or infinite is always looked for",
         """
-        --no-check-for-nan-in-loss-and-grad, --check-for-large-grads
+        --no-check-for-nan-in-loss-and-grad
+        """,
+    ),
+    Group(
+        Fate.IDLE,
+        "`megaspec plan` tells memory and time without GPUs",
+        """
+        --fake-process-group
         """,
     ),
     Group(
@@ -97,25 +126,30 @@ GROUPS = (
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces --disable-tokenizer-sentencepiece-ignore-extra-whitespaces,
         --tokenizer-hf-no-use-fast, --tokenizer-hf-no-include-special-tokens, --trust-remote-code,
         --null-tokenizer-eod-id text, --null-tokenizer-pad-id text, --chat-template text, --use-gigatoken,
-        --no-pad-vocab-size --disable-pad-vocab-size, --no-save-tokenizer-assets --disable-save-tokenizer-assets,
-        --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args,
-        --allow-ambiguous-pad-tokens
+        --no-save-tokenizer-assets --disable-save-tokenizer-assets
         """,  # noqa: E501
     ),
     Group(
         Fate.IDLE,
-        "how data is read is the loader's; the order depends on data, split and seed alone",
+        "padding of the vocabulary takes no part in the loss and is never saved: model.vocab_pad_to",
+        """
+        --no-pad-vocab-size --disable-pad-vocab-size
+        """,
+    ),
+    Group(
+        Fate.IDLE,
+        "how data is read is the loader's; the order of samples does not depend on it",
         """
         --dataloader-fast-cache-load, --dataloader-defer-npy-index-mmap, --no-mmap-bin-files, --num-workers text,
         --no-create-attention-mask-in-dataloader, --num-dataset-builder-threads text, --object-storage-cache-path text,
-        --mid-level-dataset-surplus text, --per-dataset-sequences-path text, --enable-msc, --disable-msc
+        --per-dataset-sequences-path text, --enable-msc, --disable-msc
         """,
     ),
     Group(
         Fate.IDLE,
         "checkpoints have one format that is verified, loads into any layout and is written from all ranks",
         """
-        --ckpt-format text, --auto-detect-ckpt-format, --ckpt-convert-format text, --ckpt-convert-save text,
+        --ckpt-format text, --ckpt-convert-format text, --ckpt-convert-save text,
         --ckpt-convert-update-legacy-dist-opt-format, --no-ckpt-fully-parallel-save, --async-strategy text,
         --use-persistent-ckpt-worker, --async-ckpt-cpu-priority text, --async-ckpt-io-priority text,
         --async-ckpt-use-cpu-shm, --ckpt-fully-parallel-load, --ckpt-fully-parallel-load-exchange-algo text,
@@ -126,70 +160,50 @@ GROUPS = (
         --no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load, --dist-ckpt-strictness text,
         --dist-ckpt-optim-fully-reshardable, --distrib-optim-fully-reshardable-mem-efficient, --verify-integrity,
         --use-dist-ckpt, --dist-ckpt-format text, --dist-ckpt-workers text, --ckpt-fully-parallel-save,
-        --ckpt-drop-redundant-extra-state, --override-opt_param-scheduler --override-opt-param-scheduler,
-        --use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler, --use-checkpoint-args,
-        --use-mp-args-from-checkpoint-args, --exit-on-missing-checkpoint
+        --ckpt-drop-redundant-extra-state
         """,
     ),
     Group(
         Fate.IDLE,
-        "stopping, restarting and looking for faults belong to the launcher: launcher.*",
+        "ranks that die or hang are ended and told by the launcher, which starts them again: launcher.max_restarts",
         """
-        --exit-interval text, --exit-duration-in-mins text, --exit-signal-handler, --exit-signal text,
-        --exit-signal-handler-for-training, --adlr-autoresume, --adlr-autoresume-interval text, --enable-ft-package,
-        --calc-ft-timeouts, --ft-num-warmup-iters text, --rerun-mode text, --check-for-spiky-loss,
-        --result-rejected-tracker-filename text, --log-straggler, --straggler-ctrlr-port text,
-        --straggler-minmax-count text, --disable-straggler-on-startup, --gpu-sniff-test-interval text,
-        --check-weight-hash-across-dp-replicas-interval text, --flight-recorder-dump-path text,
+        --enable-ft-package, --calc-ft-timeouts, --ft-num-warmup-iters text, --flight-recorder-dump-path text,
         --flight-recorder-trace-buffer-size text,
         --no-flight-recorder-dump-on-timeout --disable-flight-recorder-dump-on-timeout,
         --flight-recorder-include-stack-trace,
         --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active,
         --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec,
-        --run-workload-inspector-server, --error-injection-rate text, --error-injection-type text, --inprocess-restart,
+        --inprocess-restart,
         --inprocess-monitor-thread-interval text, --inprocess-monitor-process-interval text,
         --inprocess-heartbeat-interval text, --inprocess-soft-timeout text, --inprocess-hard-timeout text,
         --inprocess-heartbeat-timeout text, --inprocess-barrier-timeout text, --inprocess-completion-timeout text,
         --inprocess-last-call-wait text, --inprocess-termination-grace-time text, --inprocess-granularity text,
-        --inprocess-active-world-size text, --inprocess-empty-cuda-cache, --fault-injector-ranks text,
-        --fault-injector-num-ranks text, --fault-injector-fault-types text, --fault-injector-fault-probabilities text,
-        --fault-injector-fault-delay text, --fault-injector-delay-start-iteration text,
-        --fault-injector-mtti-seconds text, --fault-injector-offset-seconds text, --fault-injector-seed text
+        --inprocess-active-world-size text, --inprocess-empty-cuda-cache
         """,
     ),
     Group(
         Fate.IDLE,
-        "every number of a step is in metrics.jsonl, and in TensorBoard where it is installed: log.*",
+        "loss, rate, gradient norm, tokens, time and memory of every step, and routers' loads, are in metrics.jsonl",
         """
-        --log-params-norm, --log-throughput, --log-progress, --timing-log-level text, --timing-log-option text,
-        --tensorboard-log-interval text, --tensorboard-queue-size text, --log-timers-to-tensorboard,
+        --log-throughput, --log-progress, --tensorboard-log-interval text, --tensorboard-queue-size text,
         --no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard, --log-validation-ppl-to-tensorboard,
-        --log-memory-to-tensorboard, --log-memory-interval text, --log-device-memory-used, --log-num-zeros-in-grad,
-        --log-max-attention-logit, --no-barrier-with-level-1-timing, --log-world-size-to-tensorboard,
-        --wandb-project text, --wandb-exp-name text, --wandb-save-dir text, --wandb-entity text, --logging-level text,
-        --log-energy, --moe-per-layer-logging, --config-logger-dir text, --dump-param-to-param-group-map text,
-        --save-params-interval text, --save-activations-interval text, --save-tokens-per-expert-interval text,
-        --save-wgrads-interval text, --save-dgrads-interval text, --moe-routing-trace-path text,
-        --moe-routing-trace-max-training-iters text, --moe-routing-trace-capture-logits,
-        --moe-routing-trace-capture-hidden-states, --moe-routing-trace-dump-weights, --otel-enabled,
-        --otel-service-name text, --otel-span-groups text, --no-one-logger, --one-logger-project text,
-        --one-logger-run-name text, --one-logger-async, --app-tag-run-name text, --app-tag-run-version text
+        --log-memory-to-tensorboard, --log-memory-interval text, --log-device-memory-used,
+        --log-world-size-to-tensorboard, --moe-per-layer-logging
         """,
     ),
     Group(
         Fate.IDLE,
-        "profilers are started from outside a recipe",
+        "what the console shows is said by log.console",
         """
-        --profile, --profile-step-start text, --profile-step-end text, --use-pytorch-profiler,
-        --pytorch-profiler-collect-shapes, --pytorch-profiler-collect-callstack, --pytorch-profiler-collect-chakra,
-        --profile-ranks text+, --record-memory-history, --memory-snapshot-path text, --record-shapes, --nvtx-ranges
+        --logging-level text
         """,
     ),
     Group(
         Fate.IDLE,
-        "memory and the garbage collector are the runtime's",
+        "memory, the garbage collector and how far the host runs ahead of the GPU are the runtime's",
         """
-        --empty-unused-memory-level text, --manual-gc, --manual-gc-interval text,
+        --keep-fp8-transpose-cache, --reuse-grad-buf-for-mxfp8-param-ag, --empty-unused-memory-level text,
+        --manual-gc, --manual-gc-interval text,
         --no-manual-gc-eval --disable-manual-gc-eval,
         --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding, --train-sync-interval text
         """,

@@ -36,6 +36,7 @@ def translate_layout(draft: Draft) -> None:
     is_split = draft["--sequence-parallel"] and draft.tp > 1
     draft.put("parallelism.sequence_parallel", is_split, "--sequence-parallel")
     _data_parallel(draft)
+    _rank_order(draft)
     if draft.pp > 1:
         _pipeline(draft)
     if draft["--context-parallel-size"] > 1:
@@ -67,6 +68,17 @@ def _data_parallel(draft: Draft) -> None:
         strategy = "hsdp" if strategy == "fsdp" else strategy
         draft.put("parallelism.dp_replicate", instances, "--num-distributed-optimizer-instances")
     draft.put("parallelism.dp_strategy", strategy, *names, ours="replicate")
+
+
+def _rank_order(draft: Draft) -> None:
+    """Megatron's tp-cp-dp-pp, from the fastest axis on, is ours; with the flag it is tp-cp-pp-dp."""
+    name = "--use-tp-pp-dp-mapping"
+    if not draft[name]:
+        return
+    if draft.pp > 1 and draft.dp > 1:
+        draft.lose(name, "stages of a pipeline are neighbours there; here ranks lie in the order pp, dp, cp, tp")
+    else:
+        draft.note(name, "the order of ranks is the same without data-parallel ranks, or without stages")
 
 
 def _pipeline(draft: Draft) -> None:

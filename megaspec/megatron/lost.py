@@ -5,7 +5,7 @@ from megaspec.megatron.flag import Fate, Group
 GROUPS = (
     Group(
         Fate.ABSENT,
-        "what goes to the CPU's memory, and how, is said by parallelism.offload; what is computed stays the same",
+        "what goes to the CPU's memory is said by parallelism.offload; what is computed stays the same",
         """
         --cpu-offloading-retain-pinned-cpu-buffers,
         --fine-grained-activation-offloading, --offload-modules text+, --min-offloaded-tensor-size text,
@@ -22,15 +22,92 @@ GROUPS = (
         "this division of the work has no counterpart; what is computed stays the same",
         """
         --tensor-parallel-num-weight-shards text, --expert-tensor-parallel-num-weight-shards text,
+        --gtp-remat-nccl-ub, --gtp-expert-remat-nccl-ub, --gtp-remat-reduce-scatter-with-fp32-accumulation,
+        --gtp-remat-opt-in-modules text+,
         --hybrid-context-parallel, --max-seqlen-per-dp-cp-rank text, --outer-dp-sharding-strategy text,
+        --torch-fsdp2-no-reshard-after-forward,
         --distribute-saved-activations, --mtp-standalone, --mlp-chunks-for-training text
         """,
     ),
     Group(
         Fate.ABSENT,
-        "checkpoints are full ones in the run folder, the newest checkpoint.keep of them stay",
+        "no CUDA graphs are captured here; what is computed stays the same",
         """
-        --save-retain-interval text, --non-persistent-save-interval text, --non-persistent-ckpt-type text,
+        --enable-cuda-graph, --cuda-graph-warmup-steps text, --external-cuda-graph, --cuda-graph-impl text,
+        --cuda-graph-scope text+, --cuda-graph-modules text+, --optimizer-cuda-graph, --te-rng-tracker
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "nothing overlaps in this way here; what is computed stays the same",
+        """
+        --overlap-moe-expert-parallel-comm, --delay-wgrad-compute, --overlap-dispatch-backward-with-experts-wgrad,
+        --ep-overlap-early-attn-memory-release, --defer-embedding-wgrad-compute, --wgrad-deferral-limit text,
+        --overlap-param-gather-with-optimizer-step, --overlap-p2p-communication-warmup-flush
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "tokens reach experts through the collectives of torch.distributed; what is computed stays the same",
+        """
+        --moe-flex-dispatcher-backend text, --moe-enable-deepep, --moe-flex-dispatcher-num-sms text,
+        --moe-deepep-num-sms text, --moe-hybridep-num-sms text, --moe-hybridep-num-blocks-permute text,
+        --moe-hybridep-num-blocks-unpermute text, --moe-hybridep-num-sms-preprocessing text,
+        --moe-hybridep-pad-uneven-dispatch-inputs, --moe-ncclep-zero-copy, --high-priority-a2a-comm-stream
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "not measured or written here; what is trained stays the same",
+        """
+        --log-params-norm, --log-num-zeros-in-grad, --log-max-attention-logit, --log-energy, --timing-log-level text,
+        --timing-log-option text, --log-timers-to-tensorboard, --no-barrier-with-level-1-timing,
+        --wandb-project text, --wandb-exp-name text, --wandb-save-dir text, --wandb-entity text,
+        --config-logger-dir text, --dump-param-to-param-group-map text,
+        --save-params-interval text, --save-activations-interval text, --save-tokens-per-expert-interval text,
+        --save-wgrads-interval text, --save-dgrads-interval text, --moe-routing-trace-path text,
+        --moe-routing-trace-max-training-iters text, --moe-routing-trace-capture-logits,
+        --moe-routing-trace-capture-hidden-states, --moe-routing-trace-dump-weights, --otel-enabled,
+        --otel-service-name text, --otel-span-groups text, --no-one-logger, --one-logger-project text,
+        --one-logger-run-name text, --one-logger-async, --app-tag-run-name text, --app-tag-run-version text,
+        --log-straggler, --straggler-ctrlr-port text, --straggler-minmax-count text, --disable-straggler-on-startup
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "a recipe starts no profiler; what is trained stays the same",
+        """
+        --profile, --profile-step-start text, --profile-step-end text, --use-pytorch-profiler,
+        --pytorch-profiler-collect-shapes, --pytorch-profiler-collect-callstack, --pytorch-profiler-collect-chakra,
+        --profile-ranks text+, --record-memory-history, --memory-snapshot-path text, --record-shapes, --nvtx-ranges
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "no such check of results, gradients or GPUs here; what is trained stays the same",
+        """
+        --check-for-large-grads, --check-for-spiky-loss, --rerun-mode text, --result-rejected-tracker-filename text,
+        --gpu-sniff-test-interval text, --check-weight-hash-across-dp-replicas-interval text,
+        --error-injection-rate text, --error-injection-type text, --test-mode, --fault-injector-ranks text,
+        --fault-injector-num-ranks text, --fault-injector-fault-types text, --fault-injector-fault-probabilities text,
+        --fault-injector-fault-delay text, --fault-injector-delay-start-iteration text,
+        --fault-injector-mtti-seconds text, --fault-injector-offset-seconds text, --fault-injector-seed text,
+        --run-workload-inspector-server
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "a run goes on to train.steps, or until SIGTERM or Ctrl-C, which saves first",
+        """
+        --exit-interval text, --exit-duration-in-mins text, --exit-signal text, --exit-signal-handler,
+        --exit-signal-handler-for-training, --adlr-autoresume, --adlr-autoresume-interval text
+        """,
+    ),
+    Group(
+        Fate.ABSENT,
+        "checkpoints are full ones in the run folder: checkpoint.every, checkpoint.keep",
+        """
+        --non-persistent-save-interval text, --non-persistent-ckpt-type text,
         --non-persistent-global-ckpt-dir text, --non-persistent-local-ckpt-dir text,
         --non-persistent-local-ckpt-algo text, --replication, --replication-jump text, --replication-factor text,
         --no-save-optim, --no-save-rng
@@ -38,9 +115,9 @@ GROUPS = (
     ),
     Group(
         Fate.ABSENT,
-        "evaluation takes train.eval_samples of one validation split in the batches of the training",
+        "evaluation takes train.eval_samples of one validation split every train.eval_every steps",
         """
-        --start-eval-at-iter text, --eval-global-batch-size text, --eval-micro-batch-size text, --full-validation,
+        --start-eval-at-iter text, --eval-micro-batch-size text, --full-validation,
         --multiple-validation-sets, --validation-set-names text+, --test-data-path text*
         """,
     ),
@@ -56,7 +133,11 @@ GROUPS = (
         "--load",
         """
         --load-main-params-from-ckpt, --finetune, --ckpt-step text, --no-load-optim, --no-load-rng,
-        --override-ckpt-iteration text
+        --override-ckpt-iteration text, --use-checkpoint-args, --use-mp-args-from-checkpoint-args,
+        --override-opt_param-scheduler --override-opt-param-scheduler,
+        --use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler, --exit-on-missing-checkpoint,
+        --auto-detect-ckpt-format,
+        --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args
         """,
     ),
     Group(
@@ -71,7 +152,7 @@ GROUPS = (
         Fate.LOST,
         "no such positions",
         """
-        --rotary-interleaved, --rotary-percent text = 1.0, --rotary-seq-len-interpolation-factor text,
+        --rotary-interleaved, --rotary-percent text = 1.0, --rotary-seq-len-interpolation-factor text = 1,
         --mrope-section text+, --yarn-original-max-position-embeddings text
         """,
     ),
@@ -89,7 +170,7 @@ GROUPS = (
         """
         --mtp-num-layers text, --is-hybrid-model, --hybrid-layer-pattern text, --hybrid-override-pattern text,
         --spec text*, --heterogeneous-layers-config-path text, --heterogeneous-layers-config-encoded-json text,
-        --decoder-num-layers text, --moe-latent-size text, --yaml-cfg text
+        --decoder-num-layers text, --moe-latent-size text
         """,
     ),
     Group(
@@ -112,8 +193,22 @@ GROUPS = (
         "no such number format",
         """
         --fp8-quantizer-factory text, --no-fp8-wgrad --disable-fp8-wgrad, --fp8-output-proj, --fp4-format text,
-        --fp4-param-gather, --te-precision-config-file text, --main-grads-dtype text = fp32, --loss-scale text,
+        --fp4-param-gather, --te-precision-config-file text, --main-grads-dtype text = fp32,
         --moe-dispatch-fwd-dtype text = bf16, --moe-combine-bwd-dtype text = bf16
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "the loss scale of fp16 is dynamic here, and the other formats have none",
+        """
+        --loss-scale text
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "the file is not read; give what it says as flags",
+        """
+        --yaml-cfg text
         """,
     ),
     Group(
@@ -130,15 +225,21 @@ GROUPS = (
         --valid-data-path text*, --data-args-path text, --per-split-data-args-path text,
         --dataloader-type text = single,
         --phase-transition-iterations text, --dataloader-inter-document-masking, --fim-data, --sft,
-        --iterations-to-skip text+
+        --iterations-to-skip text+, --mid-level-dataset-surplus text = 0.005
+        """,
+    ),
+    Group(
+        Fate.LOST,
+        "labels that are the tokenizer's padding are left out of the loss there; here all labels count",
+        """
+        --allow-ambiguous-pad-tokens
         """,
     ),
     Group(
         Fate.LOST,
         "no such training",
         """
-        --perform-rl-step, --vision-pretraining, --skip-train, --test-mode, --logits-save-dir text,
-        --logits-load-dir text
+        --perform-rl-step, --vision-pretraining, --skip-train, --logits-save-dir text, --logits-load-dir text
         """,
     ),
     Group(

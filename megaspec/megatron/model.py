@@ -113,7 +113,7 @@ def _vocabulary(draft: Draft) -> None:
     elif draft.is_given("--padded-vocab-size"):
         draft.put(key, draft["--padded-vocab-size"], "--padded-vocab-size", *names)
     elif kind in _TOKENIZERS:
-        draft.put(key, _TOKENIZERS[kind], *names, remark="its usual vocabulary")
+        draft.put(key, _TOKENIZERS[kind], *names, remark="its usual vocabulary; files of others differ")
     else:
         remark = "comes with the data; a number plans without them"
         draft.put(key, "auto", *(names or ["--vocab-size"]), remark=remark)

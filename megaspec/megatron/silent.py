@@ -89,8 +89,38 @@ SILENT: tuple[Silent, ...] = (
             and not d["--grad-reduce-in-bf16"]
             and not d["--accumulate-allreduce-grads-in-fp32"]
             and d.value("--main-grads-dtype", "fp32") == "fp32"
+            and not d["--use-megatron-fsdp"]
         ),
         "on with --bf16; so it is here",
+    ),
+    Silent(
+        "--accumulate-allreduce-grads-in-fp32",
+        lambda d: d["--fp16"] and not d["--accumulate-allreduce-grads-in-fp32"] and not d["--use-megatron-fsdp"],
+        "not given: gradients are added up in fp16, over micro batches and over ranks; here in at least fp32",
+    ),
+    Silent(
+        "--grad-reduce-in-bf16",
+        lambda d: d["--grad-reduce-in-bf16"] and d["--bf16"] and not d["--use-megatron-fsdp"],
+        "gradients of micro batches are added up in bf16, too; here in at least fp32, and bf16 between ranks alone",
+    ),
+    Silent(
+        "--megatron-fsdp-main-grads-dtype",
+        lambda d: (
+            d["--use-megatron-fsdp"]
+            and (d["--bf16"] or d["--fp16"])
+            and d.value("--megatron-fsdp-main-grads-dtype", "auto") != "fp32"
+        ),
+        "other than fp32: gradients are added up in 16 bits; here in at least fp32",
+    ),
+    Silent(
+        "--moe-router-dtype",
+        lambda d: d.n_experts > 0 and not d.is_given("--moe-router-dtype") and (d["--bf16"] or d["--fp16"]),
+        "not given: the router's product is computed in 16 bits; here in at least fp32",
+    ),
+    Silent(
+        "--moe-router-dtype",
+        lambda d: d.n_experts > 0 and d.value("--moe-router-dtype", "") == "fp64",
+        "the router's product is computed in fp64; here in fp32",
     ),
     Silent(
         "--ddp-reduce-scatter-with-fp32-accumulation",
@@ -178,17 +208,13 @@ SILENT: tuple[Silent, ...] = (
     Silent(
         "--make-vocab-size-divisible-by",
         lambda d: True,
-        "the vocabulary is padded to a multiple of this times tp, in checkpoints too; here padding is never saved",
+        "the vocabulary is padded to a multiple of this times tp, in the softmax and in checkpoints, too; here padding "
+        "takes no part in the softmax and is never saved",
     ),
     Silent(
         "--vocab-size",
         lambda d: d.is_given("--vocab-size") and d["--tokenizer-type"] not in (None, *_SIZED),
         "ignored with this --tokenizer-type, whose own size counts; here it counts, and has to hold the data's tokens",
-    ),
-    Silent(
-        "--rampup-batch-size",
-        lambda d: d.is_given("--rampup-batch-size"),
-        "ignored: --global-batch-size counts from the first step; so it is here, and train.batch_ramp grows it",
     ),
     Silent(
         "--num-query-groups",

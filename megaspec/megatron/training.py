@@ -2,6 +2,7 @@
 
 import re
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 
@@ -10,6 +11,7 @@ from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import BatchRamp, TrainSpec
 
 _SCALE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MAX_STAGES = 1_000
 _STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
 _MAX_SAMPLES = 10**15
 
@@ -19,19 +21,21 @@ def translate_training(draft: Draft) -> None:
     draft.put("train.micro_batch", draft["--micro-batch-size"], "--micro-batch-size")
     batch, ramp = _batch(draft)
     names = ("--global-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule")
-    draft.put("train.global_batch", batch, *names)
+    both = draft.is_given(names[0]) and draft.is_given(names[2])
+    draft.put("train.global_batch", batch, *names, remark="Megatron refuses both together" if both else "")
     if ramp is not None:
         draft.put("train.batch_ramp", ramp, "--step-batch-size-schedule")
     schedule = _schedule(batch, ramp)
-    steps = draft["--train-iters"]
+    steps, remark = draft["--train-iters"], ""
     if steps is None and draft.is_given("--train-samples"):
-        steps = _steps(schedule, draft["--train-samples"])
-    remark = _of_samples(schedule, draft["--train-samples"]) if draft.is_given("--train-samples") else ""
+        steps, remark = _length_of_training(draft, schedule)
     draft.put("train.steps", steps, "--train-iters", "--train-samples", remark=remark)
     draft.put("train.seed", draft["--seed"], "--seed", ours=1234)
     draft.put("train.deterministic", draft["--deterministic-mode"], "--deterministic-mode", ours=False)
     _optimizer(draft)
     _learning_rate(draft, schedule, steps)
+    if draft.is_given("--step-batch-size-schedule"):
+        _tell_lengths(draft, schedule, steps)
     _weight_decay(draft, steps)
     _precision(draft)
 
@@ -40,10 +44,11 @@ def _batch(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
     """The global batch, and the ramp to it."""
     if draft.is_given("--step-batch-size-schedule"):
         return _from_schedule(draft)
+    _tell_rampup(draft)
     batch, micro = draft["--global-batch-size"], draft["--micro-batch-size"]
     if micro is None or micro < 1:
         return batch, None
-    unit = micro * draft.dp
+    unit = draft.unit
     if batch is None:
         draft.change("--global-batch-size", f"not given: becomes --micro-batch-size times data-parallel ranks, {unit}")
         return unit, None
@@ -54,25 +59,124 @@ def _batch(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
 
 
 def _from_schedule(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
-    """`0:768 250B:1536`: thresholds in samples, or in tokens where they have a suffix."""
-    name, parts = "--step-batch-size-schedule", []
-    for word in draft["--step-batch-size-schedule"].replace(",", " ").split():
-        match = re.fullmatch(r"(\d{1,15})([KMBT]?):(\d{1,9})", word.strip("'\""))
-        if match is None:
-            draft.refuse(name, f"{word}: must be THRESHOLD:BATCH, such as 0:768 or 250B:1536")
-            return None, None
-        number, suffix, batch = match.groups()
-        samples = int(number) * _SCALE[suffix] // ((draft.seq_len or 1) if suffix else 1)
-        parts.append((samples, int(batch)))
-    batches = [b for _, b in parts]
-    if len(parts) < 2:
-        return (batches[0] if batches else None), None
-    starts, lengths = [s for s, _ in parts], {b[0] - a[0] for a, b in pairwise(parts)}
-    increments = {b - a for a, b in pairwise(batches)}
-    if starts[0] or len(lengths) > 1 or len(increments) > 1 or min(increments) < 1 or min(lengths) < 1:
-        draft.lose(name, "train.batch_ramp grows in equal increments over equal numbers of samples")
-        return batches[-1], None
-    return batches[-1], {"start": batches[0], "increment": increments.pop(), "samples": starts[-1]}
+    """`0:768 250B:1536`: batches of 768, and of 1536 from 250 billion tokens on."""
+    stages = _stages(draft)
+    if stages is None:
+        return None, None
+    _check_last(draft, stages[-1].batch)
+    if draft["--decrease-batch-size-if-needed"]:
+        draft.refuse(
+            "--decrease-batch-size-if-needed", "with --step-batch-size-schedule; Megatron refuses both, give one"
+        )
+    if len(stages) == 1:
+        return stages[0].batch, None
+    ramp = _as_ramp(stages)
+    if ramp is None:
+        what = "train.batch_ramp grows in equal increments over equal numbers of samples"
+        draft.lose("--step-batch-size-schedule", what)
+    return stages[-1].batch, ramp
+
+
+def _check_last(draft: Draft, last: int) -> None:
+    """Megatron refuses a batch beside a schedule, in its own example for GPT-3, too; where both say the same it is
+    taken here."""
+    name = "--global-batch-size"
+    if draft.is_given(name) and draft[name] != last:
+        draft.refuse(name, f"with --step-batch-size-schedule, which ends with {last}; Megatron refuses both, give one")
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A part of --step-batch-size-schedule."""
+
+    first_sample: int
+    """Samples that lie before it."""
+    batch: int
+    """Sequences of a step."""
+
+
+def _stages(draft: Draft) -> list[_Stage] | None:
+    """The stages of --step-batch-size-schedule, in order. None: it is wrong, which is told.
+
+    Thresholds are tokens, with and without a suffix, since Megatron passes the sequence length along; they become
+    whole samples, rounded down.
+    """
+    name = "--step-batch-size-schedule"
+    stages = []
+    for word in draft[name].replace(",", " ").split():
+        threshold, _, batch = word.strip("'\"").partition(":")
+        tokens, size = _whole(threshold), _whole(batch)
+        if tokens is None or not size:
+            draft.refuse(name, f"{word}: must be THRESHOLD:BATCH, such as 0:768 or 2.4B:1536")
+            return None
+        stages.append(_Stage(tokens // max(1, draft.seq_len or 1), size))
+    stages.sort(key=lambda stage: stage.first_sample)
+    if not stages or stages[0].first_sample != 0:
+        draft.refuse(name, "its first threshold must be 0")
+        return None
+    if len(stages) > _MAX_STAGES:
+        draft.refuse(name, f"{len(stages):,} batch sizes; {_MAX_STAGES:,} at most")
+        return None
+    for before, after in pairwise(stages):
+        if before.first_sample == after.first_sample:
+            where = f"sample {after.first_sample:,} (of {draft.seq_len:,} tokens each)"
+            draft.refuse(name, f"batches {before.batch} and {after.batch} both begin at {where}; give one")
+            return None
+    return stages
+
+
+def _whole(text: str) -> int | None:
+    """The whole number that `768` or `2.4B` stands for, rounded down through a float as Megatron does it. None: it is
+    no number."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{0,15})?)([KMBT]?)", text.upper())
+    if match is None:
+        return None
+    number, suffix = match.groups()
+    return int(float(number) * _SCALE[suffix])
+
+
+def _as_ramp(stages: list[_Stage]) -> dict[str, int] | None:
+    """The ramp that takes each batch from the same step on as the stages. None: there is none."""
+    batches = [stage.batch for stage in stages]
+    increments = {after - before for before, after in pairwise(batches)}
+    if len(increments) > 1 or min(increments) < 1:
+        return None
+    last = stages[-1]
+    # Rounded thresholds lie one off from equal distances: a sample more or less may still make the same steps.
+    for samples in (last.first_sample, last.first_sample - 1, last.first_sample + 1):
+        ramp = {"start": batches[0], "increment": min(increments), "samples": samples}
+        if samples > 0 and _makes(_schedule(last.batch, ramp), stages):
+            return ramp
+    return None
+
+
+def _makes(schedule: BatchSchedule | None, stages: list[_Stage]) -> bool:
+    """Whether each stage begins with the step with which Megatron begins it: the first one behind its threshold."""
+    assert schedule is not None, stages
+    step = sample = 0
+    for stage, following in pairwise(stages):
+        n_steps = max(0, -(-(following.first_sample - sample) // stage.batch))
+        if n_steps and (schedule.batch(step) != stage.batch or schedule.batch(step + n_steps - 1) != stage.batch):
+            return False
+        step, sample = step + n_steps, sample + n_steps * stage.batch
+    return schedule.batch(step) == stages[-1].batch
+
+
+def _tell_rampup(draft: Draft) -> None:
+    """--rampup-batch-size START INCREMENT SAMPLES, which says two things, by the release."""
+    name = "--rampup-batch-size"
+    if not draft.is_given(name):
+        return
+    what = "read nowhere since core_v0.18.0 (21 April 2026), where --global-batch-size counts from the first step; "
+    what += "older releases grow the batch by it. Drop it, and "
+    words = draft.command.values[name]
+    if len(words) == 3 and all(re.fullmatch(r"\d[\d_]*", w) for w in words):
+        start, increment, samples = (w.replace("_", "") for w in words)
+        ramp = f"{{start: {start}, increment: {increment}, samples: {samples}}}"
+        what += f"for what they do set train.batch_ramp={ramp} in the recipe"
+    else:
+        what += "for what they do set train.batch_ramp in the recipe"
+    draft.lose(name, what)
 
 
 def _schedule(batch: int | None, ramp: dict[str, int] | None) -> BatchSchedule | None:
@@ -88,6 +192,18 @@ def _steps(schedule: BatchSchedule | None, samples: int) -> int | None:
         return None
     most = min(max(samples, 0), _MAX_SAMPLES)
     return bisect_right(range(most + 1), most, key=schedule.consumed) - 1
+
+
+def _length_of_training(draft: Draft, schedule: BatchSchedule | None) -> tuple[int | None, str]:
+    """Steps of --train-samples, and what is said beside them."""
+    samples = draft["--train-samples"]
+    steps = _steps(schedule, samples)
+    if schedule is None or steps is None or not draft.is_given("--step-batch-size-schedule"):
+        return steps, _of_samples(schedule, samples)
+    if schedule.consumed(steps) >= samples:
+        return steps, f"{samples:,} samples"
+    # Megatron rounds a constant batch's steps down, and begins a last step where batches follow a schedule.
+    return steps + 1, f"{samples:,} samples, the last step goes past them: rounded up, as with any such schedule"
 
 
 def _of_samples(schedule: BatchSchedule | None, samples: int) -> str:
@@ -159,6 +275,31 @@ def _learning_rate(draft: Draft, schedule: BatchSchedule | None, steps: int | No
         draft.put(f"{key}wsd_decay", draft["--lr-wsd-decay-style"], "--lr-wsd-decay-style", ours="linear")
 
 
+def _tell_lengths(draft: Draft, schedule: BatchSchedule | None, steps: int | None) -> None:
+    """Megatron's learning rate follows samples, ours follows steps: not the same where the batch changes."""
+    warms_up = any(draft[n] for n in ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"))
+    if schedule is None or steps is None or (draft["--lr-decay-style"] == "constant" and not warms_up):
+        return
+    if draft.is_given("--train-iters"):
+        unit = draft.unit
+        if schedule.batches == (unit,):
+            return
+        decay = draft["--lr-decay-iters"] or steps
+        end = _steps(schedule, decay * unit)
+        assert end is not None, schedule
+        end += schedule.consumed(end) < decay * unit
+        what = "with --step-batch-size-schedule lengths of the learning rate, given in steps, are taken times "
+        what += f"--micro-batch-size and data-parallel ranks, {unit:,}, and counted in samples: a decay over {decay:,} "
+        what += f"steps ends at step {end:,} there, at {decay:,} here; with --train-samples it would not"
+        draft.change("--lr-decay-iters", what)
+    elif len(schedule.batches) > 1:
+        what = (
+            "the learning rate follows samples, here steps: its ends are the same, between them it differs while the "
+        )
+        what += "batch grows"
+        draft.change("--lr-decay-style", what)
+
+
 def _leave_out_decay(draft: Draft, key: str) -> None:
     """A constant rate has no decay and no lowest value: Megatron takes the flags and reads neither."""
     draft.content["optim"]["schedule"].pop("decay_steps", None)
@@ -214,14 +355,15 @@ def _precision(draft: Draft) -> None:
 
 
 def _fp8(draft: Draft) -> None:
-    recipe = draft["--fp8-recipe"]
+    recipe, remark = draft["--fp8-recipe"], ""
     if recipe in ("delayed", "custom"):
         draft.lose("--fp8-recipe", "precision.recipe is tensorwise, blockwise or mxfp8")
+        remark = f"in place of {recipe}, which is lost"
         recipe = "tensorwise"
     if not draft["--bf16"]:
         draft.lose("--fp8-format", "without --bf16; what is not fp8 is bf16 here")
     draft.put("precision.kind", "fp8", "--fp8-format", "--bf16")
-    draft.put("precision.recipe", recipe, "--fp8-recipe")
+    draft.put("precision.recipe", recipe, "--fp8-recipe", remark=remark)
     draft.put("precision.format", draft["--fp8-format"], "--fp8-format")
     if draft["--first-last-layers-bf16"]:
         for name, key in (

@@ -34,7 +34,6 @@ _EITHER = (
     ("--num-layers", "--encoder-num-layers"),
     ("--seq-length", "--encoder-seq-length"),
     ("--train-iters", "--train-samples"),
-    ("--global-batch-size", "--step-batch-size-schedule"),
     ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
     ("--lr-decay-iters", "--lr-decay-samples"),
     ("--use-torch-fsdp2", "--use-megatron-fsdp"),
@@ -47,14 +46,18 @@ _BLACKWELL, _HOPPER = ("B200", 100, 180), ("H100", 90, 80)
 def translate(command: Command, *, gpus: int | None = None) -> Draft:
     """The draft of a recipe. `gpus`: world size, where the command does not say it; else the fewest that it needs.
 
-    RecipeError: flags that are missing or exclude each other.
+    RecipeError: flags that are missing or exclude each other, or a launcher whose ranks can't be known.
     """
     missing = [names for names in _NEEDED if not any(n in command.values for n in names)]
     if missing:
         raise RecipeError([Problem("", f"{' or '.join(n)} is missing; give it", "", "megatron-flag") for n in missing])
-    if gpus is not None and command.gpus not in (None, gpus):
-        raise RecipeError(f"--gpus {gpus}: torchrun starts {command.gpus}; drop --gpus, or torchrun's numbers")
-    draft = Draft(command, command.gpus or gpus or fewest_of(command))
+    ranks = command.ranks
+    if gpus is not None and ranks.count not in (None, gpus):
+        way_out = f"drop --gpus, or {ranks.launcher}'s numbers"
+        raise RecipeError(f"--gpus {gpus}: {ranks.launcher} starts {ranks.count}; {way_out}")
+    if gpus is None and ranks.why:
+        raise RecipeError([Problem("", ranks.why, "", "megatron-flag")])
+    draft = Draft(command, ranks.count or gpus or fewest_of(command))
     for names in _EITHER:
         given = [n for n in names if draft.is_given(n)]
         if len(given) > 1:
@@ -77,7 +80,9 @@ def _tell_lost(draft: Draft) -> None:
     for name, value in draft.command.values.items():
         flag = BY_NAME[name]
         if flag.fate is Fate.LOST and not _is_default(value, flag.default):
-            draft.lose(name, flag.text)
+            draft.lose(name, flag.reason)
+        if flag.fate is Fate.REMOVED:
+            draft.lose(name, f"a flag of older releases, which Megatron refuses; give {flag.text}")
 
 
 def _is_default(value: object, default: str | None) -> bool:

@@ -69,6 +69,7 @@ _EXPERTS = """
 _LAYOUT = """
 --tensor-model-parallel-size int = 1 -> parallelism.tp
 --pipeline-model-parallel-size int = 1 -> parallelism.pp
+--use-tp-pp-dp-mapping -> parallelism.pp
 --context-parallel-size int = 1 -> parallelism.cp
 --expert-model-parallel-size int = 1 -> parallelism.ep
 --expert-tensor-parallel-size int -> parallelism.etp
@@ -161,6 +162,7 @@ _RUN = """
 --calculate-per-token-loss -> data.document_mask
 --eval-interval int -> train.eval_every
 --eval-iters int = 100 -> train.eval_samples
+--eval-global-batch-size int -> train.eval_samples
 --seq-length int -> data.seq_len
 --encoder-seq-length int -> data.seq_len
 --data-path text* -> data.blend
@@ -173,6 +175,7 @@ _RUN = """
 --eod-mask-loss -> data.document_mask
 --save text -> checkpoint
 --save-interval --persistent-save-interval int -> checkpoint.every
+--save-retain-interval int -> checkpoint.keep
 --load text -> checkpoint
 --async-save -> checkpoint
 --log-interval int = 100 -> log.every

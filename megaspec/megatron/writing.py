@@ -6,19 +6,24 @@ from typing import Any
 import yaml
 
 from megaspec.megatron.draft import Draft
-from megaspec.megatron.flag import Fate
+from megaspec.megatron.flag import COMMIT, COMMIT_DATE, Fate
 from megaspec.megatron.flags import BY_NAME
 
 _WIDTH = 110
 _ORDER = ("model", "parallelism", "precision", "data", "train", "optim", "checkpoint", "log", "launcher")
 _ANYWAY = "what is done here anyway"
+_SOURCE = f"Flags of a Megatron-LM command, read as at commit {COMMIT[:8]} ({COMMIT_DATE})"
 _NO_EFFECT = "says nothing in this command"
 
 
 def recipe_text(draft: Draft, *, name: str | None = None) -> str:
     """The recipe. `name`: of the run; None: that of the file."""
     gpus = f"{draft.gpus:,} GPU{'' if draft.gpus == 1 else 's'}"
-    lines = [f"# From the flags of a pretrain_gpt.py command, for {gpus}. {_counted(draft)}"]
+    lines = [
+        f"# From the flags of a pretrain_gpt.py command, for {gpus}. {_counted(draft)}",
+        f"# What flags mean, and their defaults: those of NVIDIA/Megatron-LM at commit {COMMIT[:8]} ({COMMIT_DATE}).",
+    ]
+    lines += _told("How the command was read", [(note, "") for note in draft.command.notes])
     lines += _told("What Megatron changes without a word", draft.silent)
     lines += _told("Lost: this recipe trains something else", [(p.message, "") for p in draft.lost])
     lines += _told("No key of this recipe", _without_key(draft))
@@ -28,7 +33,7 @@ def recipe_text(draft: Draft, *, name: str | None = None) -> str:
     for section in _ORDER:
         if section in draft.content:
             lines += [f"{section}:", *_section(draft, section, draft.content[section], 1)]
-    return "\n".join([*lines, "about:", "  source: Flags of a Megatron-LM command", ""])
+    return "\n".join([*lines, "about:", f"  source: {_SOURCE}", ""])
 
 
 def _counted(draft: Draft) -> str:
@@ -64,7 +69,7 @@ def _without_key(draft: Draft) -> list[tuple[str, str]]:
         elif flag.fate is Fate.DETAIL:
             entries.append((name, f"belongs to {flag.text}"))
         else:
-            entries.append((name, _ANYWAY if flag.fate is Fate.LOST else flag.text))
+            entries.append((name, _ANYWAY if flag.fate is Fate.LOST else flag.reason))
     return entries
 
 

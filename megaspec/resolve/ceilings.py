@@ -4,7 +4,8 @@
 """
 
 from functools import cache
-from math import ceil, log2
+from itertools import product
+from math import ceil, log2, prod
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
@@ -14,7 +15,7 @@ from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen, PositiveInt
 from megaspec.core.problems import one_of
 from megaspec.resolve.curves import Curve, Seconds
-from megaspec.resolve.hardware import HARDWARE, Hardware
+from megaspec.resolve.hardware import HARDWARE, MEASURED_BY, Hardware
 
 ProductKind = Literal["forward", "dgrad", "wgrad"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
@@ -37,6 +38,15 @@ class ProductCurves(Frozen):
     """[M, O] x [O, I]"""
     wgrad: Curve
     """[O, M] x [M, I], added to a sum in at least fp32."""
+
+    def best(self) -> float:
+        """FLOP/s of the product that was fastest for its size."""
+        rates = []
+        for kind in get_args(ProductKind):
+            curve: Curve = getattr(self, kind)
+            for sizes, seconds in zip(product(*curve.sizes), curve.seconds, strict=True):
+                rates.append(2 * prod(sizes) / seconds)
+        return max(rates)
 
 
 class AttentionCurves(Frozen):
@@ -91,20 +101,22 @@ class CeilingTable(Frozen):
 class Ceilings:
     """Seconds of pieces of work on one kind of GPU, where nothing else runs beside them.
 
-    For another kind than the table's own, times are scaled by the data sheets: what one GPU reaches of its peak is
-    taken for what the other reaches.
+    For another kind than the table's own, matrix products are scaled by what others measured of both kinds, see
+    `_sustained`, and all else by the data sheets: what one GPU reaches of its bandwidths, or of its peak in attention,
+    is taken for what the other reaches.
     """
 
     def __init__(self, table: CeilingTable, hardware: Hardware):
         own = HARDWARE[table.hardware]
-        self.table, self.hardware, self.source = table, hardware, table.source
-        if hardware.name != own.name:
-            self.source = f"{hardware.name}'s data sheet, of which as much as the {own.name} reaches ({table.source})"
-        self.launch_seconds, self.layer_seconds = table.launch_seconds, table.layer_seconds
-        self._compute = {name: own.peak[name] / peak for name, peak in hardware.peak.items() if name in own.peak}
-        self._memory = own.memory_bandwidth / hardware.memory_bandwidth
         # a machine of one GPU measures no collectives
         links = table if table.collectives else _shipped(_DEFAULT)
+        self.table, self.hardware = table, hardware
+        self.source = _source(table, hardware, links)
+        self.launch_seconds, self.layer_seconds = table.launch_seconds, table.layer_seconds
+        formats = [name for name in hardware.peak if name in own.peak]
+        self._compute = {name: own.peak[name] / hardware.peak[name] for name in formats}
+        self._matmul = {name: _sustained(own, name) / _sustained(hardware, name) for name in formats}
+        self._memory = own.memory_bandwidth / hardware.memory_bandwidth
         self._link = HARDWARE[links.hardware].link_bandwidth / hardware.link_bandwidth
         self._collectives: dict[str, dict[int, Curve]] = {}
         for one in links.collectives:
@@ -118,7 +130,7 @@ class Ceilings:
         if key not in self._products:
             curves = self._curves(precision)
             empty = min(m, n, k) <= 0
-            self._products[key] = 0.0 if empty else getattr(curves, kind).at(m, n, k) * self._compute[precision]
+            self._products[key] = 0.0 if empty else getattr(curves, kind).at(m, n, k) * self._matmul[precision]
         return self._products[key]
 
     def grouped_matmul_seconds(
@@ -130,7 +142,7 @@ class Ceilings:
         dense = self.matmul_seconds(m, n, k, precision=precision, kind=kind)
         share = dense / self.matmul_seconds(m, n, k, precision="bf16", kind=kind)
         per_group = getattr(self.table.grouped, kind).at(m / groups, n, k) / self.table.groups
-        return max(dense, per_group * groups * share * self._compute["bf16"])
+        return max(dense, per_group * groups * share * self._matmul["bf16"])
 
     def attention_seconds(
         self,
@@ -201,11 +213,42 @@ class Ceilings:
 
     def _curves(self, precision: str) -> ProductCurves:
         curves = self.table.products.get(precision) or self.table.products.get(_ALIKE.get(precision, ""))
-        if curves is None or precision not in self._compute:
-            options = one_of([name for name in self._compute if name in self.table.products or name in _ALIKE])
+        if curves is None or precision not in self._matmul:
+            options = one_of([name for name in self._matmul if name in self.table.products or name in _ALIKE])
             text = f"precision={precision}: {self.hardware.name} has no such matrix products; try {options}"
             raise RecipeError([Problem("precision.kind", text)])
         return curves
+
+
+def _sustained(hardware: Hardware, precision: str) -> float:
+    """FLOP/s of the best-shaped products of a GPU that is kept busy, up to a factor that all kinds of GPU share.
+
+    Others measured all kinds with one program, in bursts (hardware.py). A table here is measured on a GPU that is as
+    busy and as hot as in a training step. What of a burst's rate is left then is known of the H200; it is taken to be
+    the same of every GPU whose power is limited, and all of it where power is not. Formats that were not measured go by
+    the data sheets.
+    """
+    burst = hardware.best_products.get(precision)
+    if burst is None:
+        return hardware.peak[precision]
+    return burst * _kept_when_busy(_ALIKE.get(precision, precision)) if hardware.throttles else burst
+
+
+@cache
+def _kept_when_busy(precision: str) -> float:
+    """Of the rate of an H200's products in a burst, what the shipped table reaches: 0.90 in bf16, 0.93 in fp8."""
+    return _shipped(_DEFAULT).products[precision].best() / HARDWARE[_DEFAULT].best_products[precision]
+
+
+def _source(table: CeilingTable, hardware: Hardware, links: CeilingTable) -> str:
+    """Where the speeds are from."""
+    if table.hardware != hardware.name:
+        text = f"{hardware.name}'s data sheet: of its matrix products as much as others measured ({MEASURED_BY}), of"
+        return f"{text} all else as much as the {table.hardware} reaches of its own (measured on {table.source})"
+    if links is not table:
+        text = f"; links: {hardware.name}'s data sheet, of which as much as the {links.hardware} reaches"
+        return f"measured on {table.source}{text} ({links.source})"
+    return f"measured on {table.source}"
 
 
 def _carried(kind: CollectiveKind, ranks: int) -> float:

@@ -26,6 +26,11 @@ class Hardware(Frozen):
     """Memory of one GPU in bytes, as the driver reports it."""
     peak: dict[str, PositiveFloat]
     """Dense FLOP/s by format of the factors; a format that is missing can't be used. fp32 is without TF32."""
+    best_products: dict[str, PositiveFloat]
+    """FLOP/s of the best-shaped matrix products in a short burst, by format, as MEASURED_BY found them; a format that
+    is missing was not measured."""
+    throttles: bool = True
+    """Whether products that come one after the other are slower than in a burst, because power is limited."""
     memory_bandwidth: PositiveFloat
     """Bytes per second, read or written."""
     node_size: PositiveInt
@@ -50,11 +55,18 @@ class NamedGpu(Protocol):
     gpu_memory: int
 
 
+# Large products of every kind of GPU here, measured by one program, means of 100 calls; fp16 runs at bf16's rate.
+MEASURED_BY = "Bekman 2026, Machine Learning Engineering, maximum achievable matmul FLOPS"
 _MIB = 2**20
 _AMPERE = {"fp64": 19.5e12, "fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12}
 _HOPPER = {"fp64": 67e12, "fp32": 67e12, "bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}
 _B200 = {"fp64": 40e12, "fp32": 80e12, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15}
 _GB200 = {"fp64": 45e12, "fp32": 90e12, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5e15}
+# An A100 may take 400 W for 312 TFLOP/s, an H100 or H200 700 W for 989: whole training steps on A100s reach 79 % of its
+# peak (MosaicML's llm-foundry, benchmarks of training, 13B), more than any product of an H200 does that is kept busy.
+_AMPERE_BEST = {"bf16": 271.2e12, "fp16": 271.2e12}
+# Its H100 and H200 reach the same in bf16.
+_HOPPER_BF16 = 794.5e12
 _GBIT = 1e9 / 8
 _LATENCY = 5e-6
 
@@ -66,6 +78,8 @@ _ALL = (
         sm=80,
         memory=40960 * _MIB,
         peak=_AMPERE,
+        best_products=_AMPERE_BEST,
+        throttles=False,
         memory_bandwidth=1.555e12,
         node_size=8,
         link_bandwidth=300e9,
@@ -78,6 +92,8 @@ _ALL = (
         sm=80,
         memory=81920 * _MIB,
         peak=_AMPERE,
+        best_products=_AMPERE_BEST,
+        throttles=False,
         memory_bandwidth=2.039e12,
         node_size=8,
         link_bandwidth=300e9,
@@ -90,6 +106,7 @@ _ALL = (
         sm=90,
         memory=81559 * _MIB,
         peak=_HOPPER,
+        best_products={"bf16": _HOPPER_BF16, "fp16": _HOPPER_BF16, "fp8": 1402.6e12},
         memory_bandwidth=3.35e12,
         node_size=8,
         link_bandwidth=450e9,
@@ -102,6 +119,7 @@ _ALL = (
         sm=90,
         memory=143771 * _MIB,
         peak=_HOPPER,
+        best_products={"bf16": _HOPPER_BF16, "fp16": _HOPPER_BF16, "fp8": 1453.4e12},
         memory_bandwidth=4.8e12,
         node_size=8,
         link_bandwidth=450e9,
@@ -114,6 +132,7 @@ _ALL = (
         sm=100,
         memory=183359 * _MIB,
         peak=_B200,
+        best_products={"bf16": 1745e12, "fp16": 1745e12, "fp8": 3432.5e12},
         memory_bandwidth=7.7e12,
         node_size=8,
         link_bandwidth=900e9,
@@ -126,6 +145,7 @@ _ALL = (
         sm=100,
         memory=189471 * _MIB,
         peak=_GB200,
+        best_products={"bf16": 1822e12, "fp16": 1822e12, "fp8": 3615.6e12},
         memory_bandwidth=8e12,
         node_size=72,
         link_bandwidth=900e9,

@@ -9,10 +9,12 @@ from megaspec.core.frozen import Frozen
 from megaspec.resolve.balance import divided_by_time
 from megaspec.resolve.batch import BatchPlan, batch_plan
 from megaspec.resolve.ceilings import Ceilings
+from megaspec.resolve.changes import Change, best_change
 from megaspec.resolve.communication import Mesh, collectives_of, mesh_of
 from megaspec.resolve.flops import flops_per_token
 from megaspec.resolve.formula import degrees, dense_equation, expert_equation
 from megaspec.resolve.hardware import HARDWARE, Hardware
+from megaspec.resolve.hints import Hint, hints
 from megaspec.resolve.layer_time import collective_seconds
 from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.parameters import count_parameters, rank_parameters
@@ -42,6 +44,8 @@ class PlannedMachine(Frozen):
     """How it was chosen."""
     ceilings: str
     """Where the speeds are from; "" where none are known."""
+    measured_on: str
+    """The GPU of the hardware table that they were measured on, `name` itself or another one; "" likewise."""
 
 
 class Group(Frozen):
@@ -165,6 +169,10 @@ class Plan(Frozen):
     communication: tuple[Message, ...]
     bubble: Waiting | None
     step_time: Speed | None
+    change: Change | None
+    """The one that would save most of a step, where that was asked for and one is worth a word."""
+    hints: tuple[Hint, ...]
+    """What settings cost."""
     unbuilt: tuple[str, ...]
     """Keys of what can be planned, not trained."""
     decisions: tuple[Decision, ...]
@@ -182,18 +190,29 @@ class Plan(Frozen):
 
 
 def make_plan(
-    spec: Spec, target: Target, *, hardware: Hardware | None, ceilings: Ceilings | None, why: str = "this machine"
+    spec: Spec,
+    target: Target,
+    *,
+    hardware: Hardware | None,
+    ceilings: Ceilings | None,
+    why: str = "this machine",
+    weigh_changes: bool = False,
 ) -> Plan:
-    """From a resolved recipe. Without hardware or ceilings: everything but times."""
+    """From a resolved recipe. Without hardware or ceilings: everything but times. `weigh_changes`: look for the one
+    change that would save most, for up to half a second."""
     own, model, seq_len = spec.parallelism, spec.model, spec.data.seq_len
     sizes = degrees(own)
     mesh = mesh_of(spec, hardware)
     count, batch = count_parameters(model), batch_plan(spec.train, own, seq_len=seq_len)
     flops = {name: flops_per_token(model, seq_len=seq_len, convention=name, tp=own.tp) for name in ("causal", "full")}
     memory = memory_of(spec, device=spec.device)
-    time = None
+    time = change = None
+    told: tuple[Hint, ...] = ()
     if hardware is not None and ceilings is not None and spec.device == "cuda":
         time = step_time(spec, hardware, ceilings)
+        told = hints(spec, hardware, ceilings, seconds=time.seconds)
+        if weigh_changes:
+            change = best_change(spec, hardware, ceilings, seconds=time.seconds)
     stages = _stages(spec, memory)
     return Plan(
         name=spec.name,
@@ -223,6 +242,8 @@ def make_plan(
         communication=_messages(spec, hardware, ceilings),
         bubble=_waiting(spec, time, hardware=hardware, ceilings=ceilings),
         step_time=_speed(time, batch=batch) if time else None,
+        change=change,
+        hints=told,
         unbuilt=tuple(p.key for p in unbuilt_problems(spec)),
         decisions=spec.decisions,
     )
@@ -261,6 +282,7 @@ def _machine(
         node_size=mesh.node,
         why=why,
         ceilings=ceilings.source if ceilings and on_gpu else "",
+        measured_on=ceilings.table.hardware if ceilings and on_gpu else "",
     )
 
 

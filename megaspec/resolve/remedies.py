@@ -1,6 +1,6 @@
 """What would make a run fit that does not: changes that keep the world and the rules, the cheapest first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -35,7 +35,12 @@ class Remedy(Frozen):
     @property
     def words(self) -> str:
         """As they are typed."""
-        return " ".join(map(in_a_shell, self.overrides))
+        return in_words(self.overrides)
+
+
+def in_words(overrides: Sequence[str]) -> str:
+    """As they are typed in a shell."""
+    return " ".join(map(in_a_shell, overrides))
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
     What can be trained goes before what can be planned only, then what costs less time; larger GPUs come last."""
     if fullest(memory_of(recipe)).total <= hardware.room:
         return []
-    already, is_trainable = _broken(recipe, hardware), not unbuilt_problems(recipe)
+    already, is_trainable = broken(recipe, hardware), not unbuilt_problems(recipe)
     widest = max(hardware.node_size, recipe.parallelism.tp)
     found: dict[frozenset[str], tuple[tuple[bool, int], Remedy]] = {}
     for levers in _choices():
@@ -67,12 +72,12 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
         if changed is None or changed.parallelism.tp > widest:
             continue
         # what breaks a rule may have no order of passes to weigh
-        if _broken(changed, hardware) - already:
+        if broken(changed, hardware) - already:
             continue
         memory = fullest_within(changed, hardware.room)
         if memory is not None:
             order = (is_trainable and bool(unbuilt_problems(changed)), _cost(levers))
-            found[fields] = order, Remedy(overrides=_overrides(recipe, changed), total=memory.total)
+            found[fields] = order, Remedy(overrides=overrides_of(recipe, changed), total=memory.total)
     ways = [remedy for _, remedy in sorted(found.values(), key=lambda one: one[0])]
     larger = _larger(recipe, hardware)
     return [*ways[: MOST - len(larger)], *larger]
@@ -80,15 +85,15 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
 
 def savings(recipe: Recipe, hardware: Hardware, *, most: int = 3) -> list[Remedy]:
     """The single changes of a filled recipe that can be trained and save most memory, the largest saving first."""
-    now, already = fullest(memory_of(recipe)).total, _broken(recipe, hardware)
+    now, already = fullest(memory_of(recipe)).total, broken(recipe, hardware)
     found = []
     for lever in LEVERS:
         changed = lever.turn(recipe)
-        if changed is None or _broken(changed, hardware) - already or unbuilt_problems(changed):
+        if changed is None or broken(changed, hardware) - already or unbuilt_problems(changed):
             continue
         total = fullest(memory_of(changed)).total
         if total < now:
-            found.append(Remedy(overrides=_overrides(recipe, changed), total=total))
+            found.append(Remedy(overrides=overrides_of(recipe, changed), total=total))
     return sorted(found, key=lambda one: one.total)[:most]
 
 
@@ -113,27 +118,32 @@ def _turned(recipe: Recipe, levers: tuple[Lever, ...]) -> Recipe | None:
     return changed
 
 
-def _broken(recipe: Recipe, hardware: Hardware) -> set[str]:
-    """Codes of the rules that a recipe breaks on such GPUs."""
-    target = Target(
+def target_of(recipe: Recipe, hardware: Hardware) -> Target:
+    """A machine of such GPUs, as many as a filled recipe has ranks."""
+    return Target(
         gpus=recipe.launcher.ranks,
         gpu=hardware.gpu_names[0],
         sm=hardware.sm,
         gpu_memory=hardware.memory,
         versions={"torch": "", "tensorboard": ""},
     )
-    case = Case(recipe, target, Facts(recipe.run_dir), frozenset())
+
+
+def broken(recipe: Recipe, hardware: Hardware) -> set[str]:
+    """Codes of the rules that a recipe breaks on such GPUs."""
+    case = Case(recipe, target_of(recipe, hardware), Facts(recipe.run_dir), frozenset())
     return {code for code, rule in RULES.items() if rule(case) is not None}
 
 
-def _overrides(recipe: Recipe, changed: Recipe) -> tuple[str, ...]:
+def overrides_of(recipe: Recipe, changed: Recipe) -> tuple[str, ...]:
+    """`path=value` of what levers turned in a filled recipe."""
     before = dict(_settings(recipe))
     return tuple(f"{key}={as_word(value)}" for key, value in _settings(changed) if value != before.get(key))
 
 
 def _settings(recipe: Recipe) -> list[tuple[str, Any]]:
     """(path, value) of what levers turn; a list is one value."""
-    content = recipe.model_dump(mode="json", include={"parallelism", "optim", "train"})
+    content = recipe.model_dump(mode="json", include={"parallelism", "optim", "train", "kernels"})
     parts = content["parallelism"]["recompute"].pop("parts")
     return [*leaves(content), ("parallelism.recompute.parts", parts)]
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import in_a_shell, one_of, show
-from megaspec.core.units import bytes_in_words
+from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.fill import PLAIN
 from megaspec.resolve.hardware import LEFT_FREE, hardware_of
@@ -35,6 +35,7 @@ def print_plan(spec: Spec, target: Target, console: Console) -> None:
     _print_lines(_batch(plan), console)
     _print_lines(_memory_in_short(plan), console)
     _print_lines(_speed_in_short(plan), console)
+    _print_hints(plan, console)
     _print_decisions(plan, console)
 
 
@@ -52,6 +53,10 @@ def print_whole_plan(plan: Plan, console: Console) -> None:
     _print_messages(plan, console)
     _print_bubble(plan, console)
     _print_speed(plan, console)
+    _print_change(plan, console)
+    if plan.hints:
+        console.print()
+    _print_hints(plan, console)
     if plan.unbuilt:
         console.print(f"\n[bold]Can be planned, not trained yet:[/] {escape(', '.join(plan.unbuilt))}")
     console.print()
@@ -258,7 +263,7 @@ def _print_bubble(plan: Plan, console: Console) -> None:
     for line in one.chart:
         console.print(escape(line), soft_wrap=True)
     if one.seconds_by_time is not None:
-        text = f"layers divided by time would take {_seconds(one.seconds_by_time)} a step:"
+        text = f"layers divided by time would take {seconds_in_words(one.seconds_by_time)} a step:"
         word = in_a_shell(f"parallelism.pipeline.layout='{one.layout_by_time or ''}'")
         console.print(f"{text} {escape(word)}; auto searches the schedule too", soft_wrap=True)
     plus = ", + weight gradient" if any("+" in line for line in one.chart) else ""
@@ -269,22 +274,23 @@ def _speed_in_short(plan: Plan) -> Lines:
     speed = plan.step_time
     if speed is not None:
         rate = f"{speed.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {speed.mfu['causal']:.1%}"
-        yield "time", f"{_seconds(speed.seconds)} a step predicted: {rate}; {_days(speed.days)} for the run"
+        yield "time", f"{seconds_in_words(speed.seconds)} a step predicted: {rate}; {_days(speed.days)} for the run"
 
 
 def _print_speed(plan: Plan, console: Console) -> None:
     speed = plan.step_time
     if speed is None:
         return
-    console.print(f"\n[bold]A step takes about {_seconds(speed.seconds)}[/]")
+    console.print(f"\n[bold]A step takes about {seconds_in_words(speed.seconds)}[/]")
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
     table.add_column(justify="right")
     for kind, seconds in speed.parts.items():
         share = seconds / speed.seconds
+        words = seconds_in_words(seconds, like=speed.seconds)
         if share >= 0.0005:
-            table.add_row(kind, _seconds(seconds, like=speed.seconds), f"{share:.1%}", "#" * round(_BAR * share))
+            table.add_row(kind, words, f"{share:.1%}", "#" * round(_BAR * share))
     console.print(table)
     rate = f"{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.0f} a GPU"
     mfu = f"MFU {speed.mfu['causal']:.1%} with causal attention, {speed.mfu['full']:.1%} counted in full"
@@ -293,9 +299,19 @@ def _print_speed(plan: Plan, console: Console) -> None:
         console.print(f"speeds: {escape(plan.hardware.ceilings)}", style="dim")
 
 
-def _seconds(seconds: float, *, like: float | None = None) -> str:
-    """In the unit that suits `like`, itself if that is None."""
-    return f"{seconds:,.2f} s" if (seconds if like is None else like) >= 10 else f"{seconds * 1e3:,.1f} ms"
+def _print_change(plan: Plan, console: Console) -> None:
+    change, speed = plan.change, plan.step_time
+    if change is None or speed is None:
+        return
+    now, then = (seconds_in_words(seconds, like=speed.seconds) for seconds in (speed.seconds, change.seconds))
+    text = f"{then} a step for {now}, {change.saves:.0%} less; {bytes_in_words(change.total)} on the fullest rank"
+    console.print(f"\n[bold]The one change that would save most:[/] {text}")
+    console.print(f"  {escape(change.words)}", soft_wrap=True)
+
+
+def _print_hints(plan: Plan, console: Console) -> None:
+    for hint in plan.hints:
+        console.print(f"[bold]hint:[/] {escape(hint.text)}")
 
 
 def _days(days: float) -> str:

@@ -17,7 +17,7 @@ from megaspec.resolve.difference import changed, is_free, leaves
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import Refused, Settled, settle
 from megaspec.resolve.target import Target
-from megaspec.spec import Decision, Spec
+from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 
@@ -52,7 +52,7 @@ def resume(
     is_decided_anew = any(one not in old.decisions for one in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
     moved = old.samples_moved
-    new = settled.spec(_longer(old.segments, settled, moved), moved=moved)
+    new = settled.spec(_longer(old.segments, settled, moved), moved=moved, forked_from=old.forked_from)
     is_same = not is_decided_anew and new.model_copy(update={"decisions": old.decisions}) == old
     return old if is_same else new
 
@@ -66,14 +66,15 @@ def fork(
     *,
     done_steps: int = 0,
     done_samples: int = 0,
+    forked_from: ForkPoint | None = None,
     refused: Refused | None = None,
 ) -> Spec:
     """The Spec of a new run that starts from a checkpoint of `old`: everything may change, and is resolved anew.
 
     With the same data, sequence length and seed it goes on in the same training order; otherwise it takes the new
     order from the sample at which the checkpoint stands: after `done_steps` steps, that many `done_samples`, whatever
-    the batch was and is. `facts.run_dir` is its folder. RecipeError: it would end before it begins, or what `resolve`
-    raises.
+    the batch was and is. `forked_from`: that checkpoint. `facts.run_dir` is its folder. RecipeError: it would end
+    before it begins, or what `resolve` raises.
     """
     problems = _too_short(recipe, done_steps, origins or {})
     if problems:
@@ -82,7 +83,8 @@ def fork(
     new = settled.recipe
     is_same_order = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
     moved = done_samples - BatchSchedule(new.train).consumed(done_steps)
-    return settled.spec(_longer(old.segments if is_same_order else (), settled, moved), moved=moved)
+    segments = _longer(old.segments if is_same_order else (), settled, moved)
+    return settled.spec(segments, moved=moved, forked_from=forked_from)
 
 
 def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:

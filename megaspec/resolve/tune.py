@@ -256,10 +256,10 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
             if world % fewest_gpus(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp):
                 continue
             dp = world // (tp * pp * cp)
-            shares = _shares("replicate", dp, tp * cp, node=grid.hardware.node_size)
+            shares = shares_of("replicate", dp, tp * cp, node=grid.hardware.node_size)
             splits = can_split_sequences(tp=tp, cp=cp, seq_len=grid.recipe.data.seq_len, max_seq_len=model.max_seq_len)
             degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "sequence_parallel": splits}
-            for pipeline in _pipelines(grid, pp):
+            for pipeline in pipelines(grid, pp):
                 changed = {**degrees, **shares, "dp_strategy": "replicate", "pipeline": pipeline}
                 recipe = _changed(grid.recipe, own.model_copy(update=changed), _micro_batches(grid, dp)[0])
                 recipe = _by_time(grid, recipe)
@@ -267,7 +267,7 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
                     yield recipe
 
 
-def _pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
+def pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
     """Schedules of `pp` stages, with layers divided evenly and by time (layout=auto). What is set stays: a split that
     is written out with its number of stages."""
     own, own_pp = grid.recipe.parallelism.pipeline, grid.recipe.parallelism.pp
@@ -303,14 +303,14 @@ def _divisions(grid: Grid, layout: Recipe) -> Iterator[tuple[dict[str, object], 
     """Data-parallel strategies and micro batches of a layout."""
     own, dp = layout.parallelism, data_parallel(layout.parallelism)
     for strategy in grid.options("parallelism.dp_strategy", STRATEGIES if dp > 1 else STRATEGIES[:1]):
-        shares = _shares(strategy, dp, own.tp * own.cp, node=grid.hardware.node_size, grid=own.ep * own.etp)
+        shares = shares_of(strategy, dp, own.tp * own.cp, node=grid.hardware.node_size, grid=own.ep * own.etp)
         if strategy == "hsdp" and min(shares.values()) == 1:
             continue
         for micro_batch in _micro_batches(grid, dp):
             yield {"dp_strategy": strategy, **shares}, micro_batch
 
 
-def _shares(strategy: str, dp: int, inner: int, *, node: int, grid: int = 1) -> dict[str, int]:
+def shares_of(strategy: str, dp: int, inner: int, *, node: int, grid: int = 1) -> dict[str, int]:
     """dp_replicate and dp_shard of a strategy over `dp` ranks, each with `inner` ranks beside it."""
     if strategy == "replicate":
         return {"dp_replicate": dp, "dp_shard": 1}

@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import lcm
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megaspec.data.spec import DataSource, IndexedSpec
 from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
+from megaspec.resolve.belonging import objections
 from megaspec.runtime.build import Built, build_split_model
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over
@@ -29,15 +31,17 @@ Follow = Callable[[Tensor, int], int]
 """(token ids int64 [1, S] on the CPU, the place of the last one that counts) -> the token that follows it"""
 
 
-def generate_text(run_dir: Path, prompt: str, *, tokens: int, temperature: float, seed: int, cuda: bool) -> str:
+def generate_text(
+    run_dir: Path, trained: Spec, prompt: str, *, tokens: int, temperature: float, seed: int, cuda: bool
+) -> str:
     """What the newest good checkpoint of a run writes after `prompt`, on one device whatever layout trained it.
 
     On a CPU in fp32, on CUDA in the run's precision. Raises CheckpointError, DataError.
     """
     connect()
-    trained = Spec.model_validate_json((run_dir / "spec.json").read_text())
     tokenizer = run_tokenizer(trained.data)
-    reader = Store(run_dir).newest_good(SoloComm(), repair=False)
+    own = partial(objections, run=trained)
+    reader = Store(run_dir).newest_good(SoloComm(), repair=False, inspect=own)
     if reader is None:
         raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
     device = torch.device("cuda" if cuda else "cpu")

@@ -1,5 +1,6 @@
 """A world that somebody else started, such as torchrun: rank 0 prepares the run, every rank joins it."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -12,6 +13,8 @@ from megaspec.launcher.rendezvous import TcpRendezvous
 from megaspec.runtime.rank import Place, main, read_spec, tcp_store, tell
 
 JOIN_SECONDS = 600.0
+# Between two looks at the store.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
 _FAILED = "failed with exit code "
 
 
@@ -54,12 +57,24 @@ def _agree(meeting: dist.Store, me: Place, prepare: Callable[[], str]) -> str:
             answer = f"{_FAILED}{error.exit_code}"
         meeting.set("run", answer)
     else:
+        _wait(meeting, "run")
         answer = meeting.get("run").decode()
     # nobody leaves before all have read it: the store may be rank 0's own
     if meeting.add("read", 1) == me.world_size:
         meeting.set("all-read", "")
-    meeting.wait(["all-read"])
+    _wait(meeting, "all-read")
     return answer
+
+
+def _wait(meeting: dist.Store, key: str) -> None:
+    """Until a key is set; not in C++, where a request to stop would not be heard. Raises DistError."""
+    give_up = time.monotonic() + JOIN_SECONDS
+    pause = _SHORTEST_PAUSE
+    while not meeting.check([key]):
+        if time.monotonic() > give_up:
+            raise dist.DistStoreError(f"{key} was not set within {JOIN_SECONDS:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _first_answer(meeting: dist.PrefixStore, me: Place, prepare: Callable[[], str]) -> str:

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from megaspec.checkpoint.comm import Comm
+from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import Preempted
 from megaspec.core.faults import reach
@@ -21,11 +22,12 @@ from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepD
 from megaspec.log.sinks import METRICS
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
+from megaspec.resolve.belonging import objections
 from megaspec.runtime.build import Built, initialise
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.router_metrics import router_numbers, routers_done
-from megaspec.runtime.state import load, pieces_of, progress, tell_passed_over
+from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
 from megaspec.runtime.step import StepResult, evaluate, train_step
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -108,7 +110,7 @@ class Run:
 
     def start(self) -> None:
         """Goes on from the newest good checkpoint, or starts the weights from the seed."""
-        reader = self.store.newest_good(self.comm)
+        reader = self.store.newest_good(self.comm, inspect=self._objections)
         if reader is None:
             if self.comm.rank == 0 and (self.run_dir / METRICS).exists():
                 print(f"megaspec: {self.run_dir} has no checkpoint: starting from step 0", file=sys.stderr, flush=True)
@@ -121,6 +123,10 @@ class Run:
             self.step, self.tokens = reader.state["step"], reader.state["tokens"]
             self.scaler.load_state(reader.state["loss_scale"])
             self.last_saved = self.step
+
+    def _objections(self, manifest: Manifest) -> list[str]:
+        """Why this rank can't go on from a checkpoint."""
+        return objections(manifest, self.built.spec) or misfits(self.built, manifest)
 
     def train(self) -> None:
         """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
@@ -261,8 +267,8 @@ class Run:
             self.step, pieces_of(self.built), spec=spec.model_dump(mode="json"), state=state, comm=self.comm
         )
         self.last_saved = self.step
-        if self.comm.rank == 0:
-            self.store.prune(spec.checkpoint.keep)
+        if self.comm.rank == 0 and spec.checkpoint.keep != "all":
+            self.store.prune(spec.checkpoint.keep, inspect=lambda manifest: objections(manifest, spec))
         self.emit(CheckpointSaved(step=self.step, path=str(path), seconds=time.perf_counter() - start))
 
     def _sample(self) -> None:

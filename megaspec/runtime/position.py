@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from traceback import FrameSummary, extract_stack, extract_tb
@@ -105,15 +105,29 @@ def in_words(groups: list[Group]) -> str:
     return "\n".join(lines)
 
 
+def ignore_code(code: int) -> None:
+    """For ranks whose launcher reads their exit codes."""
+
+
 class Watchdog:
     """A thread that ends a rank which has not got on for `seconds`, after all ranks have said where they stand.
 
-    `store`: where ranks leave what they say; every attempt needs one of its own.
+    `store`: where ranks leave what they say; every attempt needs one of its own. `record` gets the exit code before the
+    rank is ended.
     """
 
-    def __init__(self, position: Position, *, rank: int, world_size: int, store: dist.Store, seconds: float):
+    def __init__(
+        self,
+        position: Position,
+        *,
+        rank: int,
+        world_size: int,
+        store: dist.Store,
+        seconds: float,
+        record: Callable[[int], object] = ignore_code,
+    ):
         self._position, self._rank, self._world_size = position, rank, world_size
-        self._store, self._seconds = store, seconds
+        self._store, self._seconds, self._record = store, seconds, record
         self._thread_id = threading.get_ident()
         self._told = threading.Lock()
         self._done = threading.Event()
@@ -162,6 +176,7 @@ class Watchdog:
                 last, since = count, now
             elif now - since > self._seconds:
                 self.tell(f"rank {self._rank} has not got on for {now - since:.0f} s")
+                self._record(HangError.exit_code)
                 os._exit(HangError.exit_code)
 
 

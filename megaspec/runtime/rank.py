@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,11 @@ import torch.distributed as dist
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import HangError, MegaspecError, Preempted
+from megaspec.core.bounded_json import MAX_BYTES
+from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError
+from megaspec.core.regular_files import read_inside
+from megaspec.launcher import exit_file
+from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
@@ -28,7 +32,7 @@ from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from megaspec.runtime.plugins import connect
-from megaspec.runtime.position import Position, Watchdog
+from megaspec.runtime.position import Position, Watchdog, ignore_code
 from megaspec.spec import Spec
 
 _GRACE = 2.0
@@ -98,8 +102,20 @@ def is_collective_failure(error: RuntimeError) -> bool:
 
 
 def read_spec(run_dir: Path) -> Spec:
-    """The Spec that every rank builds."""
-    return Spec.model_validate_json((run_dir / "spec.json").read_text())
+    """The Spec that every rank builds. RecipeError: its file is no file."""
+    return Spec.model_validate_json(_read(run_dir, "spec.json"))
+
+
+def read_target(run_dir: Path) -> Target:
+    """The machine that the run was resolved for. RecipeError: its file is no file."""
+    return Target.model_validate_json(_read(run_dir, "target.json"))
+
+
+def _read(run_dir: Path, name: str) -> bytes:
+    try:
+        return read_inside(run_dir, name, limit=MAX_BYTES)
+    except OSError as error:
+        raise RecipeError(f"{run_dir / name} can't be read: {error.strerror}") from None
 
 
 def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
@@ -115,15 +131,21 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             stack.push(leave_world)
         comm: Comm = DistComm(device=device) if me.world_size > 1 else SoloComm()
         lock = take_lock(run_dir, comm, lock_token, stack)
+        record: Callable[[int], object] = ignore_code
+        if lock_token is None:
+            # no launcher of ours reads the exit codes of these ranks
+            token = on_first(comm, lambda: begin(run_dir, lock))
+            record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank)).record
         timeout = timedelta(seconds=me.timeout_seconds)
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
-        stack.enter_context(bounded(position, me))
+        stack.enter_context(bounded(position, me, record=record))
         built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout), position=position)
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
         if me.rank == 0:
-            run.emit = stack.enter_context(open_sinks(spec.log, run_dir, step=run.step))
+            assert lock is not None, "rank 0 without the run's lock"
+            run.emit = stack.enter_context(open_sinks(spec.log, run_dir, step=run.step, check=lock.check_line))
         run.emit(started(spec, run_dir, step=run.step, attempt=me.attempt))
         how = "failed"
         try:
@@ -136,6 +158,49 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             run.emit(RunEnded(step=run.step, how=how))
 
 
+def newest_saved(run_dir: Path) -> int:
+    """The step of the newest checkpoint, 0 when there is none."""
+    return max(Store(run_dir).steps(), default=0)
+
+
+def begin(run_dir: Path, lock: RunLock | None) -> int:
+    """Rank 0: says in the run folder that a start is under way. -> the lock's token, by which all ranks know it."""
+    assert lock is not None, "rank 0 without the run's lock"
+    exit_file.begin(run_dir, step=newest_saved(run_dir))
+    return lock.token
+
+
+class Ending:
+    """While entered: how this rank ends goes into the run folder, for who does not see its exit code.
+
+    Nothing is written once the `lock` went to another job.
+    """
+
+    def __init__(self, lock: RunLock, rank: int):
+        self._lock, self._rank = lock, rank
+        self._killed_before = memory_kills()
+
+    def __enter__(self) -> "Ending":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.record(0)
+        else:
+            self.record(error.exit_code if isinstance(error, MegaspecError) else MegaspecError.exit_code)
+
+    def record(self, code: int) -> None:
+        """Writes an end: a failure of any rank, and that all went well from the first."""
+        if code in (0, Preempted.exit_code) and self._rank != 0:
+            return
+        if not self._lock.is_ours():
+            return
+        now = memory_kills()
+        if code == HangError.exit_code and now is not None and now != self._killed_before:
+            code = MemoryRunOut.exit_code  # the rank that is missed was killed for it
+        exit_file.end(self._lock.run_dir, code, step=newest_saved(self._lock.run_dir))
+
+
 @contextmanager
 def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Iterator[None]:
     """Raises MemoryRunOut in place of torch's or NCCL's error."""
@@ -144,7 +209,7 @@ def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Itera
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        target = Target.model_validate_json((run_dir / "target.json").read_text())
+        target = read_target(run_dir)
         inner = spec.world_size // spec.parallelism.pp
         raise out_of_memory(
             spec, target, rank=me.rank, stage=me.rank // inner, where=position.what, cause=str(error)
@@ -152,17 +217,18 @@ def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Itera
 
 
 @contextmanager
-def bounded(position: Position, me: Place) -> Iterator[None]:
+def bounded(position: Position, me: Place, *, record: Callable[[int], object] = ignore_code) -> Iterator[None]:
     """Ends this rank when it has not got on for a collective's time, and says where every rank stood when one fails.
 
-    Raises HangError for a collective that failed.
+    `record` gets the exit code of a rank that is ended so. Raises HangError for a collective that failed.
     """
     if me.world_size == 1:
         yield
         return
     store = dist.PrefixStore(f"attempt-{me.attempt}", dist.distributed_c10d._get_default_store())
     seconds = me.timeout_seconds + 2 * _GRACE
-    with Watchdog(position, rank=me.rank, world_size=me.world_size, store=store, seconds=seconds) as watchdog:
+    watchdog = Watchdog(position, rank=me.rank, world_size=me.world_size, store=store, seconds=seconds, record=record)
+    with watchdog:
         try:
             yield
         except RuntimeError as error:
@@ -176,7 +242,7 @@ def bounded(position: Position, me: Place) -> Iterator[None]:
 
 def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted:
     """The run's first event, with what speed is measured against."""
-    target = Target.model_validate_json((run_dir / "target.json").read_text())
+    target = read_target(run_dir)
     return RunStarted(
         step=step,
         steps=spec.train.steps,

@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
+from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
+from megaspec.checkpoint.shard import TORCH_DTYPES
 from megaspec.checkpoint.store import SavedPiece
+from megaspec.checkpoint.verify import MOST_PROBLEMS
 from megaspec.core.errors import CheckpointError
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
+from megaspec.resolve.belonging import is_fork_point
 from megaspec.runtime.build import Built
 
 
@@ -61,15 +65,41 @@ def tell_passed_over(reader: Reader) -> None:
         print(f"megaspec: step {reader.step} is the newest good one", file=sys.stderr, flush=True)
 
 
+def misfits(built: Built, manifest: Manifest) -> list[str]:
+    """Why this rank can't load a checkpoint, a line each: tensors that are missing, left over or of another kind."""
+    wanted = tensors_of(built)
+    shapes = {stored: built.shards[name].shape for stored, (name, _) in wanted.items()}
+    shapes |= {f"router/{name}": tuple(buffer.shape) for name, buffer in buffers_of(built.chunks).items()}
+    dtypes = {stored: tensor.dtype for stored, (_, tensor) in wanted.items()}
+    dtypes |= {f"router/{name}": buffer.dtype for name, buffer in buffers_of(built.chunks).items()}
+    elsewhere = built.tensor_parallel.layouts.keys() - built.shards.keys()
+    found = wrong_names(manifest, shapes, within=("model/", "optim/"), elsewhere=elsewhere)
+    for stored, dtype in dtypes.items():
+        if stored in manifest.tensors:
+            saved = TORCH_DTYPES[manifest.tensors[stored].dtype]
+            # A fork may compute in another number format.
+            is_same = saved.is_floating_point if is_fork_point(manifest, built.spec) else saved == dtype
+            if not is_same:
+                found.append(f"{stored} has dtype {saved}, this run has {dtype}")
+    for name, state in generators(built).items():
+        own = f"rng/{name}/{built.mesh.rank}"
+        tensor = manifest.tensors.get(own)
+        if tensor is not None and (tensor.dtype != "U8" or tensor.shape != tuple(state.shape)):
+            kind = f"dtype {tensor.dtype} and shape {list(tensor.shape)}"
+            found.append(f"{own} has {kind}, torch's generator has {state.numel()} bytes")
+    return found[:MOST_PROBLEMS]
+
+
 @torch.no_grad()
 def load(built: Built, reader: Reader) -> None:
     """Fills weights and optimizer state from a checkpoint of any layout.
 
-    Raises CheckpointError for a parameter that is missing, of another shape, or that this model does not have.
+    Raises CheckpointError for a parameter that is missing, of another kind, or that this model does not have.
     """
+    problems = misfits(built, reader.manifest)
+    if problems:
+        raise CheckpointError("\n".join(f"{reader.path}: {problem}" for problem in problems))
     wanted = tensors_of(built)
-    shapes = {stored: built.shards[name].shape for stored, (name, _) in wanted.items()}
-    check_names(reader, shapes, elsewhere=built.tensor_parallel.layouts.keys() - built.shards.keys())
     for stored, (name, tensor) in wanted.items():
         value = torch.empty_like(tensor)
         fill(value, built.shards[name], stored, reader)
@@ -79,14 +109,20 @@ def load(built: Built, reader: Reader) -> None:
     built.optimizer.updates = reader.state["optimizer_updates"]
     built.optimizer.write_back()
     built.data_parallel.gather_weights()
-    for name, state in generators(built).items():
+    for name in generators(built):
         stored = f"rng/{name}/{built.mesh.rank}"
         if stored in reader:
-            state = reader.read(stored)
-            if name == "cpu":
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, built.device)
+            _set_generator(name, reader.read(stored), built.device, where=f"{reader.path}: {stored}")
+
+
+def _set_generator(name: str, state: torch.Tensor, device: torch.device, *, where: str) -> None:
+    try:
+        if name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+    except RuntimeError as error:
+        raise CheckpointError(f"{where}: torch does not take it: {str(error).splitlines()[0]}") from None
 
 
 @torch.no_grad()
@@ -102,7 +138,10 @@ def load_buffers(chunks: Sequence[Decoder], reader: Reader) -> None:
 @torch.no_grad()
 def load_weights(parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], reader: Reader) -> None:
     """Fills weights alone, in their own dtype, for evaluation and generation. Raises as `load` does."""
-    check_names(reader, {f"model/{name}": layouts[name].shape for name in parameters}, within="model/")
+    wanted = {f"model/{name}": layouts[name].shape for name in parameters}
+    problems = wrong_names(reader.manifest, wanted, within=("model/",))
+    if problems:
+        raise CheckpointError("\n".join(f"{reader.path}: {problem}" for problem in problems))
     for name, parameter in parameters.items():
         fill(parameter, layouts[name], f"model/{name}", reader)
 
@@ -115,21 +154,30 @@ def fill(tensor: torch.Tensor, layout: Layout, stored: str, reader: Reader) -> N
     tensor[covered:] = 0
 
 
-def check_names(
-    reader: Reader, shapes: dict[str, tuple[int, ...]], *, within: str = "", elsewhere: Set[str] = frozenset()
-) -> None:
-    """Every tensor that is wanted is there in its shape, and none is left over but those of parameters `elsewhere`."""
-    stored = {n for n in reader.names() if n.startswith(within or ("model/", "optim/"))}
+def wrong_names(
+    manifest: Manifest,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    within: tuple[str, ...],
+    elsewhere: Set[str] = frozenset(),
+) -> list[str]:
+    """Which tensors that are wanted are missing or of another shape, and which of those that begin with one of `within`
+    are left over; parameters `elsewhere` may be."""
+    found = []
     for name, shape in shapes.items():
-        if name not in stored:
-            raise CheckpointError(f"{reader.path}: holds no {name}; it was written by another model or optimizer")
-        if reader.shape(name) != shape:
-            found = list(reader.shape(name))
-            raise CheckpointError(f"{reader.path}: {name} has shape {found}, this run has {list(shape)}")
+        if name not in manifest.tensors:
+            found.append(f"holds no {name}; it was written by another model or optimizer")
+        elif manifest.tensors[name].shape != shape:
+            found.append(f"{name} has shape {list(manifest.tensors[name].shape)}, this run has {list(shape)}")
     # model/<name>, optim/<kind>/<name>
-    extra = sorted(n for n in stored - shapes.keys() if n.split("/", 1 + n.startswith("optim/"))[-1] not in elsewhere)
+    extra = sorted(
+        name
+        for name in manifest.tensors.keys() - shapes.keys()
+        if name.startswith(within) and name.split("/", 1 + name.startswith("optim/"))[-1] not in elsewhere
+    )
     if extra:
-        raise CheckpointError(f"{reader.path}: {extra[0]} and {len(extra) - 1} more belong to no parameter of this run")
+        found.append(f"{extra[0]} and {len(extra) - 1} more belong to no parameter of this run")
+    return found
 
 
 def progress(built: Built, *, step: int, samples: int, tokens: int, scaler: dict[str, Any] | None) -> dict[str, Any]:

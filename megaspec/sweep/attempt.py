@@ -12,6 +12,8 @@ import psutil
 
 from megaspec.checkpoint.lock import RunLock
 from megaspec.core.errors import DataError, MegaspecError, Preempted, RecipeError
+from megaspec.core.regular_files import make_folder_inside, open_inside
+from megaspec.data.files import write_error
 from megaspec.plugins import plugin_flags
 from megaspec.run_folder import is_run, write_run
 from megaspec.sweep import child
@@ -51,9 +53,13 @@ class Attempt:
         recipe, run = recipe_of(point), folder.run(point)
         self._run = run
         self._grace = recipe.launcher.grace_seconds + MARGIN_SECONDS
+        folder.refuse_links(run.name)
         if not is_run(run):
             spec = checker.spec(recipe, run, {})
-            run.mkdir(exist_ok=True)
+            try:
+                make_folder_inside(folder.path, run.name)
+            except OSError as error:
+                raise write_error(run, error) from None
             write_run(run, recipe, checker.target, spec)
         words = plugin_flags() + (["memory=ignore"] if checker.memory == "ignore" else [])
         self._process = child.start(run, self._log, gpus=gpus, threads=threads, words=words)
@@ -100,40 +106,48 @@ def refused(point: Point, error: RecipeError | DataError) -> Point:
     return point.to("failed", code=error.exit_code, reason=str(error))
 
 
-def end_orphan(point: Point, seconds: float) -> None:
+def end_orphan(point: Point, run: Path, seconds: float) -> None:
     """Stops the run of a point whose sweep was killed, if it still goes on: it saves, or is killed `seconds` later."""
+    process = _process_of(point, run)
+    if process is None:
+        return
     try:
-        process = _process_of(point)
-        if process is not None:
-            process.terminate()
-            process.wait(seconds)
+        process.terminate()
+        process.wait(seconds)
     except psutil.NoSuchProcess:
         return
     except psutil.TimeoutExpired:
-        assert point.pid is not None, f"point {point.number} has no process"
-        with suppress(ProcessLookupError):
-            os.killpg(point.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            # its ranks too, which a process that was started as `child` does has in a group of its own
+            if os.getpgid(process.pid) == process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
 
 
 def goes_on(point: Point, run: Path) -> bool:
     """Whether a point is being run, here or on another machine: somebody holds its lock, or is about to take it."""
-    return _process_of(point) is not None or RunLock(run).is_held()
+    return _process_of(point, run) is not None or RunLock(run).is_held()
 
 
-def _process_of(point: Point) -> psutil.Process | None:
-    """The process that runs a point on this machine; a number that went to another process is none."""
+def _process_of(point: Point, run: Path) -> psutil.Process | None:
+    """The process that runs a point on this machine; a number that went to another process is none.
+
+    points.jsonl may say any number, so a process counts only where it is this user's and runs this very folder.
+    """
     if point.pid is None:
         return None
     try:
         process = psutil.Process(point.pid)
-        return process if child.is_run_of(process.cmdline(), point.folder) else None
-    except psutil.NoSuchProcess:
+        is_mine = process.uids().real == os.getuid()
+        return process if is_mine and child.is_run_of(process.cmdline(), Path(process.cwd()), run) else None
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
 
 
 def _last_words(log: Path, run: Path) -> str:
     """Why a run failed: its own message, and where that only names the log of a rank, what the rank wrote last."""
-    lines = _tail(log)
+    lines = _tail(log.parent, log.name)
     told = lines[-1] if lines else ""
     for line, after in zip(lines, [*lines[1:], ""], strict=False):
         if line.startswith("megaspec:"):  # alone on a line where several lines follow
@@ -142,17 +156,17 @@ def _last_words(log: Path, run: Path) -> str:
     named = re.fullmatch(r"(rank \d+) ended with (exit code \d+); what it wrote: .*/([^/]+)", told)
     if named:
         rank, code, name = named.groups()
-        written = _tail(run / "logs" / name)
+        written = _tail(run, f"logs/{name}")
         told = f"{written[-1].removeprefix(f'{rank}: ')} ({rank}, {code})" if written else told
     return _shortened(told)
 
 
-def _tail(log: Path) -> list[str]:
-    """The last lines of a log that say something; none where it can't be read."""
+def _tail(folder: Path, log: str) -> list[str]:
+    """The last lines of a log in a folder that say something; none where it can't be read as a file."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        with open(open_inside(folder, log), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read(2 * TAIL_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
     return [line.rstrip() for line in lines if line.strip() and not _NOISE.match(line)]

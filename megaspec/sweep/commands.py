@@ -12,7 +12,7 @@ from rich.table import Table as Printed
 
 from megaspec.checkpoint.lock import RunLock
 from megaspec.commands.words import take, terminal
-from megaspec.core.errors import COMMAND_LINE, Preempted, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Preempted, Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.data.files import write_error
 from megaspec.resolve.fits import MEMORY
@@ -26,7 +26,7 @@ from megaspec.sweep.results import Result, is_better
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.spec import KEPT
 from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
-from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, read_words, sweep_spec
+from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, kept_settings, read_words, sweep_spec
 from megaspec_launchers.signals import StopRequests
 
 SWEEPS = Path("sweeps")
@@ -49,7 +49,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the sweep: sweeps/<name>")
         if name == "resume":
-            command.add_argument("words", nargs="*", metavar="sweep.a=b", help="slots, gpus, keep_going, again, trials")
+            text = "slots, gpus, keep_going, again, trials; hydra.launcher.* of its launcher"
+            command.add_argument("words", nargs="*", metavar="sweep.a=b", help=text)
     return parser
 
 
@@ -60,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     table = Table(SweepFolder(args.folder), SweepFolder(args.folder).head())
     table.write_page(running=look(table))
     _print(table)
+    troubles = [result.trouble for result in _results(table).values() if result.trouble]
+    if troubles:
+        raise RecipeError([Problem("", text, code="sweep-damaged") for text in troubles[:_MOST_REASONS]])
     return 0
 
 
@@ -108,7 +112,9 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         else:
             _same_sweep(folder, head, drafts)
             folder.write_head(head)
-        return _go(Table(folder, head), checker, machine)
+        table = Table(folder, head)
+        _plan_ranks(table, checker, {draft.fingerprint: draft.ranks for draft in drafts})
+        return _go(table, checker, machine)
 
 
 def resume_sweep(path: Path, words: Sequence[str]) -> int:
@@ -118,9 +124,12 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
     given = any(w.startswith("memory=") for w in words)
     memory, words = take(list(words), "memory", MEMORY)
     memory = memory if given else old.memory
+    settings = [w for w in words if w.startswith("hydra.launcher.")]
+    words = [w for w in words if w not in settings]
     foreign = [w for w in words if not w.startswith("sweep.")]
     if foreign:
         raise RecipeError(f"{foreign[0]}: the points of a sweep stay as they are; give sweep.slots=N and the like")
+    launcher_words = kept_settings(old.launcher, old.launcher_words, settings, sweep=path)
     spec = sweep_spec(words, old.spec.model_dump())
     changed = [key for key in KEPT if getattr(spec, key) != getattr(old.spec, key)]
     if changed:
@@ -129,13 +138,21 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
     machine = detect_target()
     checker = Checker(point_target(spec, machine), old.config_dirs, memory)
     with _locked(folder):
-        table = Table(folder, old.model_copy(update={"spec": spec, "memory": memory, "state": "running"}))
-        for number in to_run(table):
-            point = table.points[number]
-            ranks = checker.spec(recipe_of(point), folder.run(point), {}).world_size
-            table.points[number] = point.model_copy(update={"ranks": ranks})
+        changed_head = {"spec": spec, "memory": memory, "launcher_words": launcher_words, "state": "running"}
+        table = Table(folder, old.model_copy(update=changed_head))
+        _plan_ranks(table, checker, {})
         folder.write_head(table.head)
         return _go(table, checker, machine)
+
+
+def _plan_ranks(table: Table, checker: Checker, known: Mapping[str, int]) -> None:
+    """World sizes of the points that are left, for this machine, whatever their file says. `known`: by fingerprint."""
+    for number in to_run(table):
+        point = table.points[number]
+        ranks = known.get(point.fingerprint)
+        if ranks is None:
+            ranks = checker.spec(recipe_of(point), table.folder.run(point), {}).world_size
+        table.points[number] = point.model_copy(update={"ranks": ranks})
 
 
 @dataclass
@@ -253,11 +270,11 @@ def _same_sweep(folder: SweepFolder, head: SweepHead, drafts: Sequence[Draft]) -
 def _print(table: Table) -> None:
     """The table of results, the best point first."""
     head, console = table.head, terminal()
-    results = {n: table.follower(p).read() for n, p in table.points.items()}
+    results = _results(table)
     printed = Printed(box=None, pad_edge=False, header_style="bold")
     keys = [axis.key for axis in head.axes]
     for title in ("#", *keys, "loss", "valid loss", "tokens/s", "steps", "state"):
-        printed.add_column(title, justify="left" if title == "state" else "right", overflow="fold")
+        printed.add_column(escape(printable(title)), justify="left" if title == "state" else "right", overflow="fold")
     shown = shown_metric(head, table.points.values(), results)
     best = _best(table, results, shown)
     for number, point in list(table.points.items())[:_MOST_ROWS]:
@@ -266,11 +283,13 @@ def _print(table: Table) -> None:
         cells = [str(number), *(values.get(key, "") for key in keys)]
         cells += [_number(result.metric(name)) for name in ("loss", "valid_loss", "tokens_per_second")]
         steps = f"{result.step}/{result.steps}" if result.steps else ""
-        printed.add_row(*map(escape, [*cells, steps, state]), style="bold" if point is best else None)
+        shown_cells = [escape(printable(cell)) for cell in (*cells, steps, state)]
+        printed.add_row(*shown_cells, style="bold" if point is best else None)
     console.print(printed)
     if len(table.points) > _MOST_ROWS:
         console.print(f"... and {len(table.points) - _MOST_ROWS} points more")
     _print_failed(table, console)
+    _print_passed_over(results, console)
     if shown.note:
         console.print(shown.note, soft_wrap=True)
     if best is not None:
@@ -295,9 +314,25 @@ def _print_failed(table: Table, console: Console) -> None:
     failed = [point for point in table.points.values() if point.state == "failed"]
     for point in failed[:_MOST_REASONS]:
         text = f"point {point.number} failed: {point.reason}; its log: {table.folder.log(point)}"
-        console.print(text, soft_wrap=True, markup=False)
+        console.print(printable(text), soft_wrap=True, markup=False)
     if len(failed) > _MOST_REASONS:
         console.print(f"... and {len(failed) - _MOST_REASONS} more that failed")
+
+
+def _print_passed_over(results: Mapping[int, Result], console: Console) -> None:
+    """Lines of metrics.jsonl files that were no events of a run."""
+    passed_over = [(number, result) for number, result in results.items() if result.passed_over]
+    for number, result in passed_over[:_MOST_REASONS]:
+        count = "1 line" if result.passed_over == 1 else f"{result.passed_over:,} lines"
+        text = f"point {number}: {count} passed over, the first {result.first_passed_over}"
+        console.print(printable(text), soft_wrap=True, markup=False)
+    if len(passed_over) > _MOST_REASONS:
+        console.print(f"... and in {len(passed_over) - _MOST_REASONS} points more")
+
+
+def _results(table: Table) -> dict[int, Result]:
+    """What every point has come to."""
+    return {number: table.follower(point).read() for number, point in table.points.items()}
 
 
 def _number(value: float | None) -> str:
@@ -305,4 +340,5 @@ def _number(value: float | None) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"megaspec: {text}", flush=True)
+    for line in text.splitlines():
+        print(f"megaspec: {printable(line)}", flush=True)

@@ -3,6 +3,7 @@
 import selectors
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from megaspec.checkpoint.lock import RunLock
@@ -10,7 +11,7 @@ from megaspec.core.errors import DataError, Preempted, RecipeError
 from megaspec.sweep.attempt import Attempt, end_orphan, goes_on, refused
 from megaspec.sweep.page import write_page
 from megaspec.sweep.points import Checker
-from megaspec.sweep.results import Follower, Result
+from megaspec.sweep.results import METRICS, Follower, Result
 from megaspec.sweep.slots import Slots
 from megaspec.sweep.state import ENDED, Point, SweepFolder, SweepHead
 from megaspec_launchers.signals import StopRequests
@@ -56,7 +57,7 @@ class Table:
 
     def follower(self, point: Point) -> Follower:
         """The numbers of a point's run."""
-        return self._followers.setdefault(point.number, Follower(self.folder.run(point)))
+        return self._followers.setdefault(point.number, Follower(self.folder.path, Path(point.folder, METRICS)))
 
     def set_state(self, state: str) -> None:
         """Keeps what became of the sweep."""
@@ -216,17 +217,23 @@ def settled(table: Table) -> list[int]:
     for number in to_run(table):
         point = table.points[number]
         if point.state == "running":
-            end_orphan(point, ORPHAN_SECONDS)
+            end_orphan(point, table.folder.run(point), ORPHAN_SECONDS)
             table.put(_left(table, point))
     return to_run(table)
 
 
 def look(table: Table) -> bool:
-    """Whether a process runs the sweep. Where none does, the table, and no file, is put right about what was killed."""
+    """Whether a process runs the sweep. Where none does, the table, and no file, is put right about what was killed.
+
+    RecipeError: the run of a point has links in place of its files.
+    """
     if RunLock(table.folder.path).is_held():
         return True
     for number, point in table.points.items():
-        if point.state == "running" and not goes_on(point, table.folder.run(point)):
+        if point.state != "running":
+            continue
+        table.folder.refuse_links(point.folder)
+        if not goes_on(point, table.folder.run(point)):
             table.points[number] = _left(table, point)
     if table.head.state == "running":
         table.head = table.head.model_copy(update={"state": "interrupted"})

@@ -18,7 +18,8 @@ from megaspec.sweep.attempt import Attempt, refused
 from megaspec.sweep.driver import PAGE_SECONDS, Say, Table, settled
 from megaspec.sweep.points import Checker
 from megaspec.sweep.slots import point_target
-from megaspec.sweep.state import STOP, SweepFolder
+from megaspec.sweep.state import HEAD, SweepFolder
+from megaspec.sweep.words import check_launcher
 from megaspec_launchers.signals import StopRequests
 
 POLL_SECONDS = 0.2
@@ -29,7 +30,8 @@ def run_points(table: Table, stop: StopRequests, say: Say) -> list[int]:
 
     RecipeError: the launcher is not installed, or refuses its settings.
     """
-    (table.folder.path / STOP).unlink(missing_ok=True)
+    check_launcher(table.head.launcher, table.head.launcher_words, str(table.folder.path / HEAD))
+    table.folder.take_stop_back()
     numbers = settled(table)
     if not numbers or stop.count:
         return []
@@ -39,7 +41,8 @@ def run_points(table: Table, stop: StopRequests, say: Say) -> list[int]:
     try:
         jobs = import_module("hydra_plugins.megaspec_launcher.jobs")
         folder, settings = str(table.folder.path.resolve()), table.head.launcher_words
-        problem = jobs.run_points(folder, numbers, table.head.launcher, settings, plugins=loaded())
+        logs = table.folder.new_hydra_logs()
+        problem = jobs.run_points(folder, numbers, table.head.launcher, settings, logs=logs, plugins=loaded())
     finally:
         ended.set()
         watcher.join()
@@ -57,7 +60,7 @@ def run_point(folder: str, number: int, plugins: Sequence[str] = ()) -> int:
     in_job_process = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if in_job_process and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the sweep, which writes `stop`
-    if (sweep.path / STOP).exists():
+    if sweep.is_asked_to_stop():
         return 0
     try:
         head = sweep.head()
@@ -68,7 +71,7 @@ def run_point(folder: str, number: int, plugins: Sequence[str] = ()) -> int:
         return error.exit_code
     sweep.append(attempt.point)
     while (ended := attempt.ended()) is None:
-        if (sweep.path / STOP).exists():
+        if sweep.is_asked_to_stop():
             attempt.ask_to_stop(then="interrupted")
         time.sleep(POLL_SECONDS)
     sweep.append(ended)
@@ -83,7 +86,7 @@ def _watch(table: Table, stop: StopRequests, say: Say, ended: threading.Event) -
     while not is_last:
         is_last = ended.wait(POLL_SECONDS)
         if stop.count:
-            (table.folder.path / STOP).touch()
+            table.folder.ask_to_stop()
         if time.monotonic() >= look_at or is_last:
             table.reload()
             for number, point in table.points.items():

@@ -15,13 +15,16 @@ except ImportError:
     optuna = None
 
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.problems import show
 from megaspec.sweep.metric import never_has
 from megaspec.sweep.points import Checker, Draft
 from megaspec.sweep.results import Result
-from megaspec.sweep.state import ENDED, Axis, Point, SweepHead
+from megaspec.sweep.state import ENDED, HEAD, POINTS, Axis, Point, SweepHead
 
 # Where in the space probes lie that tell whether any point can be run at all.
 _PROBES = (0.0, 0.5, 1.0)
+# Of the ends of an interval, so that a number between them is a float.
+_MOST = 1e300
 
 
 class OptunaSearch:
@@ -31,6 +34,7 @@ class OptunaSearch:
         _require_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._head, self._folder, self._checker = head, folder, checker
+        _refuse_empty(head.axes, folder)
         self._space = {axis.key: _distribution(axis) for axis in head.axes}
         spec = head.spec
         pruner = optuna.pruners.NopPruner()
@@ -48,11 +52,25 @@ class OptunaSearch:
     def remember(self, points: Sequence[Point], results: Mapping[int, Result]) -> None:
         """Tells Optuna about points of an earlier life, in the order of their numbers."""
         for point in points:
-            self._study.enqueue_trial(point.params)
+            self._study.enqueue_trial(self._params(point))
             self._trials[point.number] = self._study.ask(self._space)
             self._values.setdefault(point.fingerprint, math.nan)
             if point.state in ENDED:
                 self.tell(point, results[point.number])
+
+    def _params(self, point: Point) -> dict[str, Any]:
+        """What was asked for at a point. RecipeError: points.jsonl says what the space of sweep.json has not."""
+        params = point.params or {}
+        for key, distribution in self._space.items():
+            value = params.get(key)
+            if isinstance(distribution, optuna.distributions.CategoricalDistribution):
+                is_drawn = value in distribution.choices
+            else:
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                is_drawn = is_number and distribution.low <= value <= distribution.high
+            if not is_drawn:
+                raise _damaged(self._folder / POINTS, f"point {point.number} has {key}={show(value)}")
+        return {key: params[key] for key in self._space}
 
     def next(self) -> Point | None:
         """Another point: to run, or one that is settled since no rule allows it or an earlier one is the same."""
@@ -128,6 +146,19 @@ def _require_optuna() -> None:
     if optuna is None:
         text = "sweep.kind=optuna needs Optuna: pip install 'megaspec[sweep]', or set sweep.kind=grid"
         raise RecipeError([Problem("sweep.kind", text, code="sweep.optuna")])
+
+
+def _refuse_empty(axes: Sequence[Axis], folder: Path) -> None:
+    """RecipeError: there is nothing to draw from. The command line can't say so, a file can."""
+    for axis in axes:
+        low, high = axis.bounds or (0, 1)
+        has_values = axis.words or axis.bounds
+        if not has_values or not -_MOST < low < high < _MOST or (axis.bounds and axis.is_log and low <= 0):
+            raise _damaged(folder / HEAD, f"{axis.key} has neither words nor an interval to draw from")
+
+
+def _damaged(path: Path, what: str) -> RecipeError:
+    return RecipeError([Problem("", f"{path} is damaged: {what}", code="sweep-damaged")])
 
 
 def _value_at(axis: Axis, share: float) -> Any:

@@ -5,26 +5,39 @@ sweeps/<name>/points.jsonl       a line for every change of a point; the last li
 sweeps/<name>/<point>/           the run of a point
 sweeps/<name>/logs/<point>.log   what its launcher wrote
 sweeps/<name>/index.html         the page
+
+The folder may come from somebody else: what its files say is checked, and below it no link is followed.
 """
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
+from megaspec.checkpoint.lock import LOCK_FOLDER
+from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.core.frozen import Frozen, PositiveInt
+from megaspec.core.frozen import Frozen
+from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import write_atomically, write_error
 from megaspec.recipe import Recipe
-from megaspec.run_folder import is_run
+from megaspec.run_folder import is_run, refuse_links
 from megaspec.sweep.spec import SweepSpec
 
 HEAD, POINTS, LOGS, PAGE, STOP = "sweep.json", "points.jsonl", "logs", "index.html", "stop"
+# Bytes of points.jsonl, and of a line of it; 10,000 points with recipes of 6 kB take a quarter of that.
+MAX_POINTS_BYTES, MAX_LINE = 256 << 20, 4 << 20
 # What a sweep that was killed while it was made leaves.
 _UNFINISHED = ("lock", POINTS, LOGS)
+
+# `03-lr-0.001-tp-2`: a name, so that no point has its run outside of the sweep's folder or in another file's place.
+PointFolder = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[A-Za-z0-9.-]*)?$", max_length=96)]
+# Of a process; 2^22 is the most that Linux has.
+Pid = Annotated[int, Field(gt=1, lt=2**31)]
+PointNumber = Annotated[int, Field(gt=0, lt=10**9)]
 
 State = Literal["waiting", "running", "done", "failed", "interrupted", "pruned", "invalid", "repeated"]
 # States that a sweep which is started again does not go on from.
@@ -34,27 +47,33 @@ ENDED: tuple[State, ...] = ("done", "failed", "pruned", "invalid", "repeated")
 class Point(Frozen):
     """A point of a sweep, and what became of it so far."""
 
-    number: PositiveInt
+    number: PointNumber
     """From 1 on."""
     overrides: tuple[str, ...]
     """The words that only this point has."""
-    folder: str
-    """Name of its run folder, inside that of the sweep."""
+    folder: PointFolder
+    """Name of its run folder, inside that of the sweep; begins with the point's number."""
     fingerprint: str
     """Hash of its recipe without name and folder."""
     recipe: dict[str, Any] | None = None
     """The recipe. None: an earlier line of points.jsonl has it."""
     params: dict[str, Any] | None = None
     """What a search has asked for, as it names it."""
-    ranks: int = 0
+    ranks: Annotated[int, Field(ge=0, le=2**20)] = 0
     """World size that it was planned with."""
     state: State = "waiting"
-    code: int | None = None
+    code: Annotated[int, Field(ge=0, le=255)] | None = None
     """Exit code of the run, where it has ended."""
     reason: str = ""
     """Why it failed, can't be run or was stopped."""
-    pid: int | None = None
+    pid: Pid | None = None
     """Process of a point that is running."""
+
+    @model_validator(mode="after")
+    def _has_a_folder_of_its_own(self) -> Self:
+        if int(self.folder.partition("-")[0]) != self.number:
+            raise ValueError(f"folder={self.folder} must begin with the number {self.number}")
+        return self
 
     def to(self, state: State, **fields: Any) -> "Point":
         """The point in another state; process, code and reason are those of `fields`."""
@@ -97,7 +116,7 @@ class SweepFolder:
 
     def exists(self) -> bool:
         """True once a sweep was made here."""
-        return (self.path / HEAD).is_file()
+        return os.path.lexists(self.path / HEAD)
 
     def make(self, head: SweepHead, points: Sequence[Point]) -> None:
         """A new sweep. RecipeError: the folder holds something else."""
@@ -105,7 +124,10 @@ class SweepFolder:
         if foreign or any(is_run(f) for f in self.path.iterdir()):
             text = f"sweep.folder={self.path} exists and is not empty; choose another sweep.folder or sweep.name"
             raise RecipeError([Problem("sweep.folder", text, code="sweep-exists")])
-        (self.path / LOGS).mkdir(exist_ok=True)
+        try:
+            make_folder_inside(self.path, LOGS)
+        except OSError as error:
+            raise write_error(self.path / LOGS, error) from None
         write_atomically(self.path / POINTS, [_line(point) for point in points])
         self.write_head(head)
 
@@ -117,16 +139,17 @@ class SweepFolder:
         """What the sweep is. RecipeError: there is none, or it is damaged."""
         if not self.exists():
             raise RecipeError([Problem("", f"{self.path} holds no sweep (no {HEAD})", code="sweep-missing")])
+        self.refuse_links()
         try:
-            return SweepHead.model_validate_json((self.path / HEAD).read_bytes())
-        except ValidationError as error:
+            content = parse_json(read_inside(self.path, HEAD, limit=MAX_BYTES))
+            return SweepHead.model_validate_json(json.dumps(content))
+        except (OSError, ValueError) as error:
             raise _damaged(self.path / HEAD, error) from None
 
     def append(self, point: Point) -> None:
         """A change of a point, with one write, so that a killed process leaves at most a line without its end."""
-        path = self.path / POINTS
         try:
-            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_inside(self.path, POINTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
                 size = os.fstat(fd).st_size
                 torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
@@ -135,24 +158,85 @@ class SweepFolder:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise write_error(path, error) from None
+            raise write_error(self.path / POINTS, error) from None
 
     def points(self) -> list[Point]:
         """Every point as it is now, by number. RecipeError: a line is damaged; one without its end doesn't count."""
+        self.refuse_links()
         found: dict[int, Point] = {}
-        lines = (self.path / POINTS).read_bytes().splitlines()
-        for line in lines:
-            if not _is_whole(line):
+        for number, line in self._lines():
+            try:
+                content = parse_json(line)
+            except ValueError:
+                continue  # torn by a kill
+            if not isinstance(content, dict):
                 continue
             try:
-                point = Point.model_validate_json(line)
+                point = Point.model_validate_json(json.dumps(content))
             except ValidationError as error:
-                raise _damaged(self.path / POINTS, error) from None
+                raise _damaged(self.path / POINTS, error, line=number) from None
             before = found.get(point.number)
+            if before is not None and point.folder != before.folder:
+                raise _damaged(self.path / POINTS, f"point {point.number} has two folders", line=number)
             if point.recipe is None and before is not None:
                 point = point.model_copy(update={"recipe": before.recipe})
             found[point.number] = point
         return [found[number] for number in sorted(found)]
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Lines of points.jsonl with their numbers from 1 on. RecipeError: it can't be read, or is too large."""
+        try:
+            with open(open_inside(self.path, POINTS), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size > MAX_POINTS_BYTES:
+                    raise _damaged(self.path / POINTS, f"it has {size:,} bytes, more than {MAX_POINTS_BYTES:,}")
+                number = 0
+                while line := file.readline(MAX_LINE):
+                    number += 1
+                    yield number, line
+        except OSError as error:
+            raise _damaged(self.path / POINTS, error) from None
+
+    def refuse_links(self, *point_folders: str) -> None:
+        """RecipeError: a file or folder of the sweep is there as a link or device; so is one of a point's run."""
+        try:
+            check_kinds(self.path, files=(HEAD, POINTS, STOP), folders=(LOGS, LOCK_FOLDER, *point_folders))
+        except OSError as error:
+            raise _damaged(Path(str(error.filename)), error) from None
+        for name in point_folders:
+            refuse_links(self.path / name)
+
+    def ask_to_stop(self) -> None:
+        """Leaves the file that asks the jobs of a Hydra launcher to end."""
+        try:
+            os.close(open_inside(self.path, STOP, os.O_WRONLY | os.O_CREAT))
+        except OSError as error:
+            raise write_error(self.path / STOP, error) from None
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether that file is there."""
+        return os.path.lexists(self.path / STOP)
+
+    def take_stop_back(self) -> None:
+        """Removes that file."""
+        try:
+            (self.path / STOP).unlink(missing_ok=True)
+        except OSError as error:
+            raise write_error(self.path / STOP, error) from None
+
+    def new_hydra_logs(self) -> Path:
+        """A new folder for what Hydra and its launcher write, which no one can have filled: logs/hydra-1, -2, ..."""
+        number = 1
+        while True:
+            folder = self.path.resolve() / LOGS / f"hydra-{number}"
+            try:
+                make_folder_inside(self.path, LOGS)
+                folder.mkdir()
+                return folder
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise write_error(folder, error) from None
 
     def run(self, point: Point) -> Path:
         """The run folder of a point."""
@@ -179,12 +263,14 @@ def _line(point: Point) -> bytes:
     return known.model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
-def _is_whole(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
-
-
-def _damaged(path: Path, error: ValidationError) -> RecipeError:
-    return RecipeError([Problem("", f"{path} is damaged: {str(error).splitlines()[0]}", code="sweep-damaged")])
+def _damaged(path: Path, cause: Exception | str, *, line: int | None = None) -> RecipeError:
+    """`path` can't be read as what it is; `cause` says why. `line`: where in it."""
+    if isinstance(cause, OSError):
+        text = f"{path} can't be read: {cause.strerror}"
+    else:
+        what = str(cause)
+        if isinstance(cause, ValidationError):
+            first = cause.errors(include_url=False)[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        text = f"{path} is damaged{f' in line {line}' if line is not None else ''}: {what}"
+    return RecipeError([Problem("", text, code="sweep-damaged")])

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,13 +14,51 @@ from pydantic import ValidationError
 from megaspec.commands.words import take
 from megaspec.compose import Swept, plain_values, split_sweep
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
-from megaspec.core.problems import did_you_mean, one_of, typed_problems
+from megaspec.core.problems import did_you_mean, one_of, show, typed_problems
 from megaspec.resolve.fits import MEMORY
 from megaspec.sweep.spec import SweepSpec
 
 MOST_POINTS = 10_000
 OWN_LAUNCHER = "megaspec"
 LAUNCHERS = (OWN_LAUNCHER, "basic", "joblib", "submitit_local", "submitit_slurm")
+_JOBLIB = ("n_jobs", "backend", "prefer", "require", "verbose", "timeout", "batch_size", "max_nbytes", "mmap_mode")
+_SUBMITIT = (
+    "timeout_min",
+    "cpus_per_task",
+    "gpus_per_node",
+    "tasks_per_node",
+    "mem_gb",
+    "nodes",
+    "name",
+    "stderr_to_stdout",
+)
+_SLURM = (
+    "partition",
+    "qos",
+    "comment",
+    "constraint",
+    "exclude",
+    "gres",
+    "cpus_per_gpu",
+    "gpus_per_task",
+    "mem_per_gpu",
+    "mem_per_cpu",
+    "account",
+    "signal_delay_s",
+    "max_num_timeout",
+    "array_parallelism",
+)
+# Launcher -> settings that are taken from sweep.json when a sweep goes on. The others run commands (setup), are
+# evaluated (pre_dispatch) or say where files are written (submitit_folder): those only a command line can say.
+KEPT_SETTINGS: dict[str, tuple[str, ...]] = {
+    "basic": (),
+    "joblib": _JOBLIB,
+    "submitit_local": _SUBMITIT,
+    "submitit_slurm": (*_SUBMITIT, *_SLURM),
+}
+_SETTING = re.compile(r"hydra\.launcher\.([a-z][a-z0-9_]*)((?:\.[A-Za-z0-9][A-Za-z0-9_-]*)*)=.*", re.DOTALL)
+# What a partition, a constraint or a comment is written with, and nothing that ends a line of a batch script.
+_PLAIN_TEXT = re.compile(r"[A-Za-z0-9 _.,:;@%+*=()\[\]/&|-]*")
 _SWEEPERS = {"basic": "grid", "optuna": "optuna"}
 # Every point has its own.
 _OWN_TO_A_POINT = ("name", "run_dir", "resume")
@@ -108,12 +147,82 @@ def _hydra_words(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
             settings.append(word)
         else:
             problems.append(Problem(key, f"{word}: {_instead(key, value)}", COMMAND_LINE, "override.hydra"))
-    if settings and launcher == OWN_LAUNCHER and not problems:
-        text = f"{settings[0]}: hydra/launcher={OWN_LAUNCHER} has no such setting; set sweep.slots or sweep.gpus"
-        problems.append(Problem("hydra.launcher", text, COMMAND_LINE, "override.hydra"))
     if problems:
         raise RecipeError(problems)
+    check_launcher(launcher, settings, COMMAND_LINE)
     return launcher, settings, aliases
+
+
+def check_launcher(launcher: str, settings: Sequence[str], origin: str) -> None:
+    """RecipeError: not a launcher that we know, or a word that is not a setting of one as plain data.
+
+    The one check of what reaches Hydra, wherever the words are from; `origin` says where.
+    """
+    problems = []
+    if launcher not in LAUNCHERS:
+        text = f"hydra/launcher={launcher}: {_instead('hydra/launcher', launcher)}"
+        problems.append(Problem("hydra/launcher", text, origin, "override.hydra"))
+    elif settings and launcher == OWN_LAUNCHER:
+        text = f"{settings[0]}: hydra/launcher={OWN_LAUNCHER} has no such setting; set sweep.slots or sweep.gpus"
+        problems.append(Problem("hydra.launcher", text, origin, "override.hydra"))
+    for word in settings:
+        if why := _wrong_setting(word):
+            key = word.partition("=")[0]
+            problems.append(Problem(key, f"{show(word)}: {why}", origin, "override.hydra"))
+    if problems:
+        raise RecipeError(problems)
+
+
+def kept_settings(launcher: str, settings: Sequence[str], given: Sequence[str], *, sweep: Path) -> tuple[str, ...]:
+    """The settings of a sweep that goes on: those of sweep.json, and over them those that the command line has `given`.
+
+    RecipeError: what `check_launcher` refuses of either, or a setting of sweep.json that only a command line can say.
+    """
+    check_launcher(launcher, given, COMMAND_LINE)
+    head = str(sweep / "sweep.json")
+    check_launcher(launcher, settings, head)
+    anew = {word.partition("=")[0] for word in given}
+    kept = [word for word in settings if word.partition("=")[0] not in anew]
+    problems = []
+    for word in kept:
+        key = word.partition("=")[0]
+        match = _SETTING.fullmatch(word)
+        assert match is not None, f"{word} was not checked"
+        if match[1] not in KEPT_SETTINGS[launcher] or match[2] or not _is_plain(word):
+            way_out = f"after a look at it give it again: megaspec sweep resume {sweep} {show(word)}"
+            text = f"{show(word)}: only a command line can say this; {way_out}"
+            problems.append(Problem(key, text, head, "override.hydra"))
+    if problems:
+        raise RecipeError(problems)
+    return (*kept, *given)
+
+
+def _wrong_setting(word: str) -> str:
+    """Why a word is no setting of a launcher; "" where it is one."""
+    if _SETTING.fullmatch(word) is None:
+        return "no setting of a launcher; those are hydra.launcher.name=value, the name in small letters"
+    try:
+        [value] = _setting(word).values()
+    except RecipeError as error:
+        return "; ".join(problem.message for problem in error.problems)
+    # a `_target_` in a value is called when Hydra makes the launcher
+    return "a setting is data, it can't name code; drop it" if _names_code(value) else ""
+
+
+def _setting(word: str) -> dict[str, Any]:
+    return plain_values([word.removeprefix("hydra.launcher.")])
+
+
+def _names_code(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(key.startswith("_") or _names_code(inner) for key, inner in value.items())
+    return isinstance(value, list) and any(_names_code(inner) for inner in value)
+
+
+def _is_plain(word: str) -> bool:
+    """Whether the value of a setting is one number or short text without lines, quotes and interpolations."""
+    [value] = _setting(word).values()
+    return value is None or isinstance(value, int | float) or bool(_PLAIN_TEXT.fullmatch(str(value)))
 
 
 def _instead(key: str, value: str) -> str:

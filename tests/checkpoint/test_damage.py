@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaspec.checkpoint import store as store_module
 from megaspec.checkpoint import verify
 from megaspec.checkpoint.files import UnreadableError
 from megaspec.checkpoint.format import MANIFEST
@@ -173,6 +174,60 @@ def test_none_left_says_what_was_found_in_each_again_and_again(run) -> None:
             assert re.search(rf"step-0000000{step}.*\n.*{FILES[1]}: expected \d+ bytes, found {10 + step}", text), text
 
 
+def remove_when(monkeypatch, module, name: str, *folders: Path, before: bool) -> None:
+    """From the first call of `module.name` on, `folders` are gone: `before` it or after it has done its work."""
+    real = getattr(module, name)
+
+    def watched(*args, **keywords):
+        result = None if before else real(*args, **keywords)
+        for one in folders:
+            shutil.rmtree(one, ignore_errors=True)
+        return real(*args, **keywords) if before else result
+
+    monkeypatch.setattr(module, name, watched)
+
+
+@pytest.mark.parametrize("repair", [True, False])
+@pytest.mark.parametrize(
+    ("module", "name", "before"),
+    [
+        (store_module, "read_manifest", True),
+        (store_module, "find_damage", True),
+        (verify, "open_stored", True),
+        (store_module, "find_damage", False),
+        (store_module, "Reader", True),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_that_is_removed_while_it_is_verified(run, monkeypatch, module, name, before, ranks, repair):
+    """By a user, or by a clean-up job: it was told as 73, "cannot write", and the one before it was not taken."""
+    remove_when(monkeypatch, module, name, folder(run, 3), before=before)
+    store = Store(run, chunk_bytes=CHUNK)
+    for reader in no_rank_failed(on_ranks(ranks, lambda c: store.newest_good(c, repair=repair))):
+        assert_holds(reader, 2)
+        (told,) = reader.passed_over
+        assert "step-00000003" in told
+        assert "missing" in told
+        reader.close()
+    assert store.steps() == [1, 2]
+    assert not (run / "checkpoints" / "quarantine").exists() or not any((run / "checkpoints/quarantine").iterdir())
+
+
+def test_all_checkpoints_are_removed_while_they_are_verified(run, monkeypatch) -> None:
+    remove_when(monkeypatch, verify, "open_stored", *(folder(run, s) for s in (1, 2, 3)), before=True)
+    with pytest.raises(CheckpointError, match="no good checkpoint is left") as caught:
+        Store(run).newest_good(SOLO)
+    assert caught.value.exit_code == 66
+
+
+def test_an_earlier_save_that_is_removed_while_it_gets_its_name_back(run, monkeypatch) -> None:
+    replaced = folder(run, 3).rename(run / "checkpoints" / ".replaced-00000003-4")
+    remove_when(monkeypatch, store_module, "rename_durably", replaced, before=True)
+    with Store(run).newest_good(SOLO) as reader:
+        assert_holds(reader, 2)
+        assert "removed after it was verified" in reader.passed_over[0]
+
+
 def test_looking_without_the_right_to_repair_moves_nothing(run) -> None:
     (folder(run, 3) / FILES[0]).unlink()
     before = sorted(run.rglob("*"))
@@ -238,7 +293,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(run) -> None:
     body = inner() | {"step": 3}
     body["files"][0][0] = f"../step-00000002/{FILES[0]}"
     (folder(run, 3) / MANIFEST).write_bytes(seal(body))
-    assert_falls_back(run, to=2, named=MANIFEST, said="name .* is not allowed")
+    assert_falls_back(run, to=2, named=MANIFEST, said="expected a file as .*, found")
 
 
 @pytest.mark.parametrize("trouble", ["newer version", "permission"])

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -16,7 +17,7 @@ from megaspec.checkpoint import lock as lock_module
 from megaspec.checkpoint.lock import RunLock, decode_holder, process_start
 from megaspec.checkpoint.store import Store
 from megaspec.core import faults
-from megaspec.core.errors import MegaspecError, RunLockedError
+from megaspec.core.errors import MegaspecError, RunLockedError, WriteError
 from tests.checkpoint.checkpoint_cases import CHUNK, FORKS, SOLO, assert_holds, save
 
 
@@ -244,6 +245,45 @@ def test_when_the_lock_folder_was_removed_the_old_holder_stops(tmp_path) -> None
             old.check()
         old.release()
         new.check()
+
+
+def test_one_read_says_whether_the_run_is_still_this_jobs(tmp_path, monkeypatch) -> None:
+    another_host(monkeypatch)
+    old = RunLock(tmp_path).acquire()
+    assert old.is_ours()
+    old.check_line()
+    monkeypatch.setattr(lock_module, "read_inside", no_answer)
+    old.check_line()  # a file system that is away for a moment says nothing
+    monkeypatch.undo()
+    die(old)
+    with RunLock(tmp_path, stale_seconds=0.1) as new:
+        assert not old.is_ours()
+        assert new.is_ours()
+        with pytest.raises(RunLockedError, match="took it over"):
+            old.check_line()
+    assert not new.is_ours()
+
+
+def no_answer(*_: object, **__: object) -> bytes:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("what", ["moved", "removed", "its lock folder alone"])
+def test_a_folder_that_is_gone_is_told_as_such(tmp_path, what) -> None:
+    run = tmp_path / "run"
+    lock = RunLock(run).acquire()
+    match what:
+        case "moved":
+            run.rename(tmp_path / "elsewhere")
+        case "removed":
+            shutil.rmtree(run)
+        case _:
+            (run / "lock").rename(tmp_path / "lock")
+    for ask in (lock.check, lock.check_line):
+        with pytest.raises(WriteError, match="was moved or removed while the run was under way") as caught:
+            ask()
+        assert caught.value.exit_code == 73
+    lock.release()
 
 
 TAKEN_OVER_AT = (

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megaspec.checkpoint import reader as reader_module
-from megaspec.checkpoint.format import MANIFEST, Manifest, StoredFile, StoredPiece, StoredTensor, encode
 from megaspec.checkpoint.reader import Reader
-from megaspec.checkpoint.rectangles import Rectangle, overlapping, uncovered
+from megaspec.checkpoint.rectangles import Rectangle, not_held_once
 from megaspec.checkpoint.shard import TORCH_DTYPES, SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
@@ -148,8 +148,9 @@ def test_strided_and_empty_pieces_and_ranks_that_own_nothing(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("pieces", "said"),
     [
-        ([((0, 0), (2, 4))], r"w: no piece holds \[2:4, 0:4\]"),
-        ([((0, 0), (4, 2)), ((2, 1), (2, 3))], "w: two saved pieces overlap"),
+        ([((0, 0), (2, 4))], "w: saved pieces hold 8 elements of 16; each must be held once"),
+        ([((0, 0), (4, 2)), ((2, 1), (2, 3))], "w: saved pieces hold 14 elements of 16"),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 2))], "w: saved pieces hold 16 elements of 16; each must be held once"),
         ([((0, 0), (4, 4)), ((0, 0), (4, 4))], "given twice"),
     ],
 )
@@ -180,40 +181,48 @@ def test_nan_in_the_state_is_refused_before_anything_is_written(tmp_path) -> Non
     assert not store.folder.exists()
 
 
-def test_missing_coverage_names_tensor_and_region(tmp_path) -> None:
-    (tmp_path / MANIFEST).write_bytes(
-        encode(
-            Manifest(
-                step=1,
-                generation=1,
-                token=0,
-                chunk_bytes=64,
-                files=(StoredFile("rank-00000.safetensors", 64, (0,)),),
-                tensors={"w": StoredTensor("F32", (4, 4), (StoredPiece(0, 0, (0, 0), (2, 4)),))},
-            )
-        )
-    )
-    with (
-        Reader(tmp_path) as reader,
-        pytest.raises(CheckpointError, match=r"w\[2:3, 1:3\] of shape \[4, 4\] is stored in"),
-    ):
-        reader.read("w", (1, 1), (2, 2))
+def held_once(whole: tuple[int, ...], parts: list[Rectangle]) -> bool:
+    """The truth: counts how often each element is held."""
+    count = np.zeros(whole, dtype=np.int64)
+    for part in parts:
+        count[tuple(slice(s, e) for s, e in zip(part.start, part.stop, strict=True))] += 1
+    return bool((count == 1).all())
 
 
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), cuts=st.integers(0, 12))
-def test_rectangles_cover_and_overlap(seed, cuts) -> None:
+def a_part(whole: tuple[int, ...], rnd: random.Random) -> Rectangle:
+    start = tuple(rnd.randrange(n) for n in whole)
+    return Rectangle(start, tuple(rnd.randint(1, n - s) for n, s in zip(whole, start, strict=True)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**32), n_dims=st.integers(0, 4), n_wholes=st.integers(1, 3))
+def test_rectangles_that_hold_each_element_once(seed, n_dims, n_wholes) -> None:
+    """Against counting: partitions, and what comes of them when a part is lost, repeated, moved, or all are random."""
     rnd = random.Random(seed)
-    whole = Rectangle((0, 0, 0), (4, 5, 6))
-    parts = [p for p in split(whole, cuts, rnd) if p.numel]
-    assert overlapping(parts) is None
-    assert uncovered(whole, parts) == []
-    gone = parts.pop(rnd.randrange(len(parts)))
-    holes = uncovered(whole, parts)
-    assert sum(h.numel for h in holes) == gone.numel
-    assert overlapping([*parts, *holes]) is None
-    again = Rectangle(gone.start, (1, 1, 1))
-    assert overlapping([*parts, gone, again]) is not None
+    wholes = [tuple(rnd.randint(1, 4) for _ in range(n_dims)) for _ in range(n_wholes)]
+    owners, rectangles, wrong = [], [], []
+    for number, whole in enumerate(wholes):
+        parts = [p for p in split(Rectangle((0,) * n_dims, whole), rnd.randint(0, 6), rnd) if p.numel]
+        match rnd.randrange(5):
+            case 1:
+                parts.pop(rnd.randrange(len(parts)))
+            case 2:
+                parts.append(rnd.choice(parts))
+            case 3:
+                parts[rnd.randrange(len(parts))] = a_part(whole, rnd)
+            case 4:
+                parts = [a_part(whole, rnd) for _ in range(rnd.randint(0, 5))]
+        rnd.shuffle(parts)
+        if not held_once(whole, parts):
+            wrong.append(number)
+        owners += [number] * len(parts)
+        rectangles += parts
+
+    def numbers(rows: list[tuple[int, ...]]) -> np.ndarray:
+        return np.array(rows, dtype=np.int64).reshape(len(rows), n_dims)
+
+    starts, shapes = numbers([r.start for r in rectangles]), numbers([r.shape for r in rectangles])
+    assert not_held_once(numbers(wholes), np.array(owners, dtype=np.int64), starts, shapes) == wrong
 
 
 def test_prune_keeps_the_newest_and_what_was_published_last(tmp_path) -> None:

@@ -41,6 +41,18 @@ def test_hardware_and_gpus_stand_anywhere_on_the_line(capsys):
     assert content["memory"]["capacity"] > 170 * 2**30
 
 
+def test_it_names_the_change_that_would_save_most(capsys):
+    words = ("recipe=llama3_1_405b", "gpus=16384", "parallelism.pp=16", "parallelism.cp=1")
+    now = as_json(capsys, *words)
+    change = now["change"]
+    assert change["saves"] > 0.3
+    then = as_json(capsys, *words, *change["overrides"])
+    assert then["step_time"]["seconds"] == pytest.approx(change["seconds"])
+    assert then["memory"]["fits"]
+    assert main(["plan", *words]) == 0
+    assert f"\n  {' '.join(change['overrides'])}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

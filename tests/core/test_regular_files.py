@@ -3,7 +3,14 @@ import os
 
 import pytest
 
-from megaspec.core.regular_files import open_inside, open_regular, read_inside
+from megaspec.core.regular_files import (
+    check_kinds,
+    make_folder_inside,
+    open_inside,
+    open_regular,
+    read_inside,
+    write_beside,
+)
 
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
@@ -68,3 +75,72 @@ def test_a_file_over_the_limit_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(b"123456")
     with pytest.raises(OSError, match="more than 5 bytes"):
         read_inside(tmp_path, "a", limit=5)
+
+
+def test_a_folder_is_made_where_it_is_not_there(tmp_path):
+    make_folder_inside(tmp_path, "logs")
+    make_folder_inside(tmp_path, "logs")
+    make_folder_inside(tmp_path, "logs/more")
+    assert (tmp_path / "logs" / "more").is_dir()
+    with pytest.raises(OSError, match="inside its folder"):
+        make_folder_inside(tmp_path, "../logs")
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "file", "link on the way"])
+def test_a_folder_is_not_made_through_a_link(tmp_path, kind):
+    run, home = tmp_path / "run", tmp_path / "home"
+    run.mkdir()
+    home.mkdir()
+    name = "logs"
+    if kind == "link":
+        (run / "logs").symlink_to(home)
+    elif kind == "dangling link":
+        (run / "logs").symlink_to(home / "new")
+    elif kind == "fifo":
+        os.mkfifo(run / "logs")
+    elif kind == "file":
+        (run / "logs").write_bytes(b"")
+    else:
+        (run / "on").symlink_to(home)
+        name = "on/logs"
+    with pytest.raises(OSError, match=r"link|is no folder") as caught:
+        make_folder_inside(run, name)
+    assert caught.value.filename == str(run / name)
+    assert not list(home.iterdir())
+
+
+def test_kinds_are_checked_of_what_is_there(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "folder link").symlink_to("folder")
+    os.mkfifo(tmp_path / "fifo")
+    check_kinds(tmp_path, files=("file", "none", "none/x"), folders=("folder", "none"))
+    for wrong in ({"files": ["folder"]}, {"files": ["link"]}, {"files": ["fifo"]}):
+        with pytest.raises(OSError, match=r"is no regular file|is a link") as caught:
+            check_kinds(tmp_path, **wrong)
+        assert caught.value.filename == str(tmp_path / wrong["files"][0])
+    for name in ("file", "fifo", "folder link"):
+        with pytest.raises(OSError, match=r"is no folder|is a link"):
+            check_kinds(tmp_path, folders=[name])
+
+
+def test_a_file_beside_is_whole_or_not_there(tmp_path):
+    old = os.umask(0o027)
+    try:
+        made = write_beside(tmp_path / "a", [b"one ", b"two"])
+    finally:
+        os.umask(old)
+    assert made.parent == tmp_path
+    assert made.read_bytes() == b"one two"
+    assert made.stat().st_mode & 0o777 == 0o640
+    assert write_beside(tmp_path / "a", []) != made
+
+    def chunks():
+        yield b"one"
+        raise OSError(errno.ENOSPC, "full")
+
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(OSError, match="full"):
+        write_beside(tmp_path / "a", chunks())
+    assert sorted(tmp_path.iterdir()) == before

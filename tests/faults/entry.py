@@ -11,6 +11,8 @@ from typing import Any
 from megaspec.core import faults
 from megaspec.runtime import rank as runtime
 
+NEW_HOLDER = '{"event": "step", "step": 1, "by": "the new holder"}\n'
+
 
 def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keywords: Any) -> int:
     """`fault`: {"rank", "kind", ...}, on that rank alone.
@@ -21,13 +23,15 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
             that its appearance triggers comes while the rank is there
     full    from that time on there is no space left on the disk
     halt    at that time it stops where it is, alive (SIGSTOP)
+    lose    at that time another job takes the run over, as it may when this one has stood still for long
+    move    at that time the run folder is renamed
     """
     if fault is not None and fault["rank"] == rank:
-        _arm(**{k: v for k, v in fault.items() if k != "rank"})
+        _arm(run_dir, **{k: v for k, v in fault.items() if k != "rank"})
     return runtime.main(run_dir, rank=rank, **keywords)
 
 
-def _arm(*, kind: str, point: str = "", count: int = 1, seconds: float = 0.0, mark: str = "") -> None:
+def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: float = 0.0, mark: str = "") -> None:
     match kind:
         case "after":
             killer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
@@ -43,12 +47,33 @@ def _arm(*, kind: str, point: str = "", count: int = 1, seconds: float = 0.0, ma
             faults.arm(point, _disk_is_full, count=count)
         case "halt":
             faults.arm(point, lambda: os.kill(os.getpid(), signal.SIGSTOP), count=count)
+        case "lose":
+            faults.arm(point, lambda: _take_over(Path(run_dir)), count=count)
+        case "move":
+            faults.arm(point, lambda: _move(Path(run_dir)), count=count)
 
 
 def _mark(mark: str) -> None:
     if not os.path.exists(mark):
         Path(mark).touch()
         time.sleep(0.2)
+
+
+def _take_over(run: Path) -> None:
+    """What a new holder leaves: its record under the next token, and none of those before it. It goes on with the run:
+    metrics.jsonl ends with its line."""
+    (record,) = (run / "lock").glob("*.json")
+    token = int(record.stem)
+    (run / "lock" / f"{token + 1:08d}.json").write_text("{}")
+    record.unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(NEW_HOLDER)
+    faults.disarm()
+
+
+def _move(run: Path) -> None:
+    run.rename(run.with_name("elsewhere"))
+    faults.disarm()
 
 
 def _disk_is_full() -> None:

@@ -1,5 +1,6 @@
 """Two jobs on one run folder, and a disk without room."""
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from megaspec.cli import main
+from tests.faults.entry import NEW_HOLDER
 from tests.faults.runs import assert_same, go, make_run, newest, recipe
 from tests.faults.test_stop import ROOT, wait_for_step
 
@@ -38,6 +40,27 @@ def test_a_second_job_is_refused_at_once_and_told_who_has_the_folder(tmp_path, c
     finally:
         first.kill()
         first.wait()
+
+
+def test_a_job_that_lost_its_run_writes_nothing_more(tmp_path, factory, capfd):
+    """It stood still while another one took over: neither a line nor a checkpoint comes from it afterwards."""
+    run = make_run(tmp_path / "run", recipe(save_every=20))
+    assert go(run, factory, fault={"rank": 0, "kind": "lose", "point": "step", "count": 4}) == 78
+    assert "took it over" in capfd.readouterr().err
+    assert (run / "metrics.jsonl").read_text().endswith(NEW_HOLDER)
+    assert not (run / "checkpoints").exists()
+    assert json.loads((run / "exit_code.json").read_text())["code"] is None
+
+
+def test_a_run_folder_that_is_renamed_under_way(tmp_path, factory, capfd):
+    run = make_run(tmp_path / "run", recipe())
+    assert go(run, factory, fault={"rank": 0, "kind": "move", "point": "step", "count": 5}) == 73
+    said = capfd.readouterr().err
+    assert f"run_dir={run} was moved or removed while the run was under way" in said
+    assert "took it over" not in said
+    assert "Traceback" not in said
+    assert not run.exists()
+    assert newest(tmp_path / "elsewhere")[0] == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])

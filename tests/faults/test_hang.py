@@ -18,6 +18,7 @@ def test_a_rank_that_halts(tmp_path, factory, undisturbed, capfd):
         said
     )
     assert said.count("rank 1: gone, or too busy to answer") == 1
+    assert "megaspec: rank 1 did not end in time and was killed: it was stopped" in said
     step, _, _ = newest(run)
     assert 1 <= step < undisturbed[2].step
     assert go(run, factory) == 0

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,17 @@ import torch.distributed as dist
 
 from megaspec.core.errors import HangError
 from megaspec.launcher.rendezvous import FileRendezvous
+
+
+def join(rank: int, world_size: int, store: FileRendezvous, timeout_seconds: float) -> None:
+    """Makes the world."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store.path, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
 
 
 def sums(
@@ -25,13 +37,7 @@ def sums(
     **_: Any,
 ) -> int:
     """Sums twenty times over all ranks; in attempt n, rank deaths[n] kills itself half-way."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store.path, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    join(rank, world_size, store, timeout_seconds)
     total = torch.ones(1)
     for step in range(20):
         if step == 10 and attempt < len(deaths) and rank == deaths[attempt]:
@@ -43,4 +49,18 @@ def sums(
         total /= world_size
     Path(run_dir, f"sum-{rank}").write_text(f"{attempt} {float(total)}")
     dist.destroy_process_group()
+    return 0
+
+
+def stuck(
+    run_dir: str, *, rank: int, world_size: int, store: FileRendezvous, timeout_seconds: float, culprit: int, **_: Any
+) -> int:
+    """One rank does not come to a sum, for a call that does not come back; the others wait there."""
+    join(rank, world_size, store, timeout_seconds)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    Path(run_dir, f"up-{rank}").touch()
+    if rank == culprit:
+        time.sleep(60)
+    dist.all_reduce(total)
     return 0

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -61,6 +62,24 @@ def test_exit_code(tmp_path, factory, codes, expected):
     assert run(tmp_path, factory, "codes", len(codes), codes=codes) == expected
 
 
+@pytest.mark.parametrize(
+    ("codes", "cause", "code"),
+    [
+        ([74, "kill late", "dies of SIGTERM"], "rank 1 was killed by SIGKILL", 74),
+        (["dies of SIGTERM", 74, "kill late"], "rank 2 was killed by SIGKILL", 74),
+        (["kill late", "dies of SIGTERM", 74], "rank 0 was killed by SIGKILL", 74),
+        (["dies of SIGTERM", "crash late", 74], "rank 1 ended with exit code 1", 70),
+        ([74, "dies of SIGTERM", "crash late"], "rank 2 ended with exit code 1", 70),
+    ],
+)
+def test_the_first_cause_is_named_when_survivors_end_before_it(tmp_path, factory, capfd, codes, cause, code):
+    assert run(tmp_path, factory, "codes", len(codes), codes=codes) == code
+    said = capfd.readouterr().err
+    assert cause in said
+    assert "SIGTERM" not in said
+    assert ("IndexError: a plug-in's bug on purpose" in said) == ("crash late" in codes)
+
+
 def test_user_errors_print_no_traceback_and_bugs_do(tmp_path, factory, capfd):
     run(tmp_path, factory, "codes", 2, codes=["wait", "bad data"])
     said = capfd.readouterr().err
@@ -111,6 +130,31 @@ def test_a_run_folder_that_cannot_be_written_is_named(tmp_path, factory):
     (tmp_path / "file").touch()
     with pytest.raises(WriteError, match="file/logs"):
         run(tmp_path / "file", factory, "talk", 1)
+
+
+def test_a_link_in_place_of_a_log_is_refused(tmp_path, factory):
+    (tmp_path / "mine").write_text("a file of somebody's own\n")
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "rank-1.log").symlink_to(tmp_path / "mine")
+    with pytest.raises(WriteError, match=r"run/logs/rank-1\.log: is a link"):
+        run(tmp_path / "run", factory, "talk", 2)
+    assert (tmp_path / "mine").read_text() == "a file of somebody's own\n"
+    (tmp_path / "run" / "logs" / "rank-0.log").unlink()
+    os.mkfifo(tmp_path / "run" / "logs" / "rank-0.log")
+    with pytest.raises(WriteError, match=r"run/logs/rank-0\.log: is no regular file"):
+        run(tmp_path / "run", factory, "talk", 1)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "logs").symlink_to(tmp_path)
+    with pytest.raises(WriteError, match=r"other/logs/rank-0\.log: lies behind a link"):
+        run(tmp_path / "other", factory, "talk", 1)
+    assert not (tmp_path / "rank-0.log").exists()
+
+
+def test_a_folder_that_went_to_another_job_gets_no_line_from_this_launcher(tmp_path, factory, capfd):
+    options = {"entry": f"{TOYS}:codes", "arguments": {"codes": ["bad data"]}, "factory": factory}
+    assert launch(str(tmp_path), ranks=1, is_ours=lambda: False, **options) == 65
+    assert "data.path=nowhere is missing" in capfd.readouterr().err
+    assert (tmp_path / "logs" / "rank-0.log").read_text() == ""
 
 
 def test_killed_ranks_are_started_again(tmp_path, factory, capfd):
@@ -207,7 +251,7 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_reaches_every_rank(tmp_path, number):
     with started(tmp_path, "saves", 3) as launcher:
         os.kill(launcher.pid, number)
@@ -243,6 +287,81 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace_time(tmp_path):
     assert "did not end in time" in said
     assert all(gone(p) for p in ranks)
     wait_for(lambda: all(gone(p) for p in children))
+
+
+def test_sigusr2_shows_where_every_rank_is_and_stops_nothing(tmp_path):
+    with started(tmp_path, "saves", 2) as launcher:
+        os.kill(launcher.pid, signal.SIGUSR2)
+        logs = [tmp_path / "logs" / f"rank-{r}.log" for r in range(2)]
+        wait_for(lambda: all("toys.py" in log.read_text() for log in logs))
+        assert launcher.poll() is None
+        os.kill(launcher.pid, signal.SIGTERM)
+        _, said = launcher.communicate(timeout=10)
+    assert launcher.returncode == 75
+    assert "SIGUSR2: every rank writes its stacks to its log and goes on" in said
+
+
+def test_a_frozen_rank_is_named_and_not_one_that_waited_for_it(tmp_path):
+    with started(tmp_path, "frozen", 3, grace_seconds=0.3) as launcher:
+        wait_for(lambda: psutil.Process(pids(tmp_path, "up", 3)[1]).status() == psutil.STATUS_STOPPED)
+        os.kill(launcher.pid, signal.SIGTERM)
+        _, said = launcher.communicate(timeout=10)
+    assert launcher.returncode == 74
+    assert "rank 1 did not end in time and was killed: it was stopped (SIGSTOP" in said
+
+
+def test_a_rank_that_is_stuck_is_named_and_not_one_that_waits_in_a_collective(tmp_path, capfd):
+    def stop_when_up():
+        wait_for(lambda: all((tmp_path / f"up-{r}").exists() for r in range(2)), seconds=60)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sent = threading.Thread(target=stop_when_up)
+    sent.start()
+    with RankFactory(("torch", "tests.launchers.gloo_toy")) as warm:
+        code = launch(
+            str(tmp_path),
+            ranks=2,
+            entry="tests.launchers.gloo_toy:stuck",
+            grace_seconds=0.3,
+            arguments={"culprit": 1},
+            factory=warm,
+        )
+    sent.join()
+    assert code == 74
+    assert "rank 1 did not end in time and was killed: it was in stuck (" in capfd.readouterr().err
+
+
+@pytest.fixture
+def small_group():
+    """A control group with little memory, and how a process joins it; the test is skipped where none may be made."""
+    groups = Path("/sys/fs/cgroup")
+    if (groups / "memory").exists():
+        limits = {"memory.limit_in_bytes": 200 << 20, "memory.memsw.limit_in_bytes": 200 << 20}
+        group = groups / "memory" / f"megaspec-test-{os.getpid()}"
+    else:
+        limits = {"memory.max": 200 << 20, "memory.swap.max": 0}
+        group = groups / f"megaspec-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        for name, limit in limits.items():
+            (group / name).write_text(str(limit))
+    except OSError:
+        with suppress(OSError):
+            group.rmdir()
+        pytest.skip("may not limit a control group's memory here")
+    yield group / "cgroup.procs"
+    wait_for(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_a_rank_that_memory_ran_out_for_ends_the_run_for_good(tmp_path, small_group):
+    start = [sys.executable, str(ROOT / "tests/launchers/start.py"), str(tmp_path), f"{TOYS}:eats", "2"]
+    joined = ["sh", "-c", f'echo $$ > {small_group} && exec "$@"', "sh", *start, json.dumps({"max_restarts": 2})]
+    done = subprocess.run(joined, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 64, done.stderr
+    assert "rank 1 was killed because memory ran out" in done.stderr
+    assert "starting again" not in done.stderr
 
 
 def test_a_second_signal_kills_at_once(tmp_path):

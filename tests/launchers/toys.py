@@ -13,10 +13,22 @@ from megaspec.launcher.stop import stop_requested
 
 
 def codes(run_dir: str, *, rank: int, codes: list[int | str], **_: Any) -> int:
-    """Ends as codes[rank] says; a rank that ends with "wait" waits until it is asked to stop, then returns 74."""
+    """Ends as codes[rank] says; a rank that ends with "wait" waits until it is asked to stop, then returns 74.
+
+    "dies of SIGTERM" is a rank that the interpreter has taken the handlers from, as it does at the end of a crash.
+    """
     match codes[rank]:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "kill late":
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "crash late":
+            time.sleep(0.3)
+            raise IndexError("a plug-in's bug on purpose")
+        case "dies of SIGTERM":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _wait(run_dir, stop_requested)
         case "crash":
             raise RuntimeError("a bug on purpose")
         case "bad data":
@@ -73,6 +85,24 @@ def stubborn(run_dir: str, *, rank: int, **_: Any) -> int:
     Path(run_dir, f"up-{rank}").write_text(str(os.getpid()))
     _wait(run_dir, lambda: False)
     return 0
+
+
+def frozen(run_dir: str, *, rank: int, **_: Any) -> int:
+    """Rank 1 halts where it is, alive; the others wait for it."""
+    Path(run_dir, f"up-{rank}").write_text(str(os.getpid()))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    _wait(run_dir, lambda: False)
+    return 0
+
+
+def eats(run_dir: str, *, rank: int, **_: Any) -> int:
+    """Rank 1 takes 640 MiB, unless the kernel ends it before."""
+    taken = []
+    while rank == 1 and len(taken) < 40:
+        taken.append(os.urandom(1 << 20) * 16)
+    _wait(run_dir, stop_requested)
+    return 74
 
 
 def leaves_a_child(run_dir: str, *, rank: int, how: str, **_: Any) -> int:

@@ -79,3 +79,14 @@ def test_commit(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(WriteError, match=r"nowhere/environment\.json"):
         write_environment(tmp_path / "nowhere", command=["m"], words=(), sections=())
+
+
+def test_it_is_not_written_through_a_link(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"precious")
+    for name in ("environment.json", "environment.new"):
+        (tmp_path / name).symlink_to(precious)
+    path = write_environment(tmp_path, command=["megaspec"], words=(), sections=())
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert precious.read_bytes() == b"precious"

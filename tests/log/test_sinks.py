@@ -125,3 +125,27 @@ def test_a_full_disk_under_tensorboard_costs_a_warning(tmp_path, capsys, monkeyp
             emit(step_done(step))
     assert len(read_metrics(tmp_path / METRICS)) == 39
     assert capsys.readouterr().err.count("training goes on") == 1
+
+
+@pytest.mark.parametrize("name", [METRICS, "tensorboard"])
+def test_no_sink_writes_through_a_link(tmp_path, name, capsys):
+    run, home = tmp_path / "run", tmp_path / "home"
+    run.mkdir()
+    home.mkdir()
+    target = home if name == "tensorboard" else home / "precious"
+    (home / "precious").write_bytes(b"precious")
+    (run / name).symlink_to(target)
+    with open_sinks(LogSpec(console="quiet", tensorboard=True), run, step=0) as emit:
+        emit(step_done(1))
+    assert f"{run / name}" in capsys.readouterr().err
+    assert [f.name for f in home.iterdir()] == ["precious"]
+    assert (home / "precious").read_bytes() == b"precious"
+
+
+def test_names_of_event_files_can_not_be_foreseen(tmp_path):
+    for _ in range(2):
+        with open_sinks(LogSpec(console="quiet", tensorboard=True), tmp_path, step=0) as emit:
+            emit(step_done(1))
+    names = {f.name.rpartition(".")[2] for f in (tmp_path / "tensorboard").iterdir()}
+    assert len(names) == 2
+    assert all(len(bytes.fromhex(name)) == 8 for name in names)

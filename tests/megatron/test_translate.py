@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megaspec.cli import main
 from megaspec.compose import compose
@@ -22,6 +24,8 @@ from megaspec.resolve.parameters import count_parameters
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
 from megaspec.spec import Spec
+from megaspec.train.batch_schedule import BatchSchedule
+from megaspec.train.spec import BatchRamp, TrainSpec
 from tests.megatron import commands
 from tests.megatron.commands import LLAMA, SMALL
 
@@ -82,10 +86,12 @@ def test_what_is_rounded_says_so():
         "decay_steps: 300  # --lr-decay-samples; 153,600 samples",
     ):
         assert line in map(str.strip, text.splitlines())
-    # with a ramp, the batch of the step that does not come to its end: 24 steps of 32, then 64
-    ramp = SMALL.replace("--global-batch-size 8", "--step-batch-size-schedule 0:32,768:64")
+    # with a ramp Megatron begins a step while samples are left: 24 steps of 32 are 768, one of 64 goes past 800
+    ramp = SMALL.replace("--global-batch-size 8", f"--step-batch-size-schedule 0:32,{768 * 32}:64")
     text = recipe_text(draft_of(ramp.replace("--train-iters 100", "--train-samples 800")))
-    assert "steps: 24  # --train-samples; 800 samples: 24.50 steps, rounded down" in text
+    assert "steps: 25  # --train-samples; 800 samples, the last step goes past them" in text
+    text = recipe_text(draft_of(ramp.replace("--train-iters 100", "--train-samples 832")))
+    assert "steps: 25  # --train-samples; 832 samples\n" in text
     text = recipe_text(draft_of(f"{SMALL} --lr-warmup-fraction 0.015"))
     assert "warmup_steps: 2  # --lr-warmup-fraction; of 100 steps, rounded from 1.50" in text
     text = recipe_text(draft_of(f"{SMALL} --lr-warmup-fraction 0.02"))
@@ -96,7 +102,10 @@ def test_what_is_rounded_says_so():
 
 def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     gpt = recipe_of(commands.GPT3_175B, tmp_path)
-    assert (gpt.train.steps, gpt.train.global_batch, gpt.train.batch_ramp) == (500_000, 1536, None)
+    assert (gpt.train.steps, gpt.train.global_batch) == (500_000, 1536)
+    # 2.4 billion tokens are 1,171,875 samples of 2,048
+    ramp = {"start": 16, "increment": 304, "samples": 5 * 1_171_875}
+    assert gpt.train.batch_ramp.model_dump() == ramp
     schedule = gpt.optim.schedule
     assert (schedule.kind, schedule.decay_steps, schedule.warmup_steps, schedule.min_lr) == (
         "cosine",
@@ -106,7 +115,9 @@ def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     )
     assert (gpt.model.dropout, gpt.model.attention_dropout, gpt.model.tied_embeddings) == (0.1, 0.1, True)
     assert (gpt.precision.kind, gpt.precision.initial_scale, gpt.optim.beta2) == ("fp16", 2.0**32, 0.95)
-    assert (gpt.train.eval_every, gpt.train.eval_samples, gpt.checkpoint.every) == (1000, 15360, 10000)
+    # the batch of its evaluation is that of --global-batch-size, which is not given: micro batch times one rank
+    assert (gpt.train.eval_every, gpt.train.eval_samples) == (1000, 10)
+    assert (gpt.checkpoint.every, gpt.checkpoint.keep) == (10000, "all")
     llama = recipe_of(commands.LLAMA3_8B, tmp_path)
     assert (llama.train.steps, llama.optim.schedule.decay_steps) == (1953125 // 128, 1949218 // 128)
     assert (llama.parallelism.grad_reduce, llama.parallelism.dp_strategy, llama.parallelism.cp) == ("bf16", "zero1", 2)
@@ -204,15 +215,95 @@ def test_flags_set_their_keys(more, key, value, tmp_path):
     assert set_by(more, tmp_path, key) == value
 
 
+def with_schedule(schedule: str, *, more: str = "--train-iters 100") -> str:
+    line = SMALL.replace("--global-batch-size 8", f"--step-batch-size-schedule {schedule}")
+    return line.replace("--train-iters 100", more)
+
+
 def test_a_batch_that_steps_up_becomes_a_ramp(tmp_path):
-    line = SMALL.replace("--global-batch-size 8", "--step-batch-size-schedule 0:8,16:16,1024:24")
-    assert "equal increments" in str(draft_of(line).lost[0])
-    line = line.replace("1024:24", "32:24").replace("--train-iters 100", "--train-samples 80")
-    recipe = recipe_of(line, tmp_path)
+    """Thresholds are tokens, of which SMALL has 32 in a sample, with and without a suffix."""
+    recipe = recipe_of(with_schedule("0:8,512:16,1024:24", more="--train-samples 80"), tmp_path)
     assert recipe.train.batch_ramp.model_dump() == {"start": 8, "increment": 8, "samples": 32}
     assert recipe.train.steps == 2 + 1 + 2  # 8 8 16 24 24 = 80
-    tokens = recipe_of(line.replace("16:16,32:24", "512K:16,1024K:24"), tmp_path)
-    assert tokens.train.batch_ramp.samples == 1024_000 // 32
+    for word in ("1.024K", "1.024k", "0.001024M", "1024"):
+        assert recipe_of(with_schedule(f"0:8,512:16,{word}:24"), tmp_path).train.batch_ramp.samples == 32
+    plain = recipe_of(with_schedule("0:32,1000000:64"), tmp_path)
+    assert plain.train.batch_ramp.samples == 1_000_000 // 32
+    # the order on the line says nothing
+    assert recipe_of(with_schedule("1000000:64,0:32"), tmp_path) == plain
+    assert draft_of(with_schedule("0:8")).content["train"]["global_batch"] == 8
+
+
+def batches_of_megatron(thresholds: list[int], batches: list[int], seq_len: int, steps: int) -> list[int]:
+    """As Megatron's StepBatchsizeNumMicroBatchesCalculator counts: the last batch whose threshold lies behind."""
+    starts = [int(t) // seq_len for t in thresholds]
+    taken, consumed = [], 0
+    for _ in range(steps):
+        taken.append([batch for start, batch in zip(starts, batches, strict=True) if consumed >= start][-1])
+        consumed += taken[-1]
+    return taken
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.integers(1, 9_000),
+    st.integers(0, 3),
+    st.integers(1, 67),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_ramp_takes_the_batches_of_megatron(start, increment, parts, tokens, uneven, seq_len):
+    """Thresholds that are no multiple of the sequence length, too; what is no ramp is told."""
+    thresholds = [k * tokens + (uneven if k > 1 else 0) for k in range(parts + 1)]
+    batches = [start + k * increment for k in range(parts + 1)]
+    words = ",".join(f"{t}:{b}" for t, b in zip(thresholds, batches, strict=True))
+    line = with_schedule(words).replace("--seq-length 32", f"--seq-length {seq_len}")
+    draft = draft_of(line)
+    if len({t // seq_len for t in thresholds}) < len(thresholds):
+        assert "both begin at" in str(draft.problems[0])
+        return
+    ramp = draft.content["train"].get("batch_ramp")
+    if ramp is None:
+        assert "equal increments" in str(draft.lost[0])
+        return
+    spec = TrainSpec(steps=1, global_batch=draft.content["train"]["global_batch"], batch_ramp=BatchRamp(**ramp))
+    schedule = BatchSchedule(spec)
+    steps = 2 + thresholds[-1] // seq_len // start
+    made = [schedule.batch(step) for step in range(min(steps, 300))]
+    assert made == batches_of_megatron(thresholds, batches, seq_len, len(made))
+
+
+def test_thresholds_that_are_no_whole_samples_are_rounded_as_there():
+    """2.4 billion tokens are 292,968.75 samples of 8,192: five parts, none of which is as long as the next."""
+    line = commands.GPT3_175B.replace("--seq-length 2048", "--seq-length 8192").replace(
+        "embeddings 2048", "embeddings 8192"
+    )
+    draft = draft_of(line)
+    assert draft.lost == []
+    ramp = draft.content["train"]["batch_ramp"]
+    assert ramp["samples"] in (1_464_843, 1_464_844)
+    schedule = BatchSchedule(TrainSpec(steps=1, global_batch=1536, batch_ramp=BatchRamp(**ramp)))
+    step, sample = 0, 0
+    for k, batch in enumerate((16, 320, 624, 928, 1232), start=1):
+        while sample < int(k * 2.4e9) // 8192:
+            assert schedule.batch(step) == batch
+            n = max(1, (int(k * 2.4e9) // 8192 - sample) // batch)  # all but the last of them at once
+            step, sample = step + n, sample + n * batch
+    assert schedule.batch(step) == 1536
+
+
+def test_what_the_learning_rate_follows_under_a_schedule_of_the_batch_is_told():
+    # 100 steps times one micro batch of 1 on one rank: 100 samples, behind 12 steps of 8
+    told = dict(draft_of(with_schedule("0:8,512:16,1024:24"), gpus=1).silent)
+    assert "a decay over 100 steps ends at step" in told["--lr-decay-iters"]
+    assert "ends at step 6 there, at 100 here" in told["--lr-decay-iters"]  # 8 8 16 24 24 = 80, the next goes past
+    told = dict(draft_of(with_schedule("0:8,512:16,1024:24", more="--train-samples 800")).silent)
+    assert "follows samples, here steps" in told["--lr-decay-style"]
+    constant = with_schedule("0:8,512:16,1024:24", more="--train-samples 800 --lr-decay-style constant")
+    assert not {"--lr-decay-style", "--lr-decay-iters"} & dict(draft_of(constant).silent).keys()
+    same = dict(draft_of(with_schedule("0:4"), gpus=4).silent)
+    assert "--lr-decay-iters" not in same
 
 
 @pytest.mark.parametrize(
@@ -291,7 +382,21 @@ def test_broken_rules_name_the_flag(more, told, capsys):
         (f"{SMALL} {LLAMA} --num-experts 4 --moe-aux-loss-coeff 1 2", "2 for 1 kinds of balancing"),
         (f"{SMALL} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "multiple of it"),
         (f"{SMALL} --recompute-granularity selective --recompute-modules gdp_qkv", "gdp_qkv: recomputed are"),
-        (f"{SMALL} --step-batch-size-schedule x", "--global-batch-size 8: with --step-batch-size-schedule"),
+        (
+            f"{SMALL} --step-batch-size-schedule 0:8,64:16",
+            "--global-batch-size 8: with --step-batch-size-schedule, which",
+        ),
+        (with_schedule("0:8,x:16"), "x:16: must be THRESHOLD:BATCH, such as 0:768 or 2.4B:1536"),
+        (with_schedule("0:8,-5:16"), "must be THRESHOLD:BATCH"),
+        (
+            f"{with_schedule('0:8')} --decrease-batch-size-if-needed",
+            "--step-batch-size-schedule; Megatron refuses both",
+        ),
+        (with_schedule("0:8,1e400:16"), "must be THRESHOLD:BATCH"),
+        (with_schedule("0:8,9:0"), "must be THRESHOLD:BATCH"),
+        (with_schedule("64:8,128:16"), "its first threshold must be 0"),
+        (with_schedule("0:8,63:16,40:24"), "both begin at sample 1 (of 32 tokens each)"),
+        (with_schedule(",".join(f"{32 * n}:{n + 1}" for n in range(1001))), "1,001 batch sizes; 1,000 at most"),
     ],
 )
 def test_commands_that_say_nothing_clear(line, told, capsys):
@@ -404,3 +509,182 @@ def test_any_mix_of_flags_ends_in_a_recipe_or_in_typed_errors():
 def test_overlap_and_offload(flags, key, value):
     draft = translate(read_command(f"{SMALL} {flags}".split()), gpus=8)
     assert draft.content["parallelism"].get(key) == value
+
+
+def flat(text: str) -> str:
+    """The comments of a recipe without their line breaks."""
+    return " ".join(text.replace("\n#    ", "").split())
+
+
+def test_every_checkpoint_stays(tmp_path):
+    """Megatron deletes none; a recipe's own default keeps two."""
+    saves = recipe_of(f"{SMALL} --save ckpt --save-interval 10", tmp_path)
+    assert (saves.checkpoint.every, saves.checkpoint.keep) == (10, "all")
+    text = recipe_text(draft_of(f"{SMALL} --save ckpt --save-interval 10"))
+    assert "keep: all  # --save-interval, --save; Megatron deletes none" in text
+    alone = draft_of(f"{SMALL} --persistent-save-interval 10")
+    assert alone.content["checkpoint"] == {"every": 10, "keep": "all"}
+    assert "writes nothing without --save" in dict(alone.silent)["--save-interval"]
+    retained = draft_of(f"{SMALL} --save ckpt --save-interval 10 --save-retain-interval 50")
+    assert (retained.lost, retained.content["checkpoint"]["keep"]) == ([], "all")
+    assert "--save-retain-interval: there the newest checkpoint and every multiple" in flat(recipe_text(retained))
+    assert "Megatron deletes none" not in recipe_text(retained)
+    assert "checkpoint" not in draft_of(SMALL).content
+
+
+def test_evaluation_takes_its_own_batch():
+    more = "--eval-interval 5 --eval-iters 3"
+    assert draft_of(f"{SMALL} {more}").content["train"]["eval_samples"] == 3 * 8
+    assert draft_of(f"{SMALL} {more} --eval-global-batch-size 16").content["train"]["eval_samples"] == 3 * 16
+    # under a schedule the batch is not given, and becomes micro batch times ranks
+    line = with_schedule("0:8,512:16", more=f"--train-iters 100 {more}")
+    assert draft_of(line, gpus=4).content["train"]["eval_samples"] == 3 * 4
+
+
+def test_why_nothing_is_evaluated():
+    per_split = SMALL.replace("--data-path", "--train-data-path") + "--eval-interval 5 --valid-data-path data/y"
+    draft = draft_of(per_split)
+    assert "--valid-data-path data/y: no such data" in draft.lost[0].message
+    assert draft.content["train"].get("eval_every") == 0
+    text = recipe_text(draft)
+    assert "leaves nothing" not in text
+    why = "validation takes a share of data.split, and those data sets are lost"
+    assert f"eval_every: 0  # --eval-interval; {why}" in text
+    for line in (f"{SMALL} --eval-interval 5 --split 1,0,0", per_split.replace("--valid-data-path data/y", "")):
+        assert "eval_every: 0  # --eval-interval; there is nothing to evaluate" in recipe_text(draft_of(line))
+
+
+def test_behind_a_key_stands_where_its_value_is_from():
+    text = recipe_text(draft_of(SMALL.replace("--data-path", "--train-data-path")))
+    assert "split: [1.0, 0.0, 0.0]  # --train-data-path data/x".replace(" data/x", "") in text
+    for recipe in ("", " --fp8-recipe delayed"):
+        text = recipe_text(draft_of(f"{SMALL} {LLAMA} --bf16 --fp8-format hybrid{recipe}"))
+        assert "in place of delayed, which is lost" in text.split("recipe: tensorwise")[1].splitlines()[0]
+    both = with_schedule("0:8,512:16", more="--train-iters 100 --global-batch-size 16")
+    assert "global_batch: 16  # --global-batch-size, --step-batch-size-schedule; Megatron refuses" in recipe_text(
+        draft_of(both)
+    )
+
+
+FP8 = f"{SMALL} {LLAMA} --bf16 --fp8-format hybrid"
+PER_SPLIT = SMALL.replace("--data-path", "--train-data-path")
+
+
+@pytest.mark.parametrize("line", [SMALL, FP8, PER_SPLIT, *(getattr(commands, name) for name in REAL)])
+def test_what_is_called_megatrons_default_is_its_default(line):
+    """A key of its default alone; what follows from other flags says from which."""
+    draft = draft_of(line)
+    follows = {"model.kind", "model.d_ffn", "model.tied_embeddings"}  # from several flags
+    here = {"adamw": "adam", "all_gather": "allgather", "ring": ["p2p"], "replicate": False, "fp32": False}
+    for key, remark in draft.remarks.items():
+        if remark != "Megatron's default" or key in follows:
+            continue
+        value: object = draft.content
+        for part in key.split("."):
+            value = value[part]
+        name = draft.sources[key].removesuffix(", which is not given")
+        default = BY_NAME[name].default_value
+        if key == "data.split":
+            default = [float(share) for share in default.split(",")]
+        same = here.get(value) if isinstance(value, str) else value
+        assert default in (value, same) or (value == "none" and default is None), key
+
+
+def test_the_recipe_names_the_commit_of_its_flags(tmp_path):
+    text = recipe_text(draft_of(SMALL))
+    assert "NVIDIA/Megatron-LM at commit d98e8a64 (2026-08-22)" in text.splitlines()[1]
+    assert "d98e8a64" in recipe_of(SMALL, tmp_path).about.source
+
+
+WIDE = "--pipeline-model-parallel-size 2 --use-tp-pp-dp-mapping"
+
+
+def test_another_order_of_ranks_is_refused(capsys):
+    assert main(["from-megatron", "--gpus", "4", "--", *f"{SMALL} {WIDE}".split()]) == 64
+    assert "ranks lie in the order pp, dp, cp, tp" in capsys.readouterr().err
+    assert main(["from-megatron", "--gpus", "4", "--partial", "--", *f"{SMALL} {WIDE}".split()]) == 0
+    capsys.readouterr()
+    # without data-parallel ranks, or without stages, both orders are one
+    for gpus, more in (("2", WIDE), ("4", "--use-tp-pp-dp-mapping")):
+        assert main(["from-megatron", "--gpus", gpus, "--", *f"{SMALL} {more}".split()]) == 0
+        assert "--use-tp-pp-dp-mapping: the order of ranks is the same" in flat(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--layernorm-epsilon 1e-6",
+         "1e-6: a flag of older releases, gone since core_v0.4.0 (December 2023): give --norm-epsilon"),
+        ("--fp8-hybrid", "gone since core_v0.4.0 (December 2023): give --fp8-format hybrid"),
+        ("--rampup-batch-size 2 2 100", "read nowhere since core_v0.18.0 (21 April 2026)"),
+        ("--rampup-batch-size 2 2 100", "train.batch_ramp={start: 2, increment: 2, samples: 100}"),
+        ("--checkpoint-activations", "which Megatron refuses; give --recompute-activations"),
+        ("--deepspeed_config ds.json", "a flag of the fork Megatron-DeepSpeed: its file is not read"),
+        ("--train-weighted-split-paths TRAIN: 1 0:0.9 x", "a flag of BigScience's fork Megatron-DeepSpeed"),
+        ("--attention-head-type multiquery", "a flag of BigCode's fork of Megatron-LM: give --group-query-attention"),
+        ("--export-kd-teacher-load x", "where one of its add-ons (ModelOpt, Kitchen) is installed"),
+        ("--allow-ambiguous-pad-tokens", "labels that are the tokenizer's padding"),
+        ("--mid-level-dataset-surplus 0.1", "no such data, or order of it"),
+        ("--loss-scale 128", "the loss scale of fp16 is dynamic here"),
+        ("--yaml-cfg x.yaml", "the file is not read"),
+    ],
+)  # fmt: skip
+def test_what_older_releases_and_forks_train_otherwise_is_lost(more, told, capsys):
+    line = f"{SMALL} {more}".split()
+    assert main(["from-megatron", "--gpus", "4", "--", *line]) == 64
+    out, err = capsys.readouterr()
+    assert (out, told in err) == ("", True)
+    assert main(["from-megatron", "--gpus", "4", "--partial", "--", *line]) == 0
+    out, err = capsys.readouterr()
+    assert told in flat(out)
+    assert "lost: " in err
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("--data-impl mmap", "--data-impl: a flag of older releases, gone since core_v0.4.0 (December 2023)"),
+        ("--no-query-key-layer-scaling", "takes the scale back in the softmax; what is computed stays the same"),
+        ("--DDP-impl local", "gone since core_v0.4.0"),
+        ("--activations-checkpoint-method uniform", "gone since May 2022"),
+        ("--no-async-tensor-model-parallel-allreduce", "gone since core_v0.16.0 (February 2026)"),
+        ("--deepspeed --zero-stage 1", "parallelism.dp_strategy is zero1, zero2 or fsdp for ZeRO's stages 1, 2 and 3"),
+        ("--deepspeed", "--deepspeed: a flag of the fork Megatron-DeepSpeed: one runtime trains every recipe"),
+        ("--zero-stage=3", "a flag of the fork Megatron-DeepSpeed"),
+        ("--use-fused-rmsnorm", "a flag of the fork MindSpeed-LLM: kernels and fusions"),
+        ("--enable-zero-bubble", "parallelism.pipeline.schedule is zb_h1 or zb_v for it"),
+        ("--openai-gelu", "--openai-gelu: only models of before Megatron-core read it"),
+        ("--cuda-graph-impl local --te-rng-tracker", "--te-rng-tracker: no CUDA graphs are captured"),
+        ("--log-straggler", "--log-straggler: not measured or written here; what is trained stays the same"),
+        ("--log-params-norm --log-num-zeros-in-grad", "--log-num-zeros-in-grad: not measured or written"),
+        ("--wandb-project x", "--wandb-project: not measured or written here"),
+        ("--log-throughput", "--log-throughput: loss, rate, gradient norm, tokens, time and memory of every step"),
+        ("--check-for-spiky-loss", "no such check of results"),
+        ("--check-for-large-grads", "no such check of results"),
+        ("--exit-interval 5", "a run goes on to train.steps, or until SIGTERM"),
+        ("--overlap-moe-expert-parallel-comm", "nothing overlaps in this way here"),
+        ("--moe-enable-deepep", "tokens reach experts through the collectives of torch.distributed"),
+        ("--use-pytorch-profiler", "a recipe starts no profiler"),
+        ("--no-pad-vocab-size", "padding of the vocabulary takes no part in the loss"),
+        ("--reuse-grad-buf-for-mxfp8-param-ag", "memory, the garbage collector"),
+        ("--rotary-seq-len-interpolation-factor 1 --swiglu --normalization RMSNorm --position-embedding-type rope "
+         "--disable-bias-linear", "--rotary-seq-len-interpolation-factor: what is done here anyway"),
+    ],
+)  # fmt: skip
+def test_what_changes_nothing_is_told_with_its_reason(more, told, capsys):
+    assert main(["from-megatron", "--gpus", "4", "--", *f"{SMALL} {more}".split()]) == 0
+    assert told in flat(capsys.readouterr().out)
+
+
+def test_an_unknown_flag_stays_an_error_with_partial_too(capsys):
+    assert main(["from-megatron", "--partial", "--", *f"{SMALL} --zero-stages 1 --clip-grads 1".split()]) == 64
+    err = capsys.readouterr().err
+    assert "--zero-stages: no flag of pretrain_gpt.py" in err
+    assert "--clip-grads: no flag of pretrain_gpt.py; did you mean --clip-grad" in err
+
+
+def test_checkpoint_flags_of_a_load_belong_to_it():
+    """Arguments of a checkpoint would change the model; without --load there is none."""
+    for name in ("--use-checkpoint-args", "--use-mp-args-from-checkpoint-args", "--exit-on-missing-checkpoint"):
+        assert BY_NAME[name].fate is Fate.DETAIL
+        assert f"{name}: belongs to --load" in flat(recipe_text(draft_of(f"{SMALL} {name}")))

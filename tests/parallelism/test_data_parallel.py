@@ -354,10 +354,14 @@ def test_a_run_goes_on_under_another_strategy(pool: RankPool, tmp_path: Any) -> 
         "model.tied_embeddings": True,
     }
 
-    def live(folder: str, where: dict[str, Any], steps: int) -> None:
+    def part_of_four(where: dict[str, Any], steps: int) -> Spec:
+        """The first steps of a run of four, in the order of its data."""
         made = run_spec({**common, **where, "train.steps": steps})
-        whole = made.model_copy(update={"segments": run_spec({**common, **where, "train.steps": 4}).segments})
-        pool.run(go_on, whole.model_dump_json(), str(tmp_path / folder), ranks=made.world_size)
+        return made.model_copy(update={"segments": run_spec({**common, **where, "train.steps": 4}).segments})
+
+    def live(folder: str, where: dict[str, Any], steps: int) -> None:
+        made = part_of_four(where, steps)
+        pool.run(go_on, made.model_dump_json(), str(tmp_path / folder), ranks=made.world_size)
 
     live("whole", layout("replicate", 1), 4)
     expected = checkpoint(tmp_path / "whole")
@@ -365,7 +369,7 @@ def test_a_run_goes_on_under_another_strategy(pool: RankPool, tmp_path: Any) -> 
         live(f"moved-{number}", before, 2)
         written = checkpoint(tmp_path / f"moved-{number}")
         live(f"moved-{number}", after, 2)
-        made = run_spec({**common, **after, "train.steps": 2})
+        made = part_of_four(after, 2)
         arrays = pool.run(read_back, made.model_dump_json(), str(tmp_path / f"moved-{number}"), ranks=made.world_size)
         for found in arrays:
             for name, where, value in found:

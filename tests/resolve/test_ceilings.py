@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from megaspec.core.errors import RecipeError
+from megaspec.resolve import ceilings as ceilings_module
 from megaspec.resolve.ceilings import Ceilings, ceilings_of, read_ceilings
 from megaspec.resolve.curves import Curve, never_faster
 from megaspec.resolve.hardware import HARDWARE
@@ -192,20 +193,97 @@ def test_experts_cost_at_least_what_one_product_costs():
 
 
 def test_other_gpus_are_scaled_by_their_data_sheets():
-    h100, b200 = (ceilings_of(HARDWARE[name]) for name in ("H100", "B200"))
-    size = {"precision": "bf16", "kind": "forward"}
-    own = H200.matmul_seconds(8192, 8192, 8192, **size)
-    assert h100.matmul_seconds(8192, 8192, 8192, **size) == own
-    assert b200.matmul_seconds(8192, 8192, 8192, **size) == pytest.approx(own * 989 / 2250)
+    h100, b200 = (Ceilings(H200.table, HARDWARE[name]) for name in ("H100", "B200"))
     assert h100.memory_seconds(2**30) == pytest.approx(H200.memory_seconds(2**30) * 4.8 / 3.35)
+    attention = {"tokens": 8192, "seq_len": 8192, "heads": 32, "kv_heads": 8, "head_size": 128, "direction": "forward"}
+    assert b200.attention_seconds(**attention) == pytest.approx(H200.attention_seconds(**attention) * 989 / 2250)
     short, long = (
         [one.collective_seconds("all_gather", size, 4, within_node=True) for one in (H200, b200)]
         for size in (2**10, 2**34)
     )
     assert short[0] == short[1]
     assert long[0] == pytest.approx(2 * long[1], rel=0.01)
-    assert H200.source == "NVIDIA H200, links over 4 of them, torch 2.11.0+cu130"
-    assert b200.source == f"B200's data sheet, of which as much as the H200 reaches ({H200.source})"
+
+
+# TFLOP/s of the best products of each kind in a burst (Bekman, Machine Learning Engineering, maximum achievable matmul
+# FLOPS); an H200's is an H100's in bf16.
+BURSTS = {
+    "A100-40": {"bf16": 271.2},
+    "A100-80": {"bf16": 271.2},
+    "H100": {"bf16": 794.5, "fp8": 1402.6},
+    "H200": {"bf16": 794.5, "fp8": 1453.4},
+    "B200": {"bf16": 1745.0, "fp8": 3432.5},
+    "GB200": {"bf16": 1822.0, "fp8": 3615.6},
+}
+
+
+def seconds_of(ceilings, precision, kind="forward"):
+    return ceilings.matmul_seconds(8192, 8192, 8192, precision=precision, kind=kind)
+
+
+@pytest.mark.parametrize("name", ["H100", "B200", "GB200"])
+def test_products_of_gpus_short_of_power_go_by_their_bursts(name):
+    other = Ceilings(H200.table, HARDWARE[name])
+    for precision in ("bf16", "fp8"):
+        expected = seconds_of(H200, precision) * BURSTS["H200"][precision] / BURSTS[name][precision]
+        assert seconds_of(other, precision) == pytest.approx(expected)
+    assert seconds_of(other, "fp16") == seconds_of(other, "bf16")
+    # what was not measured goes by the data sheets
+    assert seconds_of(other, "fp64") == pytest.approx(seconds_of(H200, "fp64") * 67e12 / HARDWARE[name].peak["fp64"])
+
+
+def test_products_of_an_a100_keep_their_rate():
+    """The H200's table was measured on one that is kept busy: its best product is 713 TFLOP/s, of 794.5 in a burst."""
+    curve = H200.table.products["bf16"].forward
+    rates = []
+    for i, m in enumerate(curve.sizes[0]):
+        for j, n in enumerate(curve.sizes[1]):
+            for k, width in enumerate(curve.sizes[2]):
+                seconds = curve.seconds[(i * len(curve.sizes[1]) + j) * len(curve.sizes[2]) + k]
+                rates.append(2 * m * n * width / seconds)
+    best = max(rates)
+    assert best == pytest.approx(713e12, rel=0.001)
+    for name in ("A100-40", "A100-80"):
+        a100 = ceilings_of(HARDWARE[name])
+        assert seconds_of(a100, "bf16") == pytest.approx(seconds_of(H200, "bf16") * best / 271.2e12)
+        assert seconds_of(a100, "fp16", "wgrad") == pytest.approx(seconds_of(H200, "fp16", "wgrad") * best / 271.2e12)
+        few = a100.grouped_matmul_seconds(64, 65536, 2048, 2048, precision="bf16", kind="forward")
+        own = H200.grouped_matmul_seconds(64, 65536, 2048, 2048, precision="bf16", kind="forward")
+        assert few == pytest.approx(own * best / 271.2e12)
+
+
+def test_a_table_of_another_kind_serves_as_well(tmp_path):
+    """An A100's own products, planned for an H200, are what a busy H200 reaches by both bursts."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(table() | {"hardware": "A100-80", "source": "mine"}))
+    mine, other = read_ceilings(path), read_ceilings(path, HARDWARE["H200"])
+    assert seconds_of(other, "bf16") == pytest.approx(seconds_of(mine, "bf16") * 271.2e12 / 713.4e12, rel=0.001)
+
+
+def test_where_speeds_are_from(tmp_path):
+    measured = "NVIDIA H200, links over 4 of them, torch 2.11.0+cu130"
+    assert H200.source == f"measured on {measured}"
+    a100 = ceilings_of(HARDWARE["A100-80"]).source
+    assert a100.startswith("A100-80's data sheet: of its matrix products as much as others measured (Bekman 2026, ")
+    assert a100.endswith(f"of all else as much as the H200 reaches of its own (measured on {measured})")
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(table() | {"hardware": "H100", "collectives": [], "source": "mine"}))
+    links = f"links: H100's data sheet, of which as much as the H200 reaches ({measured})"
+    assert read_ceilings(path).source == f"measured on mine; {links}"
+    assert read_ceilings(path, HARDWARE["B200"]).source.endswith("the H100 reaches of its own (measured on mine)")
+
+
+def test_a_table_that_is_shipped_is_taken(tmp_path, monkeypatch):
+    own = table() | {"hardware": "A100-80", "source": "an A100"}
+    for name, content in (("h200.json", table()), ("a100-80.json", own)):
+        (tmp_path / name).write_text(json.dumps(content))
+    monkeypatch.setattr(ceilings_module, "_MEASURED", tmp_path)
+    ceilings_module._shipped.cache_clear()
+    try:
+        assert ceilings_of(HARDWARE["A100-80"]).source == "measured on an A100"
+        assert ceilings_of(HARDWARE["A100-40"]).table.hardware == "H200"
+    finally:
+        ceilings_module._shipped.cache_clear()
 
 
 def test_groups_across_nodes_are_bound_by_network_cards():
@@ -240,13 +318,12 @@ def test_a_users_table(tmp_path):
     alone = table() | {"hardware": "H100", "collectives": [], "source": "mine"}
     path.write_text(json.dumps(alone))
     mine = read_ceilings(path)
-    assert (mine.hardware, mine.source) == (HARDWARE["H100"], "mine")
+    assert (mine.hardware, mine.table.source) == (HARDWARE["H100"], "mine")
     # a machine of one GPU measured no links: those of the shipped table are taken
     assert mine.collective_seconds("all_reduce", 2**28, 4, within_node=True) == H200.collective_seconds(
         "all_reduce", 2**28, 4, within_node=True
     )
     other = read_ceilings(path, HARDWARE["B200"])
-    assert other.source == "B200's data sheet, of which as much as the H100 reaches (mine)"
     assert Ceilings(mine.table, HARDWARE["B200"]).memory_seconds(2**30) == other.memory_seconds(2**30)
 
 

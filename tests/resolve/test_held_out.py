@@ -4,7 +4,8 @@ But for the step times of pipelines: on those BESIDE_PASSES was set.
 
 tests/benchmarks/results: held_out_four_h200.jsonl, five layouts; dimensions_*.jsonl, llama8b_two_h200.jsonl and
 pipelines_two_h200.jsonl, each parallel dimension; divided_four_h200.jsonl, layers divided by time;
-tuned_four_h200.jsonl, what tune names; switches_two_h200.jsonl, overlaps and offloads on and off.
+tuned_four_h200.jsonl, what tune names; switches_two_h200.jsonl, overlaps and offloads on and off;
+train_one_h100.jsonl, one H100, measured together with its table.
 """
 
 import json
@@ -76,6 +77,25 @@ def test_the_rows_are_five_different_ones():
 def filled(words, gpus):
     recipe = bench_train.recipe_of(bench_train.parser().parse_args(words), gpus)
     return plainly_filled(recipe, TARGET.model_copy(update={"gpus": gpus}), Facts(run_dir="-"))
+
+
+H100 = HARDWARE["H100"]
+ONE_H100 = Target(gpus=1, gpu="NVIDIA H100 80GB HBM3", sm=90, gpu_memory=H100.memory, versions={"torch": "2.11.0"})
+
+
+@pytest.mark.parametrize("row", lines("train_one_h100.jsonl"), ids=lambda row: f"{row['model']} mb{row['mbs']}")
+def test_one_h100(row):
+    """By the H200's table the dense rows came out 1.7 to 4.2 % too long; by its own they are within 2 %. Experts lie
+    as far off as on the H200."""
+    words = ["--model", row["model"]]
+    for name in ("seq", "mbs", "accum"):
+        words += [f"--{name}", str(row[name])]
+    arguments = bench_train.parser().parse_args(words)
+    recipe = plainly_filled(bench_train.recipe_of(arguments, 1), ONE_H100, Facts(run_dir="-"))
+    predicted = step_time(recipe, H100, ceilings_of(H100)).seconds
+    within = 0.10 if "moe" in row["model"] else 0.02
+    assert predicted == pytest.approx(row["step_ms"] / 1e3, rel=within)
+    assert fullest(memory_of(recipe)).allocated == pytest.approx(row["max_memory_allocated"], rel=0.005)
 
 
 def layout_of(row):

@@ -74,6 +74,21 @@ def test_messages_say_what_a_step_waits_for(llama):
     assert f"{sum(over_tp) * 1e3:,.1f}" in next(line for line in shown.splitlines() if line.startswith("tp (4)"))
 
 
+@pytest.mark.parametrize(
+    ("name", "measured_on", "told"),
+    [
+        ("H200", "H200", "speeds: measured on NVIDIA H200"),
+        ("A100-80", "H200", "speeds: A100-80's data sheet: of its matrix products as much as others measured"),
+    ],
+)
+def test_it_says_from_what_its_speeds_come(name, measured_on, told):
+    plan = planned("llama2_7b", gpus=8, name=name)
+    assert told in " ".join(text_of(print_whole_plan, plan).split())
+    hardware = plan.as_json()["hardware"]
+    assert hardware["measured_on"] == measured_on
+    assert told == f"speeds: {hardware['ceilings']}"[: len(told)]
+
+
 def test_groups_are_those_of_the_mesh(llama):
     for group in llama.groups:
         listed = rank_groups((group.axis,), llama.mesh, DENSE_AXES)

@@ -131,6 +131,15 @@ def test_the_run_folder_says_what_the_run_was_made_with_and_no_secret(megaspec, 
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [f"step-{s:08d}" for s in (2, 3, 4)]
 
 
+def test_all_checkpoints_stay_where_the_recipe_says_so(megaspec, capfd):
+    words = ("train", "recipe=tiny", "name=kept", "train.steps=4", "train.sample=null", "checkpoint.every=1")
+    assert megaspec(*words, "checkpoint.keep=every") == 64
+    assert "checkpoint.keep=every must be a whole number or all" in " ".join(capfd.readouterr().err.split())
+    assert megaspec(*words, "checkpoint.keep=all") == 0
+    folder = Path("runs/kept/checkpoints")
+    assert sorted(p.name for p in folder.iterdir()) == [f"step-{s:08d}" for s in (1, 2, 3, 4)]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("odd", ()), ("even", ("data.seq_len=16", "train.sample.tokens=90")), ("long", ("model.max_seq_len=77",))],

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -10,20 +11,24 @@ from pathlib import Path
 import pytest
 
 from megaspec import cli
+from megaspec.launcher import exit_file
 from megaspec.log.jsonl import read_metrics
 from megaspec_launchers.local import launch
+from tests.faults.test_stop import wait_for_step
 from tests.runtime.lives import read_all
 from tests.runtime.specs import make_run
 
 ROOT = Path(__file__).parents[2]
 
 
+TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+PATH = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
+ENVIRONMENT = os.environ | {"PYTHONPATH": PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
 def torchrun(*words):
-    path = os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers"))
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, "-m", "megaspec.cli", *words], env=environment, capture_output=True, text=True, timeout=120
+        [*TORCHRUN, "-m", "megaspec.cli", *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
 
 
@@ -46,3 +51,32 @@ def test_a_run_that_torchrun_goes_on_with(tmp_path, factory, monkeypatch):
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 16
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 1), pytest.param(signal.SIGUSR1, -10, marks=pytest.mark.slow)]
+)
+def test_the_exit_code_that_torchrun_hides_stands_in_the_run_folder(tmp_path, number, code):
+    """Also when torchrun dies of the signal, as it does of one that it doesn't know: its ranks outlive it and save."""
+    run = make_run(tmp_path / "run", {"parallelism.tp": 2, "train.steps": 5000})
+    exit_file.end(run, 65, step=0)
+    job = subprocess.Popen(
+        [*TORCHRUN, "-m", "megaspec.cli", "resume", str(run)],
+        env=ENVIRONMENT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for_step(run, job)
+        assert exit_file.read_exit(run).code is None  # the end of an older start can't be read
+        os.kill(job.pid, number)
+        _, said = job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == code, said
+    told = exit_file.read_exit(run)
+    assert (told.code, told.meaning) == (75, "stopped and saved: start again")
+    (saved,) = read_all(run)
+    assert told.step == saved > 0

@@ -1,7 +1,9 @@
 """Points of a sweep as jobs of any Hydra launcher: a real multirun over their numbers, with Hydra's basic sweeper."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from hydra import version
 from hydra._internal.hydra import Hydra
@@ -25,20 +27,28 @@ class Job:
 
 
 def run_points(
-    folder: str, numbers: Sequence[int], launcher: str, settings: Sequence[str], *, plugins: Sequence[str] = ()
+    folder: str,
+    numbers: Sequence[int],
+    launcher: str,
+    settings: Sequence[str],
+    *,
+    logs: Path,
+    plugins: Sequence[str] = (),
 ) -> str:
-    """Runs points of a sweep through a Hydra launcher, and returns when all have ended. -> what was wrong, or ""."""
+    """Runs points of a sweep through a Hydra launcher, and returns when all have ended. -> what was wrong, or "".
+
+    `settings` were checked: Hydra calls what a `_target_` in them names. `logs`: an empty folder.
+    """
     version.setbase("1.3")
     ConfigStore.instance().store(name=_NAME, node=Job)
     GlobalHydra.instance().clear()
-    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     overrides = [
         f"hydra/launcher={launcher}",
         *settings,
-        f"folder='{quoted}'",
+        f"folder={_quoted(folder)}",
         f"plugins=[{','.join(plugins)}]",
         f"point={','.join(map(str, numbers))}",
-        f"hydra.sweep.dir='{quoted}/logs/hydra'",
+        f"hydra.sweep.dir={_quoted(str(logs))}",
         "hydra.sweep.subdir=${point}",
         "hydra.output_subdir=null",
         "hydra/hydra_logging=disabled",
@@ -52,6 +62,17 @@ def run_points(
     finally:
         GlobalHydra.instance().clear()
     return ""
+
+
+def _quoted(path: str) -> str:
+    """A path as a quoted value of Hydra's grammar, none of which OmegaConf takes for an interpolation.
+
+    Both read backslashes as themselves, except right before what they escape.
+    """
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", path)
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    text = re.sub(r"(\\+)$", r"\1\1", text)
+    return f"'{text}'"
 
 
 def run_job(config: DictConfig) -> int:

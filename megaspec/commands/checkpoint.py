@@ -1,12 +1,14 @@
 """`megaspec checkpoint list RUN` and `megaspec checkpoint verify RUN [--step N]`. Torch-free; changes nothing."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from megaspec.checkpoint.folders import CHECKPOINTS, Candidate, candidates, quarantined
 from megaspec.checkpoint.format import Manifest
-from megaspec.checkpoint.verify import examine
+from megaspec.checkpoint.verify import examine, no_objections
 from megaspec.core.errors import CheckpointError
+from megaspec.run_folder import is_run, own_checkpoint, read_run
 
 _HEADINGS = ("step", "generation", "tensors", "files", "MB", "state")
 
@@ -17,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     commands = parser.add_subparsers(dest="checkpoint_command", required=True, metavar="COMMAND")
     for name, text in (
         ("list", "show the checkpoints of a run and those in quarantine; checks manifests and sizes"),
-        ("verify", "check every byte of the checkpoints of a run"),
+        ("verify", "check every byte of the checkpoints of a run, and that they are its own"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("run_dir", metavar="RUN", type=Path, help="folder of the run")
@@ -29,6 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Print a table. Returns 0, or 66 when a checkpoint is bad; raises CheckpointError when there is none."""
     folder = args.run_dir / CHECKPOINTS
+    is_in_run = is_run(args.run_dir)
+    inspect = own_checkpoint(read_run(args.run_dir).spec) if is_in_run else no_objections
     wanted = getattr(args, "step", None)
     found = [c for c in candidates(folder) if wanted in (None, c.step)]
     aside = quarantined(folder)
@@ -36,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(_nothing(args.run_dir, wanted))
     rows, problems = [_HEADINGS], []
     for candidate in found:
-        manifest, damage = examine(candidate.path, candidate.step, deep=args.checkpoint_command == "verify")
+        is_deep = args.checkpoint_command == "verify"
+        manifest, damage = examine(candidate.path, candidate.step, deep=is_deep, inspect=inspect)
         # A running job may have removed it meanwhile.
         if candidate.path.exists() or candidate.path.is_symlink():
             rows.append(_row(candidate, manifest, damage, args.checkpoint_command))
@@ -45,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
         _print_table(rows)
     for problem in problems:
         print(problem)
+    if not is_in_run:
+        text = f"{args.run_dir} holds no spec.json, so that nothing tells which run they are of"
+        print(f"megaspec: {text}", file=sys.stderr)
     if args.checkpoint_command == "list":
         for name, reason in aside.items():
             print(f"in quarantine: {name}: {reason}")

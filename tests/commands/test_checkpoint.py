@@ -2,14 +2,16 @@
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megaspec.checkpoint.commands import add_parser, run
+from megaspec.checkpoint import verify
 from megaspec.checkpoint.store import Store
+from megaspec.commands.checkpoint import add_parser, run
 from megaspec.core.errors import CheckpointError
 from tests.checkpoint.checkpoint_cases import CHUNK, SOLO, save
 
@@ -71,6 +73,19 @@ def test_quarantine_is_listed_with_its_reason(store, tmp_path, capsys) -> None:
     assert "in quarantine: step-00000003-1: " in capsys.readouterr().out
 
 
+def test_one_that_is_removed_while_it_is_verified(store, tmp_path, capsys, monkeypatch) -> None:
+    real = verify.open_folder
+
+    def remove(path: Path) -> int:
+        if path.name == "step-00000002" and sys._getframe(1).f_code.co_name == "find_damage":
+            shutil.rmtree(path)
+        return real(path)
+
+    monkeypatch.setattr(verify, "open_folder", remove)
+    assert command("verify", tmp_path) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["3", "1"]
+
+
 def test_nothing_to_show(store, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"step=9 has no checkpoint in .*; there are 1, 2, 3"):
         command("verify", tmp_path, "--step", 9)
@@ -81,7 +96,7 @@ def test_nothing_to_show(store, tmp_path) -> None:
 def test_it_never_loads_torch(store, tmp_path) -> None:
     code = (
         "import argparse, sys\n"
-        "from megaspec.checkpoint.commands import add_parser, run\n"
+        "from megaspec.commands.checkpoint import add_parser, run\n"
         "from megaspec.checkpoint.lock import RunLock\n"
         "p = argparse.ArgumentParser(); add_parser(p.add_subparsers())\n"
         "assert run(p.parse_args(['checkpoint', 'verify', sys.argv[1]])) == 0\n"

@@ -1,0 +1,769 @@
+"""The text of a shell script -> its statements: the part of the grammar that scripts which start a training use.
+
+Words keep their quotes and variables apart, so that they can be expanded later. Nothing is run or looked up here.
+"""
+
+import re
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from megaspec.core.errors import Problem, RecipeError
+
+MAX_DEPTH = 30
+"""Blocks, brackets and defaults inside each other."""
+DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
+
+_LONGEST_QUOTE = 100
+_NAME = re.compile(r"[A-Za-z_]\w*")
+# An index has a bound, so that brackets which don't close are not searched for again and again.
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]\n]{0,100}\])?(\+?)=")
+_FUNCTION = re.compile(r"[\w.:-]+[ \t]*\([ \t]*\)")
+_PARAMETER = re.compile(r"([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^]\n]{0,100})\])?(:?[-+=?])?")
+_COUNT = re.compile(r"#([A-Za-z_]\w*|[@*])(?:\[([^]\n]{0,100})\])?\}")
+_SHORT_PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+# Longest first. A bracket behind < or > begins a process substitution, which is a word.
+_REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(?:<<<|<<-?|<>|<&|>>|>&|>\||[<>](?!\())|&>>?")
+_OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|[;&|()\n]")
+_RESERVED = re.compile(r"(?:[a-z]+|\[\[|[{}!])(?=[\s;&|()<>]|$)")
+_PLAIN = re.compile(r"[^\s;&|()<>\\'\"$`]+")
+_PLAIN_IN_BRACES = re.compile(r"[^}\\'\"$`]+")
+_PLAIN_IN_QUOTES = re.compile(r"[^\"\\$`]+")
+_IN_BRACES = re.compile(r"\{([^{}]*)\}")
+_BLOCK_WORDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Text that stands for itself."""
+
+    text: str
+    quoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """`$name` or `${name...}`."""
+
+    name: str
+    """A variable, digits for an argument of the script, or one of `@ * # ? $ ! -`."""
+    index: str
+    """What stands in `[ ]`. "": nothing."""
+    operator: str
+    """What is done where it is not set, such as `:-`. "": nothing."""
+    word: "Word"
+    """Behind the operator."""
+    counts: bool
+    """True for `${#name}`."""
+    written: str
+    quoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """`$(( ))`."""
+
+    word: "Word"
+    written: str
+    quoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """What only a shell can tell: `$(command)`, `${name##*/}`."""
+
+    written: str
+    quoted: bool
+
+
+Part = Literal | Parameter | Arithmetic | Unreadable
+Word = tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """`name=value`, `name+=value`, `name=(values)`."""
+
+    name: str
+    index: str
+    adds: bool
+    value: Word
+    elements: tuple[Word, ...] | None
+    """Of an array; None for a plain value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simple:
+    """Assignments and the words of a command."""
+
+    assignments: tuple[Assignment, ...]
+    words: tuple[Word, ...]
+    reads_text: bool
+    """True with a here-document."""
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """`[[ ]]`."""
+
+    tokens: tuple[Word | str, ...]
+    """Words, and `&& || ( ) < >` as text."""
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticTest:
+    """`(( ))`."""
+
+    arithmetic: Arithmetic
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class If:
+    """`if`: conditions with what they lead to, in order."""
+
+    branches: tuple[tuple["Body", "Body"], ...]
+    otherwise: "Body"
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`case`."""
+
+    subject: Word
+    branches: tuple[tuple[tuple[Word, ...], "Body"], ...]
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class While:
+    """`while`, or `until` where it is negated."""
+
+    condition: "Body"
+    body: "Body"
+    negated: bool
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """`{ }`, or `( )` whose assignments end with it."""
+
+    body: "Body"
+    is_subshell: bool
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """`first && second || third`."""
+
+    first: "Statement"
+    rest: tuple[tuple[str, "Statement"], ...]
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """`first | second`, `! first`."""
+
+    stages: tuple["Statement", ...]
+    negated: bool
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """`name() { }`. What it does is not kept: a call of it is refused."""
+
+    name: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unfollowed:
+    """A statement that is read to its end, and refused where it would be run."""
+
+    what: str
+    line: int
+
+
+Statement = (
+    Simple | Test | ArithmeticTest | If | Case | While | Block | Chain | Pipeline | Function | Unfollowed
+)  # fmt: skip
+Body = tuple[Statement, ...]
+
+
+@dataclass
+class Source:
+    """A script's text and what it is called, for errors that name the line."""
+
+    text: str
+    label: str
+    ends: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.text = self.text.replace("\r\n", "\n")
+        self.ends = [match.start() for match in re.finditer("\n", self.text)]
+
+    def line_at(self, position: int) -> int:
+        """The number of the line of a position, counted from 1."""
+        return bisect_right(self.ends, position - 1) + 1
+
+    def quote(self, line: int) -> str:
+        """A line with its number, as errors and notes name it."""
+        begin = self.ends[line - 2] + 1 if line > 1 else 0
+        end = self.ends[line - 1] if line <= len(self.ends) else len(self.text)
+        text = self.text[begin:end].strip()
+        if len(text) > _LONGEST_QUOTE:
+            text = f"{text[:_LONGEST_QUOTE]}..."
+        return f"{self.label}:{line}: `{text}`"
+
+    def refuse(self, line: int, why: str) -> NoReturn:
+        """Raises RecipeError with the line and its number."""
+        raise RecipeError([Problem("", f"{self.quote(line)}: {why}", "", "megatron-script")])
+
+
+def parse(source: Source) -> Body:
+    """The statements of a script. RecipeError: what is no shell script, or nested too deep; with the line."""
+    return _Parser(source).whole()
+
+
+class _Parser:
+    def __init__(self, source: Source):
+        self.source = source
+        self.text = source.text
+        self.at = 0
+        self.depth = 0
+        self.delimiters: list[tuple[str, bool]] = []
+        """Of the here-documents that begin behind this line; True where tabs may stand in front."""
+
+    def whole(self) -> Body:
+        body = self.body(())
+        if self.at < len(self.text):
+            self.refuse("belongs to no command")
+        return body
+
+    def refuse(self, why: str, at: int | None = None) -> NoReturn:
+        position = self.at if at is None else at
+        self.source.refuse(self.source.line_at(min(position, len(self.text))), why)
+
+    @property
+    def line(self) -> int:
+        return self.source.line_at(self.at)
+
+    def deeper(self) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self.refuse(f"more than {MAX_DEPTH} blocks or brackets inside each other")
+
+    # Between words
+
+    def skip_blanks(self) -> None:
+        """Blanks, comments, and line ends behind a backslash."""
+        while self.at < len(self.text):
+            if self.text[self.at] in " \t\r":
+                self.at += 1
+            elif self.text.startswith("\\\n", self.at):
+                self.at += 2
+            elif self.text[self.at] == "#":
+                end = self.text.find("\n", self.at)
+                self.at = len(self.text) if end < 0 else end
+            else:
+                return
+
+    def take_line_end(self) -> None:
+        """A line end, with the here-documents behind it."""
+        self.at += 1
+        for delimiter, strips in self.delimiters:
+            while self.at < len(self.text):
+                end = self.text.find("\n", self.at)
+                end = len(self.text) if end < 0 else end
+                line = self.text[self.at : end]
+                self.at = min(end + 1, len(self.text))
+                if (line.lstrip("\t") if strips else line) == delimiter:
+                    break
+        self.delimiters = []
+
+    def skip_lines(self) -> None:
+        self.skip_blanks()
+        while self.text.startswith("\n", self.at):
+            self.take_line_end()
+            self.skip_blanks()
+
+    def operator(self) -> str:
+        """The operator that stands here; not taken."""
+        match = _OPERATOR.match(self.text, self.at)
+        return match.group() if match else ""
+
+    def reserved(self) -> str:
+        """The word that stands here where it could be a reserved one; not taken."""
+        match = _RESERVED.match(self.text, self.at)
+        return match.group() if match else ""
+
+    def expect(self, word: str, begin: int) -> None:
+        self.skip_lines()
+        found = self.operator() if word == ")" else self.reserved()
+        if found != word:
+            self.refuse(f"its `{word}` is missing", begin)
+        self.at += len(word)
+
+    # Statements
+
+    def body(self, ends: tuple[str, ...]) -> Body:
+        """Statements up to one of the words or operators in `ends`, which is not taken."""
+        statements: list[Statement] = []
+        while True:
+            self.skip_lines()
+            while self.operator() in (";", "&") and self.operator() not in ends:
+                self.at += 1
+                self.skip_lines()
+            if self.at >= len(self.text) or self.operator() in ends or self.reserved() in ends:
+                return tuple(statements)
+            if self.operator() not in ("", "(") or self.reserved() in _BLOCK_WORDS:
+                self.refuse(f"`{self.operator() or self.reserved()}` belongs to nothing")
+            statements.append(self.chain())
+
+    def chain(self) -> Statement:
+        line = self.line
+        first = self.pipeline()
+        rest: list[tuple[str, Statement]] = []
+        self.skip_blanks()
+        while (operator := self.operator()) in ("&&", "||"):
+            self.at += 2
+            self.skip_lines()
+            rest.append((operator, self.pipeline()))
+            self.skip_blanks()
+        return Chain(first, tuple(rest), line) if rest else first
+
+    def pipeline(self) -> Statement:
+        line = self.line
+        negated = False
+        while self.reserved() in ("!", "time"):
+            negated ^= self.reserved() == "!"
+            self.at += len(self.reserved())
+            self.skip_blanks()
+        stages = [self.command()]
+        self.skip_blanks()
+        while (operator := self.operator()) in ("|", "|&"):
+            self.at += len(operator)
+            self.skip_lines()
+            stages.append(self.command())
+            self.skip_blanks()
+        return Pipeline(tuple(stages), negated, line) if negated or len(stages) > 1 else stages[0]
+
+    def command(self) -> Statement:
+        self.deeper()
+        word = self.reserved()
+        compound = {
+            "if": self.if_block,
+            "case": self.case_block,
+            "while": self.while_block,
+            "until": self.while_block,
+            "for": self.for_block,
+            "select": self.for_block,
+            "{": self.brace_block,
+            "[[": self.test,
+            "function": self.function,
+        }.get(word)
+        if compound is None and self.text.startswith("((", self.at):
+            compound = self.arithmetic_test
+        elif compound is None and self.text.startswith("(", self.at):
+            compound = self.subshell
+        elif compound is None and _FUNCTION.match(self.text, self.at):
+            compound = self.function
+        if compound is None:
+            statement: Statement = self.simple()
+        else:
+            statement = compound()
+            self.skip_blanks()
+            while self.redirection() is not None:
+                self.skip_blanks()
+        self.depth -= 1
+        return statement
+
+    def if_block(self) -> Statement:
+        line, begin = self.line, self.at
+        branches: list[tuple[Body, Body]] = []
+        otherwise: Body = ()
+        word = "if"
+        while word in ("if", "elif"):
+            self.at += len(word)
+            condition = self.body(("then",))
+            self.expect("then", begin)
+            branches.append((condition, self.body(("elif", "else", "fi"))))
+            word = self.reserved()
+        if word == "else":
+            self.at += len(word)
+            otherwise = self.body(("fi",))
+        self.expect("fi", begin)
+        return If(tuple(branches), otherwise, line)
+
+    def while_block(self) -> Statement:
+        line, begin = self.line, self.at
+        negated = self.reserved() == "until"
+        self.at += len("while")
+        condition = self.body(("do",))
+        self.expect("do", begin)
+        body = self.body(("done",))
+        self.expect("done", begin)
+        return While(condition, body, negated, line)
+
+    def for_block(self) -> Statement:
+        line, begin = self.line, self.at
+        end = self.text.find("\n", self.at)
+        head = re.compile(r"[^;\n]*").match(self.text, self.at)
+        assert head is not None
+        # `for ((i=0; i<n; i++))` has semicolons of its own
+        is_counted = "((" in head.group()
+        self.at = (len(self.text) if end < 0 else end) if is_counted else head.end()
+        if is_counted:
+            closed = self.text.find("))", begin, self.at)
+            if closed < 0:
+                self.refuse("its `))` is missing", begin)
+            self.at = closed + 2
+        self.skip_lines()
+        if self.operator() == ";":
+            self.at += 1
+        self.expect("do", begin)
+        self.body(("done",))
+        self.expect("done", begin)
+        return Unfollowed("a loop over a list", line)
+
+    def case_block(self) -> Statement:
+        line, begin = self.line, self.at
+        self.at += len("case")
+        self.skip_lines()
+        subject = self.word()
+        self.expect("in", begin)
+        branches: list[tuple[tuple[Word, ...], Body]] = []
+        self.skip_lines()
+        while self.reserved() != "esac":
+            if self.at >= len(self.text):
+                self.refuse("its `esac` is missing", begin)
+            if self.operator() == "(":
+                self.at += 1
+            patterns = [self.pattern()]
+            while self.operator() == "|":
+                self.at += 1
+                patterns.append(self.pattern())
+            self.expect(")", begin)
+            body = self.body((";;", ";&", ";;&", "esac"))
+            branches.append((tuple(patterns), body))
+            if self.operator() in (";&", ";;&"):
+                self.refuse("a branch that goes on into the next one can't be read here")
+            if self.operator() == ";;":
+                self.at += 2
+            self.skip_lines()
+        self.expect("esac", begin)
+        return Case(subject, tuple(branches), line)
+
+    def pattern(self) -> Word:
+        self.skip_blanks()
+        word = self.word()
+        if not word:
+            self.refuse("a pattern is missing")
+        self.skip_blanks()
+        return word
+
+    def brace_block(self) -> Statement:
+        line, begin = self.line, self.at
+        self.at += 1
+        body = self.body(("}",))
+        self.expect("}", begin)
+        return Block(body, False, line)
+
+    def subshell(self) -> Statement:
+        line, begin = self.line, self.at
+        self.at += 1
+        body = self.body((")",))
+        self.expect(")", begin)
+        return Block(body, True, line)
+
+    def function(self) -> Statement:
+        line = self.line
+        if self.reserved() == "function":
+            self.at += len("function")
+            self.skip_blanks()
+        match = re.compile(r"[\w.:-]+").match(self.text, self.at)
+        if match is None:
+            self.refuse("a function without a name")
+        self.at = match.end()
+        self.skip_blanks()
+        if self.operator() == "(":
+            self.at += 1
+            self.expect(")", self.at)
+        self.skip_lines()
+        self.command()
+        return Function(match.group(), line)
+
+    def arithmetic_test(self) -> Statement:
+        line = self.line
+        return ArithmeticTest(self.arithmetic(self.at, self.at, quoted=True), line)
+
+    def test(self) -> Statement:
+        line, begin = self.line, self.at
+        self.at += len("[[")
+        tokens: list[Word | str] = []
+        while True:
+            self.skip_lines()
+            if self.at >= len(self.text):
+                self.refuse("its `]]` is missing", begin)
+            operator = self.operator() or (self.text[self.at] if self.text[self.at] in "<>" else "")
+            if self.reserved() == "" and re.match(r"\]\](?=[\s;&|)]|$)", self.text[self.at : self.at + 3]):
+                self.at += len("]]")
+                return Test(tuple(tokens), line)
+            if operator:
+                self.at += len(operator)
+                tokens.append(operator)
+            else:
+                tokens.append(self.word())
+
+    def simple(self) -> Statement:
+        line = self.line
+        assignments: list[Assignment] = []
+        words: list[Word] = []
+        reads_text = False
+        declares = False
+        while True:
+            self.skip_blanks()
+            redirection = self.redirection()
+            if redirection is not None:
+                reads_text |= redirection.startswith("<<")
+                continue
+            if self.at >= len(self.text) or self.operator():
+                break
+            match = _ASSIGNED.match(self.text, self.at) if declares or not words else None
+            if match is not None:
+                assignments.append(self.assignment(match))
+                continue
+            words.append(self.word())
+            declares = words[0] in tuple((Literal(name, False),) for name in DECLARATIONS)
+        if self.operator() == "(":
+            self.refuse("an opening bracket that is not in quotes")
+        return Simple(tuple(assignments), tuple(words), reads_text, line)
+
+    def assignment(self, match: re.Match[str]) -> Assignment:
+        name, index, adds = match.groups()
+        self.at = match.end()
+        elements: list[Word] | None = None
+        value: Word = ()
+        if self.text.startswith("(", self.at):
+            elements = []
+            self.at += 1
+            self.skip_lines()
+            while self.at < len(self.text) and not self.operator():
+                elements.append(self.word())
+                self.skip_lines()
+            if self.operator() != ")":
+                self.refuse("its `)` is missing", match.start())
+            self.at += 1
+        elif self.at < len(self.text) and not self.operator() and self.text[self.at] not in " \t<>":
+            value = self.word()
+        return Assignment(name, index or "", bool(adds), value, None if elements is None else tuple(elements))
+
+    def redirection(self) -> str | None:
+        """Takes a redirection with its file. -> its operator, None where none stands here."""
+        match = _REDIRECTION.match(self.text, self.at)
+        if match is None:
+            return None
+        operator = match.group().lstrip("0123456789")
+        self.at = match.end()
+        self.skip_blanks()
+        begin = self.at
+        target = self.word() if self.at < len(self.text) and not self.operator() else ()
+        if not target:
+            self.refuse("an arrow without a file behind it; is a <place holder> left?", match.start())
+        if operator in ("<<", "<<-"):
+            texts = [part.text if isinstance(part, Literal) else self.text[begin : self.at] for part in target]
+            self.delimiters.append(("".join(texts), operator == "<<-"))
+        return operator
+
+    # Words
+
+    def word(self) -> Word:
+        """A word up to the next blank or operator."""
+        begin = self.at
+        parts = self.parts(_PLAIN, closed_by="")
+        if self.at == begin:
+            self.refuse(f"`{self.text[self.at : self.at + 1]}` can't stand here")
+        return parts
+
+    def parts(self, plain: re.Pattern[str], *, closed_by: str) -> Word:
+        """Parts of a word up to a character that is in none of them. `closed_by`: one that ends it, too; not taken."""
+        parts: list[Part] = []
+        while self.at < len(self.text):
+            char = self.text[self.at]
+            if char == closed_by:
+                break
+            match = plain.match(self.text, self.at)
+            if match is not None:
+                if plain is _PLAIN and any("," in w or ".." in w for w in _IN_BRACES.findall(match.group())):
+                    self.refuse("a brace expansion can't be read here; write its words out")
+                self.at = match.end()
+                parts.append(Literal(match.group(), quoted=False))
+            elif char == "\\":
+                if not self.text.startswith("\\\n", self.at):
+                    parts.append(Literal(self.text[self.at + 1 : self.at + 2], quoted=True))
+                self.at += 2
+            elif char == "'":
+                parts.append(Literal(self.single_quoted(self.at), quoted=True))
+            elif char == '"':
+                parts += self.double_quoted()
+            elif char == "$":
+                parts.append(self.dollar(quoted=False))
+            elif char == "`":
+                parts.append(self.back_quoted(quoted=False))
+            elif char in "<>" and self.text.startswith("(", self.at + 1):
+                begin = self.at
+                self.at = self.behind_bracket(self.at + 1, "()")
+                parts.append(Unreadable(f"${self.text[begin + 1 : self.at]}", quoted=False))
+            else:
+                break
+        return tuple(parts)
+
+    def single_quoted(self, begin: int) -> str:
+        end = self.text.find("'", begin + 1)
+        if end < 0:
+            self.refuse("a quote is missing", begin)
+        self.at = end + 1
+        return self.text[begin + 1 : end]
+
+    def double_quoted(self) -> list[Part]:
+        """What stands in double quotes, with one empty literal, so that nothing in quotes is a word, too."""
+        begin = self.at
+        self.at += 1
+        parts: list[Part] = [Literal("", quoted=True), *self.quoted_parts('"')]
+        if self.at >= len(self.text):
+            self.refuse("a quote is missing", begin)
+        self.at += 1
+        return parts
+
+    def quoted_parts(self, closed_by: str) -> list[Part]:
+        parts: list[Part] = []
+        while self.at < len(self.text) and self.text[self.at] != closed_by:
+            match = _PLAIN_IN_QUOTES.match(self.text, self.at)
+            char = self.text[self.at]
+            if match is not None:
+                self.at = match.end()
+                parts.append(Literal(match.group(), quoted=True))
+            elif char == "\\":
+                escaped = self.text[self.at + 1 : self.at + 2]
+                self.at += 2
+                if escaped != "\n":
+                    parts.append(Literal(escaped if escaped in '"\\$`' else f"\\{escaped}", quoted=True))
+            elif char == "$":
+                parts.append(self.dollar(quoted=True))
+            elif char == "`":
+                parts.append(self.back_quoted(quoted=True))
+            else:
+                # a quote in arithmetic, which ends with the text
+                self.at += 1
+        return parts
+
+    def back_quoted(self, *, quoted: bool) -> Part:
+        begin = self.at
+        match = re.compile(r"`(?:[^`\\]|\\.)*`", re.DOTALL).match(self.text, self.at)
+        if match is None:
+            self.refuse("a quote is missing", begin)
+        self.at = match.end()
+        return Unreadable(f"$({match.group()[1:-1]})", quoted)
+
+    def dollar(self, *, quoted: bool) -> Part:
+        """A part that begins with `$`."""
+        begin = self.at
+        behind = self.text[begin + 1 : begin + 2]
+        if self.text.startswith("$((", begin):
+            return self.arithmetic(begin, begin + 1, quoted=quoted)
+        if behind == "(":
+            self.at = self.behind_bracket(begin + 1, "()")
+            return Unreadable(self.text[begin : self.at], quoted)
+        if behind == "{":
+            return self.braces(quoted=quoted)
+        if behind == "'" and not quoted:
+            end = begin + 2
+            while end < len(self.text) and self.text[end] != "'":
+                end += 2 if self.text[end] == "\\" else 1
+            if end >= len(self.text):
+                self.refuse("a quote is missing", begin)
+            self.at = end + 1
+            written = self.text[begin : self.at]
+            return Unreadable(written, True) if "\\" in written else Literal(written[2:-1], quoted=True)
+        match = _SHORT_PARAMETER.match(self.text, begin + 1)
+        if match is None:
+            self.at = begin + 1
+            # `$"text"` is text in the user's language
+            is_translated = behind == '"' and not quoted
+            return Literal("" if is_translated else "$", quoted=True)
+        self.at = match.end()
+        written = self.text[begin : self.at]
+        return Parameter(match.group(), "", "", (), counts=False, written=written, quoted=quoted)
+
+    def braces(self, *, quoted: bool) -> Part:
+        """`${...}`."""
+        self.deeper()
+        begin = self.at
+        count = _COUNT.match(self.text, begin + 2)
+        match = _PARAMETER.match(self.text, begin + 2)
+        part: Part | None = None
+        if count is not None:
+            self.at = count.end()
+            written = self.text[begin : self.at]
+            part = Parameter(count.group(1), count.group(2) or "", "", (), counts=True, written=written, quoted=quoted)
+        elif match is not None:
+            self.at = match.end()
+            name, index, operator = match.groups()
+            word = self.parts(_PLAIN_IN_BRACES, closed_by="}") if operator else ()
+            if self.text.startswith("}", self.at):
+                self.at += 1
+                written = self.text[begin : self.at]
+                part = Parameter(name, index or "", operator or "", word, counts=False, written=written, quoted=quoted)
+        if part is None:
+            self.at = self.behind_bracket(begin + 1, "{}")
+            part = Unreadable(self.text[begin : self.at], quoted)
+        self.depth -= 1
+        return part
+
+    def arithmetic(self, begin: int, bracket: int, *, quoted: bool) -> Arithmetic:
+        """`$(( ))` or `(( ))`, whose outer bracket stands at `bracket`."""
+        self.deeper()
+        end = self.behind_bracket(bracket, "()")
+        if not self.text.startswith("))", end - 2):
+            self.refuse("two brackets that open and don't close together can't be read here", begin)
+        inner = _Parser(Source(self.text[bracket + 2 : end - 2], self.source.label))
+        inner.depth = self.depth
+        try:
+            word = tuple(inner.quoted_parts(""))
+        except RecipeError:
+            self.refuse("can't be read as arithmetic", begin)
+        self.depth -= 1
+        self.at = end
+        return Arithmetic(word, self.text[begin:end], quoted)
+
+    def behind_bracket(self, begin: int, brackets: str) -> int:
+        """The position behind the bracket that closes the one at `begin`; those in quotes don't count."""
+        opening, closing = brackets
+        position = begin
+        depth = 0
+        is_quoted = False
+        while position < len(self.text):
+            char = self.text[position]
+            if char == "\\":
+                position += 1
+            elif char == '"':
+                is_quoted = not is_quoted
+            elif char == "'" and not is_quoted:
+                position = self.text.find("'", position + 1)
+                if position < 0:
+                    break
+            elif char == opening and not is_quoted:
+                depth += 1
+            elif char == closing and not is_quoted:
+                depth -= 1
+                if depth == 0:
+                    return position + 1
+            position += 1
+        self.refuse(f"its `{closing}` is missing", begin)

@@ -1,0 +1,149 @@
+"""Is a checkpoint this run's own? Its Spec, and where it stands in the training order, against those of the run. Pure.
+
+A checkpoint of the run was saved under the same experiment (difference.py), whatever was free to change since then. Two
+runs of one experiment with the same data order are the same run. A fork begins with a checkpoint of another: the very
+one that its Spec names.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from megaspec.checkpoint.format import LARGEST_NUMBER, Manifest, StoredTensor
+from megaspec.core.errors import printable
+from megaspec.core.problems import show
+from megaspec.precision.spec import Fp16Precision
+from megaspec.resolve.difference import Change, differences
+from megaspec.spec import Spec
+from megaspec.train.batch_schedule import BatchSchedule
+
+MOST_KEYS = 3
+# A loss that is scaled by more is infinite in fp32.
+LARGEST_SCALE = 2.0**128
+
+
+def is_fork_point(manifest: Manifest, run: Spec) -> bool:
+    """True for the checkpoint from which a fork began."""
+    return run.forked_from is not None and run.forked_from.manifest == manifest.digest
+
+
+def objections(manifest: Manifest, run: Spec) -> list[str]:
+    """Why a run can't go on from a checkpoint, a line each: it is another run's, or it does not say where it stands.
+
+    The bytes of its files, and the names and shapes of its tensors, are checked elsewhere.
+    """
+    if is_fork_point(manifest, run):
+        # It was looked at when it was copied, under the Spec of its own run.
+        return []
+    try:
+        saved = Spec.model_validate_json(json.dumps(manifest.spec))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("spec", *first["loc"])))
+        return [printable(f"{key}: {first['msg']}; it holds no Spec that this version reads")]
+    changes = _foreign(saved, run)
+    if changes:
+        listed = ", ".join(f"{c.key}={_short(c.was)} (this run: {_short(c.now)})" for c in changes[:MOST_KEYS])
+        more = f" and {len(changes) - MOST_KEYS} more" if len(changes) > MOST_KEYS else ""
+        text = (
+            f"it is a checkpoint of another run, {saved.run_dir}: {listed}{more}; put it back there, and start a run "
+            f"from it with megaspec resume {saved.run_dir} --fork NEW"
+        )
+        return [printable(text)]
+    return _misplaced(manifest, saved) or _wrong_generators(manifest.tensors, saved)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, dict | list | tuple) else show(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _foreign(saved: Spec, run: Spec) -> list[Change]:
+    """In what a checkpoint's Spec is of another experiment, or of another order of the data."""
+    found = [c for c in differences(saved, run) if c.is_experiment and c.key != "data_fingerprint"]
+    # Here also where one has none: what a run was saved with stays as it is.
+    if saved.data_fingerprint != run.data_fingerprint:
+        found.append(Change("data_fingerprint", saved.data_fingerprint, run.data_fingerprint, True))
+    if saved.forked_from != run.forked_from:
+        found.append(Change("forked_from", _origin(saved), _origin(run), True))
+    # A longer training appends segments and never changes one.
+    if saved.segments != run.segments[: len(saved.segments)]:
+        found.append(Change("segments", saved.segments, run.segments, True))
+    return found
+
+
+def _origin(spec: Spec) -> dict[str, Any] | None:
+    return None if spec.forked_from is None else spec.forked_from.model_dump(mode="json")
+
+
+def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
+    """Where the state is not what the saved Spec makes of the step, or holds what no run writes."""
+    state, step = manifest.state, manifest.step
+    keys = {"step", "samples", "tokens", "optimizer_updates", "loss_scale"}
+    if set(state) != keys:
+        return [printable(f"state: expected the keys {sorted(keys)}, found {sorted(state)[:8]}")]
+    schedule = BatchSchedule(saved.train, moved=saved.samples_moved)
+    samples = schedule.consumed(step)
+    first_step, first_tokens = 0, 0
+    if saved.forked_from is not None:
+        first_step, first_tokens = saved.forked_from.step, saved.forked_from.tokens
+    most_tokens = first_tokens + (samples - schedule.consumed(first_step)) * saved.data.seq_len
+    problems = [
+        *_outside(state, "step", step, step),
+        *_outside(state, "samples", samples, samples),
+        *_outside(state, "tokens", first_tokens, most_tokens),
+        *_outside(state, "optimizer_updates", 0, step),
+    ]
+    if samples > sum(saved.segments):
+        problems.append(f"state: samples={samples} lie behind the {sum(saved.segments)} of its training order")
+    if step < first_step:
+        problems.append(f"step={step} lies before step {first_step}, with which the fork began")
+    return problems or _wrong_scale(state["loss_scale"], saved, step, skipped=step - state["optimizer_updates"])
+
+
+def _outside(values: Mapping[str, Any], key: str, least: int, most: int) -> list[str]:
+    value = values[key]
+    if type(value) is int and least <= value <= most:
+        return []
+    expected = f"{least}" if least == most else f"a whole number from {least} to {most}"
+    return [printable(f"state: {key}={_short(value)}, expected {expected} after its step")]
+
+
+def _wrong_scale(value: Any, saved: Spec, step: int, *, skipped: int) -> list[str]:
+    """What is wrong with the state of the loss scale (precision/scaler.py). `skipped`: steps without an update."""
+    if not isinstance(saved.precision, Fp16Precision):
+        return [] if value is None else [printable(f"state: loss_scale={_short(value)}, expected null")]
+    keys = ["scale", "finite_in_row", "forgiven_left"]
+    if type(value) is not dict or set(value) != set(keys):
+        return [printable(f"state: loss_scale={_short(value)}, expected an object of {keys}")]
+    scale = value["scale"]
+    problems = []
+    if type(scale) is not float or not 0 < scale < LARGEST_SCALE:
+        problems.append(printable(f"state: scale={_short(scale)}, expected a number above 0 and below {LARGEST_SCALE}"))
+    least, most = saved.precision.hysteresis - skipped, saved.precision.hysteresis
+    if saved.forked_from is not None:
+        # It may have begun with another hysteresis.
+        least, most = 1 - step, LARGEST_NUMBER
+    return [
+        *problems,
+        *_outside(value, "finite_in_row", 0, step - skipped),
+        *_outside(value, "forgiven_left", least, most),
+    ]
+
+
+def _wrong_generators(tensors: Mapping[str, StoredTensor], saved: Spec) -> list[str]:
+    """Every rank saved the bytes of its generators. Their number is torch's affair (runtime/state.py)."""
+    kinds = ("cpu", "cuda") if saved.device == "cuda" else ("cpu",)
+    found = {name for name in tensors if name.startswith("rng/")}
+    # Counted before they are listed: nothing bounds a world size that somebody made up.
+    if len(found) != len(kinds) * saved.world_size:
+        return [f"{len(found)} random generators, expected {' and '.join(kinds)} of {saved.world_size} ranks"]
+    for name in (f"rng/{kind}/{rank}" for kind in kinds for rank in range(saved.world_size)):
+        if name not in tensors:
+            return [f"{name} is missing"]
+        tensor = tensors[name]
+        if tensor.dtype != "U8" or len(tensor.shape) != 1:
+            return [f"{name}: dtype {tensor.dtype} and shape {list(tensor.shape)}, expected bytes"]
+    return []

@@ -1,0 +1,109 @@
+"""What a layout or a model costs that somebody who asked for it may not know, with the way out."""
+
+from collections.abc import Iterator
+
+from megaspec.core.frozen import Frozen
+from megaspec.core.problems import show
+from megaspec.core.units import bytes_in_words, seconds_in_words
+from megaspec.parallelism.spec import RecomputeSpec
+from megaspec.recipe import Recipe
+from megaspec.resolve.ceilings import Ceilings
+from megaspec.resolve.changes import with_degrees
+from megaspec.resolve.communication import mesh_of
+from megaspec.resolve.hardware import Hardware
+from megaspec.resolve.memory import fullest, fullest_within, memory_of
+from megaspec.resolve.remedies import broken, in_words, overrides_of
+from megaspec.resolve.step_time import exposed_collectives, step_time
+from megaspec.spec import Spec
+from megaspec_kernels.catalog import choose
+
+
+class Hint(Frozen):
+    """A setting that costs something."""
+
+    key: str
+    """The setting."""
+    text: str
+    """What it costs, and the ways out in words."""
+    overrides: tuple[str, ...]
+    """`path=value` of the first way out; empty where there is no single one."""
+
+
+def hints(spec: Spec, hardware: Hardware, ceilings: Ceilings, *, seconds: float) -> tuple[Hint, ...]:
+    """Of a resolved recipe on such GPUs, whose step takes `seconds`."""
+    return (*_attention_dropout(spec, hardware, ceilings, seconds), *_wide_tp(spec, hardware, ceilings, seconds))
+
+
+def _attention_dropout(spec: Spec, hardware: Hardware, ceilings: Ceilings, seconds: float) -> Iterator[Hint]:
+    """Only the reference attention drops weights: it writes all of them out."""
+    key, dropout = "model.attention_dropout", spec.model.attention_dropout
+    if not dropout or spec.kernels.attention != "reference":
+        return
+    fused = choose("attention", device="cuda", sm=hardware.sm)
+    without = spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update={"attention_dropout": 0.0}),
+            "kernels": spec.kernels.model_copy(update={"attention": fused}),
+        }
+    )
+    overrides = [f"{key}=0"]
+    if all(one.key != "kernels.attention" for one in spec.decisions):
+        overrides.append(f"kernels.attention={fused}")
+    text = f"{key}={show(dropout)} takes the reference attention, which keeps every weight of it: {_size(spec)} on the"
+    text += f" fullest rank and {seconds_in_words(seconds)} a step; {_cost(without, hardware, ceilings)} with"
+    text += f" {in_words(overrides)}, which trains without it"
+    again = _weights_again(spec)
+    if again is not None:
+        text += f"; {_cost(again, hardware, ceilings)} with {in_words(overrides_of(spec, again))}"
+    yield Hint(key=key, text=text, overrides=tuple(overrides))
+
+
+def _weights_again(spec: Spec) -> Recipe | None:
+    """With attention computed again in the backward pass instead of kept, where nothing is computed again."""
+    if spec.parallelism.recompute.kind != "none":
+        return None
+    parallelism = spec.parallelism.model_copy(update={"recompute": RecomputeSpec(kind="selective")})
+    return spec.model_copy(update={"parallelism": parallelism})
+
+
+def _wide_tp(spec: Spec, hardware: Hardware, ceilings: Ceilings, seconds: float) -> Iterator[Hint]:
+    """Tensor-parallel ranks reduce activations several times a layer, which only links within a node are made for."""
+    key, tp = "parallelism.tp", spec.parallelism.tp
+    if tp == 1 or mesh_of(spec, hardware).within_node(("tp",)):
+        return
+    waits = sum(each for one, each in exposed_collectives(spec, hardware, ceilings) if one.group == "tp")
+    text = f"{key}={tp} reaches across nodes of {hardware.node_size} GPUs: a step waits {seconds_in_words(waits)}"
+    text += f" ({waits / seconds:.0%} of it) for its messages over the network"
+    narrow = _narrower(spec, hardware, ceilings)
+    if narrow is None:
+        text += "; inside a node nothing fits that keeps the rest as it is: megaspec tune searches"
+        yield Hint(key=key, text=text, overrides=())
+        return
+    overrides = overrides_of(spec, narrow)
+    text += f"; {_cost(narrow, hardware, ceilings)} with {in_words(overrides)}"
+    yield Hint(key=key, text=text, overrides=overrides)
+
+
+def _narrower(spec: Spec, hardware: Hardware, ceilings: Ceilings) -> Recipe | None:
+    """The fastest layout that fits with tensor parallel inside a node, and data or pipeline parallel in its place."""
+    own, already = spec.parallelism, broken(spec, hardware)
+    found: list[tuple[float, Recipe]] = []
+    for tp in range(1, hardware.node_size + 1):
+        if own.tp % tp or hardware.node_size % tp:
+            continue
+        for pp in (own.pp, own.pp * own.tp // tp):
+            changed = with_degrees(spec, hardware, tp=tp, pp=pp)
+            if changed is None or broken(changed, hardware) - already:
+                continue
+            if fullest_within(changed, hardware.room) is not None:
+                found.append((step_time(changed, hardware, ceilings).seconds, changed))
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+def _size(recipe: Recipe) -> str:
+    return bytes_in_words(fullest(memory_of(recipe)).total)
+
+
+def _cost(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> str:
+    """Memory and time, `68.1 GiB and 50.2 s a step`."""
+    return f"{_size(recipe)} and {seconds_in_words(step_time(recipe, hardware, ceilings).seconds)} a step"

@@ -1,0 +1,93 @@
+"""What settings cost without a word: attention dropout, and tensor parallel across nodes."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from megaspec.resolve.hardware import HARDWARE
+from megaspec.resolve.report import print_whole_plan
+from tests.resolve.test_plan import planned
+
+GIB = 2**30
+
+
+def hint_of(plan, key):
+    found = [hint for hint in plan.hints if hint.key == key]
+    assert len(found) == len(plan.hints) == 1
+    return found[0]
+
+
+def test_attention_dropout_tells_what_its_kernel_costs():
+    """GPT-3 on 128 H100: 123 GiB instead of 68."""
+    plan, without = (planned("gpt3_175b", *words, gpus=128) for words in (("model.attention_dropout=0.1",), ()))
+    hint = hint_of(plan, "model.attention_dropout")
+    assert plan.memory.total > 1.7 * without.memory.total
+    assert not plan.memory.fits
+    assert f"{plan.memory.total / GIB:.1f} GiB on the fullest rank and {plan.step_time.seconds:.2f} s" in hint.text
+    assert f"{without.memory.total / GIB:.1f} GiB and {without.step_time.seconds:.2f} s a step with" in hint.text
+    assert hint.overrides == ("model.attention_dropout=0",)
+    assert without.hints == ()
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as captured:
+        print_whole_plan(plan, console)
+    assert f"hint: {hint.text}" in " ".join(captured.get().split())
+    assert json.loads(json.dumps(plan.as_json()))["hints"][0]["overrides"] == ["model.attention_dropout=0"]
+
+
+def test_a_kernel_that_was_set_is_part_of_the_way_out():
+    words = ("model.attention_dropout=0.1", "kernels.attention=reference")
+    hint = hint_of(planned("gpt3_175b", *words, gpus=128), "model.attention_dropout")
+    assert hint.overrides == ("model.attention_dropout=0", "kernels.attention=sdpa")
+    assert planned("gpt3_175b", *hint.overrides, gpus=128).hints == ()
+    # without dropout it is a choice, which the change that saves most names where it is worth a word
+    assert planned("gpt3_175b", words[1], gpus=128).hints == ()
+
+
+def test_weights_of_attention_can_be_computed_again_instead():
+    words = ("model.attention_dropout=0.1", "parallelism.recompute={kind: none, parts: null}")
+    hint = hint_of(planned("gpt2_124m", *words, gpus=8), "model.attention_dropout")
+    again = planned("gpt2_124m", words[0], "parallelism.recompute={kind: selective, parts: null}", gpus=8)
+    assert hint.text.endswith(" a step with parallelism.recompute.kind=selective")
+    assert f"; {again.memory.total / GIB:.1f} GiB and " in hint.text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "gpus"),
+    [
+        ("gpt3_175b_128gpu", ("parallelism.tp=16",), 128),
+        ("llama3_70b", ("parallelism.tp=16", "parallelism.pp=2", "parallelism.cp=1"), 64),
+    ],
+)
+def test_tensor_parallel_across_nodes_tells_what_it_waits_for(recipe, words, gpus):
+    plan = planned(recipe, *words, gpus=gpus)
+    hint = hint_of(plan, "parallelism.tp")
+    waits = sum(one.exposed_seconds for one in plan.communication if one.group == "tp")
+    assert waits > 0.3 * plan.step_time.seconds
+    told = f"{waits:.2f} s ({waits / plan.step_time.seconds:.0%} of it) for its messages over the network"
+    assert f"parallelism.tp=16 reaches across nodes of 8 GPUs: a step waits {told}" in hint.text
+    # the way out can be pasted, takes what is told, and fits
+    given = {word.partition("=")[0] for word in hint.overrides}
+    kept = [word for word in words if word.partition("=")[0] not in given]
+    narrow = planned(recipe, *kept, *hint.overrides, gpus=gpus)
+    assert narrow.mesh["tp"] <= 8
+    assert narrow.hints == ()
+    assert narrow.memory.total <= HARDWARE["H100"].room
+    told = f"{narrow.memory.total / GIB:.1f} GiB and {narrow.step_time.seconds:.2f} s a step"
+    assert told in hint.text
+    assert narrow.step_time.seconds < plan.step_time.seconds
+
+
+def test_no_word_about_tensor_parallel_inside_a_node():
+    assert planned("gpt3_175b_128gpu", gpus=128).hints == ()
+    assert planned("gpt3_175b_128gpu", gpus=128, name="GB200").hints == ()
+    # 72 GPUs are no multiple of 16
+    across = planned("gpt3_175b_128gpu", "parallelism.tp=16", gpus=128, name="GB200")
+    assert "reaches across nodes of 72 GPUs" in hint_of(across, "parallelism.tp").text
+
+
+def test_where_no_narrower_layout_fits_the_search_is_named():
+    words = ("launcher.ranks=16", "parallelism.tp=16", "parallelism.pp=1", "parallelism.cp=1")
+    hint = hint_of(planned("llama3_70b", *words, gpus=16, name="A100-40"), "parallelism.tp")
+    assert hint.overrides == ()
+    assert hint.text.endswith("megaspec tune searches")

@@ -1,0 +1,401 @@
+"""A run goes on from its own checkpoints only: those of other runs, and those that don't say where they stand, are told
+by the key that differs, and the newest one that is its own is taken."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaspec import cli
+from megaspec.checkpoint.codec import decode
+from megaspec.checkpoint.comm import SoloComm
+from megaspec.checkpoint.folders import candidates
+from megaspec.checkpoint.format import MANIFEST
+from megaspec.checkpoint.shard import SavedPiece
+from megaspec.checkpoint.store import Store
+from megaspec.core.errors import CheckpointError
+from megaspec.resolve.belonging import objections
+from megaspec.resolve.difference import is_free
+from megaspec.run_folder import newest_good, newest_step
+from megaspec.runtime.build import Built
+from megaspec.runtime.loop import Run
+from megaspec.runtime.state import misfits
+from megaspec.spec import Spec
+from megaspec.train.batch_schedule import BatchSchedule
+from tests.checkpoint.test_format import seal
+from tests.runtime.lives import build_here
+from tests.runtime.specs import make_run, spec
+
+STEPS = {
+    "train.steps": 6,
+    "checkpoint.every": 2,
+    "precision.kind": "fp32",
+    "optim.schedule": {"warmup_steps": 4, "decay_steps": 6},
+}
+FP16 = STEPS | {"precision": {"kind": "fp16", "initial_scale": 1024.0}}
+
+
+def life(folder: Path, made: Spec) -> Run:
+    """A run of one rank, from its newest checkpoint to its end."""
+    run = Run(build_here(made, 0), folder, Store(folder), SoloComm())
+    run.start()
+    run.train()
+    return run
+
+
+def go_on(made: Spec, folder: Path) -> Run:
+    """A run that has gone on from its newest checkpoint and not trained."""
+    run = Run(build_here(made, 0), folder, Store(folder), SoloComm())
+    run.start()
+    return run
+
+
+def step_of(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run with the checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("whole")
+    life(folder, spec(STEPS))
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def manifest_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / MANIFEST).read_bytes())["manifest"]
+
+
+def put_foreign(run: Path, other: Spec, *, step: int) -> None:
+    """A checkpoint of another run among those of `run`."""
+    shutil.copytree(step_of(run, 6), step_of(run, step))
+    body = manifest_of(step_of(run, 6))
+    body["step"] = step
+    body["spec"] = other.model_dump(mode="json")
+    samples = BatchSchedule(other.train, moved=other.samples_moved).consumed(step)
+    body["state"] |= {"step": step, "samples": samples}
+    (step_of(run, step) / MANIFEST).write_bytes(seal(body))
+
+
+OTHERS = {
+    "seed": ({"train.seed": 7}, "data.seed=7 (this run: 1234), train.seed=7 (this run: 1234)"),
+    "batch": ({"train.global_batch": 8}, "train.global_batch=8 (this run: 4)"),
+    "rate": ({"optim.lr": 0.5}, "optim.lr=0.5 (this run: 0.01)"),
+    "data": ({"data.masked": 0.3}, "data.masked=0.3 (this run: 0.2)"),
+    "model of the same shapes": ({"model.norm_eps": 0.5}, "model.norm_eps=0.5 (this run: 1e-05)"),
+    "order of the data": ({}, "another run, run: segments=[32] (this run: [24])"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_checkpoint_of_another_run_is_told_by_what_differs(name, run, capsys) -> None:
+    changes, said = OTHERS[name]
+    put_foreign(run, spec(STEPS | changes | {"train.steps": 8}), step=8)
+    before = {path.name: path.read_bytes() for path in step_of(run, 8).iterdir()}
+    assert go_on(spec(STEPS), run).step == 6
+    told = capsys.readouterr().err
+    assert "step-00000008 (now quarantine/step-00000008-1)" in told
+    assert "it is a checkpoint of another run, run: " in told
+    assert said in told
+    assert "megaspec resume run --fork NEW" in told
+    assert "step 6 is the newest good one" in told
+    # Moved, and not a byte lost.
+    aside = run / "checkpoints" / "quarantine" / "step-00000008-1"
+    assert before == {path.name: path.read_bytes() for path in aside.iterdir()}
+
+
+def test_where_only_foreign_ones_are_left_nothing_moves(run) -> None:
+    """The fault may as well lie in spec.json."""
+    before = sorted(run.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"data\.seed=1234 .this run: 7") as caught:
+            go_on(spec(STEPS | {"train.seed": 7}), run)
+        assert caught.value.exit_code == 66
+    assert sorted(run.rglob("*")) == before
+
+
+LEGITIMATE = {
+    "another layout": {"kernels.attention": "reference", "train.micro_batch": 1},
+    "longer": {"train.steps": 9},
+    "other reports": {"log.every": 7, "checkpoint.keep": 3, "train.eval_every": 3, "train.eval_samples": 2},
+    "another folder": {"run_dir": "elsewhere"},
+}
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_what_may_change_within_a_run_is_no_objection(name, run) -> None:
+    made = spec(STEPS | LEGITIMATE[name])
+    if name == "longer":
+        made = made.model_copy(update={"segments": (24, 12)})
+    assert go_on(made, run).step == 6
+    assert not (run / "checkpoints" / "quarantine").exists()
+
+
+def test_a_fork_takes_the_checkpoint_that_it_began_with_and_no_other_of_its_parent(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    parent = make_run(Path("parent"), STEPS)
+    life(parent, Spec.model_validate_json((parent / "spec.json").read_text()))
+    changes = ["train.seed=9", "data.seed=9", "optim.lr=1e-3", "train.global_batch=8", "train.steps=10"]
+    shutil.move(step_of(parent, 6), "kept")
+    assert cli.main(["resume", "parent", "--fork", "child", *changes]) == 0
+    child = Spec.model_validate_json(Path("child/spec.json").read_text())
+    manifest = decode(step_of(Path("child"), 4).joinpath(MANIFEST).read_bytes(), "")
+    assert child.forked_from is not None
+    assert (child.forked_from.manifest, child.forked_from.step) == (manifest.digest, 4)
+    assert child.forked_from.tokens == manifest.state["tokens"] > 0
+    assert go_on(child, Path("child")).step == 4
+
+    # It stays so when the fork goes on, and with what it saves itself.
+    assert cli.main(["resume", "child", "train.steps=12"]) == 0
+    longer = Spec.model_validate_json(Path("child/spec.json").read_text())
+    assert longer.forked_from == child.forked_from
+    assert life(Path("child"), longer).step == 12
+    assert go_on(longer, Path("child")).step == 12
+    assert cli.main(["checkpoint", "verify", "child"]) == 0
+
+    # Another one of the parent, and the child's in the parent's folder, are foreign.
+    shutil.copytree("kept", step_of(Path("child"), 14))
+    (step_of(Path("child"), 14) / MANIFEST).write_bytes(restep(Path("kept"), 14))
+    shutil.copytree(step_of(Path("child"), 12), step_of(parent, 12))
+    capsys.readouterr()
+    for folder in ("child", "parent"):
+        assert cli.main(["checkpoint", "verify", folder]) == 66
+        assert "it is a checkpoint of another run" in capsys.readouterr().out
+    assert newest_step(Path("child")) == 12
+    assert newest_step(parent) == 4
+
+
+def test_a_fork_that_changes_nothing_is_a_run_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    parent = make_run(Path("parent"), STEPS)
+    life(parent, Spec.model_validate_json((parent / "spec.json").read_text()))
+    assert cli.main(["resume", "parent", "--fork", "child", "train.steps=8"]) == 0
+    child = Spec.model_validate_json(Path("child/spec.json").read_text())
+    life(Path("child"), child)
+    manifest = decode(step_of(Path("child"), 8).joinpath(MANIFEST).read_bytes(), "")
+    (line,) = objections(manifest, Spec.model_validate_json((parent / "spec.json").read_text()))
+    assert "forked_from=" in line
+
+
+def restep(folder: Path, step: int) -> bytes:
+    """A manifest that says another step."""
+    body = json.loads((folder / MANIFEST).read_bytes())["manifest"]
+    body["step"] = step
+    return seal(body)
+
+
+def test_a_fork_is_not_made_from_a_foreign_checkpoint(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    for name, changes in (("one", {}), ("other", {"train.seed": 7, "train.steps": 8, "checkpoint.every": 0})):
+        folder = make_run(Path(name), STEPS | changes)
+        life(folder, Spec.model_validate_json((folder / "spec.json").read_text()))
+    shutil.copytree(step_of(Path("other"), 8), step_of(Path("one"), 8))
+    one = Spec.model_validate_json(Path("one/spec.json").read_text())
+    good = newest_good(Path("one"), one)
+    assert (good.candidate.step, len(good.passed_over)) == (6, 1)
+    assert cli.main(["resume", "one", "--fork", "new"]) == 0
+    said = capsys.readouterr()
+    assert "new starts from step 6 of one" in said.out
+    assert "it is a checkpoint of another run, other: data.seed=7 (this run: 1234)" in said.err
+    # Its step counts for nothing: the run could not have gone on with its own 6 steps.
+    assert cli.main(["resume", "one"]) == 0
+
+
+def test_prune_never_counts_a_foreign_one(run) -> None:
+    put_foreign(run, spec(STEPS | {"train.seed": 7}), step=8)
+    made = spec(STEPS)
+    store = Store(run)
+    assert store.prune(2, inspect=lambda manifest: objections(manifest, made)) == [2]
+    assert store.steps() == [4, 6, 8]
+
+
+# --- every key of a real manifest
+
+
+def paths(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every key of plain data, sections before what they hold; of lists the first and the last item."""
+    if at:
+        yield at
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from paths(inner, (*at, key))
+    elif isinstance(value, list):
+        for i in sorted({0, len(value) - 1} if value else ()):
+            yield from paths(value[i], (*at, i))
+
+
+def set_to(value: Any) -> Callable[[Any, Any], None]:
+    def change(place: Any, key: Any) -> None:
+        place[key] = value
+
+    return change
+
+
+def remove(place: Any, key: Any) -> None:
+    del place[key]
+
+
+CHANGES: dict[str, Callable[[Any, Any], None]] = {
+    "missing": remove,
+    "null": set_to(None),
+    "text": set_to("x"),
+    "true": set_to(True),
+    "negative": set_to(-3),
+    "large": set_to(10**17),
+    "huge": set_to(10**30),
+    "NaN": set_to(math.nan),
+}
+# Beside what is free in a recipe: what says nothing of where a run is.
+UNREAD = {("generation",), ("token",), ("spec", "name"), ("spec", "device"), ("spec", "decisions"), ("spec", "plugins")}
+
+
+def may_be_another(path: tuple[Any, ...], body: dict[str, Any]) -> bool:
+    if any(path[: len(one)] == one for one in UNREAD):
+        return True
+    return path[0] == "spec" and is_free(".".join(map(str, path[1:])), body["spec"])
+
+
+def is_taken(built: Built, data: bytes) -> bool:
+    """Whether a run would go on from a checkpoint with this manifest, as far as its manifest goes."""
+    try:
+        manifest = decode(data, "here")
+    except CheckpointError:
+        return False
+    return not (objections(manifest, built.spec) or misfits(built, manifest))
+
+
+@pytest.mark.parametrize(("changes", "below"), [(STEPS, ()), (FP16, ("state",))], ids=["fp32", "fp16"])
+def test_every_key_of_a_manifest_missing_or_wrong(changes, below, tmp_path) -> None:
+    """What is taken says the same as before in everything that a run reads, and nothing else is raised."""
+    made = spec(changes)
+    built = life(tmp_path, made).built
+    body = manifest_of(step_of(tmp_path, 4))
+    text = json.dumps(body)
+    assert is_taken(built, seal(body))
+    few = {"model/embed.weight", "optim/exp_avg/norm.weight", "rng/cpu/0"}
+    looked_at = [p for p in paths(body) if p[: len(below)] == below and (p[0] != "tensors" or few & {*p[1:2]})]
+    assert len(looked_at) > (100 if below == () else 6)
+    for path in looked_at:
+        for name, change in CHANGES.items():
+            changed = json.loads(text)
+            place = changed
+            for key in path[:-1]:
+                place = place[key]
+            change(place, path[-1])
+            if not is_taken(built, seal(changed)) or may_be_another(path, body):
+                continue
+            # A key that says its default may be left out.
+            assert Spec.model_validate_json(json.dumps(changed["spec"])) == made, f"{path} {name}"
+            for part in ("step", "state", "files", "tensors"):
+                assert changed[part] == body[part], f"{path} {name}"
+
+
+WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any, Any], None], str]] = {
+    "no samples": (("state", "samples"), remove, r"state: expected the keys .*, found"),
+    "no step": (("state", "step"), remove, r"state: expected the keys"),
+    "no loss scale": (("state", "loss_scale"), remove, r"state: expected the keys"),
+    "another sample": (("state", "samples"), set_to(12), r"state: samples=12, expected 16 after its step"),
+    "another step": (("state", "step"), set_to(5), r"state: step=5, expected 4 after its step"),
+    "too many tokens": (
+        ("state", "tokens"),
+        set_to(10**9),
+        r"tokens=1000000000, expected .* from 0 to 256",
+    ),
+    "too many updates": (("state", "optimizer_updates"), set_to(7), r"optimizer_updates=7, expected .* from 0 to 4"),
+    "no Spec": (("spec",), set_to({}), r"spec\.name: Field required"),
+    "a section of the Spec": (("spec", "optim"), remove, r"spec\.optim: Field required"),
+    "no generator": (("tensors", "rng/cpu/0"), remove, r"rank-00000.safetensors: its last piece ends at"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_manifest_without_a_key_is_passed_over_with_the_reason(name, run, capsys) -> None:
+    """A traceback, or a run that goes on from another sample, until this was looked at."""
+    path, change, said = WRONG[name]
+    for step in (6, 4):
+        body = manifest_of(step_of(run, step))
+        place = body
+        for key in path[:-1]:
+            place = place[key]
+        change(place, path[-1])
+        (step_of(run, step) / MANIFEST).write_bytes(seal(body))
+    taken = go_on(spec(STEPS), run)
+    assert taken.step == 2
+    told = capsys.readouterr().err
+    assert "step-00000004 (now quarantine/step-00000004-1)" in told
+    assert [c.step for c in candidates(run / "checkpoints")] == [2]
+    assert re.search(said, told), told
+
+
+def save_again(folder: Path, step: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """The checkpoint of a step with other tensors."""
+    store = Store(folder)
+    with store.open(step, SoloComm()) as reader:
+        tensors = {name: reader.read(name) for name in reader.names()}
+        state, saved = reader.state, reader.spec
+    change(tensors)
+    pieces = [SavedPiece(name, tuple(t.shape), (0,) * t.ndim, t) for name, t in tensors.items()]
+    store.save(step, pieces, spec=saved, state=state, comm=SoloComm())
+
+
+NORM = "model/norm.weight"
+TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "fewer bytes of a generator": (
+        lambda found: found.update({"rng/cpu/0": torch.zeros(100, dtype=torch.uint8)}),
+        "rng/cpu/0 has dtype U8 and shape [100], torch's generator has 5056 bytes",
+    ),
+    "no generator": (lambda found: found.pop("rng/cpu/0"), "0 random generators, expected cpu of 1 ranks"),
+    "one generator too many": (
+        lambda found: found.update({"rng/cpu/1": found["rng/cpu/0"]}),
+        "2 random generators, expected cpu of 1 ranks",
+    ),
+    "a generator of another rank": (
+        lambda found: found.update({"rng/cpu/1": found.pop("rng/cpu/0")}),
+        "rng/cpu/0 is missing",
+    ),
+    "a generator in floats": (
+        lambda found: found.update({"rng/cpu/0": torch.zeros(5056)}),
+        "rng/cpu/0: dtype F32 and shape [5056], expected bytes",
+    ),
+    "no weight": (lambda found: found.pop(NORM), f"holds no {NORM}; it was written by another model"),
+    "a weight too many": (
+        lambda found: found.update({"model/more": torch.zeros(3)}),
+        "model/more and 0 more belong to no parameter of this run",
+    ),
+    "a weight of another shape": (
+        lambda found: found.update({NORM: torch.zeros(3)}),
+        f"{NORM} has shape [3], this run has [32]",
+    ),
+    "a weight in whole numbers": (
+        lambda found: found.update({NORM: torch.ones(32, dtype=torch.int32)}),
+        f"{NORM} has dtype torch.int32, this run has torch.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_the_run_can_not_take_are_passed_over_before_any_is_loaded(name, run, capsys) -> None:
+    change, said = TENSORS[name]
+    save_again(run, 6, change)
+    assert go_on(spec(STEPS), run).step == 4
+    assert said in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_state_of_a_generator_are_an_error_and_no_traceback(run) -> None:
+    save_again(run, 6, lambda found: found["rng/cpu/0"].fill_(255))
+    with pytest.raises(CheckpointError, match="rng/cpu/0: torch does not take it"):
+        go_on(spec(STEPS), run)
