@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import WriteError
+from megaspec.core.errors import WriteError, printable
 from megaspec_launchers.outcome import INTERNAL, PREEMPTED, WORTH_ANOTHER_ATTEMPT, Outcome, RankEnd, judge
 from megaspec_launchers.rank_factory import RankFactory, ServerGone
 from megaspec_launchers.signals import StopRequests
@@ -265,7 +265,8 @@ def _tell_cause(run_dir: str, cause: RankEnd, *, since: Sequence[int]) -> None:
     with path.open("rb") as file:
         file.seek(max(since[rank], path.stat().st_size - TAIL_BYTES))
         for line in file.read().decode(errors="replace").splitlines()[-15:]:
-            _write(STDERR, f"  [rank {rank}] {line}\n".encode())
+            shown = printable(line, keep="\t")
+            _write(STDERR, f"  [rank {rank}] {shown}\n".encode())
 
 
 def _count(ranks: int) -> str:
@@ -273,4 +274,4 @@ def _count(ranks: int) -> str:
 
 
 def _say(text: str) -> None:
-    _write(STDERR, f"megaspec: {text}\n".encode())
+    _write(STDERR, f"megaspec: {printable(text)}\n".encode())

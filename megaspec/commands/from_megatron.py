@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import Problem, RecipeError, printable
 from megaspec.data.files import write_text
 
 _DESCRIPTION = """Write the recipe that trains what a pretrain_gpt.py command of Megatron-LM trains.
@@ -62,4 +62,4 @@ def _write(out: Path, text: str) -> None:
     if out.exists():
         raise RecipeError(f"--out {out} exists; give another name")
     write_text(out, text)
-    print(f"{out}: written; megaspec plan recipe={out.stem} shows it")
+    print(printable(f"{out}: written; megaspec plan recipe={out.stem} shows it"))

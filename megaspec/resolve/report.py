@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import in_a_shell, one_of, show
+from megaspec.core.terminal import escape
 from megaspec.core.units import bytes_in_words
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.fill import PLAIN

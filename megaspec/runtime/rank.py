@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import HangError, MegaspecError, Preempted
+from megaspec.core.errors import HangError, MegaspecError, Preempted, printable
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
@@ -87,7 +87,8 @@ def tell(me: Place, what: object) -> None:
     """An error in this rank's words, on stderr."""
     text = str(what)
     names_its_rank = me.world_size == 1 or text.startswith("rank ")  # as what `together` reports does
-    print(text if names_its_rank else f"rank {me.rank}: {text}", file=sys.stderr, flush=True)
+    told = text if names_its_rank else f"rank {me.rank}: {text}"
+    print(printable(told, keep="\n"), file=sys.stderr, flush=True)
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
