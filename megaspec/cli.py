@@ -41,6 +41,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.fits import MEMORY, memory_warning, start_problems
 from megaspec.resolve.gather import gather_facts, planned_run_dir
+from megaspec.resolve.promise import promise_of_change
 from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
@@ -268,6 +269,8 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
         _warn(spec, target)
         if done == spec.train.steps:
             print(printable(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further"))
+        elif done:
+            print(printable(f"{folder} after step {done:,} {promise_of_change(old, spec)}"))
         write_run(folder, recipe, target, spec)
         stack.pop_all()
     return Prepared(folder, spec, lock)

@@ -16,6 +16,7 @@ from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.layer_time import collective_seconds
 from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.parameters import count_parameters, rank_parameters
+from megaspec.resolve.promise import promise
 from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.schedule import bubble_formula, chart, shape_of
 from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
@@ -165,6 +166,8 @@ class Plan(Frozen):
     communication: tuple[Message, ...]
     bubble: Waiting | None
     step_time: Speed | None
+    resume: str
+    """What holds of the numbers of the run when it is stopped and goes on."""
     unbuilt: tuple[str, ...]
     """Keys of what can be planned, not trained."""
     decisions: tuple[Decision, ...]
@@ -223,6 +226,7 @@ def make_plan(
         communication=_messages(spec, hardware, ceilings),
         bubble=_waiting(spec, time, hardware=hardware, ceilings=ceilings),
         step_time=_speed(time, batch=batch) if time else None,
+        resume=promise(spec),
         unbuilt=tuple(p.key for p in unbuilt_problems(spec)),
         decisions=spec.decisions,
     )

@@ -52,6 +52,8 @@ def print_whole_plan(plan: Plan, console: Console) -> None:
     _print_messages(plan, console)
     _print_bubble(plan, console)
     _print_speed(plan, console)
+    console.print()
+    _print_lines(_resume(plan), console)
     if plan.unbuilt:
         console.print(f"\n[bold]Can be planned, not trained yet:[/] {escape(', '.join(plan.unbuilt))}")
     console.print()
@@ -113,6 +115,10 @@ def _model(plan: Plan) -> Lines:
     yield "parameters", f"{counts['total']:,} = {' + '.join(kinds)}{tied}"
     if counts["active"] != counts["total"]:
         yield "", f"{counts['active']:,} active for each token"
+
+
+def _resume(plan: Plan) -> Lines:
+    yield "resume", f"stopped, it {plan.resume}"
 
 
 def _stages(plan: Plan) -> Lines:
