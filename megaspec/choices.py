@@ -23,7 +23,7 @@ class Repository(ConfigRepository):
             return None  # a group that base.yaml leaves to the recipe, which may write the section out instead
         entries = self._search.read(config_path).defaults
         # Hydra passes over an optional entry that names no file
-        defaults = OmegaConf.create([_optional(e) for e in entries])
+        defaults = OmegaConf.create([_optional(_plain(e)) for e in entries])
         header = {"package": "_global_" if config_path.startswith("recipe/") else None}
         result = ConfigResult(provider="megaspec", path=config_path, config=OmegaConf.create({}), header=header)
         result.defaults_list = self._create_defaults_list(config_path, defaults)
@@ -37,6 +37,13 @@ class Repository(ConfigRepository):
 
     def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
         return self._search.choices(group_name)
+
+
+def _plain(entry: Any) -> Any:
+    """An entry of a defaults list with its texts as OmegaConf takes them: no class of ours."""
+    if isinstance(entry, dict):
+        return {str(name): None if choice is None else str(choice) for name, choice in entry.items()}
+    return str(entry)
 
 
 def _optional(entry: Any) -> Any:

@@ -35,10 +35,11 @@ from megaspec.commands import recipes as recipes_commands
 from megaspec.commands import schema as schema_commands
 from megaspec.commands import tune
 from megaspec.commands import verify as verify_commands
-from megaspec.commands.words import compose_words, take, tell_left_out, terminal, words_parser
+from megaspec.commands.words import compose_words, take, tell_left_out, words_parser
 from megaspec.compose import Composed, recompose
-from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean
+from megaspec.core.terminal import terminal
 from megaspec.data import commands as data_commands
 from megaspec.launcher import exit_file
 from megaspec.log.environment import write_environment
@@ -47,6 +48,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.fits import MEMORY, memory_warning, start_problems
 from megaspec.resolve.gather import gather_facts, planned_run_dir
+from megaspec.resolve.promise import promise_of_change
 from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
@@ -245,7 +247,7 @@ def generate(args: argparse.Namespace) -> int:
     written = generate_text(
         args.run, trained, args.text, tokens=args.tokens, temperature=args.temperature, seed=args.seed, cuda=cuda
     )
-    print(f"{args.text}{written}")
+    print(printable(f"{args.text}{written}", keep="\n\t"))
     return 0
 
 
@@ -295,7 +297,9 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
         spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)
         _warn(spec, target)
         if done == spec.train.steps:
-            print(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further")
+            print(printable(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further"))
+        elif done:
+            print(printable(f"{folder} after step {done:,} {promise_of_change(old, spec)}"))
         write_run(folder, recipe, target, spec)
         stack.pop_all()
     return Prepared(folder, spec, lock)
@@ -330,7 +334,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     lock = RunLock(place).acquire()
     copy_checkpoint(good.candidate, good.manifest, place)
     write_run(place, recipe, target, spec)
-    print(f"{place} starts from step {began.step} of {source}")
+    print(printable(f"{place} starts from step {began.step} of {source}"))
     return Prepared(place, spec, lock)
 
 
@@ -338,7 +342,7 @@ def _warn(spec: Spec, target: Target) -> None:
     """On stderr: that a run barely fits the GPUs' memory."""
     warning = memory_warning(spec, target)
     if warning:
-        print(f"megaspec: {warning}", file=sys.stderr)
+        print(printable(f"megaspec: {warning}"), file=sys.stderr)
 
 
 def _start(prepare: Callable[[Target], Prepared]) -> int:
@@ -381,7 +385,7 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
     if code == HangError.exit_code:
         step = newest_step(prepared.folder)
         saved = f"step {step} is saved" if step else "no step was saved yet"
-        print(f"megaspec: {saved}; megaspec resume {prepared.folder} goes on", file=sys.stderr)
+        print(printable(f"megaspec: {saved}; megaspec resume {prepared.folder} goes on"), file=sys.stderr)
     return code
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from megaspec.checkable import PartlyError, checkable
+from megaspec.checkable import Checkable, PartlyError, checkable
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
-from megaspec.core.marked_yaml import MAX_DEPTH
-from megaspec.core.problems import did_you_mean, one_of, origin_of, show, typed_problems, value_at
+from megaspec.core.marked_yaml import MAX_DEPTH, Quoted
+from megaspec.core.problems import did_you_mean, one_of, origin_of, quoted_counts, show, typed_problems, value_at
 from megaspec.interpolation import interpolate
 from megaspec.left_out import replaced_kinds
 from megaspec.recipe import SECTIONS, Recipe
@@ -182,7 +182,7 @@ class _Tree:
 
     def set(self, override: Override) -> Problem | None:
         """Apply one `path=value` of the command line; deletions too."""
-        key, value = override.key_or_group, override.value()
+        key, value = override.key_or_group, _value_of(override)
         where: Any = self.content
         *above, last = key.split(".")
         for depth, part in enumerate(above):
@@ -277,6 +277,23 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
     if problems:
         raise RecipeError(problems)
     return parsed
+
+
+def _value_of(override: Override) -> Any:
+    """The value of an override, in which a quoted text is still known as one."""
+    return _keep_quotes(override._value)  # what override.value() takes the quotes off
+
+
+def _keep_quotes(value: Any) -> Any:
+    from hydra.core.override_parser.types import QuotedString
+
+    if isinstance(value, QuotedString):
+        return Quoted(value.text)
+    if isinstance(value, list):
+        return [_keep_quotes(one) for one in value]
+    if isinstance(value, dict):
+        return {str(_keep_quotes(name)): _keep_quotes(one) for name, one in value.items()}
+    return value
 
 
 def _depth(text: str) -> int:
@@ -385,12 +402,19 @@ def _finish(tree: _Tree, values: Sequence[Override], search: SearchPath) -> Comp
     bad = {p.key for p in problems if p.key}
     try:
         recipe = Recipe.model_validate_json(json.dumps(content))
-        if not problems:
-            return Composed(recipe, origins)
     except ValidationError as error:
+        recipe = None
         choices = {group: search.choices(group) for group in SECTIONS}
         typed = typed_problems(error, model=Recipe, content=content, origins=origins, choices=choices)
         problems += [p for p in typed if p.key not in bad and "${" not in str(value_at(content, p.key))]
+    readable = checkable(content, origins, bad) if recipe is None else Checkable(recipe, frozenset(bad), origins)
+    if readable is not None:
+        held = readable.recipe.model_dump(mode="json")
+        quoted = quoted_counts(content, held, origins, but=readable.bad)
+        problems += quoted
+        bad |= {p.key for p in quoted}
+    if recipe is not None and not problems:
+        return Composed(recipe, origins)
     raise PartlyError(problems, checkable(content, origins, bad))
 
 

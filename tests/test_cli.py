@@ -88,7 +88,7 @@ def test_keys_that_a_choice_leaves_out_are_told(command, code, capsys):
     [
         ([], "required: COMMAND"),
         (["trian"], "invalid choice: 'trian'"),
-        (["plan"], "recipe=NAME is missing; choose deepseek_v3, gpt2_124m"),
+        (["plan"], "recipe=NAME is missing; choose deepseek_v3, deepseek_v3_tp8_ep32, gpt2_124m"),
         (["plan", "recipe=hello", "recipe=hello"], "given more than once"),
         (["plan", "recipe=helo"], "recipe=helo does not exist; did you mean hello?"),
         (["plan", "recipe=hello", "--config-dri", "x"], "--config-dri: unknown; did you mean --config-dir?"),

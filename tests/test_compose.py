@@ -285,6 +285,55 @@ def test_typing_errors_name_file_and_line(folder):
     assert [str(p) for p in problems_of("bad", ["optim.lr=nan"])] == [infinite, *others]
 
 
+QUOTED = [
+    ("train.steps", "64"),
+    ("train.steps", "15T"),
+    ("train.steps", "1.5B"),
+    ("train.steps", "1e6"),
+    ("parallelism.tp", "2"),
+    ("optim.schedule.warmup_steps", "0"),
+]
+
+
+@pytest.mark.parametrize(("key", "text"), QUOTED)
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_text_in_quotes_is_no_number(folder, key, text, quote):
+    wanted = f"{key}={text} must be a whole number"
+    way_out = f"{text!r} is text in quotes, take them away"
+    (found,) = problems_of("hello", [f"{key}={quote}{text}{quote}"])
+    assert (found.key, found.code, found.origin) == (key, "key.type", "command line")
+    assert wanted in found.message
+    assert way_out in found.message
+    *sections, name = key.split(".")
+    body = f"{name}: {quote}{text}{quote}"
+    for depth, section in reversed(list(enumerate(sections))):
+        body = f"{section}:\n{'  ' * (depth + 1)}{body}"
+    (folder / "recipes" / "quoted.yaml").write_text(f"defaults:\n  - hello\n{body}\n")
+    (found,) = problems_of("quoted")
+    assert wanted in found.message
+    assert way_out in found.message
+    assert found.origin == f"recipes/quoted.yaml:{3 + len(sections)}"
+
+
+def test_quoted_numbers_are_told_beside_all_else(folder):
+    words = ["train.steps='64'", "train.global_batch='2k'", "optim.lr=x", "data.blend=[{prefix: 'a', weight: '2'}]"]
+    found = {p.key: p.message for p in problems_of("hello", words)}
+    assert sorted(found) == ["data.blend.0.weight", "optim.lr", "train.global_batch", "train.steps"]
+    assert "take them away" not in found["optim.lr"]
+    assert all("take them away" in text for key, text in found.items() if key != "optim.lr")
+
+
+def test_counts_without_quotes_and_texts_in_them_stay_what_they_are(folder):
+    (folder / "recipes" / "plain.yaml").write_text(
+        "defaults:\n  - 'hello'\n  - override /optim: 'sgd'\nname: '15T'\n"
+        "train: {steps: 15T, eval_samples: 1.5k, sample: {prompt: '64'}}\nparallelism: {tp: 'auto'}\n"
+    )
+    recipe = compose("plain", ["train.seed=1e6", "log.every=2k", "data.cache='12'"]).recipe
+    assert (recipe.name, recipe.data.cache, recipe.train.sample.prompt) == ("15T", "12", "64")
+    assert (recipe.train.steps, recipe.train.eval_samples, recipe.train.seed) == (15 * 10**12, 1500, 10**6)
+    assert (recipe.log.every, recipe.parallelism.tp, recipe.optim.kind) == (2000, "auto", "sgd")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

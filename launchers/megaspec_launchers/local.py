@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import WriteError
+from megaspec.core.errors import WriteError, printable
 from megaspec.core.regular_files import open_inside
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.stop import STACKS
@@ -287,7 +287,8 @@ class _Attempt:
             return  # its stderr is on the terminal
         written = self._written(rank, since=self.began_at[rank], most=TAIL_BYTES)
         for line in written.splitlines()[-15:]:
-            _write(STDERR, f"  [rank {rank}] {line}\n".encode())
+            shown = printable(line, keep="\t")
+            _write(STDERR, f"  [rank {rank}] {shown}\n".encode())
 
 
 def _server_gone(killed: int) -> Outcome:
@@ -338,4 +339,4 @@ def _count(ranks: int) -> str:
 
 
 def _say(text: str) -> None:
-    _write(STDERR, f"megaspec: {text}\n".encode())
+    _write(STDERR, f"megaspec: {printable(text)}\n".encode())

@@ -110,16 +110,16 @@ def together(comm: Comm, action: Callable[[], T]) -> list[T]:
 
     A rank that fails in another way than with a MegaspecError still tells the others before its own error goes on.
     """
-    outcome: dict[str, Any] = {"kind": "other", "text": "failed; its own error says why"}
+    outcome: dict[str, Any] = {"kind": "other", "lines": ["failed; its own error says why"]}
     try:
         outcome = {"value": action()}
     except MegaspecError as error:
         kind = next(name for name, cls in _KINDS.items() if isinstance(error, cls))
-        outcome = {"kind": kind, "text": str(error)}
+        outcome = {"kind": kind, "lines": [str(problem) for problem in error.problems]}
     finally:
         outcomes = comm.gather(outcome)
     for kind, cls in _KINDS.items():
-        failed = {r: o["text"] for r, o in enumerate(outcomes) if o.get("kind") == kind}
+        failed = {r: tuple(o["lines"]) for r, o in enumerate(outcomes) if o.get("kind") == kind}
         if failed:
             raise cls(_report(failed, comm.size))
     return [o["value"] for o in outcomes]
@@ -130,11 +130,14 @@ def on_first(comm: Comm, action: Callable[[], T]) -> T:
     return together(comm, action if comm.rank == 0 else lambda: None)[0]
 
 
-def _report(failed: dict[int, str], size: int) -> str:
+def _report(failed: dict[int, tuple[str, ...]], size: int) -> list[str]:
+    """The lines of an error that says what failed on which ranks."""
     if size == 1:
-        return failed[0]
-    by_text: dict[str, list[int]] = {}
-    for rank, text in failed.items():
-        by_text.setdefault(text, []).append(rank)
-    lines = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items()]
-    return "\n".join(lines[:8] + ([f"and {len(lines) - 8} more"] if len(lines) > 8 else []))
+        return list(failed[0])
+    by_lines: dict[tuple[str, ...], list[int]] = {}
+    for rank, lines in failed.items():
+        by_lines.setdefault(lines, []).append(rank)
+    told = []
+    for (first, *others), ranks in list(by_lines.items())[:8]:
+        told += [f"rank {', '.join(map(str, ranks))}: {first}", *others]
+    return [*told, f"and {len(by_lines) - 8} more"] if len(by_lines) > 8 else told

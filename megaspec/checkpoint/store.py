@@ -156,17 +156,16 @@ class Store:
         if not found and not earlier:
             return None
         found = found or {f"{folders.QUARANTINE}/{name}": reason for name, reason in earlier.items()}
-        raise CheckpointError(
-            f"{self.folder}: no good checkpoint is left; restore one from a backup or remove the folder to start anew\n"
-            + "\n".join(_listed(found, moved))
-        )
+        way_out = "restore one from a backup or remove the folder to start anew"
+        lines = "\n".join(_listed(found, moved)).split("\n")
+        raise CheckpointError([f"{self.folder}: no good checkpoint is left; {way_out}", *lines])
 
     def open(self, step: int, comm: Comm) -> Reader:
         """Verify and open the checkpoint of one step. Raises CheckpointError; nothing is moved."""
         path = self.folder / folders.step_name(step)
         problems = self._verify(path, step, comm)
         if problems:
-            raise CheckpointError("\n".join(problems))
+            raise CheckpointError(problems)
         return open_together(path, comm)
 
     def prune(self, keep: int, *, inspect: Inspect = no_objections) -> list[int]:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from megaspec.commands.stated import Stated, stated
-from megaspec.commands.words import terminal
 from megaspec.core.errors import DataError, MegaspecError, Problem, RecipeError
+from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB, count_in_words
 from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.parameters import count_parameters

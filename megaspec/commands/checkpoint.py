@@ -7,7 +7,7 @@ from pathlib import Path
 from megaspec.checkpoint.folders import CHECKPOINTS, Candidate, candidates, quarantined
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.verify import examine, no_objections
-from megaspec.core.errors import CheckpointError
+from megaspec.core.errors import CheckpointError, printable
 from megaspec.run_folder import is_run, own_checkpoint, read_run
 
 _HEADINGS = ("step", "generation", "tensors", "files", "MB", "state")
@@ -49,13 +49,13 @@ def run(args: argparse.Namespace) -> int:
     if len(rows) > 1:
         _print_table(rows)
     for problem in problems:
-        print(problem)
+        print(printable(problem))
     if not is_in_run:
         text = f"{args.run_dir} holds no spec.json, so that nothing tells which run they are of"
-        print(f"megaspec: {text}", file=sys.stderr)
+        print(printable(f"megaspec: {text}"), file=sys.stderr)
     if args.checkpoint_command == "list":
         for name, reason in aside.items():
-            print(f"in quarantine: {name}: {reason}")
+            print(printable(f"in quarantine: {name}: {reason}"))
     return CheckpointError.exit_code if problems else 0
 
 
@@ -89,4 +89,4 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
     for row in rows:
         numbers = [cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        print("  ".join([*numbers, row[-1]]))
+        print(printable("  ".join([*numbers, row[-1]])))

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.markup import escape
 from rich.table import Table
 
 from megaspec.checkpoint.files import open_folder
 from megaspec.checkpoint.format import MANIFEST
 from megaspec.checkpoint.verify import read_manifest_at
 from megaspec.commands.stated import Stated, stated
-from megaspec.commands.words import terminal
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.problems import show
+from megaspec.core.terminal import escape, terminal
 from megaspec.resolve.difference import Change, differences, verdict
 from megaspec.resolve.target import Target
 from megaspec.run_folder import is_run, read_run, read_target

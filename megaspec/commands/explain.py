@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from megaspec.commands.codes import CODES, Known
 from megaspec.commands.stated import Stated, stated
-from megaspec.commands.words import terminal, words_parser
+from megaspec.commands.words import words_parser
 from megaspec.compose import Composed, compose, recompose
 from megaspec.core.errors import COMMAND_LINE, DataError, Problem, RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path, tags_of
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import did_you_mean, one_of, show, value_at
+from megaspec.core.terminal import escape, terminal
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.resolve.case import Case
 from megaspec.resolve.examples import EXAMPLES, Example

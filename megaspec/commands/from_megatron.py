@@ -66,4 +66,4 @@ def _write(out: Path, text: str) -> None:
     if out.exists():
         raise RecipeError(f"--out {out} exists; give another name")
     write_text(out, text)
-    print(f"{out}: written; megaspec plan recipe={out.stem} shows it")
+    print(printable(f"{out}: written; megaspec plan recipe={out.stem} shows it"))

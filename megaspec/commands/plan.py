@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import tell_left_out, terminal, words_parser
+from megaspec.commands.words import tell_left_out, words_parser
 from megaspec.compose import Composed
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
+from megaspec.core.terminal import terminal
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.plan import make_plan, rank_view
 from megaspec.resolve.report import print_ranks, print_whole_plan

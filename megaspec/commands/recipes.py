@@ -4,13 +4,12 @@ import argparse
 import json
 from typing import Any
 
-from rich.markup import escape
 from rich.padding import Padding
 
 from megaspec.commands.stated import stated
-from megaspec.commands.words import terminal
 from megaspec.core.errors import DataError, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import count_in_words
 from megaspec.resolve.parameters import count_parameters
 from megaspec.search import SearchPath

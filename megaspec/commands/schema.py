@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean, one_of
 from megaspec.data.files import write_text
 from megaspec.recipe import SECTIONS, Recipe
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         print(text, end="")
         return 0
     write_text(args.out, text)
-    print(f"{args.out}: written; name it in a file: # yaml-language-server: $schema={args.out}")
+    print(printable(f"{args.out}: written; name it in a file: # yaml-language-server: $schema={args.out}"))
     return 0
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.markup import escape
 from rich.table import Table
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import tell_left_out, terminal, words_parser
+from megaspec.commands.words import tell_left_out, words_parser
 from megaspec.compose import Composed, compose
-from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import as_word, one_of, value_at
+from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB
 from megaspec.data.files import write_text
 from megaspec.recipe import Recipe
@@ -265,4 +265,4 @@ def write(args: argparse.Namespace, search: Search) -> None:
     text += f"# {_time(one.time.seconds)} a step and {one.memory.total / GIB:.1f} GiB of the fullest rank.\n"
     text += yaml.safe_dump({"defaults": [parent], **nested}, sort_keys=False)
     write_text(args.out, text)
-    print(f"{args.out}: written", file=sys.stderr)
+    print(printable(f"{args.out}: written"), file=sys.stderr)

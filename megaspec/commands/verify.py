@@ -14,14 +14,14 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import tell_left_out, terminal, words_parser
+from megaspec.commands.words import tell_left_out, words_parser
 from megaspec.core.axes import DENSE_AXES, coordinates
 from megaspec.core.errors import MegaspecError, RecipeError
 from megaspec.core.problems import show
+from megaspec.core.terminal import escape, terminal
 from megaspec.plugins import loaded
 from megaspec.resolve.difference import changed
 from megaspec.resolve.formula import degrees

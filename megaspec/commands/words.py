@@ -1,11 +1,9 @@
-"""What commands share: the words of a command line that make a recipe, and the terminal."""
+"""What commands share: the words of a command line that make a recipe."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
 
 from megaspec.compose import Composed, compose
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
@@ -40,7 +38,7 @@ def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] | Sear
 def tell_left_out(composed: Composed) -> None:
     """On stderr: what files set and the command line's choices leave out."""
     for text in composed.left_out:
-        print(f"left out: {printable(text)}", file=sys.stderr)
+        print(printable(f"left out: {text}"), file=sys.stderr)
 
 
 def refuse_two_answers(words: Sequence[str]) -> None:
@@ -66,16 +64,3 @@ def take(words: list[str], name: str, options: tuple[str, ...]) -> tuple[str, li
                 [Problem(name, f"{name}={value} must be {one_of(options)}", COMMAND_LINE, "choice.unknown")]
             )
     return (given[-1] if given else options[0]), [w for w in words if not w.startswith(f"{name}=")]
-
-
-class Terminal(Console):
-    """A console that leaves a broken pipe to whoever called."""
-
-    def on_broken_pipe(self) -> None:
-        """rich would exit with 1."""
-        raise BrokenPipeError
-
-
-def terminal() -> Terminal:
-    """Where commands print tables."""
-    return Terminal(highlight=False, soft_wrap=False)

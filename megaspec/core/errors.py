@@ -1,13 +1,14 @@
 """Errors that a user can cause or has to act on. Each class carries the exit code that schedulers read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def printable(text: str) -> str:
-    """The text with line breaks and whatever else a terminal would act on written as escapes."""
+def printable(text: str, *, keep: str = "") -> str:
+    """The text with line breaks and whatever else a terminal would act on written as escapes, but for those to keep."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 # Where a value was set that stands in no file.
@@ -40,12 +41,13 @@ class Problem:
 
 
 class MegaspecError(Exception):
-    """Base of every error that the command line prints without a traceback: a text, or problems, a line each."""
+    """Base of every error that the command line prints without a traceback: a line, or problems, a line each."""
 
     exit_code = 70
 
-    def __init__(self, problems: list[Problem] | str = ""):
-        lines = problems.split("\n") if isinstance(problems, str) else problems
+    def __init__(self, problems: Sequence[Problem | str] | str = ""):
+        # a text is never split: what looks like a line break in it may be from a file
+        lines = [problems] if isinstance(problems, str) else problems
         self.problems = [Problem("", one) if isinstance(one, str) else one for one in lines]
         super().__init__("\n".join(str(p) for p in self.problems))
 

@@ -28,16 +28,15 @@ class Frozen(BaseModel):
 
 
 def parse_count(value: Any) -> Any:
-    """The whole number that `1e6`, `15T`, `1.5B` or `64k` stands for; anything else as it is."""
+    """The whole number that `1e6`, `15T`, `1.5B` or `64k` stands for; anything else as it is, a text of digits too."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):
-        match = re.fullmatch(r"((?:0|[1-9]\d{0,30})(?:\.\d{1,30})?)([kKMBT]?)", value.strip())
+        match = re.fullmatch(r"((?:0|[1-9]\d{0,30})(?:\.\d{1,30})?)([kKMBT])", value)
         if match:
             number, suffix = match.groups()
             whole, _, fraction = number.partition(".")
-            scale = _SUFFIX.get(suffix, 1)
-            scaled = int(whole + fraction) * scale
+            scaled = int(whole + fraction) * _SUFFIX[suffix]
             if scaled % 10 ** len(fraction) == 0:
                 return scaled // 10 ** len(fraction)
     return value

@@ -26,6 +26,12 @@ _FLOAT = re.compile(rf"[-+]?(?:{_WHOLE}?\.[0-9]{{1,30}}|{_WHOLE}\.?)(?:[eE][-+]?
 _NOT_FINITE = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 
 
+class Quoted(str):
+    """A text that stands in quotes, so that it is no number, whatever it looks like."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class MarkedYaml:
     """What a file holds, and where: `lines` gives the 1-based line of each dotted path (`optim.lr`, `data.blend.0`)."""
@@ -114,7 +120,7 @@ class _Builder:
                     self._place(ended.node, ended.line, counted=True)
                 case yaml.ScalarEvent():
                     self._refuse_tag(event, line)
-                    node = _Node(_scalar(event.value, plain=event.style is None))
+                    node = _Node(plain_scalar(event.value) if event.style is None else Quoted(event.value))
                     self._anchor(event, node)
                     self._place_or_key(node, event, line)
                 case yaml.AliasEvent():
@@ -193,9 +199,8 @@ class _Builder:
         return RecipeError([Problem("", f"{what}; {way_out}", f"{self._label}:{line}", code)])
 
 
-def _scalar(text: str, *, plain: bool) -> Any:
-    if not plain:
-        return text
+def plain_scalar(text: str) -> Any:
+    """What a text without quotes stands for: null, true or false, a number, or the text."""
     if text in _NULL:
         return None
     if text in _TRUTH:

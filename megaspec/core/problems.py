@@ -2,13 +2,15 @@
 
 import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from megaspec.core.errors import Problem
+from megaspec.core.frozen import parse_count
+from megaspec.core.marked_yaml import Quoted, plain_scalar
 
 _PLANNING = {
     "hardware": "a run takes the machine that it is on",
@@ -160,8 +162,43 @@ def _problem(
     if isinstance(value, str):
         hint = did_you_mean(value, options)
         wants_number = any("number" in r or r == "true or false" for r in rules)
-        text += f"; {hint}" if hint else f"; {value!r} reads as text" if wants_number else ""
+        if hint:
+            text += f"; {hint}"
+        elif wants_number:
+            text += f"; {_why_text(value)}"
     return Problem(key, text, origin_of(origins, key), "key.type")
+
+
+def _why_text(value: str) -> str:
+    """Why what stands for a number is none."""
+    is_a_number_without = not isinstance(plain_scalar(value), str) or parse_count(value) != value
+    if isinstance(value, Quoted) and is_a_number_without:
+        return f"{value!r} is text in quotes, take them away"
+    return f"{value!r} reads as text"
+
+
+def quoted_counts(
+    content: Mapping[str, Any], typed: Mapping[str, Any], origins: Mapping[str, str], *, but: Iterable[str]
+) -> list[Problem]:
+    """Quoted texts such as '15T' that were taken for whole numbers. `typed`: the recipe that was made of the content;
+    `but`: paths that say nothing in it, with all below them."""
+    problems = []
+    for key, value in _quoted(content, ""):
+        is_unknown = any(key == one or key.startswith(f"{one}.") for one in but)
+        if not is_unknown and isinstance(value_at(typed, key), int):
+            text = f"{key}={show(value)} must be a whole number; {_why_text(value)}"
+            problems.append(Problem(key, text, origin_of(origins, key), "key.type"))
+    return problems
+
+
+def _quoted(content: Any, prefix: str) -> Iterator[tuple[str, Quoted]]:
+    """Every quoted text of plain data, with its dotted path."""
+    if isinstance(content, Quoted):
+        yield prefix, content
+    elif isinstance(content, Mapping | list):
+        parts = content.items() if isinstance(content, Mapping) else enumerate(content)
+        for name, inner in parts:
+            yield from _quoted(inner, f"{prefix}.{name}" if prefix else str(name))
 
 
 def _unknown_key(

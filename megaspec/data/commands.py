@@ -85,9 +85,8 @@ def _run_prepare(args: argparse.Namespace) -> int:
 
 
 def _run_inspect(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from megaspec.core.errors import DataError
+    from megaspec.core.terminal import terminal
     from megaspec.data.inspect import inspect, print_report
     from megaspec.data.tokenizer import BpeRequest, parse_tokenizer
 
@@ -95,7 +94,7 @@ def _run_inspect(args: argparse.Namespace) -> int:
     if isinstance(tokenizer, BpeRequest):
         raise DataError(f"--tokenizer {args.tokenizer}: nothing is trained here; give byte or a tokenizer.json")
     report = inspect(args.prefix, vocab_size=args.vocab_size, tokenizer=tokenizer, samples=args.samples)
-    print_report(report, Console())
+    print_report(report, terminal())
     return 0
 
 

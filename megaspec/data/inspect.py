@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from megaspec.core.errors import DataError
+from megaspec.core.terminal import escape
 from megaspec.data.indexed import IndexedFile
 from megaspec.data.manifest import Manifest, manifest_path, sha256_of_files
 from megaspec.data.provenance import tokenizer_of
@@ -77,7 +77,7 @@ def inspect(
         vocab_size = known.vocab_size
     smallest, largest = _read_all(file, vocab_size, problems, progress)
     if problems:
-        raise DataError("\n".join(problems))
+        raise DataError(problems)
     return Report(
         prefix=str(prefix),
         manifest=manifest,
@@ -119,7 +119,7 @@ def print_report(report: Report, console: Console) -> None:
         rows.append(("tokenizer", f"{made_by.name}, {made_by.vocab_size} ids, eod {made_by.eod}"))
         rows += [("source", f"{source.name}, {source.bytes:,} bytes") for source in report.manifest.sources]
     for name, value in rows:
-        facts.add_row(name, Text(value))
+        facts.add_row(name, escape(value))
     console.print(facts)
     lengths = Table("tokens", "sequences", "", box=None)
     most = max((n for _, _, n in report.histogram), default=1)
@@ -128,13 +128,14 @@ def print_report(report: Report, console: Console) -> None:
         lengths.add_row(span, f"{n:,}", "█" * max(1, round(40 * n / most)))
     console.print(lengths)
     for sample in report.samples:
-        console.print(Text(f"document {sample.number} ({sample.tokens} tokens): ", style="bold") + Text(sample.text))
+        console.print(f"[bold]document {sample.number} ({sample.tokens} tokens):[/] {escape(sample.text)}")
     checked = "every field, every token id"
     console.print(f"whole: {checked}, every checksum" if report.manifest is not None else f"whole: {checked}")
     if report.unseen:
-        console.print(f"without {Path(f'{report.prefix}.manifest.json').name} these can't be seen:")
+        name = Path(f"{report.prefix}.manifest.json").name
+        console.print(f"without {escape(name)} these can't be seen:")
         for kind in report.unseen:
-            console.print(Text(f"  {kind}"))
+            console.print(f"  {kind}")
 
 
 def _check_hashes(file: IndexedFile, manifest: Manifest) -> list[str]:

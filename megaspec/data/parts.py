@@ -107,14 +107,12 @@ def check_bad(parts: list[Part], entries: dict[int, dict[str, Any]], skip_bad: i
     more = [f"  and {n_bad - len(shown)} more"] if n_bad > len(shown) else []
     still = "" if len(entries) == len(parts) else " so far"
     raise DataError(
-        "\n".join(
-            [
-                f"{n_bad} bad lines{still} ({counted}), --skip-bad {skip_bad} allows {skip_bad}:",
-                *shown,
-                *more,
-                "mend the input, or leave them out with a larger --skip-bad",
-            ]
-        )
+        [
+            f"{n_bad} bad lines{still} ({counted}), --skip-bad {skip_bad} allows {skip_bad}:",
+            *shown,
+            *more,
+            "mend the input, or leave them out with a larger --skip-bad",
+        ]
     )
 
 

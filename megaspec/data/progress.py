@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from megaspec.core.terminal import Terminal, escape
 from megaspec.data.parts import Progress as JobProgress
 from megaspec.data.prepare import Prepared
 
@@ -16,7 +16,7 @@ _STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "files
 @contextmanager
 def prepare_progress() -> Iterator[Callable[[JobProgress], None]]:
     """A bar on standard error while the block runs; on a file or pipe one line per stage."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     if not sys.stderr.isatty():
         yield _stage_lines(console)
         return
@@ -46,22 +46,22 @@ def prepare_progress() -> Iterator[Callable[[JobProgress], None]]:
 
 def print_prepared(prepared: Prepared) -> None:
     """One line that says what is there now, and one for everything that was left out."""
-    console, manifest = Console(soft_wrap=True, highlight=False), prepared.manifest
+    console, manifest = Terminal(soft_wrap=True), prepared.manifest
     how = "was already prepared" if prepared.was_there else "prepared"
-    console.print(
+    text = (
         f"{prepared.prefix}: {how}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.dtype}, "
-        f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids)",
-        markup=False,
+        f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids)"
     )
+    console.print(escape(text))
     if prepared.parts_reused:
         console.print(f"  {prepared.parts_reused} parts were there from a job that was stopped", markup=False)
     for kind, count in sorted(manifest.bad_lines.items()):
-        console.print(f"  left out: {count} lines, {kind}", markup=False)
+        console.print(escape(f"  left out: {count} lines, {kind}"))
     if prepared.passed_over:
         console.print(f"  passed over: {prepared.passed_over} files of other kinds", markup=False)
 
 
-def _stage_lines(console: Console) -> Callable[[JobProgress], None]:
+def _stage_lines(console: Terminal) -> Callable[[JobProgress], None]:
     last = ""
 
     def show(now: JobProgress) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import TextIO
 
+from megaspec.core.errors import printable
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, RunEnded, RunStarted, Sampled, StepDone
 
 # Steps over which speed is averaged, and how often the live line is drawn at most.
@@ -46,9 +47,10 @@ class ConsoleSink:
                 text = f"{event.split} loss {event.loss:.4f} ({perplexity(event.loss)}), {event.seconds:.1f} s"
                 self._line(f"step {event.step}  {text}")
             case CheckpointSaved():
-                self._line(f"step {event.step}  saved {event.path}, {event.seconds:.1f} s")
+                self._line(printable(f"step {event.step}  saved {event.path}, {event.seconds:.1f} s"))
             case Sampled():
-                self._line(f"step {event.step}  sample:\n{printable(event.prompt + event.text)}")
+                text = printable(event.prompt + event.text, keep="\n\t")
+                self._line(f"step {event.step}  sample:\n{text}")
             case RunEnded():
                 self._line("" if event.how == "done" else f"ended after step {event.step}: {event.how}")
 
@@ -117,11 +119,6 @@ def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted, routers
     if seconds > 0:
         parts.append(f"ETA {duration(seconds / len(recent) * (event.steps - event.step))}")
     return "  ".join(parts)
-
-
-def printable(text: str) -> str:
-    """A text that a terminal only shows: what would steer it becomes visible."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def quantity(number: float) -> str:

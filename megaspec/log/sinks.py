@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
+from megaspec.core.errors import printable
 from megaspec.core.frozen import Frozen
 from megaspec.log.console import ConsoleSink
 from megaspec.log.events import Emit, Event
@@ -78,7 +79,7 @@ def open_sinks(
         except FAILURES as error:
             if name not in warned:
                 warned.add(name)
-                print(f"megaspec: {name}: {error}; training goes on", file=sys.stderr, flush=True)
+                print(printable(f"megaspec: {name}: {error}; training goes on"), file=sys.stderr, flush=True)
             return True
         return False
 

@@ -27,13 +27,15 @@ class NoRopeScaling(Frozen):
 
 
 class BalanceLoss(Frozen):
-    """A loss that keeps the load of experts even: coefficient · E · Σ f_i P_i (Fedus et al. 2021)."""
+    """A loss that keeps the load of experts even: coefficient · E · Σ f_i P_i (Fedus et al. 2021), f_i the share of all
+    choices that expert i got, P_i its mean probability; as in Megatron-LM."""
 
     kind: Literal["aux", "seq_aux", "global_aux"]
     """What f and P are taken over. aux: a micro batch. seq_aux: a sequence. global_aux: P over a micro batch, f over
     the global batch before this one, since this one's is known only after its last micro batch."""
     coefficient: PositiveFloat
-    """Weight of this loss."""
+    """Weight of this loss in each layer, whose losses are added. Hugging Face's router_aux_loss_coef times top_k and
+    over the number of layers with experts."""
 
 
 class RouterSpec(Frozen):

@@ -6,6 +6,7 @@ from math import ceil
 
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.nn.spec import MlaSpec
+from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.recipe import ModelSpec, Recipe
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.resolve.stages import stages_of
@@ -188,6 +189,15 @@ def table_parameters(model: ModelSpec, *, tp: int) -> int:
 def local_kv_heads(model: ModelSpec, *, tp: int) -> int:
     """Key and value heads of one rank: with more ranks than heads several ranks hold the same one."""
     return ceil(model.n_kv_heads / tp)
+
+
+def whole_sequence_heads(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[int, int] | None:
+    """Query heads, and key and value heads, with which a rank attends over whole sequences in one call of the kernel.
+    None: it attends block by block, to the parts of sequences that context-parallel ranks have."""
+    tp, cp, kind = parallelism.tp, parallelism.cp, parallelism.context.kind
+    if cp > 1 and kind != "all_to_all":
+        return None
+    return ceil(ceil(model.n_heads / tp) / cp), ceil(local_kv_heads(model, tp=tp) / cp)
 
 
 def _norm(model: ModelSpec) -> int:

@@ -18,6 +18,7 @@ from megaspec.resolve.hints import Hint, hints
 from megaspec.resolve.layer_time import collective_seconds
 from megaspec.resolve.memory import StageMemory, fullest, memory_of
 from megaspec.resolve.parameters import count_parameters, rank_parameters
+from megaspec.resolve.promise import promise
 from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.schedule import bubble_formula, chart, shape_of
 from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
@@ -173,6 +174,8 @@ class Plan(Frozen):
     """The one that would save most of a step, where that was asked for and one is worth a word."""
     hints: tuple[Hint, ...]
     """What settings cost."""
+    resume: str
+    """What holds of the numbers of the run when it is stopped and goes on."""
     unbuilt: tuple[str, ...]
     """Keys of what can be planned, not trained."""
     decisions: tuple[Decision, ...]
@@ -244,6 +247,7 @@ def make_plan(
         step_time=_speed(time, batch=batch) if time else None,
         change=change,
         hints=told,
+        resume=promise(spec),
         unbuilt=tuple(p.key for p in unbuilt_problems(spec)),
         decisions=spec.decisions,
     )

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import in_a_shell, one_of, show
+from megaspec.core.terminal import escape
 from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.fill import PLAIN
@@ -57,6 +57,8 @@ def print_whole_plan(plan: Plan, console: Console) -> None:
     if plan.hints:
         console.print()
     _print_hints(plan, console)
+    console.print()
+    _print_lines(_resume(plan), console)
     if plan.unbuilt:
         console.print(f"\n[bold]Can be planned, not trained yet:[/] {escape(', '.join(plan.unbuilt))}")
     console.print()
@@ -118,6 +120,10 @@ def _model(plan: Plan) -> Lines:
     yield "parameters", f"{counts['total']:,} = {' + '.join(kinds)}{tied}"
     if counts["active"] != counts["total"]:
         yield "", f"{counts['active']:,} active for each token"
+
+
+def _resume(plan: Plan) -> Lines:
+    yield "resume", f"stopped, it {plan.resume}"
 
 
 def _stages(plan: Plan) -> Lines:

@@ -11,9 +11,10 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 from megaspec.core.axes import DENSE_AXES
-from megaspec.core.errors import RecipeError
+from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
+from megaspec.core.problems import show
 from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.llama.model import Llama
@@ -40,10 +41,12 @@ from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.parallelism.whole_matrices import WholeMatrices
 from megaspec.recipe import ModelSpec
+from megaspec.resolve.parameters import whole_sequence_heads
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
+from megaspec_kernels.attention import sdpa, sdpa_block
 from megaspec_kernels.registry import CrossEntropyKernel, Kernels, kernels_of
 
 MODELS = {LlamaSpec: Llama, GptSpec: Gpt}
@@ -218,6 +221,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     if problems:
         raise RecipeError(problems)
     seed_everything(spec)
+    _refuse_attention(spec, device=mesh.device)
     split = build_split_model(spec, mesh=mesh)
     tensor = split.tensor_parallel
     own = spec.parallelism
@@ -260,6 +264,34 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         optimizer,
         position,
     )
+
+
+def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
+    """RecipeError where no fused kernel of this torch and GPU takes the attention: it would keep the scores unasked.
+    After determinism is set, which decides what may be taken."""
+    if device.type != "cuda" or spec.kernels.attention != "sdpa":
+        return
+    model, dtype, masked = spec.model, DTYPES[spec.precision.kind], spec.data.document_mask
+    heads = whole_sequence_heads(model, spec.parallelism)
+    if heads is None:
+        refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
+        asked = f"heads of {model.d_head} in {spec.precision.kind}"
+    else:
+        refused = sdpa.is_refused(
+            n_heads=heads[0],
+            n_kv_heads=heads[1],
+            d_head=model.d_head,
+            tokens=spec.data.seq_len,
+            masked=masked,
+            dtype=dtype,
+            device=device,
+        )
+        asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values in {spec.precision.kind}"
+        asked += f" with data.document_mask={show(masked)} and train.deterministic={show(spec.train.deterministic)}"
+    if refused:
+        text = f"kernels.attention=sdpa: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
+        way_out = "set kernels.attention=reference, which keeps all scores"
+        raise RecipeError([Problem("kernels.attention", f"{text}; {way_out}", code="kernel-attention-mask")])
 
 
 def _optimizer(

@@ -72,9 +72,9 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
         "sequence_parallel": False,
         "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
     }
-    fields["kernels"] |= {"compile": "none", "attention": "sdpa", "cross_entropy": "chunked"}
+    fields["kernels"] |= {"compile": "none", "cross_entropy": "chunked"}
     if not cuda:
-        fields["kernels"]["grouped"] = "reference"
+        fields["kernels"] |= {"attention": "sdpa", "grouped": "reference"}
     fields |= {"world_size": 1, "device": "cuda" if cuda else "cpu"}
     if not cuda and spec.precision.kind != "fp64":
         fields["precision"] = {"kind": "fp32"}

@@ -13,7 +13,7 @@ import torch
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import Preempted
+from megaspec.core.errors import Preempted, printable
 from megaspec.core.faults import reach
 from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
 from megaspec.data.source import Source
@@ -113,7 +113,8 @@ class Run:
         reader = self.store.newest_good(self.comm, inspect=self._objections)
         if reader is None:
             if self.comm.rank == 0 and (self.run_dir / METRICS).exists():
-                print(f"megaspec: {self.run_dir} has no checkpoint: starting from step 0", file=sys.stderr, flush=True)
+                text = f"megaspec: {self.run_dir} has no checkpoint: starting from step 0"
+                print(printable(text), file=sys.stderr, flush=True)
             initialise(self.built)
             return
         if self.comm.rank == 0:

@@ -37,7 +37,7 @@ def out_of_memory(spec: Spec, target: Target, *, rank: int, stage: int, where: s
     ways = [f"{one.words} ({one.total / GIB:,.1f} GiB)" for one in savings(spec, hardware)] if hardware else []
     if ways:
         lines.append(f"what saves most, as predicted for the fullest rank: {'; '.join(ways)}")
-    return MemoryRunOut("\n".join(lines))
+    return MemoryRunOut(lines)
 
 
 def _by_kind(memory: StageMemory) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspec.core.errors import HangError
+from megaspec.core.errors import HangError, printable
 from megaspec.nn.decoder import Decoder, Unit
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,8 @@ class Watchdog:
                     heard[rank] = json.loads(self._store.get(_key(rank)))
             time.sleep(0.05)
         if self._rank == min(heard):
-            print(f"{reason}; where every rank stood:\n{in_words(stood(heard, self._world_size))}", file=sys.stderr)
+            text = f"{reason}; where every rank stood:\n{in_words(stood(heard, self._world_size))}"
+            print(printable(text, keep="\n"), file=sys.stderr)
             sys.stderr.flush()
 
     def _stand(self, error: BaseException | None) -> str:

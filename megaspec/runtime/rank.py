@@ -16,7 +16,7 @@ from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
 from megaspec.core.bounded_json import MAX_BYTES
-from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError
+from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
 from megaspec.core.regular_files import read_inside
 from megaspec.launcher import exit_file
 from megaspec.launcher.memory_kills import memory_kills
@@ -91,7 +91,8 @@ def tell(me: Place, what: object) -> None:
     """An error in this rank's words, on stderr."""
     text = str(what)
     names_its_rank = me.world_size == 1 or text.startswith("rank ")  # as what `together` reports does
-    print(text if names_its_rank else f"rank {me.rank}: {text}", file=sys.stderr, flush=True)
+    told = text if names_its_rank else f"rank {me.rank}: {text}"
+    print(printable(told, keep="\n"), file=sys.stderr, flush=True)
 
 
 def is_collective_failure(error: RuntimeError) -> bool:

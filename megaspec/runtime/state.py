@@ -18,7 +18,7 @@ from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import TORCH_DTYPES
 from megaspec.checkpoint.store import SavedPiece
 from megaspec.checkpoint.verify import MOST_PROBLEMS
-from megaspec.core.errors import CheckpointError
+from megaspec.core.errors import CheckpointError, printable
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
@@ -60,9 +60,9 @@ def generators(built: Built) -> dict[str, torch.Tensor]:
 def tell_passed_over(reader: Reader) -> None:
     """Says on stderr which newer checkpoints were not good, so that lost steps are never a surprise."""
     for what in reader.passed_over:
-        print(f"megaspec: a checkpoint is not good: {what}", file=sys.stderr)
+        print(printable(f"megaspec: a checkpoint is not good: {what}", keep="\n"), file=sys.stderr)
     if reader.passed_over:
-        print(f"megaspec: step {reader.step} is the newest good one", file=sys.stderr, flush=True)
+        print(printable(f"megaspec: step {reader.step} is the newest good one"), file=sys.stderr, flush=True)
 
 
 def misfits(built: Built, manifest: Manifest) -> list[str]:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from megaspec.core.terminal import escape
 from megaspec.core.units import bytes_in_words
 from megaspec.runtime.trace import Trace
 from megaspec.runtime.trace_compare import Row, compared

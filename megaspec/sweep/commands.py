@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as Printed
 
 from megaspec.checkpoint.lock import RunLock
-from megaspec.commands.words import take, terminal
+from megaspec.commands.words import take
 from megaspec.core.errors import COMMAND_LINE, Preempted, Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
+from megaspec.core.terminal import escape, terminal
 from megaspec.data.files import write_error
 from megaspec.resolve.fits import MEMORY
 from megaspec.resolve.target import Target, detect_target
@@ -274,7 +274,7 @@ def _print(table: Table) -> None:
     printed = Printed(box=None, pad_edge=False, header_style="bold")
     keys = [axis.key for axis in head.axes]
     for title in ("#", *keys, "loss", "valid loss", "tokens/s", "steps", "state"):
-        printed.add_column(escape(printable(title)), justify="left" if title == "state" else "right", overflow="fold")
+        printed.add_column(escape(title), justify="left" if title == "state" else "right", overflow="fold")
     shown = shown_metric(head, table.points.values(), results)
     best = _best(table, results, shown)
     for number, point in list(table.points.items())[:_MOST_ROWS]:
@@ -291,12 +291,13 @@ def _print(table: Table) -> None:
     _print_failed(table, console)
     _print_passed_over(results, console)
     if shown.note:
-        console.print(shown.note, soft_wrap=True)
+        console.print(escape(shown.note), soft_wrap=True)
     if best is not None:
-        console.print(f"best {shown.metric}: point {best.number}, {table.folder.run(best)}", soft_wrap=True)
-    console.print(f"page: {table.folder.path / PAGE}", soft_wrap=True)
+        run = escape(str(table.folder.run(best)))
+        console.print(f"best {shown.metric}: point {best.number}, {run}", soft_wrap=True)
+    console.print(f"page: {escape(str(table.folder.path / PAGE))}", soft_wrap=True)
     if head.state == "interrupted":
-        console.print(f"goes on with: megaspec sweep resume {table.folder.path}", soft_wrap=True)
+        console.print(f"goes on with: megaspec sweep resume {escape(str(table.folder.path))}", soft_wrap=True)
 
 
 def _best(table: Table, results: Mapping[int, Result], shown: Shown) -> Point | None:
@@ -314,7 +315,7 @@ def _print_failed(table: Table, console: Console) -> None:
     failed = [point for point in table.points.values() if point.state == "failed"]
     for point in failed[:_MOST_REASONS]:
         text = f"point {point.number} failed: {point.reason}; its log: {table.folder.log(point)}"
-        console.print(printable(text), soft_wrap=True, markup=False)
+        console.print(escape(text), soft_wrap=True)
     if len(failed) > _MOST_REASONS:
         console.print(f"... and {len(failed) - _MOST_REASONS} more that failed")
 
@@ -341,4 +342,4 @@ def _number(value: float | None) -> str:
 
 def _say(text: str) -> None:
     for line in text.splitlines():
-        print(f"megaspec: {printable(line)}", flush=True)
+        print(printable(f"megaspec: {line}"), flush=True)

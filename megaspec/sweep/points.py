@@ -137,7 +137,7 @@ def refuse_invalid(drafts: Sequence[Draft]) -> None:
     if len(named) > _SHOWN:
         lines.append(f"... and {len(named) - _SHOWN:,} points more")
     if kind is DataError:
-        raise DataError("\n".join(lines))
+        raise DataError(lines)
     raise RecipeError([Problem("", line, code="sweep.points") for line in lines])
 
 

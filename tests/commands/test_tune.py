@@ -146,3 +146,26 @@ def test_what_is_written_can_be_planned(recipe, tmp_path, capsys):
     planned = plan_words(["recipe=mine", "hardware=H200"])
     spec = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x"))
     assert fullest(memory_of(spec)).total == found["best"][0]["memory"]
+
+
+def planned_speed(recipe: str, capsys) -> dict:
+    """What `megaspec plan` says of a shipped recipe on the GPUs that it states."""
+    assert main(["plan", f"recipe={recipe}", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    return {"seconds": plan["step_time"]["seconds"], "mfu": plan["mfu"]["causal"]}
+
+
+def test_deepseek_v3_is_not_shipped_in_the_layout_that_takes_years(capsys):
+    """Articles' layout, kept as a recipe of its own, gathers its weights for each micro batch over the network."""
+    shipped, articles = planned_speed("deepseek_v3", capsys), planned_speed("deepseek_v3_tp8_ep32", capsys)
+    assert articles["seconds"] > 5 * shipped["seconds"]
+    assert articles["mfu"] < 0.05
+    assert shipped["mfu"] > 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_deepseek_v3_is_shipped_as_the_fastest_layout_that_is_found(capsys):
+    assert main(["tune", "recipe=deepseek_v3", "hardware=H100", "gpus=256", "--json", "--top", "1"]) == 0
+    (best,) = json.loads(capsys.readouterr().out)["best"]
+    assert planned_speed("deepseek_v3", capsys)["seconds"] <= 1.01 * best["seconds"]

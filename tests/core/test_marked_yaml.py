@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megaspec.core.errors import RecipeError
-from megaspec.core.marked_yaml import MAX_BYTES, parse_yaml, read_yaml
+from megaspec.core.marked_yaml import MAX_BYTES, Quoted, parse_yaml, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ from megaspec.core.marked_yaml import MAX_BYTES, parse_yaml, read_yaml
         ("1:30", "1:30"),
         ("2026-01-01", "2026-01-01"),
         ("0x10", "0x10"),
-        ("'3'", "3"),
-        ('"true"', "true"),
+        ("'3'", Quoted("3")),
+        ('"true"', Quoted("true")),
         ("=", "="),
         ("9" * 5000, "9" * 5000),
     ],

@@ -5,8 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
+from megaspec_kernels.attention import sdpa, sdpa_block
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.gate import check, in_dtype, results
 
@@ -120,3 +123,164 @@ def test_weights_are_dropped_before_they_meet_the_values() -> None:
     assert torch.allclose(seen[0].sum(-1), torch.ones(1, 2, 7, dtype=torch.float64))
     with pytest.raises(AssertionError, match="no attention dropout"):
         REGISTRY["attention"]["sdpa"](*inputs.values(), documents=None, drop=drop)
+
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """What scaled_dot_product_attention is asked for, on tensors that go the way of a GPU and hold nothing."""
+    calls: list[dict] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **how: object) -> Tensor:
+        backends = {
+            SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled(),
+            SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled(),
+            SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled(),
+            SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled(),
+        }
+        enabled = {backend for backend, is_on in backends.items() if is_on}
+        calls.append({"shapes": [tuple(x.shape) for x in (q, k, v)], "strides": q.stride(), "backends": enabled, **how})
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    return calls
+
+
+def attend_on_meta(*, T: int = 64, K: int = 2, dtype: torch.dtype, documents: bool = False) -> None:
+    q = torch.empty(2, T, 4, 32, dtype=dtype, device="meta")
+    k = torch.empty(2, T, K, 32, dtype=dtype, device="meta")
+    numbers = torch.empty(2, T, dtype=torch.int32, device="meta") if documents else None
+    out = sdpa.attention(q, k, k, documents=numbers)
+    assert out.shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_gpu_is_never_left_to_keep_the_scores(asked: list[dict], dtype: torch.dtype, documents: bool) -> None:
+    """torch falls back to plain products where no fused kernel may or can."""
+    attend_on_meta(dtype=dtype, documents=documents)
+    (call,) = asked
+    assert SDPBackend.MATH not in call["backends"]
+    assert call["backends"] == set(sdpa.backends(dtype))
+    assert (call["attn_mask"] is not None, call["is_causal"]) == (documents, not documents)
+
+
+def test_in_fp64_plain_products_are_meant(asked: list[dict]) -> None:
+    attend_on_meta(dtype=torch.float64)
+    assert asked[0]["backends"] == {SDPBackend.MATH}
+
+
+def test_only_fp32_repeats_keys_and_values(asked: list[dict]) -> None:
+    attend_on_meta(dtype=torch.float32)
+    attend_on_meta(dtype=torch.bfloat16)
+    attend_on_meta(dtype=torch.float32, K=4)
+    assert [call["enable_gqa"] for call in asked] == [False, True, False]
+    assert [call["shapes"][1] for call in asked] == [(2, 4, 64, 32), (2, 2, 64, 32), (2, 4, 64, 32)]
+
+
+def test_a_single_token_needs_no_mask(asked: list[dict]) -> None:
+    attend_on_meta(dtype=torch.bfloat16, T=1, documents=True)
+    assert (asked[0]["attn_mask"], asked[0]["is_causal"]) == (None, True)
+
+
+def test_a_refusal_is_what_torch_says_of_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def answer(name: str, takes: bool):
+        def can_use(params: object, debug: bool = False) -> bool:
+            seen.append((name, tuple(params.query.shape), tuple(params.key.shape), params.enable_gqa, params.attn_mask))
+            return takes
+
+        return can_use
+
+    sizes = {"n_heads": 4, "n_kv_heads": 2, "d_head": 16, "tokens": 8, "device": torch.device("cpu")}
+    for taker in (None, "cudnn", "flash", "efficient"):
+        for name in ("cudnn", "flash", "efficient"):
+            monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", answer(name, name == taker))
+        assert sdpa.is_refused(**sizes, masked=True, dtype=torch.bfloat16) == (taker is None)
+        assert not sdpa.is_refused(**sizes, masked=True, dtype=torch.float64)
+    assert {one[0] for one in seen} == {"cudnn", "flash", "efficient"}
+    assert all(one[1:4] == ((1, 4, 8, 16), (1, 2, 8, 16), True) for one in seen)
+    assert seen[0][4].shape == (1, 1, 8, 8)
+    seen.clear()
+    sdpa.is_refused(**sizes, masked=False, dtype=torch.float32)
+    assert seen[0][1:] == ((1, 4, 8, 16), (1, 4, 8, 16), False, None)
+
+
+def test_blocks_refuse_heads_that_only_equations_take() -> None:
+    assert sdpa_block.is_refused(d_head=60, dtype=torch.bfloat16)
+    assert not sdpa_block.is_refused(d_head=60, dtype=torch.float32)
+    assert not sdpa_block.is_refused(d_head=64, dtype=torch.bfloat16)
+    assert not sdpa_block.is_refused(d_head=3, dtype=torch.float64)
+
+
+def train_once(
+    dtype: torch.dtype, *, documents: bool, T: int = 4096, N: int = 8, K: int = 2, H: int = 64
+) -> tuple[list[Tensor], int]:
+    """Output and gradients on a GPU, and the most memory that it took beside the inputs."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    q, k, v = (torch.randn(1, T, n, H, dtype=dtype, device="cuda", generator=draw).requires_grad_() for n in (N, K, K))
+    numbers = (torch.arange(T, device="cuda") // 100).to(torch.int32)[None] if documents else None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = sdpa.attention(q, k, v, documents=numbers)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return [out.detach(), *grads], torch.cuda.max_memory_allocated() - before
+
+
+# Bytes of the scores of 8 heads and 4,096 tokens in fp32: plain products hold several of their size.
+SCORES = 8 * 4096**2 * 4
+
+
+@pytest.fixture
+def exact():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_a_gpu_keeps_no_scores(dtype: torch.dtype, documents: bool) -> None:
+    _, peak = train_once(dtype, documents=documents)
+    assert peak < SCORES
+
+
+@pytest.mark.gpu
+def test_what_keeps_sums_in_one_order_is_taken_or_refused(exact: None) -> None:
+    """bf16 without a mask goes to FlashAttention, fp32 to memory-efficient attention; bf16 with both has no kernel."""
+    sizes = {"n_heads": 8, "d_head": 64, "tokens": 4096, "device": torch.device("cuda")}
+    for dtype, documents, refused in (
+        (torch.bfloat16, False, False),
+        (torch.float32, False, False),
+        (torch.float32, True, False),
+        (torch.bfloat16, True, True),
+        (torch.float16, True, True),
+    ):
+        assert sdpa.is_refused(**sizes, n_kv_heads=2, masked=documents, dtype=dtype) == refused
+        if refused:
+            with pytest.raises(RuntimeError, match="No available kernel"):
+                train_once(dtype, documents=documents)
+            continue
+        (first, peak), (second, _) = (train_once(dtype, documents=documents) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert peak < SCORES
+    assert not sdpa.is_refused(**sizes, n_kv_heads=8, masked=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("H", [64, 60, 128, 256])
+@pytest.mark.parametrize("K", [2, 8])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_a_refusal_tells_what_would_happen(dtype: torch.dtype, K: int, H: int, documents: bool) -> None:
+    sizes = {"n_heads": 8, "n_kv_heads": K, "d_head": H, "tokens": 256, "device": torch.device("cuda")}
+    if sdpa.is_refused(**sizes, masked=documents, dtype=dtype):
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            train_once(dtype, documents=documents, T=256, K=K, H=H)
+    else:
+        train_once(dtype, documents=documents, T=256, K=K, H=H)

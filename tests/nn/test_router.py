@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megaspec.compose import compose
 from megaspec.nn.attention import SequenceContext
 from megaspec.nn.balance import sinkhorn, within_capacity
 from megaspec.nn.dropout import Noise
@@ -292,6 +293,73 @@ def test_each_loss_alone_has_its_gradient() -> None:
         (found,) = torch.autograd.grad(0.0 * routing.weights.sum(), x)
         (wanted,) = torch.autograd.grad(written_losses(x, whole)[kind], x)
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-14)
+
+
+def published_loss(layers: list[Tensor], k: int) -> Tensor:
+    """The balancing loss of published configurations, whose weight is router_aux_loss_coef, from logits [M, E] of each
+    layer: E · Σ f_i P_i with f the chosen experts of a token, and P the softmax, both averaged over the tokens of all
+    layers at once (transformers, load_balancing_loss_func of Mixtral and Qwen3-MoE)."""
+    logits = torch.cat(layers)
+    p = logits.softmax(-1)
+    chosen = torch.zeros_like(p).scatter(-1, p.topk(k).indices, 1.0)
+    return p.shape[1] * (chosen.mean(0) * p.mean(0)).sum()
+
+
+def layers_losses(layers: list[Tensor], k: int, coefficient: float) -> tuple[float, list[Tensor]]:
+    """The layers' balancing losses added up, and their gradients in the logits."""
+    losses = (BalanceLoss(kind="aux", coefficient=coefficient),)
+    E, total, gradients = layers[0].shape[1], 0.0, []
+    for logits in layers:
+        moe = MoeSpec(n_experts=E, top_k=k, d_expert=4, router=RouterSpec(losses=losses))
+        router = identity(moe, dtype=torch.float64)
+        x = logits.detach()[None].requires_grad_()
+        routing = router(x, context(len(logits), dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(0.0 * routing.weights.sum(), x)
+        total += float(router.read(router.sums).losses[0])
+        gradients.append(gradient[0])
+    return total, gradients
+
+
+def share_and_probability(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """f [E], the share of choices, and P [E] of a layer."""
+    counts = logits.topk(k).indices.flatten().bincount(minlength=logits.shape[1]).to(logits.dtype)
+    return counts / counts.sum(), logits.softmax(-1).mean(0)
+
+
+@pytest.mark.parametrize("n_layers", [1, 5])
+def test_a_published_coefficient_times_top_k_over_the_layers_is_the_same_loss(n_layers: int) -> None:
+    """Where layers have the same load: there the published loss and ours, and their gradients, are equal."""
+    k, published = 3, 0.02
+    layers = [tokens_of(40, 8)] * n_layers
+    wanted = published * published_loss(layers, k)
+    (one_layer,) = torch.autograd.grad(wanted, layers[:1])  # of the logits that all layers have
+    total, gradients = layers_losses(layers, k, published * k / n_layers)
+    assert total == pytest.approx(wanted.item(), rel=1e-13)
+    torch.testing.assert_close(sum(gradients), one_layer, rtol=1e-11, atol=1e-16)
+
+
+def test_the_published_loss_of_uneven_layers_lacks_what_they_even_out() -> None:
+    """Pooled, it is ours without the covariance of f and P over layers; its gradient has the layers' mean f."""
+    k, E, published = 2, 8, 0.02
+    layers = [tokens_of(40, E, seed=seed) for seed in range(4)]
+    wanted = published * published_loss(layers, k)
+    wanted_gradients = torch.autograd.grad(wanted, layers)
+    total, _ = layers_losses(layers, k, published * k / len(layers))
+    f, P = (torch.stack(each) for each in zip(*(share_and_probability(x.detach(), k) for x in layers), strict=True))
+    covariance = (f * P).mean(0) - f.mean(0) * P.mean(0)
+    assert total - wanted.item() == pytest.approx(published * k * E * float(covariance.sum()), rel=1e-9)
+    assert total > 1.01 * wanted.item()
+    for logits, found in zip(layers, wanted_gradients, strict=True):
+        ours = published * k / len(layers) * E * (f.mean(0) * logits.softmax(-1).mean(0)).sum()
+        torch.testing.assert_close(torch.autograd.grad(ours, logits)[0], found, rtol=1e-11, atol=1e-16)
+
+
+@pytest.mark.parametrize(("name", "published"), [("mixtral_8x7b", 0.02), ("qwen3_30b_a3b", 1e-3)])
+def test_shipped_models_have_the_published_weight_of_the_balancing_loss(name: str, published: float) -> None:
+    model = compose(name).recipe.model
+    (loss,) = model.moe.router.losses
+    layers = sum(model.moe.in_layers(model.n_layers))
+    assert loss.coefficient * layers / model.moe.top_k == pytest.approx(published, rel=1e-7)
 
 
 def test_statistics_are_summed_over_micro_batches_and_a_step_ends_with_them() -> None:

@@ -81,7 +81,7 @@ def test_tensor_parallel_counts_each_layer_and_both_ends():
 def test_whole_weights_that_see_a_part_of_the_tokens():
     """DeepSeek-V3, tp 8: both latents' down-projections and norms, two norms a layer and the last, 58 routers, of which
     each of 32 ranks holds a share."""
-    recipe = filled("deepseek_v3", gpus=256, hardware="H100")
+    recipe = filled("deepseek_v3_tp8_ep32", gpus=256, hardware="H100")
     d = 7168
     latents = 61 * (d * (1536 + 512 + 64) + 1536 + 512)
     wanted = latents + 58 * 256 * d + (2 * 61 + 1) * d

@@ -148,6 +148,7 @@ GROUPS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert paral
         ("gpt3_175b", (), 128),
         ("mixtral_8x7b", (), 64),
         ("deepseek_v3", (), 256),
+        ("deepseek_v3_tp8_ep32", (), 256),
         ("llama3_8b", ("parallelism.recompute={kind: full, method: block, layers: 8}",), 8),
     ],
 )

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# cuDNN is the fastest on Hopper; the mask of packed documents and fp64 need one of the others.
-_BACKENDS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+# The first that takes the inputs. cuDNN, the fastest on Hopper, takes bf16 and fp16, masks and groups included, and has
+# no deterministic backward pass; FlashAttention takes no mask; memory-efficient attention takes masks and fp32, and
+# no grouped heads. MATH would take everything and keep the scores, T² for each head. It is not in the list: what no
+# fused kernel takes fails instead (see is_refused).
+_FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+# No fused kernel computes in fp64, which is for comparing.
+_FP64 = (SDPBackend.MATH,)
 
 
 def attention(
@@ -26,18 +26,64 @@ def attention(
     documents: Tensor | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H]; see reference.py."""
+    """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H]; see reference.py.
+
+    RuntimeError: on CUDA no fused kernel takes it.
+    """
     assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
     q, k, v = q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
-    mask = None
-    if documents is not None:
-        T = q.shape[2]
+    T, mask = q.shape[2], None
+    if documents is not None and T > 1:
         past = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
         mask = past & (documents[:, None, :, None] == documents[:, None, None, :])
     if q.device.type == "cpu":
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    else:
-        with sdpa_kernel(_BACKENDS, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-    return out.transpose(1, 2)
+        return _sdpa(q, k, v, mask).transpose(1, 2)
+    with sdpa_kernel(list(backends(q.dtype)), set_priority=True):
+        return _sdpa(*as_kernels_want(q, k, v), mask).transpose(1, 2)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def backends(dtype: torch.dtype) -> tuple[SDPBackend, ...]:
+    """What may compute in a format on CUDA."""
+    return _FP64 if dtype == torch.float64 else _FUSED
+
+
+def as_kernels_want(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, N, T, H], [B, K, T, H] twice -> the same with the elements of a head side by side; in fp32, whose only fused
+    kernel takes no grouped heads, with keys and values once for each query head."""
+    if q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
+
+
+def is_refused(
+    *, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, masked: bool, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether no kernel takes such attention on this GPU in training, asked of torch without attending.
+
+    `masked`: with documents. torch.use_deterministic_algorithms counts: cuDNN is left out then.
+    """
+    if dtype == torch.float64:
+        return False
+
+    def heads(count: int) -> Tensor:
+        one = torch.empty(1, 1, 1, d_head, dtype=dtype, device=device, requires_grad=True)
+        return one.expand(1, count, tokens, d_head)
+
+    q, k, v = as_kernels_want(heads(n_heads), heads(n_kv_heads), heads(n_kv_heads))
+    mask = None
+    if masked and tokens > 1:
+        mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device).expand(1, 1, tokens, tokens)
+    asked = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, mask is None, q.shape[1] != k.shape[1])
+    takes = (
+        torch.backends.cuda.can_use_cudnn_attention(asked),
+        torch.backends.cuda.can_use_flash_attention(asked),
+        torch.backends.cuda.can_use_efficient_attention(asked),
+    )
+    return not any(takes)

@@ -81,8 +81,7 @@ def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
 def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
     """The operator that takes a block."""
     H, dtype = q_BTNH.shape[-1], q_BTNH.dtype
-    # the operators load 16 bytes at a time
-    if q_BTNH.device.type == "cpu" or dtype == torch.float64 or H * q_BTNH.element_size() % 16:
+    if q_BTNH.device.type == "cpu" or dtype == torch.float64 or not _is_aligned(H, dtype):
         return "equations"
     # shapes alone go the way of Hopper
     major = 9 if q_BTNH.is_meta else torch.cuda.get_device_capability(q_BTNH.device)[0]
@@ -91,6 +90,16 @@ def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
     # cuDNN has no deterministic backward pass, and takes no single key
     exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return "cudnn" if major >= 9 and H <= 128 and k_BSKH.shape[1] > 1 and not exact else "flash"
+
+
+def is_refused(*, d_head: int, dtype: torch.dtype) -> bool:
+    """Whether on a GPU only equations take such heads, which keep the scores of a block; in fp64 that is meant."""
+    return dtype != torch.float64 and not _is_aligned(d_head, dtype)
+
+
+def _is_aligned(d_head: int, dtype: torch.dtype) -> bool:
+    """The operators load 16 bytes at a time."""
+    return d_head * dtype.itemsize % 16 == 0
 
 
 def _cudnn_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

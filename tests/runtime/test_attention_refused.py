@@ -1,0 +1,96 @@
+"""A GPU without a fused kernel for a run's attention: an error before anything is built, or sooner."""
+
+import pytest
+import torch
+
+from megaspec.compose import compose
+from megaspec.core.errors import RecipeError
+from megaspec.resolve.examples import CPU, FACTS, H200
+from megaspec.resolve.resolver import settle
+from megaspec.runtime import build
+from megaspec_kernels.attention import sdpa
+from tests.runtime.specs import spec
+
+CUDA = torch.device("cuda")
+EXACT = ("precision=bf16", "train.deterministic=true", "data.document_mask=true")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """What torch is asked, which refuses everything."""
+    calls: list[dict] = []
+    monkeypatch.setattr(sdpa, "is_refused", lambda **sizes: calls.append(sizes) or True)
+    return calls
+
+
+def test_what_torch_refuses_is_an_error_with_the_way_out(asked: list[dict]) -> None:
+    made = spec({"precision.kind": "bf16", "kernels.attention": "sdpa", "data.document_mask": True})
+    with pytest.raises(RecipeError, match=r"set kernels\.attention=reference, which keeps all scores") as error:
+        build._refuse_attention(made, device=CUDA)
+    model = made.model
+    assert asked == [
+        {
+            "n_heads": model.n_heads,
+            "n_kv_heads": model.n_kv_heads,
+            "d_head": model.d_head,
+            "tokens": made.data.seq_len,
+            "masked": True,
+            "dtype": torch.bfloat16,
+            "device": CUDA,
+        }
+    ]
+    for word in ("kernels.attention=sdpa", "data.document_mask=true", "train.deterministic=false", torch.__version__):
+        assert word in str(error.value)
+
+
+def test_nothing_is_asked_on_a_cpu_nor_of_the_reference(asked: list[dict]) -> None:
+    build._refuse_attention(spec({"kernels.attention": "sdpa"}), device=torch.device("cpu"))
+    build._refuse_attention(spec({"kernels.attention": "reference"}), device=CUDA)
+    assert asked == []
+
+
+def test_blocks_of_odd_heads_are_refused_too(asked: list[dict]) -> None:
+    ring = {"launcher.ranks": 2, "parallelism.cp": 2, "precision.kind": "bf16", "kernels.attention": "sdpa"}
+    build._refuse_attention(spec(ring | {"model.d_head": 16}), device=CUDA)
+    with pytest.raises(RecipeError, match="takes heads of 6 in bf16"):
+        build._refuse_attention(spec(ring | {"model.d_head": 6}), device=CUDA)
+    assert asked == []
+
+
+def refused(*words: str, target=H200) -> list[str]:
+    composed = compose("hello", words)
+    try:
+        settle(composed.recipe, target, FACTS, composed.origins)
+    except RecipeError as error:
+        return [problem.code for problem in error.problems]
+    return []
+
+
+def test_the_resolver_refuses_masked_groups_in_one_order() -> None:
+    assert refused(*EXACT) == ["kernel-attention-mask"]
+    assert refused("precision=fp16", *EXACT[1:]) == ["kernel-attention-mask"]
+    assert refused(*EXACT, "parallelism.cp=2", "parallelism.context.kind=all_to_all") == ["kernel-attention-mask"]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "train.deterministic=false",
+        "data.document_mask=false",
+        "kernels.attention=reference",
+        "precision=fp32",
+        "model.n_kv_heads=4",
+        "parallelism.tp=2",
+        "parallelism.cp=2",
+    ],
+)
+def test_what_a_kernel_takes_is_let_through(word: str) -> None:
+    """With tp 2 two heads of a rank still share one of keys and values; blocks of a ring repeat theirs."""
+    key = word.partition("=")[0]
+    words = [one for one in EXACT if one.partition("=")[0] != key]
+    expected = ["kernel-attention-mask"] if word == "parallelism.tp=2" else []
+    assert refused(*words, word) == expected
+
+
+def test_a_cpu_takes_everything() -> None:
+    assert refused(*EXACT, target=CPU) == []
