@@ -22,7 +22,7 @@ STEPS, BATCH = 24, 4
 ENTRY = "tests.faults.entry:main"
 
 
-def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3) -> Recipe:
+def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 1234) -> Recipe:
     """Two ranks, a model of a few thousand parameters, evaluations and checkpoints every few steps."""
     return Recipe.model_validate_json(
         json.dumps(
@@ -42,7 +42,7 @@ def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3) -> Recipe:
                 "data": {"kind": "synthetic", "vocab_size": 32, "seq_len": 8},
                 "optim": {"kind": "adamw", "lr": 1e-2, "schedule": {"warmup_steps": 4}},
                 "parallelism": {"tp": tp},
-                "train": {"steps": steps, "global_batch": BATCH, "eval_every": 4, "eval_samples": 2},
+                "train": {"steps": steps, "global_batch": BATCH, "eval_every": 4, "eval_samples": 2, "seed": seed},
                 "checkpoint": {"every": save_every, "keep": 2},
                 "log": {"console": "quiet", "tensorboard": False},
                 "launcher": {"ranks": 2},

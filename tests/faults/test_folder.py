@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from megaspec.cli import main
 from tests.faults.entry import NEW_HOLDER
-from tests.faults.runs import assert_same, go, make_run, newest, recipe
+from tests.faults.runs import STEPS, assert_same, go, make_run, newest, recipe
 from tests.faults.test_stop import ROOT, wait_for_step
 
 
@@ -75,6 +76,30 @@ def test_a_full_disk_in_a_save(tmp_path, factory, undisturbed, capfd, rank):
     assert newest(run)[0] >= 3
     assert go(run, factory) == 0
     assert_same(run, undisturbed[2])
+
+
+def test_checkpoints_of_another_run_are_passed_over(tmp_path, factory, undisturbed, capfd):
+    """Copied over by mistake they verified as good, and the run went on from foreign weights at another sample."""
+    run = make_run(tmp_path / "run", recipe())
+    other = make_run(tmp_path / "other", recipe(seed=7))
+    fault = {"rank": 1, "kind": "point", "point": "step", "count": 8}
+    assert go(run, factory, fault=fault) == 74
+    assert go(other, factory) == 0
+    own = newest(run)
+    foreign = other / "checkpoints" / f"step-{STEPS:08d}"
+    shutil.copytree(foreign, run / "checkpoints" / foreign.name)
+    capfd.readouterr()
+    assert go(run, factory) == 0
+    said = capfd.readouterr().err
+    assert f"it is a checkpoint of another run, {other}: data.seed=7 (this run: 1234)" in said
+    assert f"step {own[0]} is the newest good one" in said
+    assert_same(run, undisturbed[2])
+    # Where there is no own one, the run does not start anew, and nothing moves.
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(foreign, run / "checkpoints" / foreign.name)
+    assert go(run, factory) == 66
+    assert "Traceback" not in capfd.readouterr().err
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [foreign.name]
 
 
 @pytest.fixture
