@@ -13,6 +13,7 @@ from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.verify import examine
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.data.files import publish, write_atomically, write_error
+from megaspec.data.spec import IndexedSpec
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
 from megaspec.resolve.target import Target
@@ -73,6 +74,10 @@ def read_run(folder: Path) -> SavedRun:
     except (ValidationError, AssertionError) as error:
         first = str(error).splitlines()[0]
         raise RecipeError([Problem("", f"{folder / SPEC} is damaged: {first}", code="run-damaged")]) from None
+    has_blend = isinstance(spec.data, IndexedSpec) and isinstance(recipe.get("data"), dict)
+    if "data_order" not in saved and has_blend:
+        # The Spec was brought up to today's rules as it was read; the recipe says its blend in the same words.
+        recipe["data"]["blend"] = [part.model_dump(mode="json") for part in spec.data.blend]
     return SavedRun(folder, recipe, spec)
 
 
