@@ -56,8 +56,8 @@ def make_parts(
     total = sum(part.bytes for part in parts)
     done = sum(part.bytes for part in parts if part.number in entries)
     running: dict[int, Counter[str]] = {}
-    check_bad(parts, entries, allowed.bad_lines)
     check_losses(parts, entries, settings, allowed)
+    check_bad(parts, entries, allowed.bad_lines)
     missing = [part for part in parts if part.number not in entries]
     for part, event in run_workers(missing, settings, workers):
         if "done" in event:
@@ -67,9 +67,10 @@ def make_parts(
                 raise WriteError(f"{part_path(settings.folder, part.number, '.bin')}: not what was written")
             entries[part.number] = entry
             done += part.bytes
-            check_bad(parts, entries, allowed.bad_lines)
+            # Before bad lines: a document of which nothing is left counts as an empty one.
             if entry["sample"]["lost_characters"]:
                 check_losses(parts, entries, settings, allowed)
+            check_bad(parts, entries, allowed.bad_lines)
         else:
             running.setdefault(part.number, Counter()).update(event)
         extra = sum(running.values(), Counter())

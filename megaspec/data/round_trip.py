@@ -6,8 +6,8 @@ Note "What is lost". A text is compared with what comes back of it, as counts of
 - An unknown token gives nothing back, unless the text itself says its name.
 - White space counts, unless a pre-tokenizer takes it away by its kind (as before WordPiece, or in T5). The sign `▁`
   stands for a space, and spaces at either end are nobody's.
-- The decoder of the file is used, without what it tidies up (" n't" for "n't"). Where the file has none, tokens are put
-  together as they are; byte-level ones are turned into bytes.
+- The decoder of the file is used. Where it has none, tokens are put together as they are; byte-level ones are turned
+  into bytes.
 """
 
 import json
@@ -36,13 +36,17 @@ class RoundTrip:
         """How often each character of a text does not come back."""
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         known = [i for i in ids if i != self._unknown_id]
-        found = Counter(self._seen(self._decoder.decode(known, skip_special_tokens=False)))
+        back = self._decoder.decode(known, skip_special_tokens=False)
+        # Tokens that the text itself names, as [SEP], come back as they are written: normal as well.
+        found = Counter(self._seen(back)) | Counter(self._seen(self._normal(back)))
         if len(known) < len(ids):
-            for character, count in Counter(self._seen(self._unknown)).items():
+            for character, count in Counter(self._seen(self._normal(self._unknown))).items():
                 found[character] += count * text.count(self._unknown)
+        return Counter(self._seen(self._normal(text))) - found
+
+    def _normal(self, text: str) -> str:
         normalizer = self._tokenizer.normalizer
-        normal = text if normalizer is None else normalizer.normalize_str(text)
-        return Counter(self._seen(normal)) - found
+        return text if normalizer is None else normalizer.normalize_str(text)
 
     def _seen(self, text: str) -> str:
         spaced = text.replace(_SPACE_SIGN, " ")
@@ -50,28 +54,22 @@ class RoundTrip:
 
 
 def _decoding(said: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with a decoder that gives back what the ids hold."""
-    decoder = said.get("decoder")
-    if decoder is None:
-        is_bytes = any(part.get("type") == "ByteLevel" for part in _parts(said.get("pre_tokenizer")))
-        kinds = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-        plain = {"type": "ByteLevel", **kinds} if is_bytes else {"type": "Fuse"}
-    else:
-        plain = json.loads(json.dumps(decoder))
-        for part in _parts(plain):
-            if "cleanup" in part:
-                part["cleanup"] = False
-    return tokenizer if plain == decoder else Tokenizer.from_str(json.dumps(said | {"decoder": plain}))
+    """The tokenizer with a decoder: without one, tokens would be put together with spaces between them."""
+    if said.get("decoder") is not None:
+        return tokenizer
+    is_bytes = any(part.get("type") == "ByteLevel" for part in _parts(said.get("pre_tokenizer")))
+    kinds = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    decoder = {"type": "ByteLevel", **kinds} if is_bytes else {"type": "Fuse"}
+    return Tokenizer.from_str(json.dumps(said | {"decoder": decoder}))
 
 
 def _parts(said: Any) -> list[dict[str, Any]]:
-    """A pre-tokenizer or decoder with all that it is a sequence of."""
+    """A pre-tokenizer with all that it is a sequence of."""
     if isinstance(said, list):
         return [part for one in said for part in _parts(one)]
     if not isinstance(said, dict):
         return []
-    inner = [part for name in ("pretokenizers", "decoders") for part in _parts(said.get(name))]
-    return [said, *inner]
+    return [said, *_parts(said.get("pretokenizers"))]
 
 
 def _takes_spaces_away(pre_tokenizer: Any) -> bool:

@@ -111,8 +111,8 @@ def _death_of(worker: _Worker, settings: Settings) -> MegaspecError:
     first = worker.part.slices[0].path
     if code == -signal.SIGPROF:
         return DataError(
-            f"{settings.tokenizer_where}: this tokenizer takes more than {settings.cpu_seconds:g} s of CPU time for a "
-            f"text of part {worker.part.number} ({first}), usual ones take a million characters a second: a regular "
+            f"{settings.tokenizer_where}: this tokenizer takes more than {settings.cpu_seconds:g} s of CPU time, and "
+            f"one more for each 10,000 characters, for a text of part {worker.part.number} ({first}): a regular "
             "expression in it backtracks, mend it or take another tokenizer"
         )
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
