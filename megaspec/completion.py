@@ -94,7 +94,17 @@ COMMANDS: dict[str, Completed] = {
     "bench ceilings": Completed(("--out",)),
     "data": Completed(),
     "data prepare": Completed(
-        ("--eod", "--key", "--out", "--overwrite", "--restart", "--skip-bad", "--tokenizer", "--workers")
+        (
+            "--allow-lossy-tokenizer",
+            "--eod",
+            "--key",
+            "--out",
+            "--overwrite",
+            "--restart",
+            "--skip-bad",
+            "--tokenizer",
+            "--workers",
+        )
     ),
     "data inspect": Completed(("--samples", "--tokenizer", "--vocab-size")),
     "checkpoint": Completed(),
@@ -108,6 +118,7 @@ _ALONE = (
     "--multirun",
     "--trainable",
     "--partial",
+    "--allow-lossy-tokenizer",
     "--overwrite",
     "--restart",
     "--skip-bad",

@@ -21,6 +21,7 @@ from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
+from megaspec.data.spec import IndexedSpec
 from megaspec.launcher.exit_file import EXIT_FILE
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.sinks import METRICS, TENSORBOARD
@@ -111,6 +112,10 @@ def read_run(folder: Path) -> SavedRun:
         spec = Spec.model_validate_json(json.dumps(saved | {"run_dir": str(folder)}))
     except (ValidationError, AssertionError) as error:
         raise _damaged(folder / SPEC, str(error).splitlines()[0]) from None
+    has_blend = isinstance(spec.data, IndexedSpec) and isinstance(recipe.get("data"), dict)
+    if "data_order" not in saved and has_blend:
+        # The Spec was brought up to today's rules as it was read; the recipe says its blend in the same words.
+        recipe["data"]["blend"] = [part.model_dump(mode="json") for part in spec.data.blend]
     return SavedRun(folder, recipe, spec)
 
 

@@ -1,10 +1,12 @@
 """The resolved recipe: what every rank builds and trains, exactly."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt
+from megaspec.data.earlier_order import as_now
+from megaspec.data.spec import ORDER_VERSION
 from megaspec.recipe import Recipe
 
 
@@ -45,6 +47,8 @@ class Spec(Recipe):
     twice."""
     forked_from: ForkPoint | None = None
     """Where a fork began. None: it began with weights from the seed."""
+    data_order: Literal[1, 2] = 1
+    """Version of the rules that make the training order (ORDER_VERSION in data/spec.py); 1 where a file has none."""
     data_fingerprint: str = ""
     """Hash of the data that the run was resolved with; "" for data that is made as it is read."""
     decisions: tuple[Decision, ...] = ()
@@ -57,6 +61,14 @@ class Spec(Recipe):
         left = sorted(open_fields(self))
         assert not left, f"fields that the resolver left open: {', '.join(left)}"
         return self
+
+    @model_validator(mode="after")
+    def _is_brought_up(self) -> Self:
+        """A run of version 1 whose order today's rules make as well is said in their words."""
+        if self.data_order != 1:
+            return self
+        data = as_now(self.data)
+        return self if data is None else self.model_copy(update={"data": data, "data_order": ORDER_VERSION})
 
 
 def open_fields(section: Frozen, prefix: str = "") -> list[str]:

@@ -116,6 +116,10 @@ _RUNS = {
         "Take the change back, or start another run from its checkpoint with --fork NAME.",
     ),
     "resume-data": Known("The content of the data has changed since the run began.", "Put it back, or fork."),
+    "resume-order": Known(
+        "A run reads its samples in the order that it began with; this version no longer makes that of some blends.",
+        "End it with the version that began it, or fork.",
+    ),
     "resume-steps": Known("A run can't end before the step that it has reached.", "Raise train.steps."),
     "resume-folder": Known("A run stays in its folder.", "Drop run_dir, or fork."),
     "tune-large": Known("No layout fits the memory of these GPUs.", "Try more of them, or larger ones."),

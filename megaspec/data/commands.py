@@ -41,6 +41,11 @@ def add_parser(subparsers: Any) -> None:
     prepare.add_argument(
         "--skip-bad", type=_count, default=0, metavar="N", help="leave out up to N bad lines (default: 0)"
     )
+    prepare.add_argument(
+        "--allow-lossy-tokenizer",
+        action="store_true",
+        help="go on where characters of a sample don't come back from the tokenizer",
+    )
     prepare.add_argument("--restart", action="store_true", help="don't use the parts of a job that was stopped")
     prepare.add_argument("--overwrite", action="store_true", help="replace files that another job made")
     prepare.set_defaults(run=run)
@@ -75,6 +80,7 @@ def _run_prepare(args: argparse.Namespace) -> int:
             key=args.key,
             workers=args.workers,
             skip_bad=args.skip_bad,
+            allow_lossy=args.allow_lossy_tokenizer,
             append_eod=append_eod,
             resume=not args.restart,
             overwrite=args.overwrite,

@@ -80,6 +80,8 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
         if manifest is not None:
             manifests.append(manifest)
         digest.update(manifest.fingerprint.encode() if manifest else counts.lengths)
+        if len(spec.blend) > 1 and part.weight is None and counts.tokens[0] <= spec.seq_len:
+            problems.append(_nothing_to_count(key, part.prefix, spec, counts.tokens[0]))
     problems += _mixed_tokenizers(spec, manifests)
     if not problems and not tokens["train"]:
         problems.append(
@@ -120,6 +122,12 @@ def _check_sizes(prefix: str, manifest: Manifest) -> None:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
         if found != said:
             raise DataError(f"{path}: size={found}, its manifest says {said}: damaged or not its file")
+
+
+def _nothing_to_count(key: str, prefix: str, spec: IndexedSpec, tokens: int) -> Problem:
+    text = f"{key}={prefix} has {tokens} tokens for training, data.seq_len={spec.seq_len} needs {spec.seq_len + 1} "
+    text += "of each data set of a blend without weights; leave it out, or give every data set a weight"
+    return Problem(key, text, code="data-files")
 
 
 def _mixed_tokenizers(spec: IndexedSpec, manifests: list[Manifest]) -> list[Problem]:

@@ -104,13 +104,13 @@ def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> np.
 
 
 def normalized(weights: list[float]) -> list[float]:
-    """Weights divided by their sum."""
+    """Weights divided by their sum. Doing it again may change the last bit."""
     w = np.array(weights, dtype=np.float64)
     return (w / np.sum(w)).tolist()
 
 
 def blend_share(weight: float, size: int) -> int:
-    """Samples that Megatron builds of a data set with a normalized weight for `size` samples of the blend."""
+    """Samples that Megatron builds of a data set for `size` samples of the blend. `weight`: normalized once."""
     return ceil(ceil(size * weight) * (1 + BLEND_SURPLUS))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megaspec.core.errors import DataError
-from megaspec.data import python_corpus
+from megaspec.data import parquet, python_corpus
 
 PYTHON_CORPUS = "python"
 LINE_LIMIT = 64 * 2**20
@@ -74,6 +74,8 @@ class Input:
     """(kind, path, bytes, time of change in ns) of each file, in order."""
     passed_over: int
     """Files of a folder that are no text."""
+    touched: tuple[int, ...] = ()
+    """Time in ns at which each file was last written or given other attributes, times of change among them."""
 
 
 def find_inputs(names: list[str]) -> list[Input]:
@@ -113,6 +115,11 @@ def read_documents(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
     yield from _READERS[piece.kind](piece, key)
 
 
+def carries_checksums(piece: Slice, key: str) -> bool:
+    """False for a slice that has been read, in which damage may be other text without a word. Raises DataError."""
+    return piece.kind != "parquet" or parquet.carries_checksums(piece.path, piece.start, key)
+
+
 def lines_before(piece: Slice) -> int:
     """How many lines of the file lie before the slice."""
     if piece.kind != "jsonl" or piece.start == 0:
@@ -136,20 +143,24 @@ def _file_input(name: str) -> Input:
     root = Path(name)
     if root.is_dir():
         found = sorted(path for path in root.rglob("*") if path.is_file())
-        files = tuple(_entry(path) for path in found if path.suffix.lower() in _KINDS)
-        if not files:
+        known = [path for path in found if path.suffix.lower() in _KINDS]
+        if not known:
             raise DataError(f"{name}: no .jsonl, .ndjson, .txt, .md or .parquet file in this folder")
-        return Input(name, files, len(found) - len(files))
+        return _input_of(name, known, len(found) - len(known))
     if not root.exists():
         raise DataError(f"{name}: no such file or folder; an input is {_KNOWN}")
     if root.suffix.lower() not in _KINDS:
         raise DataError(f"{name}: an input is {_KNOWN}; JSON lines need the ending .jsonl")
-    return Input(name, (_entry(root),), 0)
+    return _input_of(name, [root], 0)
 
 
-def _entry(path: Path) -> tuple[str, str, int, int]:
-    status = path.stat()
-    return _KINDS[path.suffix.lower()], str(path), status.st_size, status.st_mtime_ns
+def _input_of(name: str, paths: list[Path], passed_over: int) -> Input:
+    files, touched = [], []
+    for path in paths:
+        status = path.stat()
+        files.append((_KINDS[path.suffix.lower()], str(path), status.st_size, status.st_mtime_ns))
+        touched.append(status.st_ctime_ns)
+    return Input(name, tuple(files), passed_over, tuple(touched))
 
 
 def _cut_jsonl(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
@@ -163,9 +174,8 @@ def _cut_text(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
 
 
 def _cut_parquet(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
-    metadata = _parquet_file(path).metadata
-    for group in range(metadata.num_row_groups):
-        yield Slice("parquet", path, group, group + 1), metadata.row_group(group).total_byte_size
+    for group, n_bytes in enumerate(parquet.row_group_sizes(path)):
+        yield Slice("parquet", path, group, group + 1), n_bytes
 
 
 def _cut_python(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
@@ -269,14 +279,8 @@ def _read_text(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
 
 
 def _read_parquet(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
-    file = _parquet_file(piece.path)
-    if key not in file.schema_arrow.names:
-        raise DataError(f"{piece.path}: no column {key}; --key names one of {', '.join(file.schema_arrow.names)}")
-    row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-    for batch in file.iter_batches(batch_size=1024, row_groups=list(range(piece.start, piece.stop)), columns=[key]):
-        for value in batch.column(0):
-            row += 1
-            yield row, _arrow_text(value)
+    for row, value in parquet.read_column(piece.path, piece.start, piece.stop, key):
+        yield row, _arrow_text(value)
 
 
 def _arrow_text(value: Any) -> str | Bad:
@@ -284,18 +288,6 @@ def _arrow_text(value: Any) -> str | Bad:
         return _checked(value.as_py())
     except UnicodeDecodeError:
         return Bad("bad UTF-8")
-
-
-def _parquet_file(path: str) -> Any:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise DataError(f"{path}: parquet needs pyarrow; install the extra megaspec[parquet]") from error
-    try:
-        return ParquetFile(path)
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _read_python(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
@@ -322,13 +314,13 @@ _READERS: dict[str, Callable[[Slice, str], Iterator[tuple[int, str | Bad]]]] = {
 def changed(inputs: list[Input]) -> str | None:
     """The first file that is not as it was when the inputs were listed."""
     for given in inputs:
-        for kind, path, size, time in given.files:
-            if kind == "python":
-                continue
+        if given.name == PYTHON_CORPUS:
+            continue
+        for (_, path, size, time), touched in zip(given.files, given.touched, strict=True):
             try:
                 status = os.stat(path)
             except OSError:
                 return path
-            if (status.st_size, status.st_mtime_ns) != (size, time):
+            if (status.st_size, status.st_mtime_ns, status.st_ctime_ns) != (size, time, touched):
                 return path
     return None

@@ -11,8 +11,10 @@ from rich.table import Table
 from megaspec.core.errors import DataError
 from megaspec.core.terminal import escape
 from megaspec.data.indexed import IndexedFile
-from megaspec.data.manifest import Manifest, manifest_path, sha256_of_files
+from megaspec.data.manifest import Manifest, SourceRecord, manifest_path, sha256_of_files
+from megaspec.data.parts import losses
 from megaspec.data.provenance import tokenizer_of
+from megaspec.data.source_sums import source_state
 from megaspec.data.tokenizer import Tokenizer
 
 UNSEEN_WITHOUT_MANIFEST = (
@@ -49,6 +51,8 @@ class Report:
     histogram: tuple[tuple[int, int, int], ...]
     """(shortest, longest, how many) sequences by length in tokens; bins double."""
     samples: tuple[DocumentSample, ...]
+    sources: tuple[tuple[SourceRecord, str], ...]
+    """What the data was made from, and what became of it."""
     unseen: tuple[str, ...]
     """Kinds of damage that can't be seen in these files."""
 
@@ -89,6 +93,7 @@ def inspect(
         largest_id=largest,
         histogram=histogram(file.index.lengths),
         samples=_samples(file, tokenizer, samples),
+        sources=tuple((source, source_state(source)) for source in manifest.sources) if manifest is not None else (),
         unseen=() if manifest is not None else UNSEEN_WITHOUT_MANIFEST,
     )
 
@@ -117,7 +122,11 @@ def print_report(report: Report, console: Console) -> None:
     if report.manifest is not None:
         made_by = report.manifest.tokenizer
         rows.append(("tokenizer", f"{made_by.name}, {made_by.vocab_size} ids, eod {made_by.eod}"))
-        rows += [("source", f"{source.name}, {source.bytes:,} bytes") for source in report.manifest.sources]
+        for source, state in report.sources:
+            rows.append(("source", f"{source.name}, {source.bytes:,} bytes, {state}"))
+        sample = report.manifest.sample
+        if sample is not None and sample.lost_characters:
+            rows.append(("lost", losses(sample)))
     for name, value in rows:
         facts.add_row(name, escape(value))
     console.print(facts)

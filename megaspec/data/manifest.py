@@ -47,6 +47,21 @@ class SourceRecord(Frozen):
     """Hash of the content."""
 
 
+class SampleRecord(Frozen):
+    """Documents that went through the tokenizer and back, and what did not come back of them."""
+
+    documents: NonNegativeInt
+    """Documents that were tried: the same for the same input."""
+    characters: NonNegativeInt
+    """Characters of these."""
+    lossy_documents: NonNegativeInt
+    """Documents of which something was lost."""
+    lost_characters: NonNegativeInt
+    """Characters that were lost."""
+    lost: dict[str, PositiveInt]
+    """Those that were lost most often, and how often."""
+
+
 class Manifest(Frozen):
     """What `<prefix>.bin` and `<prefix>.idx` hold."""
 
@@ -66,6 +81,8 @@ class Manifest(Frozen):
     """Every document ends with the eod token."""
     bad_lines: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Input lines that were left out, by kind."""
+    sample: SampleRecord | None = None
+    """What the tokenizer lost of a sample; None in the files of versions that tried none."""
     sources: tuple[SourceRecord, ...]
     """The inputs."""
     job: Sha256

@@ -3,6 +3,20 @@
 Note "Segments". Megatron's index depends on the total number of samples, so asking for more would move what was read
 already. A longer run appends a segment instead: its own index over the same documents, with the seed of its number.
 Segment 0 is exactly Megatron's order; what is appended changes no earlier sample.
+
+Note "What a weight does". As in Megatron (core/datasets/blended_megatron_dataset_builder.py and blended_dataset.py of
+0.16.1):
+- Weights are divided by their sum twice, in the builder and in the blended data set. Once and twice may differ in the
+  last bit, and from the first tie that this decides on the order does. How much is built of each data set follows from
+  the weights that were divided once.
+- A single data set with a weight is a blend of one: more of it is built than is read, so the last epoch may be another
+  one, or be shuffled apart from the others. Without a weight exactly what is needed is built.
+- Several data sets without weights: each is built for one epoch, and its number of sequences is its weight, divided by
+  their sum once. What needs more sequences than these is refused; Megatron's run ends there.
+
+Note "Evaluation". Megatron draws new validation samples for every evaluation, as many as the whole run will need, so
+its order hangs on the number of steps. Ours is one pass over the split, the same whatever the run is, and there is
+nothing that it could be equal to: weights are divided once, and no data set is built beyond its end.
 """
 
 from bisect import bisect_right
@@ -65,7 +79,7 @@ class DataOrder:
         for file in files:
             if len(file) > INT32_MAX:
                 raise DataError(f"{file.prefix}.idx: sequence count={len(file)}, an order counts up to {INT32_MAX}")
-        self._weights = normalized([part.weight for part in spec.blend])
+        self._weights = None if spec.weights is None else normalized(spec.weights)
         self._bounds = [
             split_bounds(spec.split, len(file))[SPLITS.index(split) : SPLITS.index(split) + 2] for file in files
         ]
@@ -124,13 +138,42 @@ class DataOrder:
                     f"give data.split={self._spec.split} a larger first share, or prepare more data"
                 )
 
+    def _check_one_pass(self, n_samples: int) -> None:
+        for file, n_there in zip(self._files, self._samples, strict=True):
+            if n_there == 0:
+                raise DataError(
+                    f"{file.prefix}: no whole sequence of data.seq_len={self._spec.seq_len} tokens in the training "
+                    "split, so a blend without weights can't count it; leave it out, or give the data sets weights"
+                )
+        total = sum(self._samples)
+        if n_samples > total:
+            raise DataError(
+                f"data.blend: without weights it is one pass of {total} sequences, {n_samples} are needed; "
+                "give the data sets weights"
+            )
+
     def _train_segment(self, n_samples: int, seed: int) -> _Segment:
-        if len(self._files) == 1:
+        if self._weights is None and len(self._files) == 1:
             return _Segment(n_samples, [self._index(0, seed, n_samples)], None)
-        blend = self._blend(self._weights, n_samples)
+        if self._weights is None:
+            return self._one_pass_segment(n_samples, seed)
+        blend = self._blend(normalized(self._weights), n_samples)
         used = np.bincount(blend["dataset"], minlength=len(self._files))
         wanted = [max(blend_share(w, n_samples), int(n), 1) for w, n in zip(self._weights, used, strict=True)]
         return _Segment(n_samples, [self._index(k, seed, n) for k, n in enumerate(wanted)], blend)
+
+    def _one_pass_segment(self, n_samples: int, seed: int) -> _Segment:
+        """Of a blend without weights."""
+        self._check_one_pass(n_samples)
+        blend = self._blend(normalized([float(n) for n in self._samples]), n_samples)
+        used = np.bincount(blend["dataset"], minlength=len(self._files))
+        for file, n_used, n_there in zip(self._files, used.tolist(), self._samples, strict=True):
+            if n_used > n_there:
+                raise DataError(
+                    f"data.blend: {n_samples} sequences of the blend take {n_used} of {file.prefix}, one pass holds "
+                    f"{n_there}; train some steps less, or give the data sets weights"
+                )
+        return _Segment(n_samples, [self._index(k, seed, None) for k in range(len(self._files))], blend)
 
     def _evaluation_segment(self) -> _Segment:
         full = [k for k, n in enumerate(self._samples) if n]
@@ -144,7 +187,8 @@ class DataOrder:
         indices = [self._index(k, EVALUATION_SEED, None) if k in full else None for k in range(len(self._files))]
         if len(full) == 1:
             return _Segment(total, indices, None)
-        blend = self._blend(normalized([self._weights[k] for k in full]), total)
+        shares = self._samples if self._weights is None else self._weights
+        blend = self._blend(normalized([float(shares[k]) for k in full]), total)
         return _Segment(total, indices, blend | {"dataset": np.array(full)[blend["dataset"]]})
 
     def _index(self, number: int, seed: int, n_samples: int | None) -> Arrays:

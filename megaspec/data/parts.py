@@ -10,10 +10,13 @@ from typing import Any
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.inputs import Part, lines_before
+from megaspec.data.manifest import SampleRecord
 from megaspec.data.prepare_worker import Settings, part_path
 from megaspec.data.workers import run_workers
 
 _SHOWN = 10
+# Different lost characters that a manifest keeps.
+_LOST_KEPT = 20
 _CHUNK = 2**22
 
 
@@ -30,11 +33,21 @@ class Progress:
     """`tokenizer`, `tokens` or `files`."""
 
 
+@dataclass(frozen=True)
+class Allowed:
+    """What does not stop a job."""
+
+    bad_lines: int
+    """So many lines that are no documents."""
+    losses: bool
+    """A tokenizer that loses characters."""
+
+
 def make_parts(
     parts: list[Part],
     settings: Settings,
     workers: int,
-    skip_bad: int,
+    allowed: Allowed,
     progress: Callable[[Progress], None],
 ) -> tuple[list[dict[str, Any]], int]:
     """What NUMBER.json says of every part, made where it isn't there; and how many were there."""
@@ -43,7 +56,8 @@ def make_parts(
     total = sum(part.bytes for part in parts)
     done = sum(part.bytes for part in parts if part.number in entries)
     running: dict[int, Counter[str]] = {}
-    check_bad(parts, entries, skip_bad)
+    check_losses(parts, entries, settings, allowed)
+    check_bad(parts, entries, allowed.bad_lines)
     missing = [part for part in parts if part.number not in entries]
     for part, event in run_workers(missing, settings, workers):
         if "done" in event:
@@ -53,7 +67,10 @@ def make_parts(
                 raise WriteError(f"{part_path(settings.folder, part.number, '.bin')}: not what was written")
             entries[part.number] = entry
             done += part.bytes
-            check_bad(parts, entries, skip_bad)
+            # Before bad lines: a document of which nothing is left counts as an empty one.
+            if entry["sample"]["lost_characters"]:
+                check_losses(parts, entries, settings, allowed)
+            check_bad(parts, entries, allowed.bad_lines)
         else:
             running.setdefault(part.number, Counter()).update(event)
         extra = sum(running.values(), Counter())
@@ -113,6 +130,50 @@ def check_bad(parts: list[Part], entries: dict[int, dict[str, Any]], skip_bad: i
             *more,
             "mend the input, or leave them out with a larger --skip-bad",
         ]
+    )
+
+
+def sample_of(entries: list[dict[str, Any]]) -> SampleRecord:
+    """What the samples of all parts say together."""
+    samples = [entry["sample"] for entry in entries]
+    lost: Counter[str] = Counter()
+    for sample in samples:
+        lost.update(sample["lost"])
+    commonest = sorted(lost.items(), key=lambda one: (-one[1], one[0]))[:_LOST_KEPT]
+    names = ("documents", "characters", "lossy_documents", "lost_characters")
+    return SampleRecord(lost=dict(commonest), **{name: sum(sample[name] for sample in samples) for name in names})
+
+
+def losses(sample: SampleRecord) -> str:
+    """What was lost, in a line."""
+    shown = [f"{character!r} {count}" for character, count in list(sample.lost.items())[:_SHOWN]]
+    more = ", ..." if len(sample.lost) > _SHOWN else ""
+    return (
+        f"{sample.lost_characters:,} of {sample.characters:,} characters in {sample.lossy_documents:,} of "
+        f"{sample.documents:,} sampled documents ({', '.join(shown)}{more})"
+    )
+
+
+def check_losses(parts: list[Part], entries: dict[int, dict[str, Any]], settings: Settings, allowed: Allowed) -> None:
+    """Raises DataError where the tokenizer loses characters and may not."""
+    sample = sample_of(list(entries.values()))
+    if allowed.losses or not sample.lost_characters:
+        return
+    shown = []
+    for part in parts:
+        for number, line in entries.get(part.number, {}).get("sample", {}).get("places", ()):
+            if len(shown) < _SHOWN:
+                piece = part.slices[number]
+                shown.append(f"  {piece.path}:{lines_before(piece) + line}")
+    still = "" if len(entries) == len(parts) else " so far"
+    raise DataError(
+        "\n".join(
+            [
+                f"{settings.tokenizer_where}: this tokenizer loses {losses(sample)}{still}:",
+                *shown,
+                "take one that knows these characters, or accept the loss with --allow-lossy-tokenizer",
+            ]
+        )
     )
 
 

@@ -13,10 +13,8 @@ import hashlib
 import json
 import os
 import shutil
-import threading
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +34,17 @@ from megaspec.data.manifest import (
     load_manifest,
     write_manifest,
 )
-from megaspec.data.parts import Progress, bad_by_kind, make_parts, read_json, sums
+from megaspec.data.parts import Allowed, Progress, bad_by_kind, make_parts, read_json, sample_of, sums
 from megaspec.data.prepare_worker import Settings, part_path
-from megaspec.data.provenance import describe, record_of
+from megaspec.data.provenance import record_of
+from megaspec.data.source_sums import SUMS, SourceSums
 from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
 
 BPE_TRAINING_BYTES = 64 * 2**20
+# CPU time that a tokenizer has for a batch of short texts, in seconds; a batch takes a fifth of one.
+TOKENIZER_SECONDS = 60.0
+# What is kept of a part; those of another format are made again.
+PARTS_FORMAT = "2"
 _COPY = 2**22
 
 
@@ -57,6 +60,8 @@ class Prepared:
     """Parts that an earlier, interrupted job had finished."""
     passed_over: int
     """Files in input folders that are of no known kind."""
+    without_checksums: tuple[str, ...] = ()
+    """Parquet files of which damaged pages can't be told from whole ones."""
 
 
 def prepare(
@@ -67,6 +72,7 @@ def prepare(
     key: str = "text",
     workers: int = 1,
     skip_bad: int = 0,
+    allow_lossy: bool = False,
     append_eod: bool = True,
     resume: bool = True,
     overwrite: bool = False,
@@ -75,9 +81,11 @@ def prepare(
     """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, `.tokenizer.json`.
 
     inputs: files, folders, or `python` for the corpus that every Python carries. key: where JSON lines and parquet
-    hold the text. skip_bad: how many bad lines are left out before the job stops. resume: use the finished parts of
-    an interrupted job. overwrite: replace files that another job made.
-    Raises DataError for bad input, WriteError for a disk that is full or not writable, WorkerDied.
+    hold the text. skip_bad: how many bad lines are left out before the job stops. allow_lossy: go on where a sample of
+    the documents shows that the tokenizer loses characters. resume: use the finished parts of an interrupted job.
+    overwrite: replace files that another job made.
+    Raises DataError for bad input and for a tokenizer that loses text or fails on it, WriteError for a disk that is
+    full or not writable, WorkerDied.
     """
     prefix = str(out_prefix)
     if append_eod and not isinstance(tokenizer, BpeRequest) and tokenizer.eod is None:
@@ -89,13 +97,15 @@ def prepare(
     folder = Path(f"{prefix}.parts")
     passed_over = sum(given.passed_over for given in found)
 
-    finished = _finished(prefix, job, skip_bad)
+    allowed = Allowed(skip_bad, allow_lossy)
+    finished = _finished(prefix, job, allowed)
     if finished is not None:
         shutil.rmtree(folder, ignore_errors=True)
         return Prepared(prefix, finished, True, 0, passed_over)
     _refuse_overwriting(prefix, folder, job, overwrite)
     with _own_folder(folder, job, resume=resume):
         _remove_leftovers(prefix)
+        sources = SourceSums(folder, found)
         parts = cut(found)
         if isinstance(tokenizer, BpeRequest):
             progress(Progress(0, sum(p.bytes for p in parts), 0, 0, 0, "tokenizer"))
@@ -106,9 +116,19 @@ def prepare(
             eod=tokenizer.eod if append_eod else None,
             dtype=token_dtype(tokenizer.vocab_size).str,
             tokenizer=str(folder / "tokenizer.json") if isinstance(tokenizer, FileTokenizer) else None,
+            tokenizer_where=tokenizer.where if isinstance(tokenizer, FileTokenizer) else tokenizer.name,
+            cpu_seconds=TOKENIZER_SECONDS,
         )
-        sources = _in_background(lambda: tuple(describe(given) for given in found))
-        entries, reused = make_parts(parts, settings, workers, skip_bad, progress)
+
+        def show(now: Progress) -> None:
+            sources.keep()
+            progress(now)
+
+        try:
+            entries, reused = make_parts(parts, settings, workers, allowed, show)
+        finally:
+            sources.keep()
+        described = sources.wait()
         if (moved := changed(found)) is not None:
             raise DataError(f"{moved}: changed while it was read; start the same command again")
         total = sum(part.bytes for part in parts)
@@ -116,11 +136,13 @@ def prepare(
         description = {
             "tokenizer": record_of(tokenizer),
             "append_eod": append_eod,
-            "sources": sources.result(),
+            "sample": sample_of(entries),
+            "sources": described,
             "job": job,
         }
         manifest = _publish(prefix, folder, parts, entries, tokenizer, description)
-    return Prepared(prefix, manifest, False, reused, passed_over)
+    unchecked = sorted({path for entry in entries for path in entry["without_checksums"]})
+    return Prepared(prefix, manifest, False, reused, passed_over, tuple(unchecked))
 
 
 def _job_hash(inputs: list[Input], tokenizer: Tokenizer | BpeRequest, *, key: str, append_eod: bool) -> str:
@@ -136,12 +158,14 @@ def _job_hash(inputs: list[Input], tokenizer: Tokenizer | BpeRequest, *, key: st
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
 
-def _finished(prefix: str, job: str, skip_bad: int) -> Manifest | None:
+def _finished(prefix: str, job: str, allowed: Allowed) -> Manifest | None:
     try:
         manifest = load_manifest(prefix)
     except DataError:
         return None
-    if manifest is None or manifest.job != job or sum(manifest.bad_lines.values()) > skip_bad:
+    if manifest is None or manifest.job != job or sum(manifest.bad_lines.values()) > allowed.bad_lines:
+        return None
+    if manifest.sample is not None and manifest.sample.lost_characters and not allowed.losses:
         return None
     for ending, size in ((".bin", manifest.bin_bytes), (".idx", manifest.idx_bytes)):
         path = Path(f"{prefix}{ending}")
@@ -168,7 +192,9 @@ def _own_folder(folder: Path, job: str, *, resume: bool) -> Iterator[None]:
     except OSError as error:
         raise write_error(error.filename or folder, error) from error
     try:
-        if not resume or read_json(folder / "job.json") != _resume_key(job):
+        # Without the sums of what they were made from, parts can't be used.
+        is_same = read_json(folder / "job.json") == _resume_key(job) and (folder / SUMS).exists()
+        if not resume or not is_same:
             for path in folder.iterdir():
                 path.unlink()
             write_atomically(folder / "job.json", [json.dumps(_resume_key(job)).encode()])
@@ -188,7 +214,7 @@ def _remove_leftovers(prefix: str) -> None:
 
 def _resume_key(job: str) -> dict[str, str]:
     """Parts are used again for the same job and the same release of the library that tokenized them."""
-    return {"job": job, "tokenizers": tokenizers.__version__}
+    return {"job": job, "tokenizers": tokenizers.__version__, "parts": PARTS_FORMAT}
 
 
 def _lock(folder: Path) -> int:
@@ -205,21 +231,6 @@ def _lock(folder: Path) -> int:
         if folder.exists() and os.path.samestat(os.fstat(lock), folder.stat()):
             return lock
         os.close(lock)
-
-
-def _in_background(work: Callable[[], Any]) -> Future:
-    """The future result of a thread that doesn't keep the process alive."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        # Whatever it is, whoever waits for the result has to get it.
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _tokenizer_in(folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[Part], key: str) -> Tokenizer:

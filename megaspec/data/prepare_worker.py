@@ -10,6 +10,9 @@ import signal
 import sys
 import zlib
 from array import array
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,20 @@ import numpy as np
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_error
-from megaspec.data.inputs import Bad, Part, Slice, read_documents
+from megaspec.data.inputs import Bad, Part, Slice, carries_checksums, lines_before, read_documents
 from megaspec.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 # Bad lines of a part that are kept with their place; all are counted.
 PLACES_KEPT = 100
 _BATCH_CHARACTERS, _BATCH_TEXTS = 2**17, 128
+# The sample of a part that goes through the tokenizer and back: its first documents until they have so many characters
+# (those of the first part more, so that small inputs are tried whole), every so many-th document after them, and of a
+# long document its beginning. It depends on the input alone.
+SAMPLE_FIRST_PART, SAMPLE_CHARACTERS, SAMPLE_EVERY, SAMPLE_LENGTH = 2**17, 2**13, 128, 2**15
+# Of what is lost, so many different characters are kept with their counts.
+LOST_KEPT = 50
+# What a tokenizer may take for a text beyond the seconds that it has in any case. Usual ones take a million a second.
+_CHARACTERS_PER_SECOND = 10_000
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,10 @@ class Settings:
     """Number format of the token ids, as numpy writes it: <u2 or <i4."""
     tokenizer: str | None
     """Path of tokenizer.json; None for bytes."""
+    tokenizer_where: str
+    """The file that the user named, for errors."""
+    cpu_seconds: float
+    """CPU time that a text or a batch of short ones may take; more for long ones."""
 
 
 def part_path(folder: str | Path, number: int, ending: str) -> Path:
@@ -59,6 +74,8 @@ class PartWriter:
         self._lengths, self._crc, self._bytes = array("i"), 0, 0
         self._bad: dict[str, int] = {}
         self._places: list[tuple[int, int, str]] = []
+        self._checksums: dict[str, bool] = {}
+        self._sample = Sample(SAMPLE_CHARACTERS if part.number else SAMPLE_FIRST_PART)
         temporary = part_path(self._settings.folder, part.number, f".{os.getpid()}.tmp")
         try:
             with open(temporary, "wb", buffering=2**20) as self._file:
@@ -76,6 +93,8 @@ class PartWriter:
                 "lengths_crc32": zlib.crc32(lengths),
                 "bad": self._bad,
                 "places": self._places,
+                "sample": self._sample.as_json(),
+                "without_checksums": [path for path, carried in self._checksums.items() if not carried],
             }
             self._publish(part.number, ".json", json.dumps(entry).encode())
         except OSError as error:
@@ -96,16 +115,27 @@ class PartWriter:
             lines.append(line)
             characters += len(text)
             if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_TEXTS:
-                self._encode(number, texts, lines)
+                self._encode(number, piece, texts, lines)
                 texts, lines, characters = [], [], 0
         if texts:
-            self._encode(number, texts, lines)
+            self._encode(number, piece, texts, lines)
+        if piece.path not in self._checksums:
+            self._checksums[piece.path] = carries_checksums(piece, self._settings.key)
 
-    def _encode(self, number: int, texts: list[str], lines: list[int]) -> None:
+    def _encode(self, number: int, piece: Slice, texts: list[str], lines: list[int]) -> None:
         eod = self._settings.eod
         before = len(self._lengths)
         pieces = []
-        for ids, line in zip(self._tokenizer.encode_batch(texts), lines, strict=True):
+        try:
+            with cpu_limit(self._settings.cpu_seconds + sum(map(len, texts)) / _CHARACTERS_PER_SECOND):
+                encoded = self._tokenizer.encode_batch(texts)
+                for text, line in zip(texts, lines, strict=True):
+                    self._sample.offer(text, (number, line), self._tokenizer)
+        except DataError as error:
+            above = lines_before(piece)
+            place = f"{piece.path}:{above + lines[0]} to {above + lines[-1]}"
+            raise DataError(f"{error} (the text is in {place})") from error
+        for ids, line in zip(encoded, lines, strict=True):
             if not len(ids):
                 self._count(number, line, "empty document")
                 continue
@@ -140,9 +170,70 @@ class PartWriter:
         os.replace(temporary, part_path(self._settings.folder, number, ending))
 
 
-def open_tokenizer(path: str | None) -> Tokenizer:
+class Sample:
+    """Documents of a part that are tokenized and put together again, to see what is lost of them."""
+
+    def __init__(self, n_characters: int):
+        self._first = n_characters
+        self._offered = self._documents = self._characters = self._lossy = 0
+        self._lost: Counter[str] = Counter()
+        self._places: list[tuple[int, int]] = []
+
+    def offer(self, text: str, place: tuple[int, int], tokenizer: Tokenizer) -> None:
+        """The next document of the part, and its place: number of the slice, line in it. Raises DataError."""
+        number = self._offered
+        self._offered += 1
+        if self._characters >= self._first and number % SAMPLE_EVERY:
+            return
+        tried = _beginning(text)
+        lost = tokenizer.lost(tried)
+        self._documents += 1
+        self._characters += len(tried)
+        if lost:
+            self._lossy += 1
+            self._lost += lost
+            if len(self._places) < PLACES_KEPT:
+                self._places.append(place)
+
+    def as_json(self) -> dict[str, Any]:
+        commonest = sorted(self._lost.items(), key=lambda one: (-one[1], one[0]))[:LOST_KEPT]
+        return {
+            "documents": self._documents,
+            "characters": self._characters,
+            "lossy_documents": self._lossy,
+            "lost_characters": self._lost.total(),
+            "lost": dict(commonest),
+            "places": self._places,
+        }
+
+
+def _beginning(text: str) -> str:
+    """At most SAMPLE_LENGTH characters, up to white space where there is some: a part of a word may be unknown."""
+    if len(text) <= SAMPLE_LENGTH:
+        return text
+    cut = text[:SAMPLE_LENGTH]
+    return cut.rsplit(None, 1)[0] or cut
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """Lets the kernel end this process where the block takes more CPU time: native code can't be stopped otherwise.
+
+    The process then ends by SIGPROF, whose default that is; whoever started it tells why.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def open_tokenizer(settings: Settings) -> Tokenizer:
     """The tokenizer of a worker."""
-    return ByteTokenizer() if path is None else FileTokenizer(Path(path).read_bytes(), name=path)
+    if settings.tokenizer is None:
+        return ByteTokenizer()
+    text = Path(settings.tokenizer).read_bytes()
+    return FileTokenizer(text, name=settings.tokenizer, where=settings.tokenizer_where)
 
 
 def main() -> int:
@@ -155,7 +246,7 @@ def main() -> int:
 
     settings = Settings(**json.loads(sys.stdin.readline()))
     try:
-        writer = PartWriter(settings, open_tokenizer(settings.tokenizer), report)
+        writer = PartWriter(settings, open_tokenizer(settings), report)
         for line in sys.stdin:
             part = Part.from_json(json.loads(line))
             writer.write(part)

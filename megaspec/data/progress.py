@@ -8,6 +8,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from megaspec.core.terminal import Terminal, escape
 from megaspec.data.parts import Progress as JobProgress
+from megaspec.data.parts import losses
 from megaspec.data.prepare import Prepared
 
 _STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "files": "writing the files"}
@@ -57,6 +58,12 @@ def print_prepared(prepared: Prepared) -> None:
         console.print(f"  {prepared.parts_reused} parts were there from a job that was stopped", markup=False)
     for kind, count in sorted(manifest.bad_lines.items()):
         console.print(escape(f"  left out: {count} lines, {kind}"))
+    sample = manifest.sample
+    if sample is not None and sample.lost_characters:
+        console.print(escape(f"  lost by the tokenizer: {losses(sample)}"))
+    for path in prepared.without_checksums:
+        text = f"  {path}: its pages carry no checksums, damage in them can't be told from text"
+        console.print(escape(text))
     if prepared.passed_over:
         console.print(f"  passed over: {prepared.passed_over} files of other kinds", markup=False)
 

@@ -49,7 +49,7 @@ def tokenizer_of(prefix: str | Path) -> Tokenizer:
     if record.name == ByteTokenizer.name:
         return ByteTokenizer()
     path = tokenizer_path(prefix)
-    tokenizer = FileTokenizer(read_limited(path, TOKENIZER_LIMIT), name=record.name)
+    tokenizer = FileTokenizer(read_limited(path, TOKENIZER_LIMIT), name=record.name, where=str(path))
     if tokenizer.sha256 != record.sha256:
         raise DataError(f"{path}: sha256={tokenizer.sha256}, the manifest says {record.sha256}: not its tokenizer")
     tokenizer.eod = record.eod

@@ -6,6 +6,10 @@ from pydantic import Field
 
 from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveFloat, PositiveInt
 
+# Version of the rules that make the training order of token files out of a spec. 1 divided a blend's weights by their
+# sum once, and built as much of a single weighted data set as of a bare one; 2 does both as Megatron (data/order.py).
+ORDER_VERSION = 2
+
 
 class DataSpec(Frozen):
     """What every source shares."""
@@ -23,8 +27,10 @@ class BlendPart(Frozen):
 
     prefix: str
     """Path of the .bin and .idx files without their ending."""
-    weight: PositiveFloat = 1.0
-    """Share of this data set; the weights are divided by their sum."""
+    weight: PositiveFloat | None = None
+    """Share of this data set; the weights are divided by their sum. All data sets of a blend have one, or none has:
+    then each counts by its sequences, and the blend is one pass at most. A single data set may have one as well: as in
+    Megatron 0.5 % more of it is built then than a run needs, which changes the order near the end of an epoch."""
 
 
 class IndexedSpec(DataSpec):
@@ -37,6 +43,15 @@ class IndexedSpec(DataSpec):
     """Shares of documents for training, validation and test."""
     cache: Auto[str] = "auto"
     """Folder for index files. auto: `index-cache` beside the first data set."""
+
+    @property
+    def weights(self) -> list[float] | None:
+        """The data sets' weights as they were given; None where none has one."""
+        given = [part.weight for part in self.blend]
+        if all(weight is None for weight in given):
+            return None
+        assert None not in given, f"a blend where only some data sets have a weight: {given}"
+        return given
 
 
 class SyntheticSpec(DataSpec):

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +15,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megaspec.core.errors import DataError
+from megaspec.data.round_trip import RoundTrip
 
 TOKENIZER_LIMIT = 256 * 2**20
 CONFIG_LIMIT = 16 * 2**20
@@ -37,6 +41,10 @@ class Tokenizer(Protocol):
         """The text of some ids; what can't be decoded is shown as U+FFFD."""
         ...
 
+    def lost(self, text: str) -> Counter[str]:
+        """How often each character of a text does not come back when its ids are decoded."""
+        ...
+
 
 class ByteTokenizer:
     """The bytes of UTF-8 are ids 0 to 255; 256 ends a document."""
@@ -52,41 +60,55 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
 
+    def lost(self, text: str) -> Counter[str]:
+        return Counter()
+
 
 class FileTokenizer:
     """A tokenizer.json.
 
-    text: its content. eod: name of the token that ends a document; None looks for one that is known as such.
-    Raises DataError when the content is no tokenizer or has no token of that name.
+    text: its content. where: the file that it is from, for errors; "" takes the name. eod: name of the token that ends
+    a document; None looks for one that is known as such.
+    Raises DataError when the content is no tokenizer or has no token of that name; so does every method for a text
+    that the tokenizer fails on.
     """
 
-    def __init__(self, text: bytes, *, name: str, eod: str | None = None):
+    def __init__(self, text: bytes, *, name: str, where: str = "", eod: str | None = None):
+        self.where = where or name
         try:
             decoded = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where}: not a tokenizer.json: {error}") from error
+        with _told(self.where, "not a tokenizer.json"):
             self._tokenizer = HfTokenizer.from_str(decoded)
-        # The binding raises Exception itself, no subclass, for whatever it can't parse.
-        except Exception as error:
-            if type(error) not in (Exception, UnicodeDecodeError):
-                raise
-            raise DataError(f"{name}: not a tokenizer.json: {str(error)[:200]}") from error
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.text = text
         self.name = name
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocab_size = max(ids, default=-1) + 1
         if not 0 < self.vocab_size <= VOCAB_LIMIT:
-            raise DataError(f"{name}: vocabulary size={self.vocab_size}, it is 1 to {VOCAB_LIMIT}")
+            raise DataError(f"{self.where}: vocabulary size={self.vocab_size}, it is 1 to {VOCAB_LIMIT}")
         self.eod = self._find_eod(eod)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _told(self.where, "this tokenizer fails on a text"):
+            encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=False)
+        with _told(self.where, "this tokenizer fails on ids"):
+            return self._tokenizer.decode(known, skip_special_tokens=False)
+
+    def lost(self, text: str) -> Counter[str]:
+        with _told(self.where, "this tokenizer fails on a text"):
+            return self._round_trip.lost(text)
+
+    @cached_property
+    def _round_trip(self) -> RoundTrip:
+        return RoundTrip(self.text.decode(), self._tokenizer)
 
     def _find_eod(self, wanted: str | None) -> int | None:
         if wanted is not None:
@@ -99,6 +121,25 @@ class FileTokenizer:
     def _added(self) -> str:
         names = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         return ", ".join(names[:20]) or "none"
+
+
+@contextmanager
+def _told(where: str, what: str) -> Iterator[None]:
+    """Whatever the library raises, as DataError.
+
+    For what it can't parse or encode it raises Exception itself, no subclass. What breaks an assumption in it, such as
+    a regular expression that backtracks for too long, is a PanicException: no Exception, and of a module that can't be
+    imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        cause = str(error).strip() or type(error).__name__
+        if "retry-limit-in-match" in cause:
+            cause += "; a regular expression in it backtracks without end, mend it or take another tokenizer"
+        raise DataError(f"{where}: {what}: {cause.splitlines()[0][:300]}") from error
 
 
 @dataclass(frozen=True)
@@ -140,9 +181,8 @@ def load_tokenizer(where: str | Path, *, eod: str | None = None) -> FileTokenize
         path = _from_hub(str(where))
     text = read_limited(path, TOKENIZER_LIMIT)
     name = path.parent.name if path.name == "tokenizer.json" else path.name
-    return FileTokenizer(
-        text, name=name or str(path), eod=eod or _configured_eod(path.with_name("tokenizer_config.json"))
-    )
+    configured = _configured_eod(path.with_name("tokenizer_config.json"))
+    return FileTokenizer(text, name=name or str(path), where=str(path), eod=eod or configured)
 
 
 def tokenizer_path(prefix: str | Path) -> Path:

@@ -29,6 +29,8 @@ class _Worker:
         path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         # One process per worker: the tokenizer's own threads would only compete with the other workers.
         environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        # What the tokenizer's library fails on becomes an error of ours; its own stack says nothing to a user.
+        environment["RUST_BACKTRACE"] = "0"
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megaspec.data.prepare_worker"],
             stdin=subprocess.PIPE,
@@ -80,7 +82,7 @@ def run_workers(parts: Iterable[Part], settings: Settings, n_workers: int) -> It
                 worker = key.data
                 events = worker.events()
                 if events is None:
-                    raise WorkerDied(_obituary(worker))
+                    raise _death_of(worker, settings)
                 for event in events:
                     _raise_error(event)
                     part = worker.part
@@ -104,12 +106,18 @@ def _raise_error(event: dict[str, Any]) -> None:
         raise WriteError(event["write_error"])
 
 
-def _obituary(worker: _Worker) -> str:
+def _death_of(worker: _Worker, settings: Settings) -> MegaspecError:
     code = worker.process.wait()
     first = worker.part.slices[0].path
+    if code == -signal.SIGPROF:
+        return DataError(
+            f"{settings.tokenizer_where}: this tokenizer takes more than {settings.cpu_seconds:g} s of CPU time, and "
+            f"one more for each 10,000 characters, for a text of part {worker.part.number} ({first}): a regular "
+            "expression in it backtracks, mend it or take another tokenizer"
+        )
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     hint = "; when memory is short, use fewer --workers" if code == -signal.SIGKILL else ""
-    return (
+    return WorkerDied(
         f"the worker with pid {worker.process.pid} {how} at part {worker.part.number} ({first}){hint}; "
         "the finished parts are kept, start the same command again"
     )

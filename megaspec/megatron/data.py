@@ -24,7 +24,7 @@ def translate_data(draft: Draft) -> None:
     else:
         draft.choices["data"] = "indexed"
         draft.put("data.blend", blend, name)
-        if not blend:
+        if not draft[name]:
             draft.refuse("--data-path", "is missing; give it, or --mock-data")
         if draft.is_given("--train-data-path"):
             draft.put("data.split", [1.0, 0.0, 0.0], "--train-data-path")
@@ -38,18 +38,26 @@ def translate_data(draft: Draft) -> None:
 
 
 def _blend(draft: Draft) -> tuple[list[dict[str, Any]], str]:
-    """Data sets: one prefix, prefixes, or weights and prefixes in turn."""
+    """Data sets: prefixes, or weights and prefixes in turn."""
     name = "--train-data-path" if draft.is_given("--train-data-path") else "--data-path"
     words = draft[name] or []
+    weights = [_number(word) for word in words[::2]]
+    if len(words) % 2 == 1 or all(weight is None for weight in weights):
+        return [{"prefix": prefix} for prefix in words], name
+    if None in weights:
+        draft.refuse(name, "must be weights and prefixes in turn, or prefixes only")
+        return [], name
+    if name == "--train-data-path" and len(weights) == 1:
+        # Megatron drops the weight here and keeps it in --data-path, where it changes the order (data/order.py).
+        return [{"prefix": words[1]}], name
+    return [{"prefix": p, "weight": w} for w, p in zip(weights, words[1::2], strict=True)], name
+
+
+def _number(word: str) -> float | None:
     try:
-        weights = [float(w) for w in words[::2]] if len(words) % 2 == 0 else []
+        return float(word)
     except ValueError:
-        weights = []
-    if weights:
-        return [{"prefix": p, "weight": w} for w, p in zip(weights, words[1::2], strict=True)], name
-    if len(words) > 1 and not draft["--mock-data"]:
-        draft.lose(name, "data sets without weights are weighed by their length there, evenly here; give weights")
-    return [{"prefix": p} for p in words], name
+        return None
 
 
 def _split(draft: Draft) -> list[float]:

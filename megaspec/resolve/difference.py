@@ -89,6 +89,8 @@ def differences(was: Recipe, now: Recipe) -> list[Change]:
     if isinstance(was, Spec) and isinstance(now, Spec):
         if was.data_fingerprint and now.data_fingerprint and was.data_fingerprint != now.data_fingerprint:
             found.append(Change("data_fingerprint", was.data_fingerprint, now.data_fingerprint, True))
+        if was.data_order != now.data_order:
+            found.append(Change("data_order", was.data_order, now.data_order, True))
         if was.samples_moved != now.samples_moved:
             found.append(Change("samples_moved", was.samples_moved, now.samples_moved, True))
         if was.device != now.device:

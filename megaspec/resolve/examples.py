@@ -310,6 +310,17 @@ _BATCH = {
         ("train.batch_ramp={start: 8, increment: 8, samples: 64}",),
         "train.batch_ramp.start",
     ),
+    "blend-weights": Example(
+        ("data.blend=[{prefix: data/a, weight: 1}, {prefix: data/b}]",),
+        ("data.blend.1.weight=1",),
+        "data.blend",
+    ),
+    "blend-pass": Example(
+        ("data.blend=[{prefix: data/a}, {prefix: data/b}]", "train.steps=64", "train.global_batch=16"),
+        ("train.steps=62",),
+        "train.steps",
+        facts=Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, train_samples=1000, valid_tokens=10**5),
+    ),
     "split-train": Example(("data.split=[0,1,1]",), ("data.split=[1,1,1]",), "data.split"),
     "eval-split": Example(("data.split=[1,0,0]",), ("train.eval_every=0",), "train.eval_every"),
     "data-train": Example(

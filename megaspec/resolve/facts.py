@@ -15,6 +15,8 @@ class Facts:
     """Of the data's tokenizer; None where the data does not say or is not there."""
     train_tokens: int | None = None
     """Tokens of the training split in one pass; None for sources without end."""
+    train_samples: int | None = None
+    """Whole sequences of the training split in one pass; None for sources without end."""
     valid_tokens: int | None = None
     """Tokens of the validation split; None for sources without end."""
     fingerprint: str = ""

@@ -18,6 +18,7 @@ def gather_facts(recipe: Recipe) -> Facts:
         run_dir=str(free_run_dir(recipe.name)),
         vocab_size=data.vocab_size,
         train_tokens=None if data.problems else data.tokens["train"],
+        train_samples=None if data.problems else data.samples["train"],
         valid_tokens=None if data.problems else data.tokens["valid"],
         fingerprint=data.fingerprint if not data.problems else "",
         problems=data.problems,

@@ -11,6 +11,7 @@ from megaspec import plugins
 from megaspec.core.axes import world_size
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.problems import origin_of, typed_problems
+from megaspec.data.spec import ORDER_VERSION
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import Case
 from megaspec.resolve.facts import Facts
@@ -48,6 +49,7 @@ class Settled:
             "segments": segments,
             "samples_moved": moved,
             "forked_from": None if forked_from is None else forked_from.model_dump(mode="json"),
+            "data_order": ORDER_VERSION,
             "data_fingerprint": self.data_fingerprint,
             "decisions": [d.model_dump(mode="json") for d in self.decisions],
             "plugins": plugins.loaded(),

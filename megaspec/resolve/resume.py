@@ -12,6 +12,7 @@ from typing import Any
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import origin_of, show, value_at
+from megaspec.data.spec import ORDER_VERSION
 from megaspec.recipe import Recipe
 from megaspec.resolve.difference import changed, is_free, leaves
 from megaspec.resolve.facts import Facts
@@ -44,6 +45,7 @@ def resume(
     if old.data_fingerprint and facts.fingerprint and old.data_fingerprint != facts.fingerprint:
         text = "data: its content has changed since the run began; put the old data back, or give --fork NAME"
         problems.append(Problem("data", text, origin_of(origins, "data"), "resume-data"))
+    problems += _earlier_order(old, origins)
     if problems:
         raise RecipeError(problems)
     pinned, kept = _pinned(old, recipe)
@@ -82,6 +84,7 @@ def fork(
     settled = settle(recipe, target, facts, origins, refused=refused)
     new = settled.recipe
     is_same_order = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
+    is_same_order = is_same_order and not _earlier_order(old, {})
     moved = done_samples - BatchSchedule(new.train).consumed(done_steps)
     segments = _longer(old.segments if is_same_order else (), settled, moved)
     return settled.spec(segments, moved=moved, forked_from=forked_from)
@@ -99,6 +102,16 @@ def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> l
         return []
     text = f"train.steps={recipe.train.steps} must be at least the {done_steps} that are done"
     return [Problem("train.steps", text, origin_of(origins, "train.steps"), "resume-steps")]
+
+
+def _earlier_order(old: Spec, origins: Mapping[str, str]) -> list[Problem]:
+    """A run whose samples come in an order that is no longer made."""
+    if old.data_order == ORDER_VERSION:
+        return []
+    text = "data.blend: the run began in an order in which weights were divided by their sum once, this version "
+    text += "divides them twice as Megatron does and would read other samples; end the run with the version that began "
+    text += "it, or give --fork NAME to go on in the new order"
+    return [Problem("data.blend", text, origin_of(origins, "data.blend"), "resume-order")]
 
 
 def _frozen_problem(key: str, was: Any, now: Any, origins: Mapping[str, str]) -> Problem:

@@ -107,6 +107,8 @@ RULES: dict[str, Rule] = {
     "ramp-start": rules_batch.ramp_starts_below_the_batch,
     "ramp-increment": rules_batch.ramp_reaches_the_batch,
     "ramp-stages": rules_batch.ramp_stages_divide,
+    "blend-weights": rules_batch.blend_weights_make_shares,
+    "blend-pass": rules_batch.blend_without_weights_is_one_pass,
     "split-train": rules_batch.split_holds_training_data,
     "eval-split": rules_batch.evaluation_has_data,
     "data-train": rules_batch.training_split_fills_a_sequence,

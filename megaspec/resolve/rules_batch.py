@@ -1,11 +1,12 @@
 """Rules about batches, evaluation and data."""
 
-from math import lcm
+from math import isinf, lcm
 
 from megaspec.core.errors import Problem
 from megaspec.data.spec import IndexedSpec
 from megaspec.resolve.case import LONGEST_RAMP, Case, divisors, multiples
 from megaspec.resolve.ways import Way, way_out
+from megaspec.train.batch_schedule import BatchSchedule
 
 
 def global_batch_divides(case: Case) -> Problem | None:
@@ -91,6 +92,39 @@ def ramp_stages_divide(case: Case) -> Problem | None:
         Way("train.micro_batch", divisors(share), train.micro_batch, most=3),
     )
     return Problem(f"train.batch_ramp.{key}", f"{text}; {way}")
+
+
+def blend_weights_make_shares(case: Case) -> Problem | None:
+    """All data sets of a blend have a weight, or none has; each weight is a share of their sum."""
+    data = case.recipe.data
+    if not isinstance(data, IndexedSpec) or len(data.blend) == 1:
+        return None
+    missing = [number for number, part in enumerate(data.blend) if part.weight is None]
+    if len(missing) == len(data.blend):
+        return None
+    if missing:
+        text = f"data.blend: {data.blend[missing[0]].prefix} has no weight, other data sets have one"
+        return Problem("data.blend", f"{text}; set a weight for each, or drop all of them")
+    total = sum(part.weight for part in data.blend)
+    for part in data.blend:
+        if isinf(total) or part.weight / total == 0:
+            text = f"data.blend: the weight {part.weight} of {part.prefix} is no share of the weights' sum {total}"
+            return Problem("data.blend", f"{text}; set weights nearer to 1")
+    return None
+
+
+def blend_without_weights_is_one_pass(case: Case) -> Problem | None:
+    """A blend without weights takes each sequence once at most."""
+    data, train, there = case.recipe.data, case.recipe.train, case.facts.train_samples
+    if not isinstance(data, IndexedSpec) or len(data.blend) == 1 or there is None:
+        return None
+    if any(part.weight is not None for part in data.blend):
+        return None
+    needed = BatchSchedule(train).consumed(train.steps)
+    if needed <= there:
+        return None
+    text = f"train.steps={train.steps} takes {needed} sequences, data.blend without weights is one pass of {there}"
+    return Problem("train.steps", f"{text}; give each data set a weight, or train fewer steps")
 
 
 def split_holds_training_data(case: Case) -> Problem | None:

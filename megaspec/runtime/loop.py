@@ -17,6 +17,7 @@ from megaspec.core.errors import Preempted, printable
 from megaspec.core.faults import reach
 from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
 from megaspec.data.source import Source
+from megaspec.data.spec import ORDER_VERSION
 from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepDone
 from megaspec.log.sinks import METRICS
@@ -292,6 +293,7 @@ class Run:
 
     def _source(self, split: str) -> Source:
         spec = self.built.spec
+        assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
         return open_source(
             spec.data,
             split=split,

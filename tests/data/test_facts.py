@@ -80,3 +80,14 @@ def test_made_data(spec):
     assert facts.vocab_size == 99
     assert facts.train_samples_per_epoch is None
     assert facts.problems == ()
+
+
+def test_a_blend_without_weights_counts_sequences_of_each(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8)
+    write_dataset(tmp_path / "b", [8])
+    (problem,) = data_facts(indexed(tmp_path / "a", tmp_path / "b", split=(1.0, 0.0, 0.0))).problems
+    assert problem.key == "data.blend.1.prefix"
+    assert "has 8 tokens for training, data.seq_len=8 needs 9 of each" in problem.message
+    weighted = tuple(BlendPart(prefix=str(tmp_path / name), weight=1.0) for name in "ab")
+    spec = indexed(tmp_path / "a", split=(1.0, 0.0, 0.0)).model_copy(update={"blend": weighted})
+    assert data_facts(spec).problems == ()

@@ -17,8 +17,9 @@ from megaspec.data.spec import BlendPart, IndexedSpec
 from tests.data.helpers import write_dataset
 
 
-def spec_for(*prefixes: Path, weights: tuple[float, ...] = (), **fields) -> IndexedSpec:
-    weights = weights or (1.0,) * len(prefixes)
+def spec_for(*prefixes: Path, weights: tuple[float | None, ...] = (), **fields) -> IndexedSpec:
+    """Without weights a single data set has none, several have equal ones."""
+    weights = weights or ((None,) if len(prefixes) == 1 else (1.0,) * len(prefixes))
     blend = tuple(BlendPart(prefix=str(p), weight=w) for p, w in zip(prefixes, weights, strict=True))
     return IndexedSpec(kind="indexed", blend=blend, **{"seq_len": 8, **fields})
 
@@ -58,7 +59,7 @@ def test_first_segment_is_megatrons(data):
 
 @pytest.mark.parametrize("prefixes", [["a"], ["a", "b"]])
 def test_appending_a_segment_changes_nothing_before(data, prefixes):
-    spec = spec_for(*[data / p for p in prefixes], weights=(0.7, 0.3)[: len(prefixes)])
+    spec = spec_for(*[data / p for p in prefixes], weights=(0.7, 0.3) if len(prefixes) == 2 else ())
     short, long = order_of(spec, segments=(40,)), order_of(spec, segments=(40, 25, 1))
     assert len(long) == 66
     assert listed(long)[:40] == listed(short)

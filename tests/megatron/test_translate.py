@@ -127,6 +127,32 @@ def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     assert (mixtral.optim.beta2, mixtral.optim.weight_decay) == (0.999, 0.1)
 
 
+@pytest.mark.parametrize(
+    ("words", "blend"),
+    [
+        ("--data-path data/a", [("data/a", None)]),
+        ("--data-path 1.0 data/a", [("data/a", 1.0)]),
+        ("--data-path 7 data/a 3 data/b", [("data/a", 7.0), ("data/b", 3.0)]),
+        ("--data-path data/a data/b", [("data/a", None), ("data/b", None)]),
+        ("--data-path data/a data/b data/c", [("data/a", None), ("data/b", None), ("data/c", None)]),
+        ("--train-data-path 1.0 data/a", [("data/a", None)]),
+        ("--train-data-path 1 data/a 2 data/b", [("data/a", 1.0), ("data/b", 2.0)]),
+    ],
+)
+def test_a_blend_has_weights_where_megatron_counts_them(words, blend, tmp_path):
+    """What the forms mean there is held by tests/data/test_blends.py."""
+    command = SMALL.replace("--data-path data/x", words)
+    recipe = recipe_of(command, tmp_path)
+    assert [(part.prefix, part.weight) for part in recipe.data.blend] == blend
+    assert draft_of(command).lost == draft_of(SMALL).lost
+
+
+def test_weights_of_some_data_sets_only_are_refused(capsys):
+    command = SMALL.replace("--data-path data/x", "--data-path 1 data/a data/b data/c")
+    assert main(["from-megatron", "--", *command.split()]) == 64
+    assert "must be weights and prefixes in turn, or prefixes only" in capsys.readouterr().err
+
+
 def test_a_constant_rate_takes_no_decay_along(tmp_path):
     words = "--lr-decay-style constant --lr-decay-iters 50 --min-lr 1e-5 --lr-warmup-fraction 0.1"
     schedule = recipe_of(f"{SMALL} {words}", tmp_path).optim.schedule
@@ -323,7 +349,6 @@ def test_what_the_learning_rate_follows_under_a_schedule_of_the_batch_is_told():
         ("--reset-attention-mask", "without --reset-position-ids, --eod-mask-loss"),
         ("--load other", "weights are made from the seed"),
         ("--save a --load a --finetune", "weights are made from the seed"),
-        ("--data-path a b", "weighed by their length there"),
         ("--multi-latent-attention", "the latents of model.mla are always normed"),
         ("--multi-latent-attention --qk-layernorm --rotary-scaling-factor 40", "YaRN stretches"),
         ("--num-experts 8 --moe-router-load-balancing-type quantile_balancing", "top_k or sinkhorn"),

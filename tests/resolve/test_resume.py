@@ -7,11 +7,13 @@ import pytest
 
 from megaspec.compose import compose, recompose
 from megaspec.core.errors import RecipeError
+from megaspec.data.spec import ORDER_VERSION
 from megaspec.resolve.difference import FREE
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import changes, fork, resume
 from megaspec.resolve.target import Target
+from megaspec.run_folder import read_run
 from megaspec.train.batch_schedule import BatchSchedule
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
@@ -129,6 +131,47 @@ def test_the_experiment_is_not_decided_anew():
 def test_other_data_under_the_same_name_is_refused():
     with pytest.raises(RecipeError, match="content has changed"):
         go_on(start(), facts=replace(FACTS, fingerprint="b"))
+
+
+BLEND = "data.blend=[{{prefix: a, weight: {}}}, {{prefix: b, weight: {}}}, {{prefix: c, weight: {}}}]"
+
+
+def of_the_earlier_order(folder, *overrides):
+    """A run of the version that divided weights once: every data set has a weight, the Spec no version of the order."""
+    saved, spec = start(*overrides)
+    content = json.loads(spec.model_dump_json())
+    del content["data_order"]
+    for one in (saved, content):
+        for part in one["data"]["blend"]:
+            part["weight"] = part["weight"] or 1.0
+    (folder / "recipe.json").write_text(json.dumps(saved))
+    (folder / "spec.json").write_text(json.dumps(content))
+    run = read_run(folder)
+    return run.recipe, run.spec
+
+
+def test_an_earlier_run_whose_order_is_made_as_it_was_goes_on(tmp_path):
+    saved, old = of_the_earlier_order(tmp_path)
+    assert [part.weight for part in old.data.blend] == [None]
+    assert (old.data_order, go_on((saved, old))) == (ORDER_VERSION, old)
+    # as a scheduler starts it: with the recipe, not with what the folder says
+    assert resume(old, compose("hello", list(BASE)).recipe, CPU, FACTS) == old
+    saved, old = of_the_earlier_order(tmp_path, BLEND.format(2, 1, 1))
+    assert [part.weight for part in old.data.blend] == [2, 1, 1]
+    assert (old.data_order, go_on((saved, old))) == (ORDER_VERSION, old)
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.59, 0.8, 0.5)])
+def test_an_earlier_run_whose_order_is_made_no_longer_is_refused(weights, tmp_path):
+    saved, old = of_the_earlier_order(tmp_path, BLEND.format(*weights))
+    assert old.data_order == 1
+    with pytest.raises(RecipeError, match=r"would read other samples; end the run with .* --fork NAME") as caught:
+        go_on((saved, old))
+    assert [problem.code for problem in caught.value.problems] == ["resume-order"]
+    new = fork(old, recompose(saved, "r", []).recipe, CPU, FACTS, done_steps=50, done_samples=800)
+    assert (new.data_order, new.segments) == (ORDER_VERSION, (120 * 16,))
+    longer = fork(old, recompose(saved, "r", ["train.steps=200"]).recipe, CPU, FACTS)
+    assert longer.segments == (200 * 16,), "a new order, not the earlier one with a segment more"
 
 
 def test_rules_are_asked_again():

@@ -50,6 +50,14 @@ def test_each_rule_says_its_sentence():
         assert "\n" not in rule.__doc__, code
 
 
+@pytest.mark.parametrize(("weights", "said"), [((1e308, 1e308), "1e+308 of a"), ((1e-200, 1e200), "1e-200 of a")])
+def test_weights_that_are_no_share_of_their_sum(weights, said):
+    blend = ", ".join(f"{{prefix: {name}, weight: {w}}}" for name, w in zip("ab", weights, strict=True))
+    (text,) = map(str, broken((f"data.blend=[{blend}]",)))
+    assert f"data.blend: the weight {said} is no share of the weights' sum" in text
+    assert "set weights nearer to 1" in text
+
+
 def test_messages_hold_both_values_and_the_nearest_legal_ones():
     wrong = ("launcher.ranks=24", "parallelism.tp=12", "model.n_heads=32", "model.d_head=4", "model.n_kv_heads=8")
     wrong += ("train.global_batch=48",)
