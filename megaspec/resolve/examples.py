@@ -245,12 +245,6 @@ _MODEL = {
         ("kernels.attention=reference",),
         "kernels.attention",
     ),
-    "kernel-attention-mask": Example(
-        ("precision=bf16", "train.deterministic=true", "data.document_mask=true", "kernels.attention=sdpa"),
-        ("kernels.attention=reference",),
-        "kernels.attention",
-        target=H200,
-    ),
     "kernel-cross-entropy": Example(
         ("kernels.cross_entropy=triton",), ("kernels.cross_entropy=chunked",), "kernels.cross_entropy"
     ),

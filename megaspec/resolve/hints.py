@@ -17,6 +17,10 @@ from megaspec.resolve.step_time import exposed_collectives, step_time
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import choose
 
+# How many times as long a step takes with deterministic operations: Llama-3.2-1B, and Llama-3-8B at half depth, on one
+# H200 (tests/benchmarks/results/deterministic_one_h200.jsonl).
+DETERMINISTIC = (1.24, 1.22)
+
 
 class Hint(Frozen):
     """A setting that costs something."""
@@ -31,7 +35,23 @@ class Hint(Frozen):
 
 def hints(spec: Spec, hardware: Hardware, ceilings: Ceilings, *, seconds: float) -> tuple[Hint, ...]:
     """Of a resolved recipe on such GPUs, whose step takes `seconds`."""
-    return (*_attention_dropout(spec, hardware, ceilings, seconds), *_wide_tp(spec, hardware, ceilings, seconds))
+    return (
+        *_attention_dropout(spec, hardware, ceilings, seconds),
+        *_wide_tp(spec, hardware, ceilings, seconds),
+        *_deterministic(spec),
+    )
+
+
+def _deterministic(spec: Spec) -> Iterator[Hint]:
+    """The times of a plan are those of the fastest kernels, whose sums come in any order."""
+    if not spec.train.deterministic or spec.device != "cuda":
+        return
+    least, most = min(DETERMINISTIC), max(DETERMINISTIC)
+    text = (
+        f"train.deterministic=true takes other kernels than these times are of: {least} to {most} times as long a step"
+    )
+    text += " a step was measured on one H200; without it a run that goes on has its sums in another order"
+    yield Hint(key="train.deterministic", text=text, overrides=("train.deterministic=false",))
 
 
 def _attention_dropout(spec: Spec, hardware: Hardware, ceilings: Ceilings, seconds: float) -> Iterator[Hint]:

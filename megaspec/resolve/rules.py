@@ -88,7 +88,6 @@ RULES: dict[str, Rule] = {
     "seq-model": rules_model.sequences_fit_the_model,
     "vocab-data": rules_model.vocabulary_holds_the_data,
     "kernel-attention": rules_model.attention_kernel_runs,
-    "kernel-attention-mask": rules_model.masked_groups_have_a_kernel,
     "kernel-cross-entropy": rules_model.cross_entropy_kernel_runs,
     "kernel-grouped": rules_model.grouped_kernel_runs,
     "mla-kv-heads": rules_model.latent_attention_has_no_groups,

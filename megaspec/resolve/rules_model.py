@@ -4,7 +4,6 @@ from megaspec.core.errors import Problem
 from megaspec.model.llama.spec import LlamaSpec
 from megaspec.nn.spec import Llama3RopeScaling
 from megaspec.resolve.case import Case, divisors, multiples, sequence_unit
-from megaspec.resolve.parameters import whole_sequence_heads
 from megaspec.resolve.ways import Way, way_out
 from megaspec_kernels.catalog import Use, choose, unmet
 
@@ -87,22 +86,6 @@ def attention_kernel_runs(case: Case) -> Problem | None:
     """The attention implementation runs on the target, with the dropout that the model asks for."""
     dropout = case.recipe.model.attention_dropout
     return _kernel(case, "attention", Use(attention_dropout=dropout > 0))
-
-
-def masked_groups_have_a_kernel(case: Case) -> Problem | None:
-    """On a GPU no fused attention in 16 bits takes document masks with grouped heads and sums in one order."""
-    model, kernel = case.recipe.model, case.recipe.kernels.attention
-    if case.target.device != "cuda" or kernel != "sdpa" or case.recipe.precision.kind in ("fp32", "fp64"):
-        return None
-    if not (case.recipe.train.deterministic and case.recipe.data.document_mask) or case.mla is not None:
-        return None
-    heads = whole_sequence_heads(model, case.recipe.parallelism)
-    if heads is None or heads[0] == heads[1]:
-        return None
-    text = f"kernels.attention=sdpa has no deterministic kernel for data.document_mask=true with {heads[0]} query heads"
-    text += f" on {heads[1]} of keys and values a rank (model.n_kv_heads={model.n_kv_heads})"
-    ways = "set train.deterministic=false, data.document_mask=false"
-    return Problem("kernels.attention", f"{text}; {ways}, or kernels.attention=reference, which keeps all scores")
 
 
 def cross_entropy_kernel_runs(case: Case) -> Problem | None:

@@ -291,7 +291,7 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     if refused:
         text = f"kernels.attention=sdpa: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
         way_out = "set kernels.attention=reference, which keeps all scores"
-        raise RecipeError([Problem("kernels.attention", f"{text}; {way_out}", code="kernel-attention-mask")])
+        raise RecipeError([Problem("kernels.attention", f"{text}; {way_out}", code="kernel-attention")])
 
 
 def _optimizer(

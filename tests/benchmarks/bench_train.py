@@ -263,7 +263,7 @@ def report(
     return {
         "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum,
         "gpus": world, "precision": args.precision, "parallelism": own, "kernels": spec.kernels.model_dump(mode="json"),
-        "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
+        "deterministic": spec.train.deterministic, "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
         "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),
         "mfu": round(full * per_gpu / PEAK, 4), "mfu_causal": round(causal * per_gpu / PEAK, 4),

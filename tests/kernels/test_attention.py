@@ -148,6 +148,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
     return calls
 
 
+@pytest.fixture
+def exact():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def attend_on_meta(*, T: int = 64, K: int = 2, dtype: torch.dtype, documents: bool = False) -> None:
     q = torch.empty(2, T, 4, 32, dtype=dtype, device="meta")
     k = torch.empty(2, T, K, 32, dtype=dtype, device="meta")
@@ -172,12 +179,16 @@ def test_in_fp64_plain_products_are_meant(asked: list[dict]) -> None:
     assert asked[0]["backends"] == {SDPBackend.MATH}
 
 
-def test_only_fp32_repeats_keys_and_values(asked: list[dict]) -> None:
+def test_keys_and_values_are_repeated_where_no_kernel_takes_groups(asked: list[dict], request) -> None:
     attend_on_meta(dtype=torch.float32)
     attend_on_meta(dtype=torch.bfloat16)
     attend_on_meta(dtype=torch.float32, K=4)
-    assert [call["enable_gqa"] for call in asked] == [False, True, False]
-    assert [call["shapes"][1] for call in asked] == [(2, 4, 64, 32), (2, 2, 64, 32), (2, 4, 64, 32)]
+    attend_on_meta(dtype=torch.bfloat16, documents=True)
+    request.getfixturevalue("exact")
+    attend_on_meta(dtype=torch.bfloat16)
+    attend_on_meta(dtype=torch.bfloat16, documents=True)
+    assert [call["enable_gqa"] for call in asked] == [False, True, False, True, True, False]
+    assert [call["shapes"][1][1] for call in asked] == [4, 2, 4, 2, 2, 4]
 
 
 def test_a_single_token_needs_no_mask(asked: list[dict]) -> None:
@@ -235,13 +246,6 @@ def train_once(
 SCORES = 8 * 4096**2 * 4
 
 
-@pytest.fixture
-def exact():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -251,25 +255,15 @@ def test_a_gpu_keeps_no_scores(dtype: torch.dtype, documents: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_what_keeps_sums_in_one_order_is_taken_or_refused(exact: None) -> None:
-    """bf16 without a mask goes to FlashAttention, fp32 to memory-efficient attention; bf16 with both has no kernel."""
-    sizes = {"n_heads": 8, "d_head": 64, "tokens": 4096, "device": torch.device("cuda")}
-    for dtype, documents, refused in (
-        (torch.bfloat16, False, False),
-        (torch.float32, False, False),
-        (torch.float32, True, False),
-        (torch.bfloat16, True, True),
-        (torch.float16, True, True),
-    ):
-        assert sdpa.is_refused(**sizes, n_kv_heads=2, masked=documents, dtype=dtype) == refused
-        if refused:
-            with pytest.raises(RuntimeError, match="No available kernel"):
-                train_once(dtype, documents=documents)
-            continue
-        (first, peak), (second, _) = (train_once(dtype, documents=documents) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-        assert peak < SCORES
-    assert not sdpa.is_refused(**sizes, n_kv_heads=8, masked=True, dtype=torch.bfloat16)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_sums_are_kept_in_one_order_without_the_scores(exact: None, dtype: torch.dtype, documents: bool) -> None:
+    """Grouped heads; with a mask, or in fp32, by the kernel that takes no groups."""
+    sizes = {"n_heads": 8, "n_kv_heads": 2, "d_head": 64, "tokens": 4096, "device": torch.device("cuda")}
+    assert not sdpa.is_refused(**sizes, masked=documents, dtype=dtype)
+    (first, peak), (second, _) = (train_once(dtype, documents=documents) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert peak < SCORES
 
 
 @pytest.mark.gpu

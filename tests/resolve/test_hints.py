@@ -1,15 +1,18 @@
 """What settings cost without a word: attention dropout, and tensor parallel across nodes."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from megaspec.resolve.hardware import HARDWARE
+from megaspec.resolve.hints import DETERMINISTIC
 from megaspec.resolve.report import print_whole_plan
 from tests.resolve.test_plan import planned
 
 GIB = 2**30
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def hint_of(plan, key):
@@ -91,3 +94,20 @@ def test_where_no_narrower_layout_fits_the_search_is_named():
     hint = hint_of(planned("llama3_70b", *words, gpus=16, name="A100-40"), "parallelism.tp")
     assert hint.overrides == ()
     assert hint.text.endswith("megaspec tune searches")
+
+
+def test_deterministic_operations_tell_what_they_cost():
+    """The figures are those of the lines that were measured, off and on in turn."""
+    lines = [json.loads(line) for line in (RESULTS / "deterministic_one_h200.jsonl").read_text().splitlines()]
+    ratios = []
+    for model in ("llama1b", "llama8b16"):
+        plain, exact = (
+            [line["step_ms"] for line in lines if line["model"] == model and line["deterministic"] == one]
+            for one in (False, True)
+        )
+        assert len(plain) == len(exact) == 2
+        ratios.append(round(sum(exact) / sum(plain), 2))
+    assert tuple(ratios) == DETERMINISTIC
+    hint = hint_of(planned("llama3_8b", "train.deterministic=true"), "train.deterministic")
+    assert "1.22 to 1.24 times as long a step" in hint.text
+    assert hint.overrides == ("train.deterministic=false",)

@@ -1,18 +1,14 @@
-"""A GPU without a fused kernel for a run's attention: an error before anything is built, or sooner."""
+"""A GPU without a fused kernel for a run's attention: an error before anything is built."""
 
 import pytest
 import torch
 
-from megaspec.compose import compose
 from megaspec.core.errors import RecipeError
-from megaspec.resolve.examples import CPU, FACTS, H200
-from megaspec.resolve.resolver import settle
 from megaspec.runtime import build
 from megaspec_kernels.attention import sdpa
 from tests.runtime.specs import spec
 
 CUDA = torch.device("cuda")
-EXACT = ("precision=bf16", "train.deterministic=true", "data.document_mask=true")
 
 
 @pytest.fixture
@@ -55,42 +51,3 @@ def test_blocks_of_odd_heads_are_refused_too(asked: list[dict]) -> None:
     with pytest.raises(RecipeError, match="takes heads of 6 in bf16"):
         build._refuse_attention(spec(ring | {"model.d_head": 6}), device=CUDA)
     assert asked == []
-
-
-def refused(*words: str, target=H200) -> list[str]:
-    composed = compose("hello", words)
-    try:
-        settle(composed.recipe, target, FACTS, composed.origins)
-    except RecipeError as error:
-        return [problem.code for problem in error.problems]
-    return []
-
-
-def test_the_resolver_refuses_masked_groups_in_one_order() -> None:
-    assert refused(*EXACT) == ["kernel-attention-mask"]
-    assert refused("precision=fp16", *EXACT[1:]) == ["kernel-attention-mask"]
-    assert refused(*EXACT, "parallelism.cp=2", "parallelism.context.kind=all_to_all") == ["kernel-attention-mask"]
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "train.deterministic=false",
-        "data.document_mask=false",
-        "kernels.attention=reference",
-        "precision=fp32",
-        "model.n_kv_heads=4",
-        "parallelism.tp=2",
-        "parallelism.cp=2",
-    ],
-)
-def test_what_a_kernel_takes_is_let_through(word: str) -> None:
-    """With tp 2 two heads of a rank still share one of keys and values; blocks of a ring repeat theirs."""
-    key = word.partition("=")[0]
-    words = [one for one in EXACT if one.partition("=")[0] != key]
-    expected = ["kernel-attention-mask"] if word == "parallelism.tp=2" else []
-    assert refused(*words, word) == expected
-
-
-def test_a_cpu_takes_everything() -> None:
-    assert refused(*EXACT, target=CPU) == []

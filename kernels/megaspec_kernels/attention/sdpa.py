@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # The first that takes the inputs. cuDNN, the fastest on Hopper, takes bf16 and fp16, masks and groups included, and has
-# no deterministic backward pass; FlashAttention takes no mask; memory-efficient attention takes masks and fp32, and
-# no grouped heads. MATH would take everything and keep the scores, T² for each head. It is not in the list: what no
-# fused kernel takes fails instead (see is_refused).
+# no deterministic backward pass; FlashAttention takes no mask; memory-efficient attention takes masks and fp32, and no
+# grouped heads, so as_kernels_want repeats keys and values where it alone serves. MATH would take everything and keep
+# the scores, T² for each head. It is not in the list: what no fused kernel takes fails instead (see is_refused).
 _FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 # No fused kernel computes in fp64, which is for comparing.
 _FP64 = (SDPBackend.MATH,)
@@ -39,7 +39,7 @@ def attention(
     if q.device.type == "cpu":
         return _sdpa(q, k, v, mask).transpose(1, 2)
     with sdpa_kernel(list(backends(q.dtype)), set_priority=True):
-        return _sdpa(*as_kernels_want(q, k, v), mask).transpose(1, 2)
+        return _sdpa(*as_kernels_want(q, k, v, masked=mask is not None), mask).transpose(1, 2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -52,10 +52,13 @@ def backends(dtype: torch.dtype) -> tuple[SDPBackend, ...]:
     return _FP64 if dtype == torch.float64 else _FUSED
 
 
-def as_kernels_want(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, N, T, H], [B, K, T, H] twice -> the same with the elements of a head side by side; in fp32, whose only fused
-    kernel takes no grouped heads, with keys and values once for each query head."""
-    if q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
+def as_kernels_want(q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, N, T, H], [B, K, T, H] twice -> the same with the elements of a head side by side, and with keys and values
+    once for each query head where only the kernel serves that takes no grouped heads: in fp32, and for a mask when sums
+    are kept in one order."""
+    is_grouped = q.shape[1] != k.shape[1]
+    ungrouped_alone = q.dtype == torch.float32 or (masked and torch.are_deterministic_algorithms_enabled())
+    if is_grouped and ungrouped_alone and q.dtype != torch.float64:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -76,10 +79,12 @@ def is_refused(
         one = torch.empty(1, 1, 1, d_head, dtype=dtype, device=device, requires_grad=True)
         return one.expand(1, count, tokens, d_head)
 
-    q, k, v = as_kernels_want(heads(n_heads), heads(n_kv_heads), heads(n_kv_heads))
+    has_mask = masked and tokens > 1
+    q, k, v = as_kernels_want(heads(n_heads), heads(n_kv_heads), heads(n_kv_heads), masked=has_mask)
     mask = None
-    if masked and tokens > 1:
-        mask = torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device).expand(1, 1, tokens, tokens)
+    if has_mask:
+        # one row, repeated: torch refuses a mask whose columns don't lie side by side
+        mask = torch.empty(1, 1, 1, tokens, dtype=torch.bool, device=device).expand(1, 1, tokens, tokens)
     asked = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, mask is None, q.shape[1] != k.shape[1])
     takes = (
         torch.backends.cuda.can_use_cudnn_attention(asked),
