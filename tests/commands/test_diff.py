@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megaspec.checkpoint.format import MANIFEST, Manifest, encode
+from megaspec.checkpoint.codec import encode
+from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.cli import main
 from megaspec.compose import compose
 from megaspec.core.problems import field_paths
