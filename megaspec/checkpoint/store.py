@@ -134,6 +134,10 @@ class Store:
             candidate = self._candidate(name)
             seen = self._look_at(candidate, comm, inspect)
             if not seen.damage and not seen.objections:
+                # First, since one of them may stand where the good one has to go.
+                while to_put_aside:
+                    other, reason = to_put_aside.pop(0)
+                    moved[other.path.name] = self._put_aside(other, reason, comm)
                 try:
                     reader = self._open_good(candidate, comm, repair)
                 except UnreadableError:
@@ -142,8 +146,6 @@ class Store:
                     # It was removed, or damaged, after it was verified.
                     seen = Seen(damage=[str(error)])
                 else:
-                    for other, reason in to_put_aside:
-                        moved[other.path.name] = self._put_aside(other, reason, comm)
                     reader.passed_over = tuple(_listed(found, moved))
                     return reader
             reason = "\n".join(seen.damage or seen.objections)

@@ -14,7 +14,7 @@ import torch
 from megaspec.checkpoint import store as store_module
 from megaspec.checkpoint import verify
 from megaspec.checkpoint.files import UnreadableError
-from megaspec.checkpoint.format import MANIFEST
+from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
@@ -172,6 +172,23 @@ def test_none_left_says_what_was_found_in_each_again_and_again(run) -> None:
         assert "no good checkpoint is left" in text
         for step in (1, 2, 3):
             assert re.search(rf"step-0000000{step}.*\n.*{FILES[1]}: expected \d+ bytes, found {10 + step}", text), text
+
+
+def test_what_the_run_objects_to_gives_way_to_an_earlier_save_of_the_same_step(run) -> None:
+    """A kill between two renames had left that, and somebody copied another run's checkpoint to where it was."""
+    folder(run, 3).rename(run / "checkpoints" / ".replaced-00000003-4")
+    save(Store(run.parent / "other", chunk_bytes=CHUNK), 3, salt=7)
+    shutil.copytree(folder(run.parent / "other", 3), folder(run, 3))
+
+    def inspect(manifest: Manifest) -> list[str]:
+        return ["it is another run's"] if manifest.state["salt"] == 7 else []
+
+    with Store(run).newest_good(SOLO, repair=False, inspect=inspect) as reader:
+        assert_holds(reader, 3, 0)
+    with Store(run).newest_good(SOLO, inspect=inspect) as reader:
+        assert_holds(reader, 3, 0)
+        assert reader.path == folder(run, 3)
+    assert "it is another run's" in (run / "checkpoints" / "quarantine" / "step-00000003-1.txt").read_text()
 
 
 def remove_when(monkeypatch, module, name: str, *folders: Path, before: bool) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -217,3 +218,20 @@ def test_a_checkpoint_that_is_passed_over_and_a_run_that_is_done_are_told(megasp
         assert "a checkpoint is not good: step-00000004" in err
         assert "crc32 expected" in err
         assert "step 2 is the newest good one" in err
+
+
+def test_another_runs_checkpoint_is_neither_written_from_nor_forked(megaspec, capfd):
+    for name, seed in (("mine", 1), ("theirs", 2)):
+        steps = ("train.steps=4", "optim.schedule.decay_steps=4") if name == "mine" else ("train.steps=6",)
+        assert megaspec("train", "recipe=tiny", f"name={name}", f"train.seed={seed}", *steps) == 0
+    foreign = "checkpoints/step-00000006"
+    shutil.copytree(Path("runs/theirs") / foreign, Path("runs/mine") / foreign)
+    assert megaspec("checkpoint", "verify", "runs/mine") == 66
+    out = capfd.readouterr().out
+    assert [line.split()[-1] for line in out.splitlines() if line.split()[:1] in (["6"], ["4"])] == ["BAD", "good"]
+    for words in (("generate", "runs/mine", "a", "--tokens", "2"), ("resume", "runs/mine", "--fork", "forked")):
+        assert megaspec(*words) == 0
+        err = capfd.readouterr().err
+        assert "it is a checkpoint of another run, runs/theirs: " in err
+        assert "train.seed=2 (this run: 1)" in err
+    assert (Path("runs/mine") / foreign).is_dir(), "looking moves nothing"
