@@ -167,13 +167,11 @@ def check_losses(parts: list[Part], entries: dict[int, dict[str, Any]], settings
                 shown.append(f"  {piece.path}:{lines_before(piece) + line}")
     still = "" if len(entries) == len(parts) else " so far"
     raise DataError(
-        "\n".join(
-            [
-                f"{settings.tokenizer_where}: this tokenizer loses {losses(sample)}{still}:",
-                *shown,
-                "take one that knows these characters, or accept the loss with --allow-lossy-tokenizer",
-            ]
-        )
+        [
+            f"{settings.tokenizer_where}: this tokenizer loses {losses(sample)}{still}:",
+            *shown,
+            "take one that knows these characters, or accept the loss with --allow-lossy-tokenizer",
+        ]
     )
 
 

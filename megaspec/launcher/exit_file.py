@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megaspec.core.errors import printable
 from megaspec.core.regular_files import open_inside, read_inside
 
 EXIT_FILE = "exit_code.json"
@@ -77,7 +78,8 @@ def end(run_dir: Path, code: int, *, step: int) -> int:
     if code == HANG and failed >= MOST_IN_A_ROW:
         code = INTERNAL
         meaning = f"start {failed} in a row that ended so, and none saved a step: another would end so too"
-        print(f"megaspec: {meaning}; exit code {INTERNAL} for {HANG}", file=sys.stderr, flush=True)
+        text = f"megaspec: {meaning}; exit code {INTERNAL} for {HANG}"
+        print(printable(text), file=sys.stderr, flush=True)
     _write(run_dir, Exit(code, meaning, step, failed, _now()))
     return code
 
@@ -114,4 +116,8 @@ def _write(run_dir: Path, what: Exit) -> None:
             file.write(json.dumps(asdict(what)) + "\n")
         os.replace(run_dir / name, run_dir / EXIT_FILE)
     except OSError as error:
-        print(f"megaspec: {run_dir / EXIT_FILE}: {error.strerror}; the run goes on", file=sys.stderr, flush=True)
+        print(
+            printable(f"megaspec: {run_dir / EXIT_FILE}: {error.strerror}; the run goes on"),
+            file=sys.stderr,
+            flush=True,
+        )

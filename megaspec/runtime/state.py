@@ -98,7 +98,7 @@ def load(built: Built, reader: Reader) -> None:
     """
     problems = misfits(built, reader.manifest)
     if problems:
-        raise CheckpointError("\n".join(f"{reader.path}: {problem}" for problem in problems))
+        raise CheckpointError([f"{reader.path}: {problem}" for problem in problems])
     wanted = tensors_of(built)
     for stored, (name, tensor) in wanted.items():
         value = torch.empty_like(tensor)
@@ -141,7 +141,7 @@ def load_weights(parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, L
     wanted = {f"model/{name}": layouts[name].shape for name in parameters}
     problems = wrong_names(reader.manifest, wanted, within=("model/",))
     if problems:
-        raise CheckpointError("\n".join(f"{reader.path}: {problem}" for problem in problems))
+        raise CheckpointError([f"{reader.path}: {problem}" for problem in problems])
     for name, parameter in parameters.items():
         fill(parameter, layouts[name], f"model/{name}", reader)
 
