@@ -50,9 +50,10 @@ def _mending(case: Case, way: Way) -> list[object]:
     return found
 
 
-def _ordered(way: Way) -> list[object]:
+def _ordered(way: Way) -> Sequence[object]:
     if way.near is None:
-        return list(way.values)
+        # a range stays one: a wrong setting may make it a billion values long, of which a few are tried
+        return way.values
     return sorted(way.values, key=lambda value: abs(value - way.near))
 
 

@@ -1,6 +1,7 @@
 """Every rule: the smallest recipe that breaks it, that its way out is one, and everything wrong in one report."""
 
 import re
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -323,3 +324,17 @@ def test_a_warm_up_that_outlasts_the_run_is_held_against_the_steps_that_were_set
     longer = ("train.steps=15", "optim.schedule.decay_steps=100")
     assert [p.code for p in broken(longer)] == ["lr-warmup"]
     assert [p.code for p in broken(("optim.schedule={kind: constant, min_lr: 0, decay_steps: 9}",))] == ["lr-constant"]
+
+
+@pytest.mark.parametrize("word", ["model.moe.router.n_groups=1000000000", "model.moe.router.group_top_k=1000000000"])
+def test_a_number_that_is_far_too_large_costs_no_memory(word):
+    """Ways out of it are a few values at the ends of ranges that hold as many."""
+    composed = compose("deepseek_v3", (word,))
+    tracemalloc.start()
+    try:
+        with pytest.raises(RecipeError, match="groups"):
+            settle(composed.recipe, H200, FACTS, composed.origins)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100 << 20
