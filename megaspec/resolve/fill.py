@@ -10,6 +10,8 @@ from math import gcd
 from pathlib import PurePath
 from typing import Any
 
+from pydantic import ValidationError
+
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
@@ -115,8 +117,8 @@ def searched(draft: Draft) -> None:
         return
     hardware = hardware_of(draft.target) if draft.target.device == "cuda" else None
     why = "no GPU that is known: nothing to search with"
-    if hardware is not None:
-        grid = _grid(draft, hardware)
+    grid = None if hardware is None else _grid(draft, hardware)
+    if grid is not None:
         found = tune(grid, most=1)
         why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule"
         if found.best:
@@ -129,11 +131,14 @@ def searched(draft: Draft) -> None:
         draft.fill(key, plain, why)
 
 
-def _grid(draft: Draft, hardware: Hardware) -> Grid:
+def _grid(draft: Draft, hardware: Hardware) -> Grid | None:
     """What is searched: what is set stays as it is. Of what can be trained in a plain layout only layouts that can be
-    trained count, of all else every layout."""
+    trained count, of all else every layout. None: what was filled so far is out of bounds, which `settle` tells."""
     open_keys = frozenset(key for key in SEARCHED if draft.is_open(key))
-    recipe = Recipe.model_validate_json(json.dumps(draft.content))
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(draft.content))
+    except ValidationError:
+        return None
     base = plainly_filled(recipe, draft.target, draft.facts)
     can_train = not unbuilt_problems(base)
     return Grid(base, draft.target, draft.facts, hardware, ceilings_of(hardware), open_keys, is_for_training=can_train)

@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megaspec.compose import compose
+from megaspec.core.errors import RecipeError
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.resolver import resolve
+from megaspec.resolve.resolver import resolve, settle
 from megaspec.resolve.target import Target
 from megaspec.spec import Spec, open_fields
 from tests.pace import within
@@ -168,3 +169,10 @@ def test_whatever_the_shape_our_own_choices_keep_the_rules(heads, kv_share, ffn,
     wider = (t for t in range(spec.parallelism.tp + 1, ranks + 1) if ranks % t == 0)
     kv = heads // kv_share
     assert not any(heads % t == 0 and ffn % t == 0 and (kv % t == 0 or t % kv == 0) for t in wider)
+
+
+def test_what_a_search_would_start_from_is_told_where_it_is_out_of_bounds():
+    """d_ffn follows from d_model, which may be as large as a count may be."""
+    composed = compose("hello", ("parallelism=auto", "model.d_model=1000000000000000000"))
+    with pytest.raises(RecipeError, match=r"model\.d_ffn=2666666666666666624"):
+        settle(composed.recipe, H200.model_copy(update={"gpu_memory": 143771 << 20}), FACTS, composed.origins)
