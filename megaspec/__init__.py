@@ -6,7 +6,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "compose_recipe": "megaspec.compose:compose",
+    "compose_recipe": "megaspec.compose.compose:compose",
     "Recipe": "megaspec.recipe:Recipe",
     "Spec": "megaspec.spec:Spec",
     "Target": "megaspec.resolve.target:Target",

@@ -35,8 +35,8 @@ from megaspec.commands import recipes as recipes_commands
 from megaspec.commands import schema as schema_commands
 from megaspec.commands import tune
 from megaspec.commands import verify as verify_commands
-from megaspec.commands.words import compose_words, take, tell_left_out, words_parser
-from megaspec.compose import Composed, recompose
+from megaspec.compose.compose import Composed, recompose
+from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean
 from megaspec.core.terminal import terminal

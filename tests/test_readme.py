@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaspec.cli import main, parse
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 
 ROOT = Path(__file__).parents[1]

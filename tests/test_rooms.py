@@ -19,7 +19,14 @@ from megaspec.runtime.rank import Place, run_rank
 from megaspec.spec import Spec
 
 # Who decides and who types; what they read is not yet put to use.
-BEFORE_A_RUN = ("megaspec.resolve", "megaspec.compose", "megaspec.spec", "megaspec.recipe", "pydantic", __name__)
+BEFORE_A_RUN = (
+    "megaspec.resolve",
+    "megaspec.compose.compose",
+    "megaspec.spec",
+    "megaspec.recipe",
+    "pydantic",
+    __name__,
+)
 LAYERS = ("first_layers", "last_layers", "count_embedding", "count_loss", "layout")
 # Fields that no rank reads, and what does.
 NOT_FOR_RANKS = {

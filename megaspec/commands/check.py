@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from megaspec.commands.stated import Stated, stated
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import DataError, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB, count_in_words
@@ -16,7 +17,6 @@ from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.parameters import count_parameters
 from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.unbuilt import unbuilt_problems
-from megaspec.search import SearchPath
 
 _BAD = (("wrong", "wrong"), ("does not fit", "too large for its GPUs"))
 

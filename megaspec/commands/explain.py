@@ -12,8 +12,9 @@ from rich.table import Table
 
 from megaspec.commands.codes import CODES, Known
 from megaspec.commands.stated import Stated, stated
-from megaspec.commands.words import words_parser
-from megaspec.compose import Composed, compose, recompose
+from megaspec.compose.compose import Composed, compose, recompose
+from megaspec.compose.search_path import SearchPath
+from megaspec.compose.words import words_parser
 from megaspec.core.errors import COMMAND_LINE, DataError, Problem, RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path, tags_of
 from megaspec.core.marked_yaml import parse_yaml
@@ -27,7 +28,6 @@ from megaspec.resolve.reads import fields_read
 from megaspec.resolve.resolver import settle
 from megaspec.resolve.rules import RULES
 from megaspec.resolve.unbuilt import UNBUILT
-from megaspec.search import SearchPath
 
 _UNITS = ("tokens", "sequences", "steps", "seconds", "bytes", "layers", "ranks", "micro batches")
 _ABBREVIATED = ("et al", "e.g", "i.e")

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import tell_left_out, words_parser
-from megaspec.compose import Composed
+from megaspec.compose.compose import Composed
+from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import terminal
 from megaspec.resolve.gather import gather_facts

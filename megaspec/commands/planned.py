@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaspec.checkable import PartlyError
-from megaspec.commands.words import compose_words
-from megaspec.compose import Composed
+from megaspec.compose.compose import Composed
+from megaspec.compose.words import compose_words
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO

@@ -7,12 +7,12 @@ from typing import Any
 from rich.padding import Padding
 
 from megaspec.commands.stated import stated
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import DataError, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import count_in_words
 from megaspec.resolve.parameters import count_parameters
-from megaspec.search import SearchPath
 
 
 def add_parser(commands: Any) -> None:

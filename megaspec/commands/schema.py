@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean, one_of
 from megaspec.data.files import write_text
 from megaspec.recipe import SECTIONS, Recipe
-from megaspec.search import SearchPath
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 RECIPE = "recipe"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megaspec.checkable import PartlyError
 from megaspec.commands.planned import DEFAULT, planned_target, stated_gpus
-from megaspec.compose import Composed, compose
+from megaspec.compose.compose import Composed, compose
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.recipe import Recipe

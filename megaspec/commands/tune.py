@@ -11,8 +11,8 @@ import yaml
 from rich.table import Table
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import tell_left_out, words_parser
-from megaspec.compose import Composed, compose
+from megaspec.compose.compose import Composed, compose
+from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import as_word, one_of, value_at

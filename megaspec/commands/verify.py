@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from megaspec.commands.planned import plan_words
-from megaspec.commands.words import tell_left_out, words_parser
+from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.axes import DENSE_AXES, coordinates
 from megaspec.core.errors import MegaspecError, RecipeError
 from megaspec.core.problems import show

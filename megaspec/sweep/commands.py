@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as Printed
 
 from megaspec.checkpoint.lock import RunLock
-from megaspec.commands.words import take
+from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Preempted, Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import escape, terminal

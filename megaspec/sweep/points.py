@@ -10,8 +10,9 @@ from itertools import product
 from pathlib import Path
 
 from megaspec.checkable import PartlyError
-from megaspec.commands.words import compose_words
-from megaspec.compose import Composed
+from megaspec.compose.compose import Composed
+from megaspec.compose.search_path import SearchPath
+from megaspec.compose.words import compose_words
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
@@ -20,7 +21,6 @@ from megaspec.resolve.fits import start_problems
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.target import Target
-from megaspec.search import SearchPath
 from megaspec.spec import Spec
 from megaspec.sweep.state import Point
 from megaspec.sweep.words import SweepWords

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megaspec.commands.words import take
-from megaspec.compose import Swept, plain_values, split_sweep
+from megaspec.compose.compose import Swept, plain_values, split_sweep
+from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.problems import did_you_mean, one_of, show, typed_problems
 from megaspec.resolve.fits import MEMORY

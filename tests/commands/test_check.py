@@ -12,9 +12,9 @@ import pytest
 from megaspec.cli import main
 from megaspec.commands.check import check
 from megaspec.commands.stated import stated
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.units import count_in_words
 from megaspec.resolve.memory import fullest, memory_of
-from megaspec.search import SearchPath
 
 ROOT = Path(__file__).parents[2]
 WRONG = """defaults:

@@ -7,7 +7,7 @@ import pytest
 from megaspec.checkpoint.codec import encode
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.cli import main
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.problems import field_paths
 from megaspec.recipe import Recipe
 from megaspec.resolve.difference import BOUND, FREE, NAMES, changed, differences, is_free, leaves, verdict

@@ -10,7 +10,7 @@ import pytest
 from megaspec.cli import main
 from megaspec.commands.codes import CODES
 from megaspec.commands.explain import explain_key, explain_rule, first_sentence, read_by, refusal, rules_about, unit_of
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megaspec.cli import main
-from megaspec.search import SearchPath
+from megaspec.compose.search_path import SearchPath
 
 
 @pytest.fixture(autouse=True)

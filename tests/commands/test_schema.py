@@ -9,11 +9,11 @@ from jsonschema import Draft202012Validator
 
 from megaspec.cli import main
 from megaspec.commands.schema import schema
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import RecipeError, WriteError
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.recipe import SECTIONS
-from megaspec.search import SearchPath
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

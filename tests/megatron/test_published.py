@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.megatron.command import read_command
 from megaspec.megatron.draft import Draft

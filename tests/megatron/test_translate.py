@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaspec.cli import main
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.megatron import translate as translating
 from megaspec.megatron.command import read_command

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.nn.attention import SequenceContext
 from megaspec.nn.balance import sinkhorn, within_capacity
 from megaspec.nn.dropout import Noise

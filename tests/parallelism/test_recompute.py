@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.data.batch import Batch
 from megaspec.nn.linear import Linear
 from megaspec.parallelism.recompute import Recompute

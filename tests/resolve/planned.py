@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.resolver import settle

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.frozen import AUTO
 from megaspec.resolve.balance import divided, divided_by_time
 from megaspec.resolve.ceilings import ceilings_of

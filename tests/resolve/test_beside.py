@@ -4,7 +4,7 @@ import pytest
 
 from megaspec.checkable import PartlyError
 from megaspec.cli import main
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.examples import CPU, EXAMPLES, H200

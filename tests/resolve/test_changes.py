@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.problems import show, value_at
 from megaspec.resolve import changes
 from megaspec.resolve import plan as plan_module

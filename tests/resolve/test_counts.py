@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.resolve.batch import batch_plan
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.flops import flops_per_sequence

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve, settle

@@ -3,7 +3,7 @@
 import pytest
 
 from megaspec import cli
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.units import GIB
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fits import memory_problem, memory_warning

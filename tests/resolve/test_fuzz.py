@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
+from megaspec.compose.paths import recipes_dir
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.frozen import AUTO, parse_count
 from megaspec.core.problems import field_paths, typed_problems, value_at
-from megaspec.paths import recipes_dir
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.resolve.examples import CPU, FACTS, H200, V100
 from megaspec.resolve.facts import Facts

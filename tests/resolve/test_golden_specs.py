@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.axes import expert_degrees
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.formula import degrees
 from megaspec.resolve.resolver import resolve
-from megaspec.search import SearchPath
 from megaspec.spec import Spec
 from tests.golden_specs import FOLDER, resolved, targets
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_filled

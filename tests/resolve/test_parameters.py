@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.kinds import has_experts

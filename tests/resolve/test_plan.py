@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, rank_groups
 from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts

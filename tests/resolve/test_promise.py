@@ -22,7 +22,7 @@ SAME_STATE = "the same data, weights and optimizer state, sums in another order 
 
 
 def spec(*overrides: str, target=H200) -> Spec:
-    from megaspec.compose import compose
+    from megaspec.compose.compose import compose
 
     return resolve(compose("hello", (*RANDOM, "data.vocab_size=257", *overrides)).recipe, target, Facts(run_dir="r"))
 

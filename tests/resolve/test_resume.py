@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaspec.compose import compose, recompose
+from megaspec.compose.compose import compose, recompose
 from megaspec.core.errors import RecipeError
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.resolve.difference import FREE

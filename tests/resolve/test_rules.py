@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.resolve.examples import CPU, EXAMPLES, FACTS, H200
 from megaspec.resolve.resolver import resolve, settle

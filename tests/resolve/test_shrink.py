@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve

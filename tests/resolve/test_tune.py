@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.resolve.ceilings import ceilings_of

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.recipe import Recipe
 from megaspec.resolve.examples import EXAMPLES, H200

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megaspec.cli import main
-from megaspec.commands.words import compose_words
-from megaspec.search import SearchPath
+from megaspec.compose.search_path import SearchPath
+from megaspec.compose.words import compose_words
 from megaspec.sweep.metric import never_has, shown_metric
 from megaspec.sweep.results import Result
 from megaspec.sweep.spec import SweepSpec

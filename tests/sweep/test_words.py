@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaspec.cli import main
-from megaspec.compose import Swept, split_sweep
+from megaspec.compose.compose import Swept, split_sweep
 from megaspec.core.errors import RecipeError
 from megaspec.sweep.words import default_name, read_words
 from tests.sweep.conftest import TINY, sweep

@@ -1,4 +1,4 @@
-"""From a recipe's name and overrides to a typed Recipe. Only this file and choices.py know Hydra and OmegaConf.
+"""From a recipe's name and overrides to a typed Recipe. Only this file and compose/choices.py know Hydra and OmegaConf.
 
 Hydra reads the overrides' grammar and orders the defaults lists. Reading files, merging, `${...}` and typing are ours,
 so that nothing in a YAML file can run code, read the environment or reach a file outside the search path. Hydra takes
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from megaspec.checkable import Checkable, PartlyError, checkable
+from megaspec.compose.interpolation import interpolate
+from megaspec.compose.left_out import replaced_kinds
+from megaspec.compose.search_path import SearchPath, SourceFile
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.marked_yaml import MAX_DEPTH, Quoted
 from megaspec.core.problems import did_you_mean, one_of, origin_of, quoted_counts, show, typed_problems, value_at
-from megaspec.interpolation import interpolate
-from megaspec.left_out import replaced_kinds
 from megaspec.recipe import SECTIONS, Recipe
-from megaspec.search import SearchPath, SourceFile
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -353,7 +353,7 @@ def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) ->
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    from megaspec.choices import Repository
+    from megaspec.compose.choices import Repository
 
     try:
         ordered = create_defaults_list(

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megaspec.compose.search_path import SourceFile
 from megaspec.core.fields import tags_of
 from megaspec.core.problems import models_of
 from megaspec.recipe import Recipe
-from megaspec.search import SourceFile
 
 # (package, file) of everything that takes part, in the order in which it is merged.
 Ordered = Sequence[tuple[str, SourceFile]]

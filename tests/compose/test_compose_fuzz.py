@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megaspec.compose import compose
+from megaspec.compose.compose import compose
+from megaspec.compose.paths import recipes_dir
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.problems import field_paths
-from megaspec.paths import recipes_dir
 from megaspec.recipe import Recipe
 from tests.pace import within
 

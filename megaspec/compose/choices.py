@@ -1,4 +1,4 @@
-"""What Hydra asks about groups and their choices while it orders defaults lists. A part of compose.py."""
+"""What Hydra asks about groups and their choices while it orders defaults lists. A part of compose/compose.py."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from megaspec.search import SearchPath
+from megaspec.compose.search_path import SearchPath
 
 
 class Repository(ConfigRepository):

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaspec.compose import Composed, compose
+from megaspec.compose.compose import Composed, compose
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.core.problems import one_of
-from megaspec.search import SearchPath
 
 
 def words_parser() -> argparse.ArgumentParser:

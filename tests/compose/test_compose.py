@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.compose import compose, recompose
+from megaspec.compose.compose import compose, recompose
+from megaspec.compose.paths import recipes_dir
 from megaspec.core.errors import RecipeError
 from megaspec.core.problems import field_paths
-from megaspec.paths import recipes_dir
 from megaspec.recipe import SECTIONS, Recipe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml"))
 MODELS = sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
 
@@ -422,7 +422,7 @@ def test_recompose_changes_a_saved_recipe():
 
 def test_composing_imports_no_torch_and_leaves_hydra_alone(tmp_path):
     program = (
-        "import sys; from megaspec.compose import compose; compose('hello');"
+        "import sys; from megaspec.compose.compose import compose; compose('hello');"
         "from hydra.core.global_hydra import GlobalHydra;"
         "assert not GlobalHydra.instance().is_initialized(); assert 'torch' not in sys.modules"
     )
