@@ -41,6 +41,7 @@ from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem
 from megaspec.core.problems import did_you_mean
 from megaspec.core.terminal import terminal
 from megaspec.data import commands as data_commands
+from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher import exit_file
 from megaspec.log.environment import write_environment
 from megaspec.plugins import load, loaded, take_flags
@@ -52,7 +53,6 @@ from megaspec.resolve.promise import promise_of_change
 from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
-from megaspec.resolve.target import Target, detect_target
 from megaspec.run_folder import (
     copy_checkpoint,
     is_run,

@@ -14,8 +14,8 @@ from typing import Any
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.fields import ENTRY, fields_of
 from megaspec.core.frozen import Frozen
+from megaspec.estimate.hardware import HARDWARE
 from megaspec.recipe import SECTIONS, Recipe
-from megaspec.resolve.hardware import HARDWARE
 from megaspec.sweep.spec import KEPT, SweepSpec
 
 _BASH = r"""_megaspec_complete() {

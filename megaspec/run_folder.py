@@ -22,13 +22,13 @@ from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
+from megaspec.estimate.target import Target
 from megaspec.launcher.exit_file import EXIT_FILE
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
 from megaspec.resolve.belonging import objections
-from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 
 # What an interrupted `train` may leave before spec.json makes it a run.

@@ -10,9 +10,9 @@ from typing import Any
 
 from megaspec.core.errors import RecipeError, WriteError
 from megaspec.data.files import write_text
-from megaspec.resolve.ceilings import Ceilings, CeilingTable
-from megaspec.resolve.hardware import HARDWARE, Hardware, hardware_of
-from megaspec.resolve.target import Target, detect_target
+from megaspec.estimate.ceilings import Ceilings, CeilingTable
+from megaspec.estimate.hardware import HARDWARE, Hardware, hardware_of
+from megaspec.estimate.target import Target, detect_target
 from megaspec_launchers.environment import RankPlace, rank_from_environment
 
 _CEILINGS = """Measure matrix products, attention, element-wise work and the host's share of a step, in about a minute,

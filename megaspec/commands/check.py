@@ -13,8 +13,8 @@ from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import DataError, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB, count_in_words
-from megaspec.resolve.memory import fullest, memory_of
-from megaspec.resolve.parameters import count_parameters
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.parameters import count_parameters
 from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.unbuilt import unbuilt_problems
 

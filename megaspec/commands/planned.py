@@ -10,11 +10,11 @@ from megaspec.compose.words import compose_words
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.estimate.ceilings import Ceilings, ceilings_of, read_ceilings
+from megaspec.estimate.hardware import Hardware, hardware_named, hardware_of
+from megaspec.estimate.target import Target, detect_target
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
-from megaspec.resolve.ceilings import Ceilings, ceilings_of, read_ceilings
-from megaspec.resolve.hardware import Hardware, hardware_named, hardware_of
-from megaspec.resolve.target import Target, detect_target
 
 DEFAULT = "H100"
 CPU = "cpu"

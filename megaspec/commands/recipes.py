@@ -12,7 +12,7 @@ from megaspec.core.errors import DataError, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import count_in_words
-from megaspec.resolve.parameters import count_parameters
+from megaspec.estimate.parameters import count_parameters
 
 
 def add_parser(commands: Any) -> None:

@@ -10,12 +10,12 @@ from megaspec.commands.planned import DEFAULT, planned_target, stated_gpus
 from megaspec.compose.compose import Composed, compose
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.estimate.hardware import Hardware, hardware_named
+from megaspec.estimate.target import Target, detect_target
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
-from megaspec.resolve.hardware import Hardware, hardware_named
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target, detect_target
 from megaspec.spec import Spec
 
 

@@ -19,11 +19,11 @@ from megaspec.core.problems import as_word, one_of, value_at
 from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB
 from megaspec.data.files import write_text
+from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.recipe import Recipe
 from megaspec.resolve.difference import leaves
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.gather import gather_facts
-from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 from megaspec.resolve.unbuilt import unbuilt_problems

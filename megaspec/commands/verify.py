@@ -22,15 +22,15 @@ from megaspec.core.axes import DENSE_AXES, coordinates
 from megaspec.core.errors import MegaspecError, RecipeError
 from megaspec.core.problems import show
 from megaspec.core.terminal import escape, terminal
+from megaspec.estimate.formula import degrees
+from megaspec.estimate.target import Target, detect_target
 from megaspec.plugins import loaded
 from megaspec.resolve.difference import changed
-from megaspec.resolve.formula import degrees
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.kinds import moe_of
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.shrink import alone, on_cpu, shrink
 from megaspec.resolve.shrink_grid import grid_of
-from megaspec.resolve.target import Target, detect_target
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Spec
 from megaspec_launchers.environment import rank_from_environment

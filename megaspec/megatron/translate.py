@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from megaspec.compose.compose import compose
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
+from megaspec.estimate.target import Target
 from megaspec.megatron.command import Command
 from megaspec.megatron.data import translate_data, translate_evaluation, translate_output
 from megaspec.megatron.draft import Draft, fewest_of
@@ -19,7 +20,6 @@ from megaspec.megatron.silent import tell_silent_changes
 from megaspec.megatron.training import translate_training
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 
 _NEEDED = (
     ("--num-layers", "--encoder-num-layers"),

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
+from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.layer_time import layer_times
+from megaspec.estimate.schedule import shape_of
 from megaspec.parallelism.passes import rank_of_stage
 from megaspec.recipe import Recipe
-from megaspec.resolve.ceilings import Ceilings
-from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.layer_time import layer_times
-from megaspec.resolve.schedule import shape_of
 from megaspec.resolve.stages import EVENLY, Chunk, layout_text
 
 

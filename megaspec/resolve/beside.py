@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from megaspec.checkable import Checkable, PartlyError
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import Case
 from megaspec.resolve.facts import Facts
@@ -17,7 +18,6 @@ from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.reads import fields_read
 from megaspec.resolve.resolver import located
 from megaspec.resolve.rules import RULES, broken_rules
-from megaspec.resolve.target import Target
 from megaspec.resolve.trials import trials
 from megaspec.resolve.unbuilt import unbuilt_problems
 

@@ -6,12 +6,12 @@ from math import isqrt, lcm
 from typing import Any
 
 from megaspec.core.errors import Problem
+from megaspec.estimate.batch_sizes import data_parallel
+from megaspec.estimate.target import Target
 from megaspec.nn.spec import MlaSpec, MoeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.batch import data_parallel
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
-from megaspec.resolve.target import Target
 from megaspec.train.batch_schedule import BatchSchedule
 
 LONGEST_RAMP = 10_000

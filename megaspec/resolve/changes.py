@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megaspec.core.frozen import Frozen
+from megaspec.estimate.batch_sizes import data_parallel
+from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.memory import fullest, fullest_within, memory_of
+from megaspec.estimate.schedule import bubble_formula, shape_of
+from megaspec.estimate.step_time import least_seconds, step_time
 from megaspec.parallelism.spec import OverlapSpec, ParallelismSpec, RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.batch import data_parallel
 from megaspec.resolve.case import can_split_sequences
-from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.difference import differences
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.memory import fullest, fullest_within, memory_of
 from megaspec.resolve.remedies import broken, in_words, overrides_of, target_of
-from megaspec.resolve.schedule import bubble_formula, shape_of
 from megaspec.resolve.stages import stage_problem
-from megaspec.resolve.step_time import least_seconds, step_time
 from megaspec.resolve.tune import STRATEGIES, Grid, pipelines, shares_of
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec_kernels.catalog import CATALOG, Use, choose

@@ -16,13 +16,13 @@ from megaspec.core.axes import fewest_gpus
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
+from megaspec.estimate.target import Target
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import can_split_sequences, divisors
-from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import LEFT_FREE, Hardware, hardware_of
-from megaspec.resolve.target import Target
 from megaspec.resolve.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, origin_of
 from megaspec.core.units import GIB
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.hardware import hardware_of
-from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.remedies import remedies
-from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Spec
 

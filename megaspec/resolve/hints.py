@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from megaspec.core.frozen import Frozen
 from megaspec.core.problems import show
 from megaspec.core.units import bytes_in_words, seconds_in_words
+from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.communication import mesh_of
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.memory import fullest, fullest_within, memory_of
+from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.changes import with_degrees
-from megaspec.resolve.communication import mesh_of
-from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.memory import fullest, fullest_within, memory_of
 from megaspec.resolve.remedies import broken, in_words, overrides_of
-from megaspec.resolve.step_time import exposed_collectives, step_time
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import choose
 

@@ -6,24 +6,24 @@ from typing import Any
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, coordinates, rank_of
 from megaspec.core.frozen import Frozen
+from megaspec.estimate.batch_sizes import BatchPlan, batch_plan
+from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.communication import Mesh, collectives_of, mesh_of
+from megaspec.estimate.flops import flops_per_token
+from megaspec.estimate.formula import degrees, dense_equation, expert_equation
+from megaspec.estimate.hardware import HARDWARE, Hardware
+from megaspec.estimate.layer_time import collective_seconds
+from megaspec.estimate.memory import StageMemory, fullest, memory_of
+from megaspec.estimate.parameters import count_parameters, rank_parameters
+from megaspec.estimate.schedule import bubble_formula, chart, shape_of
+from megaspec.estimate.step_time import StepTime, exposed_collectives, step_time
+from megaspec.estimate.target import Target
 from megaspec.resolve.balance import divided_by_time
-from megaspec.resolve.batch import BatchPlan, batch_plan
-from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.changes import Change, best_change
-from megaspec.resolve.communication import Mesh, collectives_of, mesh_of
-from megaspec.resolve.flops import flops_per_token
-from megaspec.resolve.formula import degrees, dense_equation, expert_equation
-from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.hints import Hint, hints
-from megaspec.resolve.layer_time import collective_seconds
-from megaspec.resolve.memory import StageMemory, fullest, memory_of
-from megaspec.resolve.parameters import count_parameters, rank_parameters
 from megaspec.resolve.promise import promise
 from megaspec.resolve.remedies import Remedy, remedies
-from megaspec.resolve.schedule import bubble_formula, chart, shape_of
 from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
-from megaspec.resolve.step_time import StepTime, exposed_collectives, step_time
-from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision, Spec
 

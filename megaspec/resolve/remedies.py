@@ -7,18 +7,18 @@ from typing import Any
 
 from megaspec.core.frozen import Frozen
 from megaspec.core.problems import as_word, in_a_shell
+from megaspec.estimate.hardware import HARDWARE, Hardware
+from megaspec.estimate.memory import fullest, fullest_within, memory_of
+from megaspec.estimate.target import Target
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import Case, can_split_sequences, divisors
 from megaspec.resolve.difference import leaves
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import HARDWARE, Hardware
 from megaspec.resolve.kinds import has_experts, moe_of
-from megaspec.resolve.memory import fullest, fullest_within, memory_of
 from megaspec.resolve.rules import RULES
 from megaspec.resolve.stages import stage_problem
-from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
 
 MOST = 4

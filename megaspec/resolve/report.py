@@ -9,11 +9,11 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import in_a_shell, one_of, show
 from megaspec.core.terminal import escape
 from megaspec.core.units import bytes_in_words, seconds_in_words
-from megaspec.resolve.ceilings import ceilings_of
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import LEFT_FREE, hardware_of
+from megaspec.estimate.target import Target
 from megaspec.resolve.fill import PLAIN
-from megaspec.resolve.hardware import LEFT_FREE, hardware_of
 from megaspec.resolve.plan import Fit, Group, Message, Plan, RankView, make_plan
-from megaspec.resolve.target import Target
 from megaspec.resolve.tune import SEARCHED
 from megaspec.spec import Decision, Spec
 

@@ -12,13 +12,13 @@ from megaspec.core.axes import world_size
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.problems import origin_of, typed_problems
 from megaspec.data.spec import ORDER_VERSION
+from megaspec.estimate.formula import degrees
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import Case
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import FILLS, Draft
-from megaspec.resolve.formula import degrees
 from megaspec.resolve.rules import broken_rules, is_legal
-from megaspec.resolve.target import Target
 from megaspec.resolve.trials import trials
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.spec import Decision, ForkPoint, Spec

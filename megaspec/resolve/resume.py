@@ -13,11 +13,11 @@ from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import origin_of, show, value_at
 from megaspec.data.spec import ORDER_VERSION
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.difference import changed, is_free, leaves
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import Refused, Settled, settle
-from megaspec.resolve.target import Target
 from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 

@@ -3,9 +3,9 @@
 from megaspec.core.axes import world_size
 from megaspec.core.errors import Problem
 from megaspec.core.problems import did_you_mean, one_of
+from megaspec.estimate.formula import degrees
+from megaspec.estimate.hardware import HARDWARE
 from megaspec.resolve.case import Case, divisors, legal_tp, multiples, sequence_unit, widths
-from megaspec.resolve.formula import degrees
-from megaspec.resolve.hardware import HARDWARE
 from megaspec.resolve.ways import Way, way_out
 
 

@@ -12,6 +12,8 @@ from math import lcm
 from typing import Any
 
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.target import Target
 from megaspec.model.spec import TransformerSpec
 from megaspec.nn.spec import MoeSpec
 from megaspec.parallelism.spec import RecomputeSpec
@@ -22,10 +24,8 @@ from megaspec.resolve.fill import plainly_drafted
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.resolve.resolver import settle
 from megaspec.resolve.rules import is_legal
-from megaspec.resolve.schedule import shape_of
 from megaspec.resolve.shrink_grid import Grid, grid_of, smaller_grids
 from megaspec.resolve.stages import parse_layout, stages_of
-from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import CATALOG, Use, choose, unmet
 

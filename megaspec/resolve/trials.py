@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspec.core.problems import value_at
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.case import Case
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import PLAIN, plainly_drafted
 from megaspec.resolve.rules import broken_codes
-from megaspec.resolve.target import Target
 
 # Of one report, so that a recipe in which everything is wrong is answered as quickly as others.
 MOST = 300

@@ -15,20 +15,20 @@ from math import gcd, inf
 
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.frozen import AUTO
+from megaspec.estimate.batch_sizes import data_parallel
+from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.memory import StageMemory, fullest, fullest_within, memory_of
+from megaspec.estimate.step_time import StepTime, least_seconds, step_time
+from megaspec.estimate.target import Target
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.balance import divided_by_time
-from megaspec.resolve.batch import data_parallel
 from megaspec.resolve.case import Case, can_split_sequences, divisors
-from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.memory import StageMemory, fullest, fullest_within, memory_of
 from megaspec.resolve.rules import is_legal
 from megaspec.resolve.stages import EVENLY
-from megaspec.resolve.step_time import StepTime, least_seconds, step_time
-from megaspec.resolve.target import Target
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.train.batch_schedule import BatchSchedule
 

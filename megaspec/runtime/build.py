@@ -15,6 +15,7 @@ from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
 from megaspec.core.problems import show
+from megaspec.estimate.parameters import whole_sequence_heads
 from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.llama.model import Llama
@@ -41,7 +42,6 @@ from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.parallelism.whole_matrices import WholeMatrices
 from megaspec.recipe import ModelSpec
-from megaspec.resolve.parameters import whole_sequence_heads
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.runtime.position import Position

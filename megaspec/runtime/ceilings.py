@@ -1,4 +1,4 @@
-"""Measures what the GPUs at hand reach: the table that resolve/ceilings.py reads."""
+"""Measures what the GPUs at hand reach: the table that estimate/ceilings.py reads."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.data.batch import Batch
+from megaspec.estimate.ceilings import AttentionCurves, CeilingTable, CollectiveCurve, ProductCurves
+from megaspec.estimate.curves import Curve, never_faster
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.target import Target
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
-from megaspec.resolve.ceilings import AttentionCurves, CeilingTable, CollectiveCurve, ProductCurves
-from megaspec.resolve.curves import Curve, never_faster
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import Hardware
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 from megaspec.runtime.build import DTYPES, build, initialise
 from megaspec.runtime.step import train_step
 from megaspec_kernels.attention.sdpa import attention

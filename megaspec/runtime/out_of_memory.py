@@ -7,10 +7,10 @@ import torch.distributed as dist
 
 from megaspec.core.errors import MemoryRunOut
 from megaspec.core.units import GIB
-from megaspec.resolve.hardware import hardware_of
-from megaspec.resolve.memory import StageMemory, memory_of
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.memory import StageMemory, memory_of
+from megaspec.estimate.target import Target
 from megaspec.resolve.remedies import savings
-from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 
 _WORDS = ("out of memory", "Failed to CUDA calloc")

@@ -18,6 +18,9 @@ from megaspec.checkpoint.store import Store
 from megaspec.core.bounded_json import MAX_BYTES
 from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
 from megaspec.core.regular_files import read_inside
+from megaspec.estimate.flops import flops_per_token
+from megaspec.estimate.memory import outside_of
+from megaspec.estimate.target import Target
 from megaspec.launcher import exit_file
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
@@ -25,9 +28,6 @@ from megaspec.launcher.stop import watch_signals
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.sinks import open_sinks
 from megaspec.plugins import load, loaded
-from megaspec.resolve.flops import flops_per_token
-from megaspec.resolve.memory import outside_of
-from megaspec.resolve.target import Target
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory

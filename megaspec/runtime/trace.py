@@ -14,6 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.data.batch import Batch
+from megaspec.estimate.communication import COPIES, TIED, WHOLE
+from megaspec.estimate.memory import memory_of
+from megaspec.estimate.parameters import PartialGradients, RankParameters
+from megaspec.estimate.schedule import shape_of
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.moe import Moe
 from megaspec.optim.narrow import NarrowAdamW
@@ -21,10 +25,6 @@ from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.bucket import Bucket
 from megaspec.parallelism.flat import Division
 from megaspec.precision.scaler import build_scaler
-from megaspec.resolve.communication import COPIES, TIED, WHOLE
-from megaspec.resolve.memory import memory_of
-from megaspec.resolve.parameters import PartialGradients, RankParameters
-from megaspec.resolve.schedule import shape_of
 from megaspec.runtime.build import Built, build, mesh_of
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import train_step
@@ -64,7 +64,7 @@ class Trace:
     partial: PartialGradients
     """Elements whose gradients tensor-parallel ranks add up, on all ranks that share them out."""
     summed: dict[str, int]
-    """Elements that this rank adds up at the end of a step, by what resolve/communication.py calls it."""
+    """Elements that this rank adds up at the end of a step, by what estimate/communication.py calls it."""
     memory: dict[str, int]
     """Bytes at the peak by kind, as StageMemory names them."""
     peak_at: str

@@ -2,7 +2,7 @@
 
 Note "What exact means". Parameters, collectives and memory are counted from what the step does, tensor by tensor, with
 one exception: torch.compile decides what a compiled layer keeps, and does not run on tensors without numbers. So layers
-run as plain operations whose tensors are not counted, and in their place stands what resolve/activations.py says, which
+run as plain operations whose tensors are not counted, and in their place stands what estimate/activations.py says, which
 was measured. A plain layer's collectives are a compiled one's, but for the gather of a tensor-parallel layer's input: a
 compiled one keeps what the forward pass gathered. They are compared with the formulas of plain layers.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaspec.resolve.activations import LayerBytes, layer_bytes, share_of
+from megaspec.estimate.activations import LayerBytes, layer_bytes, share_of
+from megaspec.estimate.schedule import shape_of
 from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.schedule import shape_of
 from megaspec.runtime.trace_memory import ACTIVATIONS, EXPERTS, Memory
 from megaspec.spec import Spec
 

@@ -12,10 +12,10 @@ from megaspec.core.axes import (
     expert_shard_degrees,
     rank_groups,
 )
-from megaspec.resolve.activations import share_of
-from megaspec.resolve.communication import HEAD, LAYERS, Collective, Mesh, collectives_of, mesh_of
-from megaspec.resolve.memory import memory_of, shared_out
-from megaspec.resolve.parameters import partial_gradients, rank_parameters
+from megaspec.estimate.activations import share_of
+from megaspec.estimate.communication import HEAD, LAYERS, Collective, Mesh, collectives_of, mesh_of
+from megaspec.estimate.memory import memory_of, shared_out
+from megaspec.estimate.parameters import partial_gradients, rank_parameters
 from megaspec.runtime.trace import Trace
 from megaspec.runtime.trace_memory import KINDS
 from megaspec.spec import Spec

@@ -48,7 +48,7 @@ _SEND_NOTHING = ("recv_", "wait_tensor")
 
 @dataclass(frozen=True)
 class Call:
-    """A collective. `bytes`: as resolve/communication.py counts them; `ranks`: of its group."""
+    """A collective. `bytes`: as estimate/communication.py counts them; `ranks`: of its group."""
 
     kind: str
     ranks: tuple[int, ...]

@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 
 from megaspec.core.errors import DataError, Problem, RecipeError
+from megaspec.estimate.target import detect_target
 from megaspec.plugins import load, loaded
-from megaspec.resolve.target import detect_target
 from megaspec.sweep.attempt import Attempt, refused
 from megaspec.sweep.driver import PAGE_SECONDS, Say, Table, settled
 from megaspec.sweep.points import Checker

@@ -14,13 +14,13 @@ from megaspec.compose.compose import Composed
 from megaspec.compose.search_path import SearchPath
 from megaspec.compose.words import compose_words
 from megaspec.core.errors import DataError, Problem, RecipeError
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fits import start_problems
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 from megaspec.sweep.state import Point
 from megaspec.sweep.words import SweepWords

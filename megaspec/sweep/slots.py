@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
-from megaspec.resolve.target import Target
+from megaspec.estimate.target import Target
 from megaspec.sweep.spec import SweepSpec
 
 CORES_OF_A_SLOT = 2

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaspec.resolve.ceilings import ceilings_of
-from megaspec.resolve.hardware import hardware_of
-from megaspec.resolve.memory import fullest, memory_of
-from megaspec.resolve.step_time import step_time
-from megaspec.resolve.target import detect_target
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.step_time import step_time
+from megaspec.estimate.target import detect_target
 from tests.benchmarks import bench_train
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megaspec.data.batch import Batch
+from megaspec.estimate.target import Target, detect_target
 from megaspec.nn.moe import Moe
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
@@ -28,7 +29,6 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target, detect_target
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step

@@ -7,9 +7,9 @@ import pytest
 from megaspec.cli import main
 from megaspec.commands import bench
 from megaspec.core.errors import WriteError
-from megaspec.resolve.ceilings import CeilingTable, ceilings_of
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.target import Target
+from megaspec.estimate.ceilings import CeilingTable, ceilings_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.target import Target
 from megaspec.runtime.ceilings import table_text
 
 TABLE = ceilings_of(HARDWARE["H200"]).table

@@ -14,7 +14,7 @@ from megaspec.commands.check import check
 from megaspec.commands.stated import stated
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.units import count_in_words
-from megaspec.resolve.memory import fullest, memory_of
+from megaspec.estimate.memory import fullest, memory_of
 
 ROOT = Path(__file__).parents[2]
 WRONG = """defaults:

@@ -7,8 +7,8 @@ import pytest
 from megaspec.cli import main
 from megaspec.commands.planned import plan_words
 from megaspec.core.errors import RecipeError
+from megaspec.estimate.memory import fullest, memory_of
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.stages import parse_layout
 

@@ -8,7 +8,7 @@ import pytest
 
 from megaspec.cli import main
 from megaspec.commands import verify
-from megaspec.resolve.target import detect_target
+from megaspec.estimate.target import detect_target
 from tests.resolve.test_fuzz import NAMES
 from tests.source_patch import Patch, check
 

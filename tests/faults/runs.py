@@ -9,11 +9,11 @@ import torch
 
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
+from megaspec.estimate.target import Target
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 from megaspec.run_folder import make_folder, write_run
 from megaspec_launchers.local import launch
 from megaspec_launchers.rank_factory import RankFactory

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megaspec.resolve.ceilings import read_ceilings
-from megaspec.resolve.hardware import hardware_of
-from megaspec.resolve.target import detect_target
+from megaspec.estimate.ceilings import read_ceilings
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.target import detect_target
 from megaspec.runtime import ceilings as module
 from megaspec.runtime.ceilings import Stopwatch, measure, table_text
 

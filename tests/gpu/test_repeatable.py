@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megaspec.data.batch import Batch
+from megaspec.estimate.target import detect_target
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import detect_target
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from tests.ranks import RankPool, gpu_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaspec.resolve.target import Target
+from megaspec.estimate.target import Target
 from tests.runtime import lives
 from tests.runtime.specs import spec
 

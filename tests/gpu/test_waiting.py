@@ -7,9 +7,9 @@ from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.data.loader import pinned, read_batch
 from megaspec.data.synthetic import SyntheticSource
+from megaspec.estimate.target import Target
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.resolve.target import Target
 from megaspec.runtime import loop
 from megaspec.runtime.build import build, initialise
 from megaspec.runtime.step import train_step

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from megaspec.cli import main
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
+from megaspec.estimate.parameters import count_parameters
+from megaspec.estimate.target import Target
 from megaspec.megatron import translate as translating
 from megaspec.megatron.command import read_command
 from megaspec.megatron.draft import Draft
@@ -20,9 +22,7 @@ from megaspec.megatron.translate import check, translate
 from megaspec.megatron.writing import recipe_text
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.parameters import count_parameters
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import BatchRamp, TrainSpec

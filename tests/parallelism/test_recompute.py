@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megaspec.compose.compose import compose
 from megaspec.data.batch import Batch
+from megaspec.estimate.activations import layer_bytes, share_of
 from megaspec.nn.linear import Linear
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import RecomputePart, RecomputeSpec
-from megaspec.resolve.activations import layer_bytes, share_of
 from megaspec.resolve.examples import CPU, FACTS
 from megaspec.resolve.resolver import resolve
 from megaspec.runtime.build import Built, build, build_model, initialise, materialise, mesh_of

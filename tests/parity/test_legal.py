@@ -5,10 +5,10 @@ import json
 import pytest
 
 from megaspec.core.errors import RecipeError
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 from tests.parity.cases import content_of, spec_of
 from tests.parity.sets import DEFAULT, SLOW, cases_of
 

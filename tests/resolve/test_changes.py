@@ -7,19 +7,19 @@ from rich.console import Console
 
 from megaspec.compose.compose import compose
 from megaspec.core.problems import show, value_at
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.memory import fullest, fullest_within, memory_of
+from megaspec.estimate.step_time import step_time
 from megaspec.resolve import changes
 from megaspec.resolve import plan as plan_module
-from megaspec.resolve.ceilings import ceilings_of
 from megaspec.resolve.changes import WORTH, best_change, trials
 from megaspec.resolve.difference import differences
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.memory import fullest, fullest_within, memory_of
 from megaspec.resolve.plan import make_plan
 from megaspec.resolve.remedies import broken
 from megaspec.resolve.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.step_time import step_time
 from tests.resolve.planned import filled, shaped
 from tests.resolve.test_plan import machine, planned
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
+from megaspec.estimate.target import Target
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve, settle
-from megaspec.resolve.target import Target
 from megaspec.spec import Spec, open_fields
 from tests.pace import within
 

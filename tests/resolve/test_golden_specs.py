@@ -9,8 +9,8 @@ import yaml
 from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.axes import expert_degrees
+from megaspec.estimate.formula import degrees
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.formula import degrees
 from megaspec.resolve.resolver import resolve
 from megaspec.spec import Spec
 from tests.golden_specs import FOLDER, resolved, targets

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megaspec.resolve.hardware import HARDWARE
+from megaspec.estimate.hardware import HARDWARE
 from megaspec.resolve.hints import DETERMINISTIC
 from megaspec.resolve.report import print_whole_plan
 from tests.resolve.test_plan import planned

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.memory import fullest, memory_of
 from megaspec.recipe import Recipe
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.remedies import remedies, savings
 from tests.resolve.plans import MOE, plan
 

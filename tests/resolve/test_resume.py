@@ -8,11 +8,11 @@ import pytest
 from megaspec.compose.compose import compose, recompose
 from megaspec.core.errors import RecipeError
 from megaspec.data.spec import ORDER_VERSION
+from megaspec.estimate.target import Target
 from megaspec.resolve.difference import FREE
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import changes, fork, resume
-from megaspec.resolve.target import Target
 from megaspec.run_folder import read_run
 from megaspec.train.batch_schedule import BatchSchedule
 

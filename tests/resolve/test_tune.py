@@ -9,14 +9,14 @@ import pytest
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.core.frozen import AUTO
-from megaspec.resolve.ceilings import ceilings_of
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.step_time import step_time
+from megaspec.estimate.target import Target
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_filled
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.step_time import step_time
-from megaspec.resolve.target import Target
 from megaspec.resolve.tune import SEARCHED, Grid, layouts, tune
 from megaspec.resolve.unbuilt import unbuilt_problems
 from tests.pace import within

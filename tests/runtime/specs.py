@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 from megaspec.run_folder import make_folder, write_run
 from megaspec.spec import Spec
 

@@ -6,13 +6,13 @@ import torch.distributed as dist
 
 from megaspec.core.errors import MemoryRunOut
 from megaspec.core.units import GIB
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.target import Target
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.memory import fullest, memory_of
 from megaspec.resolve.remedies import savings
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
 from megaspec.runtime.out_of_memory import out_of_memory
 from megaspec.runtime.position import Position
 from megaspec.runtime.rank import Place, bounded, explained

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megaspec.commands.planned import plan_words
 from megaspec.core.errors import RecipeError
+from megaspec.estimate.memory import StageMemory
 from megaspec.resolve.gather import gather_facts
-from megaspec.resolve.memory import StageMemory
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.unbuilt import unbuilt_problems
 from megaspec.runtime import step

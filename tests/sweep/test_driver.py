@@ -14,7 +14,7 @@ import pytest
 
 from megaspec.checkpoint.lock import RunLock
 from megaspec.cli import main
-from megaspec.resolve.target import Target
+from megaspec.estimate.target import Target
 from megaspec.sweep import attempt, commands
 from megaspec.sweep.state import SweepFolder
 from tests.sweep.conftest import TINY, lives, points, states, sweep

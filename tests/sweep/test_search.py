@@ -11,7 +11,7 @@ import optuna
 import pytest
 
 from megaspec.cli import main
-from megaspec.resolve.target import Target
+from megaspec.estimate.target import Target
 from megaspec.sweep import search
 from megaspec.sweep.points import Checker
 from megaspec.sweep.results import Result

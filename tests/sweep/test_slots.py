@@ -3,7 +3,7 @@
 import pytest
 
 from megaspec.core.errors import RecipeError
-from megaspec.resolve.target import Target
+from megaspec.estimate.target import Target
 from megaspec.sweep.slots import Slots, make_slots, point_target, visible_gpus
 from megaspec.sweep.spec import SweepSpec
 

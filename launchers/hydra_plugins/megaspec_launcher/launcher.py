@@ -19,7 +19,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 
-from megaspec.resolve.target import detect_target
+from megaspec.estimate.target import detect_target
 from megaspec.sweep.slots import CORES_OF_A_SLOT, Slots, visible_gpus
 from megaspec_launchers.signals import end_with
 

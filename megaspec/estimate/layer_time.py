@@ -5,14 +5,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from megaspec.recipe import Recipe
-from megaspec.resolve.ceilings import Ceilings, ProductKind
-from megaspec.resolve.communication import Collective, Mesh, end_collectives, layer_collectives, mesh_of
-from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.parameters import RankParameters, rank_parameters
-from megaspec.resolve.stages import Chunk
-from megaspec.resolve.work import (
+from megaspec.estimate.ceilings import Ceilings, ProductKind
+from megaspec.estimate.communication import Collective, Mesh, end_collectives, layer_collectives, mesh_of
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.parameters import RankParameters, rank_parameters
+from megaspec.estimate.work import (
     AttentionWork,
     Part,
     Product,
@@ -24,6 +21,9 @@ from megaspec.resolve.work import (
     recomputed_parts,
     weights_bytes,
 )
+from megaspec.recipe import Recipe
+from megaspec.resolve.kinds import has_experts
+from megaspec.resolve.stages import Chunk
 
 # What a collective that runs beside arithmetic costs all the same, of its own time: it takes multiprocessors and
 # memory bandwidth away. Measured on 2 and 4 H200: a hidden all-reduce of gradients adds about half of its time.

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from megaspec.resolve.ceilings import Ceilings, ceilings_of
-from megaspec.resolve.flops import flops_per_sequence
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.step_time import step_time
+from megaspec.estimate.ceilings import Ceilings, ceilings_of
+from megaspec.estimate.flops import flops_per_sequence
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.step_time import step_time
 from tests.resolve.planned import RANDOM, filled
 
 CLOSE = 0.10

@@ -12,15 +12,11 @@ from math import ceil
 from typing import NamedTuple
 
 from megaspec.core.axes import world_size
-from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
-from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
-from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.activations import LayerBytes, Share, layer_bytes, share_of
-from megaspec.resolve.formula import degrees, sharing_ranks
-from megaspec.resolve.hidden import hidden_of_layer
-from megaspec.resolve.kinds import has_experts, mla_of
-from megaspec.resolve.parameters import RankParameters, rank_parameters, table_parameters
-from megaspec.resolve.schedule import (
+from megaspec.estimate.activations import LayerBytes, Share, layer_bytes, share_of
+from megaspec.estimate.formula import degrees, sharing_ranks
+from megaspec.estimate.hidden import hidden_of_layer
+from megaspec.estimate.parameters import RankParameters, rank_parameters, table_parameters
+from megaspec.estimate.schedule import (
     Moment,
     Moments,
     held_by_chunk,
@@ -29,8 +25,12 @@ from megaspec.resolve.schedule import (
     messages_held,
     shape_of,
 )
+from megaspec.estimate.traffic import Contents, Traffic
+from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
+from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
+from megaspec.recipe import ModelSpec, Recipe
+from megaspec.resolve.kinds import has_experts, mla_of
 from megaspec.resolve.stages import stages_of
-from megaspec.resolve.traffic import Contents, Traffic
 from megaspec_kernels.catalog import logits_piece
 
 # Measured on H200 with torch 2.11 and CUDA 13.

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from functools import lru_cache
 from math import ceil
 
+from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.parameters import RankParameters, layer_parameters, local_kv_heads
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.optim.spec import MuonSpec
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.ceilings import Ceilings
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
-from megaspec.resolve.parameters import RankParameters, layer_parameters, local_kv_heads
 from megaspec.resolve.stages import Chunk
 
 Shape = tuple[int, int]

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from megaspec.compose.compose import compose
-from megaspec.resolve.ceilings import ceilings_of
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.memory import fullest, memory_of
+from megaspec.estimate.step_time import step_time
+from megaspec.estimate.target import Target
+from megaspec.estimate.work import layer_parts
 from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_filled
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.memory import fullest, memory_of
-from megaspec.resolve.step_time import step_time
-from megaspec.resolve.target import Target
-from megaspec.resolve.work import layer_parts
 from tests.benchmarks import bench_train
 from tests.benchmarks.bench_switches import SWITCHES, arguments
 

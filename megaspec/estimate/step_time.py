@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
+from megaspec.estimate.activations import layer_bytes, share_of
+from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of, transfers
+from megaspec.estimate.flops import flops_per_sequence
+from megaspec.estimate.formula import sharing_ranks
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.hidden import orthogonalising_seconds
+from megaspec.estimate.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
+from megaspec.estimate.memory import kept_by_layer
+from megaspec.estimate.parameters import RankParameters
+from megaspec.estimate.schedule import bubble, shape_of
+from megaspec.estimate.work import Share
 from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.parallelism.passes import PAIR_CTAS, Shape, stage_number
 from megaspec.parallelism.timeline import Durations
 from megaspec.recipe import Recipe
-from megaspec.resolve.activations import layer_bytes, share_of
-from megaspec.resolve.ceilings import Ceilings
-from megaspec.resolve.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of, transfers
-from megaspec.resolve.flops import flops_per_sequence
-from megaspec.resolve.formula import sharing_ranks
-from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.hidden import orthogonalising_seconds
 from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
-from megaspec.resolve.memory import kept_by_layer
-from megaspec.resolve.parameters import RankParameters
-from megaspec.resolve.schedule import bubble, shape_of
 from megaspec.resolve.stages import Chunk, stages_of
-from megaspec.resolve.work import Share
 
 _USEFUL = ("matrix products", "attention")
 # Of a copy's bandwidth, what the norm, the fused update and the copy back reach (measured on an H200: 3.3 to 3.5 of 4.3

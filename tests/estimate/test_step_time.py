@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.resolve.ceilings import ceilings_of
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.layer_time import collective_seconds
-from megaspec.resolve.step_time import exposed_collectives, step_time
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.layer_time import collective_seconds
+from megaspec.estimate.step_time import exposed_collectives, step_time
 from tests.resolve.planned import filled, shaped
 
 H200 = HARDWARE["H200"]

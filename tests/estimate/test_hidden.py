@@ -5,15 +5,15 @@ from math import prod
 import pytest
 import torch
 
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.communication import collectives_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.hidden import hidden_matrices, hidden_of_layer, hidden_parameters
+from megaspec.estimate.memory import memory_of
+from megaspec.estimate.parameters import rank_parameters
+from megaspec.estimate.step_time import step_time
 from megaspec.nn.matrices import matrices_of
-from megaspec.resolve.ceilings import ceilings_of
-from megaspec.resolve.communication import collectives_of
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.hidden import hidden_matrices, hidden_of_layer, hidden_parameters
-from megaspec.resolve.memory import memory_of
-from megaspec.resolve.parameters import rank_parameters
 from megaspec.resolve.stages import stages_of
-from megaspec.resolve.step_time import step_time
 from megaspec.runtime.build import MODELS
 from megaspec_kernels.registry import kernels_of
 from megaspec_kernels.spec import KernelsSpec

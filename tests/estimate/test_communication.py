@@ -6,10 +6,10 @@ from math import prod
 import pytest
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, rank_groups
-from megaspec.resolve.communication import Mesh, collectives_of
-from megaspec.resolve.hardware import HARDWARE
-from megaspec.resolve.memory import memory_of, state_bytes
-from megaspec.resolve.parameters import partial_gradients, rank_parameters
+from megaspec.estimate.communication import Mesh, collectives_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.memory import memory_of, state_bytes
+from megaspec.estimate.parameters import partial_gradients, rank_parameters
 from tests.resolve.planned import filled, shaped
 from tests.resolve.plans import GPT, LLAMA, plan
 

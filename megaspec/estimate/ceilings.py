@@ -14,8 +14,8 @@ from pydantic import Field, ValidationError, model_validator
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen, PositiveInt
 from megaspec.core.problems import one_of
-from megaspec.resolve.curves import Curve, Seconds
-from megaspec.resolve.hardware import HARDWARE, MEASURED_BY, Hardware
+from megaspec.estimate.curves import Curve, Seconds
+from megaspec.estimate.hardware import HARDWARE, MEASURED_BY, Hardware
 
 ProductKind = Literal["forward", "dgrad", "wgrad"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from megaspec.estimate.activations import Share
+from megaspec.estimate.parameters import layer_parameters, table_parameters
 from megaspec.recipe import Recipe
-from megaspec.resolve.activations import Share
-from megaspec.resolve.parameters import layer_parameters, table_parameters
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ activations and optimizer state, tokens of experts, grouped keys in activations,
 from fractions import Fraction
 
 from megaspec.core.axes import expert_degrees
+from megaspec.estimate.batch_sizes import data_parallel
+from megaspec.estimate.formula import degrees
+from megaspec.estimate.parameters import padded_vocab
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.nn.spec import MlaSpec
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.batch import data_parallel
-from megaspec.resolve.formula import degrees
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
-from megaspec.resolve.parameters import padded_vocab
 
 _PLAIN, _KEPT, _SHARED_OUT = 18, 6, 12
 """Bytes of a weight: with everything on each rank; with the optimizer shared out, what stays and what is divided."""

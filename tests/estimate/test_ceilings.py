@@ -9,10 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from megaspec.core.errors import RecipeError
-from megaspec.resolve import ceilings as ceilings_module
-from megaspec.resolve.ceilings import Ceilings, ceilings_of, read_ceilings
-from megaspec.resolve.curves import Curve, never_faster
-from megaspec.resolve.hardware import HARDWARE
+from megaspec.estimate import ceilings as ceilings_module
+from megaspec.estimate.ceilings import Ceilings, ceilings_of, read_ceilings
+from megaspec.estimate.curves import Curve, never_faster
+from megaspec.estimate.hardware import HARDWARE
 
 H200 = ceilings_of(HARDWARE["H200"])
 KINDS = ("forward", "dgrad", "wgrad")

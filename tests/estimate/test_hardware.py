@@ -3,8 +3,8 @@
 import pytest
 
 from megaspec.core.errors import RecipeError
-from megaspec.resolve.hardware import HARDWARE, hardware_named, hardware_of
-from megaspec.resolve.target import Target
+from megaspec.estimate.hardware import HARDWARE, hardware_named, hardware_of
+from megaspec.estimate.target import Target
 
 
 def target(gpu: str, memory: int = 0) -> Target:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from megaspec.estimate.parameters import local_kv_heads
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import ModelSpec, Recipe
 from megaspec.resolve.kinds import mla_of, moe_of
-from megaspec.resolve.parameters import local_kv_heads
 
 WIDTH = {"fp64": 8, "fp32": 4}
 """Bytes of a number in a precision; every other computes in 2."""

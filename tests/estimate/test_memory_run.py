@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megaspec.data.batch import Batch
+from megaspec.estimate.memory import memory_of
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.resolve.memory import memory_of
 from megaspec.runtime.build import build, initialise
 from megaspec.runtime.step import train_step
 from tests.runtime.specs import spec

@@ -16,7 +16,7 @@ except ImportError:
 from pydantic import Field
 
 from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
-from megaspec.resolve.hardware import hardware_of
+from megaspec.estimate.hardware import hardware_of
 
 _PACKAGES = ("megaspec", "torch", "numpy", "pydantic", "safetensors", "tokenizers", "triton", "tensorboard")
 

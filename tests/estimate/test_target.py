@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from megaspec.resolve import target as module
-from megaspec.resolve.target import Target, detect_target, parse_gpu_lines
+from megaspec.estimate import target as module
+from megaspec.estimate.target import Target, detect_target, parse_gpu_lines
 
 H200 = ("NVIDIA H200", 90, 2**37)
 H100 = ("NVIDIA H100", 90, 2**36)
@@ -59,5 +59,5 @@ def test_peaks():
 
 
 def test_detecting_imports_no_torch():
-    program = "import sys; from megaspec.resolve.target import detect_target; detect_target();"
+    program = "import sys; from megaspec.estimate.target import detect_target; detect_target();"
     subprocess.run([sys.executable, "-c", program + "assert 'torch' not in sys.modules"], check=True)

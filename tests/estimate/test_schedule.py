@@ -6,9 +6,7 @@ from random import Random
 
 import pytest
 
-from megaspec.parallelism.passes import Pass, Shape, made, needed, orders, stage_number, window
-from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, receives, seconds_if_late, simulate
-from megaspec.resolve.schedule import (
+from megaspec.estimate.schedule import (
     _messages_of_a_shorter,
     bubble,
     bubble_formula,
@@ -20,6 +18,8 @@ from megaspec.resolve.schedule import (
     makespan_formula,
     messages_held,
 )
+from megaspec.parallelism.passes import Pass, Shape, made, needed, orders, stage_number, window
+from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, receives, seconds_if_late, simulate
 from tests.pace import within
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_h1", 1), ("zb_v", 2))

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from megaspec.compose.compose import compose
-from megaspec.resolve.batch import batch_plan
+from megaspec.estimate.batch_sizes import batch_plan
+from megaspec.estimate.flops import flops_per_sequence
+from megaspec.estimate.formula import dense_equation, expert_equation
+from megaspec.estimate.parameters import count_parameters, padded_vocab
+from megaspec.estimate.target import Target
 from megaspec.resolve.facts import Facts
-from megaspec.resolve.flops import flops_per_sequence
-from megaspec.resolve.formula import dense_equation, expert_equation
-from megaspec.resolve.parameters import count_parameters, padded_vocab
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.target import Target
-from tests.resolve.megatron_adapter import cases, recipe_of
+from tests.estimate.megatron_adapter import cases, recipe_of
 
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 

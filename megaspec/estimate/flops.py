@@ -8,10 +8,10 @@ computes and what Megatron reports; `full` counts all of them, which is what mos
 from functools import lru_cache
 from typing import Literal
 
+from megaspec.estimate.parameters import padded_vocab
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
-from megaspec.resolve.parameters import padded_vocab
 
 Convention = Literal["causal", "full"]
 # Forward, input gradient and weight gradient, each a multiply and an add.

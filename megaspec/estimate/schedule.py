@@ -5,6 +5,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.parallelism.passes import (
     MESSAGES_KEPT,
     Pass,
@@ -19,7 +20,6 @@ from megaspec.parallelism.passes import (
 )
 from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, by_rank, receives, seconds_if_late, simulate
 from megaspec.recipe import Recipe
-from megaspec.resolve.batch import data_parallel
 
 # Steps of more passes than this, past those that only repeat, are not simulated: about a tenth of a second.
 MOST_PASSES = 60_000

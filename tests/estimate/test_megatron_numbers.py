@@ -2,11 +2,11 @@
 
 import pytest
 
-from megaspec.resolve.flops import flops_per_sequence, flops_per_token
-from megaspec.resolve.memory import memory_of
-from megaspec.resolve.parameters import count_parameters
-from tests.resolve.megatron_adapter import cases, recipe_of
-from tests.resolve.megatron_memory import activation_bytes, weight_and_optimizer_bytes
+from megaspec.estimate.flops import flops_per_sequence, flops_per_token
+from megaspec.estimate.memory import memory_of
+from megaspec.estimate.parameters import count_parameters
+from tests.estimate.megatron_adapter import cases, recipe_of
+from tests.estimate.megatron_memory import activation_bytes, weight_and_optimizer_bytes
 
 CASES = cases()
 # Megatron sums in floating point; ours are whole numbers and fractions, rounded once.

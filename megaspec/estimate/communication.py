@@ -10,24 +10,24 @@ from math import prod
 from typing import Literal
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.optim.spec import MuonSpec
-from megaspec.parallelism.passes import Shape, stage_number
-from megaspec.recipe import Recipe
-from megaspec.resolve.formula import degrees, sharing_ranks
-from megaspec.resolve.hardware import Hardware
-from megaspec.resolve.hidden import hidden_parameters, working_width
-from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.parameters import (
+from megaspec.estimate.formula import degrees, sharing_ranks
+from megaspec.estimate.hardware import Hardware
+from megaspec.estimate.hidden import hidden_parameters, working_width
+from megaspec.estimate.parameters import (
     RankParameters,
     layer_parameters,
     partial_gradients,
     rank_parameters,
     table_parameters,
 )
-from megaspec.resolve.schedule import catch_ups, shape_of
+from megaspec.estimate.schedule import catch_ups, shape_of
+from megaspec.estimate.work import Share, recomputed_layers, recomputed_parts
+from megaspec.model.gpt.spec import GptSpec
+from megaspec.optim.spec import MuonSpec
+from megaspec.parallelism.passes import Shape, stage_number
+from megaspec.recipe import Recipe
+from megaspec.resolve.kinds import has_experts
 from megaspec.resolve.stages import Chunk, stages_of
-from megaspec.resolve.work import Share, recomputed_layers, recomputed_parts
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 Phase = Literal["forward", "backward", "step"]

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from megaspec.core.axes import world_size
+from megaspec.estimate.formula import degrees
 from megaspec.parallelism.spec import ParallelismSpec
-from megaspec.resolve.formula import degrees
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import TrainSpec
 
