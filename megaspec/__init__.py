@@ -10,7 +10,7 @@ _WHERE = {
     "Recipe": "megaspec.recipe:Recipe",
     "Spec": "megaspec.spec:Spec",
     "Target": "megaspec.estimate.target:Target",
-    "Facts": "megaspec.resolve.facts:Facts",
+    "Facts": "megaspec.rules.run_facts:Facts",
     "detect_target": "megaspec.estimate.target:detect_target",
     "gather_facts": "megaspec.resolve.gather:gather_facts",
     "resolve_recipe": "megaspec.resolve.resolver:resolve",

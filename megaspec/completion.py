@@ -265,6 +265,6 @@ def _values(key: str, search: SearchPath) -> Iterator[str]:
 def _codes() -> tuple[str, ...]:
     # only `explain` needs them: importing every rule would slow the key in all other commands
     from megaspec.commands.codes import CODES
-    from megaspec.resolve.rules import RULES
+    from megaspec.rules.table import RULES
 
     return (*RULES, *CODES)

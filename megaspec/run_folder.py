@@ -28,7 +28,7 @@ from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
-from megaspec.resolve.belonging import objections
+from megaspec.rules.belonging import objections
 from megaspec.spec import Spec
 
 # What an interrupted `train` may leave before spec.json makes it a run.

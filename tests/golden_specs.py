@@ -12,8 +12,8 @@ from megaspec.compose.search_path import SearchPath
 from megaspec.core.frozen import AUTO
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 
 FOLDER = Path(__file__).parent / "golden" / "specs"
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})

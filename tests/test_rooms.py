@@ -14,7 +14,7 @@ from megaspec import cli
 from megaspec.core.frozen import Frozen
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.recipe import SECTIONS, Recipe
-from megaspec.resolve.unbuilt import UNBUILT
+from megaspec.rules.unbuilt import UNBUILT
 from megaspec.runtime.rank import Place, run_rank
 from megaspec.spec import Spec
 
@@ -43,8 +43,8 @@ NOT_FOR_RANKS = {
     # what ranks ask when they build: one place says which layers lie where, for plans and runs alike
     **{f"PipelineSpec.{name}": "megaspec.resolve.stages" for name in LAYERS},
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
-    **{f"ForkPoint.{name}": "megaspec.resolve.belonging" for name in ("manifest", "step", "tokens")},
-    "LocalLauncher.ranks": "megaspec.resolve.rules_mesh",
+    **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("manifest", "step", "tokens")},
+    "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.cli",
     "LocalLauncher.grace_seconds": "megaspec.cli",
     "LocalLauncher.timeout_seconds": "megaspec.cli",

@@ -10,7 +10,7 @@ import pytest
 
 from megaspec.core.problems import field_paths
 from megaspec.recipe import SECTIONS, Recipe
-from megaspec.resolve.unbuilt import UNBUILT
+from megaspec.rules.unbuilt import UNBUILT
 from megaspec.spec import Spec
 from megaspec.sweep.commands import SWEEPS
 

@@ -19,7 +19,7 @@ from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.problems import show
 from megaspec.core.terminal import escape, terminal
 from megaspec.estimate.target import Target
-from megaspec.resolve.difference import Change, differences, verdict
+from megaspec.rules.difference import Change, differences, verdict
 from megaspec.run_folder import is_run, read_run, read_target
 from megaspec.spec import Spec
 

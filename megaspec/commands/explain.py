@@ -21,13 +21,13 @@ from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import did_you_mean, one_of, show, value_at
 from megaspec.core.terminal import escape, terminal
 from megaspec.recipe import SECTIONS, Recipe
-from megaspec.resolve.case import Case
-from megaspec.resolve.examples import EXAMPLES, Example
 from megaspec.resolve.fill import FILLS, Draft
-from megaspec.resolve.reads import fields_read
 from megaspec.resolve.resolver import settle
-from megaspec.resolve.rules import RULES
-from megaspec.resolve.unbuilt import UNBUILT
+from megaspec.rules.case import Case
+from megaspec.rules.examples import EXAMPLES, Example
+from megaspec.rules.reads import fields_read
+from megaspec.rules.table import RULES
+from megaspec.rules.unbuilt import UNBUILT
 
 _UNITS = ("tokens", "sequences", "steps", "seconds", "bytes", "layers", "ranks", "micro batches")
 _ABBREVIATED = ("et al", "e.g", "i.e")

@@ -21,12 +21,12 @@ from megaspec.core.units import GIB
 from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.recipe import Recipe
-from megaspec.resolve.difference import leaves
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.stages import stages_of
 from megaspec.resolve.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.difference import leaves
+from megaspec.rules.unbuilt import unbuilt_problems
 
 # What goes with a kind of recomputation that a search decides.
 _RECOMPUTED = tuple(f"parallelism.recompute.{name}" for name in ("parts", "method", "layers"))

@@ -25,13 +25,13 @@ from megaspec.core.terminal import escape, terminal
 from megaspec.estimate.formula import degrees
 from megaspec.estimate.target import Target, detect_target
 from megaspec.plugins import loaded
-from megaspec.resolve.difference import changed
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.kinds import moe_of
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.shrink import alone, on_cpu, shrink
 from megaspec.resolve.shrink_grid import grid_of
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.difference import changed
+from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.spec import Spec
 from megaspec_launchers.environment import rank_from_environment
 from megaspec_launchers.local import PRELOADED, launch

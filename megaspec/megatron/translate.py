@@ -18,8 +18,8 @@ from megaspec.megatron.layout import translate_layout
 from megaspec.megatron.model import translate_model
 from megaspec.megatron.silent import tell_silent_changes
 from megaspec.megatron.training import translate_training
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 
 _NEEDED = (
     ("--num-layers", "--encoder-num-layers"),

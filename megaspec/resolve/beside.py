@@ -11,15 +11,15 @@ from megaspec.checkable import Checkable, PartlyError
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.case import Case
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import FILLS, PLAIN, Draft
 from megaspec.resolve.gather import gather_facts
-from megaspec.resolve.reads import fields_read
 from megaspec.resolve.resolver import located
-from megaspec.resolve.rules import RULES, broken_rules
 from megaspec.resolve.trials import trials
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.case import Case
+from megaspec.rules.reads import fields_read
+from megaspec.rules.run_facts import Facts
+from megaspec.rules.table import RULES, broken_rules
+from megaspec.rules.unbuilt import unbuilt_problems
 
 
 def with_rules(

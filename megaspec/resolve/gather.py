@@ -5,7 +5,7 @@ from pathlib import Path
 from megaspec.core.frozen import AUTO
 from megaspec.data.facts import data_facts
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
+from megaspec.rules.run_facts import Facts
 
 RUNS = Path("runs")
 

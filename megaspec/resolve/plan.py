@@ -24,7 +24,7 @@ from megaspec.resolve.hints import Hint, hints
 from megaspec.resolve.promise import promise
 from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.spec import Decision, Spec
 
 MEMORY_KINDS = tuple(f.name for f in fields(StageMemory))

@@ -1,6 +1,6 @@
 """What holds of the numbers of a run that was stopped and goes on."""
 
-from megaspec.resolve.difference import differences
+from megaspec.rules.difference import differences
 from megaspec.spec import Spec
 
 # Whoever changes one of these has sums taken in another order.

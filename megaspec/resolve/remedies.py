@@ -13,13 +13,13 @@ from megaspec.estimate.target import Target
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.case import Case, can_split_sequences, divisors
-from megaspec.resolve.difference import leaves
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.kinds import has_experts, moe_of
-from megaspec.resolve.rules import RULES
 from megaspec.resolve.stages import stage_problem
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.case import Case, can_split_sequences, divisors
+from megaspec.rules.difference import leaves
+from megaspec.rules.run_facts import Facts
+from megaspec.rules.table import RULES
+from megaspec.rules.unbuilt import unbuilt_problems
 
 MOST = 4
 

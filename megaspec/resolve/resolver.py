@@ -15,12 +15,12 @@ from megaspec.data.spec import ORDER_VERSION
 from megaspec.estimate.formula import degrees
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.case import Case
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import FILLS, Draft
-from megaspec.resolve.rules import broken_rules, is_legal
 from megaspec.resolve.trials import trials
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.case import Case
+from megaspec.rules.run_facts import Facts
+from megaspec.rules.table import broken_rules, is_legal
+from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 

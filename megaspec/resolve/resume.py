@@ -15,9 +15,9 @@ from megaspec.core.problems import origin_of, show, value_at
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.difference import changed, is_free, leaves
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import Refused, Settled, settle
+from megaspec.rules.difference import changed, is_free, leaves
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 

@@ -18,14 +18,14 @@ from megaspec.model.spec import TransformerSpec
 from megaspec.nn.spec import MoeSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.case import Case, divisors
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_drafted
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.resolve.resolver import settle
-from megaspec.resolve.rules import is_legal
 from megaspec.resolve.shrink_grid import Grid, grid_of, smaller_grids
 from megaspec.resolve.stages import parse_layout, stages_of
+from megaspec.rules.case import Case, divisors
+from megaspec.rules.run_facts import Facts
+from megaspec.rules.table import is_legal
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import CATALOG, Use, choose, unmet
 

@@ -10,7 +10,7 @@ from megaspec.core.problems import one_of
 from megaspec.parallelism.passes import stage_number
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.recipe import ModelSpec
-from megaspec.resolve.case import divisors, multiples, nearest
+from megaspec.rules.case import divisors, multiples, nearest
 
 MOST_LAYERS = 10_000
 _KEY = "parallelism.pipeline"

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from megaspec.core.problems import value_at
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.case import Case
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import PLAIN, plainly_drafted
-from megaspec.resolve.rules import broken_codes
+from megaspec.rules.case import Case
+from megaspec.rules.run_facts import Facts
+from megaspec.rules.table import broken_codes
 
 # Of one report, so that a recipe in which everything is wrong is answered as quickly as others.
 MOST = 300

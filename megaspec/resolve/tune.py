@@ -24,12 +24,12 @@ from megaspec.estimate.target import Target
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.balance import divided_by_time
-from megaspec.resolve.case import Case, can_split_sequences, divisors
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.rules import is_legal
 from megaspec.resolve.stages import EVENLY
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.case import Case, can_split_sequences, divisors
+from megaspec.rules.run_facts import Facts
+from megaspec.rules.table import is_legal
+from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.train.batch_schedule import BatchSchedule
 
 # Fields that a search may decide, as dotted paths.

@@ -43,7 +43,7 @@ from megaspec.parallelism.tensor import TensorParallel
 from megaspec.parallelism.whole_matrices import WholeMatrices
 from megaspec.recipe import ModelSpec
 from megaspec.resolve.stages import stages_of
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
 from megaspec_kernels.attention import sdpa, sdpa_block

@@ -19,8 +19,8 @@ from megaspec.estimate.target import Target
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.runtime.build import DTYPES, build, initialise
 from megaspec.runtime.step import train_step
 from megaspec_kernels.attention.sdpa import attention

@@ -20,7 +20,7 @@ from megaspec.data.spec import DataSource, IndexedSpec
 from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
-from megaspec.resolve.belonging import objections
+from megaspec.rules.belonging import objections
 from megaspec.runtime.build import Built, build_split_model
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over

@@ -23,7 +23,7 @@ from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepD
 from megaspec.log.sinks import METRICS
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
-from megaspec.resolve.belonging import objections
+from megaspec.rules.belonging import objections
 from megaspec.runtime.build import Built, initialise
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain

@@ -22,7 +22,7 @@ from megaspec.core.errors import CheckpointError, printable
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
-from megaspec.resolve.belonging import is_fork_point
+from megaspec.rules.belonging import is_fork_point
 from megaspec.runtime.build import Built
 
 

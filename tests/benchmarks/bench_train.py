@@ -26,9 +26,9 @@ from megaspec.nn.moe import Moe
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step

@@ -11,9 +11,9 @@ from megaspec.compose.compose import compose
 from megaspec.core.problems import field_paths
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.difference import BOUND, FREE, NAMES, changed, differences, is_free, leaves, verdict
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.difference import BOUND, FREE, NAMES, changed, differences, is_free, leaves, verdict
+from megaspec.rules.run_facts import Facts
 from megaspec.run_folder import write_run
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})

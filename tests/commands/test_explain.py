@@ -16,8 +16,8 @@ from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import field_paths
 from megaspec.recipe import Recipe
-from megaspec.resolve.examples import EXAMPLES
-from megaspec.resolve.rules import RULES
+from megaspec.rules.examples import EXAMPLES
+from megaspec.rules.table import RULES
 
 ROOT = Path(__file__).parents[2]
 FIELDS = list(fields_of(Recipe))

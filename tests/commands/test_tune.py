@@ -8,9 +8,9 @@ from megaspec.cli import main
 from megaspec.commands.planned import plan_words
 from megaspec.core.errors import RecipeError
 from megaspec.estimate.memory import fullest, memory_of
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.stages import parse_layout
+from megaspec.rules.run_facts import Facts
 
 WORDS = ("recipe=llama3_8b", "gpus=8", "hardware=H100", "train.global_batch=32")
 

@@ -10,8 +10,8 @@ from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.formula import dense_equation, expert_equation
 from megaspec.estimate.parameters import count_parameters, padded_vocab
 from megaspec.estimate.target import Target
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from tests.estimate.megatron_adapter import cases, recipe_of
 
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})

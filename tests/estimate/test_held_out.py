@@ -20,8 +20,8 @@ from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import Target
 from megaspec.estimate.work import layer_parts
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_filled
+from megaspec.rules.run_facts import Facts
 from tests.benchmarks import bench_train
 from tests.benchmarks.bench_switches import SWITCHES, arguments
 

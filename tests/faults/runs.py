@@ -12,8 +12,8 @@ from megaspec.checkpoint.store import Store
 from megaspec.estimate.target import Target
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.run_folder import make_folder, write_run
 from megaspec_launchers.local import launch
 from megaspec_launchers.rank_factory import RankFactory

@@ -15,8 +15,8 @@ from megaspec.data.batch import Batch
 from megaspec.estimate.target import detect_target
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from tests.ranks import RankPool, gpu_of

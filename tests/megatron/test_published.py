@@ -13,8 +13,8 @@ from megaspec.megatron.draft import Draft
 from megaspec.megatron.translate import check, translate
 from megaspec.megatron.writing import recipe_text
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 from tests.megatron import published
 

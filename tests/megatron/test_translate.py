@@ -21,8 +21,8 @@ from megaspec.megatron.flags import BY_NAME, FLAGS
 from megaspec.megatron.translate import check, translate
 from megaspec.megatron.writing import recipe_text
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import BatchRamp, TrainSpec

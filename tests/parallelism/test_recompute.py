@@ -14,8 +14,8 @@ from megaspec.nn.linear import Linear
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import RecomputePart, RecomputeSpec
-from megaspec.resolve.examples import CPU, FACTS
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.examples import CPU, FACTS
 from megaspec.runtime.build import Built, build, build_model, initialise, materialise, mesh_of
 from megaspec.runtime.parity import divide, gather_global
 from megaspec.runtime.step import count_tokens, forward_backward

@@ -7,8 +7,8 @@ import pytest
 from megaspec.core.errors import RecipeError
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from tests.parity.cases import content_of, spec_of
 from tests.parity.sets import DEFAULT, SLOW, cases_of
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from megaspec.compose.compose import compose
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import settle
+from megaspec.rules.run_facts import Facts
 
 FACTS = Facts(run_dir="runs/x", vocab_size=257, train_tokens=10**12, valid_tokens=10**9)
 RANDOM = ("data=random", "~data.blend", "train.sample=null", "train.eval_every=0")

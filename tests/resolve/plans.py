@@ -5,8 +5,8 @@ from typing import Any
 
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.fill import plainly_filled
+from megaspec.rules.run_facts import Facts
 
 GPT: dict[str, Any] = {"kind": "gpt", "n_layers": 4, "d_model": 32, "n_heads": 4, "vocab_size": 37}
 LLAMA = GPT | {"kind": "llama", "n_kv_heads": 2, "d_ffn": 48}

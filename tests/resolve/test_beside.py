@@ -7,8 +7,8 @@ from megaspec.cli import main
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.resolve.beside import with_rules
-from megaspec.resolve.examples import CPU, EXAMPLES, H200
 from megaspec.resolve.resolver import settle
+from megaspec.rules.examples import CPU, EXAMPLES, H200
 
 NINE = (
     "model.d_ffn=28671",

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.estimate.target import Target
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve, settle
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec, open_fields
 from tests.pace import within
 

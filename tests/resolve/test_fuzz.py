@@ -16,9 +16,9 @@ from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.frozen import AUTO, parse_count
 from megaspec.core.problems import field_paths, typed_problems, value_at
 from megaspec.recipe import SECTIONS, Recipe
-from megaspec.resolve.examples import CPU, FACTS, H200, V100
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import Settled, settle
+from megaspec.rules.examples import CPU, FACTS, H200, V100
+from megaspec.rules.run_facts import Facts
 from tests.pace import within
 
 NAMES = sorted(p.stem for p in recipes_dir().glob("*.yaml"))

@@ -10,8 +10,8 @@ from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.axes import expert_degrees
 from megaspec.estimate.formula import degrees
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 from tests.golden_specs import FOLDER, resolved, targets
 

@@ -11,11 +11,11 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, rank_groups
 from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.plan import make_plan, rank_view
 from megaspec.resolve.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.tune import SEARCHED
+from megaspec.rules.run_facts import Facts
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
 

@@ -8,10 +8,10 @@ import pytest
 from megaspec import cli
 from megaspec.checkpoint.folders import CHECKPOINTS, step_name
 from megaspec.cli import main
-from megaspec.resolve.examples import CPU, H200
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.promise import promise, promise_of_change
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.examples import CPU, H200
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 from tests.resolve.planned import RANDOM
 from tests.test_cli import tiny

@@ -9,10 +9,10 @@ from megaspec.compose.compose import compose, recompose
 from megaspec.core.errors import RecipeError
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.estimate.target import Target
-from megaspec.resolve.difference import FREE
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import changes, fork, resume
+from megaspec.rules.difference import FREE
+from megaspec.rules.run_facts import Facts
 from megaspec.run_folder import read_run
 from megaspec.train.batch_schedule import BatchSchedule
 

@@ -7,11 +7,11 @@ import pytest
 
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.shrink import RANKS, alone, on_cpu, shrink
 from megaspec.resolve.shrink_grid import Grid, grid_of, smaller_grids
 from megaspec.resolve.stages import stages_of
+from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 from tests.golden_specs import CPU, GPUS, targets
 from tests.resolve.plans import GPT, LLAMA, MLA, MOE, plan

@@ -6,8 +6,8 @@ from typing import Any
 
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.run_folder import make_folder, write_run
 from megaspec.spec import Spec
 

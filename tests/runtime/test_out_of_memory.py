@@ -10,9 +10,9 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.target import Target
 from megaspec.launcher.rendezvous import FileRendezvous
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.remedies import savings
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.run_facts import Facts
 from megaspec.runtime.out_of_memory import out_of_memory
 from megaspec.runtime.position import Position
 from megaspec.runtime.rank import Place, bounded, explained

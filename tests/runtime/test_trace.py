@@ -12,7 +12,7 @@ from megaspec.core.errors import RecipeError
 from megaspec.estimate.memory import StageMemory
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.unbuilt import unbuilt_problems
+from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime import step
 from megaspec.runtime.trace import Trace, fake_world, ranks_to_trace, trace_rank
 from megaspec.runtime.trace_compare import MEMORY_TOLERANCE, Row, compared

@@ -1,8 +1,8 @@
 """Rules about optimization and logging."""
 
 from megaspec.core.errors import Problem
-from megaspec.resolve.case import Case
-from megaspec.resolve.ways import Way, way_out
+from megaspec.rules.case import Case
+from megaspec.rules.ways import Way, way_out
 
 
 def warmup_ends_before_decay(case: Case) -> Problem | None:

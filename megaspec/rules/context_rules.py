@@ -2,8 +2,8 @@
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, show
-from megaspec.resolve.case import Case, divisors, multiples, sequence_unit
-from megaspec.resolve.ways import Way, way_out
+from megaspec.rules.case import Case, divisors, multiples, sequence_unit
+from megaspec.rules.ways import Way, way_out
 
 
 def sequence_splits_over_cp(case: Case) -> Problem | None:

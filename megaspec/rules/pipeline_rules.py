@@ -2,9 +2,9 @@
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
-from megaspec.resolve.case import Case, divisors, multiples
 from megaspec.resolve.stages import even_ways, layout_text, stage_problem
-from megaspec.resolve.ways import Way, way_out
+from megaspec.rules.case import Case, divisors, multiples
+from megaspec.rules.ways import Way, way_out
 
 _KEY = "parallelism.pipeline"
 _UNEVEN = ("first_layers", "last_layers")

@@ -11,9 +11,9 @@ from megaspec.compose.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.examples import EXAMPLES, H200
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.resolver import settle
+from megaspec.rules.examples import EXAMPLES, H200
+from megaspec.rules.run_facts import Facts
 
 NOTHING = Facts(run_dir="runs/x")
 # Recipes of many kinds: pipelines, context, experts, latent attention, fp8, a ramp.

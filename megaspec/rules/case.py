@@ -10,8 +10,8 @@ from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.estimate.target import Target
 from megaspec.nn.spec import MlaSpec, MoeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.facts import Facts
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
+from megaspec.rules.run_facts import Facts
 from megaspec.train.batch_schedule import BatchSchedule
 
 LONGEST_RAMP = 10_000

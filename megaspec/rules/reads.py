@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 from megaspec.core.fields import ENTRY
 from megaspec.core.frozen import Frozen
-from megaspec.resolve.case import Case, Rule
+from megaspec.rules.case import Case, Rule
 
 
 class _Watched:

@@ -20,8 +20,8 @@ from megaspec.checkpoint.format import MANIFEST
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
-from megaspec.resolve.belonging import objections
-from megaspec.resolve.difference import is_free
+from megaspec.rules.belonging import objections
+from megaspec.rules.difference import is_free
 from megaspec.run_folder import newest_good, newest_step
 from megaspec.runtime.build import Built
 from megaspec.runtime.loop import Run

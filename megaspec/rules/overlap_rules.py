@@ -3,8 +3,8 @@
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.optim.spec import MuonSpec
-from megaspec.resolve.case import Case, divisors
 from megaspec.resolve.stages import stage_problem, stages_of
+from megaspec.rules.case import Case, divisors
 
 
 def overlap_needs_what_it_hides(case: Case) -> Problem | None:

@@ -8,9 +8,9 @@ from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.optim.spec import AdamWSpec
 from megaspec.precision.spec import Fp8Precision
-from megaspec.resolve.case import Case, multiples
 from megaspec.resolve.kinds import mla_of
-from megaspec.resolve.ways import Way, way_out
+from megaspec.rules.case import Case, multiples
+from megaspec.rules.ways import Way, way_out
 
 # The compute capabilities that a recipe runs on: from the first to the last.
 _FP8_SM = {"tensorwise": (89, 999), "blockwise": (90, 99), "mxfp8": (100, 999)}

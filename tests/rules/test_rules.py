@@ -8,9 +8,9 @@ import pytest
 
 from megaspec.compose.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
-from megaspec.resolve.examples import CPU, EXAMPLES, FACTS, H200
 from megaspec.resolve.resolver import resolve, settle
-from megaspec.resolve.rules import RULES
+from megaspec.rules.examples import CPU, EXAMPLES, FACTS, H200
+from megaspec.rules.table import RULES
 
 # Words by which a message says what to do.
 WAY_OUT = re.compile(r"\b(try|set|drop|keep|lower|raise|write|install|shorten|it has|start|did you mean|Llama 3 has)\b")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megaspec.core.problems import one_of, show
-from megaspec.resolve.case import Case
+from megaspec.rules.case import Case
 
 # Values of one setting that are tried for each that is suggested.
 _TRIED = 4

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from megaspec.estimate.target import Target
-from megaspec.resolve.facts import Facts
+from megaspec.rules.run_facts import Facts
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})

@@ -3,8 +3,8 @@
 from megaspec.core.errors import Problem
 from megaspec.model.llama.spec import LlamaSpec
 from megaspec.nn.spec import Llama3RopeScaling
-from megaspec.resolve.case import Case, divisors, multiples, sequence_unit
-from megaspec.resolve.ways import Way, way_out
+from megaspec.rules.case import Case, divisors, multiples, sequence_unit
+from megaspec.rules.ways import Way, way_out
 from megaspec_kernels.catalog import Use, choose, unmet
 
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
-from megaspec.resolve.case import Case
 from megaspec.resolve.stages import stage_problem, stages_of
+from megaspec.rules.case import Case
 
 _PARTS = ("core_attention", "activation", "norm", "mlp", "moe", "shared_experts", "mla_up")
 

@@ -5,8 +5,8 @@ from megaspec.core.errors import Problem
 from megaspec.core.problems import did_you_mean, one_of
 from megaspec.estimate.formula import degrees
 from megaspec.estimate.hardware import HARDWARE
-from megaspec.resolve.case import Case, divisors, legal_tp, multiples, sequence_unit, widths
-from megaspec.resolve.ways import Way, way_out
+from megaspec.rules.case import Case, divisors, legal_tp, multiples, sequence_unit, widths
+from megaspec.rules.ways import Way, way_out
 
 
 def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:

@@ -4,8 +4,8 @@ from math import isinf, lcm
 
 from megaspec.core.errors import Problem
 from megaspec.data.spec import IndexedSpec
-from megaspec.resolve.case import LONGEST_RAMP, Case, divisors, multiples
-from megaspec.resolve.ways import Way, way_out
+from megaspec.rules.case import LONGEST_RAMP, Case, divisors, multiples
+from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
 
 

@@ -15,7 +15,7 @@ from megaspec.checkpoint.format import LARGEST_NUMBER, Manifest, StoredTensor
 from megaspec.core.errors import printable
 from megaspec.core.problems import show
 from megaspec.precision.spec import Fp16Precision
-from megaspec.resolve.difference import Change, differences
+from megaspec.rules.difference import Change, differences
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
 

@@ -1,0 +1,150 @@
+"""Every rule of a run, by code. Each is one sentence; all are asked, and everything that is broken is told at once."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from megaspec.core.errors import Problem
+from megaspec.core.problems import origin_of
+from megaspec.rules import (
+    batch_rules,
+    context_rules,
+    mesh_rules,
+    model_rules,
+    moe_rules,
+    optim_rules,
+    overlap_rules,
+    pipeline_rules,
+    precision_rules,
+    recompute_rules,
+)
+from megaspec.rules.case import Case, Rule
+from megaspec.spec import Decision
+
+RULES: dict[str, Rule] = {
+    "ranks-torchrun": mesh_rules.ranks_are_those_that_torchrun_started,
+    "ranks-degrees": mesh_rules.degrees_make_the_world,
+    "ranks-gpus": mesh_rules.a_gpu_for_each_rank,
+    "about-hardware": mesh_rules.named_hardware_is_known,
+    "tp-heads": mesh_rules.tp_divides_heads,
+    "tp-kv-heads": mesh_rules.tp_fits_kv_heads,
+    "tp-ffn": mesh_rules.tp_divides_ffn,
+    "sp-tp": mesh_rules.sequence_parallel_needs_tp,
+    "sp-seq": mesh_rules.sequence_splits_over_tp,
+    "sp-max-seq": mesh_rules.longest_sequence_splits_over_ranks,
+    "dp-replicate": mesh_rules.replicas_share_nothing,
+    "dp-sharded": mesh_rules.sharding_has_ranks_to_share,
+    "dp-fsdp": mesh_rules.fsdp_has_one_replica,
+    "dp-hsdp": mesh_rules.hsdp_shards_and_replicates,
+    "grad-reduce": mesh_rules.reduced_gradients_have_ranks,
+    "pp-layers": pipeline_rules.layers_divide_into_stages,
+    "pp-uneven": pipeline_rules.uneven_stages_hold_all_layers,
+    "pp-layout": pipeline_rules.layout_holds_all_layers,
+    "pp-twice": pipeline_rules.stages_are_described_once,
+    "pp-schedule": pipeline_rules.schedule_has_its_chunks,
+    "pp-off": pipeline_rules.pipeline_settings_need_a_pipeline,
+    "pp-micro-batches": pipeline_rules.interleaving_has_its_micro_batches,
+    "pp-group": pipeline_rules.groups_fit_the_micro_batches,
+    "pp-group-off": pipeline_rules.groups_need_interleaving,
+    "cp-seq": context_rules.sequence_splits_over_cp,
+    "cp-heads": context_rules.heads_split_over_cp,
+    "cp-factors": context_rules.hierarchical_has_factors,
+    "cp-off": context_rules.context_settings_need_cp,
+    "ep-moe": moe_rules.expert_degrees_need_experts,
+    "ep-experts": moe_rules.ep_divides_experts,
+    "ep-grid": moe_rules.expert_grid_fits_the_ranks,
+    "ep-replicas": moe_rules.replicas_hold_all_experts,
+    "ep-dispatch": moe_rules.dispatch_needs_expert_ranks,
+    "etp-width": moe_rules.etp_divides_experts_width,
+    "tp-shared": moe_rules.tp_divides_shared_experts,
+    "moe-sp": moe_rules.experts_under_tp_split_the_sequence,
+    "moe-none": moe_rules.some_layer_has_experts,
+    "moe-layers": moe_rules.layer_list_is_as_long_as_the_model,
+    "moe-layers-twice": moe_rules.expert_layers_are_named_once,
+    "moe-top-k": moe_rules.tokens_find_enough_experts,
+    "moe-groups": moe_rules.groups_are_given_together,
+    "moe-groups-even": moe_rules.groups_divide_experts,
+    "moe-group-top-k": moe_rules.group_choice_is_within_the_groups,
+    "moe-group-reach": moe_rules.chosen_groups_hold_enough_experts,
+    "moe-bias": moe_rules.bias_balances_independent_scores,
+    "moe-softmax": moe_rules.only_a_softmax_comes_first,
+    "moe-top-1": moe_rules.a_single_expert_has_a_weight,
+    "moe-sinkhorn": moe_rules.sinkhorn_balances_alone,
+    "moe-capacity": moe_rules.capacity_needs_a_plain_choice,
+    "moe-capacity-off": moe_rules.dropping_needs_a_capacity,
+    "moe-losses": moe_rules.losses_are_given_once,
+    "moe-gate": moe_rules.a_gate_needs_shared_experts,
+    "recompute-off": recompute_rules.recompute_settings_need_their_kind,
+    "recompute-parts": recompute_rules.recomputed_parts_are_named_once,
+    "recompute-absent": recompute_rules.recomputed_parts_are_in_the_model,
+    "recompute-layers": recompute_rules.recomputed_layers_are_there,
+    "overlap-off": overlap_rules.overlap_needs_what_it_hides,
+    "offload-layers": overlap_rules.offloaded_layers_are_there,
+    "offload-optimizer": overlap_rules.offloaded_optimizers_work_element_by_element,
+    "kv-heads": model_rules.kv_heads_divide_heads,
+    "heads-width": model_rules.heads_divide_width,
+    "rope-even": model_rules.rotary_heads_are_even,
+    "rope-scaling": model_rules.rotary_scaling_is_ordered,
+    "seq-model": model_rules.sequences_fit_the_model,
+    "vocab-data": model_rules.vocabulary_holds_the_data,
+    "kernel-attention": model_rules.attention_kernel_runs,
+    "kernel-cross-entropy": model_rules.cross_entropy_kernel_runs,
+    "kernel-grouped": model_rules.grouped_kernel_runs,
+    "mla-kv-heads": model_rules.latent_attention_has_no_groups,
+    "mla-head": model_rules.latent_heads_have_their_parts,
+    "mla-rope": model_rules.latent_rotary_part_is_even,
+    "mla-qk-norm": model_rules.latent_attention_has_its_own_norms,
+    "precision-gpu": precision_rules.precision_runs_on_the_gpu,
+    "fp8-gpu": precision_rules.fp8_runs_on_the_gpu,
+    "fp8-layers": precision_rules.fp8_leaves_layers_to_itself,
+    "fp8-gather": precision_rules.fp8_gathers_sharded_weights,
+    "fp8-tiles": precision_rules.fp8_products_have_whole_tiles,
+    "formats-sharded": precision_rules.narrow_state_is_sharded,
+    "formats-weights": precision_rules.narrow_state_goes_with_narrow_weights,
+    "formats-heads": precision_rules.scaled_state_is_of_own_heads,
+    "batch-divides": batch_rules.global_batch_divides,
+    "ramp-start": batch_rules.ramp_starts_below_the_batch,
+    "ramp-increment": batch_rules.ramp_reaches_the_batch,
+    "ramp-stages": batch_rules.ramp_stages_divide,
+    "blend-weights": batch_rules.blend_weights_make_shares,
+    "blend-pass": batch_rules.blend_without_weights_is_one_pass,
+    "split-train": batch_rules.split_holds_training_data,
+    "eval-split": batch_rules.evaluation_has_data,
+    "data-train": batch_rules.training_split_fills_a_sequence,
+    "data-valid": batch_rules.validation_split_fills_a_sequence,
+    "sample-tokenizer": batch_rules.sampling_has_a_tokenizer,
+    "lr-warmup": optim_rules.warmup_ends_before_decay,
+    "lr-constant": optim_rules.a_constant_rate_stays,
+    "wsd-steps": optim_rules.wsd_has_a_decay,
+    "wsd-fits": optim_rules.wsd_decay_fits,
+    "wsd-only": optim_rules.only_wsd_has_a_final_decay,
+    "lr-min": optim_rules.lowest_rate_is_lowest,
+    "lr-init": optim_rules.first_rate_is_not_highest,
+    "wd-ramp": optim_rules.weight_decay_ramp_is_whole,
+    "fp16-scale": optim_rules.fp16_scale_is_in_bounds,
+    "log-tensorboard": optim_rules.tensorboard_is_installed,
+}
+
+
+def is_legal(case: Case) -> bool:
+    """True when every rule is kept."""
+    return all(rule(case) is None for rule in RULES.values())
+
+
+def broken_codes(case: Case) -> frozenset[str]:
+    """The codes of the rules that are broken."""
+    return frozenset(code for code, rule in RULES.items() if rule(case) is not None)
+
+
+def broken_rules(
+    case: Case, *, decisions: tuple[Decision, ...], origins: Mapping[str, str], rules: Mapping[str, Rule] = RULES
+) -> list[Problem]:
+    """Every problem, with its code and where the value is from: a file, the command line, or our own decision."""
+    reasons = {d.key: f"decided: {d.reason}" for d in decisions}
+    problems = []
+    for code, rule in rules.items():
+        problem = rule(case if case.trial is None else replace(case, mends=partial(case.trial, code)))
+        if problem is not None:
+            origin = reasons.get(problem.key) or origin_of(origins, problem.key)
+            problems.append(replace(problem, code=code, origin=origin))
+    return problems
