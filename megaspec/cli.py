@@ -47,7 +47,6 @@ from megaspec.log.environment import write_environment
 from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
-from megaspec.resolve.fits import MEMORY, memory_warning, start_problems
 from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.promise import promise_of_change
 from megaspec.resolve.report import print_plan
@@ -63,6 +62,7 @@ from megaspec.run_folder import (
     refuse_links,
     write_run,
 )
+from megaspec.search.fits import MEMORY, memory_warning, start_problems
 from megaspec.spec import ForkPoint, Spec
 from megaspec.sweep import commands as sweep_commands
 from megaspec.sweep.commands import multirun

@@ -15,8 +15,8 @@ from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB, count_in_words
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.parameters import count_parameters
-from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.remedies import Remedy, remedies
 
 _BAD = (("wrong", "wrong"), ("does not fit", "too large for its GPUs"))
 

@@ -24,9 +24,9 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.stages import stages_of
-from megaspec.resolve.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 from megaspec.rules.difference import leaves
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
 
 # What goes with a kind of recomputation that a search decides.
 _RECOMPUTED = tuple(f"parallelism.recompute.{name}" for name in ("parts", "method", "layers"))

@@ -21,10 +21,10 @@ from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.rules.case import can_split_sequences, divisors
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
 from megaspec_kernels.catalog import Use, choose
 

@@ -12,8 +12,8 @@ from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.changes import with_degrees
-from megaspec.resolve.remedies import broken, in_words, overrides_of
+from megaspec.search.changes import with_degrees
+from megaspec.search.remedies import broken, in_words, overrides_of
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import choose
 

@@ -18,13 +18,13 @@ from megaspec.estimate.parameters import count_parameters, rank_parameters
 from megaspec.estimate.schedule import bubble_formula, chart, shape_of
 from megaspec.estimate.step_time import StepTime, exposed_collectives, step_time
 from megaspec.estimate.target import Target
-from megaspec.resolve.balance import divided_by_time
-from megaspec.resolve.changes import Change, best_change
 from megaspec.resolve.hints import Hint, hints
 from megaspec.resolve.promise import promise
-from megaspec.resolve.remedies import Remedy, remedies
 from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.balance import divided_by_time
+from megaspec.search.changes import Change, best_change
+from megaspec.search.remedies import Remedy, remedies
 from megaspec.spec import Decision, Spec
 
 MEMORY_KINDS = tuple(f.name for f in fields(StageMemory))

@@ -14,7 +14,7 @@ from megaspec.estimate.hardware import LEFT_FREE, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.resolve.fill import PLAIN
 from megaspec.resolve.plan import Fit, Group, Message, Plan, RankView, make_plan
-from megaspec.resolve.tune import SEARCHED
+from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
 
 _BAR = 40

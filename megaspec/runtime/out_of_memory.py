@@ -10,7 +10,7 @@ from megaspec.core.units import GIB
 from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.memory import StageMemory, memory_of
 from megaspec.estimate.target import Target
-from megaspec.resolve.remedies import savings
+from megaspec.search.remedies import savings
 from megaspec.spec import Spec
 
 _WORDS = ("out of memory", "Failed to CUDA calloc")

@@ -16,7 +16,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import escape, terminal
 from megaspec.data.files import write_error
 from megaspec.estimate.target import Target, detect_target
-from megaspec.resolve.fits import MEMORY
+from megaspec.search.fits import MEMORY
 from megaspec.sweep import hydra_jobs
 from megaspec.sweep.driver import Driver, Search, Table, exit_code, look, to_run
 from megaspec.sweep.metric import Shown, choose_direction, choose_metric, has_value, never_has, shown_metric

@@ -17,10 +17,10 @@ from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
-from megaspec.resolve.fits import start_problems
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
+from megaspec.search.fits import start_problems
 from megaspec.spec import Spec
 from megaspec.sweep.state import Point
 from megaspec.sweep.words import SweepWords

@@ -15,7 +15,7 @@ from megaspec.compose.compose import Swept, plain_values, split_sweep
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.problems import did_you_mean, one_of, show, typed_problems
-from megaspec.resolve.fits import MEMORY
+from megaspec.search.fits import MEMORY
 from megaspec.sweep.spec import SweepSpec
 
 MOST_POINTS = 10_000

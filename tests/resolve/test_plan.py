@@ -14,8 +14,8 @@ from megaspec.estimate.target import Target
 from megaspec.resolve.plan import make_plan, rank_view
 from megaspec.resolve.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.tune import SEARCHED
 from megaspec.rules.run_facts import Facts
+from megaspec.search.tune import SEARCHED
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
 

@@ -10,14 +10,14 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.target import Target
 from megaspec.launcher.rendezvous import FileRendezvous
-from megaspec.resolve.remedies import savings
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.runtime.out_of_memory import out_of_memory
 from megaspec.runtime.position import Position
 from megaspec.runtime.rank import Place, bounded, explained
+from megaspec.search.remedies import savings
 from tests.parity.cases import Case, spec_of
-from tests.resolve.test_remedies import changed, eight_b
+from tests.search.test_remedies import changed, eight_b
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB\nand more"
 

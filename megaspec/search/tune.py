@@ -23,13 +23,13 @@ from megaspec.estimate.step_time import StepTime, least_seconds, step_time
 from megaspec.estimate.target import Target
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.balance import divided_by_time
 from megaspec.resolve.kinds import moe_of
 from megaspec.resolve.stages import EVENLY
 from megaspec.rules.case import Case, can_split_sequences, divisors
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.balance import divided_by_time
 from megaspec.train.batch_schedule import BatchSchedule
 
 # Fields that a search may decide, as dotted paths.

@@ -16,9 +16,9 @@ from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import Target
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.tune import SEARCHED, Grid, layouts, tune
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.tune import SEARCHED, Grid, layouts, tune
 from tests.pace import within
 
 FACTS = Facts(run_dir="runs/x", vocab_size=128_256)

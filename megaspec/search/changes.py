@@ -17,13 +17,13 @@ from megaspec.estimate.step_time import least_seconds, step_time
 from megaspec.parallelism.spec import OverlapSpec, ParallelismSpec, RecomputeSpec
 from megaspec.recipe import Recipe
 from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.remedies import broken, in_words, overrides_of, target_of
 from megaspec.resolve.stages import stage_problem
-from megaspec.resolve.tune import STRATEGIES, Grid, pipelines, shares_of
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.difference import differences
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.remedies import broken, in_words, overrides_of, target_of
+from megaspec.search.tune import STRATEGIES, Grid, pipelines, shares_of
 from megaspec_kernels.catalog import CATALOG, Use, choose
 
 # Of a step's time: less than predictions are off by is not worth a word.

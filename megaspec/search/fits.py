@@ -9,8 +9,8 @@ from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.remedies import remedies
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.remedies import remedies
 from megaspec.spec import Spec
 
 # Predictions lie within 5 % of what was measured: past REFUSED of a GPU's memory a run can't fit, past TOLD it may not.

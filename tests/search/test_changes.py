@@ -11,15 +11,15 @@ from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import step_time
-from megaspec.resolve import changes
 from megaspec.resolve import plan as plan_module
-from megaspec.resolve.changes import WORTH, best_change, trials
 from megaspec.resolve.plan import make_plan
-from megaspec.resolve.remedies import broken
 from megaspec.resolve.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.difference import differences
 from megaspec.rules.run_facts import Facts
+from megaspec.search import changes
+from megaspec.search.changes import WORTH, best_change, trials
+from megaspec.search.remedies import broken
 from tests.resolve.planned import filled, shaped
 from tests.resolve.test_plan import machine, planned
 

@@ -8,9 +8,9 @@ from megaspec.core.units import GIB
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.target import Target
-from megaspec.resolve.fits import memory_problem, memory_warning
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
+from megaspec.search.fits import memory_problem, memory_warning
 from tests.resolve.planned import RANDOM
 
 WORDS = ("model=llama3_8b_half", "precision=bf16", "data.seq_len=8192", *RANDOM, "train.global_batch=8")
