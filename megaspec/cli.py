@@ -44,12 +44,12 @@ from megaspec.data import commands as data_commands
 from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher import exit_file
 from megaspec.log.environment import write_environment
+from megaspec.plan.promise import promise_of_change
+from megaspec.plan.report import print_plan
 from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts, planned_run_dir
-from megaspec.resolve.promise import promise_of_change
-from megaspec.resolve.report import print_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
 from megaspec.run_folder import (

@@ -31,15 +31,15 @@ LAYERS = ("first_layers", "last_layers", "count_embedding", "count_loss", "layou
 # Fields that no rank reads, and what does.
 NOT_FOR_RANKS = {
     "Spec.name": "megaspec.resolve.gather",
-    "Spec.decisions": "megaspec.resolve.plan",
+    "Spec.decisions": "megaspec.plan.plan",
     "Spec.data_fingerprint": "megaspec.resolve.resume",
-    "Decision.key": "megaspec.resolve.report",
-    "Decision.value": "megaspec.resolve.report",
-    "Decision.reason": "megaspec.resolve.report",
+    "Decision.key": "megaspec.plan.report",
+    "Decision.value": "megaspec.plan.report",
+    "Decision.reason": "megaspec.plan.report",
     "Spec.run_dir": "megaspec.cli",
-    "AboutSpec.purpose": "megaspec.resolve.plan",
-    "AboutSpec.source": "megaspec.resolve.plan",
-    "AboutSpec.hardware": "megaspec.resolve.plan",
+    "AboutSpec.purpose": "megaspec.plan.plan",
+    "AboutSpec.source": "megaspec.plan.plan",
+    "AboutSpec.hardware": "megaspec.plan.plan",
     # what ranks ask when they build: one place says which layers lie where, for plans and runs alike
     **{f"PipelineSpec.{name}": "megaspec.resolve.stages" for name in LAYERS},
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands

@@ -12,9 +12,9 @@ from megaspec.compose.compose import Composed
 from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import terminal
+from megaspec.plan.plan import make_plan, rank_view
+from megaspec.plan.report import print_ranks, print_whole_plan
 from megaspec.resolve.gather import gather_facts
-from megaspec.resolve.plan import make_plan, rank_view
-from megaspec.resolve.report import print_ranks, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.spec import Spec
 

@@ -10,8 +10,8 @@ from megaspec.estimate.communication import Mesh, collectives_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import memory_of, state_bytes
 from megaspec.estimate.parameters import partial_gradients, rank_parameters
+from tests.plan.plans import GPT, LLAMA, plan
 from tests.resolve.planned import filled, shaped
-from tests.resolve.plans import GPT, LLAMA, plan
 
 H200 = HARDWARE["H200"]
 D, LAYERS, VOCAB, SEQ = 2048, 16, 128256, 8192

@@ -17,7 +17,7 @@ from megaspec.resolve.stages import stages_of
 from megaspec.runtime.build import MODELS
 from megaspec_kernels.registry import kernels_of
 from megaspec_kernels.spec import KernelsSpec
-from tests.resolve.plans import GPT, LLAMA, MLA, MOE, plan
+from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 
 MUON = {"optim": {"kind": "muon", "lr": 1e-3}}
 

@@ -8,7 +8,7 @@ from megaspec.estimate.target import Target
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.kinds import has_experts
 from megaspec.rules.run_facts import Facts
-from tests.resolve.plans import GPT, LLAMA, MLA, MOE, plan
+from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 
 H200 = Target(gpus=1024, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 

@@ -22,8 +22,8 @@ from megaspec.runtime.step import count_tokens, forward_backward
 from megaspec.spec import Spec
 from megaspec_kernels.registry import kernels_of
 from tests.parallelism.kept import kept_bytes
+from tests.plan.plans import GPT, LLAMA, plan
 from tests.ranks import RankPool
-from tests.resolve.plans import GPT, LLAMA, plan
 
 NONE = "{kind: none}"
 KINDS = (

@@ -14,7 +14,7 @@ from megaspec.resolve.stages import stages_of
 from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
 from tests.golden_specs import CPU, GPUS, targets
-from tests.resolve.plans import GPT, LLAMA, MLA, MOE, plan
+from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 from tests.resolve.test_fuzz import NAMES
 
 CASES = [(name, ending) for name in NAMES for ending in targets(compose(name).recipe)]

@@ -13,8 +13,8 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import least_seconds, step_time
 from megaspec.estimate.target import Target
+from megaspec.plan.plan import make_plan
 from megaspec.resolve.fill import plainly_filled
-from megaspec.resolve.plan import make_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.stages import layout_text, parse_layout, stages_of
 from megaspec.rules.run_facts import Facts

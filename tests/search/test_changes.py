@@ -11,17 +11,17 @@ from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import step_time
-from megaspec.resolve import plan as plan_module
-from megaspec.resolve.plan import make_plan
-from megaspec.resolve.report import print_plan, print_whole_plan
+from megaspec.plan import plan as plan_module
+from megaspec.plan.plan import make_plan
+from megaspec.plan.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.difference import differences
 from megaspec.rules.run_facts import Facts
 from megaspec.search import changes
 from megaspec.search.changes import WORTH, best_change, trials
 from megaspec.search.remedies import broken
+from tests.plan.test_plan import machine, planned
 from tests.resolve.planned import filled, shaped
-from tests.resolve.test_plan import machine, planned
 
 H100, H200 = HARDWARE["H100"], HARDWARE["H200"]
 # Llama 3.1 405B on 16,384 GPUs: 16 micro batches in 16 stages.

@@ -8,7 +8,7 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.recipe import Recipe
 from megaspec.search.remedies import remedies, savings
-from tests.resolve.plans import MOE, plan
+from tests.plan.plans import MOE, plan
 
 WIDE = {"kind": "llama", "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 14336}
 EIGHT_B = WIDE | {"vocab_size": 128256, "max_seq_len": 8192}

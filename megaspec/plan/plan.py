@@ -18,8 +18,8 @@ from megaspec.estimate.parameters import count_parameters, rank_parameters
 from megaspec.estimate.schedule import bubble_formula, chart, shape_of
 from megaspec.estimate.step_time import StepTime, exposed_collectives, step_time
 from megaspec.estimate.target import Target
-from megaspec.resolve.hints import Hint, hints
-from megaspec.resolve.promise import promise
+from megaspec.plan.hints import Hint, hints
+from megaspec.plan.promise import promise
 from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.balance import divided_by_time

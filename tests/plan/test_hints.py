@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 
 from megaspec.estimate.hardware import HARDWARE
-from megaspec.resolve.hints import DETERMINISTIC
-from megaspec.resolve.report import print_whole_plan
-from tests.resolve.test_plan import planned
+from megaspec.plan.hints import DETERMINISTIC
+from megaspec.plan.report import print_whole_plan
+from tests.plan.test_plan import planned
 
 GIB = 2**30
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -8,7 +8,7 @@ import pytest
 from megaspec import cli
 from megaspec.checkpoint.folders import CHECKPOINTS, step_name
 from megaspec.cli import main
-from megaspec.resolve.promise import promise, promise_of_change
+from megaspec.plan.promise import promise, promise_of_change
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.examples import CPU, H200
 from megaspec.rules.run_facts import Facts

@@ -12,8 +12,8 @@ from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import LEFT_FREE, hardware_of
 from megaspec.estimate.target import Target
+from megaspec.plan.plan import Fit, Group, Message, Plan, RankView, make_plan
 from megaspec.resolve.fill import PLAIN
-from megaspec.resolve.plan import Fit, Group, Message, Plan, RankView, make_plan
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
 

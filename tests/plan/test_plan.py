@@ -11,8 +11,8 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, rank_groups
 from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
-from megaspec.resolve.plan import make_plan, rank_view
-from megaspec.resolve.report import print_plan, print_whole_plan
+from megaspec.plan.plan import make_plan, rank_view
+from megaspec.plan.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.search.tune import SEARCHED
