@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out or f"ceilings-{hardware.name.lower()}.json")
     _check_writable(out)
 
-    from megaspec.runtime.ceilings import measure, table_text
+    from megaspec.verify.measured_throughput import measure, table_text
 
     is_first = place is None or place.rank == 0
     with _world(place) as device:

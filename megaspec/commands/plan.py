@@ -80,15 +80,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _traces_as_json(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    from megaspec.runtime.trace import trace_ranks  # torch, only where it is needed
-    from megaspec.runtime.trace_report import trace_as_json
+    from megaspec.verify.trace import trace_ranks  # torch, only where it is needed
+    from megaspec.verify.trace_report import trace_as_json
 
     return [trace_as_json(spec, trace) for trace in trace_ranks(spec, ranks)]
 
 
 def _print_traces(spec: Spec, ranks: Sequence[int]) -> bool:
-    from megaspec.runtime.trace import trace_ranks
-    from megaspec.runtime.trace_report import print_traces
+    from megaspec.verify.trace import trace_ranks
+    from megaspec.verify.trace_report import print_traces
 
     return print_traces(spec, trace_ranks(spec, ranks), terminal())
 

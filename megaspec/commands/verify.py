@@ -28,17 +28,17 @@ from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.kinds import moe_of
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.shrink import alone, on_cpu, shrink
-from megaspec.resolve.shrink_grid import grid_of
 from megaspec.rules.difference import changed
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.spec import Spec
+from megaspec.verify.shrink import alone, on_cpu, shrink
+from megaspec.verify.shrink_grid import grid_of
 from megaspec_launchers.environment import rank_from_environment
 from megaspec_launchers.local import PRELOADED, launch
 from megaspec_launchers.rank_factory import RankFactory
 
 NOT_EQUAL = MegaspecError.exit_code
-ENTRY = "megaspec.runtime.verify:main"
+ENTRY = "megaspec.verify.ranks:main"
 TIMEOUT_SECONDS = 60.0
 _GRACE_SECONDS = 2.0
 _MOST_STEPS, _MOST_RANKS, _MOST_WRONG, _MOST_SAID = 100, 64, 6, 4
@@ -151,7 +151,7 @@ class Result:
     small: Spec
     steps: int
     report: dict[str, Any]
-    """Of runtime/verify.py."""
+    """Of verify/ranks.py."""
     differences: list[dict[str, dict[str, float]]]
     """By rank: gradient or weight -> name -> largest difference of an element."""
 

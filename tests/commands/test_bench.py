@@ -10,7 +10,7 @@ from megaspec.core.errors import WriteError
 from megaspec.estimate.ceilings import CeilingTable, ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
-from megaspec.runtime.ceilings import table_text
+from megaspec.verify.measured_throughput import table_text
 
 TABLE = ceilings_of(HARDWARE["H200"]).table
 

@@ -41,7 +41,7 @@ def test_json_of_chosen_ranks(capsys):
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_a_difference_is_told_by_the_exit_code(form, capsys, monkeypatch):
-    monkeypatch.setattr("megaspec.runtime.trace_compare.MEMORY_TOLERANCE", -1.0)
+    monkeypatch.setattr("megaspec.verify.trace_compare.MEMORY_TOLERANCE", -1.0)
     assert main(["plan", *WORDS, "--trace", "--ranks", "0", *form]) == 70
     assert ('"agrees": false' if form else "DIFFERENT: ") in capsys.readouterr().out
 

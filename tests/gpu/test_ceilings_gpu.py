@@ -6,8 +6,8 @@ import torch
 from megaspec.estimate.ceilings import read_ceilings
 from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.target import detect_target
-from megaspec.runtime import ceilings as module
-from megaspec.runtime.ceilings import Stopwatch, measure, table_text
+from megaspec.verify import measured_throughput as module
+from megaspec.verify.measured_throughput import Stopwatch, measure, table_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")]
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaspec.optim.optimizer import AdamW
 from megaspec.optim.spec import AdamWSpec
-from megaspec.runtime.parity import TOLERANCES, compare
+from megaspec.verify.parity import TOLERANCES, compare
 from megaspec_kernels.cross_entropy.reference import VocabShard
 from megaspec_kernels.registry import REGISTRY
 from tests.conftest import Tell

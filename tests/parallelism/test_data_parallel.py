@@ -23,10 +23,10 @@ from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import Built, build, build_split_model, initialise, mesh_of
 from megaspec.runtime.loop import Run
-from megaspec.runtime.parity import TOLERANCES, Tolerances, compare, divide, gradient_errors
 from megaspec.runtime.state import tensors_of
 from megaspec.runtime.step import evaluate, train_step
 from megaspec.spec import Spec
+from megaspec.verify.parity import TOLERANCES, Tolerances, compare, divide, gradient_errors
 from tests.halved import halved
 from tests.parity.cases import Case, Empty, batches_of, empty_of, spec_of
 from tests.parity.tasks import run_case, train, trajectory_of, truth_of

@@ -22,7 +22,7 @@ from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.runtime.build import build_model, materialise
-from megaspec.runtime.parity import gather_global
+from megaspec.verify.parity import gather_global
 from megaspec_kernels.registry import kernels_of
 from megaspec_kernels.spec import KernelsSpec
 from tests.halved import halved

@@ -10,7 +10,7 @@ from megaspec.parallelism import offload
 from megaspec.parallelism.offload import Offload
 from megaspec.parallelism.saved import SavedTensors
 from megaspec.runtime.build import build_model, materialise
-from megaspec.runtime.parity import run_steps
+from megaspec.verify.parity import run_steps
 from megaspec_kernels.registry import kernels_of
 from tests.parallelism.kept import kept_bytes
 from tests.parallelism.test_recompute import NONE, batch_of, built_of, gradients, spec_of

@@ -24,10 +24,10 @@ from megaspec.parallelism.timeline import receives
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import Built, build, initialise
 from megaspec.runtime.generate import Draw, generate, length_multiple, on_all_ranks, on_one_device
-from megaspec.runtime.parity import TOLERANCES, Trajectory, compare, divide, gather_global, run_steps
 from megaspec.runtime.state import load, pieces_of, progress
 from megaspec.runtime.step import evaluate, forward_backward, train_step
 from megaspec.spec import Spec
+from megaspec.verify.parity import TOLERANCES, Trajectory, compare, divide, gather_global, run_steps
 from tests.halved import halved
 from tests.parity import cases
 from tests.parity.tasks import plain, trajectory_of

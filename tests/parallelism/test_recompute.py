@@ -17,9 +17,9 @@ from megaspec.parallelism.spec import RecomputePart, RecomputeSpec
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.examples import CPU, FACTS
 from megaspec.runtime.build import Built, build, build_model, initialise, materialise, mesh_of
-from megaspec.runtime.parity import divide, gather_global
 from megaspec.runtime.step import count_tokens, forward_backward
 from megaspec.spec import Spec
+from megaspec.verify.parity import divide, gather_global
 from megaspec_kernels.registry import kernels_of
 from tests.parallelism.kept import kept_bytes
 from tests.plan.plans import GPT, LLAMA, plan

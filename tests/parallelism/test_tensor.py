@@ -14,7 +14,7 @@ from megaspec.nn.linear import Linear
 from megaspec.optim.norm import global_norm, local_norms
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.runtime.build import MODELS, build_model
-from megaspec.runtime.parity import assemble
+from megaspec.verify.parity import assemble
 from megaspec_kernels.registry import kernels_of
 from tests.parity.cases import Case, spec_of
 

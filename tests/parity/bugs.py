@@ -104,7 +104,7 @@ GENERAL = [
     ),
     Bug(
         "same sequences on both data ranks",
-        Patch("megaspec.runtime.parity", "first = (j * dp + rank) * micro_batch", "first = (j * dp) * micro_batch"),
+        Patch("megaspec.verify.parity", "first = (j * dp + rank) * micro_batch", "first = (j * dp) * micro_batch"),
         Case(dp=2, accumulate=3),
     ),
     Bug(

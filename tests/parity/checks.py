@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from megaspec.runtime.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
+from megaspec.verify.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
 from tests.conftest import Tell
 from tests.parity.cases import Case, alone
 from tests.parity.tasks import run_case, truth_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megaspec.runtime.build import build, initialise, mesh_of
-from megaspec.runtime.parity import Gathered, Trajectory, run_steps
+from megaspec.verify.parity import Gathered, Trajectory, run_steps
 from tests.parity.cases import Case, Empty, alone, batches_of, empty_of, spec_of
 from tests.ranks import RankPool, gpu_of
 

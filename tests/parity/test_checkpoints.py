@@ -17,9 +17,9 @@ from megaspec.core.layout import whole
 from megaspec.parallelism.expert import buffers_of
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import Built, build, initialise, mesh_of
-from megaspec.runtime.parity import divide, gather_global
 from megaspec.runtime.state import load, pieces_of, progress, tensors_of
 from megaspec.runtime.step import train_step
+from megaspec.verify.parity import divide, gather_global
 from tests.conftest import Tell
 from tests.parity.cases import SEQUENCES, Case, batches_of, empty_of, spec_of
 from tests.ranks import RankPool

@@ -9,7 +9,7 @@ from megaspec.core.layout import Layout, Piece
 from megaspec.data.batch import Batch
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build, initialise
-from megaspec.runtime.parity import (
+from megaspec.verify.parity import (
     TOLERANCES,
     Finding,
     Gathered,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaspec.runtime.parity import TOLERANCES, compare
+from megaspec.verify.parity import TOLERANCES, compare
 from tests.conftest import Tell
 from tests.halved import halved
 from tests.parity.bugs import BUGS, Bug

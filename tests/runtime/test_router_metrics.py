@@ -8,9 +8,9 @@ import torch
 from megaspec.log.events import RoutersDone
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import build, initialise, mesh_of
-from megaspec.runtime.parity import divide
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.step import train_step
+from megaspec.verify.parity import divide
 from tests.parity.cases import Case, batches_of, spec_of
 from tests.ranks import RankPool
 

@@ -28,15 +28,15 @@ from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import Built, build, mesh_of
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import train_step
-from megaspec.runtime.trace_blocks import KeptByUnit, UnitBytes, unit_bytes
-from megaspec.runtime.trace_memory import (
+from megaspec.spec import Spec
+from megaspec.verify.trace_blocks import KeptByUnit, UnitBytes, unit_bytes
+from megaspec.verify.trace_memory import (
     ACTIVATIONS,
     COMMUNICATION,
     GRADIENTS,
     WEIGHTS,
 )
-from megaspec.runtime.trace_recorder import Call, Place, Recorder
-from megaspec.spec import Spec
+from megaspec.verify.trace_recorder import Call, Place, Recorder
 
 _META = torch.device("meta")
 

@@ -21,12 +21,12 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_drafted
 from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.resolve.resolver import settle
-from megaspec.resolve.shrink_grid import Grid, grid_of, smaller_grids
 from megaspec.resolve.stages import parse_layout, stages_of
 from megaspec.rules.case import Case, divisors
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.spec import Spec
+from megaspec.verify.shrink_grid import Grid, grid_of, smaller_grids
 from megaspec_kernels.catalog import CATALOG, Use, choose, unmet
 
 # Of CPU ranks, unless the axes need more.

@@ -16,9 +16,9 @@ from megaspec.estimate.activations import share_of
 from megaspec.estimate.communication import HEAD, LAYERS, Collective, Mesh, collectives_of, mesh_of
 from megaspec.estimate.memory import memory_of, shared_out
 from megaspec.estimate.parameters import partial_gradients, rank_parameters
-from megaspec.runtime.trace import Trace
-from megaspec.runtime.trace_memory import KINDS
 from megaspec.spec import Spec
+from megaspec.verify.trace import Trace
+from megaspec.verify.trace_memory import KINDS
 
 MEMORY_TOLERANCE = 0.05
 """Of all that is allocated."""

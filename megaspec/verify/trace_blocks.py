@@ -15,8 +15,8 @@ from torch import Tensor
 from megaspec.estimate.activations import LayerBytes, layer_bytes, share_of
 from megaspec.estimate.schedule import shape_of
 from megaspec.resolve.kinds import has_experts
-from megaspec.runtime.trace_memory import ACTIVATIONS, EXPERTS, Memory
 from megaspec.spec import Spec
+from megaspec.verify.trace_memory import ACTIVATIONS, EXPERTS, Memory
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime import step
-from megaspec.runtime.trace import Trace, fake_world, ranks_to_trace, trace_rank
-from megaspec.runtime.trace_compare import MEMORY_TOLERANCE, Row, compared
-from megaspec.runtime.trace_memory import ACTIVATIONS, KINDS, WEIGHTS, Memory
-from megaspec.runtime.trace_recorder import Recorder
 from megaspec.spec import Spec
+from megaspec.verify.trace import Trace, fake_world, ranks_to_trace, trace_rank
+from megaspec.verify.trace_compare import MEMORY_TOLERANCE, Row, compared
+from megaspec.verify.trace_memory import ACTIVATIONS, KINDS, WEIGHTS, Memory
+from megaspec.verify.trace_recorder import Recorder
 from tests.halved import halved
 
 SMALL = "recipe=llama3_8b hardware=H200 parallelism=default model.n_layers=4"

@@ -8,11 +8,11 @@ import pytest
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.shrink import RANKS, alone, on_cpu, shrink
-from megaspec.resolve.shrink_grid import Grid, grid_of, smaller_grids
 from megaspec.resolve.stages import stages_of
 from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
+from megaspec.verify.shrink import RANKS, alone, on_cpu, shrink
+from megaspec.verify.shrink_grid import Grid, grid_of, smaller_grids
 from tests.golden_specs import CPU, GPUS, targets
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 from tests.resolve.test_fuzz import NAMES

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaspec.nn.linear import WeightGradientSum
-from megaspec.runtime.trace_memory import (
+from megaspec.verify.trace_memory import (
     ACTIVATIONS,
     COMMUNICATION,
     INSIDE,

@@ -8,9 +8,9 @@ from rich.table import Table
 
 from megaspec.core.terminal import escape
 from megaspec.core.units import bytes_in_words
-from megaspec.runtime.trace import Trace
-from megaspec.runtime.trace_compare import Row, compared
 from megaspec.spec import Spec
+from megaspec.verify.trace import Trace
+from megaspec.verify.trace_compare import Row, compared
 
 
 def print_traces(spec: Spec, traces: Sequence[Trace], console: Console) -> bool:

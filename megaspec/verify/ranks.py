@@ -21,11 +21,11 @@ from megaspec.data.batch import Batch
 from megaspec.launcher.rendezvous import Rendezvous
 from megaspec.plugins import load
 from megaspec.runtime.build import mesh_of
-from megaspec.runtime.parity import TOLERANCES, Gathered, Trajectory, compare, gradient_sizes, run_steps
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.position import Position
 from megaspec.runtime.rank import Place, bounded, join_world, leave_world, pick_device, read_spec
 from megaspec.spec import Spec
+from megaspec.verify.parity import TOLERANCES, Gathered, Trajectory, compare, gradient_sizes, run_steps
 
 ALONE, LAYOUT = "alone", "layout"
 _PRECISION = "fp64"
