@@ -92,6 +92,7 @@ COMMANDS: dict[str, Completed] = {
     "sweep show": Completed(folder=SWEEP),
     "bench": Completed(),
     "bench ceilings": Completed(("--out",)),
+    "bench kernel": Completed(("--json",)),
     "data": Completed(),
     "data prepare": Completed(
         (

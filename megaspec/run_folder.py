@@ -1,4 +1,4 @@
-"""The folder of a run: recipe.json, target.json and spec.json, made, changed and read. Torch-free.
+"""The folder of a run: recipe.json, target.json, prediction.json and spec.json, made, changed and read. Torch-free.
 
 A run's folder may come from somebody else. The folder itself may be reached through links, below it none is followed.
 """
@@ -25,15 +25,17 @@ from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.launcher.exit_file import EXIT_FILE
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
+from megaspec.log.prediction import FILE_NAME as PREDICTION
 from megaspec.log.sinks import METRICS, TENSORBOARD
+from megaspec.plan.predict import predict
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
 from megaspec.rules.belonging import objections
 from megaspec.spec import Spec
 
-# What an interrupted `train` may leave before spec.json makes it a run.
-_UNFINISHED = ("lock", "recipe.json", "target.json")
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
+# What an interrupted `train` may leave before spec.json makes it a run.
+_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION)
 LOGS = "logs"
 _COPY_BYTES = 16 << 20
 
@@ -61,7 +63,7 @@ def refuse_links(folder: Path) -> None:
     """
     folders = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}", LOCK_FOLDER, LOGS, TENSORBOARD)
     try:
-        check_kinds(folder, files=(SPEC, RECIPE, TARGET, ENVIRONMENT, METRICS, EXIT_FILE), folders=folders)
+        check_kinds(folder, files=(SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE), folders=folders)
         if (folder / LOGS).is_dir():
             check_kinds(folder / LOGS, files=[name for name in os.listdir(folder / LOGS) if name.startswith("rank-")])
     except OSError as error:
@@ -95,8 +97,9 @@ def make_folder(folder: Path) -> None:
 
 
 def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
-    """Writes the three files, each whole or not at all, spec.json last: with it the run exists. Raises WriteError."""
-    for name, content in ((RECIPE, recipe), (TARGET, target), (SPEC, spec)):
+    """Writes the four files, each whole or not at all, spec.json last: with it the run exists. Raises WriteError."""
+    predicted = predict(spec, target)
+    for name, content in ((RECIPE, recipe), (TARGET, target), (PREDICTION, predicted), (SPEC, spec)):
         write_atomically(folder / name, [(content.model_dump_json(indent=1) + "\n").encode()])
 
 

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt
 from megaspec.data.earlier_order import as_now
 from megaspec.data.spec import ORDER_VERSION
+from megaspec.optim.spec import has_narrow_states
 from megaspec.recipe import Recipe
 
 
@@ -55,6 +56,17 @@ class Spec(Recipe):
     """What was decided for the user, and why."""
     plugins: tuple[str, ...] = ()
     """Packages that it was typed with: a command line that starts it again names them with --plugin."""
+
+    @model_validator(mode="after")
+    def _names_every_kernel(self) -> Self:
+        """A file from before these operations had names is read with what its runs took."""
+        fused = "triton" if self.device == "cuda" else "reference"
+        adamw = fused if has_narrow_states(self.optim) else "torch"
+        taken = {"attention_merge": fused, "unpermute": fused, "adamw": adamw}
+        absent = {name: taken[name] for name in taken if name not in self.kernels.model_fields_set}
+        if not absent:
+            return self
+        return self.model_copy(update={"kernels": self.kernels.model_copy(update=absent)})
 
     @model_validator(mode="after")
     def _nothing_is_open(self) -> Self:

@@ -20,14 +20,17 @@ from megaspec.spec import Spec
 
 # Who decides and who types; what they read is not yet put to use.
 BEFORE_A_RUN = (
+    "megaspec.estimate",
+    "megaspec.rules",
     "megaspec.resolve",
-    "megaspec.compose.compose",
+    "megaspec.plan",
+    "megaspec.search",
+    "megaspec.compose",
     "megaspec.spec",
     "megaspec.recipe",
     "pydantic",
     __name__,
 )
-LAYERS = ("first_layers", "last_layers", "count_embedding", "count_loss", "layout")
 # Fields that no rank reads, and what does.
 NOT_FOR_RANKS = {
     "Spec.name": "megaspec.resolve.gather",
@@ -40,8 +43,6 @@ NOT_FOR_RANKS = {
     "AboutSpec.purpose": "megaspec.plan.plan",
     "AboutSpec.source": "megaspec.plan.plan",
     "AboutSpec.hardware": "megaspec.plan.plan",
-    # what ranks ask when they build: one place says which layers lie where, for plans and runs alike
-    **{f"PipelineSpec.{name}": "megaspec.resolve.stages" for name in LAYERS},
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
     **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("manifest", "step", "tokens")},
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",

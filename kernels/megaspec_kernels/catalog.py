@@ -27,6 +27,8 @@ class Requirement:
     """Whether it can drop attention weights."""
     precisions: tuple[str, ...] = ()
     """Formats of the model that it computes in; empty: all."""
+    narrow_states: bool = True
+    """Whether it can keep an optimizer's states in fewer than 32 bits."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
 
@@ -38,6 +40,9 @@ class Operation:
     implementations: dict[str, Requirement] = field(default_factory=dict)
 
 
+# What Triton kernels that sum in fp32 take.
+UP_TO_FP32 = ("fp32", "bf16", "fp16", "fp8")
+
 CATALOG: dict[str, Operation] = {
     "attention": Operation(
         {
@@ -45,9 +50,15 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
-    "cross_entropy": Operation(
+    "attention_merge": Operation(
         {
             "triton": Requirement(devices=("cuda",), min_sm=80),
+            "reference": Requirement(),
+        }
+    ),
+    "cross_entropy": Operation(
+        {
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
             "chunked": Requirement(),
             "reference": Requirement(),
         }
@@ -55,6 +66,19 @@ CATALOG: dict[str, Operation] = {
     "grouped": Operation(
         {
             "torch": Requirement(devices=("cuda",), min_sm=90, precisions=("bf16",), step=8),
+            "reference": Requirement(),
+        }
+    ),
+    "unpermute": Operation(
+        {
+            "triton": Requirement(devices=("cuda",), min_sm=80),
+            "reference": Requirement(),
+        }
+    ),
+    "adamw": Operation(
+        {
+            "torch": Requirement(narrow_states=False),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
             "reference": Requirement(),
         }
     ),
@@ -70,6 +94,8 @@ class Use:
     """The model's format; None when it does not matter."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
+    narrow_states: bool = False
+    """An optimizer's states are kept in fewer than 32 bits."""
 
 
 _PLAIN = Use()
@@ -84,6 +110,8 @@ def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN)
         return f"needs sm{need.min_sm}, this GPU is sm{sm}"
     if use.attention_dropout and not need.attention_dropout:
         return "has no attention dropout"
+    if use.narrow_states and not need.narrow_states:
+        return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
         return f"needs {' or '.join(need.precisions)}, the model is in {use.precision}"
     odd = next((width for width in use.widths if width % need.step), None)

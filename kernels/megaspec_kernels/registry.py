@@ -4,46 +4,101 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megaspec_kernels.attention.reference import attention as attention_reference
-from megaspec_kernels.attention.sdpa import attention as attention_sdpa
+import torch
+
+from megaspec_kernels.adamw.reference import adamw_ as adamw_reference
+from megaspec_kernels.adamw.triton import adamw_ as adamw_triton
+from megaspec_kernels.attention import reference as attention_reference
+from megaspec_kernels.attention import reference_block as attention_reference_block
+from megaspec_kernels.attention import sdpa as attention_sdpa
+from megaspec_kernels.attention import sdpa_block as attention_sdpa_block
+from megaspec_kernels.attention_merge import reference as attention_merge_reference
+from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.spec import KernelsSpec
+from megaspec_kernels.unpermute.reference import unpermute as unpermute_reference
+from megaspec_kernels.unpermute.triton import unpermute as unpermute_triton
 
-AttentionKernel = Callable[..., Any]
-"""(q_BTNH, k_BTKH, v_BTKH, *, documents, drop) -> [B, T, N, H]"""
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Attention over whole sequences, and over a block: some queries against some keys, for sequences that lie on
+    several ranks. See attention/reference.py and attention/reference_block.py."""
+
+    attend: Callable[..., Any]
+    """(q_BTNH, k_BTKH, v_BTKH, *, documents, drop) -> [B, T, N, H]"""
+    block_forward: Callable[..., Any]
+    """(q_BTNH, k_BSKH, v_BSKH, *, causal, mask, drop) -> [B, T, N, H] and [B, N, T]"""
+    block_backward: Callable[..., Any]
+    """(grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, *, causal, mask, drop) -> gradients of q, k and v"""
+
+
+@dataclass(frozen=True)
+class AttentionMergeKernel:
+    """How blocks are put together in place, see attention_merge/reference.py."""
+
+    merge: Callable[..., None]
+    """(out_BTNH, lse_BNT, new_BTNH, new_lse_BNT)"""
+    add: Callable[..., None]
+    """(total_BTNH, new_BTNH)"""
+
+
 CrossEntropyKernel = Callable[..., Any]
 """(x_MD, weight_VD, labels_M, weights_M, shard) -> scalar"""
 GroupedKernel = Callable[..., Any]
 """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
+UnpermuteKernel = Callable[..., Any]
+"""(y_RD, place_Mk, kept_Mk) -> [M, D]"""
+AdamWKernel = Callable[..., None]
+"""(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
-REGISTRY: dict[str, dict[str, Callable[..., Any]]] = {
-    "attention": {"sdpa": attention_sdpa, "reference": attention_reference},
+REGISTRY: dict[str, dict[str, Any]] = {
+    "attention": {
+        "sdpa": AttentionKernel(
+            attention_sdpa.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
+        ),
+        "reference": AttentionKernel(
+            attention_reference.attention,
+            attention_reference_block.block_forward,
+            attention_reference_block.block_backward,
+        ),
+    },
+    "attention_merge": {
+        "triton": AttentionMergeKernel(attention_merge_triton.merge, attention_merge_triton.add),
+        "reference": AttentionMergeKernel(attention_merge_reference.merge, attention_merge_reference.add),
+    },
     "cross_entropy": {
         "triton": cross_entropy_triton,
         "chunked": cross_entropy_chunked,
         "reference": cross_entropy_reference,
     },
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
+    "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
+    "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions that a spec names: what models are built with."""
+    """The functions that a spec names: what models are built with, and what strategies put into their slots."""
 
     attention: AttentionKernel
+    attention_merge: AttentionMergeKernel
     cross_entropy: CrossEntropyKernel
     grouped: GroupedKernel
+    unpermute: UnpermuteKernel
 
 
 def kernels_of(spec: KernelsSpec) -> Kernels:
-    """Looks the names up."""
+    """Looks the names up. Of adamw the optimizer does, for the device that each of its parts lies on."""
     return Kernels(
-        REGISTRY["attention"][spec.attention],
-        REGISTRY["cross_entropy"][spec.cross_entropy],
-        REGISTRY["grouped"][spec.grouped],
+        attention=REGISTRY["attention"][spec.attention],
+        attention_merge=REGISTRY["attention_merge"][spec.attention_merge],
+        cross_entropy=REGISTRY["cross_entropy"][spec.cross_entropy],
+        grouped=REGISTRY["grouped"][spec.grouped],
+        unpermute=REGISTRY["unpermute"][spec.unpermute],
     )

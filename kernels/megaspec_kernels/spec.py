@@ -13,6 +13,10 @@ class KernelsSpec(Frozen):
 
     sdpa: torch's fused attention, cuDNN first on CUDA. reference: plain matrix products, the only one with attention
     dropout."""
+    attention_merge: Auto[Literal["triton", "reference"]] = "auto"
+    """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
+
+    triton: in place, each number read once. reference: plain."""
     cross_entropy: Auto[Literal["triton", "chunked", "reference"]] = "auto"
     """Output head and loss.
 
@@ -23,5 +27,14 @@ class KernelsSpec(Frozen):
 
     torch: torch's grouped matrix product, one kernel for all experts. reference: one product an expert, for which the
     host waits for the number of its tokens."""
+    unpermute: Auto[Literal["triton", "reference"]] = "auto"
+    """The sum over each token's experts.
+
+    triton: one kernel that reads each row once. reference: a copy of the rows in the order of the tokens, then sums."""
+    adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
+    """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
+
+    torch: torch's fused kernel, for states in 32 bits. triton: the only fused one for optim.formats. reference:
+    plain."""
     compile: Auto[Literal["block", "none"]] = "auto"
     """torch.compile of each transformer block. auto: block on CUDA."""

@@ -20,10 +20,10 @@ from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import GIB
 from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware
+from megaspec.parallelism.stages import stages_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.gather import gather_facts
-from megaspec.resolve.stages import stages_of
 from megaspec.rules.difference import leaves
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Candidate, Found, Grid, tune
@@ -160,7 +160,8 @@ def _stages_in_short(recipe: Recipe) -> str:
     order = {"1f1b": "", "interleaved": f"x{own.virtual_stages}"}.get(own.schedule, f":{own.schedule}")
     if own.layout is None:
         return order
-    layers = [sum(len(chunk.layers) for chunk in chunks) for chunks in stages_of(recipe.model, recipe.parallelism)]
+    stages = stages_of(recipe.model.n_layers, recipe.parallelism)
+    layers = [sum(len(chunk.layers) for chunk in chunks) for chunks in stages]
     return f"{order}/{min(layers)}" + (f"-{max(layers)}" if max(layers) > min(layers) else "")
 
 

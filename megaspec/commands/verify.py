@@ -22,11 +22,10 @@ from megaspec.core.axes import DENSE_AXES, coordinates
 from megaspec.core.errors import MegaspecError, RecipeError
 from megaspec.core.problems import show
 from megaspec.core.terminal import escape, terminal
-from megaspec.estimate.formula import degrees
 from megaspec.estimate.target import Target, detect_target
+from megaspec.model.kinds import moe_of
 from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
-from megaspec.resolve.kinds import moe_of
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.difference import changed
 from megaspec.rules.unbuilt import unbuilt_problems
@@ -333,7 +332,7 @@ def _ranks(result: Result, one: Wrong) -> str:
         return "every rank"
     words = []
     for rank in ranks[:_MOST_SAID]:
-        at = coordinates(rank, degrees(own))
+        at = coordinates(rank, own.degrees)
         axes = ", ".join(f"{axis} {at[axis]}" for axis in DENSE_AXES if getattr(own, axis) > 1)
         words.append(f"rank {rank} ({axes})")
     more = f" and {len(ranks) - _MOST_SAID} more" if len(ranks) > _MOST_SAID else ""

@@ -1,4 +1,4 @@
-"""From a recipe's name and overrides to a typed Recipe. Only this file and compose/choices.py know Hydra and OmegaConf.
+"""From a recipe's name and overrides to a typed Recipe. Only this package knows Hydra and OmegaConf.
 
 Hydra reads the overrides' grammar and orders the defaults lists. Reading files, merging, `${...}` and typing are ours,
 so that nothing in a YAML file can run code, read the environment or reach a file outside the search path. Hydra takes

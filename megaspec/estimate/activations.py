@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from megaspec.estimate.parameters import local_kv_heads
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.kinds import mla_of, moe_of
+from megaspec.parallelism.heads import local_kv_heads
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.kinds import mla_of, moe_of
 
 WIDTH = {"fp64": 8, "fp32": 4}
 """Bytes of a number in a precision; every other computes in 2."""
@@ -153,7 +153,7 @@ def _put_off(share: Share, tensors: tuple[Kept, ...]) -> int:
     """Inputs are kept tensors; a gradient is as large as what its product made. Latent attention counts as plain."""
     model, sizes = share.model, {t.what: t.size for t in tensors}
     inputs = sum(size for what, size in sizes.items() if what in ("o", "dispatched") or what.endswith(".out"))
-    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model, tp=share.tp)
+    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model.n_kv_heads, tp=share.tp)
     # of queries, keys and values, of what attention puts out, and of both products of each feed-forward part
     features = (heads + 2 * kv_heads) * model.d_head + model.d_model * (1 + sum(f"{n}.in" in sizes for n in _ON_TOKENS))
     routed = expert_tokens(share) * model.d_model if "experts.in" in sizes else 0
@@ -203,7 +203,7 @@ def _norm(share: Share, name: str) -> list[Kept]:
 
 def _attention(share: Share) -> list[Kept]:
     model, rows, e = share.model, share.tokens, share.width
-    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model, tp=share.tp)
+    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model.n_kv_heads, tp=share.tp)
     q, kv = heads * model.d_head, kv_heads * model.d_head
     tensors = []
     if share.attention != "reference" or "core_attention" in share.recomputed_parts:

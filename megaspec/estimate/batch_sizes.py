@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from megaspec.core.axes import world_size
-from megaspec.estimate.formula import degrees
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import TrainSpec
@@ -32,7 +31,7 @@ class BatchPlan:
 
 def data_parallel(parallelism: ParallelismSpec) -> int:
     """Ranks that see different sequences."""
-    return world_size(degrees(parallelism), ("dp_replicate", "dp_shard"))
+    return world_size(parallelism.degrees, ("dp_replicate", "dp_shard"))
 
 
 def batch_plan(train: TrainSpec, parallelism: ParallelismSpec, *, seq_len: int) -> BatchPlan:

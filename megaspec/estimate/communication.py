@@ -10,7 +10,7 @@ from math import prod
 from typing import Literal
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
-from megaspec.estimate.formula import degrees, sharing_ranks
+from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.hidden import hidden_parameters, working_width
 from megaspec.estimate.parameters import (
@@ -23,11 +23,11 @@ from megaspec.estimate.parameters import (
 from megaspec.estimate.schedule import catch_ups, shape_of
 from megaspec.estimate.work import Share, recomputed_layers, recomputed_parts
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.kinds import has_experts
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.passes import Shape, stage_number
+from megaspec.parallelism.stages import Chunk, stages_of
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.stages import Chunk, stages_of
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 Phase = Literal["forward", "backward", "step"]
@@ -114,7 +114,7 @@ class Mesh:
 def mesh_of(recipe: Recipe, hardware: Hardware | None) -> Mesh:
     """The grids of a filled recipe. Without hardware all ranks lie in one node."""
     own = recipe.parallelism
-    dense = degrees(own)
+    dense = own.degrees
     node = hardware.node_size if hardware else world_size(dense)
     return Mesh(dense, expert_degrees(dense, ep=own.ep, etp=own.etp), node)
 
@@ -128,7 +128,7 @@ def collectives_of(recipe: Recipe, hardware: Hardware | None, rank: int | None =
 
 def _of_rank(recipe: Recipe, hardware: Hardware | None, rank: int) -> tuple[Collective, ...]:
     mesh, shape = mesh_of(recipe, hardware), shape_of(recipe)
-    chunks = stages_of(recipe.model, recipe.parallelism)[rank]
+    chunks = stages_of(recipe.model.n_layers, recipe.parallelism)[rank]
     found: dict[Collective, int] = {}
     for chunk in chunks:
         for one in chunk_collectives(recipe, mesh, chunk):
@@ -382,7 +382,8 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
 def _router_statistics(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collective]:
     """nn/router.py's StepSums of every layer with experts."""
     experts = has_experts(recipe.model)
-    layers = sum(experts[i] for chunk in stages_of(recipe.model, recipe.parallelism)[rank] for i in chunk.layers)
+    chunks = stages_of(recipe.model.n_layers, recipe.parallelism)[rank]
+    layers = sum(experts[i] for chunk in chunks for i in chunk.layers)
     if layers:
         among, size = ("dp_replicate", "dp_shard", "cp", "tp"), 8 * (3 * recipe.model.moe.n_experts + 6) * layers
         yield from mesh.make("experts' statistics", "all_reduce", among, size, 1, hidden=False, phase="step")
@@ -394,7 +395,7 @@ def _whole_matrices(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collectiv
     As if owners were drawn by lot: the runtime gives a matrix rather to a rank that holds much of it.
     """
     own, axes = recipe.parallelism, ("dp_replicate", "dp_shard", "cp", "tp")
-    held = hidden_parameters(recipe, stages_of(recipe.model, own)[rank])
+    held = hidden_parameters(recipe, stages_of(recipe.model.n_layers, own)[rank])
     ranks = prod(mesh.dense[axis] for axis in axes)
     shards = sharing_ranks(own) if own.dp_strategy != "replicate" else (1, 1)
     momentum = steps = 0.0
@@ -422,7 +423,7 @@ def _reduced(recipe: Recipe, rank: int, count: RankParameters) -> dict[bool, lis
     """Parts of a rank's weights, dense ones and those of experts. Gradients of a layer wait while others of it are put
     off; a tied table whose ends are two chunks of a rank is reduced for each."""
     model, own, shape = recipe.model, recipe.parallelism, shape_of(recipe)
-    chunks, m = stages_of(model, own)[rank], shape.micro_batches
+    chunks, m = stages_of(model.n_layers, own)[rank], shape.micro_batches
     found = {False: [_Part("gradients", count.dense, m)], True: [_Part("experts' gradients", count.expert, m)]}
     if own.dp_strategy not in ("zero2", "fsdp", "hsdp") or not shape.splits_backward:
         return found
@@ -491,7 +492,7 @@ def _shared_out(
 def _at_head(recipe: Recipe, rank: int) -> int:
     """Weights of the output head and the norm before it."""
     model = recipe.model
-    if not any(chunk.head for chunk in stages_of(model, recipe.parallelism)[rank]):
+    if not any(chunk.head for chunk in stages_of(model.n_layers, recipe.parallelism)[rank]):
         return 0
     norm = model.d_model * (2 if isinstance(model, GptSpec) else 1)
     return table_parameters(model, tp=recipe.parallelism.tp) + norm
@@ -500,7 +501,7 @@ def _at_head(recipe: Recipe, rank: int) -> int:
 def _gathered_once(recipe: Recipe, rank: int) -> int:
     """Weights of a rank that the backward pass does not gather again: the embedding's, which it does not read, and the
     head's and the last norm's, which it takes first."""
-    model, chunks = recipe.model, stages_of(recipe.model, recipe.parallelism)[rank]
+    model, chunks = recipe.model, stages_of(recipe.model.n_layers, recipe.parallelism)[rank]
     has_positions, table = isinstance(model, GptSpec), table_parameters(model, tp=recipe.parallelism.tp)
     embedding, head = any(c.embedding for c in chunks), any(c.head for c in chunks)
     # a tied table is gathered for either end, both in the forward pass: as often as one that is gathered again

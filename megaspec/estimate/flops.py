@@ -10,8 +10,8 @@ from typing import Literal
 
 from megaspec.estimate.parameters import padded_vocab
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.kinds import has_experts, mla_of, moe_of
 from megaspec.recipe import ModelSpec
-from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 
 Convention = Literal["causal", "full"]
 # Forward, input gradient and weight gradient, each a multiply and an add.

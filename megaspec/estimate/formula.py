@@ -1,15 +1,9 @@
 """The GPU-count formula with a run's numbers, in both readings."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, world_size
 from megaspec.parallelism.spec import ParallelismSpec
-
-
-def degrees(parallelism: ParallelismSpec) -> dict[str, Any]:
-    """The degree of every dense axis."""
-    return {axis: getattr(parallelism, axis) for axis in DENSE_AXES}
 
 
 def sharing_ranks(parallelism: ParallelismSpec) -> tuple[int, int]:

@@ -6,12 +6,13 @@ from functools import lru_cache
 from math import ceil
 
 from megaspec.estimate.ceilings import Ceilings
-from megaspec.estimate.parameters import RankParameters, layer_parameters, local_kv_heads
+from megaspec.estimate.parameters import RankParameters, layer_parameters
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.kinds import has_experts, mla_of, moe_of
 from megaspec.optim.spec import MuonSpec
+from megaspec.parallelism.heads import local_kv_heads
+from megaspec.parallelism.stages import Chunk
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.kinds import has_experts, mla_of, moe_of
-from megaspec.resolve.stages import Chunk
 
 Shape = tuple[int, int]
 """Outputs and inputs."""
@@ -50,7 +51,7 @@ def hidden_of_layer(model: ModelSpec, *, with_experts: bool, tp: int) -> int:
     layer = layer_parameters(model, with_experts=with_experts, tp=tp)
     biases = 0
     if isinstance(model, GptSpec):
-        heads = ceil(model.n_heads / tp) + 2 * local_kv_heads(model, tp=tp)
+        heads = ceil(model.n_heads / tp) + 2 * local_kv_heads(model.n_kv_heads, tp=tp)
         biases = heads * model.d_head + ceil(model.d_ffn / tp) + 2 * model.d_model
     return layer.dense - layer.router - layer.norms - biases
 

@@ -21,9 +21,9 @@ from megaspec.estimate.work import (
     recomputed_parts,
     weights_bytes,
 )
+from megaspec.model.kinds import has_experts
+from megaspec.parallelism.stages import Chunk
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.stages import Chunk
 
 # What a collective that runs beside arithmetic costs all the same, of its own time: it takes multiprocessors and
 # memory bandwidth away. Measured on 2 and 4 H200: a hidden all-reduce of gradients adds about half of its time.

@@ -11,9 +11,8 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from megaspec.core.axes import world_size
 from megaspec.estimate.activations import LayerBytes, Share, layer_bytes, share_of
-from megaspec.estimate.formula import degrees, sharing_ranks
+from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.hidden import hidden_of_layer
 from megaspec.estimate.parameters import RankParameters, rank_parameters, table_parameters
 from megaspec.estimate.schedule import (
@@ -26,20 +25,17 @@ from megaspec.estimate.schedule import (
     shape_of,
 )
 from megaspec.estimate.traffic import Contents, Traffic
+from megaspec.model.kinds import has_experts, mla_of
 from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
+from megaspec.parallelism.group_memory import outside_torch
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
+from megaspec.parallelism.stages import stages_of
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.kinds import has_experts, mla_of
-from megaspec.resolve.stages import stages_of
 from megaspec_kernels.catalog import logits_piece
 
 # Measured on H200 with torch 2.11 and CUDA 13.
-_CONTEXT = 0.80e9
-"""CUDA, the loaded kernels and the libraries' handles."""
 _WORKSPACE = 64 * 2**20
 """Scratch of the matrix products' library; torch counts it as allocated."""
-_GROUP, _PEER, _MOST_PEERS = 0.32e9, 0.19e9, 3
-"""NCCL's buffers of a group: of itself and for each other rank, of which a ring and a tree reach only a few."""
 _SLACK, _MOST_SLACK = 0.03, 1.2e9
 """What the allocator holds and can't use, as a share of what is allocated and at most."""
 _INPUT = 17
@@ -106,7 +102,7 @@ def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
     shape, table = shape_of(recipe), table_parameters(share.model, tp=own.tp)
     beside = micro_batches * share.micro_batch * recipe.data.seq_len // share.cp * _INPUT
     beside += _WORKSPACE if is_cuda else 0
-    outside = outside_of(recipe) + _rounded(recipe, share) if is_cuda else 0
+    outside = outside_torch(own) + _rounded(recipe, share) if is_cuda else 0
     # stages in the middle hold the same and differ in the micro batches in flight
     held_always: dict[tuple[Contents, int], tuple[dict[str, int], Traffic]] = {}
     for stage, (contents, held) in enumerate(
@@ -155,7 +151,7 @@ def fullest(stages: Sequence[StageMemory]) -> StageMemory:
 @lru_cache(maxsize=4096)
 def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[Contents, ...]:
     experts = has_experts(model)
-    stages = stages_of(model, ParallelismSpec(pp=pp, pipeline=pipeline))
+    stages = stages_of(model.n_layers, ParallelismSpec(pp=pp, pipeline=pipeline))
     return tuple(
         Contents(
             tuple((sum(not experts[i] for i in c.layers), sum(experts[i] for i in c.layers)) for c in chunks),
@@ -357,13 +353,3 @@ def _bucket(recipe: Recipe, share: Share) -> int:
 
 def _data_ranks(recipe: Recipe) -> int:
     return recipe.parallelism.dp_replicate * recipe.parallelism.dp_shard
-
-
-def outside_of(recipe: Recipe) -> int:
-    """What lies outside of torch's allocator."""
-    own = recipe.parallelism
-    world = world_size(degrees(own))
-    groups = (_data_ranks(recipe) * own.cp, own.tp, own.cp, own.pp, own.ep * own.etp)
-    # a group of all ranks is the world's own
-    sizes = [world, *(ranks for ranks in groups if ranks != world)]
-    return int(_CONTEXT + sum(_GROUP + _PEER * min(ranks - 1, _MOST_PEERS) for ranks in sizes if ranks > 1))

@@ -5,11 +5,11 @@ from functools import lru_cache
 from math import ceil
 
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.kinds import has_experts, mla_of, moe_of
 from megaspec.nn.spec import MlaSpec
-from megaspec.parallelism.spec import ParallelismSpec
+from megaspec.parallelism.heads import local_kv_heads
+from megaspec.parallelism.stages import stages_of
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.kinds import has_experts, mla_of, moe_of
-from megaspec.resolve.stages import stages_of
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> RankParameters:
     dense = expert = 0
     holds_table = False
     experts = has_experts(model)
-    for chunk in stages_of(model, own)[stage]:
+    for chunk in stages_of(model.n_layers, own)[stage]:
         routed = sum(experts[number] for number in chunk.layers)
         for with_experts, layers in ((True, routed), (False, len(chunk.layers) - routed)):
             if layers:
@@ -151,7 +151,7 @@ def partial_gradients(recipe: Recipe, stage: int) -> PartialGradients:
     model, own = recipe.model, recipe.parallelism
     if own.tp == 1:
         return PartialGradients(0, 0)
-    experts, chunks = has_experts(model), stages_of(model, own)[stage]
+    experts, chunks = has_experts(model), stages_of(model.n_layers, own)[stage]
     layers = [number for chunk in chunks for number in chunk.layers]
     routed = sum(experts[number] for number in layers)
     # tensor-parallel ranks split heads whatever they do with tokens
@@ -186,20 +186,6 @@ def table_parameters(model: ModelSpec, *, tp: int) -> int:
     return padded_vocab(model, tp=tp) // tp * model.d_model
 
 
-def local_kv_heads(model: ModelSpec, *, tp: int) -> int:
-    """Key and value heads of one rank: with more ranks than heads several ranks hold the same one."""
-    return ceil(model.n_kv_heads / tp)
-
-
-def whole_sequence_heads(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[int, int] | None:
-    """Query heads, and key and value heads, with which a rank attends over whole sequences in one call of the kernel.
-    None: it attends block by block, to the parts of sequences that context-parallel ranks have."""
-    tp, cp, kind = parallelism.tp, parallelism.cp, parallelism.context.kind
-    if cp > 1 and kind != "all_to_all":
-        return None
-    return ceil(ceil(model.n_heads / tp) / cp), ceil(local_kv_heads(model, tp=tp) / cp)
-
-
 def _norm(model: ModelSpec) -> int:
     return 2 * model.d_model if isinstance(model, GptSpec) else model.d_model
 
@@ -214,7 +200,7 @@ def _attention(model: ModelSpec, tp: int) -> int:
     d, heads, mla = model.d_model, ceil(model.n_heads / tp), mla_of(model)
     if mla is not None:
         return _latent_attention(d, heads, mla)
-    q, kv = heads * model.d_head, local_kv_heads(model, tp=tp) * model.d_head
+    q, kv = heads * model.d_head, local_kv_heads(model.n_kv_heads, tp=tp) * model.d_head
     biases = q + 2 * kv + d if isinstance(model, GptSpec) else 0
     return d * (q + 2 * kv) + q * d + biases
 

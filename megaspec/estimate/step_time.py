@@ -22,12 +22,12 @@ from megaspec.estimate.memory import kept_by_layer
 from megaspec.estimate.parameters import RankParameters
 from megaspec.estimate.schedule import bubble, shape_of
 from megaspec.estimate.work import Share
+from megaspec.model.kinds import has_experts
 from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.parallelism.passes import PAIR_CTAS, Shape, stage_number
+from megaspec.parallelism.stages import Chunk, stages_of
 from megaspec.parallelism.timeline import Durations
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import has_experts
-from megaspec.resolve.stages import Chunk, stages_of
 
 _USEFUL = ("matrix products", "attention")
 # Of a copy's bandwidth, what the norm, the fused update and the copy back reach (measured on an H200: 3.3 to 3.5 of 4.3
@@ -87,7 +87,7 @@ class _Passes:
 
 
 def _passes(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> _Passes:
-    times, stages = layer_times(recipe, hardware, ceilings), stages_of(recipe.model, recipe.parallelism)
+    times, stages = layer_times(recipe, hardware, ceilings), stages_of(recipe.model.n_layers, recipe.parallelism)
     return _Passes(times, shape_of(recipe), stages, [[times.chunk(chunk) for chunk in rank] for rank in stages])
 
 

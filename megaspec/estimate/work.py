@@ -10,8 +10,8 @@ from functools import cached_property
 
 from megaspec.estimate.parameters import padded_vocab
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.kinds import mla_of
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import mla_of
 
 # Elements of the residual stream that a norm's backward reads and writes. The sum over tokens for the norm's weight
 # is a second pass, and both passes reach about half of the bandwidth (measured: 1.6 of 4.2 TB/s for 3 elements).

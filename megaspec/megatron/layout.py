@@ -1,7 +1,7 @@
 """Flags of the layout -> the sections `parallelism` and `launcher`."""
 
 from megaspec.megatron.draft import Draft
-from megaspec.resolve.stages import parse_layout
+from megaspec.parallelism.stages import parse_layout
 
 _CONTEXT = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "hierarchical"}
 _SHARDED = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}

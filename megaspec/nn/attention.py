@@ -69,7 +69,7 @@ class CausalCore(nn.Module):
                     keys=context.index,
                 )
 
-        return self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
+        return self.kernel.attend(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
 
 
 def drop_attention(

@@ -16,7 +16,7 @@ from megaspec.nn.linear import Linear, WeightGradientSum
 from megaspec.nn.mlp import SwiGlu
 from megaspec.nn.router import Router, Routing
 from megaspec.nn.rows import sorted_rows
-from megaspec_kernels.registry import GroupedKernel
+from megaspec_kernels.registry import GroupedKernel, UnpermuteKernel
 
 
 class GroupedLinearOp(torch.autograd.Function):
@@ -105,11 +105,15 @@ class WeightedSwiGluOp(torch.autograd.Function):
 class Experts(nn.Module):
     """weight · down_e(silu(gate_e(x)) · up_e(x)) for the rows of each expert e, [R, D] -> [R, D].
 
-    The weight is a factor of what goes into the last product: so its gradient needs no output to be kept.
+    The weight is a factor of what goes into the last product: so its gradient needs no output to be kept. `unpermute`:
+    what sums each token's rows, for the dispatch.
     """
 
-    def __init__(self, n_experts: int, d_model: int, d_expert: int, *, kernel: GroupedKernel):
+    def __init__(
+        self, n_experts: int, d_model: int, d_expert: int, *, kernel: GroupedKernel, unpermute: UnpermuteKernel
+    ):
         super().__init__()
+        self.unpermute = unpermute
         self.w_gate_up = GroupedLinear(n_experts, d_model, d_expert, d_expert, kernel=kernel)
         self.w_down = GroupedLinear(n_experts, d_expert, d_model, kernel=kernel, residual=True)
         self.compiled = False
@@ -157,7 +161,7 @@ class LocalDispatch:
     def __call__(
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        rows = sorted_rows(routing.experts, routing.keep, experts.count)
+        rows = sorted_rows(routing.experts, routing.keep, experts.count, unpermute=experts.unpermute)
         if capacity is not None:
             rows = rows.padded(capacity)
         y_RD = experts(rows.spread(x_MD), rows.pick(routing.weights), rows.ends, whole=rows.whole)

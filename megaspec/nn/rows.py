@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megaspec_kernels.rows import reference, triton
+from megaspec_kernels.registry import UnpermuteKernel
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Rows:
     """int64 [M, k]: the row of each choice."""
     ends: Tensor
     """int32 [E]: the end of each expert's rows."""
+    unpermute: UnpermuteKernel
+    """What sums each token's rows."""
     filled: Tensor | None = None
     """bool [R]: rows that hold a choice; others are zero. None: all."""
     kept: Tensor | None = None
@@ -59,10 +61,10 @@ class Rows:
         moved = slot[self.place.flatten()].view(M, k)
         kept = moved < E * count
         ends = torch.arange(1, E + 1, device=ends.device, dtype=torch.int32) * count
-        return Rows(choice[:-1], torch.where(kept, moved, 0), ends, filled[:-1], kept)
+        return Rows(choice[:-1], torch.where(kept, moved, 0), ends, self.unpermute, filled[:-1], kept)
 
 
-def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int) -> Rows:
+def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int, *, unpermute: UnpermuteKernel) -> Rows:
     """Choices by expert, the earlier token first, and last those that are not kept.
 
     `experts_Mk`: int64 in [0, n_experts).
@@ -73,7 +75,7 @@ def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int) -> R
     ordered, choice = expert.to(torch.int16).sort(stable=True)
     ends = torch.searchsorted(ordered, torch.arange(n_experts, dtype=torch.int16, device=expert.device), right=True)
     place = torch.empty_like(choice).scatter(0, choice, torch.arange(choice.shape[0], device=choice.device))
-    return Rows(choice, place.view_as(experts_Mk), ends.to(torch.int32), whole=keep_Mk is None)
+    return Rows(choice, place.view_as(experts_Mk), ends.to(torch.int32), unpermute, whole=keep_Mk is None)
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -87,7 +89,7 @@ def _to_rows(x_MD: Tensor, rows: Rows) -> Tensor:
 def _to_tokens(y_RD: Tensor, rows: Rows) -> Tensor:
     if y_RD.shape[0] == 0:
         return y_RD.new_zeros(rows.place.shape[0], y_RD.shape[1])
-    return (triton if y_RD.is_cuda else reference).sum_of_rows(y_RD, rows.place, rows.kept)
+    return rows.unpermute(y_RD, rows.place, rows.kept)
 
 
 class _Spread(torch.autograd.Function):

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megaspec.optim.adamw import AdamW
 from megaspec.optim.master import MasterOptimizer
+from megaspec.optim.narrow import build_adamw
 from megaspec.optim.newton_schulz import orthogonalised_all, working_dtype
 from megaspec.optim.spec import MuonSpec
 
@@ -55,15 +55,17 @@ def step_scale(spec: MuonSpec, shape: tuple[int, int]) -> float:
 class Muon(MasterOptimizer):
     """v = momentum · v + (1 − momentum) · g;  w = w − lr · (scale · orthogonalised(u) + weight_decay · w).
 
-    u is v, or with Nesterov momentum · v + (1 − momentum) · g. AdamW for what is no hidden matrix.
+    u is v, or with Nesterov momentum · v + (1 − momentum) · g. AdamW, by the implementation `adamw`, for what is no
+    hidden matrix.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], spec: MuonSpec, matrices: Matrices):
+    def __init__(self, weights: Mapping[str, Tensor], spec: MuonSpec, matrices: Matrices, *, adamw: str):
         hidden = {name: weight for name, weight in weights.items() if name in matrices.names}
         super().__init__(hidden)
         self._spec, self._matrices = spec, matrices
         self._momentum = {name: torch.zeros_like(master) for name, master in self.masters.items()}
-        self._rest = AdamW({name: weight for name, weight in weights.items() if name not in hidden}, spec)
+        rest = {name: weight for name, weight in weights.items() if name not in hidden}
+        self._rest = build_adamw(rest, spec, kernel=adamw)
         masters = {**self.masters, **self._rest.masters}
         self.weights, self.masters = dict(weights), {name: masters[name] for name in weights}
 

@@ -1,4 +1,4 @@
-"""AdamW whose master weights and moments may be kept in 16 or 8 bits."""
+"""AdamW through a kernel of ours: its master weights and moments may be kept in 16 or 8 bits."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from zlib import crc32
@@ -6,9 +6,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from megaspec.optim.adamw import AdamW
 from megaspec.optim.master import MasterOptimizer, decays
-from megaspec.optim.spec import AdamWSpec
-from megaspec_kernels.adamw import reference, triton
+from megaspec.optim.spec import AdamWSpec, MuonSpec, StateFormats
 from megaspec_kernels.adamw.formats import (
     FORMATS,
     Format,
@@ -22,6 +22,7 @@ from megaspec_kernels.adamw.formats import (
     split,
 )
 from megaspec_kernels.adamw.reference import Moments, Step
+from megaspec_kernels.registry import REGISTRY, AdamWKernel
 
 
 class Decoded(Mapping[str, Tensor]):
@@ -40,21 +41,32 @@ class Decoded(Mapping[str, Tensor]):
         return len(self._names)
 
 
+def build_adamw(weights: Mapping[str, Tensor], spec: AdamWSpec | MuonSpec, *, kernel: str) -> MasterOptimizer:
+    """AdamW with the states that the spec names, updated by the implementation of adamw of that name."""
+    formats = spec.formats if isinstance(spec, AdamWSpec) else StateFormats()
+    if kernel == "torch":
+        assert formats == StateFormats(), f"kernels.adamw=torch keeps states in 32 bits, optim.formats={formats}"
+        return AdamW(weights, spec)
+    return NarrowAdamW(weights, spec, formats=formats, kernel=REGISTRY["adamw"][kernel])
+
+
 class NarrowAdamW(MasterOptimizer):
-    """AdamW with the formats of StateFormats; one kernel on CUDA, plain PyTorch elsewhere.
+    """AdamW with the formats of StateFormats, updated by `kernel`.
 
     A master weight of fp16 is a bf16 weight and its 16 remaining bits: fp32, bit for bit. Moments are rounded at random
     with the right expected value (see the kernel's formats.py). Copies of a share on several ranks stay equal.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], spec: AdamWSpec):
-        self._splits = spec.formats.master == "fp16"
+    def __init__(
+        self, weights: Mapping[str, Tensor], spec: AdamWSpec | MuonSpec, *, formats: StateFormats, kernel: AdamWKernel
+    ):
+        self._splits = formats.master == "fp16"
         super().__init__(weights)
-        self._spec = spec
+        self._spec, self._kernel = spec, kernel
         self._held = {name: i for i, name in enumerate(n for n, w in self.weights.items() if w.numel())}
         self._moments = {
-            "exp_avg": self._moment(FORMATS.get(spec.formats.exp_avg)),
-            "exp_avg_sq": self._moment(FORMATS.get(spec.formats.exp_avg_sq)),
+            "exp_avg": self._moment(FORMATS.get(formats.exp_avg)),
+            "exp_avg_sq": self._moment(FORMATS.get(formats.exp_avg_sq)),
         }
         device = self._updates.device
         self._keys = torch.tensor([crc32(n.encode()) for n in self._held], dtype=torch.int64, device=device)
@@ -125,8 +137,8 @@ class NarrowAdamW(MasterOptimizer):
     ) -> None:
         if self._held:
             weights = [self.weights[name] for name in self._held]
-            spec, op = self._spec, triton.adamw_ if weights[0].is_cuda else reference.adamw_
-            op(
+            spec = self._spec
+            self._kernel(
                 weights,
                 [self._kept[name] for name in self._held],
                 self._moments["exp_avg"],

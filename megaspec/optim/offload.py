@@ -13,7 +13,8 @@ from torch import Tensor
 from megaspec.nn.transfer import Side, on_host
 from megaspec.optim.master import MasterOptimizer
 from megaspec.optim.optimizer import build_optimizer
-from megaspec.optim.spec import OptimSpec
+from megaspec.optim.spec import OptimSpec, has_narrow_states
+from megaspec_kernels.catalog import Use, choose, unmet
 
 # Bytes of gradients that are fetched, and weights that are updated, at once.
 GROUP_BYTES = 256e6
@@ -37,25 +38,27 @@ class OffloadedOptimizer(MasterOptimizer):
     through the GPU would move 12 each way. The host waits for the gradients: there is no other way to update them here.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], spec: OptimSpec, *, share: float):
-        """`share`: of the weights' elements."""
+    def __init__(self, weights: Mapping[str, Tensor], spec: OptimSpec, *, share: float, adamw: str):
+        """`share`: of the weights' elements. `adamw`: the implementation of AdamW; on the CPU the best that runs there
+        where this one does not."""
         chosen = _chosen({name: weight.numel() for name, weight in weights.items()}, share)
         self.weights = {name: weight.detach() for name, weight in weights.items()}
         self._device = next((w.device for w in self.weights.values()), torch.device("cpu"))
-        self._here = build_optimizer({n: w for n, w in weights.items() if n not in chosen}, spec)
-        self._groups = [self._group(names, spec) for names in _grouped(self.weights, chosen)]
+        self._here = build_optimizer({n: w for n, w in weights.items() if n not in chosen}, spec, adamw=adamw)
+        away = _on_cpu(adamw, spec)
+        self._groups = [self._group(names, spec, away) for names in _grouped(self.weights, chosen)]
         self._parts = [self._here, *(group.optimizer for group in self._groups)]
         self._part_of = {name: part for part in self._parts for name in part.weights}
         self._side = Side(self._device)
 
-    def _group(self, names: list[str], spec: OptimSpec) -> _Group:
+    def _group(self, names: list[str], spec: OptimSpec, adamw: str) -> _Group:
         weights, gradients = {}, {}
         for name in names:
             weight = self.weights[name]
             weights[name] = on_host(weight).copy_(weight)
             wide = torch.promote_types(weight.dtype, torch.float32)
             gradients[name] = torch.zeros(weight.shape, dtype=wide, pin_memory=weight.is_cuda)
-        return _Group(gradients, weights, build_optimizer(weights, spec))
+        return _Group(gradients, weights, build_optimizer(weights, spec, adamw=adamw))
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
@@ -122,6 +125,13 @@ class OffloadedOptimizer(MasterOptimizer):
     def _join(self) -> None:
         if self._side.stream is not None:
             torch.cuda.current_stream().wait_stream(self._side.stream)
+
+
+def _on_cpu(adamw: str, spec: OptimSpec) -> str:
+    """The implementation of AdamW for weights in the CPU's memory."""
+    use = Use(narrow_states=has_narrow_states(spec))
+    is_able = unmet("adamw", adamw, device="cpu", sm=0, use=use) is None
+    return adamw if is_able else choose("adamw", device="cpu", sm=0, use=use)
 
 
 def _chosen(sizes: Mapping[str, int], share: float) -> set[str]:

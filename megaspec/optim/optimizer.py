@@ -4,30 +4,27 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megaspec.optim.adamw import AdamW
 from megaspec.optim.master import MasterOptimizer
 from megaspec.optim.muon import Matrices, Muon
-from megaspec.optim.narrow import NarrowAdamW
+from megaspec.optim.narrow import build_adamw
 from megaspec.optim.sgd import Sgd
-from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec, SgdSpec, StateFormats
+from megaspec.optim.spec import MuonSpec, OptimSpec, SgdSpec
 
-
-def adamw(weights: Mapping[str, Tensor], spec: AdamWSpec) -> AdamW | NarrowAdamW:
-    """AdamW with the states that the spec names."""
-    return (AdamW if spec.formats == StateFormats() else NarrowAdamW)(weights, spec)
-
-
-OPTIMIZERS = {AdamWSpec: adamw, SgdSpec: Sgd}
+# Type of a spec -> maker from (weights, spec), where no kernel and no matrices are needed; plugins fill it.
+OPTIMIZERS = {SgdSpec: Sgd}
 
 
 def build_optimizer(
-    weights: Mapping[str, Tensor], spec: OptimSpec, *, matrices: Matrices | None = None
+    weights: Mapping[str, Tensor], spec: OptimSpec, *, adamw: str, matrices: Matrices | None = None
 ) -> MasterOptimizer:
     """The optimizer that a spec names, over this rank's shares of the model's current weights.
 
-    `matrices`, for Muon: which parameters are hidden matrices, and the way to whole ones.
+    `adamw`: the implementation of AdamW. `matrices`, for Muon: which parameters are hidden matrices, and the way to
+    whole ones.
     """
+    if type(spec) in OPTIMIZERS:
+        return OPTIMIZERS[type(spec)](weights, spec)
     if isinstance(spec, MuonSpec):
         assert matrices is not None, "optim.kind=muon needs whole matrices"
-        return Muon(weights, spec, matrices)
-    return OPTIMIZERS[type(spec)](weights, spec)
+        return Muon(weights, spec, matrices, adamw=adamw)
+    return build_adamw(weights, spec, kernel=adamw)

@@ -128,3 +128,8 @@ class MuonSpec(OptimizerSpec):
 
 
 OptimSpec = Annotated[AdamWSpec | SgdSpec | MuonSpec, Field(discriminator="kind")]
+
+
+def has_narrow_states(spec: OptimSpec) -> bool:
+    """Whether an optimizer keeps anything in fewer than 32 bits."""
+    return isinstance(spec, AdamWSpec) and spec.formats != StateFormats()

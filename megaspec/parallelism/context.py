@@ -25,7 +25,7 @@ from megaspec.nn.attention import Attention, CausalCore, SequenceContext, drop_a
 from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
-from megaspec_kernels.attention.blocks import Blocks, blocks_of
+from megaspec_kernels.registry import AttentionKernel, AttentionMergeKernel
 
 
 def token_index(
@@ -73,9 +73,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Sight:
-    """What attention needs beside q, k and v: the blocks, which keys a query may see, and dropout."""
+    """What attention needs beside q, k and v: its kernels, which keys a query may see, and dropout."""
 
-    blocks: Blocks
+    attention: AttentionKernel
+    merging: AttentionMergeKernel
     length: int
     documents: Tensor | None
     """int32 [B, S]"""
@@ -90,7 +91,7 @@ class Sight:
     def forward(self, part: Part, places: Places, q_BTNH: Tensor, kv_2BSKH: Tensor) -> tuple[Tensor, Tensor]:
         """-> output and log-sum-exp of the queries of `part`"""
         k, v = kv_2BSKH[:, :, part.keys]
-        return self.blocks.forward(q_BTNH[:, part.queries], k, v, **self._options(part, *places))
+        return self.attention.block_forward(q_BTNH[:, part.queries], k, v, **self._options(part, *places))
 
     def backward(
         self,
@@ -105,7 +106,8 @@ class Sight:
         """-> what `part` adds to the gradients of its queries, keys and values"""
         grad, q, out = (x[:, part.queries] for x in (grad_BTNH, q_BTNH, out_BTNH))
         k, v = kv_2BSKH[:, :, part.keys]
-        return self.blocks.backward(grad, q, k, v, out, lse_BNT[:, :, part.queries], **self._options(part, *places))
+        options = self._options(part, *places)
+        return self.attention.block_backward(grad, q, k, v, out, lse_BNT[:, :, part.queries], **options)
 
     def causal_halves(
         self, grad_BTNH: Tensor, q_BTNH: Tensor, kv_2BTKH: Tensor, out_BTNH: Tensor, lse_BNT: Tensor
@@ -116,7 +118,7 @@ class Sight:
         """
         grad, q, k, v, out = (x.unflatten(1, (2, -1)).flatten(0, 1) for x in (grad_BTNH, q_BTNH, *kv_2BTKH, out_BTNH))
         lse = lse_BNT.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
-        grads = self.blocks.backward(grad, q, k, v, out, lse, causal=True, mask=None, drop=None)
+        grads = self.attention.block_backward(grad, q, k, v, out, lse, causal=True, mask=None, drop=None)
         return tuple(x.unflatten(0, (-1, 2)).flatten(1, 2) for x in grads)
 
     def _options(self, part: Part, queries: Tensor | None, keys: Tensor | None) -> dict[str, Any]:
@@ -136,10 +138,10 @@ class Rows:
     The causal part of a query comes first: there it sees itself at least, and its log-sum-exp is finite from then on.
     """
 
-    def __init__(self, q_BTNH: Tensor, blocks: Blocks):
+    def __init__(self, q_BTNH: Tensor, merging: AttentionMergeKernel):
         B, T, N, _ = q_BTNH.shape
         wide = torch.promote_types(q_BTNH.dtype, torch.float32)
-        self.blocks = blocks
+        self.merging = merging
         self.out_BTNH = torch.empty(q_BTNH.shape, dtype=wide, device=q_BTNH.device)
         self.lse_BNT = torch.empty(B, N, T, dtype=wide, device=q_BTNH.device)
 
@@ -150,7 +152,7 @@ class Rows:
             out.copy_(out_BTNH)
             lse.copy_(lse_BNT)
         else:
-            self.blocks.merge(out, lse, out_BTNH, lse_BNT)
+            self.merging.merge(out, lse, out_BTNH, lse_BNT)
 
 
 def ring_part(rank: int, source: int, tokens: int) -> Part:
@@ -201,7 +203,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, own = Rows(q_BTNH, sight.blocks), torch.stack((k_BTKH, v_BTKH))
+        rows, own = Rows(q_BTNH, sight.merging), torch.stack((k_BTKH, v_BTKH))
         kv = own
         for source, places in _round(q_BTNH, sight, group):
             last = source == (group.rank() + 1) % group.size()
@@ -244,12 +246,12 @@ class _RingAttention(torch.autograd.Function):
             grads = gradients(part, places)
             arrived = passing.wait()
             d_kv = torch.zeros_like(d_own) if d_kv is None else arrived[-1]
-            _collect(sight.blocks, part, grads, d_q, d_kv)
+            _collect(sight.merging, part, grads, d_q, d_kv)
             kv = own if last else arrived[0]
         passing = pass_on(group, d_kv)
         early, late = _halves(T)
         part = Part(late, early)
-        _collect(sight.blocks, part, gradients(part, here), d_q, d_own)
+        _collect(sight.merging, part, gradients(part, here), d_q, d_own)
         d_own += passing.wait()[0]
         return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
 
@@ -264,10 +266,12 @@ def _place(grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> N
         total.copy_(grad)
 
 
-def _collect(blocks: Blocks, part: Part, grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
+def _collect(
+    merging: AttentionMergeKernel, part: Part, grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor
+) -> None:
     """Adds a part's gradients to those of all queries and of the keys and values at hand."""
     for total, grad in zip((d_q[:, part.queries], *d_kv[:, :, part.keys]), grads, strict=True):
-        blocks.add(total, grad)
+        merging.add(total, grad)
 
 
 def _round(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> Iterator[tuple[int, Places]]:
@@ -285,7 +289,7 @@ class _GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, own = Rows(q_BTNH, sight.blocks), torch.stack((k_BTKH, v_BTKH))
+        rows, own = Rows(q_BTNH, sight.merging), torch.stack((k_BTKH, v_BTKH))
         kv, places = _gather_chunks(own, group), _gathered_places(q_BTNH, sight, group)
         for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
             rows.merge(part, *sight.forward(part, places, q_BTNH, kv))
@@ -302,7 +306,7 @@ class _GatheredAttention(torch.autograd.Function):
         d_q, d_kv = torch.zeros_like(q_BTNH, dtype=wide), torch.zeros_like(kv, dtype=wide)
         for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
             grads = sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT)
-            _collect(sight.blocks, part, grads, d_q, d_kv)
+            _collect(sight.merging, part, grads, d_q, d_kv)
         d_own = _reduce_scatter_chunks(d_kv, group)
         return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
 
@@ -382,6 +386,9 @@ class Way:
 class ContextCore(CausalCore):
     """A CausalCore whose queries, keys and values are those of this rank's tokens; see token_index."""
 
+    merging: AttentionMergeKernel
+    """How blocks of attention are put together."""
+
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
         """-> [B, T, N, H]"""
         way, first_head = context.way, self.first_head
@@ -397,7 +404,7 @@ class ContextCore(CausalCore):
             if drop is not None:
                 places = torch.arange(context.length, device=q_BTNH.device)
                 drop = partial(drop, queries=places, keys=places)
-            out_BTNH = self.kernel(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
+            out_BTNH = self.kernel.attend(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
         else:
             out_BTNH = self._attend_in_blocks(q_BTNH, k_BTKH, v_BTKH, context, first_head)
         return out_BTNH if way.heads is None else heads_to_tokens(way.heads, out_BTNH)
@@ -406,7 +413,7 @@ class ContextCore(CausalCore):
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext, first_head: int
     ) -> Tensor:
         drop = self._drop(context, first_head)
-        sight = Sight(blocks_of(self.kernel), context.length, context.documents, drop)
+        sight = Sight(self.kernel, self.merging, context.length, context.documents, drop)
         if context.way.ring is not None:
             return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, context.way.ring)
         return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, context.way.gather)
@@ -428,11 +435,12 @@ class ContextCore(CausalCore):
 class ContextParallel:
     """Strategy: every attention of a model sees the whole sequence, of which each rank of axis cp has a part.
 
-    `way` and `index` are what a batch needs that lies on all ranks of the axis; the model knows of neither.
+    `way` and `index` are what a batch needs that lies on all ranks of the axis; the model knows of neither. `merging`
+    puts blocks of attention together.
     """
 
-    def __init__(self, mesh: Mesh, spec: ContextSpec):
-        self.mesh, self.spec = mesh, spec
+    def __init__(self, mesh: Mesh, spec: ContextSpec, merging: AttentionMergeKernel):
+        self.mesh, self.spec, self.merging = mesh, spec, merging
         self._indices: dict[tuple[int, int], Tensor] = {}
         group = mesh.group("cp")
         if group is None:
@@ -454,6 +462,7 @@ class ContextParallel:
             if isinstance(module, Attention):
                 assert type(module.core) is CausalCore, f"{type(module.core).__name__} has no context parallel twin"
                 module.core.__class__ = ContextCore
+                module.core.merging = self.merging
                 # here, and not around the method: it loads the compiler
                 why = "messages between two ranks, and blocks whose order depends on the rank"
                 module.core._attend_in_blocks = torch.compiler.disable(module.core._attend_in_blocks, reason=why)

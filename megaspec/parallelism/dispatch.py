@@ -228,7 +228,7 @@ class AllToAll:
     ) -> tuple[Tensor, Tensor | None]:
         """See megaspec.nn.moe.Dispatch."""
         keep = None if self.balanced else routing.keep
-        rows = sorted_rows(routing.experts, keep, self.ep * experts.count)
+        rows = sorted_rows(routing.experts, keep, self.ep * experts.count, unpermute=experts.unpermute)
         if capacity is not None:
             rows = rows.padded(capacity)
         counted = self._known(rows, capacity) or self._counted(rows)
@@ -335,7 +335,7 @@ class AllGather:
         here_Nk = (expert_Nk >= 0) & (expert_Nk < count)
         if routing.keep is not None and not self.balanced:
             here_Nk = here_Nk & wait(all_gather(routing.keep, self.group))
-        return sorted_rows(expert_Nk, here_Nk, count)
+        return sorted_rows(expert_Nk, here_Nk, count, unpermute=experts.unpermute)
 
     def _known(self, routing: Routing, count: int) -> int | None:
         """The number of rows, where nobody has to look."""

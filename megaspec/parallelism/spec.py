@@ -1,7 +1,8 @@
 """How the training step is divided among ranks."""
 
-from typing import Literal
+from typing import Any, Literal
 
+from megaspec.core.axes import DENSE_AXES
 from megaspec.core.frozen import Auto, Degree, Depth, Fraction, Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 
 DpStrategy = Literal["replicate", "zero1", "zero2", "fsdp", "hsdp"]
@@ -128,3 +129,8 @@ class ParallelismSpec(Frozen):
     bucket_mb: PositiveFloat = 100.0
     """Size in MB (10^6 bytes) of the gradient buckets of replicate and zero1, which are reduced while the backward pass
     still runs. The other strategies reduce layer by layer."""
+
+    @property
+    def degrees(self) -> dict[str, Any]:
+        """The degree of every dense axis, outermost first; `auto` where a recipe still says so."""
+        return {axis: getattr(self, axis) for axis in DENSE_AXES}

@@ -10,7 +10,7 @@ from megaspec.estimate.batch_sizes import BatchPlan, batch_plan
 from megaspec.estimate.ceilings import Ceilings
 from megaspec.estimate.communication import Mesh, collectives_of, mesh_of
 from megaspec.estimate.flops import flops_per_token
-from megaspec.estimate.formula import degrees, dense_equation, expert_equation
+from megaspec.estimate.formula import dense_equation, expert_equation
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.estimate.layer_time import collective_seconds
 from megaspec.estimate.memory import StageMemory, fullest, memory_of
@@ -18,9 +18,9 @@ from megaspec.estimate.parameters import count_parameters, rank_parameters
 from megaspec.estimate.schedule import bubble_formula, chart, shape_of
 from megaspec.estimate.step_time import StepTime, exposed_collectives, step_time
 from megaspec.estimate.target import Target
+from megaspec.parallelism.stages import EVENLY, layer_ranges, stages_of
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
-from megaspec.resolve.stages import EVENLY, layer_ranges, stages_of
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.balance import divided_by_time
 from megaspec.search.changes import Change, best_change
@@ -204,7 +204,7 @@ def make_plan(
     """From a resolved recipe. Without hardware or ceilings: everything but times. `weigh_changes`: look for the one
     change that would save most, for up to half a second."""
     own, model, seq_len = spec.parallelism, spec.model, spec.data.seq_len
-    sizes = degrees(own)
+    sizes = own.degrees
     mesh = mesh_of(spec, hardware)
     count, batch = count_parameters(model), batch_plan(spec.train, own, seq_len=seq_len)
     flops = {name: flops_per_token(model, seq_len=seq_len, convention=name, tp=own.tp) for name in ("causal", "full")}
@@ -292,7 +292,7 @@ def _machine(
 
 def _stages(spec: Spec, memory: Sequence[StageMemory]) -> tuple[StageShare, ...]:
     found = []
-    for rank, chunks in enumerate(stages_of(spec.model, spec.parallelism)):
+    for rank, chunks in enumerate(stages_of(spec.model.n_layers, spec.parallelism)):
         words = [
             ", ".join(("embedding",) * chunk.embedding + (layer_ranges(chunk.layers),) + ("head",) * chunk.head)
             for chunk in chunks

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megaspec.core.axes import fewest_gpus
+from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
@@ -20,13 +21,14 @@ from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.optim.spec import has_narrow_states
 from megaspec.recipe import Recipe
-from megaspec.rules.case import can_split_sequences, divisors
+from megaspec.rules.case import can_split_sequences
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import Use, choose
+from megaspec_kernels.catalog import CATALOG, Use, choose
 
 MICRO_BATCH_TOKENS = 8192
 CPU_RANKS = 2
@@ -277,13 +279,22 @@ def kernels(draft: Draft) -> None:
     device, sm = draft.target.device, draft.target.sm
     drops = draft["model.attention_dropout"] > 0
     where = f"the best that runs on {draft.target.gpu or device}"
-    best = choose("attention", device=device, sm=sm, use=Use(attention_dropout=drops))
-    draft.fill("kernels.attention", best, f"{where}{' with attention dropout' if drops else ''}")
-    draft.fill("kernels.cross_entropy", choose("cross_entropy", device=device, sm=sm), where)
     moe, precision = draft["model"].get("moe"), draft["precision.kind"]
-    widths = (draft["model.d_model"], moe["d_expert"] // draft["parallelism.etp"]) if moe else ()
-    use = Use(precision=precision, widths=widths)
-    draft.fill("kernels.grouped", choose("grouped", device=device, sm=sm, use=use), f"{where} in {precision}")
+    narrow = has_narrow_states(draft.recipe.optim)
+    use = Use(
+        attention_dropout=drops,
+        precision=precision,
+        widths=(draft["model.d_model"], moe["d_expert"] // draft["parallelism.etp"]) if moe else (),
+        narrow_states=narrow,
+    )
+    reasons = {
+        "attention": f"{where}{' with attention dropout' if drops else ''}",
+        "grouped": f"{where} in {precision}",
+        "adamw": f"{where}{' with the states of optim.formats' if narrow else ''}",
+    }
+    for operation in CATALOG:
+        best = choose(operation, device=device, sm=sm, use=use)
+        draft.fill(f"kernels.{operation}", best, reasons.get(operation, where))
     if device == "cuda":
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
     else:

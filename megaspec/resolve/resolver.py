@@ -12,7 +12,6 @@ from megaspec.core.axes import world_size
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.core.problems import origin_of, typed_problems
 from megaspec.data.spec import ORDER_VERSION
-from megaspec.estimate.formula import degrees
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import FILLS, Draft
@@ -44,7 +43,7 @@ class Settled:
     def spec(self, segments: tuple[int, ...], *, moved: int = 0, forked_from: ForkPoint | None = None) -> Spec:
         """The Spec, its training order cut into `segments` (sequences each); `moved`: see Spec.samples_moved."""
         fields = self.recipe.model_dump(mode="json") | {
-            "world_size": world_size(degrees(self.recipe.parallelism)),
+            "world_size": world_size(self.recipe.parallelism.degrees),
             "device": self.target.device,
             "segments": segments,
             "samples_moved": moved,

@@ -2,9 +2,10 @@
 
 from math import isinf, lcm
 
+from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.data.spec import IndexedSpec
-from megaspec.rules.case import LONGEST_RAMP, Case, divisors, multiples
+from megaspec.rules.case import LONGEST_RAMP, Case
 from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
 

@@ -1,16 +1,17 @@
 """What a rule looks at."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isqrt, lcm
+from math import lcm
 from typing import Any
 
+from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.estimate.target import Target
+from megaspec.model.kinds import has_experts, mla_of, moe_of
 from megaspec.nn.spec import MlaSpec, MoeSpec
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.rules.run_facts import Facts
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -118,25 +119,3 @@ def legal_tp(case: Case) -> list[int]:
         for t in divisors(heads)
         if (kv_heads % t == 0 or t % kv_heads == 0) and all(width % t == 0 for width in widths)
     ]
-
-
-def divisors(n: int) -> list[int]:
-    """Of n, ascending; of a number past 10^10, those that are at most 10^5 or n by such a one."""
-    small = [d for d in range(1, min(isqrt(n), 10**5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
-
-
-def nearest(value: int, legal: Sequence[int], *, most: int = 6) -> list[int]:
-    """The `most` legal values that are closest to a value, ascending."""
-    return sorted(sorted(legal, key=lambda one: abs(one - value))[:most])
-
-
-def widths(value: int, of: int) -> list[int]:
-    """The nearest multiples of a number, and after them those that fp8 products take, too: 16 and 32 of them."""
-    return [width for unit in (1, 16, 32) for width in nearest(value, multiples(value, unit * of), most=2)]
-
-
-def multiples(value: int, of: int) -> list[int]:
-    """The multiples of a number around a value, up to eight on each side, ascending."""
-    below = value // of * of
-    return [m for m in range(below - 7 * of, below + 9 * of, of) if m > 0]

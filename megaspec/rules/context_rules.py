@@ -1,8 +1,9 @@
 """Rules about sequences that are divided among context-parallel ranks."""
 
+from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, show
-from megaspec.rules.case import Case, divisors, multiples, sequence_unit
+from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
 
 

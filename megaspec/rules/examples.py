@@ -248,6 +248,13 @@ _MODEL = {
     "kernel-cross-entropy": Example(
         ("kernels.cross_entropy=triton",), ("kernels.cross_entropy=chunked",), "kernels.cross_entropy"
     ),
+    "kernel-attention-merge": Example(
+        ("kernels.attention_merge=triton",), ("kernels.attention_merge=reference",), "kernels.attention_merge"
+    ),
+    "kernel-unpermute": Example(
+        (_moe(), "kernels.unpermute=triton"), ("kernels.unpermute=reference",), "kernels.unpermute"
+    ),
+    "kernel-adamw": Example(("kernels.adamw=triton",), ("kernels.adamw=torch",), "kernels.adamw"),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _PRECISION = {

@@ -1,11 +1,11 @@
 """Rules about ranks, the mesh and what is split over it."""
 
 from megaspec.core.axes import world_size
+from megaspec.core.divisors import divisors, multiples, widths
 from megaspec.core.errors import Problem
 from megaspec.core.problems import did_you_mean, one_of
-from megaspec.estimate.formula import degrees
 from megaspec.estimate.hardware import HARDWARE
-from megaspec.rules.case import Case, divisors, legal_tp, multiples, sequence_unit, widths
+from megaspec.rules.case import Case, legal_tp, sequence_unit
 from megaspec.rules.ways import Way, way_out
 
 
@@ -19,7 +19,7 @@ def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:
 
 def degrees_make_the_world(case: Case) -> Problem | None:
     """launcher.ranks is the product of the parallel degrees."""
-    ranks, sizes = case.recipe.launcher.ranks, degrees(case.recipe.parallelism)
+    ranks, sizes = case.recipe.launcher.ranks, case.recipe.parallelism.degrees
     if world_size(sizes) == ranks:
         return None
     said = {axis: n for axis, n in sizes.items() if f"parallelism.{axis}" not in case.decided}

@@ -1,11 +1,13 @@
 """Rules about the model and its vocabulary, and kernels."""
 
+from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.model.llama.spec import LlamaSpec
 from megaspec.nn.spec import Llama3RopeScaling
-from megaspec.rules.case import Case, divisors, multiples, sequence_unit
+from megaspec.rules.case import Case, sequence_unit
+from megaspec.rules.kernel_use import use_of
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import Use, choose, unmet
+from megaspec_kernels.catalog import choose, unmet
 
 
 def kv_heads_divide_heads(case: Case) -> Problem | None:
@@ -84,31 +86,45 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
 
 def attention_kernel_runs(case: Case) -> Problem | None:
     """The attention implementation runs on the target, with the dropout that the model asks for."""
-    dropout = case.recipe.model.attention_dropout
-    return _kernel(case, "attention", Use(attention_dropout=dropout > 0))
+    return _kernel(case, "attention")
+
+
+def attention_merge_kernel_runs(case: Case) -> Problem | None:
+    """The implementation that puts blocks of attention together runs on the target."""
+    return _kernel(case, "attention_merge")
 
 
 def cross_entropy_kernel_runs(case: Case) -> Problem | None:
-    """The cross-entropy implementation runs on the target."""
-    return _kernel(case, "cross_entropy", Use())
+    """The cross-entropy implementation runs on the target, in the model's format."""
+    return _kernel(case, "cross_entropy")
 
 
 def grouped_kernel_runs(case: Case) -> Problem | None:
     """The implementation of the experts' products runs on the target, in the model's format and widths."""
-    if case.moe is None:
-        return None
-    widths = (case.recipe.model.d_model, case.moe.d_expert // case.etp)
-    return _kernel(case, "grouped", Use(precision=case.recipe.precision.kind, widths=widths))
+    return None if case.moe is None else _kernel(case, "grouped")
 
 
-def _kernel(case: Case, operation: str, use: Use) -> Problem | None:
+def unpermute_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of the sum over a token's experts runs on the target."""
+    return None if case.moe is None else _kernel(case, "unpermute")
+
+
+def adamw_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of AdamW runs on the target, and keeps its states in the formats of optim.formats."""
+    return _kernel(case, "adamw")
+
+
+def _kernel(case: Case, operation: str) -> Problem | None:
     name, device, sm = getattr(case.recipe.kernels, operation), case.target.device, case.target.sm
+    use = use_of(case.recipe)
     lacks = unmet(operation, name, device=device, sm=sm, use=use)
     if lacks is None:
         return None
     best = choose(operation, device=device, sm=sm, use=use)
     if lacks == "has no attention dropout":
         lacks += f", model.attention_dropout={case.recipe.model.attention_dropout}"
+    if lacks == "keeps states in 32 bits":
+        lacks += ", optim.formats says fewer"
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 

@@ -3,9 +3,10 @@
 from math import lcm
 
 from megaspec.core.axes import fewest_gpus
+from megaspec.core.divisors import divisors, multiples, nearest, widths
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, show
-from megaspec.rules.case import Case, divisors, legal_tp, multiples, nearest, widths
+from megaspec.rules.case import Case, legal_tp
 from megaspec.rules.ways import Way, mending, way_out
 
 _EVERY = Way("model.moe.every", (1,))

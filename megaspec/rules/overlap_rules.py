@@ -1,10 +1,11 @@
 """Rules about what runs beside computation, and about what waits in the memory of the CPU."""
 
+from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.optim.spec import MuonSpec
-from megaspec.resolve.stages import stage_problem, stages_of
-from megaspec.rules.case import Case, divisors
+from megaspec.parallelism.stages import stage_problem, stages_of
+from megaspec.rules.case import Case
 
 
 def overlap_needs_what_it_hides(case: Case) -> Problem | None:
@@ -29,9 +30,9 @@ def offloaded_layers_are_there(case: Case) -> Problem | None:
     """No more layers are offloaded than a chunk of the model has, and groups that are recomputed stay whole."""
     own, key = case.recipe.parallelism, "parallelism.offload.layers"
     model, layers, recompute = case.recipe.model, own.offload.layers, own.recompute
-    if not layers or stage_problem(model, own) is not None:
+    if not layers or stage_problem(model.n_layers, own) is not None:
         return None
-    most = max(len(chunk.layers) for rank in stages_of(model, own) for chunk in rank)
+    most = max(len(chunk.layers) for rank in stages_of(model.n_layers, own) for chunk in rank)
     if layers > most:
         where = f"a stage at parallelism.pp={case.pp}" if case.pp > 1 else f"the model, model.n_layers={most}"
         return Problem(key, f"{key}={layers} must be at most the {most} layers of {where}; try {most}")

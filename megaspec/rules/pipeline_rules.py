@@ -1,9 +1,10 @@
 """Rules about pipeline stages and the order of passes through them."""
 
+from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
-from megaspec.resolve.stages import even_ways, layout_text, stage_problem
-from megaspec.rules.case import Case, divisors, multiples
+from megaspec.parallelism.stages import even_ways, layout_text, stage_problem
+from megaspec.rules.case import Case
 from megaspec.rules.ways import Way, way_out
 
 _KEY = "parallelism.pipeline"
@@ -16,7 +17,8 @@ def layers_divide_into_stages(case: Case) -> Problem | None:
     found = None if _way(case) else _split(case)
     if found is None or "; " in found.message:
         return found
-    ways = [Way(key, values, near) for key, values, near in even_ways(case.recipe.model, case.recipe.parallelism)]
+    even = even_ways(case.recipe.model.n_layers, case.recipe.parallelism)
+    ways = [Way(key, values, near) for key, values, near in even]
     way = way_out(case, *ways, key=found.key)
     stages = f", or say the stages' layers with {_KEY}.first_layers, last_layers or layout"
     return Problem(found.key, f"{found.message}; {way}{stages if found.key == 'parallelism.pp' else ''}")
@@ -53,7 +55,7 @@ def _way(case: Case) -> str:
 def _split(case: Case) -> Problem | None:
     if case.pp == 1 or _answered_twice(case):
         return None
-    found = stage_problem(case.recipe.model, case.recipe.parallelism)
+    found = stage_problem(case.recipe.model.n_layers, case.recipe.parallelism)
     return None if found is None else Problem(*found)
 
 

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
+from megaspec.core.divisors import multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
+from megaspec.model.kinds import mla_of
 from megaspec.optim.spec import AdamWSpec
 from megaspec.precision.spec import Fp8Precision
-from megaspec.resolve.kinds import mla_of
-from megaspec.rules.case import Case, multiples
+from megaspec.rules.case import Case
 from megaspec.rules.ways import Way, way_out
 
 # The compute capabilities that a recipe runs on: from the first to the last.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
-from megaspec.resolve.stages import stage_problem, stages_of
+from megaspec.parallelism.stages import stage_problem, stages_of
 from megaspec.rules.case import Case
 
 _PARTS = ("core_attention", "activation", "norm", "mlp", "moe", "shared_experts", "mla_up")
@@ -66,9 +66,9 @@ def recomputed_layers_are_there(case: Case) -> Problem | None:
     model, parallelism = case.recipe.model, case.recipe.parallelism
     if recompute.kind != "full" or recompute.layers is None:
         return None
-    if stage_problem(model, parallelism) is not None:
+    if stage_problem(model.n_layers, parallelism) is not None:
         return None
-    most = max(len(chunk.layers) for rank in stages_of(model, parallelism) for chunk in rank)
+    most = max(len(chunk.layers) for rank in stages_of(model.n_layers, parallelism) for chunk in rank)
     if recompute.layers <= most:
         return None
     chunk = f"a stage at parallelism.pp={case.pp}" if case.pp > 1 else f"the model, model.n_layers={model.n_layers}"

@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
-from megaspec.core.axes import DENSE_AXES
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
 from megaspec.core.problems import show
-from megaspec.estimate.parameters import whole_sequence_heads
 from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.llama.model import Llama
@@ -34,15 +32,16 @@ from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.expert import ExpertParallel
+from megaspec.parallelism.heads import whole_sequence_heads
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.offload import Offload
 from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
+from megaspec.parallelism.stages import stages_of
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.parallelism.whole_matrices import WholeMatrices
 from megaspec.recipe import ModelSpec
-from megaspec.resolve.stages import stages_of
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
@@ -173,13 +172,14 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     """The chunks with this rank's shapes; weights are NaN until they are filled."""
     dtype = DTYPES[spec.precision.kind]
     # on the meta device, so that no rank ever holds the whole model
-    model = build_model(spec.model, _kernels(spec), dtype=dtype)
+    kernels = _kernels(spec)
+    model = build_model(spec.model, kernels, dtype=dtype)
     # while they are whole
     matrices = matrices_of(model)
     stds = standard_deviations(model, std=spec.model.init_std, n_layers=spec.model.n_layers)
     starts = Starts(stds, constants(model))
     # first, so that tensor parallel tells the attention that stays which heads are here
-    context = ContextParallel(mesh, spec.parallelism.context)
+    context = ContextParallel(mesh, spec.parallelism.context, kernels.attention_merge)
     context.split_model(model)
     # before memory is taken: modules become their parallel twins with this rank's shapes
     own, overlap = spec.parallelism, spec.parallelism.overlap
@@ -202,7 +202,7 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
 
 def _parts(model: Decoder, spec: Spec, mesh: Mesh) -> list[Decoder]:
     """The chunks of this pipeline rank."""
-    stages = stages_of(spec.model, spec.parallelism)[mesh.index("pp")]
+    stages = stages_of(spec.model.n_layers, spec.parallelism)[mesh.index("pp")]
     return [model.part(stage.layers, embedding=stage.embedding, head=stage.head) for stage in stages]
 
 
@@ -272,7 +272,7 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     if device.type != "cuda" or spec.kernels.attention != "sdpa":
         return
     model, dtype, masked = spec.model, DTYPES[spec.precision.kind], spec.data.document_mask
-    heads = whole_sequence_heads(model, spec.parallelism)
+    heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
     if heads is None:
         refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
         asked = f"heads of {model.d_head} in {spec.precision.kind}"
@@ -297,21 +297,20 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
 def _optimizer(
     spec: Spec, data: DataParallel, matrices: Mapping[str, tuple[Matrix, ...]], *, mesh: Mesh
 ) -> MasterOptimizer:
-    share = spec.parallelism.offload.optimizer
+    share, adamw = spec.parallelism.offload.optimizer, spec.kernels.adamw
     if share > 0:
-        return OffloadedOptimizer(data.weights, spec.optim, share=share)
+        return OffloadedOptimizer(data.weights, spec.optim, share=share, adamw=adamw)
     if isinstance(spec.optim, MuonSpec):
         group = mesh.group("tp-dp-cp")
         whole = WholeMatrices(data.shards, matrices, group=group, device=mesh.device)
-        return build_optimizer(data.weights, spec.optim, matrices=whole)
-    return build_optimizer(data.weights, spec.optim)
+        return build_optimizer(data.weights, spec.optim, adamw=adamw, matrices=whole)
+    return build_optimizer(data.weights, spec.optim, adamw=adamw)
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
     """The mesh that a Spec describes."""
     own = spec.parallelism
-    degrees = {axis: getattr(own, axis) for axis in DENSE_AXES}
-    return Mesh(degrees, rank=rank, device=device, timeout=timeout, ep=own.ep, etp=own.etp)
+    return Mesh(own.degrees, rank=rank, device=device, timeout=timeout, ep=own.ep, etp=own.etp)
 
 
 def seed_everything(spec: Spec) -> None:

@@ -18,15 +18,15 @@ from megaspec.checkpoint.store import Store
 from megaspec.core.bounded_json import MAX_BYTES
 from megaspec.core.errors import HangError, MegaspecError, MemoryRunOut, Preempted, RecipeError, printable
 from megaspec.core.regular_files import read_inside
-from megaspec.estimate.flops import flops_per_token
-from megaspec.estimate.memory import outside_of
-from megaspec.estimate.target import Target
 from megaspec.launcher import exit_file
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
 from megaspec.launcher.stop import watch_signals
+from megaspec.log import prediction
 from megaspec.log.events import RunEnded, RunStarted
+from megaspec.log.prediction import Prediction
 from megaspec.log.sinks import open_sinks
+from megaspec.parallelism.group_memory import outside_torch
 from megaspec.plugins import load, loaded
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
@@ -107,9 +107,9 @@ def read_spec(run_dir: Path) -> Spec:
     return Spec.model_validate_json(_read(run_dir, "spec.json"))
 
 
-def read_target(run_dir: Path) -> Target:
-    """The machine that the run was resolved for. RecipeError: its file is no file."""
-    return Target.model_validate_json(_read(run_dir, "target.json"))
+def read_prediction(run_dir: Path) -> Prediction:
+    """What was predicted when this start was prepared. RecipeError: its file is no file."""
+    return Prediction.model_validate_json(_read(run_dir, prediction.FILE_NAME))
 
 
 def _read(run_dir: Path, name: str) -> bytes:
@@ -210,10 +210,13 @@ def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Itera
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        target = read_target(run_dir)
         inner = spec.world_size // spec.parallelism.pp
         raise out_of_memory(
-            spec, target, rank=me.rank, stage=me.rank // inner, where=position.what, cause=str(error)
+            read_prediction(run_dir),
+            rank=f"{me.rank} of {spec.world_size}",
+            stage=me.rank // inner,
+            where=position.what,
+            cause=str(error),
         ) from error
 
 
@@ -243,14 +246,14 @@ def bounded(position: Position, me: Place, *, record: Callable[[int], object] = 
 
 def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted:
     """The run's first event, with what speed is measured against."""
-    target = read_target(run_dir)
+    predicted = read_prediction(run_dir)
     return RunStarted(
         step=step,
         steps=spec.train.steps,
         attempt=attempt,
         world_size=spec.world_size,
-        flops_per_token=flops_per_token(spec.model, seq_len=spec.data.seq_len, tp=spec.parallelism.tp),
-        peak_flops=target.peak_flops(spec.precision.kind),
+        flops_per_token=predicted.flops_per_token,
+        peak_flops=predicted.peak_flops,
     )
 
 
@@ -276,7 +279,7 @@ def leave_room(spec: Spec, device: torch.device) -> None:
     takes memory when a group first sends, at the end of the first backward pass."""
     has = torch.cuda.get_device_properties(device).total_memory
     # what NCCL takes was measured on large GPUs; a small one may have no more than that
-    torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - outside_of(spec) / has), device)
+    torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - outside_torch(spec.parallelism) / has), device)
 
 
 def join_world(me: Place, device: torch.device) -> None:

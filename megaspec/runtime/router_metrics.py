@@ -5,9 +5,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.log.events import RoutersDone
+from megaspec.model.kinds import has_experts, moe_of
 from megaspec.nn.router import LOSSES
 from megaspec.parallelism.expert import RouterStatistics
-from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.runtime.build import Built
 
 # Steps from one report of every expert's load to the next.

@@ -9,8 +9,8 @@ from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_time import layer_times
 from megaspec.estimate.schedule import shape_of
 from megaspec.parallelism.passes import rank_of_stage
+from megaspec.parallelism.stages import EVENLY, Chunk, layout_text
 from megaspec.recipe import Recipe
-from megaspec.resolve.stages import EVENLY, Chunk, layout_text
 
 
 def divided_by_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Recipe:

@@ -14,17 +14,18 @@ from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.schedule import bubble_formula, shape_of
 from megaspec.estimate.step_time import least_seconds, step_time
+from megaspec.model.kinds import moe_of
 from megaspec.parallelism.spec import OverlapSpec, ParallelismSpec, RecomputeSpec
+from megaspec.parallelism.stages import stage_problem
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.stages import stage_problem
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.difference import differences
+from megaspec.rules.kernel_use import use_of
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.remedies import broken, in_words, overrides_of, target_of
 from megaspec.search.tune import STRATEGIES, Grid, pipelines, shares_of
-from megaspec_kernels.catalog import CATALOG, Use, choose
+from megaspec_kernels.catalog import CATALOG, choose
 
 # Of a step's time: less than predictions are off by is not worth a word.
 WORTH = 0.03
@@ -130,7 +131,7 @@ def with_degrees(recipe: Recipe, hardware: Hardware, **degrees: int) -> Recipe |
     if own.pp != recipe.parallelism.pp:
         changes["pipeline"] = own.pipeline.model_copy(update={"micro_batch_group": own.pp})
     own = own.model_copy(update=changes)
-    if stage_problem(recipe.model, own) is not None:
+    if stage_problem(recipe.model.n_layers, own) is not None:
         return None
     return _laid_out(recipe, own)
 
@@ -148,7 +149,7 @@ def _pipelines(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Iterat
     grid = Grid(recipe, target_of(recipe, hardware), Facts(recipe.run_dir), hardware, ceilings, free)
     for pipeline in pipelines(grid, own.pp):
         changed = own.model_copy(update={"pipeline": pipeline})
-        if pipeline != own.pipeline and stage_problem(recipe.model, changed) is None:
+        if pipeline != own.pipeline and stage_problem(recipe.model.n_layers, changed) is None:
             yield _laid_out(recipe, changed)
 
 
@@ -219,10 +220,7 @@ def _switches(recipe: Recipe) -> Iterator[Recipe]:
 
 def _kernels(recipe: Recipe, hardware: Hardware) -> Iterator[Recipe]:
     """The best implementation of each operation, where another one is set."""
-    drops, own = recipe.model.attention_dropout > 0, recipe.kernels
-    moe = moe_of(recipe.model)
-    widths = (recipe.model.d_model, moe.d_expert // recipe.parallelism.etp) if moe is not None else ()
-    use = Use(attention_dropout=drops, precision=recipe.precision.kind, widths=widths)
+    own, use = recipe.kernels, use_of(recipe)
     best = {name: choose(name, device="cuda", sm=hardware.sm, use=use) for name in CATALOG} | {"compile": "block"}
     for name, implementation in best.items():
         if getattr(own, name) != implementation:

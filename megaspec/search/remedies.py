@@ -5,17 +5,18 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from megaspec.core.divisors import divisors
 from megaspec.core.frozen import Frozen
 from megaspec.core.problems import as_word, in_a_shell
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.target import Target
+from megaspec.model.kinds import has_experts, moe_of
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
+from megaspec.parallelism.stages import stage_problem
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import has_experts, moe_of
-from megaspec.resolve.stages import stage_problem
-from megaspec.rules.case import Case, can_split_sequences, divisors
+from megaspec.rules.case import Case, can_split_sequences
 from megaspec.rules.difference import leaves
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import RULES
@@ -217,7 +218,7 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
         if axis == "pp":
             changes["pipeline"] = own.pipeline.model_copy(update={"micro_batch_group": 2 * own.pp})
         widened = own.model_copy(update=changes)
-        if stage_problem(recipe.model, widened) is not None:
+        if stage_problem(recipe.model.n_layers, widened) is not None:
             return None
         lengths = {"seq_len": recipe.data.seq_len, "max_seq_len": recipe.model.max_seq_len}
         splits = can_split_sequences(tp=widened.tp, cp=widened.cp, **lengths)
@@ -234,7 +235,7 @@ def _one_by_one(recipe: Recipe) -> Recipe | None:
     split = {"layout": None} if own.pipeline.virtual_stages > 1 else {}
     pipeline = own.pipeline.model_copy(update={"schedule": "1f1b", "virtual_stages": 1, **split})
     changed = _laid_out(recipe, pipeline=pipeline)
-    return changed if stage_problem(recipe.model, changed.parallelism) is None else None
+    return changed if stage_problem(recipe.model.n_layers, changed.parallelism) is None else None
 
 
 def _short_groups(recipe: Recipe) -> Recipe | None:

@@ -14,6 +14,7 @@ from itertools import product
 from math import gcd, inf
 
 from megaspec.core.axes import fewest_gpus
+from megaspec.core.divisors import divisors
 from megaspec.core.frozen import AUTO
 from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.estimate.ceilings import Ceilings
@@ -21,11 +22,11 @@ from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import StageMemory, fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import StepTime, least_seconds, step_time
 from megaspec.estimate.target import Target
+from megaspec.model.kinds import moe_of
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
+from megaspec.parallelism.stages import EVENLY
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import moe_of
-from megaspec.resolve.stages import EVENLY
-from megaspec.rules.case import Case, can_split_sequences, divisors
+from megaspec.rules.case import Case, can_split_sequences
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.rules.unbuilt import unbuilt_problems

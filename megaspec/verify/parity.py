@@ -14,10 +14,10 @@ from torch import Tensor
 
 from megaspec.core.layout import Layout, layouts_as_json, layouts_of_json, whole
 from megaspec.data.batch import Batch
+from megaspec.model.kinds import moe_of
 from megaspec.parallelism.expert import RouterStatistics, buffers_of
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.resolve.kinds import moe_of
 from megaspec.runtime.build import Built, build, initialise
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import evaluate, train_step

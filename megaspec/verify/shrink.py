@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.target import Target
+from megaspec.model.kinds import has_experts, mla_of, moe_of
 from megaspec.model.spec import TransformerSpec
 from megaspec.nn.spec import MoeSpec
 from megaspec.parallelism.spec import RecomputeSpec
+from megaspec.parallelism.stages import parse_layout, stages_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_drafted
-from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 from megaspec.resolve.resolver import settle
-from megaspec.resolve.stages import parse_layout, stages_of
-from megaspec.rules.case import Case, divisors
+from megaspec.rules.case import Case
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import is_legal
 from megaspec.spec import Spec
@@ -154,7 +155,7 @@ class _Stages:
 
 def _stages(spec: Spec, grid: Grid) -> _Stages:
     own = spec.parallelism
-    largest = max(len(chunk.layers) for rank in stages_of(spec.model, own) for chunk in rank)
+    largest = max(len(chunk.layers) for rank in stages_of(spec.model.n_layers, own) for chunk in rank)
     recomputed, need = _recomputed(own.recompute, largest)
     offloaded = own.offload.layers
     is_whole = offloaded >= largest

@@ -37,6 +37,7 @@ from megaspec.verify.trace_memory import (
     WEIGHTS,
 )
 from megaspec.verify.trace_recorder import Call, Place, Recorder
+from megaspec_kernels.spec import KernelsSpec
 
 _META = torch.device("meta")
 
@@ -172,7 +173,7 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
     without numbers."""
     _check(spec)
     start, recorder = time.monotonic(), Recorder()
-    eager = spec.model_copy(update={"kernels": spec.kernels.model_copy(update={"compile": "none"})})
+    eager = spec.model_copy(update={"kernels": _kernels(spec)})
     with fake_world(rank, spec.world_size), recorder.watching():
         built = build(eager, mesh=mesh_of(spec, rank=rank, device=_META), position=_Places(recorder, spec))
         for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
@@ -266,6 +267,14 @@ def _check(spec: Spec) -> None:
             problems.append(Problem(key, f"{text}; leave --trace out, or set {key}=0", ""))
     if problems:
         raise RecipeError(problems)
+
+
+def _kernels(spec: Spec) -> KernelsSpec:
+    """What runs on tensors without numbers: nothing compiled, and in place of kernels that write into memory plain
+    operations, but for what a GPU's kernel does without a copy of its own."""
+    adamw = "torch" if spec.kernels.adamw == "torch" else "reference"
+    changes = {"compile": "none", "attention_merge": "reference", "unpermute": "triton", "adamw": adamw}
+    return spec.kernels.model_copy(update=changes)
 
 
 def _as_one_kernel(optimizer: NarrowAdamW, recorder: Recorder) -> None:

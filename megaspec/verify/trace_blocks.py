@@ -1,10 +1,11 @@
 """What compiled layers keep and need, from tables in place of the trace's own tensors.
 
-Note "What exact means". Parameters, collectives and memory are counted from what the step does, tensor by tensor, with
-one exception: torch.compile decides what a compiled layer keeps, and does not run on tensors without numbers. So layers
-run as plain operations whose tensors are not counted, and in their place stands what estimate/activations.py says, which
-was measured. A plain layer's collectives are a compiled one's, but for the gather of a tensor-parallel layer's input: a
-compiled one keeps what the forward pass gathered. They are compared with the formulas of plain layers.
+Note "What exact means". Parameters, collectives and memory are counted from what the step does, tensor by tensor,
+with one exception: torch.compile decides what a compiled layer keeps, and does not run on tensors without numbers. So
+layers run as plain operations whose tensors are not counted, and in their place stands what estimate/activations.py
+says, which was measured. A plain layer's collectives are a compiled one's, but for the gather of a tensor-parallel
+layer's input: a compiled one keeps what the forward pass gathered. They are compared with the formulas of plain
+layers.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megaspec.estimate.activations import LayerBytes, layer_bytes, share_of
 from megaspec.estimate.schedule import shape_of
-from megaspec.resolve.kinds import has_experts
+from megaspec.model.kinds import has_experts
 from megaspec.spec import Spec
 from megaspec.verify.trace_memory import ACTIVATIONS, EXPERTS, Memory
 

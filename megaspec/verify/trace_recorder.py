@@ -27,7 +27,6 @@ from megaspec.verify.trace_memory import (
     Memory,
     storage_of,
 )
-from megaspec_kernels.rows import reference as rows_reference
 
 # Operations under torch's collectives: their kind, and where the tensor lies whose size counts.
 _IN_PLACE = {
@@ -94,9 +93,8 @@ class Recorder:
 
 @contextmanager
 def _answers(memory: Memory) -> Iterator[None]:
-    """Addresses and sizes of what has no memory, the choice among attention's operations, which no mode sees in a
-    backward pass, and what a GPU does in one kernel: in place of torch's own and of plain operations while the context
-    lasts."""
+    """Addresses and sizes of what has no memory, and the choice among attention's operations, which no mode sees in a
+    backward pass: in place of torch's own while the context lasts."""
 
     def untyped_storage(x: Tensor) -> _Storage:
         return _Storage(storage_of(x), memory)
@@ -110,13 +108,7 @@ def _answers(memory: Memory) -> Iterator[None]:
             stack.callback(delattr, Tensor, name)
         stack.callback(setattr, F, "scaled_dot_product_attention", F.scaled_dot_product_attention)
         F.scaled_dot_product_attention = _attention
-        stack.callback(setattr, rows_reference, "sum_of_rows", rows_reference.sum_of_rows)
-        rows_reference.sum_of_rows = _sum_of_rows
         yield
-
-
-def _sum_of_rows(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
-    return y_RD.new_empty(place_Mk.shape[0], y_RD.shape[1])
 
 
 class _Storage:

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from megaspec.data.batch import Batch
 from megaspec.estimate.target import Target, detect_target
+from megaspec.model.kinds import has_experts, moe_of
 from megaspec.nn.moe import Moe
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
-from megaspec.resolve.kinds import has_experts, moe_of
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.runtime.build import build, initialise, mesh_of

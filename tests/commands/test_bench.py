@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megaspec.cli import main
-from megaspec.commands import bench
+from megaspec.commands import bench_ceilings as bench
 from megaspec.core.errors import WriteError
 from megaspec.estimate.ceilings import CeilingTable, ceilings_of
 from megaspec.estimate.hardware import HARDWARE

@@ -8,8 +8,8 @@ from megaspec.cli import main
 from megaspec.commands.planned import plan_words
 from megaspec.core.errors import RecipeError
 from megaspec.estimate.memory import fullest, memory_of
+from megaspec.parallelism.stages import parse_layout
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.stages import parse_layout
 from megaspec.rules.run_facts import Facts
 
 WORDS = ("recipe=llama3_8b", "gpus=8", "hardware=H100", "train.global_batch=32")

@@ -8,12 +8,11 @@ from fractions import Fraction
 
 from megaspec.core.axes import expert_degrees
 from megaspec.estimate.batch_sizes import data_parallel
-from megaspec.estimate.formula import degrees
 from megaspec.estimate.parameters import padded_vocab
 from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.kinds import has_experts, mla_of, moe_of
 from megaspec.nn.spec import MlaSpec
 from megaspec.recipe import ModelSpec, Recipe
-from megaspec.resolve.kinds import has_experts, mla_of, moe_of
 
 _PLAIN, _KEPT, _SHARED_OUT = 18, 6, 12
 """Bytes of a weight: with everything on each rank; with the optimizer shared out, what stays and what is divided."""
@@ -37,7 +36,7 @@ def weight_and_optimizer_bytes(recipe: Recipe) -> float:
     tables = 2 if not model.tied_embeddings and own.pp == 1 else 1
     dense = (Fraction(split, own.pp) + tables * table) / own.tp + Fraction(whole, own.pp)
     expert = Fraction(experts, own.pp * own.etp * own.ep)
-    edp = expert_degrees(degrees(own), ep=own.ep, etp=own.etp)["edp"]
+    edp = expert_degrees(own.degrees, ep=own.ep, etp=own.etp)["edp"]
     return float(dense * _bytes(recipe, data_parallel(own)) + expert * _bytes(recipe, edp))
 
 

@@ -13,7 +13,7 @@ from megaspec.estimate.memory import memory_of
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.step_time import step_time
 from megaspec.nn.matrices import matrices_of
-from megaspec.resolve.stages import stages_of
+from megaspec.parallelism.stages import stages_of
 from megaspec.runtime.build import MODELS
 from megaspec_kernels.registry import kernels_of
 from megaspec_kernels.spec import KernelsSpec
@@ -25,7 +25,16 @@ MUON = {"optim": {"kind": "muon", "lr": 1e-3}}
 @pytest.mark.parametrize("model", [GPT, LLAMA | {"vocab_pad_to": 1}], ids=["gpt", "llama"])
 def test_shapes_and_counts_are_those_of_the_model(model):
     spec = plan(model).model
-    kernels = kernels_of(KernelsSpec(attention="sdpa", cross_entropy="chunked", grouped="reference", compile="none"))
+    kernels = kernels_of(
+        KernelsSpec(
+            attention="sdpa",
+            cross_entropy="chunked",
+            grouped="reference",
+            unpermute="reference",
+            attention_merge="reference",
+            compile="none",
+        )
+    )
     with torch.device("meta"):
         built = MODELS[type(spec)](spec, kernels)
     found: dict[tuple[int, int], int] = {}
@@ -41,7 +50,7 @@ def test_shapes_and_counts_are_those_of_the_model(model):
 @pytest.mark.parametrize("extra", [{}, {"moe": MOE}, {"mla": MLA, "d_head": 8}], ids=["dense", "experts", "latent"])
 def test_weights_are_those_of_the_shapes(extra):
     recipe = plan(LLAMA | extra)
-    chunks = stages_of(recipe.model, recipe.parallelism)[0]
+    chunks = stages_of(recipe.model.n_layers, recipe.parallelism)[0]
     held = hidden_parameters(recipe, chunks)
     shapes = hidden_matrices(recipe.model, with_experts="moe" in extra)
     gate = recipe.model.d_model if "moe" in extra else 0
@@ -53,7 +62,7 @@ def test_weights_are_those_of_the_shapes(extra):
 def test_states_by_hand():
     recipe = plan(LLAMA, MUON)
     everything = rank_parameters(recipe, 0).total
-    hidden = hidden_parameters(recipe, stages_of(recipe.model, recipe.parallelism)[0]).total
+    hidden = hidden_parameters(recipe, stages_of(recipe.model.n_layers, recipe.parallelism)[0]).total
     # master and momentum of matrices; master and two moments of the rest
     assert memory_of(recipe)[0].optimizer == 8 * hidden + 12 * (everything - hidden)
     sharded = plan(LLAMA, MUON | {"parallelism": {"dp_strategy": "zero1", "dp_shard": 4, "tp": 1}})
@@ -73,7 +82,7 @@ def test_states_by_hand():
 def test_what_travels(layout, momentum):
     recipe = plan(LLAMA, MUON | {"parallelism": {"tp": 1, "dp_replicate": 1, "dp_shard": 1} | layout})
     own = recipe.parallelism
-    whole = hidden_parameters(recipe, stages_of(recipe.model, own)[0]).total * own.tp
+    whole = hidden_parameters(recipe, stages_of(recipe.model.n_layers, own)[0]).total * own.tp
     found = {c.what: c for c in collectives_of(recipe, HARDWARE["H200"])}
     ranks = prod((own.dp_replicate, own.dp_shard, own.tp))
     share = whole / own.tp / (own.dp_shard if own.dp_strategy == "zero1" else 1)

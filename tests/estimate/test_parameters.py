@@ -5,8 +5,8 @@ import pytest
 from megaspec.compose.compose import compose
 from megaspec.estimate.parameters import count_parameters, layer_parameters, rank_parameters
 from megaspec.estimate.target import Target
+from megaspec.model.kinds import has_experts
 from megaspec.resolve.fill import plainly_filled
-from megaspec.resolve.kinds import has_experts
 from megaspec.rules.run_facts import Facts
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 

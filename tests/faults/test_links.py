@@ -24,6 +24,7 @@ KINDS = ("link", "dangling link", "fifo", "device")
 PLACES = (
     "recipe.json",
     "target.json",
+    "prediction.json",
     "spec.json",
     "environment.json",
     "metrics.jsonl",
@@ -216,14 +217,14 @@ def test_a_folder_that_looks_empty_is_made_a_run_without_following_links(tmp_pat
     saved = read_run(finished)
     Path("home").mkdir()
     Path("home/precious").write_bytes(b"precious")
-    for name in ("recipe.json", "target.json", "lock"):
+    for name in ("recipe.json", "target.json", "prediction.json", "lock"):
         Path("new").mkdir()
         replace(Path("new", name), kind, Path("home") if name == "lock" else Path("home/precious"))
         with pytest.raises(RecipeError, match=f"new/{name}"):
             make_folder(Path("new"))
         shutil.rmtree("new")
     Path("new").mkdir()
-    for name in ("recipe.json", "target.json", "spec.json"):
+    for name in ("recipe.json", "target.json", "prediction.json", "spec.json"):
         replace(Path("new", f".{name}.{os.getpid()}.tmp"), kind, Path("home/precious"))
         replace(Path("new", name), kind, Path("home/precious"))
     write_run(Path("new"), recipe(), saved_target(finished), saved.spec)

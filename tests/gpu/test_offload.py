@@ -60,7 +60,10 @@ def test_updates_on_the_cpu_are_those_of_the_gpu(share: float) -> None:
     start = {str(i): torch.randn(2048, 4096, generator=draw, device="cuda").bfloat16() for i in range(8)}
     both = [{name: w.clone() for name, w in start.items()} for _ in range(2)]
     spec = AdamWSpec(kind="adamw", lr=1e-2)
-    plain, away = build_optimizer(both[0], spec), OffloadedOptimizer(both[1], spec, share=share)
+    plain, away = (
+        build_optimizer(both[0], spec, adamw="torch"),
+        OffloadedOptimizer(both[1], spec, share=share, adamw="torch"),
+    )
     for _ in range(3):
         gradients = {name: torch.randn(w.shape, generator=draw, device="cuda") for name, w in start.items()}
         scalars = {"divide_by": torch.tensor(2.0, device="cuda"), "skip": torch.tensor(0.0, device="cuda")}

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from megaspec.optim.optimizer import AdamW
+from megaspec.optim.adamw import AdamW
 from megaspec.optim.spec import AdamWSpec
 from megaspec.verify.parity import TOLERANCES, compare
 from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.gate import check as gate
+from megaspec_kernels.gate import in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 from tests.conftest import Tell
-from tests.kernels.gate import check as gate
-from tests.kernels.gate import in_dtype, results
 from tests.kernels.test_cross_entropy import Shape, make, plain, run
 from tests.parity.cases import Case
 from tests.parity.checks import check, check_low, failures
@@ -58,7 +58,7 @@ def test_causal_attention_runs_on_cudnn(grouped: bool) -> None:
     q = torch.randn(2, 512, 8, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(2, 512, 2 if grouped else 8, 128, device="cuda", dtype=torch.bfloat16)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        REGISTRY["attention"]["sdpa"](q, k, k, documents=None, drop=None)
+        REGISTRY["attention"]["sdpa"].attend(q, k, k, documents=None, drop=None)
         torch.cuda.synchronize()
     names = [e.name for e in seen.events()]
     assert any("cudnn" in n.lower() for n in names), names

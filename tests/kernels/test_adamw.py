@@ -27,6 +27,8 @@ STATES = [
     ("bf16", "fp32", "fp32", "bf16"),
     ("fp16", "fp32", "bf16", "fp32"),
     ("fp32", "fp32", "bf16", "fp8"),
+    ("bf16", "fp32", "fp32", "fp32"),
+    ("fp32", "fp32", "fp32", "fp32"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

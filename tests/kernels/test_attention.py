@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megaspec_kernels.attention import sdpa, sdpa_block
+from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
-from tests.kernels.gate import check, in_dtype, results
 
 IMPLEMENTATIONS = sorted(REGISTRY["attention"])
 
@@ -78,7 +78,7 @@ def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor,
 
 
 def run(name: str):
-    kernel = REGISTRY["attention"][name]
+    kernel = REGISTRY["attention"][name].attend
     return lambda q, k, v, documents: kernel(q, k, v, documents=documents, drop=None)
 
 
@@ -116,13 +116,13 @@ def test_weights_are_dropped_before_they_meet_the_values() -> None:
         seen.append(weights)
         return weights * 0.5
 
-    half = REGISTRY["attention"]["reference"](*inputs.values(), documents=None, drop=drop)
-    full = REGISTRY["attention"]["reference"](*inputs.values(), documents=None, drop=None)
+    half = REGISTRY["attention"]["reference"].attend(*inputs.values(), documents=None, drop=drop)
+    full = REGISTRY["attention"]["reference"].attend(*inputs.values(), documents=None, drop=None)
     assert torch.equal(half, full * 0.5)
     assert seen[0].shape == (1, 2, 7, 7)
     assert torch.allclose(seen[0].sum(-1), torch.ones(1, 2, 7, dtype=torch.float64))
     with pytest.raises(AssertionError, match="no attention dropout"):
-        REGISTRY["attention"]["sdpa"](*inputs.values(), documents=None, drop=drop)
+        REGISTRY["attention"]["sdpa"].attend(*inputs.values(), documents=None, drop=drop)
 
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.attention import reference_block, sdpa_block
-from megaspec_kernels.attention.blocks import BLOCKS, Blocks, blocks_of
-from megaspec_kernels.registry import REGISTRY
-from tests.kernels.gate import Results, check, in_dtype, results
+from megaspec_kernels.gate import Results, check, in_dtype, results
+from megaspec_kernels.registry import REGISTRY, AttentionKernel, AttentionMergeKernel
 
 
 @dataclass(frozen=True)
@@ -56,20 +55,30 @@ SHAPES_CUDA = [
 ]
 
 
+Blocks = tuple[AttentionKernel, AttentionMergeKernel]
+
+
+def blocks_of(name: str, device: torch.device) -> Blocks:
+    """An attention kernel, with what puts its blocks together where it is taken."""
+    fused = name == "sdpa" and device.type == "cuda"
+    return REGISTRY["attention"][name], REGISTRY["attention_merge"]["triton" if fused else "reference"]
+
+
 class InBlocks(torch.autograd.Function):
     """Attention over keys that come in blocks, the last one first."""
 
     @staticmethod
     def forward(ctx, q, k, v, blocks, shape, documents):
+        attention, merging = blocks
         out = lse = None
         for keys, options in order(shape, documents):
-            new, new_lse = blocks.forward(q, k[:, keys], v[:, keys], **options)
+            new, new_lse = attention.block_forward(q, k[:, keys], v[:, keys], **options)
             assert new.dtype == q.dtype
             assert new_lse.dtype == torch.promote_types(q.dtype, torch.float32)
             if out is None:
                 out, lse = new.to(new_lse.dtype, copy=True), new_lse.clone()
             else:
-                blocks.merge(out, lse, new, new_lse)
+                merging.merge(out, lse, new, new_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = blocks, shape, documents
@@ -78,12 +87,12 @@ class InBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        blocks, shape, documents = ctx.rest
+        (attention, merging), shape, documents = ctx.rest
         sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)]
         for keys, options in order(shape, documents):
-            grads = blocks.backward(grad, q, k[:, keys], v[:, keys], out, lse, **options)
+            grads = attention.block_backward(grad, q, k[:, keys], v[:, keys], out, lse, **options)
             for total, new in zip((sums[0], sums[1][:, keys], sums[2][:, keys]), grads, strict=True):
-                blocks.add(total, new)
+                merging.add(total, new)
         return *(x.to(q.dtype) for x in sums), None, None, None
 
 
@@ -141,9 +150,9 @@ def hold(blocks: Blocks, shape: Shape, dtype: torch.dtype, device: torch.device)
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", sorted(BLOCKS))
+@pytest.mark.parametrize("name", sorted(REGISTRY["attention"]))
 def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-    hold(BLOCKS[name], shape, dtype, device)
+    hold(blocks_of(name, device), shape, dtype, device)
 
 
 @pytest.mark.gpu
@@ -156,7 +165,7 @@ def test_gate_of_every_operator(shape: Shape, dtype: torch.dtype, monkeypatch: p
     ways = ["efficient"] if shape.documents or not half else ["cudnn", "flash", "efficient"]
     for way in ways:
         monkeypatch.setattr(sdpa_block, "choose", lambda *_, masked, way=way: way)
-        hold(BLOCKS["sdpa"], shape, dtype, device)
+        hold(blocks_of("sdpa", device), shape, dtype, device)
 
 
 @pytest.mark.gpu
@@ -172,23 +181,24 @@ def test_gradients_of_operators_mix(H: int, monkeypatch: pytest.MonkeyPatch) -> 
         for back in ("cudnn", "flash", "efficient"):
             leaves = [x.detach().requires_grad_() for x in mine.values()]
             monkeypatch.setattr(sdpa_block, "choose", lambda *_, masked, way=there: way)
-            out = InBlocks.apply(*leaves, BLOCKS["sdpa"], shape, None)
+            out = InBlocks.apply(*leaves, blocks_of("sdpa", grad.device), shape, None)
             monkeypatch.setattr(sdpa_block, "choose", lambda *_, masked, way=back: way)
             grads = torch.autograd.grad(out, leaves, grad.bfloat16())
             check({"out": out.detach(), **dict(zip("qkv", grads, strict=True))}, plain_half, truth)
 
 
-@pytest.mark.parametrize("name", sorted(BLOCKS))
+@pytest.mark.parametrize("name", sorted(REGISTRY["attention"]))
 def test_a_query_that_sees_nothing_gets_zeros(name: str, device: torch.device) -> None:
+    kernel = REGISTRY["attention"][name]
     for dtype in (torch.float64, torch.float32):
         q, k, v, grad = torch.randn(4, 1, 16, 2, 8, dtype=dtype, device=device)
         mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device)
         mask[:, :, 3] = False
         mask[:, :, 5, :6] = False  # what it may see lies in its future
-        out, lse = BLOCKS[name].forward(q, k, v, causal=True, mask=mask)
+        out, lse = kernel.block_forward(q, k, v, causal=True, mask=mask)
         assert (lse == -torch.inf).nonzero().tolist() == [[0, 0, 3], [0, 0, 5], [0, 1, 3], [0, 1, 5]]
         assert out[:, [3, 5]].abs().max() == 0
-        grads = BLOCKS[name].backward(grad, q, k, v, out, lse, causal=True, mask=mask)
+        grads = kernel.block_backward(grad, q, k, v, out, lse, causal=True, mask=mask)
         assert all(x.isfinite().all() for x in (out, *grads))
         assert grads[0][:, [3, 5]].abs().max() == 0
 
@@ -224,11 +234,7 @@ def test_dropped_weights_count_in_the_gradients_and_not_in_the_log_sum_exp() -> 
     for mine, exact in zip(sums, expected, strict=True):
         assert torch.allclose(mine, exact, rtol=0, atol=1e-13)
     with pytest.raises(AssertionError, match="no attention dropout"):
-        BLOCKS["sdpa"].forward(q, k[:, :6], v[:, :6], causal=True, drop=lambda weights: weights)
-
-
-def test_every_kernel_has_blocks() -> None:
-    assert {name: blocks_of(kernel) for name, kernel in REGISTRY["attention"].items()} == BLOCKS
+        REGISTRY["attention"]["sdpa"].block_forward(q, k[:, :6], v[:, :6], causal=True, drop=lambda weights: weights)
 
 
 def test_the_operators_take_what_they_are_given() -> None:

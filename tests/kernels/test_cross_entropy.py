@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megaspec_kernels import catalog
 from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
-from tests.kernels.gate import check, in_dtype, results
 
 IMPLEMENTATIONS = sorted(REGISTRY["cross_entropy"])
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from megaspec.nn.moe import GroupedLinear
+from megaspec_kernels.gate import Results, check, in_dtype, results
 from megaspec_kernels.grouped.reference import grouped_product
 from megaspec_kernels.registry import REGISTRY
-from tests.kernels.gate import Results, check, in_dtype, results
 
 # rows of each group: many and few, none at all, the first and the last empty
 SIZES = [(5, 0, 3, 8), (0, 1, 0), (0, 0), (63, 1000, 0, 1, 17), (0, 40)]

@@ -51,11 +51,14 @@ CASES = [
 ]
 
 
+UNPERMUTE = REGISTRY["unpermute"]["reference"]
+
+
 def build(moe: MoeSpec, *, seed: int = 1) -> Moe:
     torch.manual_seed(seed)
     module = Moe(
         Router(D, moe, site="router"),
-        Experts(moe.n_experts, D, F_EXPERT, kernel=REGISTRY["grouped"]["reference"]),
+        Experts(moe.n_experts, D, F_EXPERT, kernel=REGISTRY["grouped"]["reference"], unpermute=UNPERMUTE),
         shared=SwiGlu(D, moe.d_shared, out=Dropout(0.0, "shared")) if moe.d_shared else None,
         shared_gate=Linear(D, 1) if moe.shared_gate else None,
         pad=moe.pad_to_capacity,
@@ -217,11 +220,14 @@ def test_rows_go_there_and_back() -> None:
     keep = torch.tensor([[True, True], [True, True], [True, True], [True, False]])
     x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(20, 5, dtype=torch.float64)
     for rows, count in (
-        (sorted_rows(experts, keep, 5).first(7), 7),
-        (sorted_rows(experts, None, 5), 8),
-        (sorted_rows(experts, keep, 5).padded(4), 20),
+        (sorted_rows(experts, keep, 5, unpermute=UNPERMUTE).first(7), 7),
+        (sorted_rows(experts, None, 5, unpermute=UNPERMUTE), 8),
+        (sorted_rows(experts, keep, 5, unpermute=UNPERMUTE).padded(4), 20),
     ):
         assert torch.allclose((rows.spread(x) * y[:count]).sum(), (rows.collect(y[:count]) * x).sum())
-    assert sorted_rows(experts, keep, 5).ends.tolist() == [2, 2, 5, 7, 7]
-    assert sorted_rows(experts, keep, 5).padded(4).ends.tolist() == [4, 8, 12, 16, 20]
-    assert sorted_rows(experts, torch.zeros_like(keep), 5).first(0).collect(y[:0]).tolist() == [[0.0] * 5] * 4
+    assert sorted_rows(experts, keep, 5, unpermute=UNPERMUTE).ends.tolist() == [2, 2, 5, 7, 7]
+    assert sorted_rows(experts, keep, 5, unpermute=UNPERMUTE).padded(4).ends.tolist() == [4, 8, 12, 16, 20]
+    assert (
+        sorted_rows(experts, torch.zeros_like(keep), 5, unpermute=UNPERMUTE).first(0).collect(y[:0]).tolist()
+        == [[0.0] * 5] * 4
+    )

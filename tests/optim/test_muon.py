@@ -57,7 +57,7 @@ def local_matrices(weights):
 
 def made(weights, **content):
     spec = TypeAdapter(OptimSpec).validate_json(json.dumps(MUON | content))
-    return build_optimizer(weights, spec, matrices=local_matrices(weights))
+    return build_optimizer(weights, spec, adamw="torch", matrices=local_matrices(weights))
 
 
 def newton_schulz(x, steps, table):

@@ -11,11 +11,12 @@ from megaspec.optim.spec import AdamWSpec, OptimSpec, SgdSpec
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 @pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("adamw", ["torch", "reference"])
 @pytest.mark.parametrize(
     "spec", [AdamWSpec(kind="adamw", lr=1e-2), SgdSpec(kind="sgd", lr=1e-2)], ids=lambda spec: spec.kind
 )
 def test_updates_on_the_cpu_are_the_same_to_the_bit(
-    spec: OptimSpec, share: float, precision: str, monkeypatch: pytest.MonkeyPatch
+    spec: OptimSpec, adamw: str, share: float, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "GROUP_BYTES", 2000)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}[precision]
@@ -24,7 +25,10 @@ def test_updates_on_the_cpu_are_the_same_to_the_bit(
     shapes = {"a": (16, 24), "b": (24,), "none": (0, 24), "c": (40, 8), "d": (8, 8)}
     start = {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
     both = [{name: w.clone() for name, w in start.items()} for _ in range(2)]
-    plain, away = build_optimizer(both[0], spec), OffloadedOptimizer(both[1], spec, share=share)
+    plain, away = (
+        build_optimizer(both[0], spec, adamw=adamw),
+        OffloadedOptimizer(both[1], spec, share=share, adamw=adamw),
+    )
     for step in range(4):
         gradients = {name: torch.randn(w.shape, generator=draw).to(wide) for name, w in start.items()}
         for optimizer in (plain, away):
@@ -48,7 +52,7 @@ def test_updates_on_the_cpu_are_the_same_to_the_bit(
 
 def test_what_is_put_into_an_offloaded_optimizer_reaches_the_weights() -> None:
     weights = {"a": torch.zeros(4, 4, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.bfloat16)}
-    optimizer = OffloadedOptimizer(weights, AdamWSpec(kind="adamw", lr=1e-2), share=0.9)
+    optimizer = OffloadedOptimizer(weights, AdamWSpec(kind="adamw", lr=1e-2), share=0.9, adamw="torch")
     for name in weights:
         optimizer.put("master", name, torch.full(weights[name].shape, 3.0))
         optimizer.put("exp_avg", name, torch.full(weights[name].shape, 5.0))

@@ -17,13 +17,13 @@ SGD = {"kind": "sgd", "lr": 1.0, "momentum": 0.7}
 PLAIN = {"kind": "sgd", "lr": 1.0, "momentum": 0.0}
 
 
-def made(content, dtype=torch.float64):
+def made(content, dtype=torch.float64, *, adamw="torch"):
     torch.manual_seed(1)
     parameters = {
         name: nn.Parameter(torch.randn(shape, dtype=torch.float64).to(dtype)) for name, shape in SHAPES.items()
     }
     spec = TypeAdapter(OptimSpec).validate_json(json.dumps(content))
-    return parameters, build_optimizer(parameters, spec)
+    return parameters, build_optimizer(parameters, spec, adamw=adamw)
 
 
 def gradients(step, dtype=torch.float64):
@@ -50,9 +50,13 @@ def by_formula(content, weights, steps):
     return weights, first, second
 
 
-@pytest.mark.parametrize("content", [ADAMW, SGD, PLAIN], ids=["adamw", "sgd", "plain"])
-def test_updates(content):
-    parameters, optimizer = made(content)
+@pytest.mark.parametrize(
+    ("content", "adamw"),
+    [(ADAMW, "torch"), (ADAMW, "reference"), (SGD, "torch"), (PLAIN, "torch")],
+    ids=["adamw", "adamw by the reference", "sgd", "plain"],
+)
+def test_updates(content, adamw):
+    parameters, optimizer = made(content, adamw=adamw)
     before = {n: p.detach().numpy().copy() for n, p in parameters.items()}
     steps = []
     for step in range(6):

@@ -13,8 +13,8 @@ from megaspec.nn.dropout import Dropout, Noise
 from megaspec.parallelism.context import ContextCore, ContextParallel, Way, token_index
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
+from megaspec_kernels.gate import BACKWARD, FORWARD, within
 from megaspec_kernels.registry import REGISTRY
-from tests.kernels.gate import BACKWARD, FORWARD, within
 from tests.ranks import RankPool, gpu_of, needs_gpus
 from tests.source_patch import Patch, check
 
@@ -41,6 +41,7 @@ class Case:
 
 
 H = 8
+MERGING = REGISTRY["attention_merge"]["reference"]
 KINDS = [("ring", 2, None), ("all_gather", 2, None), ("all_to_all", 2, None), ("hierarchical", 2, (2, 1)),
          ("hierarchical", 2, (1, 2)), ("ring", 4, None), ("all_gather", 4, None), ("all_to_all", 4, None),
          ("hierarchical", 4, (2, 2))]  # fmt: skip
@@ -103,7 +104,7 @@ def on_rank(rank: int, some: list[Case]) -> list[list[np.ndarray]]:
     meshes: dict[int, Mesh] = {}
     for case in some:
         mesh = meshes.setdefault(case.cp, Mesh({"cp": case.cp}, rank=rank, device=torch.device("cpu")))
-        strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors))
+        strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors), MERGING)
         module = attention(case)
         strategy.split_model(module)
         assert isinstance(module.core, ContextCore)
@@ -154,10 +155,10 @@ def of_several_degrees(rank: int, some: list[Case], cp: int) -> list[list[np.nda
     """The task: one module, split once, attends to batches that lie on all `cp` ranks, on fewer of them, or on one."""
     module, found = attention(some[0]), []
     device = torch.device("cpu")
-    ContextParallel(Mesh({"cp": cp}, rank=rank, device=device), ContextSpec(kind="ring")).split_model(module)
+    ContextParallel(Mesh({"cp": cp}, rank=rank, device=device), ContextSpec(kind="ring"), MERGING).split_model(module)
     for case in some:
         mesh = Mesh({"cp": case.cp, "dp_shard": cp // case.cp}, rank=rank, device=device)
-        batch = ContextParallel(mesh, ContextSpec(kind=case.kind))
+        batch = ContextParallel(mesh, ContextSpec(kind=case.kind), MERGING)
         index = batch.index(case.S)
         found.append([x.numpy() for x in (index, *attend(case, module, index, batch.way))])
     return found
@@ -173,14 +174,14 @@ def test_the_degree_is_a_property_of_the_batch(pool: RankPool) -> None:
 
 
 CONTEXT = "megaspec.parallelism.context"
-BLOCKS = "megaspec_kernels.attention.reference_block"
+MERGE = "megaspec_kernels.attention_merge.reference"
 BUGS = {
     "keys taken for those of another rank": (
         Patch(CONTEXT, "source = (rank - step) % size", "source = (rank + step) % size"),
         Case("ring", 4, 24),
     ),
     "log-sum-exp of the diagonal only": (
-        Patch(BLOCKS, "torch.logaddexp(lse_BNT, new_lse_BNT, out=lse_BNT)", "pass"),
+        Patch(MERGE, "torch.logaddexp(lse_BNT, new_lse_BNT, out=lse_BNT)", "pass"),
         Case("ring", 2, 24),
     ),
     "gradients of keys stay where they were last": (
@@ -231,7 +232,7 @@ def test_planted_bugs_are_caught(name: str) -> None:
 def compiled(rank: int, case: Case) -> tuple[float, float]:
     """The task: the largest differences of output and gradient under torch.compile from what eager code gives."""
     mesh = Mesh({"cp": case.cp}, rank=rank, device=torch.device("cpu"))
-    strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors))
+    strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors), MERGING)
     index, both = strategy.index(case.S), []
     x = torch.randn(1, len(index), 4 * H, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     for compile_it in (False, True):
@@ -295,7 +296,7 @@ def test_the_work_of_a_ring_is_balanced() -> None:
 
 def test_one_rank_keeps_its_core() -> None:
     mesh = Mesh({}, rank=0, device=torch.device("cpu"))
-    strategy, module = ContextParallel(mesh, ContextSpec(kind="ring")), attention(Case("ring", 1, 5))
+    strategy, module = ContextParallel(mesh, ContextSpec(kind="ring"), MERGING), attention(Case("ring", 1, 5))
     strategy.split_model(module)
     assert type(module.core) is CausalCore
     assert strategy.index(5).tolist() == [0, 1, 2, 3, 4]
@@ -304,7 +305,7 @@ def test_one_rank_keeps_its_core() -> None:
 def what_is_saved(rank: int, case: Case) -> list[tuple[int, ...]]:
     """The task: shapes of what the forward pass keeps."""
     mesh = Mesh({"cp": case.cp}, rank=rank, device=torch.device("cpu"))
-    strategy, module, shapes = ContextParallel(mesh, ContextSpec(kind=case.kind)), attention(case), []
+    strategy, module, shapes = ContextParallel(mesh, ContextSpec(kind=case.kind), MERGING), attention(case), []
     strategy.split_model(module)
     index = strategy.index(case.S)
     leaves = [x[:, index].requires_grad_() for x in inputs(case)[0]]
@@ -324,7 +325,9 @@ def on_gpu(rank: int, case: Case) -> list[tuple[float, float]]:
     """The task: errors of output and gradients in bf16 on this rank, and what the gate allows."""
     device = gpu_of(rank)
     mesh = Mesh({"cp": case.cp}, rank=rank, device=device)
-    strategy = ContextParallel(mesh, ContextSpec(kind=case.kind, factors=case.factors))
+    strategy = ContextParallel(
+        mesh, ContextSpec(kind=case.kind, factors=case.factors), REGISTRY["attention_merge"]["triton"]
+    )
     draw, every = torch.Generator().manual_seed(3), torch.arange(case.S, device=device)
     wide = [torch.randn(case.B, case.S, heads, 128, generator=draw).to(device) for heads in (case.N, case.K, case.K)]
     wide = [x.bfloat16().double() for x in (*wide, torch.randn(wide[0].shape, generator=draw).to(device))]

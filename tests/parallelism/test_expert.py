@@ -23,6 +23,7 @@ from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.runtime.build import build_model, materialise
 from megaspec.verify.parity import gather_global
+from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.registry import kernels_of
 from megaspec_kernels.spec import KernelsSpec
 from tests.halved import halved
@@ -124,15 +125,18 @@ def model_spec(case: Case) -> LlamaSpec:
     return LlamaSpec.model_validate({"kind": "llama", "moe": moe, **fields})
 
 
+REFERENCE = KernelsSpec(**dict.fromkeys(CATALOG, "reference"), compile="none")
+
+
 def built(case: Case, mesh: Mesh) -> tuple[Decoder, TensorParallel, ContextParallel, ExpertParallel]:
     spec = model_spec(case)
-    kernels = KernelsSpec(attention="reference", cross_entropy="reference", grouped="reference", compile="none")
-    model = build_model(spec, kernels_of(kernels), dtype=torch.float64)
+    kernels = kernels_of(REFERENCE)
+    model = build_model(spec, kernels, dtype=torch.float64)
     stds, starts = standard_deviations(model, std=spec.init_std, n_layers=spec.n_layers), constants(model)
     own = ParallelismSpec(sequence_parallel=case.tp > 1, dispatch=case.dispatch, ep=case.ep, etp=case.etp)
     tensor = TensorParallel(mesh, case.tp > 1)
     tensor.split_model(model, model.placement)
-    context = ContextParallel(mesh, own.context)
+    context = ContextParallel(mesh, own.context, kernels.attention_merge)
     context.split_model(model)
     experts = ExpertParallel(mesh, own, index=context.index, overlap_shared=case.overlap)
     experts.split_model(model)
@@ -286,8 +290,7 @@ def layouts_of(case: Case, rank: int) -> dict[str, Layout]:
         def group(self, axis: str) -> None:
             return None
 
-    kernels = KernelsSpec(attention="reference", cross_entropy="reference", grouped="reference", compile="none")
-    model = build_model(model_spec(case), kernels_of(kernels), dtype=torch.float64)
+    model = build_model(model_spec(case), kernels_of(REFERENCE), dtype=torch.float64)
     tensor = TensorParallel(Place(), False)
     tensor.split_model(model, model.placement)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -109,7 +109,7 @@ def trained(layouts, group, *, dtype=torch.float64, round_elements=1 << 27):
     device = torch.device("cpu")
     matrices = WholeMatrices(layouts, MATRICES, group=group, device=device, round_elements=round_elements)
     weights = {n: share_of(layout, values(0, dtype)[n]) for n, layout in layouts.items()}
-    optimizer = build_optimizer(weights, SPEC, matrices=matrices)
+    optimizer = build_optimizer(weights, SPEC, adamw="torch", matrices=matrices)
     wide = torch.promote_types(dtype, torch.float32)
     for step in range(1, STEPS + 1):
         gradients = {n: share_of(layout, values(step, wide)[n]) for n, layout in layouts.items()}

@@ -166,7 +166,7 @@ GENERAL = [
 ]
 
 CONTEXT = "megaspec.parallelism.context"
-BLOCKS = "megaspec_kernels.attention.reference_block"
+MERGE = "megaspec_kernels.attention_merge.reference"
 RING = Case(cp=2, mask="uneven", kv_heads=2)
 CONTEXTS = [
     Bug(
@@ -190,7 +190,7 @@ CONTEXTS = [
     ),
     Bug(
         "log-sum-exp of the own block kept for the merged rows",
-        Patch(BLOCKS, "torch.logaddexp(lse_BNT, new_lse_BNT, out=lse_BNT)", "pass"),
+        Patch(MERGE, "torch.logaddexp(lse_BNT, new_lse_BNT, out=lse_BNT)", "pass"),
         RING,
         invisible=True,
     ),

@@ -9,7 +9,6 @@ import yaml
 from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.axes import expert_degrees
-from megaspec.estimate.formula import degrees
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
@@ -63,7 +62,7 @@ def test_published_layout(name):
 
 def test_the_experts_of_deepseek_stand_on_eight_gpus_each():
     own = spec_of("deepseek_v3_tp8_ep32").parallelism
-    assert expert_degrees(degrees(own), ep=own.ep, etp=own.etp) == {"pp": 1, "edp": 8, "ep": 32, "etp": 1}
+    assert expert_degrees(own.degrees, ep=own.ep, etp=own.etp) == {"pp": 1, "edp": 8, "ep": 32, "etp": 1}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.target import Target
 from megaspec.launcher.rendezvous import FileRendezvous
+from megaspec.log import prediction
+from megaspec.plan.predict import predict
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.runtime.out_of_memory import out_of_memory
@@ -26,7 +28,7 @@ def test_rank_place_prediction_and_what_saves_most() -> None:
     spec = spec_of(Case(tp=2))
     target = Target(gpus=2, gpu="NVIDIA H200", sm=90, gpu_memory=HARDWARE["H200"].memory, versions={"torch": ""})
     where = "step 3, backward of micro batch 1, layers.0"
-    error = out_of_memory(spec, target, rank=1, stage=0, where=where, cause=TORCH)
+    error = out_of_memory(predict(spec, target), rank="1 of 2", stage=0, where=where, cause=TORCH)
     first, second, *_ = str(error).splitlines()
     assert error.exit_code == 64
     assert first == f"rank 1 of 2 ran out of memory in {where}: {TORCH.splitlines()[0]}"
@@ -38,7 +40,7 @@ def test_the_three_changes_that_save_most() -> None:
     target = Target(gpus=8, gpu=gpu.name, sm=gpu.sm, gpu_memory=gpu.memory, versions={"torch": ""})
     recipe = eight_b({"dp_replicate": 8})
     spec = resolve(changed(recipe, ["launcher.ranks=8"]), target, Facts(run_dir="-"))
-    *_, last = str(out_of_memory(spec, target, rank=3, stage=0, where="here", cause=TORCH)).splitlines()
+    *_, last = str(out_of_memory(predict(spec, target), rank="3 of 8", stage=0, where="here", cause=TORCH)).splitlines()
     said = last.removeprefix("what saves most, as predicted for the fullest rank: ").split("; ")
     ways = savings(spec, gpu)
     assert said == [f"{' '.join(way.overrides)} ({way.total / GIB:,.1f} GiB)" for way in ways]
@@ -68,7 +70,7 @@ def test_savings_are_real_legal_and_sorted() -> None:
 def test_a_rank_raises_it(tmp_path, error: RuntimeError) -> None:
     spec = spec_of(Case(tp=2))
     target = Target(gpus=2, gpu="NVIDIA H200", sm=90, gpu_memory=HARDWARE["H200"].memory, versions={"torch": ""})
-    (tmp_path / "target.json").write_text(target.model_dump_json())
+    (tmp_path / prediction.FILE_NAME).write_text(predict(spec, target).model_dump_json())
     position = Position(torch.device("cpu"), step=2)
     position.mark("forward of micro batch 0, head")
     me = Place(1, 2, 1, 0, FileRendezvous(""), 20.0)

@@ -13,10 +13,10 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import least_seconds, step_time
 from megaspec.estimate.target import Target
+from megaspec.parallelism.stages import layout_text, parse_layout, stages_of
 from megaspec.plan.plan import make_plan
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.resolver import resolve
-from megaspec.resolve.stages import layout_text, parse_layout, stages_of
 from megaspec.rules.run_facts import Facts
 from megaspec.search.balance import divided, divided_by_time
 
@@ -113,7 +113,7 @@ def test_the_head_gets_fewer_layers_and_a_step_is_shorter(pipeline):
     words = [f"parallelism.pipeline.{word}" for word in pipeline]
     spec = resolved("llama3_8b", *EIGHT_B, *words, gpus=4)
     other = divided_by_time(spec, H200, SPEEDS)
-    by_rank = [sum(len(c.layers) for c in chunks) for chunks in stages_of(other.model, other.parallelism)]
+    by_rank = [sum(len(c.layers) for c in chunks) for chunks in stages_of(other.model.n_layers, other.parallelism)]
     assert sum(by_rank) == 32
     assert by_rank[0 if "schedule=zb_v" in pipeline else -1] == min(by_rank) == 6
     seconds = partial(step_time, hardware=H200, ceilings=SPEEDS)
@@ -127,7 +127,7 @@ def test_layers_that_no_number_of_stages_divides():
     recipe = compose("deepseek_v3", words).recipe
     filled = plainly_filled(recipe, target_of(256), FACTS)
     other = divided_by_time(filled, H200, SPEEDS)
-    by_rank = [sum(len(c.layers) for c in chunks) for chunks in stages_of(other.model, other.parallelism)]
+    by_rank = [sum(len(c.layers) for c in chunks) for chunks in stages_of(other.model.n_layers, other.parallelism)]
     assert sum(by_rank) == 61
     assert max(by_rank) - min(by_rank) <= 4
 
@@ -135,7 +135,7 @@ def test_layers_that_no_number_of_stages_divides():
 def test_auto_divides_by_time_where_that_is_fastest_and_says_so():
     spec = resolved("llama3_8b", *EIGHT_B, "parallelism.pipeline.layout=auto", gpus=4)
     own = spec.parallelism.pipeline
-    by_rank = [sum(len(c.layers) for c in chunks) for chunks in stages_of(spec.model, spec.parallelism)]
+    by_rank = [sum(len(c.layers) for c in chunks) for chunks in stages_of(spec.model.n_layers, spec.parallelism)]
     assert min(by_rank) < max(by_rank)
     reasons = {one.key: one.reason for one in spec.decisions}
     assert reasons["parallelism.pipeline.layout"].startswith("fastest that fits")

@@ -13,7 +13,7 @@ from megaspec_kernels.adamw.reference import Moments, Step, next_scales
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without GPU: it takes the reference
+except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
 BLOCK = 2048

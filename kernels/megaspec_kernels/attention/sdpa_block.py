@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import reference_block, triton_block
+from megaspec_kernels.attention import reference_block
 from megaspec_kernels.attention.reference_block import Drop
 
 _aten = torch.ops.aten
@@ -64,18 +64,6 @@ def block_backward(
         return _efficient_backward(*tensors, causal, mask)
     backward = _cudnn_backward if way == "cudnn" else _flash_backward
     return backward(*tensors, causal)
-
-
-def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tensor) -> None:
-    """See reference_block.py."""
-    way = triton_block if out_BTNH.is_cuda else reference_block
-    way.merge(out_BTNH, lse_BNT, _dense(new_BTNH), new_lse_BNT)
-
-
-def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
-    """See reference_block.py."""
-    way = triton_block if total_BTNH.is_cuda else reference_block
-    way.add(total_BTNH, _dense(new_BTNH))
 
 
 def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:

@@ -79,7 +79,7 @@ def llama_moe(spec: LlamaSpec, kernels: Kernels, name: str) -> Moe:
     shared = SwiGlu(d, own.d_shared, out=Dropout(0.0, f"{name}.shared")) if own.d_shared else None
     return Moe(
         Router(d, own, site=f"{name}.router"),
-        Experts(own.n_experts, d, own.d_expert, kernel=kernels.grouped),
+        Experts(own.n_experts, d, own.d_expert, kernel=kernels.grouped, unpermute=kernels.unpermute),
         shared=shared,
         shared_gate=Linear(d, 1) if own.shared_gate else None,
         pad=own.pad_to_capacity,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import reference_block, triton_block
-from tests.kernels.gate import check
+from megaspec_kernels.attention_merge import reference, triton
+from megaspec_kernels.gate import check
 
-INTERPRETED = triton_block.triton is not None and triton_block.triton.knobs.runtime.interpret
+INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 1, 1), (2, 7, 3, 64), (1, 63, 4, 128), (3, 5, 2, 80)]
 # a thousand rows are for a GPU: the interpreter takes one program after the other
@@ -22,10 +22,10 @@ pytestmark = [
 
 def module_of(implementation: str, device: torch.device):
     if implementation == "reference":
-        return reference_block
+        return reference
     if device.type == "cpu" and not INTERPRETED:
         pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
-    return triton_block
+    return triton
 
 
 def half(x: Tensor, dim: int) -> Tensor:
@@ -53,7 +53,7 @@ def test_merge(implementation: str, dtype: torch.dtype, shape: tuple[int, ...], 
         module.merge(*mine, turned, new_lse.to(wide))
         return dict(zip(("out", "lse"), mine, strict=True))
 
-    check(merged(module_of(implementation, device)), merged(reference_block), truth)
+    check(merged(module_of(implementation, device)), merged(reference), truth)
 
 
 def test_add(implementation: str, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
@@ -65,4 +65,4 @@ def test_add(implementation: str, dtype: torch.dtype, shape: tuple[int, ...], de
         module.add(mine, half(new.to(dtype), 3))
         return {"out": mine}
 
-    check(added(module_of(implementation, device)), added(reference_block), {"out": total + new})
+    check(added(module_of(implementation, device)), added(reference), {"out": total + new})

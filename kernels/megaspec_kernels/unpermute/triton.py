@@ -8,7 +8,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without GPU: it takes the reference
+except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
 # Features that one program takes: the loads of all k rows are under way at once, 16 bytes a thread.
@@ -18,7 +18,7 @@ WARPS = 4
 if triton is not None:
 
     @triton.jit
-    def sum_of_rows_kernel(
+    def unpermute_kernel(
         y_ptr,
         place_ptr,
         kept_ptr,
@@ -41,16 +41,16 @@ if triton is not None:
         tl.store(out_ptr + token * D + at, total.to(out_ptr.dtype.element_ty), mask=at < D)
 
 
-def sum_of_rows(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
+def unpermute(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
     """See reference.py."""
     assert place_Mk.dtype == torch.int64, f"places in {place_Mk.dtype}"
     (M, k), D = place_Mk.shape, y_RD.shape[1]
     out = y_RD.new_empty(M, D)
-    if out.numel() == 0:
+    if out.numel() == 0 or out.is_meta:
         return out
     block = min(BLOCK, triton.next_power_of_2(D))
     place_Mk = place_Mk.contiguous()
-    sum_of_rows_kernel[(M, triton.cdiv(D, block))](
+    unpermute_kernel[(M, triton.cdiv(D, block))](
         y_RD.contiguous(),
         place_Mk,
         place_Mk if kept_Mk is None else kept_Mk.contiguous().view(torch.uint8),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def sum_of_rows(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
+def unpermute(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
     """out[m] = Σ_j y[place[m, j]] over the choices j that are kept, [R, D] -> [M, D], summed in at least fp32.
 
     `place_Mk`: int64 in [0, R), R > 0. `kept_Mk`: bool; None: all.

@@ -1,4 +1,4 @@
-"""Which layers lie on which pipeline stage; parallelism/passes.py says which stage is on which rank."""
+"""Which layers lie on which pipeline stage; passes.py says which stage is on which rank."""
 
 import re
 from collections.abc import Sequence
@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
 
+from megaspec.core.divisors import divisors, multiples, nearest
 from megaspec.core.problems import one_of
 from megaspec.parallelism.passes import stage_number
 from megaspec.parallelism.spec import ParallelismSpec
-from megaspec.recipe import ModelSpec
-from megaspec.rules.case import divisors, multiples, nearest
 
 MOST_LAYERS = 10_000
 _KEY = "parallelism.pipeline"
@@ -58,14 +57,14 @@ class _Division:
     problem: tuple[str, str] | None = None
 
 
-def stages_of(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[tuple[Chunk, ...], ...]:
+def stages_of(n_layers: int, parallelism: ParallelismSpec) -> tuple[tuple[Chunk, ...], ...]:
     """Chunks by pipeline rank and virtual stage. The split has to be possible, see `stage_problem`."""
-    return _stages(_split(model, parallelism))
+    return _stages(_split(n_layers, parallelism))
 
 
-def stage_problem(model: ModelSpec, parallelism: ParallelismSpec) -> tuple[str, str] | None:
+def stage_problem(n_layers: int, parallelism: ParallelismSpec) -> tuple[str, str] | None:
     """Why layers can't be divided as asked: the key at fault, and the rule with the nearest legal values."""
-    return _divide(_split(model, parallelism)).problem
+    return _divide(_split(n_layers, parallelism)).problem
 
 
 def parse_layout(text: str) -> tuple[str, ...]:
@@ -109,10 +108,10 @@ def layout_text(sizes: Sequence[int]) -> str:
     return f"E{letters[0]}|{middle}{letters[-1]}L"
 
 
-def _split(model: ModelSpec, parallelism: ParallelismSpec) -> _Split:
+def _split(n_layers: int, parallelism: ParallelismSpec) -> _Split:
     own = parallelism.pipeline
     return _Split(
-        n_layers=model.n_layers,
+        n_layers=n_layers,
         pp=parallelism.pp,
         virtual=own.virtual_stages,
         first=own.first_layers,
@@ -173,9 +172,9 @@ def _not_even(split: _Split, counted: int) -> tuple[str, str]:
     return "parallelism.pp", f"{stages} must divide {total}"
 
 
-def even_ways(model: ModelSpec, parallelism: ParallelismSpec) -> list[tuple[str, list[int], int]]:
+def even_ways(n_layers: int, parallelism: ParallelismSpec) -> list[tuple[str, list[int], int]]:
     """Settings with which layers divide evenly: the key, its values, and the value that it has."""
-    split = _split(model, parallelism)
+    split = _split(n_layers, parallelism)
     extra = split.extra_first + split.extra_last
     counted = split.n_layers + extra
     degrees = [d for d in divisors(counted) if counted // d % split.virtual == 0]

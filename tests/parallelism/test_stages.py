@@ -6,7 +6,7 @@ import pytest
 
 from megaspec.model.llama.spec import LlamaSpec
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
-from megaspec.resolve.stages import MOST_LAYERS, layer_ranges, parse_layout, stage_problem, stages_of
+from megaspec.parallelism.stages import MOST_LAYERS, layer_ranges, parse_layout, stage_problem, stages_of
 
 
 def model(n_layers):
@@ -14,7 +14,7 @@ def model(n_layers):
 
 
 def split(n_layers, pp, **pipeline):
-    return model(n_layers), ParallelismSpec(pp=pp, pipeline=PipelineSpec(**pipeline))
+    return n_layers, ParallelismSpec(pp=pp, pipeline=PipelineSpec(**pipeline))
 
 
 def layers(stages):

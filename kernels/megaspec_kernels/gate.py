@@ -3,6 +3,7 @@
 ‖fast − truth‖∞ ≤ c · ‖plain − truth‖∞ + 4 · eps(dtype) · ‖truth‖∞, c = 2 for outputs and 3 for gradients.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -40,18 +41,30 @@ def results(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad_
 
 
 def check(fast: Results, plain: Results, truth: Results) -> None:
-    """Holds every result to the gate, and the gate to this: zeros must not pass where the truth is not zero.
-
-    Rounding is measured against ‖truth‖∞; for a gradient that is zero in exact arithmetic, against the largest one.
-    """
+    """Holds every result to the gate, and the gate to this: zeros must not pass where the truth is not zero."""
     for name in truth:
-        factor = FORWARD if name == "out" else BACKWARD
-        size = worst(truth[name]) or max(worst(t) for t in truth.values())
-        error, allowed = within(fast[name], plain[name], truth[name], factor=factor, size=size)
+        error, allowed = _held(name, fast[name], plain, truth)
         assert error <= allowed, f"{name}: {error:.3e} from the truth, allowed {allowed:.3e}"
         if worst(truth[name]):
-            empty, _ = within(torch.zeros_like(fast[name]), plain[name], truth[name], factor=factor, size=size)
+            empty, _ = _held(name, torch.zeros_like(fast[name]), plain, truth)
             assert empty > allowed, f"{name}: the gate lets zeros pass ({empty:.3e}, allowed {allowed:.3e})"
+
+
+def shares(fast: Results, plain: Results, truth: Results) -> dict[str, float]:
+    """The error of every result as a share of what the gate allows: above 1 it does not pass."""
+    found = {}
+    for name in truth:
+        error, allowed = _held(name, fast[name], plain, truth)
+        found[name] = error / allowed if allowed else float("inf")
+    return found
+
+
+def _held(name: str, fast: Tensor, plain: Results, truth: Results) -> tuple[float, float]:
+    """-> (error, allowed). Rounding is measured against ‖truth‖∞; for a gradient that is zero in exact arithmetic,
+    against the largest one."""
+    factor = FORWARD if name == "out" else BACKWARD
+    size = worst(truth[name]) or max(worst(t) for t in truth.values())
+    return within(fast, plain[name], truth[name], factor=factor, size=size)
 
 
 @contextmanager
@@ -60,7 +73,10 @@ def filled_with_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
-        yield
+        with warnings.catch_warnings():
+            # the mode is for the NaN alone
+            warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
 

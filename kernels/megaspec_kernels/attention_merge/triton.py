@@ -1,7 +1,4 @@
-"""Blocks of attention put together in place: each number of a block is read once, and no wide copy of it is made.
-
-For reference: reference_block.merge, reference_block.add.
-"""
+"""Blocks of attention put together in place: each number of a block is read once, and no wide copy of it is made."""
 
 # B sequences, T queries or keys, N heads, H head size
 
@@ -11,7 +8,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without GPU: it takes the reference
+except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
 # Numbers of a program.
@@ -59,8 +56,9 @@ if triton is not None:
 
 
 def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tensor) -> None:
-    """See reference_block.merge. The numbers of a head lie side by side; no part of `new` may lie in `out`."""
+    """See reference.py. The numbers of a head of `out` lie side by side; no part of `new` may lie in `out`."""
     assert out_BTNH.dtype == lse_BNT.dtype, f"output in {out_BTNH.dtype}, its log-sum-exp in {lse_BNT.dtype}"
+    new_BTNH = _dense(new_BTNH)
     rows, sizes, b_r, b_h = _divided(out_BTNH, new_BTNH)
     if rows:
         merge_kernel[(triton.cdiv(rows, b_r),)](
@@ -73,13 +71,19 @@ def merge(out_BTNH: Tensor, lse_BNT: Tensor, new_BTNH: Tensor, new_lse_BNT: Tens
 
 
 def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
-    """See reference_block.add. The numbers of a head lie side by side; no part of `new` may lie in `total`."""
+    """See reference.py. The numbers of a head of `total` lie side by side; no part of `new` may lie in `total`."""
+    new_BTNH = _dense(new_BTNH)
     rows, sizes, b_r, b_h = _divided(total_BTNH, new_BTNH)
     if rows:
         add_kernel[(triton.cdiv(rows, b_r),)](
             total_BTNH, new_BTNH, rows, *sizes, *total_BTNH.stride()[:3], *new_BTNH.stride()[:3],
             b_r, b_h, num_warps=WARPS,
         )  # fmt: skip
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With the numbers of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _divided(total_BTNH: Tensor, new_BTNH: Tensor) -> tuple[int, tuple[int, int, int], int, int]:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels.rows import reference
-from megaspec_kernels.rows import triton as rows_triton
-from tests.kernels.gate import check, filled_with_nan
+from megaspec_kernels.gate import check, filled_with_nan
+from megaspec_kernels.unpermute import reference
+from megaspec_kernels.unpermute import triton as triton
 
-INTERPRETED = rows_triton.triton is not None and rows_triton.triton.knobs.runtime.interpret
+INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 
 
 def inputs_of(M: int, k: int, D: int, *, drops: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -34,11 +34,11 @@ def inputs_of(M: int, k: int, D: int, *, drops: bool, device: torch.device) -> t
 def test_sums(
     implementation: str, dtype: torch.dtype, drops: bool, M: int, k: int, D: int, device: torch.device
 ) -> None:
-    function: Callable[..., Tensor] = reference.sum_of_rows
+    function: Callable[..., Tensor] = reference.unpermute
     if implementation == "triton":
         if device.type == "cpu" and not INTERPRETED:
             pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
-        function = rows_triton.sum_of_rows
+        function = triton.unpermute
     y, place, kept = inputs_of(M, k, D, drops=drops, device=device)
     one_by_one = torch.zeros(M, D, dtype=torch.float64, device=device)
     for m in range(M):
@@ -48,5 +48,5 @@ def test_sums(
     with filled_with_nan():
         # every second column of a wider tensor: not contiguous
         fast = function(y.to(dtype).repeat_interleave(2, dim=1)[:, ::2], place, kept)
-    plain = reference.sum_of_rows(y.to(dtype), place, kept)
+    plain = reference.unpermute(y.to(dtype), place, kept)
     check({"out": fast}, {"out": plain}, {"out": one_by_one})

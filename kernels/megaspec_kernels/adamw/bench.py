@@ -1,0 +1,144 @@
+"""AdamW's update, with states in 32 bits and in narrow formats."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.adamw.formats import FORMATS, decoded, decoded_square, hashed, joined, split
+from megaspec_kernels.adamw.reference import Moments, Step
+from megaspec_kernels.bench import Bench, Held, Work, random
+from megaspec_kernels.catalog import Use
+from megaspec_kernels.gate import Results
+from megaspec_kernels.registry import REGISTRY
+
+LR, DECAY, BETA1, BETA2, EPS = 1e-2, 0.1, 0.9, 0.95, 1e-8
+STEPS = 3
+WIDE, NARROW = ("fp32", "fp32"), ("fp8", "fp16")
+"""Formats of the two moments; the narrow ones go with bf16 weights and the 16 bits that they lack of fp32."""
+
+
+class State:
+    """Weights, what is kept of their masters, and both moments."""
+
+    def __init__(self, values: Sequence[Tensor], formats: tuple[str, str], wide: torch.dtype):
+        self.wide, self.is_narrow = wide, formats == NARROW
+        if self.is_narrow:
+            halves = [split(value.to(torch.float32)) for value in values]
+            self.weights, self.masters = [high for high, _ in halves], [low for _, low in halves]
+        else:
+            self.weights = [value.to(wide) for value in values]
+            self.masters = self.weights
+        self.first, self.second = (self._moments(name) for name in formats)
+        device = values[0].device
+        self.keys = hashed(torch.arange(len(values), device=device) * 77)
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+
+    def _moments(self, name: str) -> Moments:
+        form = FORMATS.get(name)
+        dtype = self.wide if form is None else form.dtype
+        values = [torch.zeros_like(weight, dtype=dtype) for weight in self.weights]
+        zeros = torch.zeros(len(values), dtype=self.wide, device=values[0].device)
+        return Moments(values, form, torch.ones_like(zeros), zeros)
+
+    def update(self, kernel: Callable[..., None], gradients: Sequence[Tensor]) -> None:
+        """One step."""
+        ones = torch.ones((), dtype=self.wide, device=self.updates.device)
+        step = Step(LR, DECAY, BETA1, BETA2, EPS, ones, torch.zeros_like(ones), self.updates)
+        decays = [weight.dim() > 1 for weight in self.weights]
+        kernel(self.weights, self.masters, self.first, self.second, gradients, decays, self.keys, step)
+        self.updates = self.updates + 1
+
+    def results(self) -> Results:
+        """The masters and moments that are meant."""
+        found: Results = {}
+        for i, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
+            found[f"weight {i}"] = joined(weight, master) if self.is_narrow else master
+            found[f"first {i}"] = decoded(self.first.values[i], self.first.scale[i], self.wide)
+            found[f"second {i}"] = decoded_square(
+                self.second.values[i], self.second.form, self.second.scale[i], self.wide
+            )
+        return found
+
+
+def _by_torch(values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Results:
+    """The same steps by torch.optim.AdamW."""
+    weights = [value.to(torch.float32).requires_grad_() for value in values]
+    optimizer = _torch(weights)
+    for made in gradients:
+        for weight, gradient in zip(weights, made, strict=True):
+            weight.grad = gradient
+        optimizer.step()
+    found: Results = {}
+    for i, weight in enumerate(weights):
+        found[f"weight {i}"] = weight.detach()
+        found[f"first {i}"] = optimizer.state[weight]["exp_avg"]
+        found[f"second {i}"] = optimizer.state[weight]["exp_avg_sq"]
+    return found
+
+
+def _torch(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [w for w in weights if w.dim() > 1], "weight_decay": DECAY},
+        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return REGISTRY["adamw"]["torch"](groups, lr=LR, betas=(BETA1, BETA2), eps=EPS, fused=True)
+
+
+def _trained(kernel: Callable[..., None], state: State, gradients: Sequence[Sequence[Tensor]]) -> Results:
+    for made in gradients:
+        state.update(kernel, [gradient.to(state.wide) for gradient in made])
+    return state.results()
+
+
+def held(name: str, device: torch.device) -> Iterator[Held]:
+    """Tensors of odd sizes, a vector without decay; three steps."""
+    shapes = ((1,), (3, 5), (63, 33), (2049,))
+    values = [random(*shape, seed=i, device=device) for i, shape in enumerate(shapes)]
+    gradients = [
+        [0.01 * random(*shape, seed=10 * step + i, device=device) for i, shape in enumerate(shapes)]
+        for step in range(STEPS)
+    ]
+    plain = REGISTRY["adamw"]["reference"]
+    truth = _trained(plain, State(values, WIDE, torch.float64), gradients)
+    single = [[gradient.to(torch.float32) for gradient in made] for made in gradients]
+    for formats in (WIDE,) if name == "torch" else (WIDE, NARROW):
+        expected = _trained(plain, State(values, formats, torch.float32), gradients)
+        if name == "torch":
+            found = _by_torch(values, single)
+        else:
+            found = _trained(REGISTRY["adamw"][name], State(values, formats, torch.float32), gradients)
+        yield Held(f"moments in {' and '.join(formats)}", found, expected, truth)
+
+
+def works(name: str, device: torch.device) -> Iterator[Work]:
+    """A step over matrices: gradients in fp32 are read; weights, masters and moments read and written."""
+    count, side = (16, 4096) if device.type == "cuda" else (2, 256)
+    values = [0.02 * torch.randn(side, side, device=device) for _ in range(count)]
+    gradients = [0.01 * torch.randn_like(value) for value in values]
+    elements = count * side * side
+    if name == "torch":
+        weights = [value.requires_grad_() for value in values]
+        optimizer = _torch(weights)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient
+        yield Work(_name(elements, WIDE), optimizer.step, (4 + 2 * 12) * elements, "bytes")
+        return
+    # a pair of bf16 and int16, a byte and two
+    for formats, kept in ((WIDE, 12), (NARROW, 4 + 1 + 2)):
+        state = State(values, formats, torch.float32)
+        call = partial(state.update, REGISTRY["adamw"][name], gradients)
+        yield Work(_name(elements, formats), call, (4 + 2 * kept) * elements, "bytes")
+
+
+def _name(elements: int, formats: tuple[str, str]) -> str:
+    return f"{elements / 1e6:,.1f} M weights, moments in {' and '.join(formats)}"
+
+
+def _use(name: str) -> Use:
+    return Use(narrow_states=name != "torch")
+
+
+BENCH = Bench(held, works, uses=_use)

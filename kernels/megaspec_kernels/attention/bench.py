@@ -1,0 +1,74 @@
+"""Attention: over whole sequences, and over a block of keys."""
+
+# B sequences, T tokens, N query heads, K key and value heads, H head size
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
+from megaspec_kernels.gate import Results, in_dtype, results
+from megaspec_kernels.registry import REGISTRY, AttentionKernel
+
+# Products of queries and keys in the forward pass: two. In the backward pass, which makes the weights again: five.
+_PRODUCTS = 7
+
+
+def _inputs(B: int, T: int, N: int, K: int, H: int, device: torch.device) -> dict[str, Tensor]:
+    heads = {"q": N, "k": K, "v": K}
+    return {name: random(B, T, n, H, seed=i, device=device) for i, (name, n) in enumerate(heads.items())}
+
+
+def _whole(kernel: AttentionKernel) -> Callable[..., Tensor]:
+    return lambda q, k, v: kernel.attend(q, k, v)
+
+
+def _block(kernel: AttentionKernel, inputs: dict[str, Tensor], grad: Tensor) -> Results:
+    """A block of which every query sees every key: its output, and what it adds to the gradients."""
+    out, lse = kernel.block_forward(*inputs.values(), causal=False)
+    grads = kernel.block_backward(grad, *inputs.values(), out, lse, causal=False)
+    return {"out": out, "lse": lse, **dict(zip(inputs, grads, strict=True))}
+
+
+def held(name: str, device: torch.device) -> Iterator[Held]:
+    """Odd lengths, one key, grouped heads."""
+    kernel, plain, dtype = REGISTRY["attention"][name], REGISTRY["attention"]["reference"], training_dtype(device)
+    for B, T, N, K, H in ((1, 1, 1, 1, 8), (2, 63, 6, 2, 16), (2, 63, 4, 4, 64), (1, 1000, 2, 1, 128)):
+        inputs, grad = _inputs(B, T, N, K, H, device), random(B, T, N, H, seed=9, device=device)
+        mine = in_dtype(inputs, dtype)
+        shape = f"{B} x {T} tokens, {N} heads on {K}, of {H}"
+        yield Held(
+            shape,
+            results(_whole(kernel), mine, grad),
+            results(_whole(plain), mine, grad),
+            results(_whole(plain), inputs, grad),
+        )
+        yield Held(
+            f"block of {shape}",
+            _block(kernel, mine, grad.to(dtype)),
+            _block(plain, mine, grad.to(dtype)),
+            _block(plain, inputs, grad),
+        )
+
+
+def works(name: str, device: torch.device) -> Iterator[Work]:
+    """Forward and backward pass of one layer."""
+    kernel = REGISTRY["attention"][name]
+    B, T, N, K, H = (1, 4096, 32, 8, 128) if device.type == "cuda" else (1, 512, 4, 2, 64)
+    inputs = in_dtype(_inputs(B, T, N, K, H, device), training_dtype(device))
+    grad = torch.ones_like(inputs["q"])
+    leaves = [x.requires_grad_() for x in inputs.values()]
+
+    def whole() -> None:
+        torch.autograd.grad(kernel.attend(*leaves), leaves, grad)
+
+    shape = f"{T} tokens, {N} heads on {K}, of {H}"
+    pairs = B * N * T * T
+    yield Work(f"causal, {shape}", whole, _PRODUCTS * 2 * pairs * H / 2, "flops")
+    fixed = {key: x.detach() for key, x in inputs.items()}
+    yield Work(f"block, {shape}", partial(_block, kernel, fixed, grad), _PRODUCTS * 2 * pairs * H, "flops")
+
+
+BENCH = Bench(held, works)

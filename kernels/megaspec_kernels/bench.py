@@ -1,0 +1,138 @@
+"""Every implementation of an operation: first held to the gate, then timed.
+
+An operation's own bench.py says what it is held to and what is timed (`Bench`); what is here does it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.catalog import CATALOG, Use, unmet
+from megaspec_kernels.gate import Results, shares
+
+ROUNDS, WARM_UP = 15, 4
+SECONDS = 0.05
+"""What a round lasts at least."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One comparison: what an implementation made, what plain PyTorch made in the same formats, and the fp64 truth."""
+
+    name: str
+    fast: Results
+    plain: Results
+    truth: Results
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call as training makes it, with what it moves or computes at least."""
+
+    name: str
+    call: Callable[[], object]
+    amount: float
+    """Bytes that have to be read and written, or floating-point operations."""
+    unit: Literal["bytes", "flops"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What an operation's bench.py offers, by name of the implementation."""
+
+    held: Callable[[str, torch.device], Iterable[Held]]
+    """Shapes that hurt, in the formats that training uses on the device."""
+    works: Callable[[str, torch.device], Iterable[Work]]
+    """Shapes of a large model on a GPU, small ones on a CPU."""
+    uses: Callable[[str], Use] = lambda name: Use()
+    """What it asks of its implementation, for the catalog."""
+
+
+def random(*shape: int, seed: int, device: torch.device) -> Tensor:
+    """Normal numbers in fp64 that bf16 holds exactly, so that every format starts from the same."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw).bfloat16().double().to(device)
+
+
+def training_dtype(device: torch.device) -> torch.dtype:
+    """The format that runs on a device train in."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Without seconds nothing was timed, and `why` says why."""
+
+    operation: str
+    implementation: str
+    name: str
+    error: float | None = None
+    """The largest share of what the gate allows, over the outputs and gradients of every comparison."""
+    seconds: float | None = None
+    """Median of a call."""
+    amount: float | None = None
+    unit: str = ""
+    why: str = ""
+
+    @property
+    def is_red(self) -> bool:
+        """The gate does not pass."""
+        return self.error is not None and not self.error <= 1
+
+
+def measure(operation: str, bench: Bench, *, device: torch.device, sm: int) -> Iterator[Row]:
+    """The rows of an operation, an implementation after the other: best first, as in the catalog."""
+    for name in CATALOG[operation].implementations:
+        lacks = unmet(operation, name, device=device.type, sm=sm, use=bench.uses(name))
+        if lacks is not None:
+            yield Row(operation, name, "", why=lacks)
+            continue
+        error, where = _worst(bench.held(name, device))
+        if not error <= 1:
+            yield Row(operation, name, where, error=error, why="does not pass the gate; no figure")
+            continue
+        for work in bench.works(name, device):
+            seconds = _seconds(work.call, device)
+            yield Row(operation, name, work.name, error, seconds, work.amount, work.unit)
+
+
+def _worst(held: Iterable[Held]) -> tuple[float, str]:
+    """The largest share of what the gate allows, and what it belongs to."""
+    found = 0.0, ""
+    for one in held:
+        for name, share in shares(one.fast, one.plain, one.truth).items():
+            # so that what is no number counts, too
+            if not share <= found[0]:
+                found = share, f"{one.name}, {name}"
+    return found
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, over rounds of as many as fill SECONDS."""
+    for _ in range(WARM_UP):
+        call()
+    once = _round(call, 1, device)
+    calls = max(1, min(100, int(SECONDS / once)))
+    return median(_round(call, calls, device) for _ in range(ROUNDS)) / calls
+
+
+def _round(call: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds of so many calls, on the device's own clock."""
+    if device.type == "cpu":
+        start = perf_counter()
+        for _ in range(calls):
+            call()
+        return perf_counter() - start
+    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begun.record()
+    for _ in range(calls):
+        call()
+    done.record()
+    torch.cuda.synchronize(device)
+    return begun.elapsed_time(done) / 1e3

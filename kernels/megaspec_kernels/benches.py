@@ -1,0 +1,18 @@
+"""What `megaspec bench kernel` runs, by operation of catalog.py."""
+
+from megaspec_kernels.adamw.bench import BENCH as ADAMW
+from megaspec_kernels.attention.bench import BENCH as ATTENTION
+from megaspec_kernels.attention_merge.bench import BENCH as ATTENTION_MERGE
+from megaspec_kernels.bench import Bench
+from megaspec_kernels.cross_entropy.bench import BENCH as CROSS_ENTROPY
+from megaspec_kernels.grouped.bench import BENCH as GROUPED
+from megaspec_kernels.unpermute.bench import BENCH as UNPERMUTE
+
+BENCHES: dict[str, Bench] = {
+    "attention": ATTENTION,
+    "attention_merge": ATTENTION_MERGE,
+    "cross_entropy": CROSS_ENTROPY,
+    "grouped": GROUPED,
+    "unpermute": UNPERMUTE,
+    "adamw": ADAMW,
+}

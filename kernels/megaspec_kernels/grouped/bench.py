@@ -1,0 +1,63 @@
+"""Products of tokens with the matrices of their experts."""
+
+# E experts, R rows, I inputs, O outputs
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
+from megaspec_kernels.catalog import Use
+from megaspec_kernels.gate import Results
+from megaspec_kernels.registry import REGISTRY, GroupedKernel
+
+
+def _results(kernel: GroupedKernel, x_RI: Tensor, weight_EIO: Tensor, grad_RO: Tensor, ends_E: Tensor) -> Results:
+    """The product and its two gradients, as a layer of experts calls it."""
+    return {
+        "out": kernel(x_RI, weight_EIO, ends_E),
+        "x": kernel(grad_RO, weight_EIO.transpose(1, 2), ends_E),
+        "weight": kernel(x_RI.t(), grad_RO, ends_E),
+    }
+
+
+def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def held(name: str, device: torch.device) -> Iterator[Held]:
+    """Experts without rows, experts with one."""
+    dtype = training_dtype(device)
+    kernel, plain = REGISTRY["grouped"][name], REGISTRY["grouped"]["reference"]
+    for sizes, n_in, n_out in (((3,), 8, 16), ((5, 0, 1, 57), 24, 48), ((0, 0, 130, 7), 64, 32)):
+        rows = sum(sizes)
+        tensors = [
+            random(rows, n_in, seed=1, device=device),
+            random(len(sizes), n_in, n_out, seed=2, device=device),
+            random(rows, n_out, seed=3, device=device),
+        ]
+        mine, ends_E = [x.to(dtype) for x in tensors], _ends(sizes, device)
+        yield Held(
+            f"rows {sizes}, {n_in} to {n_out}",
+            _results(kernel, *mine, ends_E),
+            _results(plain, *mine, ends_E),
+            _results(plain, *tensors, ends_E),
+        )
+
+
+def works(name: str, device: torch.device) -> Iterator[Work]:
+    """Three products: forward, and the gradients of tokens and weights."""
+    E, rows, n_in, n_out = (32, 1024, 2048, 1536) if device.type == "cuda" else (4, 64, 128, 96)
+    dtype = training_dtype(device)
+    kernel, ends_E = REGISTRY["grouped"][name], _ends((rows,) * E, device)
+    x_RI, grad_RO = (torch.randn(E * rows, n, device=device).to(dtype) for n in (n_in, n_out))
+    weight_EIO = torch.randn(E, n_in, n_out, device=device).to(dtype)
+
+    def call() -> None:
+        _results(kernel, x_RI, weight_EIO, grad_RO, ends_E)
+
+    yield Work(f"{E} x {rows} rows, {n_in} to {n_out}", call, 3 * 2 * E * rows * n_in * n_out, "flops")
+
+
+BENCH = Bench(held, works, uses=lambda name: Use(precision="bf16", widths=(2048, 1536)))

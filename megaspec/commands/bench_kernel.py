@@ -1,0 +1,115 @@
+"""`megaspec bench kernel`: every implementation of an operation, held to fp64 and then timed."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from megaspec.core.errors import MegaspecError, Problem, RecipeError
+from megaspec.core.problems import did_you_mean
+from megaspec.estimate.ceilings import Ceilings, ceilings_of
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.target import Target, detect_target
+from megaspec_kernels.catalog import CATALOG
+
+if TYPE_CHECKING:
+    from megaspec_kernels.bench import Row
+
+_DESCRIPTION = """Hold every implementation of an operation to the gate: its error from an fp64 truth against that of
+plain PyTorch, for the output and every gradient. Then time it on shapes of a large model and compare
+it with what the machine was measured to reach (megaspec bench ceilings). What does not pass the gate
+gets no figure, and the command exits with 70. On a CPU shapes are small."""
+
+# A large product in the middle of the measured table, which others are compared with.
+_PRODUCT = (8192, 8192, 4096)
+
+
+def add_parser(commands: Any) -> None:
+    """Register `bench kernel`."""
+    kernel = commands.add_parser(
+        "kernel",
+        help="correctness and speed of the kernels",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kernel.add_argument("operations", nargs="*", metavar="OP", help=f"of {', '.join(CATALOG)} (default: all)")
+    kernel.add_argument("--json", action="store_true", help="a JSON line for each row in place of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; 70 where an implementation does not pass the gate. RecipeError: there is no such operation."""
+    for name in args.operations:
+        if name not in CATALOG:
+            way_out = did_you_mean(name, CATALOG) or f"there are {', '.join(CATALOG)}"
+            raise RecipeError([Problem("", f"bench kernel {name}: no such operation; {way_out}")])
+    target = detect_target()
+    hardware = hardware_of(target) if target.device == "cuda" else None
+    ceilings = None if hardware is None else ceilings_of(hardware)
+
+    import torch  # only where it is needed
+
+    from megaspec_kernels.bench import measure
+    from megaspec_kernels.benches import BENCHES
+
+    device = torch.device(target.device)
+    rows = []
+    if not args.json:
+        print(_where(target, ceilings))
+    for name in args.operations or CATALOG:
+        for row in measure(name, BENCHES[name], device=device, sm=target.sm):
+            rows.append(row)
+            line = as_json(row, target, ceilings) if args.json else as_text(row, ceilings)
+            print(line, flush=True)
+    red = [f"{row.operation}={row.implementation} ({row.name})" for row in rows if row.is_red]
+    if red:
+        print(f"megaspec: the gate does not pass: {'; '.join(red)}", file=sys.stderr)
+        return MegaspecError.exit_code
+    return 0
+
+
+def _where(target: Target, ceilings: Ceilings | None) -> str:
+    machine = target.gpu if target.device == "cuda" else f"a CPU with {target.cores} cores"
+    head = f"on {machine}, torch {target.versions.get('torch')}"
+    return head if ceilings is None else f"{head}; shares are of {ceilings.source}"
+
+
+def as_text(row: "Row", ceilings: Ceilings | None) -> str:
+    """A row for people: `unpermute triton  16384 x 8 x 2048  0.12 of the gate  0.31 ms  1,912 GB/s, 55 %`."""
+    head = f"{row.operation:16}{row.implementation:11}"
+    if row.seconds is None:
+        error = "" if row.error is None else f"{row.error:.2f} of the gate in {row.name}: "
+        return f"{head}{error}{row.why}"
+    share = share_of(row, ceilings)
+    reached = f"{rate(row):>15}" + ("" if share is None else f" {100 * share:4.0f} %")
+    return f"{head}{row.name:52}{row.error:5.2f} of the gate {_time(row.seconds):>10}{reached}"
+
+
+def as_json(row: "Row", target: Target, ceilings: Ceilings | None) -> str:
+    """A row as one line of JSON, with where it was measured."""
+    machine = {"gpu": target.gpu, "torch": target.versions.get("torch")}
+    return json.dumps(asdict(row) | {"share": share_of(row, ceilings)} | machine)
+
+
+def rate(row: "Row") -> str:
+    """What was reached, with its unit."""
+    per_second = row.amount / row.seconds
+    if row.unit == "bytes":
+        return f"{per_second / 1e9:,.1f} GB/s" if per_second < 1e10 else f"{per_second / 1e9:,.0f} GB/s"
+    return f"{per_second / 1e12:,.2f} TFLOP/s" if per_second < 1e13 else f"{per_second / 1e12:,.0f} TFLOP/s"
+
+
+def share_of(row: "Row", ceilings: Ceilings | None) -> float | None:
+    """What was reached as a share of the measured throughput: of element-wise work on as many bytes, or of a large
+    product in bf16. None: the machine was not measured, or nothing was timed."""
+    if ceilings is None or row.seconds is None:
+        return None
+    if row.unit == "bytes":
+        return ceilings.memory_seconds(row.amount) / row.seconds
+    m, n, k = _PRODUCT
+    fastest = 2 * m * n * k / ceilings.matmul_seconds(m, n, k, precision="bf16", kind="forward")
+    return row.amount / row.seconds / fastest
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,0 +1,32 @@
+"""What was predicted of a run, for its ranks to report beside what they measure.
+
+Nothing that a rank does depends on it.
+"""
+
+from pydantic import Field
+
+from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveFloat
+
+FILE_NAME = "prediction.json"
+
+
+class Saving(Frozen):
+    """A change of the run that would take less memory."""
+
+    words: str
+    """As they are said on the command line."""
+    total: NonNegativeInt
+    """Bytes of the fullest rank with it."""
+
+
+class Prediction(Frozen):
+    """Written into the run folder whenever a run is started, from the Spec and the machine that it was resolved for."""
+
+    flops_per_token: PositiveFloat
+    """Operations of a forward and a backward pass for one token, causal attention counted as causal."""
+    peak_flops: PositiveFloat | None = None
+    """Peak of one GPU in FLOP/s in the run's precision; None where it is not known."""
+    memory: tuple[dict[str, NonNegativeInt], ...] = Field(min_length=1)
+    """Bytes of a rank of each pipeline stage, by what they are for."""
+    savings: tuple[Saving, ...] = ()
+    """The single changes that save most, the largest saving first; empty where the GPU is not known."""

@@ -1,0 +1,89 @@
+"""`megaspec bench kernel` on a machine without GPU: what passes gets a figure, what does not gets none."""
+
+import json
+
+import pytest
+import torch
+
+from megaspec.cli import main
+from megaspec.commands import bench_kernel
+from megaspec.estimate.ceilings import ceilings_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec_kernels import bench
+from megaspec_kernels.bench import Row, measure
+from megaspec_kernels.benches import BENCHES
+from megaspec_kernels.catalog import CATALOG
+from megaspec_kernels.registry import REGISTRY
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "WARM_UP", 1)
+    monkeypatch.setattr(bench, "SECONDS", 0.0)
+
+
+def test_every_operation_has_a_bench():
+    assert list(BENCHES) == list(CATALOG)
+
+
+@pytest.mark.parametrize("operation", CATALOG)
+def test_every_implementation_is_held_and_timed_or_says_what_it_needs(operation):
+    rows = list(measure(operation, BENCHES[operation], device=CPU, sm=0))
+    assert {row.implementation for row in rows} == set(CATALOG[operation].implementations)
+    for row in rows:
+        if row.seconds is None:
+            assert row.why == "needs cuda, the target is cpu"
+        else:
+            assert 0 <= row.error <= 1
+            assert row.seconds > 0
+            assert row.amount > 0
+    assert any(row.implementation == "reference" and row.seconds for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("operation", "implementation"),
+    [("cross_entropy", "chunked"), ("grouped", "torch"), ("unpermute", "triton")],
+)
+def test_an_implementation_that_is_off_gets_no_figure(operation, implementation, monkeypatch, capsys):
+    right = REGISTRY[operation]["reference"]
+    monkeypatch.setitem(REGISTRY[operation], implementation, lambda *args, **how: right(*args, **how) * 1.001)
+    here = (implementation, "reference")
+    monkeypatch.setattr(bench, "unmet", lambda _, name, **__: None if name in here else "not asked for")
+    assert main(["bench", "kernel", operation, "--json"]) == 70
+    out, err = capsys.readouterr()
+    rows = {row["implementation"]: row for row in map(json.loads, out.splitlines())}
+    assert rows[implementation]["error"] > 1
+    assert rows[implementation]["seconds"] is None
+    assert rows["reference"]["seconds"] > 0
+    assert f"the gate does not pass: {operation}={implementation} (" in err
+
+
+def test_what_is_no_number_does_not_pass(monkeypatch):
+    right = REGISTRY["unpermute"]["reference"]
+    monkeypatch.setitem(REGISTRY["unpermute"], "triton", lambda *args: right(*args) * float("nan"))
+    monkeypatch.setattr(bench, "unmet", lambda *_, **__: None)
+    row = next(iter(measure("unpermute", BENCHES["unpermute"], device=CPU, sm=0)))
+    assert row.is_red
+    assert row.seconds is None
+
+
+def test_an_operation_that_is_none(capsys):
+    assert main(["bench", "kernel", "unpermut"]) == 64
+    assert "bench kernel unpermut: no such operation; did you mean unpermute?" in capsys.readouterr().err
+    assert main(["bench", "kernel", "x"]) == 64
+    assert "there are attention, " in capsys.readouterr().err
+
+
+def test_what_is_reached_is_compared_with_what_the_machine_was_measured_to_reach():
+    ceilings = ceilings_of(HARDWARE["H200"])
+    moved = 2.0**30
+    row = Row("unpermute", "triton", "a shape", 0.5, 2 * ceilings.memory_seconds(moved), moved, "bytes")
+    assert bench_kernel.share_of(row, ceilings) == pytest.approx(0.5)
+    assert bench_kernel.share_of(row, None) is None
+    assert bench_kernel.as_text(row, ceilings).endswith("  50 %")
+    seconds = ceilings.matmul_seconds(8192, 8192, 4096, precision="bf16", kind="forward")
+    product = Row("grouped", "torch", "a shape", 0.5, seconds, 2.0 * 8192 * 8192 * 4096, "flops")
+    assert bench_kernel.share_of(product, ceilings) == pytest.approx(1)

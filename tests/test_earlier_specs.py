@@ -1,0 +1,40 @@
+"""A spec.json from before an operation of kernels/ had a name is read with what its runs took."""
+
+import json
+
+import pytest
+
+from megaspec.spec import Spec
+from tests.parity.cases import Case, spec_of
+
+LATER = ("attention_merge", "unpermute", "adamw")
+
+
+def earlier(*, device: str, formats: dict[str, str]) -> Spec:
+    content = json.loads(spec_of(Case(precision="bf16")).model_dump_json())
+    content["device"], content["optim"]["formats"] = device, formats
+    for name in LATER:
+        del content["kernels"][name]
+    return Spec.model_validate_json(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("device", "formats", "taken"),
+    [
+        ("cuda", {}, ("triton", "triton", "torch")),
+        ("cuda", {"exp_avg": "bf16"}, ("triton", "triton", "triton")),
+        ("cpu", {}, ("reference", "reference", "torch")),
+        ("cpu", {"exp_avg_sq": "fp8"}, ("reference", "reference", "reference")),
+    ],
+    ids=str,
+)
+def test_names_follow_from_the_device_and_the_states(device: str, formats: dict[str, str], taken: tuple[str, ...]):
+    kernels = earlier(device=device, formats=formats).kernels
+    assert tuple(getattr(kernels, name) for name in LATER) == taken
+
+
+def test_what_the_resolver_forgot_is_not_filled():
+    content = json.loads(spec_of(Case()).model_dump_json())
+    content["kernels"]["adamw"] = "auto"
+    with pytest.raises(ValueError, match=r"left open: kernels\.adamw"):
+        Spec.model_validate_json(json.dumps(content))
