@@ -10,7 +10,7 @@ def main() -> int:
     leave_on_request(sys.argv[1:])
     if sys.argv[1:2] == ["_complete"]:
         # without the rest of the command line, which takes longer to import than a key may take
-        from megaspec.completion import complete
+        from megaspec.commands.completion import complete
 
         print("\n".join(complete(" ".join(sys.argv[2:]))))
         return 0

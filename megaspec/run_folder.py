@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from megaspec.checkpoint.examine import Inspect, examine, no_objections, read_manifest
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, Candidate, candidates, step_name
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER
-from megaspec.checkpoint.verify import Inspect, examine, no_objections, read_manifest
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megaspec import cli
 from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.cli import main, parse
+from megaspec.commands import starting
 from megaspec.core.errors import RecipeError
 from megaspec.launcher.exit_file import read_exit
 from megaspec.run_folder import is_run, make_folder, newest_step, read_run, write_run
@@ -176,7 +176,7 @@ def test_a_closed_pipe_and_ctrl_c_leave_no_traceback(monkeypatch, capsys):
 
 
 def test_a_run_whose_ranks_hung_is_told_how_it_goes_on(monkeypatch, capfd):
-    monkeypatch.setattr("megaspec.cli.launch", lambda *_, **__: 74)
+    monkeypatch.setattr("megaspec.commands.starting.launch", lambda *_, **__: 74)
     assert main(["train", *TINY, "name=hung"]) == 74
     assert "no step was saved yet; megaspec resume runs/hung goes on" in capfd.readouterr().err
     (Path("runs/hung") / CHECKPOINTS / "step-00000007").mkdir(parents=True)
@@ -240,7 +240,7 @@ def test_resume_auto_starts_a_run_that_is_not_there_or_was_never_finished():
 @pytest.mark.parametrize(("is_under_way", "code"), [(True, 78), (False, 0)])
 def test_resume_auto_of_a_run_that_another_job_made_meanwhile(is_under_way, code, monkeypatch, capfd):
     """Jobs that start at once all find no run. One makes it; the others hear who has it, or go on when it has ended."""
-    resolve = cli.resolve
+    resolve = starting.resolve
     others = []
 
     def other_job_is_faster(recipe, target, *rest, **more):
@@ -251,8 +251,8 @@ def test_resume_auto_of_a_run_that_another_job_made_meanwhile(is_under_way, code
             others.append(holder_of(spec.run_dir))
         return spec
 
-    monkeypatch.setattr(cli, "resolve", other_job_is_faster)
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(starting, "resolve", other_job_is_faster)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
     try:
         assert main(["train", *TINY, "name=one", "resume=auto"]) == code
         assert ("is in use by pid" in capfd.readouterr().err) == is_under_way

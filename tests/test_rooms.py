@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from megaspec import cli
+from megaspec.commands import starting
 from megaspec.core.frozen import Frozen
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.recipe import SECTIONS, Recipe
@@ -39,16 +40,16 @@ NOT_FOR_RANKS = {
     "Decision.key": "megaspec.plan.report",
     "Decision.value": "megaspec.plan.report",
     "Decision.reason": "megaspec.plan.report",
-    "Spec.run_dir": "megaspec.cli",
+    "Spec.run_dir": "megaspec.commands.starting",
     "AboutSpec.purpose": "megaspec.plan.plan",
     "AboutSpec.source": "megaspec.plan.plan",
     "AboutSpec.hardware": "megaspec.plan.plan",
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
     **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("manifest", "step", "tokens")},
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
-    "LocalLauncher.max_restarts": "megaspec.cli",
-    "LocalLauncher.grace_seconds": "megaspec.cli",
-    "LocalLauncher.timeout_seconds": "megaspec.cli",
+    "LocalLauncher.max_restarts": "megaspec.commands.starting",
+    "LocalLauncher.grace_seconds": "megaspec.commands.starting",
+    "LocalLauncher.timeout_seconds": "megaspec.commands.starting",
 }
 TINY = """
 defaults:
@@ -152,7 +153,7 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         patch.chdir(folder)
         patch.delenv("RANK", raising=False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        patch.setattr(cli, "launch", launch)
+        patch.setattr(starting, "launch", launch)
         assert cli.main(["data", "prepare", "text.jsonl", "--out", "text", "--workers", "1"]) == 0
         patch.setattr(Frozen, "__getattribute__", watched)
         for name, words in RUNS.items():

@@ -12,7 +12,7 @@ from megaspec.core.problems import field_paths
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.rules.unbuilt import UNBUILT
 from megaspec.spec import Spec
-from megaspec.sweep.commands import SWEEPS
+from megaspec.sweep.multirun import SWEEPS
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(p for room in ("megaspec", "kernels", "launchers") for p in (ROOT / room).rglob("*.py"))

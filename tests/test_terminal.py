@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megaspec import cli
 from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.cli import main
+from megaspec.commands import starting
 from megaspec.core.errors import printable
 from megaspec.data.prepare import prepare
 from megaspec.data.tokenizer import ByteTokenizer
@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
     Path("recipes").mkdir()
     write("hostile")
     return tmp_path
@@ -204,8 +204,8 @@ def prints() -> Iterator[tuple[str, ast.expr]]:
 # Words of ours, a file that somebody asked for on stdout, and errors, whose problems are printable as they are made.
 UNESCAPED = {
     "megaspec/__main__.py",
-    "megaspec/completion.py",
-    "megaspec/commands/bench.py",
+    "megaspec/commands/completion.py",
+    "megaspec/commands/bench_ceilings.py",
     "megaspec/commands/schema.py",
     "megaspec/commands/from_megatron.py",
     "megaspec/commands/verify.py",

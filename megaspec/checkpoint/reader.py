@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megaspec.checkpoint.examine import chunk_length, open_stored, read_chunk, read_manifest_at, worker_threads
 from megaspec.checkpoint.files import open_folder
 from megaspec.checkpoint.format import DTYPE_BYTES, Manifest, StoredPiece, StoredTensor
 from megaspec.checkpoint.rectangles import Rectangle, intersection
 from megaspec.checkpoint.shard import TORCH_DTYPES, as_bytes
-from megaspec.checkpoint.verify import chunk_length, open_stored, read_chunk, read_manifest_at, worker_threads
 from megaspec.core.errors import CheckpointError
 
 KEPT_CHUNKS = 16

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megaspec.checkpoint.examine import worker_threads
 from megaspec.checkpoint.files import pwrite_all
 from megaspec.checkpoint.format import LARGEST_NUMBER, MOST_DIMS, is_tensor_name
-from megaspec.checkpoint.verify import worker_threads
 from megaspec.core.faults import reach
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

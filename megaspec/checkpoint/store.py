@@ -18,6 +18,7 @@ import numpy as np
 from megaspec.checkpoint import folders
 from megaspec.checkpoint.codec import encode, encode_json, not_whole
 from megaspec.checkpoint.comm import Comm, on_first, together
+from megaspec.checkpoint.examine import Inspect, examine, find_damage, no_objections, read_manifest
 from megaspec.checkpoint.files import (
     UnreadableError,
     free_bytes,
@@ -39,7 +40,6 @@ from megaspec.checkpoint.format import (
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, plan_shard, write_shard
-from megaspec.checkpoint.verify import Inspect, examine, find_damage, no_objections, read_manifest
 from megaspec.core.errors import CheckpointError, WriteError
 from megaspec.core.faults import reach
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megaspec.core.errors import MegaspecError, Problem, RecipeError
+from megaspec.core.errors import MegaspecError, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean
 from megaspec.estimate.ceilings import Ceilings, ceilings_of
 from megaspec.estimate.hardware import hardware_of
@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(target.device)
     rows = []
     if not args.json:
-        print(_where(target, ceilings))
+        print(printable(_where(target, ceilings)))
     for name in args.operations or CATALOG:
         for row in measure(name, BENCHES[name], device=device, sm=target.sm):
             rows.append(row)
             line = as_json(row, target, ceilings) if args.json else as_text(row, ceilings)
-            print(line, flush=True)
+            print(printable(line), flush=True)
     red = [f"{row.operation}={row.implementation} ({row.name})" for row in rows if row.is_red]
     if red:
         print(f"megaspec: the gate does not pass: {'; '.join(red)}", file=sys.stderr)

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 from rich.table import Table
 
+from megaspec.checkpoint.examine import read_manifest_at
 from megaspec.checkpoint.files import open_folder
 from megaspec.checkpoint.format import MANIFEST
-from megaspec.checkpoint.verify import read_manifest_at
 from megaspec.commands.stated import Stated, stated
 from megaspec.core.errors import CheckpointError, Problem, RecipeError
 from megaspec.core.problems import show

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from megaspec.checkpoint.examine import MOST_PROBLEMS
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import TORCH_DTYPES
 from megaspec.checkpoint.store import SavedPiece
-from megaspec.checkpoint.verify import MOST_PROBLEMS
 from megaspec.core.errors import CheckpointError, printable
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from megaspec.checkpoint.comm import SoloComm
+from megaspec.checkpoint.examine import worker_threads
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import SavedPiece, as_bytes
 from megaspec.checkpoint.store import Store
-from megaspec.checkpoint.verify import worker_threads
 
 
 def tensors(total: int) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaspec.checkpoint import examine
 from megaspec.checkpoint import store as store_module
-from megaspec.checkpoint import verify
 from megaspec.checkpoint.files import UnreadableError
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.reader import Reader
@@ -210,7 +210,7 @@ def remove_when(monkeypatch, module, name: str, *folders: Path, before: bool) ->
     [
         (store_module, "read_manifest", True),
         (store_module, "find_damage", True),
-        (verify, "open_stored", True),
+        (examine, "open_stored", True),
         (store_module, "find_damage", False),
         (store_module, "Reader", True),
     ],
@@ -231,7 +231,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_verified(run, monkeypatch, mod
 
 
 def test_all_checkpoints_are_removed_while_they_are_verified(run, monkeypatch) -> None:
-    remove_when(monkeypatch, verify, "open_stored", *(folder(run, s) for s in (1, 2, 3)), before=True)
+    remove_when(monkeypatch, examine, "open_stored", *(folder(run, s) for s in (1, 2, 3)), before=True)
     with pytest.raises(CheckpointError, match="no good checkpoint is left") as caught:
         Store(run).newest_good(SOLO)
     assert caught.value.exit_code == 66
@@ -322,14 +322,14 @@ def test_what_this_machine_cannot_read_is_left_where_it_is(run, monkeypatch, tro
         def refuse(fd: int, view: memoryview, offset: int) -> int:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(verify, "pread_into", refuse)
+        monkeypatch.setattr(examine, "pread_into", refuse)
     with pytest.raises(UnreadableError, match="step-00000003"):
         Store(run).newest_good(SOLO)
     assert Store(run).steps() == [1, 2, 3]
 
 
 def test_an_io_error_on_one_rank_is_every_ranks_reason_to_fall_back(run, monkeypatch) -> None:
-    real = verify.pread_into
+    real = examine.pread_into
     bad = (folder(run, 3) / FILES[1]).stat().st_ino
 
     def fail(fd: int, view: memoryview, offset: int) -> int:
@@ -337,7 +337,7 @@ def test_an_io_error_on_one_rank_is_every_ranks_reason_to_fall_back(run, monkeyp
             raise OSError(5, "Input/output error")
         return real(fd, view, offset)
 
-    monkeypatch.setattr(verify, "pread_into", fail)
+    monkeypatch.setattr(examine, "pread_into", fail)
     store = Store(run, chunk_bytes=CHUNK)
     for reader in no_rank_failed(on_ranks(2, store.newest_good)):
         assert_holds(reader, 2)

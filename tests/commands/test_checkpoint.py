@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.checkpoint import verify
+from megaspec.checkpoint import examine
 from megaspec.checkpoint.store import Store
 from megaspec.commands.checkpoint import add_parser, run
 from megaspec.core.errors import CheckpointError
@@ -74,14 +74,14 @@ def test_quarantine_is_listed_with_its_reason(store, tmp_path, capsys) -> None:
 
 
 def test_one_that_is_removed_while_it_is_verified(store, tmp_path, capsys, monkeypatch) -> None:
-    real = verify.open_folder
+    real = examine.open_folder
 
     def remove(path: Path) -> int:
         if path.name == "step-00000002" and sys._getframe(1).f_code.co_name == "find_damage":
             shutil.rmtree(path)
         return real(path)
 
-    monkeypatch.setattr(verify, "open_folder", remove)
+    monkeypatch.setattr(examine, "open_folder", remove)
     assert command("verify", tmp_path) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["3", "1"]
 

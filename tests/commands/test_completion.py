@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.cli import MODULES, main, parse
-from megaspec.completion import COMMANDS, HOMES, SCRIPTS, complete
+from megaspec.cli import COMMANDS as COMMAND_FILES
+from megaspec.cli import main, parse
+from megaspec.commands.completion import COMMANDS, HOMES, SCRIPTS, complete
 from megaspec.compose.search_path import SearchPath
 from megaspec.recipe import SECTIONS
 from megaspec.resolve.gather import RUNS
 from megaspec.run_folder import SPEC
-from megaspec.sweep.commands import SWEEPS
+from megaspec.sweep.multirun import SWEEPS
 from megaspec.sweep.state import HEAD
 from tests.pace import within
 
@@ -164,7 +165,7 @@ def test_folders_are_where_and_what_commands_make():
 def test_the_table_is_what_the_parsers_take(capsys):
     top = help_of(capsys)
     listed = re.findall(r"^    ([a-z-]+)(?:  |$)", top, re.MULTILINE)
-    assert set(MODULES) <= set(listed)
+    assert set(COMMAND_FILES) <= set(listed)
     assert {one for one in COMMANDS if " " not in one} == set(listed)
     for name, known in COMMANDS.items():
         text = help_of(capsys, *name.split())

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megaspec import cli
 from megaspec.cli import main
+from megaspec.commands import starting
 from megaspec.core.errors import RecipeError
 from megaspec.log.jsonl import read_metrics
 from megaspec.log.sinks import open_sinks
@@ -53,7 +53,7 @@ def finished(tmp_path_factory, factory):
 def run(finished, tmp_path, monkeypatch):
     """A copy of it. No rank is started; what takes a minute hangs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
     shutil.copytree(finished, "run")
     Path("home").mkdir()
     Path("home/precious").write_bytes(b"precious")

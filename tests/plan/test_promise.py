@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megaspec import cli
 from megaspec.checkpoint.folders import CHECKPOINTS, step_name
 from megaspec.cli import main
+from megaspec.commands import starting
 from megaspec.plan.promise import promise, promise_of_change
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.examples import CPU, H200
@@ -54,7 +54,7 @@ def started(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
     assert main(["train", *tiny("run_dir=runs/one", "train.steps=9")]) == 0
     (Path("runs/one") / CHECKPOINTS / step_name(3)).mkdir(parents=True)
 

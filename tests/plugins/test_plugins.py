@@ -117,7 +117,10 @@ LOSSES = """
 import sys, torch
 from megaspec.plugins import load
 load(sys.argv[1].split())
-from megaspec.cli import compose_words, detect_target, gather_facts, resolve
+from megaspec.compose.words import compose_words
+from megaspec.estimate.target import detect_target
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.resolver import resolve
 from megaspec.data.loader import open_source
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build, initialise

@@ -19,6 +19,7 @@ from megaspec.checkpoint.folders import candidates
 from megaspec.checkpoint.format import MANIFEST
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
+from megaspec.commands import starting
 from megaspec.core.errors import CheckpointError
 from megaspec.rules.belonging import objections
 from megaspec.rules.difference import is_free
@@ -144,7 +145,7 @@ def test_what_may_change_within_a_run_is_no_objection(name, run) -> None:
 
 def test_a_fork_takes_the_checkpoint_that_it_began_with_and_no_other_of_its_parent(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
     parent = make_run(Path("parent"), STEPS)
     life(parent, Spec.model_validate_json((parent / "spec.json").read_text()))
     changes = ["train.seed=9", "data.seed=9", "optim.lr=1e-3", "train.global_batch=8", "train.steps=10"]
@@ -179,7 +180,7 @@ def test_a_fork_takes_the_checkpoint_that_it_began_with_and_no_other_of_its_pare
 
 def test_a_fork_that_changes_nothing_is_a_run_of_its_own(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
     parent = make_run(Path("parent"), STEPS)
     life(parent, Spec.model_validate_json((parent / "spec.json").read_text()))
     assert cli.main(["resume", "parent", "--fork", "child", "train.steps=8"]) == 0
@@ -199,7 +200,7 @@ def restep(folder: Path, step: int) -> bytes:
 
 def test_a_fork_is_not_made_from_a_foreign_checkpoint(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
     for name, changes in (("one", {}), ("other", {"train.seed": 7, "train.steps": 8, "checkpoint.every": 0})):
         folder = make_run(Path(name), STEPS | changes)
         life(folder, Spec.model_validate_json((folder / "spec.json").read_text()))

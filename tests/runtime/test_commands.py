@@ -11,6 +11,7 @@ import pytest
 from megaspec import cli
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
+from megaspec.commands import starting
 from megaspec.data.loader import open_source
 from megaspec.log.jsonl import read_metrics
 from megaspec.run_folder import read_run
@@ -53,7 +54,7 @@ def megaspec(place, factory, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(cli, "launch", partial(launch, factory=factory))
+    monkeypatch.setattr(starting, "launch", partial(launch, factory=factory))
     return lambda *words: cli.main(list(words))
 
 

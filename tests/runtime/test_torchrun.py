@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megaspec import cli
+from megaspec.commands import starting
 from megaspec.launcher import exit_file
 from megaspec.log.jsonl import read_metrics
 from megaspec_launchers.local import launch
@@ -34,7 +35,7 @@ def torchrun(*words):
 
 @pytest.mark.slow
 def test_a_run_that_torchrun_goes_on_with(tmp_path, factory, monkeypatch):
-    monkeypatch.setattr(cli, "launch", partial(launch, factory=factory))
+    monkeypatch.setattr(starting, "launch", partial(launch, factory=factory))
     monkeypatch.delenv("RANK", raising=False)
     changes = {"parallelism.tp": 2, "model.dropout": 0.1, "precision.kind": "bf16", "train.steps": 8}
     run = make_run(tmp_path / "run", {**changes, "optim.schedule.decay_steps": 16})

@@ -3,6 +3,7 @@
 import pytest
 
 from megaspec import cli
+from megaspec.commands import starting
 from megaspec.compose.compose import compose
 from megaspec.core.units import GIB
 from megaspec.estimate.hardware import HARDWARE
@@ -59,9 +60,9 @@ def test_train_asks_before_it_makes_a_folder(word, tmp_path, monkeypatch, capsys
     target = machine(HARDWARE["H200"].memory)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(cli, "detect_target", lambda: target)
+    monkeypatch.setattr(starting, "detect_target", lambda: target)
     started = []
-    monkeypatch.setattr(cli, "launch", lambda folder, **_: started.append(folder) or 0)
+    monkeypatch.setattr(starting, "launch", lambda folder, **_: started.append(folder) or 0)
     code = cli.main(["train", "recipe=hello", *WORDS, "train.micro_batch=8", *filter(None, [word])])
     assert (code, len(started)) == ((0, 1) if word else (64, 0))
     assert (tmp_path / "runs").exists() == bool(word)

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.commands import data
 from megaspec.core.errors import DataError
-from megaspec.data.commands import add_parser
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    data.add_parser(parser.add_subparsers())
     args = parser.parse_args(["data", *map(str, words)])
-    return args.run(args)
+    return data.run(args)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_wrong_flags(source, tmp_path, words):
 def test_no_torch(tmp_path):
     """The commands, and the facts that a plan needs, leave torch and the tokenizer library alone."""
     code = (
-        "import sys, megaspec.data.commands, megaspec.data.facts\n"
+        "import sys, megaspec.commands.data, megaspec.data.facts\n"
         "assert 'tokenizers' not in sys.modules\n"
         "import megaspec.data.prepare, megaspec.data.inspect, megaspec.data.order, megaspec.data.indexed_source\n"
         "import megaspec.data.synthetic, megaspec.data.random, megaspec.data.progress\n"

@@ -1,70 +1,31 @@
-"""`megaspec train ... -m`, and `megaspec sweep resume|show FOLDER`. Torch-free."""
+"""Every point of a sweep is run: begun by `train -m`, gone on with by `sweep resume`. Torch-free."""
 
-import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table as Printed
-
 from megaspec.checkpoint.lock import RunLock
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Preempted, Problem, RecipeError, printable
 from megaspec.core.frozen import AUTO
-from megaspec.core.terminal import escape, terminal
 from megaspec.data.files import write_error
 from megaspec.estimate.target import Target, detect_target
 from megaspec.search.fits import MEMORY
 from megaspec.sweep import hydra_jobs
-from megaspec.sweep.driver import Driver, Search, Table, exit_code, look, to_run
-from megaspec.sweep.metric import Shown, choose_direction, choose_metric, has_value, never_has, shown_metric
-from megaspec.sweep.page import values_of
+from megaspec.sweep.driver import Driver, Search, Table, exit_code, to_run
+from megaspec.sweep.metric import choose_direction, choose_metric, has_value, never_has
 from megaspec.sweep.points import Checker, Draft, grid, refuse_invalid, without_repeats
-from megaspec.sweep.results import Result, is_better
+from megaspec.sweep.report import print_results
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.spec import KEPT
-from megaspec.sweep.state import PAGE, Axis, Point, SweepFolder, SweepHead, recipe_of
+from megaspec.sweep.state import Axis, SweepFolder, SweepHead, recipe_of
 from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, kept_settings, read_words, sweep_spec
 from megaspec_launchers.signals import StopRequests
 
 SWEEPS = Path("sweeps")
-# Points that a table on the terminal shows; the page has all.
-_MOST_ROWS = 60
-# Failed points whose reason it tells.
-_MOST_REASONS = 10
 # Points whose check takes long enough to say so.
 _MANY = 500
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    """Add `sweep` with its two sub-commands to a command line; `run` carries them out."""
-    parser = subparsers.add_parser("sweep", help="go on with a sweep, or show what it has come to")
-    commands = parser.add_subparsers(dest="sweep_command", required=True, metavar="resume | show")
-    for name, text in (
-        ("resume", "run the points of a sweep that have not ended; sweep.slots=N and the like change how"),
-        ("show", "print the table of a sweep and write its page anew"),
-    ):
-        command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the sweep: sweeps/<name>")
-        if name == "resume":
-            text = "slots, gpus, keep_going, again, trials; hydra.launcher.* of its launcher"
-            command.add_argument("words", nargs="*", metavar="sweep.a=b", help=text)
-    return parser
-
-
-def run(args: argparse.Namespace) -> int:
-    """Carry out `sweep resume` or `sweep show`. -> exit code."""
-    if args.sweep_command == "resume":
-        return resume_sweep(args.folder, args.words)
-    table = Table(SweepFolder(args.folder), SweepFolder(args.folder).head())
-    table.write_page(running=look(table))
-    _print(table)
-    troubles = [result.trouble for result in _results(table).values() if result.trouble]
-    if troubles:
-        raise RecipeError([Problem("", text, code="sweep-damaged") for text in troubles[:_MOST_REASONS]])
-    return 0
 
 
 def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
@@ -186,7 +147,7 @@ def _go(table: Table, checker: Checker, machine: Target) -> int:
     code = RecipeError.exit_code if blind else code
     table.set_state("done" if code == 0 else "interrupted" if code == Preempted.exit_code else "failed")
     table.write_page(running=False)
-    _print(table)
+    print_results(table)
     if blind:
         raise RecipeError(blind)
     return code
@@ -265,79 +226,6 @@ def _same_sweep(folder: SweepFolder, head: SweepHead, drafts: Sequence[Draft]) -
             what = f"({' '.join(changed[0].overrides)}) composed from other settings than now"
     if what:
         raise RecipeError([Problem("sweep.folder", f"{folder.path} holds {what}; {ways}", code="sweep-other")])
-
-
-def _print(table: Table) -> None:
-    """The table of results, the best point first."""
-    head, console = table.head, terminal()
-    results = _results(table)
-    printed = Printed(box=None, pad_edge=False, header_style="bold")
-    keys = [axis.key for axis in head.axes]
-    for title in ("#", *keys, "loss", "valid loss", "tokens/s", "steps", "state"):
-        printed.add_column(escape(title), justify="left" if title == "state" else "right", overflow="fold")
-    shown = shown_metric(head, table.points.values(), results)
-    best = _best(table, results, shown)
-    for number, point in list(table.points.items())[:_MOST_ROWS]:
-        result, values = results[number], values_of(point)
-        state = f"{point.state} ({point.code})" if point.state == "failed" else point.state
-        cells = [str(number), *(values.get(key, "") for key in keys)]
-        cells += [_number(result.metric(name)) for name in ("loss", "valid_loss", "tokens_per_second")]
-        steps = f"{result.step}/{result.steps}" if result.steps else ""
-        shown_cells = [escape(printable(cell)) for cell in (*cells, steps, state)]
-        printed.add_row(*shown_cells, style="bold" if point is best else None)
-    console.print(printed)
-    if len(table.points) > _MOST_ROWS:
-        console.print(f"... and {len(table.points) - _MOST_ROWS} points more")
-    _print_failed(table, console)
-    _print_passed_over(results, console)
-    if shown.note:
-        console.print(escape(shown.note), soft_wrap=True)
-    if best is not None:
-        run = escape(str(table.folder.run(best)))
-        console.print(f"best {shown.metric}: point {best.number}, {run}", soft_wrap=True)
-    console.print(f"page: {escape(str(table.folder.path / PAGE))}", soft_wrap=True)
-    if head.state == "interrupted":
-        console.print(f"goes on with: megaspec sweep resume {escape(str(table.folder.path))}", soft_wrap=True)
-
-
-def _best(table: Table, results: Mapping[int, Result], shown: Shown) -> Point | None:
-    best: Point | None = None
-    for number, point in table.points.items():
-        value = results[number].metric(shown.metric)
-        if point.state == "done" and value is not None:
-            other = results[best.number].metric(shown.metric) if best is not None else None
-            if other is None or is_better(value, other, shown.direction):
-                best = point
-    return best
-
-
-def _print_failed(table: Table, console: Console) -> None:
-    failed = [point for point in table.points.values() if point.state == "failed"]
-    for point in failed[:_MOST_REASONS]:
-        text = f"point {point.number} failed: {point.reason}; its log: {table.folder.log(point)}"
-        console.print(escape(text), soft_wrap=True)
-    if len(failed) > _MOST_REASONS:
-        console.print(f"... and {len(failed) - _MOST_REASONS} more that failed")
-
-
-def _print_passed_over(results: Mapping[int, Result], console: Console) -> None:
-    """Lines of metrics.jsonl files that were no events of a run."""
-    passed_over = [(number, result) for number, result in results.items() if result.passed_over]
-    for number, result in passed_over[:_MOST_REASONS]:
-        count = "1 line" if result.passed_over == 1 else f"{result.passed_over:,} lines"
-        text = f"point {number}: {count} passed over, the first {result.first_passed_over}"
-        console.print(printable(text), soft_wrap=True, markup=False)
-    if len(passed_over) > _MOST_REASONS:
-        console.print(f"... and in {len(passed_over) - _MOST_REASONS} points more")
-
-
-def _results(table: Table) -> dict[int, Result]:
-    """What every point has come to."""
-    return {number: table.follower(point).read() for number, point in table.points.items()}
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
 
 
 def _say(text: str) -> None:

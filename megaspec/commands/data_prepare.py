@@ -1,22 +1,19 @@
-"""`megaspec data prepare` and `megaspec data inspect`. Torch-free; what they need is imported when they run."""
+"""`megaspec data prepare INPUT... --out PREFIX`. What it needs is imported when it runs."""
 
 import argparse
 import os
 from typing import Any
+
+from megaspec.commands.numbers import count, positive
 
 _PREPARE = """Turn text into PREFIX.bin and PREFIX.idx (Megatron's format) with PREFIX.manifest.json beside them.
 
 INPUT is a .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or the word python: the manual and the
 standard library of this Python. A job that was stopped goes on where it was when the same command is given again."""
 
-_INSPECT = """Show counts, lengths and decoded samples of PREFIX.bin and PREFIX.idx, and check every byte of them."""
 
-
-def add_parser(subparsers: Any) -> None:
-    """Register `data` with its two sub-commands."""
-    data = subparsers.add_parser("data", help="prepare and inspect token files")
-    commands = data.add_subparsers(dest="data_command", required=True, metavar="prepare | inspect")
-
+def add_parser(commands: Any) -> None:
+    """The parser of `data prepare`."""
     prepare = commands.add_parser(
         "prepare",
         help="turn text into token files",
@@ -36,10 +33,10 @@ def add_parser(subparsers: Any) -> None:
     )
     prepare.add_argument("--key", default="text", help="key or column that holds the text (default: text)")
     prepare.add_argument(
-        "--workers", type=_positive, default=_cores(), help="worker processes (default: one per core, at most 16)"
+        "--workers", type=positive, default=_cores(), help="worker processes (default: one per core, at most 16)"
     )
     prepare.add_argument(
-        "--skip-bad", type=_count, default=0, metavar="N", help="leave out up to N bad lines (default: 0)"
+        "--skip-bad", type=count, default=0, metavar="N", help="leave out up to N bad lines (default: 0)"
     )
     prepare.add_argument(
         "--allow-lossy-tokenizer",
@@ -48,24 +45,10 @@ def add_parser(subparsers: Any) -> None:
     )
     prepare.add_argument("--restart", action="store_true", help="don't use the parts of a job that was stopped")
     prepare.add_argument("--overwrite", action="store_true", help="replace files that another job made")
-    prepare.set_defaults(run=run)
-
-    inspect = commands.add_parser(
-        "inspect", help="check token files", description=_INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    inspect.add_argument("prefix", metavar="PREFIX", help="path of the files without their ending")
-    inspect.add_argument("--tokenizer", metavar="NAME", help="decode samples with it (default: the one beside them)")
-    inspect.add_argument("--vocab-size", type=_positive, metavar="N", help="token ids must be below N")
-    inspect.add_argument("--samples", type=_count, default=3, metavar="N", help="documents to show (default: 3)")
-    inspect.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a parsed `data` command; 0 when it is done. Raises DataError and WriteError."""
-    return {"prepare": _run_prepare, "inspect": _run_inspect}[args.data_command](args)
-
-
-def _run_prepare(args: argparse.Namespace) -> int:
+    """Prepare, and print what was made. Raises DataError and WriteError."""
     from megaspec.data.prepare import prepare
     from megaspec.data.progress import prepare_progress, print_prepared
     from megaspec.data.tokenizer import parse_tokenizer
@@ -88,30 +71,6 @@ def _run_prepare(args: argparse.Namespace) -> int:
         )
     print_prepared(prepared)
     return 0
-
-
-def _run_inspect(args: argparse.Namespace) -> int:
-    from megaspec.core.errors import DataError
-    from megaspec.core.terminal import terminal
-    from megaspec.data.inspect import inspect, print_report
-    from megaspec.data.tokenizer import BpeRequest, parse_tokenizer
-
-    tokenizer = None if args.tokenizer is None else parse_tokenizer(args.tokenizer)
-    if isinstance(tokenizer, BpeRequest):
-        raise DataError(f"--tokenizer {args.tokenizer}: nothing is trained here; give byte or a tokenizer.json")
-    report = inspect(args.prefix, vocab_size=args.vocab_size, tokenizer=tokenizer, samples=args.samples)
-    print_report(report, terminal())
-    return 0
-
-
-def _positive(text: str) -> int:
-    return _count(text, least=1)
-
-
-def _count(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
-    return int(text)
 
 
 def _cores() -> int:

@@ -1,0 +1,34 @@
+"""`megaspec data inspect PREFIX`. What it needs is imported when it runs."""
+
+import argparse
+from typing import Any
+
+from megaspec.commands.numbers import count, positive
+
+_INSPECT = """Show counts, lengths and decoded samples of PREFIX.bin and PREFIX.idx, and check every byte of them."""
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `data inspect`."""
+    inspect = commands.add_parser(
+        "inspect", help="check token files", description=_INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    inspect.add_argument("prefix", metavar="PREFIX", help="path of the files without their ending")
+    inspect.add_argument("--tokenizer", metavar="NAME", help="decode samples with it (default: the one beside them)")
+    inspect.add_argument("--vocab-size", type=positive, metavar="N", help="token ids must be below N")
+    inspect.add_argument("--samples", type=count, default=3, metavar="N", help="documents to show (default: 3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the files, and print a report. Raises DataError."""
+    from megaspec.core.errors import DataError
+    from megaspec.core.terminal import terminal
+    from megaspec.data.inspect import inspect, print_report
+    from megaspec.data.tokenizer import BpeRequest, parse_tokenizer
+
+    tokenizer = None if args.tokenizer is None else parse_tokenizer(args.tokenizer)
+    if isinstance(tokenizer, BpeRequest):
+        raise DataError(f"--tokenizer {args.tokenizer}: nothing is trained here; give byte or a tokenizer.json")
+    report = inspect(args.prefix, vocab_size=args.vocab_size, tokenizer=tokenizer, samples=args.samples)
+    print_report(report, terminal())
+    return 0

@@ -1,0 +1,86 @@
+"""`megaspec resume RUN a.b=c ...`: a run goes on, or another one starts from its newest checkpoint."""
+
+import argparse
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megaspec.checkable import PartlyError
+from megaspec.checkpoint.lock import RunLock
+from megaspec.commands.starting import Prepared, prepare_resume, start, warn_of_memory
+from megaspec.compose.compose import Composed, recompose
+from megaspec.compose.words import take
+from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
+from megaspec.estimate.target import Target, detect_target
+from megaspec.recipe import Recipe
+from megaspec.resolve.beside import with_rules
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.resume import fork
+from megaspec.run_folder import copy_checkpoint, make_folder, newest_good, read_run, write_run
+from megaspec.search.fits import MEMORY, start_problems
+from megaspec.spec import ForkPoint, Spec
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `resume`."""
+    text = "go on with a run, changed where the experiment allows it"
+    command = commands.add_parser("resume", help=text, description=text, allow_abbrev=False)
+    command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
+    command.add_argument("--fork", metavar="NEW", help="start another run from its newest checkpoint; all may change")
+    command.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, group=choice or ~path")
+    command.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="more groups")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Resolve a run anew with changes, and start its ranks; with --fork, in a folder of its own."""
+    saved = read_run(args.run)
+    memory, words = take(args.words, "memory", MEMORY)
+    try:
+        composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)
+    except PartlyError as error:
+        raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
+    if composed.origins.get("run_dir") == COMMAND_LINE:
+        text = f"run_dir={composed.recipe.run_dir}: a run stays in its folder; drop it, or give --fork NEW"
+        raise RecipeError([Problem("run_dir", text, COMMAND_LINE, "resume-folder")])
+
+    def prepare(target: Target) -> Prepared:
+        if args.fork is not None:
+            return _prepare_fork(args.run, saved.spec, composed, target, args.fork, memory=memory)
+        return prepare_resume(args.run, composed.recipe, composed.origins, target, memory=memory)
+
+    return start(prepare)
+
+
+def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, new: str, *, memory: str) -> Prepared:
+    place = Path(new) if "/" in new else source.parent / new
+    fields = composed.recipe.model_dump(mode="json") | {"run_dir": str(place)}
+    if fields["name"] == old.name:
+        fields["name"] = place.name
+    recipe = Recipe.model_validate_json(json.dumps(fields))
+    good = newest_good(source, old)
+    for what in good.passed_over:
+        print(printable(f"megaspec: a checkpoint is not good: {what}"), file=sys.stderr)
+    state = good.manifest.state
+    began = ForkPoint(manifest=good.manifest.digest, step=good.manifest.step, tokens=state["tokens"])
+    facts = gather_facts(recipe)
+    refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
+    spec = fork(
+        old,
+        recipe,
+        target,
+        facts,
+        composed.origins,
+        done_steps=began.step,
+        done_samples=state["samples"],
+        forked_from=began,
+        refused=refused,
+    )
+    warn_of_memory(spec, target)
+    make_folder(place)
+    lock = RunLock(place).acquire()
+    copy_checkpoint(good.candidate, good.manifest, place)
+    write_run(place, recipe, target, spec)
+    print(printable(f"{place} starts from step {began.step} of {source}"))
+    return Prepared(place, spec, lock)

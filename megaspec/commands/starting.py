@@ -1,0 +1,168 @@
+"""How `train` and `resume` start a run: resolve, write its folder under its lock, start its ranks, say how it ended."""
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megaspec.checkpoint.lock import RunLock
+from megaspec.compose.compose import Composed
+from megaspec.core.errors import HangError, MegaspecError, RecipeError, printable
+from megaspec.core.terminal import terminal
+from megaspec.estimate.target import Target, detect_target
+from megaspec.launcher import exit_file
+from megaspec.log.environment import write_environment
+from megaspec.plan.promise import promise_of_change
+from megaspec.plan.report import print_plan
+from megaspec.plugins import loaded
+from megaspec.recipe import Recipe
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.resolver import resolve
+from megaspec.resolve.resume import resume
+from megaspec.run_folder import is_run, make_folder, newest_step, read_run, refuse_links, write_run
+from megaspec.search.fits import memory_warning, start_problems
+from megaspec.spec import Spec
+from megaspec_launchers.environment import rank_from_environment
+from megaspec_launchers.local import launch
+from megaspec_launchers.signals import end_with
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start: its folder is written."""
+
+    folder: Path
+    spec: Spec
+    lock: RunLock | None = None
+
+
+def start(prepare: Callable[[Target], Prepared]) -> int:
+    """Prepare the run and train it: in a world that torchrun made, or with ranks of our own."""
+    target, place = detect_target(), rank_from_environment(os.environ)
+    if place is not None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with(os.getppid())  # torchrun dies of SIGUSR1 and tells nobody: its ranks save then, too
+        from megaspec.runtime.join import join  # torch, only where it is needed
+
+        def make() -> str:
+            prepared = prepare(target)
+            _record(prepared.folder)
+            _show(prepared.spec, target)
+            if prepared.lock is not None:
+                prepared.lock.release()
+            return str(prepared.folder)
+
+        return join(make, **vars(place))
+    prepared = prepare(target)
+    assert prepared.lock is not None, "a run without its lock"
+    with ExitStack() as stack:
+        stack.callback(prepared.lock.release)
+        _record(prepared.folder)
+        _show(prepared.spec, target)
+        try:
+            code = launch(
+                str(prepared.folder),
+                ranks=prepared.spec.world_size,
+                max_restarts=prepared.spec.launcher.max_restarts,
+                grace_seconds=prepared.spec.launcher.grace_seconds,
+                timeout_seconds=prepared.spec.launcher.timeout_seconds,
+                arguments={"lock_token": prepared.lock.token, "plugins": loaded()},
+                is_ours=prepared.lock.is_ours,
+            )
+        except MegaspecError as error:
+            _ended(prepared, error.exit_code)
+            raise
+        code = _ended(prepared, code)
+    if code == HangError.exit_code:
+        step = newest_step(prepared.folder)
+        saved = f"step {step} is saved" if step else "no step was saved yet"
+        print(printable(f"megaspec: {saved}; megaspec resume {prepared.folder} goes on"), file=sys.stderr)
+    return code
+
+
+def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memory: str) -> Prepared:
+    """A new run. `folder`: where it is to be, None for the place that the recipe says; another job may have made it."""
+    facts = gather_facts(composed.recipe)
+    if folder is not None:
+        facts = replace(facts, run_dir=str(folder))
+    refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
+    spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
+    warn_of_memory(spec, target)
+    place = Path(spec.run_dir)
+    lock = _lock_new(place, goes_on=folder is not None)
+    if lock is None:
+        return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
+    write_run(place, composed.recipe, target, spec)
+    return Prepared(place, spec, lock)
+
+
+def _lock_new(place: Path, *, goes_on: bool) -> RunLock | None:
+    """The lock of a run that is to be made. RecipeError: the folder is in use.
+
+    None with `goes_on` (resume=auto) where another job has made the run since this one looked.
+    """
+    try:
+        make_folder(place)
+    except RecipeError:
+        if goes_on and is_run(place):
+            return None
+        raise
+    lock = RunLock(place).acquire()
+    if not is_run(place):
+        return lock
+    lock.release()
+    if not goes_on:
+        make_folder(place)  # raises
+    return None
+
+
+def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target: Target, *, memory: str) -> Prepared:
+    """A run that goes on in its own folder, with what may change changed."""
+    refuse_links(folder)
+    lock = RunLock(folder).acquire()
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        old = read_run(folder).spec
+        done = newest_step(folder)
+        refused = partial(start_problems, target=target, origins=origins, memory=memory)
+        spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)
+        warn_of_memory(spec, target)
+        if done == spec.train.steps:
+            print(printable(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further"))
+        elif done:
+            print(printable(f"{folder} after step {done:,} {promise_of_change(old, spec)}"))
+        write_run(folder, recipe, target, spec)
+        stack.pop_all()
+    return Prepared(folder, spec, lock)
+
+
+def warn_of_memory(spec: Spec, target: Target) -> None:
+    """On stderr: that a run barely fits the GPUs' memory."""
+    warning = memory_warning(spec, target)
+    if warning:
+        print(printable(f"megaspec: {warning}"), file=sys.stderr)
+
+
+def _ended(prepared: Prepared, code: int) -> int:
+    """Writes how this start ended into the run's folder while it is this job's. -> the code to end with."""
+    assert prepared.lock is not None, "a run without its lock"
+    if not prepared.lock.is_ours():
+        return code
+    return exit_file.end(prepared.folder, code, step=newest_step(prepared.folder))
+
+
+def _record(folder: Path) -> None:
+    """Keeps what the run is made with in its folder: versions, GPUs, commits, and this command line without secrets.
+
+    That it is under way, too, in place of how it ended before.
+    """
+    exit_file.begin(folder, step=newest_step(folder))
+    words = {"train", "resume", "--fork", "--config-dir", "--plugin", *loaded(), str(folder)}
+    write_environment(folder, command=sys.argv, words=words, sections={*Recipe.model_fields, "recipe", "resume"})
+
+
+def _show(spec: Spec, target: Target) -> None:
+    print_plan(spec, target, terminal())

@@ -1,0 +1,42 @@
+"""`megaspec train recipe=NAME a.b=c ...`: one run, or with -m every point of a sweep."""
+
+import argparse
+from typing import Any
+
+from megaspec.checkable import PartlyError
+from megaspec.commands.starting import Prepared, prepare_new, prepare_resume, start
+from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
+from megaspec.estimate.target import Target, detect_target
+from megaspec.resolve.beside import with_rules
+from megaspec.resolve.gather import planned_run_dir
+from megaspec.run_folder import is_run
+from megaspec.search.fits import MEMORY
+from megaspec.sweep.multirun import multirun
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `train`."""
+    text = "train a recipe: recipe=NAME a.b=c ... [resume=auto] [memory=ignore]"
+    command = commands.add_parser("train", help=text, description=text, allow_abbrev=False, parents=[words_parser()])
+    command.add_argument("-m", "--multirun", action="store_true", help="run every point of a.b=1,2; sweep.slots=N ...")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compose, resolve, make the run folder, start the ranks."""
+    if args.multirun:
+        return multirun(args.words, args.config_dir)
+    how, words = take(args.words, "resume", ("never", "auto"))
+    memory, words = take(words, "memory", MEMORY)
+    try:
+        composed = compose_words(words, args.config_dir)
+    except PartlyError as error:
+        raise with_rules(error, lambda _: detect_target(), is_for_training=True) from None
+
+    def prepare(target: Target) -> Prepared:
+        tell_left_out(composed)
+        folder = planned_run_dir(composed.recipe)
+        if how == "auto" and is_run(folder):
+            return prepare_resume(folder, composed.recipe, composed.origins, target, memory=memory)
+        return prepare_new(composed, target, folder if how == "auto" else None, memory=memory)
+
+    return start(prepare)
