@@ -59,11 +59,10 @@ def run(args: argparse.Namespace) -> int:
     for name in args.operations or CATALOG:
         for row in measure(name, BENCHES[name], device=device, sm=target.sm):
             rows.append(row)
-            line = as_json(row, target, ceilings) if args.json else as_text(row, ceilings)
-            print(printable(line), flush=True)
+            print(printable(as_json(row, target, ceilings) if args.json else as_text(row, ceilings)), flush=True)
     red = [f"{row.operation}={row.implementation} ({row.name})" for row in rows if row.is_red]
     if red:
-        print(f"megaspec: the gate does not pass: {'; '.join(red)}", file=sys.stderr)
+        print(printable(f"megaspec: the gate does not pass: {'; '.join(red)}"), file=sys.stderr)
         return MegaspecError.exit_code
     return 0
 

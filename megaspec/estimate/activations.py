@@ -8,59 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
+from megaspec.estimate.share import Share
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.kinds import mla_of, moe_of
-from megaspec.parallelism.heads import local_kv_heads
-from megaspec.parallelism.spec import RecomputeSpec
-from megaspec.recipe import ModelSpec, Recipe
 
-WIDTH = {"fp64": 8, "fp32": 4}
-"""Bytes of a number in a precision; every other computes in 2."""
 _STATISTIC = 4
 """Bytes of a row's sum, which is kept in fp32."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """All that a layer's activations depend on, for one rank."""
-
-    model: ModelSpec
-    micro_batch: int
-    seq_len: int
-    tp: int
-    cp: int
-    ep: int
-    etp: int
-    is_sequence_split: bool
-    dispatch: str
-    width: int
-    is_fp8: bool
-    is_compiled: bool
-    attention: str
-    recompute: RecomputeSpec
-    offloaded_layers: int
-    """The first ones of each chunk."""
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro batch, in a matrix product."""
-        return max(1, self.micro_batch * self.seq_len // self.cp)
-
-    @property
-    def split_tokens(self) -> int:
-        """Of a micro batch, between matrix products."""
-        return max(1, self.tokens // self.tp) if self.is_sequence_split else self.tokens
-
-    @property
-    def recomputed_parts(self) -> frozenset[str]:
-        """What `selective` recomputes."""
-        own = self.recompute
-        return frozenset(own.parts or ("core_attention",)) if own.kind == "selective" else frozenset()
-
-    @property
-    def wide(self) -> int:
-        """Bytes of what is computed in at least fp32."""
-        return max(4, self.width)
 
 
 @dataclass(frozen=True)
@@ -93,28 +46,6 @@ class LayerBytes:
     """Tokens on their way to experts, while they move."""
     put_off: int
     """What its weight gradients are made of: inputs of its matrix products and gradients of their outputs."""
-
-
-def share_of(recipe: Recipe) -> Share:
-    """The part of a filled recipe that activations depend on."""
-    own, kind = recipe.parallelism, recipe.precision.kind
-    return Share(
-        recipe.model,
-        recipe.train.micro_batch,
-        recipe.data.seq_len,
-        own.tp,
-        own.cp,
-        own.ep,
-        own.etp,
-        own.sequence_parallel and own.tp > 1,
-        own.dispatch,
-        WIDTH.get(kind, 2),
-        kind == "fp8",
-        recipe.kernels.compile == "block",
-        recipe.kernels.attention,
-        own.recompute,
-        own.offload.layers,
-    )
 
 
 @lru_cache(maxsize=16384)
@@ -153,7 +84,7 @@ def _put_off(share: Share, tensors: tuple[Kept, ...]) -> int:
     """Inputs are kept tensors; a gradient is as large as what its product made. Latent attention counts as plain."""
     model, sizes = share.model, {t.what: t.size for t in tensors}
     inputs = sum(size for what, size in sizes.items() if what in ("o", "dispatched") or what.endswith(".out"))
-    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model.n_kv_heads, tp=share.tp)
+    heads, kv_heads = share.heads, share.kv_heads
     # of queries, keys and values, of what attention puts out, and of both products of each feed-forward part
     features = (heads + 2 * kv_heads) * model.d_head + model.d_model * (1 + sum(f"{n}.in" in sizes for n in _ON_TOKENS))
     routed = expert_tokens(share) * model.d_model if "experts.in" in sizes else 0
@@ -203,7 +134,7 @@ def _norm(share: Share, name: str) -> list[Kept]:
 
 def _attention(share: Share) -> list[Kept]:
     model, rows, e = share.model, share.tokens, share.width
-    heads, kv_heads = ceil(model.n_heads / share.tp), local_kv_heads(model.n_kv_heads, tp=share.tp)
+    heads, kv_heads = share.heads, share.kv_heads
     q, kv = heads * model.d_head, kv_heads * model.d_head
     tensors = []
     if share.attention != "reference" or "core_attention" in share.recomputed_parts:
@@ -219,8 +150,8 @@ def _attention(share: Share) -> list[Kept]:
 
 
 def _latent_attention(share: Share) -> list[Kept]:
-    model, rows, e, mla = share.model, share.tokens, share.width, mla_of(share.model)
-    heads, d_query = ceil(model.n_heads / share.tp), mla.d_nope + mla.d_rope
+    rows, e, mla = share.tokens, share.width, mla_of(share.model)
+    heads, d_query = share.heads, mla.d_nope + mla.d_rope
     latents = 2 * mla.kv_rank + mla.d_rope + 2 * (mla.q_rank or 0)
     return [
         # each latent before and after its norm

@@ -21,7 +21,8 @@ from megaspec.estimate.parameters import (
     table_parameters,
 )
 from megaspec.estimate.schedule import catch_ups, shape_of
-from megaspec.estimate.work import Share, recomputed_layers, recomputed_parts
+from megaspec.estimate.share import share_of
+from megaspec.estimate.work import recomputed_layers
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.kinds import has_experts
 from megaspec.optim.spec import MuonSpec
@@ -69,7 +70,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class Topology:
     """Both grids over the ranks, and where node borders lie."""
 
     dense: dict[str, int]
@@ -111,12 +112,12 @@ class Mesh:
             yield Collective(what, kind, group, ranks, round(size), times, within, per_node, hidden, phase)
 
 
-def mesh_of(recipe: Recipe, hardware: Hardware | None) -> Mesh:
+def topology_of(recipe: Recipe, hardware: Hardware | None) -> Topology:
     """The grids of a filled recipe. Without hardware all ranks lie in one node."""
     own = recipe.parallelism
     dense = own.degrees
     node = hardware.node_size if hardware else world_size(dense)
-    return Mesh(dense, expert_degrees(dense, ep=own.ep, etp=own.etp), node)
+    return Topology(dense, expert_degrees(dense, ep=own.ep, etp=own.etp), node)
 
 
 def collectives_of(recipe: Recipe, hardware: Hardware | None, rank: int | None = None) -> tuple[Collective, ...]:
@@ -127,23 +128,23 @@ def collectives_of(recipe: Recipe, hardware: Hardware | None, rank: int | None =
 
 
 def _of_rank(recipe: Recipe, hardware: Hardware | None, rank: int) -> tuple[Collective, ...]:
-    mesh, shape = mesh_of(recipe, hardware), shape_of(recipe)
+    topology, shape = topology_of(recipe, hardware), shape_of(recipe)
     chunks = stages_of(recipe.model.n_layers, recipe.parallelism)[rank]
     found: dict[Collective, int] = {}
     for chunk in chunks:
-        for one in chunk_collectives(recipe, mesh, chunk):
+        for one in chunk_collectives(recipe, topology, chunk):
             key = replace(one, times=1)
             found[key] = found.get(key, 0) + one.times * shape.micro_batches
     for one in (
-        *transfers(recipe, mesh, shape, rank),
-        *step_collectives(recipe, mesh, rank, rank_parameters(recipe, rank)),
+        *transfers(recipe, topology, shape, rank),
+        *step_collectives(recipe, topology, rank, rank_parameters(recipe, rank)),
     ):
         key = replace(one, times=1)
         found[key] = found.get(key, 0) + one.times
     return tuple(replace(one, times=times) for one, times in found.items())
 
 
-def chunk_collectives(recipe: Recipe, mesh: Mesh, chunk: Chunk) -> Iterator[Collective]:
+def chunk_collectives(recipe: Recipe, topology: Topology, chunk: Chunk) -> Iterator[Collective]:
     """Of one micro batch through one chunk."""
     own, experts = recipe.parallelism.recompute, has_experts(recipe.model)
     again = chunk.layers[: recomputed_layers(recipe, len(chunk.layers))]
@@ -156,56 +157,62 @@ def chunk_collectives(recipe: Recipe, mesh: Mesh, chunk: Chunk) -> Iterator[Coll
         )
         if not layers:
             continue
-        for one in layer_collectives(recipe, mesh, with_experts=with_experts):
+        for one in layer_collectives(recipe, topology, with_experts=with_experts):
             yield replace(one, times=one.times * layers, last=False)
             times = one.times * (repeated - one.last * early)
             if one.phase == "forward" and times:
                 yield replace(one, times=times, phase="backward", last=False)
-    yield from end_collectives(recipe, mesh, embedding=chunk.embedding, head=chunk.head)
+    yield from end_collectives(recipe, topology, embedding=chunk.embedding, head=chunk.head)
 
 
-def layer_collectives(recipe: Recipe, mesh: Mesh, *, with_experts: bool) -> Iterator[Collective]:
+def layer_collectives(recipe: Recipe, topology: Topology, *, with_experts: bool) -> Iterator[Collective]:
     """Of one micro batch through one layer."""
-    again, own, drops_out = recomputed_parts(recipe), recipe.parallelism, recipe.model.dropout > 0
+    again, own, drops_out = share_of(recipe).recomputed_parts, recipe.parallelism, recipe.model.dropout > 0
     # a compiled block runs again as a whole, and dropout behind it keeps its mask
     ends = not drops_out and recipe.kernels.compile != "block"
-    yield from _tensor(recipe, mesh, "attention")
-    for one in _context(recipe, mesh):
+    yield from _tensor(recipe, topology, "attention")
+    for one in _context(recipe, topology):
         yield one
         if one.phase == "forward" and "core_attention" in again:
             yield replace(one, phase="backward")
     if not with_experts:
-        yield from _tensor(recipe, mesh, "feed-forward", again="mlp" in again, output_again=drops_out, last=ends)
+        yield from _tensor(recipe, topology, "feed-forward", again="mlp" in again, output_again=drops_out, last=ends)
         return
     moe, whole = recipe.model.moe, "moe" in again
-    for one in _routing(recipe, mesh):
+    for one in _routing(recipe, topology):
         yield one
         if whole:
             yield replace(one, phase="backward")
     # shared experts come before the way back where they run beside the way there
     shared_last = bool(moe.d_shared) and (not own.overlap.shared_experts or own.ep * own.etp == 1)
-    yield from _dispatch(recipe, mesh, again=whole, last=not (drops_out or shared_last))
+    yield from _dispatch(recipe, topology, again=whole, last=not (drops_out or shared_last))
     if moe.d_shared:
         # the gate keeps their output
         last = shared_last and ends and not moe.shared_gate
         output_again = drops_out or (whole and not last)
         run_again = whole or "shared_experts" in again
-        yield from _tensor(recipe, mesh, "shared experts", again=run_again, output_again=output_again, last=last)
+        yield from _tensor(recipe, topology, "shared experts", again=run_again, output_again=output_again, last=last)
 
 
 def _tensor(
-    recipe: Recipe, mesh: Mesh, what: str, *, again: bool = False, output_again: bool = False, last: bool = False
+    recipe: Recipe,
+    topology: Topology,
+    what: str,
+    *,
+    again: bool = False,
+    output_again: bool = False,
+    last: bool = False,
 ) -> Iterator[Collective]:
     """Around a pair of matrix products that split columns, then rows. The backward pass gathers the input of the first
     once more for its weight gradient, unless a compiled block keeps it; it reduces the gradient of that input beside
     the weight gradient. `again`: the pair runs again, and `output_again` with the sum of its output; `last`: see
     Collective."""
-    share, beside = Share(recipe), recipe.parallelism.overlap.tp
+    share, beside = share_of(recipe), recipe.parallelism.overlap.tp
     size = share.tokens * recipe.model.d_model * share.width
     sums_again = int(again and output_again)
 
     def make(kind: Kind, times: int, phase: Phase, *, hidden: bool = False) -> Iterator[Collective]:
-        return mesh.make(what, kind, ("tp",), size, times, hidden=hidden, phase=phase)
+        return topology.make(what, kind, ("tp",), size, times, hidden=hidden, phase=phase)
 
     if not recipe.parallelism.sequence_parallel:
         yield from _marked(make("all_reduce", 1, "forward"), last=last)
@@ -223,9 +230,9 @@ def _marked(found: Iterator[Collective], *, last: bool) -> Iterator[Collective]:
     return (replace(one, last=last) for one in found)
 
 
-def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
+def _context(recipe: Recipe, topology: Topology) -> Iterator[Collective]:
     """Keys and values, or heads against tokens, among the ranks that share a sequence."""
-    own, share = recipe.parallelism, Share(recipe)
+    own, share = recipe.parallelism, share_of(recipe)
     kv = share.tokens * share.kv_size * share.width
     # their gradients are summed in at least fp32
     grad_kv = share.tokens * share.kv_size * max(4, share.width)
@@ -234,9 +241,9 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
     if own.cp == 1:
         return
     if own.context.kind == "all_gather":
-        yield from mesh.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="forward")
-        yield from mesh.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="backward")
-        yield from mesh.make(what, "reduce_scatter", ("cp",), grad_kv * own.cp, 1, hidden=False, phase="backward")
+        yield from topology.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="forward")
+        yield from topology.make(what, "all_gather", ("cp",), kv * own.cp, 1, hidden=False, phase="backward")
+        yield from topology.make(what, "reduce_scatter", ("cp",), grad_kv * own.cp, 1, hidden=False, phase="backward")
         return
     swapped, ring = {"ring": (1, own.cp), "all_to_all": (own.cp, 1)}.get(
         own.context.kind, own.context.factors or (1, 1)
@@ -244,25 +251,25 @@ def _context(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
     if swapped > 1:
         # q, k and v to whole sequences of fewer heads, the output back; the gradients the other way
         for phase in ("forward", "backward"):
-            for one in mesh.make(what, "all_to_all", ("cp",), (kv + outward) / 2, 2, hidden=False, phase=phase):
+            for one in topology.make(what, "all_to_all", ("cp",), (kv + outward) / 2, 2, hidden=False, phase=phase):
                 yield replace(one, ranks=swapped)
     if ring > 1:
         # keys and values go round; in the backward pass their gradients with them
         for phase, size in (("forward", kv), ("backward", kv + grad_kv)):
-            yield from mesh.make(what, "p2p", ("cp",), size, ring - 1, hidden=True, phase=phase)
+            yield from topology.make(what, "p2p", ("cp",), size, ring - 1, hidden=True, phase=phase)
 
 
-def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool, last: bool) -> Iterator[Collective]:
+def _dispatch(recipe: Recipe, topology: Topology, *, again: bool, last: bool) -> Iterator[Collective]:
     """Tokens to their experts and back: the way there, and its gradients' way, beside the shared experts. With them
     go the weights that they have for their experts, with a gather the experts' numbers. `again`: all of it runs again,
     but for a way back that is the `last` (see Collective)."""
-    share, own, moe = Share(recipe), recipe.parallelism, recipe.model.moe
+    share, own, moe = share_of(recipe), recipe.parallelism, recipe.model.moe
     row, weight = recipe.model.d_model * share.width, max(4, share.width)
     beside = bool(moe.d_shared) and own.overlap.shared_experts
     back_again = int(again and not last)
 
     def make(kind: Kind, size: float, times: int, phase: Phase, *, hidden: bool = False) -> Iterator[Collective]:
-        return mesh.make("experts' tokens", kind, ("ep", "etp"), size, times, hidden=hidden, phase=phase)
+        return topology.make("experts' tokens", kind, ("ep", "etp"), size, times, hidden=hidden, phase=phase)
 
     if own.dispatch == "all_gather":
         tokens = share.split_tokens * own.ep * own.etp
@@ -281,14 +288,14 @@ def _dispatch(recipe: Recipe, mesh: Mesh, *, again: bool, last: bool) -> Iterato
         yield from make("all_to_all", share.expert_tokens * weight, there, phase)
 
 
-def _routing(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
+def _routing(recipe: Recipe, topology: Topology) -> Iterator[Collective]:
     """What routers tell each other where sequences are split: all scores under sinkhorn, how often each expert was
     chosen for a balancing loss, and who chose it with what weight where experts drop tokens."""
     moe, train = recipe.model.moe, recipe.train
-    tokens, wide = train.micro_batch * recipe.data.seq_len, max(4, Share(recipe).width)
+    tokens, wide = train.micro_batch * recipe.data.seq_len, share_of(recipe).wide
 
     def make(what: str, kind: Kind, size: int) -> Iterator[Collective]:
-        return mesh.make(what, kind, ("cp", "tp"), size, 1, hidden=False, phase="forward")
+        return topology.make(what, kind, ("cp", "tp"), size, 1, hidden=False, phase="forward")
 
     if moe.router.balancing == "sinkhorn":
         yield from make("experts' scores", "all_gather", tokens * moe.n_experts * wide)
@@ -299,29 +306,29 @@ def _routing(recipe: Recipe, mesh: Mesh) -> Iterator[Collective]:
         yield from make("experts' loads", "all_reduce", train.micro_batch * moe.n_experts * 8)
 
 
-def end_collectives(recipe: Recipe, mesh: Mesh, *, embedding: bool, head: bool) -> Iterator[Collective]:
+def end_collectives(recipe: Recipe, topology: Topology, *, embedding: bool, head: bool) -> Iterator[Collective]:
     """The embedding and the head, whose vocabulary is split over tp."""
-    share = Share(recipe)
+    share = share_of(recipe)
     size = share.tokens * recipe.model.d_model * share.width
     splits = recipe.parallelism.sequence_parallel
     if embedding:
         kind = "reduce_scatter" if splits else "all_reduce"
-        yield from mesh.make("embedding", kind, ("tp",), size, 1, hidden=False, phase="forward")
+        yield from topology.make("embedding", kind, ("tp",), size, 1, hidden=False, phase="forward")
         if splits:
-            yield from mesh.make("embedding", "all_gather", ("tp",), size, 1, hidden=False, phase="backward")
+            yield from topology.make("embedding", "all_gather", ("tp",), size, 1, hidden=False, phase="backward")
     if head:
         if splits:
-            yield from mesh.make("output head", "all_gather", ("tp",), size, 1, hidden=False, phase="forward")
+            yield from topology.make("output head", "all_gather", ("tp",), size, 1, hidden=False, phase="forward")
         kind = "reduce_scatter" if splits else "all_reduce"
-        yield from mesh.make("output head", kind, ("tp",), size, 1, hidden=False, phase="backward")
+        yield from topology.make("output head", kind, ("tp",), size, 1, hidden=False, phase="backward")
         # the largest logit, the sum of exponentials and the target's logit of each token
         wide = max(4, share.width)
-        yield from mesh.make("loss", "all_reduce", ("tp",), wide * share.tokens, 3, hidden=False, phase="forward")
+        yield from topology.make("loss", "all_reduce", ("tp",), wide * share.tokens, 3, hidden=False, phase="forward")
 
 
-def transfers(recipe: Recipe, mesh: Mesh, shape: Shape, rank: int) -> Iterator[Collective]:
+def transfers(recipe: Recipe, topology: Topology, shape: Shape, rank: int) -> Iterator[Collective]:
     """Activations and their gradients to the neighbouring stages."""
-    share, pp = Share(recipe), shape.pp
+    share, pp = share_of(recipe), shape.pp
     last = pp * shape.virtual - 1
     place = {stage_number(r, c, pp=pp, is_v=shape.is_v): r for r in range(pp) for c in range(shape.virtual)}
     own = [stage_number(rank, c, pp=pp, is_v=shape.is_v) for c in range(shape.virtual)]
@@ -329,17 +336,19 @@ def transfers(recipe: Recipe, mesh: Mesh, shape: Shape, rank: int) -> Iterator[C
     hidden = shape.virtual > 1 and recipe.parallelism.overlap.p2p
     for phase, step in (("forward", 1), ("backward", -1)):
         sends = sum(0 <= s + step <= last and place[s + step] != rank for s in own)
-        yield from mesh.make("stages", "p2p", ("pp",), size, sends * shape.micro_batches, hidden=hidden, phase=phase)
+        yield from topology.make(
+            "stages", "p2p", ("pp",), size, sends * shape.micro_batches, hidden=hidden, phase=phase
+        )
 
 
-def transfer_of(recipe: Recipe, mesh: Mesh) -> Collective | None:
+def transfer_of(recipe: Recipe, topology: Topology) -> Collective | None:
     """One micro batch from a stage to the next; None with one stage."""
-    share = Share(recipe)
+    share = share_of(recipe)
     size = share.split_tokens * recipe.model.d_model * share.width
-    return next(mesh.make("stages", "p2p", ("pp",), size, 1, hidden=False, phase="forward"), None)
+    return next(topology.make("stages", "p2p", ("pp",), size, 1, hidden=False, phase="forward"), None)
 
 
-def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameters) -> Iterator[Collective]:
+def step_collectives(recipe: Recipe, topology: Topology, rank: int, count: RankParameters) -> Iterator[Collective]:
     """Gradients and weights among data-parallel ranks, and the small sums of a step. `count`: what the rank holds."""
     own, model = recipe.parallelism, recipe.model
     replicas = ("dp_replicate",) if own.dp_replicate > 1 else ()
@@ -347,15 +356,15 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
     parts = _reduced(recipe, rank, count)
     at_head = _at_head(recipe, rank)
     yield from _shared_out(
-        recipe, mesh, "gradients", parts[False], dense, replicas, gathered_once=once, gathered_at_head=at_head
+        recipe, topology, "gradients", parts[False], dense, replicas, gathered_once=once, gathered_at_head=at_head
     )
     # shares of experts lie inside a replica, as all others do; what is not shared out is summed over all of edp at once
     shares = own.dp_strategy != "replicate"
-    inside = replace(mesh, expert=mesh.expert | {"edp": sharing_ranks(own)[1]}) if shares else mesh
+    inside = replace(topology, expert=topology.expert | {"edp": sharing_ranks(own)[1]}) if shares else topology
     across = replicas if shares else ()
     yield from _shared_out(recipe, inside, "experts' gradients", parts[True], ("edp",), across)
     # sums are at least fp32 on a rank, whatever is sent between those that share them out
-    wide = max(4, Share(recipe).width)
+    wide = share_of(recipe).wide
     partial = partial_gradients(recipe, rank)
     # each rank adds up what it updates: some more, some less, this much on average
     among = sharing_ranks(own)[0] if shares else 1
@@ -364,39 +373,39 @@ def step_collectives(recipe: Recipe, mesh: Mesh, rank: int, count: RankParameter
         (COPIES, partial.over_copies, own.tp // model.n_kv_heads),
     ):
         size = wide * parameters / among
-        for one in mesh.make(what, "all_reduce", ("tp",), size, 1, hidden=False, phase="step"):
+        for one in topology.make(what, "all_reduce", ("tp",), size, 1, hidden=False, phase="step"):
             yield replace(one, ranks=ranks, per_node=min(one.per_node, ranks))
     if model.tied_embeddings and own.pp > 1 and rank in (0, own.pp - 1) and own.pipeline.schedule != "zb_v":
-        table = Share(recipe).vocab * model.d_model * wide
-        for one in mesh.make(TIED, "all_reduce", ("pp",), table / among, 1, hidden=False, phase="step"):
+        table = share_of(recipe).vocab * model.d_model * wide
+        for one in topology.make(TIED, "all_reduce", ("pp",), table / among, 1, hidden=False, phase="step"):
             yield replace(one, ranks=2)
     if isinstance(recipe.optim, MuonSpec):
-        yield from _whole_matrices(recipe, mesh, rank)
-    yield from _router_statistics(recipe, mesh, rank)
+        yield from _whole_matrices(recipe, topology, rank)
+    yield from _router_statistics(recipe, topology, rank)
     every = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     # tensor-parallel ranks have the same loss; tokens are counted beside the ranks that want to stop
-    for axes, size in ((every, 8), (every[:-1], max(4, Share(recipe).width)), (every, 16)):
-        yield from mesh.make("norm, loss, tokens", "all_reduce", axes, size, 1, hidden=False, phase="step")
+    for axes, size in ((every, 8), (every[:-1], share_of(recipe).wide), (every, 16)):
+        yield from topology.make("norm, loss, tokens", "all_reduce", axes, size, 1, hidden=False, phase="step")
 
 
-def _router_statistics(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collective]:
+def _router_statistics(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
     """nn/router.py's StepSums of every layer with experts."""
     experts = has_experts(recipe.model)
     chunks = stages_of(recipe.model.n_layers, recipe.parallelism)[rank]
     layers = sum(experts[i] for chunk in chunks for i in chunk.layers)
     if layers:
         among, size = ("dp_replicate", "dp_shard", "cp", "tp"), 8 * (3 * recipe.model.moe.n_experts + 6) * layers
-        yield from mesh.make("experts' statistics", "all_reduce", among, size, 1, hidden=False, phase="step")
+        yield from topology.make("experts' statistics", "all_reduce", among, size, 1, hidden=False, phase="step")
 
 
-def _whole_matrices(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collective]:
+def _whole_matrices(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
     """Parts of the momentum to each matrix's owner, and parts of its step to everyone who holds some of the matrix.
 
     As if owners were drawn by lot: the runtime gives a matrix rather to a rank that holds much of it.
     """
     own, axes = recipe.parallelism, ("dp_replicate", "dp_shard", "cp", "tp")
     held = hidden_parameters(recipe, stages_of(recipe.model.n_layers, own)[rank])
-    ranks = prod(mesh.dense[axis] for axis in axes)
+    ranks = prod(topology.dense[axis] for axis in axes)
     shards = sharing_ranks(own) if own.dp_strategy != "replicate" else (1, 1)
     momentum = steps = 0.0
     for weights, split, shared in ((held.dense, own.tp, shards[0]), (held.expert, own.ep * own.etp, shards[1])):
@@ -404,7 +413,7 @@ def _whole_matrices(recipe: Recipe, mesh: Mesh, rank: int) -> Iterator[Collectiv
         momentum += weights * split / max(1, ranks - 1) * (1 - 1 / (split * shared))
         steps += weights / shared
     for what, size in (("momentum", momentum), ("matrices' steps", steps)):
-        yield from mesh.make(what, "all_to_all", axes, working_width(recipe) * size, 1, hidden=False, phase="step")
+        yield from topology.make(what, "all_to_all", axes, working_width(recipe) * size, 1, hidden=False, phase="step")
 
 
 @dataclass(frozen=True)
@@ -444,7 +453,7 @@ def _reduced(recipe: Recipe, rank: int, count: RankParameters) -> dict[bool, lis
 
 def _shared_out(
     recipe: Recipe,
-    mesh: Mesh,
+    topology: Topology,
     what: str,
     parts: list[_Part],
     shards: tuple[str, ...],
@@ -468,17 +477,17 @@ def _shared_out(
         name: str, kind: Kind, axes: tuple[str, ...], size: float, times: int, phase: Phase
     ) -> Iterator[Collective]:
         hidden = overlap.param_gather if kind == "all_gather" else overlap.grad_reduce
-        return mesh.make(name, kind, axes, size, times, hidden=hidden, phase=phase)
+        return topology.make(name, kind, axes, size, times, hidden=hidden, phase=phase)
 
     if strategy == "replicate":
         yield from make(what, "all_reduce", (*replicas, *shards), wide * parameters, 1, "backward")
         return
-    in_shards = max(1, prod((mesh.dense | mesh.expert)[axis] for axis in shards))
+    in_shards = max(1, prod((topology.dense | topology.expert)[axis] for axis in shards))
     for part in parts:
         often = 1 if strategy == "zero1" else part.times
         yield from make(part.what, "reduce_scatter", shards, wide * part.parameters, often, "backward")
     yield from make(what, "all_reduce", replicas, wide * parameters / in_shards, 1, "backward")
-    narrow = 1 if getattr(recipe.precision, "gather_fp8", False) else Share(recipe).width
+    narrow = 1 if getattr(recipe.precision, "gather_fp8", False) else share_of(recipe).width
     gathers = micro_batches if strategy in ("fsdp", "hsdp") else 1
     # all forward passes come before the first backward pass, which lets the output head's go
     once = gathered_at_head if gathers > 1 and recipe.parallelism.pipeline.schedule == "gpipe" else 0

@@ -6,9 +6,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from megaspec.estimate.ceilings import Ceilings, ProductKind
-from megaspec.estimate.communication import Collective, Mesh, end_collectives, layer_collectives, mesh_of
+from megaspec.estimate.communication import Collective, Topology, end_collectives, layer_collectives, topology_of
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.parameters import RankParameters, rank_parameters
+from megaspec.estimate.share import share_of
 from megaspec.estimate.work import (
     AttentionWork,
     Part,
@@ -18,7 +19,6 @@ from megaspec.estimate.work import (
     head_part,
     layer_parts,
     recomputed_layers,
-    recomputed_parts,
     weights_bytes,
 )
 from megaspec.model.kinds import has_experts
@@ -104,7 +104,7 @@ class LayerTimes:
 
     recipe: Recipe
     hardware: Hardware
-    mesh: Mesh
+    topology: Topology
     ceilings: Ceilings
     kept: dict[tuple[Any, ...], Cost] = field(default_factory=dict)
     counts: dict[tuple[Chunk, ...], RankParameters] = field(default_factory=dict)
@@ -144,13 +144,13 @@ class LayerTimes:
         share = self._recomputed(chunk)
         for (with_experts, in_fp8), layers in self._kinds(chunk).items():
             cost = self.layer(with_experts, in_fp8)
-            for one in layer_collectives(self.recipe, self.mesh, with_experts=with_experts):
+            for one in layer_collectives(self.recipe, self.topology, with_experts=with_experts):
                 seconds = layers * self._exposed(one, cost)
                 yield replace(one, times=layers * one.times), seconds
                 again = round(share * layers)
                 if one.phase == "forward" and again:
                     yield replace(one, times=again * one.times, phase="backward"), share * seconds
-        for one in end_collectives(self.recipe, self.mesh, embedding=chunk.embedding, head=chunk.head):
+        for one in end_collectives(self.recipe, self.topology, embedding=chunk.embedding, head=chunk.head):
             yield one, self._exposed(one, Cost())
 
     def _kinds(self, chunk: Chunk) -> dict[tuple[bool, bool], int]:
@@ -171,12 +171,12 @@ class LayerTimes:
         if key not in self.kept:
             parts = layer_parts(self.recipe, has_experts=with_experts, in_fp8=in_fp8)
             sums = [list(_NOTHING) for _ in range(3)]
-            again = recomputed_parts(self.recipe)
+            again = share_of(self.recipe).recomputed_parts
             for times, part_of_gaps in zip(sums, (1 / 3, 2 / 3), strict=False):
                 times[_BYTES] += GAPS_SECONDS * part_of_gaps
             for part in parts:
                 self._add_part(part, sums, is_recomputed=part.name in again)
-            self._add_collectives(layer_collectives(self.recipe, self.mesh, with_experts=with_experts), sums)
+            self._add_collectives(layer_collectives(self.recipe, self.topology, with_experts=with_experts), sums)
             self.kept[key] = Cost(*map(tuple, sums))
         return self.kept[key]
 
@@ -187,7 +187,7 @@ class LayerTimes:
         for later in sums[1:]:
             sums[0][_PRODUCTS] += later[_PRODUCTS]
             later[_PRODUCTS] = 0.0
-        ends = end_collectives(self.recipe, self.mesh, embedding=embedding, head=not embedding)
+        ends = end_collectives(self.recipe, self.topology, embedding=embedding, head=not embedding)
         self._add_collectives(ends, sums)
         return Cost(*map(tuple, sums))
 
@@ -311,5 +311,5 @@ def layer_times(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Layer
         if len(_KEPT) >= _MOST_KEPT:
             _KEPT.clear()
         # what the key names by identity is held by the value
-        found = _KEPT[key] = LayerTimes(recipe, hardware, mesh_of(recipe, hardware), ceilings)
+        found = _KEPT[key] = LayerTimes(recipe, hardware, topology_of(recipe, hardware), ceilings)
     return found

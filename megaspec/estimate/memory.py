@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from megaspec.estimate.activations import LayerBytes, Share, layer_bytes, share_of
+from megaspec.estimate.activations import LayerBytes, layer_bytes
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.hidden import hidden_of_layer
 from megaspec.estimate.parameters import RankParameters, rank_parameters, table_parameters
@@ -24,6 +24,7 @@ from megaspec.estimate.schedule import (
     messages_held,
     shape_of,
 )
+from megaspec.estimate.share import Share, share_of
 from megaspec.estimate.traffic import Contents, Traffic
 from megaspec.model.kinds import has_experts, mla_of
 from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec

@@ -10,9 +10,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
-from megaspec.estimate.activations import layer_bytes, share_of
+from megaspec.estimate.activations import layer_bytes
 from megaspec.estimate.ceilings import Ceilings
-from megaspec.estimate.communication import Collective, Mesh, gradient_width, step_collectives, transfer_of, transfers
+from megaspec.estimate.communication import (
+    Collective,
+    Topology,
+    gradient_width,
+    step_collectives,
+    transfer_of,
+    transfers,
+)
 from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.hardware import Hardware
@@ -21,7 +28,7 @@ from megaspec.estimate.layer_time import KINDS, Cost, LayerTimes, added, collect
 from megaspec.estimate.memory import kept_by_layer
 from megaspec.estimate.parameters import RankParameters
 from megaspec.estimate.schedule import bubble, shape_of
-from megaspec.estimate.work import Share
+from megaspec.estimate.share import share_of
 from megaspec.model.kinds import has_experts
 from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.parallelism.passes import PAIR_CTAS, Shape, stage_number
@@ -95,12 +102,12 @@ def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTim
     """Of a filled recipe at its full batch."""
     passes = _passes(recipe, hardware, ceilings)
     times, shape, stages = passes.times, passes.shape, passes.stages
-    waiting = _waiting(recipe, passes, _sending(recipe, times.mesh, ceilings))
+    waiting = _waiting(recipe, passes, _sending(recipe, times.topology, ceilings))
     whole = added((cost, shape.micro_batches) for cost in passes.costs[passes.busiest])
     parts = {kind: sum(seconds) for kind, seconds in zip(KINDS, zip(*whole, strict=True), strict=True)}
     parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * shape.micro_batches
     if shape.pp > 1:
-        sending = _sending(recipe, times.mesh, ceilings)
+        sending = _sending(recipe, times.topology, ceilings)
         each = min(sending, BESIDE_PASSES) + _HELD_BY_A_MESSAGE * sending
         parts["pipeline messages"] = 4 * shape.virtual * shape.micro_batches * each
     exchange, parts["optimizer"] = _longest_end(recipe, passes, ceilings)
@@ -112,7 +119,7 @@ def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTim
     layers = max(sum(len(chunk.layers) for chunk in rank) for rank in stages)
     host = ceilings.launch_seconds + ceilings.layer_seconds * layers * shape.micro_batches
     parts["host"] = max(0.0, host - sum(parts.values()))
-    return _step_time(recipe, hardware, parts, times.mesh.world, waiting)
+    return _step_time(recipe, hardware, parts, times.topology.world, waiting)
 
 
 def least_seconds(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> float:
@@ -132,9 +139,9 @@ def exposed_collectives(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) 
         for chunk in passes.stages[rank]
         for one, seconds in times.messages(chunk)
     ]
-    sends = list(transfers(recipe, times.mesh, shape, rank))
+    sends = list(transfers(recipe, times.topology, shape, rank))
     if sends:
-        longer = _waiting(recipe, passes, _sending(recipe, times.mesh, ceilings)) - _waiting(recipe, passes, 0.0)
+        longer = _waiting(recipe, passes, _sending(recipe, times.topology, ceilings)) - _waiting(recipe, passes, 0.0)
         each = max(0.0, longer) * passes.busy[rank] * shape.micro_batches / sum(one.times for one in sends)
         found += [(one, each * one.times) for one in sends]
     together: dict[Collective, tuple[int, float]] = {}
@@ -155,9 +162,9 @@ def _step_time(recipe: Recipe, hardware: Hardware, parts: dict[str, float], worl
     return StepTime(seconds, parts, rate, rate / world, mfu, waiting)
 
 
-def _sending(recipe: Recipe, mesh: Mesh, ceilings: Ceilings) -> float:
+def _sending(recipe: Recipe, topology: Topology, ceilings: Ceilings) -> float:
     """Seconds of a micro batch from one stage to the next."""
-    transfer = transfer_of(recipe, mesh)
+    transfer = transfer_of(recipe, topology)
     return collective_seconds(transfer, ceilings) if transfer else 0.0
 
 
@@ -191,7 +198,7 @@ def _longest_end(recipe: Recipe, passes: _Passes, ceilings: Ceilings) -> tuple[l
     for rank in {0, passes.busiest, passes.shape.pp - 1}:
         count = passes.times.parameters(recipe, rank, passes.stages[rank])
         whole = added((cost, 1) for cost in passes.costs[rank])
-        exchange = step_collectives(recipe, passes.times.mesh, rank, count)
+        exchange = step_collectives(recipe, passes.times.topology, rank, count)
         shared = _sharing(recipe, exchange, passes.stages[rank], whole, ceilings)
         update = _update(recipe, count, ceilings)
         if isinstance(recipe.optim, MuonSpec):
@@ -208,7 +215,7 @@ def _sharing(
     beside. Those that run beside the same passes share what is hidden."""
     beside = {"forward": sum(cost.forward), "backward": sum(cost.backward) + sum(cost.weight), "step": 0.0}
     layers, bucket = sum(len(chunk.layers) for chunk in chunks), recipe.parallelism.bucket_mb * 1e6
-    table = Share(recipe).vocab * recipe.model.d_model * gradient_width(recipe)
+    table = share_of(recipe).vocab * recipe.model.d_model * gradient_width(recipe)
     last = table if any(chunk.embedding for chunk in chunks) else bucket
     found: list[tuple[Collective, float]] = []
     together: dict[tuple[str, int], list[tuple[Collective, float, float]]] = {}
@@ -245,7 +252,7 @@ def _update(recipe: Recipe, count: RankParameters, ceilings: Ceilings) -> float:
     that lies on the CPU is updated beside the transfer of its gradients and weights, and beside the GPU's share."""
     optim, own = recipe.optim, recipe.parallelism
     shards, expert_shards = sharing_ranks(own) if own.dp_strategy != "replicate" else (1, 1)
-    wide, narrow = gradient_width(recipe), Share(recipe).width
+    wide, narrow = gradient_width(recipe), share_of(recipe).width
     if isinstance(optim, AdamWSpec):
         states = _STATE_BYTES[optim.formats.exp_avg] + _STATE_BYTES[optim.formats.exp_avg_sq]
         moved = wide + 2 * _STATE_BYTES[optim.formats.master] + 2 * states

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from megaspec.estimate.activations import Share
 from megaspec.estimate.parameters import layer_parameters, table_parameters
+from megaspec.estimate.share import Share
 from megaspec.recipe import Recipe
 
 

@@ -6,11 +6,11 @@ memory, so that its time is the bytes that its kernels read and write.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
-from megaspec.estimate.parameters import padded_vocab
+from megaspec.estimate.share import Share, share_of
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.kinds import mla_of
+from megaspec.parallelism.spec import ContextSpec
 from megaspec.recipe import Recipe
 
 # Elements of the residual stream that a norm's backward reads and writes. The sum over tokens for the norm's weight
@@ -20,8 +20,6 @@ NORM_BACKWARD = 8
 LOOSE_NORM = (30, 60)
 # A copy that turns [sequence, token] round takes so much longer than its bytes (tensor parallel on 2 and 4 H200).
 TURNING = 2.6
-# Without compile each operation reads and writes on its own.
-EAGER_PASSES = 3
 
 
 @dataclass(frozen=True)
@@ -58,87 +56,18 @@ class Part:
     backward_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one rank has of a micro batch and of a layer."""
-
-    recipe: Recipe
-
-    @cached_property
-    def width(self) -> int:
-        """Bytes of an activation."""
-        return {"fp64": 8, "fp32": 4}.get(self.recipe.precision.kind, 2)
-
-    @cached_property
-    def tokens(self) -> int:
-        """Of a micro batch, in a matrix product."""
-        recipe = self.recipe
-        return max(1, recipe.train.micro_batch * recipe.data.seq_len // recipe.parallelism.cp)
-
-    @cached_property
-    def split_tokens(self) -> int:
-        """Of a micro batch, between matrix products."""
-        own = self.recipe.parallelism
-        return max(1, self.tokens // own.tp) if own.sequence_parallel else self.tokens
-
-    @cached_property
-    def heads(self) -> int:
-        return max(1, self.recipe.model.n_heads // self.recipe.parallelism.tp)
-
-    @cached_property
-    def kv_heads(self) -> int:
-        return max(1, self.recipe.model.n_kv_heads // self.recipe.parallelism.tp)
-
-    @cached_property
-    def q_size(self) -> int:
-        """Width of the queries of a token."""
-        return self.heads * self.recipe.model.d_head
-
-    @cached_property
-    def v_size(self) -> int:
-        """Width of what attention puts out for a token."""
-        mla = mla_of(self.recipe.model)
-        return self.heads * mla.d_value if mla else self.q_size
-
-    @cached_property
-    def kv_size(self) -> int:
-        """Width of the keys and values of a token together."""
-        if mla_of(self.recipe.model):
-            return self.q_size + self.v_size
-        return 2 * self.kv_heads * self.recipe.model.d_head
-
-    @cached_property
-    def vocab(self) -> int:
-        """Rows of the output head."""
-        tp = self.recipe.parallelism.tp
-        return padded_vocab(self.recipe.model, tp=tp) // tp
-
-    @cached_property
-    def expert_tokens(self) -> int:
-        """Rows that the experts of this rank take, spread evenly."""
-        train, data = self.recipe.train, self.recipe.data
-        rows = self.recipe.model.moe.rows(self.split_tokens, micro_batch=train.micro_batch * data.seq_len)
-        return rows * self.recipe.parallelism.etp
-
-    @cached_property
-    def passes(self) -> int:
-        """How often what is between matrix products is read and written, against a compiled block."""
-        return 1 if self.recipe.kernels.compile == "block" else EAGER_PASSES
-
-
 def layer_parts(recipe: Recipe, *, has_experts: bool, in_fp8: bool) -> tuple[Part, ...]:
     """The parts of one layer. `in_fp8`: its matrix products take fp8."""
-    share = Share(recipe)
+    share = share_of(recipe)
     kind = recipe.precision.kind
     precision = "fp8" if in_fp8 else "bf16" if kind == "fp8" else kind
-    parts = [*_attention_parts(share, precision)]
+    parts = [*_attention_parts(recipe, share, precision)]
     parts += _expert_parts(share, precision) if has_experts else _mlp_parts(share, precision)
     return (*parts, _norms(share))
 
 
-def _attention_parts(share: Share, precision: str) -> Iterator[Part]:
-    recipe, t = share.recipe, share.tokens
-    model, own = recipe.model, recipe.parallelism
+def _attention_parts(recipe: Recipe, share: Share, precision: str) -> Iterator[Part]:
+    model, own, t = recipe.model, recipe.parallelism, share.tokens
     mla, d, e = mla_of(model), model.d_model, share.width * share.passes
     if mla:
         q_out, kv_out = share.q_size, share.heads * (mla.d_nope + mla.d_value)
@@ -167,16 +96,15 @@ def _attention_parts(share: Share, precision: str) -> Iterator[Part]:
         share=heads_split / own.cp,
     )
     moved = e * t * (2 * rotated + norms)
-    merged, merged_backward = _merged_bytes(share)
+    merged, merged_backward = _merged_bytes(share, own.context)
     backward = moved + e * t * (share.q_size + share.kv_size) + merged_backward
     yield Part("core_attention", (), work, moved + merged, backward)
 
 
-def _merged_bytes(share: Share) -> tuple[float, float]:
+def _merged_bytes(share: Share, context: ContextSpec) -> tuple[float, float]:
     """Forward and backward bytes of putting blocks of attention together, in at least fp32, on the rank that has most
     of it: the last one, all of whose queries see a part of every other rank's keys."""
-    own = share.recipe.parallelism
-    ring = {"ring": own.cp, "hierarchical": (own.context.factors or (1, 1))[1]}.get(own.context.kind, 1)
+    ring = {"ring": share.cp, "hierarchical": (context.factors or (1, 1))[1]}.get(context.kind, 1)
     narrow, wide = share.width, max(4, share.width)
     cast, add = narrow + wide, narrow + 2 * wide
     q, kv = share.tokens * share.q_size, share.tokens * share.kv_size
@@ -185,9 +113,9 @@ def _merged_bytes(share: Share) -> tuple[float, float]:
         # the causal part, that of every other rank, the rest of its own; the sum that comes home
         backward = (q + kv) * (2 * cast + add / 2) + (ring - 1) * add * (q + kv / 2) + 4 * wide * kv
         return forward + 2 * narrow * kv, backward
-    if own.cp > 1 and own.context.kind == "all_gather":
+    if share.cp > 1 and context.kind == "all_gather":
         # keys are put in the order of the sequence and their gradients back
-        whole, seen = own.cp * kv, own.cp * kv - kv / 2
+        whole, seen = share.cp * kv, share.cp * kv - kv / 2
         forward = q * (2 * cast + add) + 2 * narrow * (kv + whole)
         backward = q * (wide + 2 * add + cast) + kv * (add + cast) + seen * add + whole * (5 * wide + 2 * narrow)
         return forward, backward
@@ -195,12 +123,11 @@ def _merged_bytes(share: Share) -> tuple[float, float]:
 
 
 def _mlp_parts(share: Share, precision: str) -> Iterator[Part]:
-    model, tp = share.recipe.model, share.recipe.parallelism.tp
-    yield from _feed_forward(share, "mlp", share.tokens, model.d_ffn // tp, precision)
+    yield from _feed_forward(share, "mlp", share.tokens, share.model.d_ffn // share.tp, precision)
 
 
 def _feed_forward(share: Share, name: str, rows: int, width: int, precision: str, groups: int = 0) -> Iterator[Part]:
-    model, e = share.recipe.model, share.width * share.passes
+    model, e = share.model, share.width * share.passes
     gates = 1 if isinstance(model, GptSpec) else 2
     up = Product(rows, gates * width, model.d_model, precision, groups)
     yield Part(name, (up, Product(rows, model.d_model, width, precision, groups)))
@@ -208,25 +135,23 @@ def _feed_forward(share: Share, name: str, rows: int, width: int, precision: str
 
 
 def _expert_parts(share: Share, precision: str) -> Iterator[Part]:
-    model, own, e = share.recipe.model, share.recipe.parallelism, share.width
-    moe, d = model.moe, model.d_model
+    moe, d, e = share.model.moe, share.model.d_model, share.width
     rows = share.expert_tokens
-    local = max(1, moe.n_experts // own.ep)
+    local = max(1, moe.n_experts // share.ep)
     yield Part("router", (Product(share.split_tokens, moe.n_experts, d, "fp32"),))
-    yield from _feed_forward(share, "moe", rows, moe.d_expert // own.etp, precision, groups=local)
+    yield from _feed_forward(share, "moe", rows, moe.d_expert // share.etp, precision, groups=local)
     # rows are sorted by expert and put back in order, each time read and written
     yield Part("moe", (), None, 4 * e * d * rows, 4 * e * d * rows)
     if moe.d_shared:
-        yield from _feed_forward(share, "shared_experts", share.tokens, moe.d_shared // own.tp, precision)
+        yield from _feed_forward(share, "shared_experts", share.tokens, moe.d_shared // share.tp, precision)
 
 
 def _norms(share: Share) -> Part:
     """Both norms and the residual stream: 9 elements a token forward, read or written. Under tensor parallel a gather
     or scatter of several sequences turns them round, which is a copy each."""
-    recipe = share.recipe
-    d, e = recipe.model.d_model, share.width * share.passes
+    d, e = share.model.d_model, share.width * share.passes
     turned = 0
-    if recipe.parallelism.sequence_parallel and recipe.train.micro_batch > 1:
+    if share.is_sequence_split and share.micro_batch > 1:
         turned = TURNING * share.width * d * (8 * share.tokens + 4 * share.split_tokens)
     forward = 9 * e * d * share.split_tokens
     return Part("norm", (), None, forward + turned, 2 * NORM_BACKWARD * e * d * share.split_tokens + turned)
@@ -235,7 +160,7 @@ def _norms(share: Share) -> Part:
 def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
     """Bytes that the softmax of attention written out reads and writes, in either direction: a number of the model's
     format in and one out, and one in fp32 that the forward pass keeps and the backward pass reads."""
-    share = Share(recipe)
+    share = share_of(recipe)
     return work.tokens * work.heads * work.seq_len * (2.0 * share.width + 4) * share.passes
 
 
@@ -247,7 +172,7 @@ def fp8_bytes(products: tuple[Product, ...]) -> tuple[float, float]:
 
 def embedding_part(recipe: Recipe) -> Part:
     """Rows are read and written; the gradient is as large as the whole table and is added to its sum."""
-    share = Share(recipe)
+    share = share_of(recipe)
     d, e = recipe.model.d_model, share.width
     table = share.vocab * d
     return Part("embedding", (), None, 2 * e * d * share.tokens, 2 * e * d * share.tokens + (e + e + 8) * table)
@@ -255,7 +180,7 @@ def embedding_part(recipe: Recipe) -> Part:
 
 def head_part(recipe: Recipe) -> Part:
     """The last norm, the output head and the loss, whose backward pass runs with its forward, piece by piece."""
-    share = Share(recipe)
+    share = share_of(recipe)
     d, e, t = recipe.model.d_model, share.width, share.tokens
     table = share.vocab * d
     precision = "bf16" if recipe.precision.kind == "fp8" else recipe.precision.kind
@@ -266,15 +191,6 @@ def head_part(recipe: Recipe) -> Part:
     # the gradient of the table: to the model's format, scaled, added to its sum
     backward = norm_backward + (4 + e + 2 * e + e + 8) * table + 2 * e * d * t
     return Part("head", (product,), None, norm_forward + passes * logits, backward)
-
-
-def recomputed_parts(recipe: Recipe) -> frozenset[str]:
-    """Parts that the backward pass of every layer computes again."""
-    own = recipe.parallelism.recompute
-    if own.kind != "selective":
-        return frozenset()
-    parts = set(own.parts or ("core_attention",))
-    return frozenset(parts | ({"activation"} if parts & {"mlp", "moe", "shared_experts"} else set()))
 
 
 def recomputed_layers(recipe: Recipe, layers: int) -> int:

@@ -6,7 +6,7 @@ from megaspec.core.frozen import Frozen
 from megaspec.core.problems import show
 from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.estimate.ceilings import Ceilings
-from megaspec.estimate.communication import mesh_of
+from megaspec.estimate.communication import topology_of
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import exposed_collectives, step_time
@@ -89,7 +89,7 @@ def _weights_again(spec: Spec) -> Recipe | None:
 def _wide_tp(spec: Spec, hardware: Hardware, ceilings: Ceilings, seconds: float) -> Iterator[Hint]:
     """Tensor-parallel ranks reduce activations several times a layer, which only links within a node are made for."""
     key, tp = "parallelism.tp", spec.parallelism.tp
-    if tp == 1 or mesh_of(spec, hardware).within_node(("tp",)):
+    if tp == 1 or topology_of(spec, hardware).within_node(("tp",)):
         return
     waits = sum(each for one, each in exposed_collectives(spec, hardware, ceilings) if one.group == "tp")
     text = f"{key}={tp} reaches across nodes of {hardware.node_size} GPUs: a step waits {seconds_in_words(waits)}"

@@ -8,7 +8,7 @@ from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, coordinates, rank_of
 from megaspec.core.frozen import Frozen
 from megaspec.estimate.batch_sizes import BatchPlan, batch_plan
 from megaspec.estimate.ceilings import Ceilings
-from megaspec.estimate.communication import Mesh, collectives_of, mesh_of
+from megaspec.estimate.communication import Topology, collectives_of, topology_of
 from megaspec.estimate.flops import flops_per_token
 from megaspec.estimate.formula import dense_equation, expert_equation
 from megaspec.estimate.hardware import HARDWARE, Hardware
@@ -205,7 +205,7 @@ def make_plan(
     change that would save most, for up to half a second."""
     own, model, seq_len = spec.parallelism, spec.model, spec.data.seq_len
     sizes = own.degrees
-    mesh = mesh_of(spec, hardware)
+    topology = topology_of(spec, hardware)
     count, batch = count_parameters(model), batch_plan(spec.train, own, seq_len=seq_len)
     flops = {name: flops_per_token(model, seq_len=seq_len, convention=name, tp=own.tp) for name in ("causal", "full")}
     memory = memory_of(spec, device=spec.device)
@@ -221,12 +221,12 @@ def make_plan(
         name=spec.name,
         run_dir=spec.run_dir,
         about={"purpose": spec.about.purpose, "source": spec.about.source, "hardware": spec.about.hardware},
-        hardware=_machine(target, mesh, hardware=hardware, ceilings=ceilings, why=why),
+        hardware=_machine(target, topology, hardware=hardware, ceilings=ceilings, why=why),
         device=spec.device,
         precision=spec.precision.kind,
-        mesh={"world": spec.world_size, **sizes, "ep": own.ep, "etp": own.etp, "edp": mesh.expert["edp"]},
+        mesh={"world": spec.world_size, **sizes, "ep": own.ep, "etp": own.etp, "edp": topology.expert["edp"]},
         equations=(dense_equation(sizes), expert_equation(sizes, ep=own.ep, etp=own.etp)),
-        groups=groups_of(mesh),
+        groups=groups_of(topology),
         sequence_parallel=own.sequence_parallel,
         model=model.model_dump(mode="json"),
         parameters={
@@ -253,12 +253,12 @@ def make_plan(
     )
 
 
-def groups_of(mesh: Mesh) -> tuple[Group, ...]:
+def groups_of(topology: Topology) -> tuple[Group, ...]:
     """The groups of every axis of more than one rank; edp only where it is another than dp."""
     found = []
     for axes, sizes, wanted in (
-        (DENSE_AXES, mesh.dense, (("tp",), ("cp",), ("dp_shard",), ("dp_replicate",), ("pp",))),
-        (EXPERT_AXES, mesh.expert, (("etp",), ("ep",), ("edp",))),
+        (DENSE_AXES, topology.dense, (("tp",), ("cp",), ("dp_shard",), ("dp_replicate",), ("pp",))),
+        (EXPERT_AXES, topology.expert, (("etp",), ("ep",), ("edp",))),
     ):
         if axes is EXPERT_AXES and sizes["ep"] * sizes["etp"] == 1:
             continue
@@ -267,23 +267,23 @@ def groups_of(mesh: Mesh) -> tuple[Group, ...]:
             if size > 1:
                 stride = rank_of({axis: 1}, sizes, axes)
                 first = tuple(range(0, size * stride, stride))
-                within = mesh.within_node((axis,))
+                within = topology.within_node((axis,))
                 one = Group(
-                    axis=axis, size=size, count=mesh.world // size, stride=stride, first=first, within_node=within
+                    axis=axis, size=size, count=topology.world // size, stride=stride, first=first, within_node=within
                 )
                 found.append(one)
     return tuple(found)
 
 
 def _machine(
-    target: Target, mesh: Mesh, *, hardware: Hardware | None, ceilings: Ceilings | None, why: str
+    target: Target, topology: Topology, *, hardware: Hardware | None, ceilings: Ceilings | None, why: str
 ) -> PlannedMachine:
     on_gpu = target.device == "cuda"
     return PlannedMachine(
         name=hardware.name if hardware and on_gpu else (target.gpu or "GPU") if on_gpu else "cpu",
         gpus=target.gpus if on_gpu else 0,
         gpu_memory=target.gpu_memory if on_gpu else 0,
-        node_size=mesh.node,
+        node_size=topology.node,
         why=why,
         ceilings=ceilings.source if ceilings and on_gpu else "",
         measured_on=ceilings.table.hardware if ceilings and on_gpu else "",

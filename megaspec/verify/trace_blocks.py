@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megaspec.estimate.activations import LayerBytes, layer_bytes, share_of
+from megaspec.estimate.activations import LayerBytes, layer_bytes
 from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.share import share_of
 from megaspec.model.kinds import has_experts
 from megaspec.spec import Spec
 from megaspec.verify.trace_memory import ACTIVATIONS, EXPERTS, Memory

@@ -12,10 +12,10 @@ from megaspec.core.axes import (
     expert_shard_degrees,
     rank_groups,
 )
-from megaspec.estimate.activations import share_of
-from megaspec.estimate.communication import HEAD, LAYERS, Collective, Mesh, collectives_of, mesh_of
+from megaspec.estimate.communication import HEAD, LAYERS, Collective, Topology, collectives_of, topology_of
 from megaspec.estimate.memory import memory_of, shared_out
 from megaspec.estimate.parameters import partial_gradients, rank_parameters
+from megaspec.estimate.share import share_of
 from megaspec.spec import Spec
 from megaspec.verify.trace import Trace
 from megaspec.verify.trace_memory import KINDS
@@ -73,7 +73,7 @@ def _memory(spec: Spec, trace: Trace) -> Iterator[Row]:
 def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
     """By kind and by the axes of the dense grid along which the ranks lie."""
     plain = spec.model_copy(update={"kernels": spec.kernels.model_copy(update={"compile": "none"})})
-    mesh = mesh_of(plain, None)
+    topology = topology_of(plain, None)
     planned: Counter[tuple[str, str]] = Counter()
     every = collectives_of(plain, None, trace.stage)
     apart = {LAYERS, HEAD} & {one.what for one in every}
@@ -81,10 +81,10 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
         size = one.times * _padded(one, spec, trace, apart)
         if one.what in trace.summed:
             size = trace.summed[one.what] * share_of(spec).wide
-        planned[one.kind, _along(_group(one, mesh, trace.rank), mesh)] += round(size)
+        planned[one.kind, _along(_group(one, topology, trace.rank), topology)] += round(size)
     traced: Counter[tuple[str, str]] = Counter()
     for call, times in trace.calls.items():
-        traced[call.kind, _along(call.ranks, mesh)] += call.bytes * times
+        traced[call.kind, _along(call.ranks, topology)] += call.bytes * times
     for kind, along in sorted(planned.keys() | traced.keys()):
         what = f"{kind.replace('_', ' ')} over {along}"
         yield Row(what, "bytes", planned[kind, along], traced[kind, along], 0.0)
@@ -110,20 +110,20 @@ def _padded(one: Collective, spec: Spec, trace: Trace, apart: set[str]) -> float
     return one.bytes * size / number
 
 
-def _group(one: Collective, mesh: Mesh, rank: int) -> tuple[int, ...]:
+def _group(one: Collective, topology: Topology, rank: int) -> tuple[int, ...]:
     """The ranks that a planned collective spans, as if all of the axes took part."""
     axes = tuple(one.group.split("·"))
     if set(axes) <= set(DENSE_AXES):
-        names, sizes = DENSE_AXES, mesh.dense
-    elif axes == ("edp",) and one.ranks < mesh.expert["edp"]:
+        names, sizes = DENSE_AXES, topology.dense
+    elif axes == ("edp",) and one.ranks < topology.expert["edp"]:
         # what is shared out is sent inside a replica
         axes, names = ("edp_shard",), EXPERT_SHARD_AXES
-        sizes = expert_shard_degrees(mesh.dense, ep=mesh.expert["ep"], etp=mesh.expert["etp"])
+        sizes = expert_shard_degrees(topology.dense, ep=topology.expert["ep"], etp=topology.expert["etp"])
     else:
-        names, sizes = EXPERT_AXES, mesh.expert
+        names, sizes = EXPERT_AXES, topology.expert
     return next(tuple(group) for group in rank_groups(axes, sizes, names) if rank in group)
 
 
-def _along(ranks: tuple[int, ...], mesh: Mesh) -> str:
-    places = [coordinates(rank, mesh.dense) for rank in ranks]
+def _along(ranks: tuple[int, ...], topology: Topology) -> str:
+    places = [coordinates(rank, topology.dense) for rank in ranks]
     return "·".join(axis for axis in DENSE_AXES if len({place[axis] for place in places}) > 1)

@@ -6,7 +6,7 @@ from math import prod
 import pytest
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, expert_degrees, rank_groups
-from megaspec.estimate.communication import Mesh, collectives_of
+from megaspec.estimate.communication import Topology, collectives_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import memory_of, state_bytes
 from megaspec.estimate.parameters import partial_gradients, rank_parameters
@@ -178,14 +178,14 @@ def test_which_groups_lie_in_a_node_is_what_listing_their_ranks_says(node):
         inner = prod(dense.values()) // pp
         etp, ep = (2, 2) if inner % 4 == 0 else (1, 1)
         expert = expert_degrees(dense, ep=ep, etp=etp)
-        mesh = Mesh(dense, expert, node)
+        topology = Topology(dense, expert, node)
         spans = [("tp",), ("cp",), ("dp_shard", "cp"), ("dp_replicate",), ("dp_replicate", "dp_shard", "cp"), ("pp",)]
         for spanned, sizes, axes in [(s, dense, DENSE_AXES) for s in spans] + [
             (s, expert, EXPERT_AXES) for s in (("ep",), ("etp",), ("edp",), ("ep", "etp"))
         ]:
             groups = rank_groups(spanned, sizes, axes)
             inside = all(group[0] // node == group[-1] // node for group in groups)
-            assert mesh.within_node(spanned) == inside, (spanned, sizes)
+            assert topology.within_node(spanned) == inside, (spanned, sizes)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,11 @@
 
 import pytest
 
-from megaspec.estimate.activations import kept_tensors, layer_bytes, share_of
+from megaspec.estimate.activations import kept_tensors, layer_bytes
 from megaspec.estimate.memory import fullest, memory_of, state_bytes
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import in_flight
+from megaspec.estimate.share import share_of
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 
 ONE_B = {"n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ffn": 8192}

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megaspec.compose.compose import compose
 from megaspec.data.batch import Batch
-from megaspec.estimate.activations import layer_bytes, share_of
+from megaspec.estimate.activations import layer_bytes
+from megaspec.estimate.share import share_of
 from megaspec.nn.linear import Linear
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
