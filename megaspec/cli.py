@@ -52,6 +52,7 @@ from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts, planned_run_dir
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
+from megaspec.rules.belonging import fork_point
 from megaspec.run_folder import (
     copy_checkpoint,
     is_run,
@@ -63,7 +64,7 @@ from megaspec.run_folder import (
     write_run,
 )
 from megaspec.search.fits import MEMORY, memory_warning, start_problems
-from megaspec.spec import ForkPoint, Spec
+from megaspec.spec import Spec
 from megaspec.sweep import commands as sweep_commands
 from megaspec.sweep.commands import multirun
 from megaspec_launchers.environment import rank_from_environment
@@ -315,7 +316,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     for what in good.passed_over:
         print(f"megaspec: a checkpoint is not good: {what}", file=sys.stderr)
     state = good.manifest.state
-    began = ForkPoint(manifest=good.manifest.digest, step=good.manifest.step, tokens=state["tokens"])
+    began = fork_point(good.manifest)
     facts = gather_facts(recipe)
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = fork(

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,17 @@ from megaspec import cli
 from megaspec.checkpoint.codec import decode
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.folders import candidates
-from megaspec.checkpoint.format import MANIFEST
+from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
-from megaspec.rules.belonging import objections
+from megaspec.rules.belonging import objections, run_identity
 from megaspec.rules.difference import is_free
 from megaspec.run_folder import newest_good, newest_step
 from megaspec.runtime.build import Built
 from megaspec.runtime.loop import Run
 from megaspec.runtime.state import misfits
-from megaspec.spec import Spec
+from megaspec.spec import ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 from tests.checkpoint.test_format import seal
 from tests.runtime.lives import build_here
@@ -170,9 +171,10 @@ def test_a_fork_takes_the_checkpoint_that_it_began_with_and_no_other_of_its_pare
     (step_of(Path("child"), 14) / MANIFEST).write_bytes(restep(Path("kept"), 14))
     shutil.copytree(step_of(Path("child"), 12), step_of(parent, 12))
     capsys.readouterr()
-    for folder in ("child", "parent"):
+    whose = "it belongs to the run that this was forked from, parent, and is not the checkpoint of step 4 with which"
+    for folder, said in (("child", whose), ("parent", "it is a checkpoint of another run, child: ")):
         assert cli.main(["checkpoint", "verify", folder]) == 66
-        assert "it is a checkpoint of another run" in capsys.readouterr().out
+        assert said in capsys.readouterr().out
     assert newest_step(Path("child")) == 12
     assert newest_step(parent) == 4
 
@@ -188,6 +190,96 @@ def test_a_fork_that_changes_nothing_is_a_run_of_its_own(tmp_path, monkeypatch) 
     manifest = decode(step_of(Path("child"), 8).joinpath(MANIFEST).read_bytes(), "")
     (line,) = objections(manifest, Spec.model_validate_json((parent / "spec.json").read_text()))
     assert "forked_from=" in line
+
+
+def test_only_the_very_run_that_a_fork_is_from_is_called_so(tmp_path, monkeypatch) -> None:
+    """Not one that differs from it in the experiment alone, in the data, or in how it began."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: 0)
+    parent = make_run(Path("parent"), STEPS)
+    life(parent, Spec.model_validate_json((parent / "spec.json").read_text()))
+    assert cli.main(["resume", "parent", "--fork", "child", "optim.lr=1e-3"]) == 0
+    child = Spec.model_validate_json(Path("child/spec.json").read_text())
+    earlier = decode(step_of(parent, 2).joinpath(MANIFEST).read_bytes(), "")
+    assert child.forked_from.source == run_identity(earlier.spec)
+
+    def said(**changes: Any) -> str:
+        (line,) = objections(replace(earlier, spec=earlier.spec | changes), child)
+        return line
+
+    # what is free to change within a run is, and the run may have moved
+    longer = earlier.spec["train"] | {"steps": 60}
+    for same in ({}, {"train": longer, "segments": [24, 12]}, {"run_dir": "moved", "name": "other"}):
+        assert said(**same).startswith("it belongs to the run that this was forked from")
+    others = [
+        {"train": earlier.spec["train"] | {"seed": 3}},
+        {"segments": [20]},
+        {"data_fingerprint": "0" * 64},
+        {"samples_moved": 8},
+        {"forked_from": {"source": "0" * 64, "manifest": "1" * 64, "step": 1, "tokens": 2}},
+    ]
+    for other in others:
+        assert said(**other).startswith("it is a checkpoint of another run")
+
+
+def unnoted(manifest: Manifest) -> Manifest:
+    """As an earlier version saved it."""
+    content = dict(manifest.spec)
+    del content["forked_from"]
+    return replace(manifest, spec=content)
+
+
+def test_nothing_is_claimed_of_how_an_earlier_version_began(run) -> None:
+    manifest = decode(step_of(run, 6).joinpath(MANIFEST).read_bytes(), "")
+    made = spec(STEPS)
+    unknown = made.model_copy(update={"forked_from": "unknown"})
+    for saved in (manifest, unnoted(manifest)):
+        assert objections(saved, made) == []
+        assert objections(saved, unknown) == []
+    # a fork of a version that notes it noted it in all its checkpoints
+    point = ForkPoint(source="0" * 64, manifest="1" * 64, step=2, tokens=9)
+    fork = made.model_copy(update={"forked_from": point})
+    assert "forked_from=unknown (this run: " in objections(unnoted(manifest), fork)[0]
+    assert "(this run: unknown)" in objections(replace(manifest, spec=fork.model_dump(mode="json")), unknown)[0]
+    # the source of a fork may have learned from more tokens, and skipped updates
+    state = manifest.state | {"tokens": 10**9, "optimizer_updates": 1}
+    assert objections(replace(unnoted(manifest), state=state), unknown) == []
+    assert len(objections(replace(manifest, state=state), made)) == 2
+    other = unknown.model_copy(update={"optim": made.optim.model_copy(update={"lr": 0.5})})
+    assert "or of the one that this was forked from, if it was: its Spec is of an earlier version" in str(
+        objections(manifest, other)
+    )
+
+
+UPDATES = {
+    # nothing is skipped: as many updates as steps
+    "fp32": (STEPS, None, [6], [5, 7, 0]),
+    # only what was done before the fork may have been skipped
+    "fork": (STEPS, 4, [2, 5, 6], [1, 7]),
+    "fp16": (FP16, None, [4, 6], [7, -1]),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_are_as_many_as_steps_where_none_can_be_skipped(name, tmp_path) -> None:
+    changes, forked_at, taken, refused = UPDATES[name]
+    made = spec(changes)
+    life(tmp_path, made)
+    manifest = decode(step_of(tmp_path, 6).joinpath(MANIFEST).read_bytes(), "")
+    if forked_at is not None:
+        point = ForkPoint(source="0" * 64, manifest="1" * 64, step=forked_at, tokens=200)
+        made = made.model_copy(update={"forked_from": point})
+        manifest = replace(manifest, spec=made.model_dump(mode="json"))
+    state = manifest.state
+    if state["loss_scale"] is not None:
+        state = state | {"loss_scale": state["loss_scale"] | {"finite_in_row": 0}}
+
+    def found(updates: int) -> list[str]:
+        return objections(replace(manifest, state=state | {"optimizer_updates": updates}), made)
+
+    assert [found(updates) for updates in taken] == [[]] * len(taken)
+    for updates in refused:
+        assert found(updates)[0].startswith(f"state: optimizer_updates={updates}, expected ")
 
 
 def restep(folder: Path, step: int) -> bytes:
@@ -298,6 +390,10 @@ def test_every_key_of_a_manifest_missing_or_wrong(changes, below, tmp_path) -> N
             change(place, path[-1])
             if not is_taken(built, seal(changed)) or may_be_another(path, body):
                 continue
+            if path == ("spec", "forked_from"):
+                # null is what it says; without it, it is an earlier version's, of which nobody can tell
+                assert name in ("null", "missing")
+                continue
             # A key that says its default may be left out.
             assert Spec.model_validate_json(json.dumps(changed["spec"])) == made, f"{path} {name}"
             for part in ("step", "state", "files", "tensors"):
@@ -315,7 +411,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any, Any], None], str]] = {
         set_to(10**9),
         r"tokens=1000000000, expected .* from 0 to 256",
     ),
-    "too many updates": (("state", "optimizer_updates"), set_to(7), r"optimizer_updates=7, expected .* from 0 to 4"),
+    "too many updates": (("state", "optimizer_updates"), set_to(7), r"optimizer_updates=7, expected 4 after its step"),
+    "too few updates": (("state", "optimizer_updates"), set_to(3), r"optimizer_updates=3, expected 4 after its step"),
     "no Spec": (("spec",), set_to({}), r"spec\.name: Field required"),
     "a section of the Spec": (("spec", "optim"), remove, r"spec\.optim: Field required"),
     "no generator": (("tensors", "rng/cpu/0"), remove, r"rank-00000.safetensors: its last piece ends at"),
