@@ -61,6 +61,7 @@ from megaspec.run_folder import (
     newest_step,
     read_run,
     refuse_links,
+    refuse_lost_fork,
     write_run,
 )
 from megaspec.search.fits import MEMORY, memory_warning, start_problems
@@ -293,6 +294,7 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
     with ExitStack() as stack:
         stack.callback(lock.release)
         old = read_run(folder).spec
+        refuse_lost_fork(folder, old)
         done = newest_step(folder)
         refused = partial(start_problems, target=target, origins=origins, memory=memory)
         spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)

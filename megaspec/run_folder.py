@@ -30,7 +30,7 @@ from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plan.predict import predict
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
-from megaspec.rules.belonging import objections
+from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.spec import Spec
 
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
@@ -149,6 +149,19 @@ def newest_step(folder: Path) -> int:
         if not inspect(manifest):
             return candidate.step
     return 0
+
+
+def refuse_lost_fork(folder: Path, run: Spec) -> None:
+    """CheckpointError: the run began as a fork, and none of its checkpoints is whole. Bytes are the ranks' affair."""
+    if not began_as_fork(run):
+        return
+    damage: list[str] = []
+    for candidate in candidates(folder / CHECKPOINTS):
+        _, problems = examine(candidate.path, candidate.step, deep=False, inspect=own_checkpoint(run))
+        if not problems:
+            return
+        damage += problems
+    raise CheckpointError([f"{folder / CHECKPOINTS}: no good checkpoint is left; {fork_again(run)}", *damage])
 
 
 @dataclass(frozen=True)

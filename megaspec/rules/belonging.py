@@ -61,6 +61,18 @@ def is_fork_point(manifest: Manifest, run: Spec) -> bool:
     return isinstance(run.forked_from, ForkPoint) and run.forked_from.manifest == manifest.digest
 
 
+def began_as_fork(run: Spec) -> bool:
+    """True for a run that surely did not begin with weights from the seed. Earlier versions note only some forks."""
+    return isinstance(run.forked_from, ForkPoint) or run.samples_moved != 0
+
+
+def fork_again(run: Spec) -> str:
+    """The way out for a fork of which no good checkpoint is left: from step 0 it would be another run."""
+    step = f"step {run.forked_from.step}" if isinstance(run.forked_from, ForkPoint) else "a step"
+    text = f"this run began as a fork, from {step} of another run, and can't start from step 0; put a checkpoint back, "
+    return f"{text}or delete {run.run_dir} and fork again: megaspec resume SOURCE --fork {run.run_dir}"
+
+
 def objections(manifest: Manifest, run: Spec) -> list[str]:
     """Why a run can't go on from a checkpoint, a line each: it is another run's, or it does not say where it stands.
 

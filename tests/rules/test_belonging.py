@@ -192,6 +192,72 @@ def test_a_fork_that_changes_nothing_is_a_run_of_its_own(tmp_path, monkeypatch) 
     assert "forked_from=" in line
 
 
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
+def of_no_checkpoint(folder: Path) -> None:
+    for path in (folder / "checkpoints").iterdir():
+        shutil.rmtree(path)
+
+
+def without_files(folder: Path) -> None:
+    for file in (folder / "checkpoints").rglob("*.safetensors"):
+        file.unlink()
+
+
+def in_quarantine(folder: Path) -> None:
+    (folder / "checkpoints" / "quarantine").mkdir()
+    step_of(folder, 6).rename(folder / "checkpoints" / "quarantine" / "step-00000006-1")
+
+
+def bit_flipped(folder: Path) -> None:
+    (file,) = step_of(folder, 6).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [emptied, of_no_checkpoint, without_files, in_quarantine, bit_flipped])
+def test_a_fork_without_a_good_checkpoint_never_starts_from_the_seed(harm, run, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: started.append(1) or 0)
+    shutil.rmtree("run/checkpoints/step-00000002")
+    source = make_run(Path("source"), STEPS)
+    Path("run/checkpoints").rename(source / "checkpoints")
+    assert cli.main(["resume", "source", "--fork", "child", "train.steps=8"]) == 0
+    child = Spec.model_validate_json(Path("child/spec.json").read_text())
+    harm(Path("child"))
+    # the command, unless it takes reading every byte, which ranks do
+    started.clear()
+    said = r"this run began as a fork, from step 6 of another run, and can't start from step 0"
+    again = "delete child and fork again: megaspec resume SOURCE --fork child"
+    commands = [["resume", "child"], ["train", "recipe=hello", "run_dir=child", "resume=auto"]]
+    for words in commands[: 0 if harm is bit_flipped else 2]:
+        assert cli.main(words) == 66
+        err = capsys.readouterr().err
+        assert said in err
+        assert again in err
+    assert not started
+    # a rank
+    with pytest.raises(CheckpointError, match=said) as caught:
+        go_on(child, Path("child"))
+    assert again in str(caught.value)
+    assert caught.value.exit_code == 66
+
+
+def test_an_earlier_run_that_has_no_checkpoint_starts_with_a_word(tmp_path, capsys) -> None:
+    unknown = spec(STEPS).model_copy(update={"forked_from": "unknown"})
+    assert go_on(unknown, tmp_path).step == 0
+    assert "did not note whether it began as a fork: if it did, stop it" in capsys.readouterr().err
+    # some forks show all the same
+    with pytest.raises(CheckpointError, match="this run began as a fork, from a step of another run"):
+        go_on(unknown.model_copy(update={"samples_moved": 4}), tmp_path)
+    assert go_on(spec(STEPS), tmp_path).step == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_only_the_very_run_that_a_fork_is_from_is_called_so(tmp_path, monkeypatch) -> None:
     """Not one that differs from it in the experiment alone, in the data, or in how it began."""
     monkeypatch.chdir(tmp_path)
