@@ -54,14 +54,15 @@ from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import fork, resume
 from megaspec.rules.belonging import fork_point
 from megaspec.run_folder import (
-    copy_checkpoint,
     is_run,
     make_folder,
+    make_fork,
     newest_good,
     newest_step,
     read_run,
     refuse_links,
     refuse_lost_fork,
+    refuse_unfinished_fork,
     write_run,
 )
 from megaspec.search.fits import MEMORY, memory_warning, start_problems
@@ -209,6 +210,8 @@ def train(args: argparse.Namespace) -> int:
     def prepare(target: Target) -> Prepared:
         tell_left_out(composed)
         folder = planned_run_dir(composed.recipe)
+        if how == "auto":
+            refuse_unfinished_fork(folder)
         if how == "auto" and is_run(folder):
             return _prepare_resume(folder, composed.recipe, composed.origins, target, memory=memory)
         return _prepare_new(composed, target, folder if how == "auto" else None, memory=memory)
@@ -310,6 +313,7 @@ def _prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], targe
 
 def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, new: str, *, memory: str) -> Prepared:
     place = Path(new) if "/" in new else source.parent / new
+    refuse_unfinished_fork(place)
     fields = composed.recipe.model_dump(mode="json") | {"run_dir": str(place)}
     if fields["name"] == old.name:
         fields["name"] = place.name
@@ -333,10 +337,12 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
         refused=refused,
     )
     _warn(spec, target)
-    make_folder(place)
-    lock = RunLock(place).acquire()
-    copy_checkpoint(good.candidate, good.manifest, place)
-    write_run(place, recipe, target, spec)
+    lock = _lock_new(place, goes_on=False)
+    assert lock is not None, "a new run without its lock"
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        make_fork(place, source, good, recipe, target, spec)
+        stack.pop_all()
     print(printable(f"{place} starts from step {began.step} of {source}"))
     return Prepared(place, spec, lock)
 

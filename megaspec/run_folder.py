@@ -13,12 +13,14 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
+from megaspec.checkpoint.files import sync_folder
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, Candidate, candidates, step_name
 from megaspec.checkpoint.format import MANIFEST, Manifest
-from megaspec.checkpoint.lock import LOCK_FOLDER
+from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.checkpoint.verify import Inspect, examine, no_objections, read_manifest
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
-from megaspec.core.errors import CheckpointError, Problem, RecipeError
+from megaspec.core.errors import CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
+from megaspec.core.faults import reach
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
@@ -34,10 +36,13 @@ from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.spec import Spec
 
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
+# Stands in a fork's folder while it is made: {"source": folder of the run that it is from, "step": of its checkpoint}.
+FORKING = "forking.json"
 # What an interrupted `train` may leave before spec.json makes it a run.
 _UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION)
 LOGS = "logs"
 _COPY_BYTES = 16 << 20
+_FORKING_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,32 @@ class SavedRun:
 
 def is_run(folder: Path) -> bool:
     """True for a folder in which a run was made. Whether its files are what they should be is for `read_run` to say."""
-    return os.path.lexists(folder / SPEC)
+    return os.path.lexists(folder / SPEC) and not os.path.lexists(folder / FORKING)
+
+
+def refuse_unfinished_fork(folder: Path) -> None:
+    """Raises for a folder in which a fork was begun and is not whole.
+
+    RunLockedError: it is being made. CheckpointError: that was interrupted. RecipeError: as `refuse_links`.
+    """
+    if not os.path.lexists(folder / FORKING):
+        return
+    refuse_links(folder)
+    source, what = _begun_fork(folder)
+    if RunLock(folder).is_held():
+        raise RunLockedError(f"run_dir={folder} is no run yet: {what} is being made there; wait until it is")
+    text = f"run_dir={folder} is no run: {what} was interrupted while it was made there"
+    raise CheckpointError(f"{text}; delete {folder} and fork again: megaspec resume {source} --fork {folder}")
+
+
+def _begun_fork(folder: Path) -> tuple[str, str]:
+    """The folder of the run that a fork is made from, and the fork in words, as far as its marker says."""
+    try:
+        raw = json.loads(read_inside(folder, FORKING, limit=_FORKING_LIMIT))
+        return str(raw["source"]), f"a fork of {raw['source']} at step {raw['step']}"
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        # cut off, or somebody else's: that it is there is enough
+        return "SOURCE", "a fork"
 
 
 def refuse_links(folder: Path) -> None:
@@ -81,7 +111,11 @@ def refused(error: OSError) -> RecipeError:
 
 
 def make_folder(folder: Path) -> None:
-    """A new run folder, or an empty one that is there. RecipeError: it is in use. WriteError: it can't be made."""
+    """A new run folder, or an empty one that is there.
+
+    RecipeError: it is in use. WriteError: it can't be made. Others: as `refuse_unfinished_fork`.
+    """
+    refuse_unfinished_fork(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = all(f.name in _UNFINISHED or f.name.endswith(".tmp") for f in folder.iterdir())
@@ -104,7 +138,8 @@ def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
 
 
 def read_run(folder: Path) -> SavedRun:
-    """The run of a folder. RecipeError: there is none, or its files are damaged."""
+    """The run of a folder. RecipeError: there is none, or its files are damaged. Others: `refuse_unfinished_fork`."""
+    refuse_unfinished_fork(folder)
     if not is_run(folder):
         nearest = "; give the folder that `megaspec train` named" if folder.is_dir() else "; there is no such folder"
         raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}){nearest}", code="run-missing")])
@@ -185,6 +220,36 @@ def newest_good(source: Path, run: Spec) -> Good:
     raise CheckpointError(f"{source}: nothing to fork from: {what}")
 
 
+def make_fork(place: Path, source: Path, good: Good, recipe: Recipe, target: Target, spec: Spec) -> None:
+    """Makes a fork of `source` in a folder whose lock is held: the checkpoint that it begins with, then its files.
+
+    FORKING stands there from before the first byte until all is on the disk, so that what an interruption leaves is
+    never taken for a run. CheckpointError, WriteError: as `copy_checkpoint` and `write_run`.
+    """
+    marker = place / FORKING
+    begun = {"source": str(source), "step": good.manifest.step}
+    write_atomically(marker, [json.dumps(begun).encode() + b"\n"])
+    try:
+        copy_checkpoint(good.candidate, good.manifest, place)
+    except MegaspecError:
+        # nothing was copied, so that the folder is as good as new
+        if not os.path.lexists(place / CHECKPOINTS):
+            _remove_durably(marker)
+        raise
+    reach("fork_copied")
+    write_run(place, recipe, target, spec)
+    reach("fork_written")
+    _remove_durably(marker)
+
+
+def _remove_durably(path: Path) -> None:
+    try:
+        path.unlink()
+        sync_folder(path.parent)
+    except OSError as error:
+        raise write_error(path, error) from None
+
+
 def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> None:
     """Copies what a manifest lists into another run's folder, whole or not at all; nothing else that lies beside it.
 
@@ -198,6 +263,7 @@ def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> N
         make_folder_inside(target, incoming)
         for name in names:
             _copy(candidate.path, name, target, incoming / name)
+            reach("fork_file_copied")
         publish(target / incoming, place)
     except OSError as error:
         shutil.rmtree(place.parent, ignore_errors=True)

@@ -8,7 +8,7 @@ from megaspec.checkpoint.folders import CHECKPOINTS, Candidate, candidates, quar
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.verify import examine, no_objections
 from megaspec.core.errors import CheckpointError, printable
-from megaspec.run_folder import is_run, own_checkpoint, read_run
+from megaspec.run_folder import is_run, own_checkpoint, read_run, refuse_unfinished_fork
 
 _HEADINGS = ("step", "generation", "tensors", "files", "MB", "state")
 
@@ -30,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Print a table. Returns 0, or 66 when a checkpoint is bad; raises CheckpointError when there is none."""
+    refuse_unfinished_fork(args.run_dir)
     folder = args.run_dir / CHECKPOINTS
     is_in_run = is_run(args.run_dir)
     inspect = own_checkpoint(read_run(args.run_dir).spec) if is_in_run else no_objections
