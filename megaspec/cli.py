@@ -2,7 +2,7 @@
 
 import sys
 
-from megaspec.launcher.stop import leave_on_request
+from megaspec.launcher.stop import before_leaving, leave_on_request
 
 if __name__ == "__main__":
     leave_on_request(sys.argv[1:])  # first of all: what follows takes seconds to import
@@ -37,7 +37,7 @@ from megaspec.commands import tune
 from megaspec.commands import verify as verify_commands
 from megaspec.compose.compose import Composed, recompose
 from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
-from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem, RecipeError, printable
+from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Preempted, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean
 from megaspec.core.terminal import terminal
 from megaspec.data import commands as data_commands
@@ -364,10 +364,11 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
 
         def make() -> str:
             prepared = prepare(target)
-            _record(prepared.folder)
-            _show(prepared.spec, target)
-            if prepared.lock is not None:
-                prepared.lock.release()
+            with before_leaving(partial(_ended, prepared, Preempted.exit_code)):
+                _record(prepared.folder)
+                _show(prepared.spec, target)
+                if prepared.lock is not None:
+                    prepared.lock.release()
             return str(prepared.folder)
 
         return join(make, **vars(place))
@@ -375,6 +376,8 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:
         stack.callback(prepared.lock.release)
+        # a request to stop that comes before ranks listen to one, or after: the file says then how this start ended
+        stack.enter_context(before_leaving(partial(_ended, prepared, Preempted.exit_code)))
         _record(prepared.folder)
         _show(prepared.spec, target)
         try:

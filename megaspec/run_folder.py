@@ -6,6 +6,7 @@ A run's folder may come from somebody else. The folder itself may be reached thr
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.launcher.exit_file import EXIT_FILE
+from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
 from megaspec.log.sinks import METRICS, TENSORBOARD
@@ -224,30 +226,37 @@ def make_fork(place: Path, source: Path, good: Good, recipe: Recipe, target: Tar
     """Makes a fork of `source` in a folder whose lock is held: the checkpoint that it begins with, then its files.
 
     FORKING stands there from before the first byte until all is on the disk, so that what an interruption leaves is
-    never taken for a run. CheckpointError, WriteError: as `copy_checkpoint` and `write_run`.
+    never taken for a run. Where it fails or is asked to stop, the folder is left for another fork. CheckpointError,
+    WriteError: as `copy_checkpoint` and `write_run`.
     """
     marker = place / FORKING
     begun = {"source": str(source), "step": good.manifest.step}
     write_atomically(marker, [json.dumps(begun).encode() + b"\n"])
-    try:
-        copy_checkpoint(good.candidate, good.manifest, place)
-    except MegaspecError:
-        # nothing was copied, so that the folder is as good as new
-        if not os.path.lexists(place / CHECKPOINTS):
-            _remove_durably(marker)
-        raise
-    reach("fork_copied")
-    write_run(place, recipe, target, spec)
-    reach("fork_written")
-    _remove_durably(marker)
+    with before_leaving(partial(_undo_fork, place)):
+        try:
+            copy_checkpoint(good.candidate, good.manifest, place)
+            reach("fork_copied")
+            write_run(place, recipe, target, spec)
+        except (MegaspecError, KeyboardInterrupt):
+            _undo_fork(place)
+            raise
+        reach("fork_written")
+        try:
+            marker.unlink()
+            sync_folder(place)
+        except OSError as error:
+            raise write_error(marker, error) from None
 
 
-def _remove_durably(path: Path) -> None:
-    try:
-        path.unlink()
-        sync_folder(path.parent)
-    except OSError as error:
-        raise write_error(path, error) from None
+def _undo_fork(place: Path) -> None:
+    """Makes the folder of an unfinished fork as good as new. Where that fails, the marker stays and says so."""
+    if not os.path.lexists(place / FORKING):
+        return
+    with suppress(OSError):
+        (place / SPEC).unlink(missing_ok=True)
+        if os.path.lexists(place / CHECKPOINTS):
+            shutil.rmtree(place / CHECKPOINTS)
+        (place / FORKING).unlink()
 
 
 def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> None:
