@@ -63,6 +63,7 @@ from megaspec.run_folder import (
     refuse_links,
     refuse_lost_fork,
     refuse_unfinished_fork,
+    saved_in_words,
     write_run,
 )
 from megaspec.search.fits import MEMORY, memory_warning, start_problems
@@ -395,9 +396,7 @@ def _start(prepare: Callable[[Target], Prepared]) -> int:
             raise
         code = _ended(prepared, code)
     if code == HangError.exit_code:
-        step = newest_step(prepared.folder)
-        saved = f"step {step} is saved" if step else "no step was saved yet"
-        print(printable(f"megaspec: {saved}; megaspec resume {prepared.folder} goes on"), file=sys.stderr)
+        print(printable(f"megaspec: {saved_in_words(prepared.folder)}"), file=sys.stderr)
     return code
 
 

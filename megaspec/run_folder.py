@@ -18,7 +18,7 @@ from megaspec.checkpoint.files import sync_folder
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, Candidate, candidates, step_name
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
-from megaspec.checkpoint.verify import Inspect, examine, no_objections, read_manifest
+from megaspec.checkpoint.verify import Inspect, examine, newest_whole
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
 from megaspec.core.faults import reach
@@ -175,17 +175,21 @@ def own_checkpoint(run: Spec) -> Inspect:
 
 
 def newest_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint, good or not; 0 when there is none. Those of other runs do not count."""
-    found = candidates(folder / CHECKPOINTS)
-    inspect = own_checkpoint(read_run(folder).spec) if found else no_objections
-    for candidate in found:
-        try:
-            manifest = read_manifest(candidate.path, candidate.step)
-        except CheckpointError:
-            return candidate.step
-        if not inspect(manifest):
-            return candidate.step
-    return 0
+    """The step of a run's newest checkpoint that is whole and its own; 0 when there is none. Bytes are not read."""
+    if not candidates(folder / CHECKPOINTS):
+        return 0
+    return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec))
+
+
+def saved_in_words(folder: Path) -> str:
+    """What a run would go on from that ended just now: only a checkpoint that is good in every byte is called saved."""
+    if not candidates(folder / CHECKPOINTS):
+        return f"no step was saved yet; megaspec resume {folder} goes on"
+    try:
+        good = newest_good(folder, read_run(folder).spec)
+    except CheckpointError:
+        return f"no good checkpoint is left; megaspec checkpoint verify {folder} says why"
+    return f"step {good.candidate.step} is saved; megaspec resume {folder} goes on"
 
 
 def refuse_lost_fork(folder: Path, run: Spec) -> None:

@@ -18,14 +18,17 @@ from megaspec.checkpoint.codec import decode
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.folders import candidates
 from megaspec.checkpoint.format import MANIFEST, Manifest
+from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError
+from megaspec.launcher.exit_file import read_exit
 from megaspec.rules.belonging import objections, run_identity
 from megaspec.rules.difference import is_free
 from megaspec.run_folder import newest_good, newest_step
 from megaspec.runtime.build import Built
 from megaspec.runtime.loop import Run
+from megaspec.runtime.rank import begin
 from megaspec.runtime.state import misfits
 from megaspec.spec import ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
@@ -256,6 +259,42 @@ def test_an_earlier_run_that_has_no_checkpoint_starts_with_a_word(tmp_path, caps
         go_on(unknown.model_copy(update={"samples_moved": 4}), tmp_path)
     assert go_on(spec(STEPS), tmp_path).step == 0
     assert capsys.readouterr().err == ""
+
+
+def cut_short(folder: Path) -> None:
+    (file,) = step_of(folder, 6).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def half_removed(folder: Path) -> None:
+    (step_of(folder, 6) / MANIFEST).unlink()
+
+
+def of_another_run(folder: Path) -> None:
+    shutil.rmtree(step_of(folder, 2))
+    put_foreign(folder, spec(STEPS | {"train.seed": 7}), step=8)
+    shutil.rmtree(step_of(folder, 6))
+
+
+@pytest.mark.parametrize("harm", [cut_short, half_removed, of_another_run, bit_flipped])
+def test_the_step_that_is_named_as_saved_is_a_good_checkpoint(harm, run, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = make_run(Path("mine"), STEPS)
+    (run / "checkpoints").rename(mine / "checkpoints")
+    monkeypatch.setattr(cli, "launch", lambda *_, **__: 74)
+    assert cli.main(["resume", "mine"]) == 74
+    assert "megaspec: step 6 is saved; megaspec resume mine goes on" in capsys.readouterr().err
+    harm(mine)
+    assert cli.main(["resume", "mine"]) == 74
+    said = capsys.readouterr()
+    assert "megaspec: step 4 is saved; megaspec resume mine goes on" in said.err
+    # without reading every byte
+    if harm is not bit_flipped:
+        assert "mine after step 4" in said.out
+        assert read_exit(mine).step == newest_step(mine) == 4
+    with RunLock(mine) as lock:
+        begin(mine, lock, lambda manifest: objections(manifest, spec(STEPS)))
+    assert read_exit(mine).step == newest_step(mine)
 
 
 def test_only_the_very_run_that_a_fork_is_from_is_called_so(tmp_path, monkeypatch) -> None:
