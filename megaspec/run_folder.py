@@ -6,6 +6,7 @@ A run's folder may come from somebody else. The folder itself may be reached thr
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,31 +14,37 @@ from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
-from megaspec.checkpoint.examine import Inspect, examine, no_objections, read_manifest
+from megaspec.checkpoint.examine import Inspect, examine, newest_whole
+from megaspec.checkpoint.files import sync_folder
 from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, Candidate, candidates, step_name
 from megaspec.checkpoint.format import MANIFEST, Manifest
-from megaspec.checkpoint.lock import LOCK_FOLDER
+from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
-from megaspec.core.errors import CheckpointError, Problem, RecipeError
+from megaspec.core.errors import CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
+from megaspec.core.faults import reach
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.launcher.exit_file import EXIT_FILE
+from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
 from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plan.predict import predict
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
-from megaspec.rules.belonging import objections
+from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.spec import Spec
 
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
+# Stands in a fork's folder while it is made: {"source": folder of the run that it is from, "step": of its checkpoint}.
+FORKING = "forking.json"
 # What an interrupted `train` may leave before spec.json makes it a run.
 _UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION)
 LOGS = "logs"
 _COPY_BYTES = 16 << 20
+_FORKING_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,32 @@ class SavedRun:
 
 def is_run(folder: Path) -> bool:
     """True for a folder in which a run was made. Whether its files are what they should be is for `read_run` to say."""
-    return os.path.lexists(folder / SPEC)
+    return os.path.lexists(folder / SPEC) and not os.path.lexists(folder / FORKING)
+
+
+def refuse_unfinished_fork(folder: Path) -> None:
+    """Raises for a folder in which a fork was begun and is not whole.
+
+    RunLockedError: it is being made. CheckpointError: that was interrupted. RecipeError: as `refuse_links`.
+    """
+    if not os.path.lexists(folder / FORKING):
+        return
+    refuse_links(folder)
+    source, what = _begun_fork(folder)
+    if RunLock(folder).is_held():
+        raise RunLockedError(f"run_dir={folder} is no run yet: {what} is being made there; wait until it is")
+    text = f"run_dir={folder} is no run: {what} was interrupted while it was made there"
+    raise CheckpointError(f"{text}; delete {folder} and fork again: megaspec resume {source} --fork {folder}")
+
+
+def _begun_fork(folder: Path) -> tuple[str, str]:
+    """The folder of the run that a fork is made from, and the fork in words, as far as its marker says."""
+    try:
+        raw = json.loads(read_inside(folder, FORKING, limit=_FORKING_LIMIT))
+        return str(raw["source"]), f"a fork of {raw['source']} at step {raw['step']}"
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        # cut off, or somebody else's: that it is there is enough
+        return "SOURCE", "a fork"
 
 
 def refuse_links(folder: Path) -> None:
@@ -81,7 +113,11 @@ def refused(error: OSError) -> RecipeError:
 
 
 def make_folder(folder: Path) -> None:
-    """A new run folder, or an empty one that is there. RecipeError: it is in use. WriteError: it can't be made."""
+    """A new run folder, or an empty one that is there.
+
+    RecipeError: it is in use. WriteError: it can't be made. Others: as `refuse_unfinished_fork`.
+    """
+    refuse_unfinished_fork(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         is_empty = all(f.name in _UNFINISHED or f.name.endswith(".tmp") for f in folder.iterdir())
@@ -104,7 +140,8 @@ def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
 
 
 def read_run(folder: Path) -> SavedRun:
-    """The run of a folder. RecipeError: there is none, or its files are damaged."""
+    """The run of a folder. RecipeError: there is none, or its files are damaged. Others: `refuse_unfinished_fork`."""
+    refuse_unfinished_fork(folder)
     if not is_run(folder):
         nearest = "; give the folder that `megaspec train` named" if folder.is_dir() else "; there is no such folder"
         raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}){nearest}", code="run-missing")])
@@ -138,17 +175,37 @@ def own_checkpoint(run: Spec) -> Inspect:
 
 
 def newest_step(folder: Path) -> int:
-    """The step of a run's newest checkpoint, good or not; 0 when there is none. Those of other runs do not count."""
-    found = candidates(folder / CHECKPOINTS)
-    inspect = own_checkpoint(read_run(folder).spec) if found else no_objections
-    for candidate in found:
-        try:
-            manifest = read_manifest(candidate.path, candidate.step)
-        except CheckpointError:
-            return candidate.step
-        if not inspect(manifest):
-            return candidate.step
-    return 0
+    """The step of a run's newest checkpoint that is whole and its own; 0 when there is none. Bytes are not read."""
+    if not candidates(folder / CHECKPOINTS):
+        return 0
+    return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec))
+
+
+def saved_in_words(folder: Path) -> str:
+    """What a run would go on from that ended just now: only a checkpoint that is whole is called saved.
+
+    Bytes are not read: a scheduler waits for this job to end, and a large checkpoint takes minutes. Who resumes reads
+    them.
+    """
+    if not candidates(folder / CHECKPOINTS):
+        return f"no step was saved yet; megaspec resume {folder} goes on"
+    step = newest_step(folder)
+    if step == 0:
+        return f"no good checkpoint is left; megaspec checkpoint verify {folder} says why"
+    return f"step {step} is saved; megaspec resume {folder} goes on"
+
+
+def refuse_lost_fork(folder: Path, run: Spec) -> None:
+    """CheckpointError: the run began as a fork, and none of its checkpoints is whole. Bytes are the ranks' affair."""
+    if not began_as_fork(run):
+        return
+    damage: list[str] = []
+    for candidate in candidates(folder / CHECKPOINTS):
+        _, problems = examine(candidate.path, candidate.step, deep=False, inspect=own_checkpoint(run))
+        if not problems:
+            return
+        damage += problems
+    raise CheckpointError([f"{folder / CHECKPOINTS}: no good checkpoint is left; {fork_again(run)}", *damage])
 
 
 @dataclass(frozen=True)
@@ -172,6 +229,43 @@ def newest_good(source: Path, run: Spec) -> Good:
     raise CheckpointError(f"{source}: nothing to fork from: {what}")
 
 
+def make_fork(place: Path, source: Path, good: Good, recipe: Recipe, target: Target, spec: Spec) -> None:
+    """Makes a fork of `source` in a folder whose lock is held: the checkpoint that it begins with, then its files.
+
+    FORKING stands there from before the first byte until all is on the disk, so that what an interruption leaves is
+    never taken for a run. Where it fails or is asked to stop, the folder is left for another fork. CheckpointError,
+    WriteError: as `copy_checkpoint` and `write_run`.
+    """
+    marker = place / FORKING
+    begun = {"source": str(source), "step": good.manifest.step}
+    write_atomically(marker, [json.dumps(begun).encode() + b"\n"])
+    with before_leaving(partial(_undo_fork, place)):
+        try:
+            copy_checkpoint(good.candidate, good.manifest, place)
+            reach("fork_copied")
+            write_run(place, recipe, target, spec)
+        except (MegaspecError, KeyboardInterrupt):
+            _undo_fork(place)
+            raise
+        reach("fork_written")
+        try:
+            marker.unlink()
+            sync_folder(place)
+        except OSError as error:
+            raise write_error(marker, error) from None
+
+
+def _undo_fork(place: Path) -> None:
+    """Makes the folder of an unfinished fork as good as new. Where that fails, the marker stays and says so."""
+    if not os.path.lexists(place / FORKING):
+        return
+    with suppress(OSError):
+        (place / SPEC).unlink(missing_ok=True)
+        if os.path.lexists(place / CHECKPOINTS):
+            shutil.rmtree(place / CHECKPOINTS)
+        (place / FORKING).unlink()
+
+
 def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> None:
     """Copies what a manifest lists into another run's folder, whole or not at all; nothing else that lies beside it.
 
@@ -185,6 +279,7 @@ def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> N
         make_folder_inside(target, incoming)
         for name in names:
             _copy(candidate.path, name, target, incoming / name)
+            reach("fork_file_copied")
         publish(target / incoming, place)
     except OSError as error:
         shutil.rmtree(place.parent, ignore_errors=True)

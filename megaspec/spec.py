@@ -22,15 +22,24 @@ class Decision(Frozen):
     """Why."""
 
 
+UNKNOWN_ORIGIN: Literal["unknown"] = "unknown"
+"""Where a file of an earlier version does not note how its run began, or of which run a fork's checkpoint was."""
+
+
 class ForkPoint(Frozen):
     """The checkpoint of another run with which a fork began."""
 
+    source: str = Field(UNKNOWN_ORIGIN, pattern=r"^([0-9a-f]{64}|unknown)$")
+    """Identity of that run (run_identity in rules/belonging.py)."""
     manifest: str = Field(pattern=r"^[0-9a-f]{64}$")
     """SHA-256 of its manifest."""
     step: NonNegativeInt
     """Optimizer steps that were done."""
     tokens: NonNegativeInt
     """Tokens that had been learned from."""
+
+
+Origin = ForkPoint | Literal["unknown"] | None
 
 
 class Spec(Recipe):
@@ -46,8 +55,8 @@ class Spec(Recipe):
     """Sequences that a fork's checkpoint had taken beyond what the fork's own batch sizes make of its step; negative
     when it had taken fewer. Added to the place of every step in the training order, so that none is skipped or taken
     twice."""
-    forked_from: ForkPoint | None = None
-    """Where a fork began. None: it began with weights from the seed."""
+    forked_from: Origin = UNKNOWN_ORIGIN
+    """Where a fork began. None: it began with weights from the seed; "unknown" where a file has none: either may be."""
     data_order: Literal[1, 2] = 1
     """Version of the rules that make the training order (ORDER_VERSION in data/spec.py); 1 where a file has none."""
     data_fingerprint: str = ""

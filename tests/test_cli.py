@@ -179,9 +179,10 @@ def test_a_run_whose_ranks_hung_is_told_how_it_goes_on(monkeypatch, capfd):
     monkeypatch.setattr("megaspec.commands.starting.launch", lambda *_, **__: 74)
     assert main(["train", *TINY, "name=hung"]) == 74
     assert "no step was saved yet; megaspec resume runs/hung goes on" in capfd.readouterr().err
+    # a folder alone is no checkpoint
     (Path("runs/hung") / CHECKPOINTS / "step-00000007").mkdir(parents=True)
     assert main(["resume", "runs/hung", "train.steps=9"]) == 74
-    assert "step 7 is saved; megaspec resume runs/hung goes on" in capfd.readouterr().err
+    assert "no good checkpoint is left; megaspec checkpoint verify runs/hung says why" in capfd.readouterr().err
 
 
 def test_a_run_trains_goes_on_and_forks(capfd):

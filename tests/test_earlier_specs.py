@@ -33,6 +33,15 @@ def test_names_follow_from_the_device_and_the_states(device: str, formats: dict[
     assert tuple(getattr(kernels, name) for name in LATER) == taken
 
 
+def test_how_an_earlier_run_began_is_not_known():
+    content = json.loads(spec_of(Case()).model_dump_json())
+    del content["forked_from"]
+    assert Spec.model_validate_json(json.dumps(content)).forked_from == "unknown"
+    # of a version that noted the checkpoint and not the run
+    content["forked_from"] = {"manifest": "0" * 64, "step": 4, "tokens": 100}
+    assert Spec.model_validate_json(json.dumps(content)).forked_from.source == "unknown"
+
+
 def test_what_the_resolver_forgot_is_not_filled():
     content = json.loads(spec_of(Case()).model_dump_json())
     content["kernels"]["adamw"] = "auto"

@@ -88,6 +88,13 @@ def test_editable_install_works_from_another_folder(tmp_path):
     python = new_venv(tmp_path / "venv")
     run(sys.executable, "-m", "pip", "--python", python, "install", *QUIET, "--editable", source, cwd=tmp_path)
     assert_works(python, tmp_path, source / "megaspec" / "__init__.py")
+    # Hydra's plugin too comes from the source tree: an installed copy would hide what is changed here
+    plugin = source / "launchers" / "hydra_plugins" / "megaspec_launcher" / "launcher.py"
+    program = "from hydra_plugins.megaspec_launcher import launcher; print(launcher.__file__)"
+    found = run(python, "-P", "-c", program, cwd=tmp_path).strip()
+    assert Path(found) == plugin
+    plugin.write_text(plugin.read_text() + "\nCHANGED = 1\n")
+    run(python, "-P", "-c", "from hydra_plugins.megaspec_launcher.launcher import CHANGED", cwd=tmp_path)
 
 
 def test_every_dependency_is_pinned():

@@ -1,6 +1,7 @@
 """Every setting is read by the code that it is for: fields are watched while runs are resolved, built and trained."""
 
 import json
+import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ NOT_FOR_RANKS = {
     "AboutSpec.source": "megaspec.plan.plan",
     "AboutSpec.hardware": "megaspec.plan.plan",
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
-    **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("manifest", "step", "tokens")},
+    **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("source", "manifest", "step", "tokens")},
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
@@ -160,6 +161,9 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
             assert cli.main(["train", "recipe=tiny", f"name={name}", *words]) == 0, name
             assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
         assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0
+        # whose a checkpoint is that is not the fork's own is asked only where there is one
+        shutil.copytree("runs/gpt/checkpoints/step-00000003", "runs/forked/checkpoints/step-00000003")
+        assert cli.main(["checkpoint", "verify", "runs/forked"]) == 66
     return found
 
 

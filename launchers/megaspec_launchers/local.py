@@ -89,8 +89,8 @@ def launch(
 class _Rank:
     rank: int
     pid: int
-    signals: set[int] = field(default_factory=set)
-    """What it was sent to end it: a death by one of these is a consequence."""
+    signals: dict[int, float] = field(default_factory=dict)
+    """What it was sent to end it, and when first (monotonic seconds): a later death by one is a consequence."""
     standing: Standing = UNKNOWN
 
 
@@ -204,8 +204,9 @@ class _Attempt:
 
     def _ended(self, message: dict[str, Any]) -> None:
         rank = self.running.pop(message["ended"])
-        by_launcher = message["signal"] in rank.signals
-        end = RankEnd(rank.rank, message["code"], message["signal"], by_launcher, rank.standing)
+        # a rank whose end is heard of only now may have been dead already when the signal was sent
+        by_launcher = message["at"] >= rank.signals.get(message["signal"], float("inf"))
+        end = RankEnd(rank.rank, message["code"], message["signal"], by_launcher, rank.standing, ended_at=message["at"])
         self.ends.append(end)
         if not end.is_clean and self.running:
             self._signal_all(signal.SIGTERM)
@@ -247,7 +248,7 @@ class _Attempt:
     def _signal_all(self, number: int) -> None:
         for pid, rank in self.running.items():
             if number != STACKS:
-                rank.signals.add(number)
+                rank.signals.setdefault(number, time.monotonic())
             self.factory.signal(pid, number)
 
     def _kill_all(self) -> None:
@@ -255,7 +256,7 @@ class _Attempt:
         for pid, rank in self.running.items():
             written = self._written(rank.rank, since=self.asked_at[rank.rank]) if self.asked_at else ""
             rank.standing = Standing(is_halted(pid), main_stack(written))
-            rank.signals.add(signal.SIGKILL)
+            rank.signals.setdefault(signal.SIGKILL, time.monotonic())
             self.factory.signal(pid, signal.SIGKILL, group=True)
 
     def _log_sizes(self) -> list[int]:

@@ -26,6 +26,8 @@ class RankEnd:
     """What it was doing, where the launcher had to kill it."""
     for_memory: bool = False
     """The kernel killed it because memory ran out."""
+    ended_at: float = 0.0
+    """Seconds on this machine's monotonic clock when it was found to have ended; equal for those found at one look."""
 
     @property
     def is_clean(self) -> bool:
@@ -60,7 +62,8 @@ def judge(ends: Sequence[RankEnd], *, memory_kills: int = 0) -> Outcome:
     """One exit code for all ranks, and the first cause. `ends`: at least one, in any order.
 
     The order in which ranks are heard of is not that in which they failed: a large process takes seconds to die, while
-    those that miss it are gone at once. So what an end is decides, not when it came; see `_likelihood`. Without a
+    those that miss it are gone at once. So what an end is decides, not when it came; see `_likelihood`. Of ends that
+    are equally likely the cause the earliest is named, and the lowest rank where times don't order them. Without a
     failure: 75 when any rank was preempted, else 0.
 
     `memory_kills`: processes of this job that the kernel killed meanwhile because memory ran out. A rank that was
@@ -70,7 +73,7 @@ def judge(ends: Sequence[RankEnd], *, memory_kills: int = 0) -> Outcome:
     failed = [end for end in ends if not end.is_clean]
     if not failed:
         return Outcome(PREEMPTED if any(end.code == PREEMPTED for end in ends) else DONE, None)
-    cause = min(failed, key=_likelihood)
+    cause = min(failed, key=_precedence)
     if cause.code in CAUSES:
         assert cause.code is not None, cause
         return Outcome(cause.code, cause)
@@ -79,6 +82,14 @@ def judge(ends: Sequence[RankEnd], *, memory_kills: int = 0) -> Outcome:
         return Outcome(MEMORY, replace(cause, for_memory=True))
     is_crash = cause.signal is None and cause.code != HANG
     return Outcome(INTERNAL if is_crash else HANG, cause)
+
+
+def _precedence(end: RankEnd) -> tuple[int, int, float, int]:
+    """The lower, the sooner an end is named as the cause."""
+    kind, detail = _likelihood(end)
+    # when the launcher ended a rank says nothing about when the rank went wrong
+    ended_at = 0.0 if end.by_launcher else end.ended_at
+    return kind, detail, ended_at, end.rank
 
 
 def _likelihood(end: RankEnd) -> tuple[int, int]:

@@ -79,7 +79,7 @@ class RankFactory:
         return self._socket.fileno()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Waits for the server and returns how ranks ended: {"ended": process id, "code", "signal"}.
+        """Waits for the server and returns how ranks ended: {"ended": process id, "code", "signal", "at"}.
 
         The list may be empty. ServerGone: the server ended.
         """

@@ -5,7 +5,9 @@ Run as `python -P rank_server.py FD`; FD is one end of a stream socket. One JSON
     prepare  {"do": "prepare", "path": [...], "modules": [...]}            -> {"ready": pid}
     start    {"do": "start", "entry", "folder", "run_dir", "keywords"} + 3 open files  -> {"started": pid}
     signal   {"do": "signal", "pid", "signal", "group"}
-    (a rank ends)                                                          -> {"ended": pid, "code", "signal"}
+    (a rank ends)                                                          -> {"ended": pid, "code", "signal", "at"}
+
+"at" is when it was found to have ended: seconds on the monotonic clock, which all processes of a machine share.
 
 It never touches a GPU, has one thread, and lives in its own session: only its launcher speaks to it. When the launcher
 is gone (end of file), it kills every rank with its children and leaves.
@@ -22,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -107,6 +110,8 @@ def _prepare(path: list[str], modules: list[str]) -> None:
 
 
 def _report_ended(control: socket.socket, ranks: set[int]) -> None:
+    # one time for all that are found at this look: in what order they ended can't be told
+    at = time.monotonic()
     for pid in list(ranks):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
@@ -116,7 +121,7 @@ def _report_ended(control: socket.socket, ranks: set[int]) -> None:
         ranks.discard(pid)
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        _send(control, {"ended": pid, "code": code, "signal": number})
+        _send(control, {"ended": pid, "code": code, "signal": number, "at": at})
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:

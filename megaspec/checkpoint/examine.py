@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaspec.checkpoint.files import UnreadableError, open_folder, open_regular, pread_into, read_failure, read_limited
+from megaspec.checkpoint.folders import candidates
 from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, Manifest, NewerFormatError, StoredFile
 from megaspec.core.errors import CheckpointError
 
@@ -176,6 +177,18 @@ def examine(
     except CheckpointError as error:
         problems.append(str(error))
     return manifest, problems
+
+
+def newest_whole(folder: Path, inspect: Inspect) -> int:
+    """The step of the newest checkpoint in a folder of checkpoints that is whole; 0 when there is none.
+
+    Its manifest and the sizes of its files are right, and `inspect` has nothing against it; bytes are not read.
+    """
+    for candidate in candidates(folder):
+        _, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
+        if not problems:
+            return candidate.step
+    return 0
 
 
 def _wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:

@@ -45,6 +45,9 @@ from megaspec.core.faults import reach
 
 T = TypeVar("T")
 
+# Where no good checkpoint is left of a run that may as well begin again.
+START_ANEW = "restore one from a backup or remove the folder to start anew"
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -117,14 +120,16 @@ class Store:
                     remove_tree(saving)
         return self.folder / folders.step_name(step)
 
-    def newest_good(self, comm: Comm, *, repair: bool = True, inspect: Inspect = no_objections) -> Reader | None:
+    def newest_good(
+        self, comm: Comm, *, repair: bool = True, inspect: Inspect = no_objections, way_out: str = START_ANEW
+    ) -> Reader | None:
         """Open the newest checkpoint that is good in every byte and that `inspect` has nothing against; ranks share the
         work. None when none was saved.
 
         `repair`: put bad ones into quarantine and finish what a crash interrupted; to be false in a process that does
         not hold the run's lock. What `inspect` objects to goes into quarantine once a good one is found: where there is
         none, the fault may lie in the run's own files, and everything stays. Raises CheckpointError when there is none,
-        saying what was found in each, and when this machine or version can't read one.
+        saying what was found in each and the `way_out`, and when this machine or version can't read one.
         """
         found: dict[str, str] = {}
         moved: dict[str, str] = {}
@@ -158,7 +163,6 @@ class Store:
         if not found and not earlier:
             return None
         found = found or {f"{folders.QUARANTINE}/{name}": reason for name, reason in earlier.items()}
-        way_out = "restore one from a backup or remove the folder to start anew"
         lines = "\n".join(_listed(found, moved)).split("\n")
         raise CheckpointError([f"{self.folder}: no good checkpoint is left; {way_out}", *lines])
 

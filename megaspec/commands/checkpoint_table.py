@@ -7,7 +7,7 @@ from megaspec.checkpoint.examine import examine, no_objections
 from megaspec.checkpoint.folders import CHECKPOINTS, Candidate, candidates, quarantined
 from megaspec.checkpoint.format import Manifest
 from megaspec.core.errors import CheckpointError, printable
-from megaspec.run_folder import is_run, own_checkpoint, read_run
+from megaspec.run_folder import is_run, own_checkpoint, read_run, refuse_unfinished_fork
 
 _HEADINGS = ("step", "generation", "tensors", "files", "MB", "state")
 
@@ -18,6 +18,7 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     `deep`: every byte is read, else manifests and sizes only, and those in quarantine are shown. `step`: only that one.
     CheckpointError: there is none.
     """
+    refuse_unfinished_fork(run_dir)
     folder = run_dir / CHECKPOINTS
     is_in_run = is_run(run_dir)
     inspect = own_checkpoint(read_run(run_dir).spec) if is_in_run else no_objections

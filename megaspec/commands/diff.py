@@ -20,7 +20,7 @@ from megaspec.core.problems import show
 from megaspec.core.terminal import escape, terminal
 from megaspec.estimate.target import Target
 from megaspec.rules.difference import Change, differences, verdict
-from megaspec.run_folder import is_run, read_run, read_target
+from megaspec.run_folder import is_run, read_run, read_target, refuse_unfinished_fork
 from megaspec.spec import Spec
 
 _PARTS = ((True, "what is computed"), (False, "how"))
@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def side(text: str, config_dirs: Sequence[str | Path] = ()) -> Side:
     """What a word of the command line names. RecipeError, CheckpointError: nothing, or something damaged."""
     folder = Path(text)
+    refuse_unfinished_fork(folder)
     if is_run(folder):
         return Side(text, read_run(folder).spec, read_target(folder))
     if os.path.lexists(folder / MANIFEST):

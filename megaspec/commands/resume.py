@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megaspec.checkable import PartlyError
-from megaspec.checkpoint.lock import RunLock
-from megaspec.commands.starting import Prepared, prepare_resume, start, warn_of_memory
+from megaspec.commands.starting import Prepared, lock_new, prepare_resume, start, warn_of_memory
 from megaspec.compose.compose import Composed, recompose
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
@@ -18,9 +18,10 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import fork
-from megaspec.run_folder import copy_checkpoint, make_folder, newest_good, read_run, write_run
+from megaspec.rules.belonging import fork_point
+from megaspec.run_folder import make_fork, newest_good, read_run, refuse_unfinished_fork
 from megaspec.search.fits import MEMORY, start_problems
-from megaspec.spec import ForkPoint, Spec
+from megaspec.spec import Spec
 
 
 def add_parser(commands: Any) -> None:
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, new: str, *, memory: str) -> Prepared:
     place = Path(new) if "/" in new else source.parent / new
+    refuse_unfinished_fork(place)
     fields = composed.recipe.model_dump(mode="json") | {"run_dir": str(place)}
     if fields["name"] == old.name:
         fields["name"] = place.name
@@ -63,7 +65,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     for what in good.passed_over:
         print(printable(f"megaspec: a checkpoint is not good: {what}"), file=sys.stderr)
     state = good.manifest.state
-    began = ForkPoint(manifest=good.manifest.digest, step=good.manifest.step, tokens=state["tokens"])
+    began = fork_point(good.manifest)
     facts = gather_facts(recipe)
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = fork(
@@ -78,9 +80,11 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
         refused=refused,
     )
     warn_of_memory(spec, target)
-    make_folder(place)
-    lock = RunLock(place).acquire()
-    copy_checkpoint(good.candidate, good.manifest, place)
-    write_run(place, recipe, target, spec)
+    lock = lock_new(place, goes_on=False)
+    assert lock is not None, "a new run without its lock"
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        make_fork(place, source, good, recipe, target, spec)
+        stack.pop_all()
     print(printable(f"{place} starts from step {began.step} of {source}"))
     return Prepared(place, spec, lock)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from megaspec.checkpoint.lock import RunLock
 from megaspec.compose.compose import Composed
-from megaspec.core.errors import HangError, MegaspecError, RecipeError, printable
+from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
 from megaspec.core.terminal import terminal
 from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher import exit_file
+from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
 from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
@@ -22,7 +23,16 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import resume
-from megaspec.run_folder import is_run, make_folder, newest_step, read_run, refuse_links, write_run
+from megaspec.run_folder import (
+    is_run,
+    make_folder,
+    newest_step,
+    read_run,
+    refuse_links,
+    refuse_lost_fork,
+    saved_in_words,
+    write_run,
+)
 from megaspec.search.fits import memory_warning, start_problems
 from megaspec.spec import Spec
 from megaspec_launchers.environment import rank_from_environment
@@ -49,10 +59,11 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
 
         def make() -> str:
             prepared = prepare(target)
-            _record(prepared.folder)
-            _show(prepared.spec, target)
-            if prepared.lock is not None:
-                prepared.lock.release()
+            with before_leaving(partial(_ended, prepared, Preempted.exit_code)):
+                _record(prepared.folder)
+                _show(prepared.spec, target)
+                if prepared.lock is not None:
+                    prepared.lock.release()
             return str(prepared.folder)
 
         return join(make, **vars(place))
@@ -60,6 +71,8 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:
         stack.callback(prepared.lock.release)
+        # a request to stop that comes before ranks listen to one, or after: the file says then how this start ended
+        stack.enter_context(before_leaving(partial(_ended, prepared, Preempted.exit_code)))
         _record(prepared.folder)
         _show(prepared.spec, target)
         try:
@@ -77,9 +90,7 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
             raise
         code = _ended(prepared, code)
     if code == HangError.exit_code:
-        step = newest_step(prepared.folder)
-        saved = f"step {step} is saved" if step else "no step was saved yet"
-        print(printable(f"megaspec: {saved}; megaspec resume {prepared.folder} goes on"), file=sys.stderr)
+        print(printable(f"megaspec: {saved_in_words(prepared.folder)}"), file=sys.stderr)
     return code
 
 
@@ -92,14 +103,14 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     warn_of_memory(spec, target)
     place = Path(spec.run_dir)
-    lock = _lock_new(place, goes_on=folder is not None)
+    lock = lock_new(place, goes_on=folder is not None)
     if lock is None:
         return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
     write_run(place, composed.recipe, target, spec)
     return Prepared(place, spec, lock)
 
 
-def _lock_new(place: Path, *, goes_on: bool) -> RunLock | None:
+def lock_new(place: Path, *, goes_on: bool) -> RunLock | None:
     """The lock of a run that is to be made. RecipeError: the folder is in use.
 
     None with `goes_on` (resume=auto) where another job has made the run since this one looked.
@@ -126,6 +137,7 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
     with ExitStack() as stack:
         stack.callback(lock.release)
         old = read_run(folder).spec
+        refuse_lost_fork(folder, old)
         done = newest_step(folder)
         refused = partial(start_problems, target=target, origins=origins, memory=memory)
         spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)

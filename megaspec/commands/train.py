@@ -9,7 +9,7 @@ from megaspec.compose.words import compose_words, take, tell_left_out, words_par
 from megaspec.estimate.target import Target, detect_target
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import planned_run_dir
-from megaspec.run_folder import is_run
+from megaspec.run_folder import is_run, refuse_unfinished_fork
 from megaspec.search.fits import MEMORY
 from megaspec.sweep.multirun import multirun
 
@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> int:
     def prepare(target: Target) -> Prepared:
         tell_left_out(composed)
         folder = planned_run_dir(composed.recipe)
+        if how == "auto":
+            refuse_unfinished_fork(folder)
         if how == "auto" and is_run(folder):
             return prepare_resume(folder, composed.recipe, composed.origins, target, memory=memory)
         return prepare_new(composed, target, folder if how == "auto" else None, memory=memory)

@@ -39,7 +39,7 @@ MEANINGS = {
     77: "suspected hardware",
     78: "another job has the run",
 }
-# What another rank may have caused: it replaces no end that was written already.
+# What another rank may have caused.
 _WEAK = (0, HANG, 75)
 _LIMIT = 4096
 
@@ -66,10 +66,10 @@ def begin(run_dir: Path, *, step: int) -> None:
 def end(run_dir: Path, code: int, *, step: int) -> int:
     """Says how a start ended. -> the code to end with: `code`, but INTERNAL for one HANG too many in a row.
 
-    Of several ranks that call this the one whose code names a cause is kept.
+    Of several ranks that call this the first whose code names a cause is kept.
     """
     former = read_exit(run_dir)
-    if former is not None and former.code is not None and code in _WEAK:
+    if former is not None and former.code is not None and _weight(code) <= _weight(former.code):
         return code
     failed = 0
     if code in (INTERNAL, HANG):
@@ -82,6 +82,14 @@ def end(run_dir: Path, code: int, *, step: int) -> int:
         print(printable(text), file=sys.stderr, flush=True)
     _write(run_dir, Exit(code, meaning, step, failed, _now()))
     return code
+
+
+def _weight(code: int) -> int:
+    """How much a code says about the cause; an end replaces only one that says less."""
+    if code in _WEAK:
+        return 0
+    # ranks that hear of another's failure through a collective end so, too
+    return 1 if code == INTERNAL else 2
 
 
 def read_exit(run_dir: Path) -> Exit | None:

@@ -3,7 +3,8 @@
 import faulthandler
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -18,6 +19,7 @@ _TRAIN = {"train", "resume"}
 
 _asked: list[int] = []
 _watching: list[int] = []
+_before_leaving: list[Callable[[], object]] = []
 
 
 def leave_on_request(words: Sequence[str]) -> None:
@@ -35,6 +37,21 @@ def leave_on_request(words: Sequence[str]) -> None:
     faulthandler.register(STACKS, file=_STDERR, all_threads=True)
     # held back by who started this process, so that none came before it could be heard
     signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
+
+
+@contextmanager
+def before_leaving(act: Callable[[], object]) -> Iterator[None]:
+    """While entered, a request to stop that ends this process at once, see `leave_on_request`, calls `act` first.
+
+    What has begun outside this process is then brought to an end that others can read. `act` may run between any two
+    statements, so it changes nothing that this process goes on with; what it raises is lost. The last one entered runs
+    first.
+    """
+    _before_leaving.append(act)
+    try:
+        yield
+    finally:
+        _before_leaving.remove(act)
 
 
 def watch_signals() -> None:
@@ -64,7 +81,20 @@ def _note(number: int, _: FrameType | None) -> None:
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:
     text = f"megaspec: {signal.Signals(number).name} while no rank runs: nothing is lost, start again to go on\n"
+    # another request while this one is answered would cut it off
+    for request in REQUESTS:
+        signal.signal(request, signal.SIG_IGN)
     try:
         os.write(_STDERR, text.encode())
     finally:
+        _act_and_leave()
+
+
+def _act_and_leave() -> NoReturn:
+    try:
+        while _before_leaving:
+            act = _before_leaving.pop()
+            act()
+    finally:
+        # also where one raises: who asked does not wait
         os._exit(PREEMPTED)

@@ -20,7 +20,7 @@ from megaspec.rules.case import Case
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import broken_rules, is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec.spec import Decision, ForkPoint, Spec
+from megaspec.spec import Decision, ForkPoint, Origin, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 # Why a run that keeps every rule can't start.
@@ -40,14 +40,14 @@ class Settled:
         """Sequences of the training order that the run reaches; `moved`: see Spec.samples_moved."""
         return BatchSchedule(self.recipe.train, moved=moved).consumed(self.recipe.train.steps)
 
-    def spec(self, segments: tuple[int, ...], *, moved: int = 0, forked_from: ForkPoint | None = None) -> Spec:
+    def spec(self, segments: tuple[int, ...], *, moved: int = 0, forked_from: Origin = None) -> Spec:
         """The Spec, its training order cut into `segments` (sequences each); `moved`: see Spec.samples_moved."""
         fields = self.recipe.model_dump(mode="json") | {
             "world_size": world_size(self.recipe.parallelism.degrees),
             "device": self.target.device,
             "segments": segments,
             "samples_moved": moved,
-            "forked_from": None if forked_from is None else forked_from.model_dump(mode="json"),
+            "forked_from": forked_from.model_dump(mode="json") if isinstance(forked_from, ForkPoint) else forked_from,
             "data_order": ORDER_VERSION,
             "data_fingerprint": self.data_fingerprint,
             "decisions": [d.model_dump(mode="json") for d in self.decisions],

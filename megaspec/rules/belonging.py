@@ -2,9 +2,12 @@
 
 A checkpoint of the run was saved under the same experiment (difference.py), whatever was free to change since then. Two
 runs of one experiment with the same data order are the same run. A fork begins with a checkpoint of another: the very
-one that its Spec names.
+one that its Spec names. Other checkpoints of that run are no more the fork's own than those of a third.
+
+Specs of earlier versions do not note whether their run began as a fork. Nothing that follows is claimed then.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -15,8 +18,8 @@ from megaspec.checkpoint.format import LARGEST_NUMBER, Manifest, StoredTensor
 from megaspec.core.errors import printable
 from megaspec.core.problems import show
 from megaspec.precision.spec import Fp16Precision
-from megaspec.rules.difference import Change, differences
-from megaspec.spec import Spec
+from megaspec.rules.difference import Change, differences, experiment_of
+from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 MOST_KEYS = 3
@@ -24,9 +27,50 @@ MOST_KEYS = 3
 LARGEST_SCALE = 2.0**128
 
 
+def run_identity(saved: Mapping[str, Any]) -> str:
+    """SHA-256 of what is the same in all checkpoints of one run and in none of another's.
+
+    `saved`: the Spec of a manifest as it was written. Not as this version reads it: a field that came later would make
+    another run of it.
+    """
+    segments = saved.get("segments") or ()
+    fixed = {
+        "experiment": experiment_of(saved),
+        "data_fingerprint": saved.get("data_fingerprint", ""),
+        "data_order": saved.get("data_order", 1),
+        "samples_moved": saved.get("samples_moved", 0),
+        "forked_from": saved.get("forked_from", UNKNOWN_ORIGIN),
+        # a longer training appends to them
+        "first_segment": segments[:1],
+    }
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+
+def fork_point(manifest: Manifest) -> ForkPoint:
+    """Where a fork begins that takes this checkpoint."""
+    return ForkPoint(
+        source=run_identity(manifest.spec),
+        manifest=manifest.digest,
+        step=manifest.step,
+        tokens=manifest.state["tokens"],
+    )
+
+
 def is_fork_point(manifest: Manifest, run: Spec) -> bool:
     """True for the checkpoint from which a fork began."""
-    return run.forked_from is not None and run.forked_from.manifest == manifest.digest
+    return isinstance(run.forked_from, ForkPoint) and run.forked_from.manifest == manifest.digest
+
+
+def began_as_fork(run: Spec) -> bool:
+    """True for a run that surely did not begin with weights from the seed. Earlier versions note only some forks."""
+    return isinstance(run.forked_from, ForkPoint) or run.samples_moved != 0
+
+
+def fork_again(run: Spec) -> str:
+    """The way out for a fork of which no good checkpoint is left: from step 0 it would be another run."""
+    step = f"step {run.forked_from.step}" if isinstance(run.forked_from, ForkPoint) else "a step"
+    text = f"this run began as a fork, from {step} of another run, and can't start from step 0; put a checkpoint back, "
+    return f"{text}or delete {run.run_dir} and fork again: megaspec resume SOURCE --fork {run.run_dir}"
 
 
 def objections(manifest: Manifest, run: Spec) -> list[str]:
@@ -48,11 +92,24 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
         listed = ", ".join(f"{c.key}={_short(c.was)} (this run: {_short(c.now)})" for c in changes[:MOST_KEYS])
         more = f" and {len(changes) - MOST_KEYS} more" if len(changes) > MOST_KEYS else ""
         text = (
-            f"it is a checkpoint of another run, {saved.run_dir}: {listed}{more}; put it back there, and start a run "
+            f"{_whose(manifest, saved, run)}: {listed}{more}; put it back there, and start a run "
             f"from it with megaspec resume {saved.run_dir} --fork NEW"
         )
         return [printable(text)]
     return _misplaced(manifest, saved) or _wrong_generators(manifest.tensors, saved)
+
+
+def _whose(manifest: Manifest, saved: Spec, run: Spec) -> str:
+    """Whose a foreign checkpoint is, as far as this run's Spec tells."""
+    origin = run.forked_from
+    if isinstance(origin, ForkPoint) and origin.source == run_identity(manifest.spec):
+        text = f"it belongs to the run that this was forked from, {saved.run_dir}, and is not the checkpoint of step "
+        return f"{text}{origin.step} with which the fork began"
+    text = f"it is a checkpoint of another run, {saved.run_dir}"
+    if origin == UNKNOWN_ORIGIN:
+        text += " (or of the one that this was forked from, if it was: "
+        text += "its Spec is of an earlier version, which did not note it)"
+    return text
 
 
 def _short(value: Any) -> str:
@@ -66,7 +123,7 @@ def _foreign(saved: Spec, run: Spec) -> list[Change]:
     # Here also where one has none: what a run was saved with stays as it is.
     if saved.data_fingerprint != run.data_fingerprint:
         found.append(Change("data_fingerprint", saved.data_fingerprint, run.data_fingerprint, True))
-    if saved.forked_from != run.forked_from:
+    if not _may_have_one_origin(saved, run):
         found.append(Change("forked_from", _origin(saved), _origin(run), True))
     # A longer training appends segments and never changes one.
     if saved.segments != run.segments[: len(saved.segments)]:
@@ -74,8 +131,17 @@ def _foreign(saved: Spec, run: Spec) -> list[Change]:
     return found
 
 
-def _origin(spec: Spec) -> dict[str, Any] | None:
-    return None if spec.forked_from is None else spec.forked_from.model_dump(mode="json")
+def _may_have_one_origin(saved: Spec, run: Spec) -> bool:
+    """Whether two Specs may be of runs that began with the same weights, as far as they tell."""
+    if saved.forked_from == run.forked_from:
+        return True
+    # A version that notes where a fork began notes it in all its files, so that no fork's are among the unknown ones.
+    is_unknown = UNKNOWN_ORIGIN in (saved.forked_from, run.forked_from)
+    return is_unknown and None in (saved.forked_from, run.forked_from)
+
+
+def _origin(spec: Spec) -> Any:
+    return spec.forked_from.model_dump(mode="json") if isinstance(spec.forked_from, ForkPoint) else spec.forked_from
 
 
 def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
@@ -86,15 +152,23 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
         return [printable(f"state: expected the keys {sorted(keys)}, found {sorted(state)[:8]}")]
     schedule = BatchSchedule(saved.train, moved=saved.samples_moved)
     samples = schedule.consumed(step)
-    first_step, first_tokens = 0, 0
-    if saved.forked_from is not None:
-        first_step, first_tokens = saved.forked_from.step, saved.forked_from.tokens
+    first_step = 0
+    first_tokens = 0
+    if isinstance(saved.forked_from, ForkPoint):
+        first_step = saved.forked_from.step
+        first_tokens = saved.forked_from.tokens
     most_tokens = first_tokens + (samples - schedule.consumed(first_step)) * saved.data.seq_len
+    # Without a loss scale each step of the run itself updates the weights or ends it. A fork's source may have had one.
+    least_updates = 0 if isinstance(saved.precision, Fp16Precision) else max(0, step - first_step)
+    if saved.forked_from == UNKNOWN_ORIGIN:
+        # What the source of a fork had learned from and skipped, if there was one.
+        most_tokens = LARGEST_NUMBER
+        least_updates = 0
     problems = [
         *_outside(state, "step", step, step),
         *_outside(state, "samples", samples, samples),
         *_outside(state, "tokens", first_tokens, most_tokens),
-        *_outside(state, "optimizer_updates", 0, step),
+        *_outside(state, "optimizer_updates", least_updates, step),
     ]
     if samples > sum(saved.segments):
         problems.append(f"state: samples={samples} lie behind the {sum(saved.segments)} of its training order")

@@ -77,6 +77,16 @@ def changed(was: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, An
         yield prefix, was, now
 
 
+def experiment_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Path -> value of everything in a recipe or Spec, as plain data, that is the experiment."""
+    recipe = {name: content[name] for name in Recipe.model_fields if name in content}
+    found = {}
+    for key, value in leaves(recipe):
+        if not is_free(key, content) and not _is_below(key, NAMES):
+            found[key] = value
+    return found
+
+
 def differences(was: Recipe, now: Recipe) -> list[Change]:
     """Everything in which two recipes differ, names left out. Of two Specs also the data that they were resolved with
     and the place in its order."""

@@ -12,8 +12,8 @@ import torch
 
 from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.format import Manifest
-from megaspec.checkpoint.store import Store
-from megaspec.core.errors import Preempted, printable
+from megaspec.checkpoint.store import START_ANEW, Store
+from megaspec.core.errors import CheckpointError, Preempted, printable
 from megaspec.core.faults import reach
 from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
 from megaspec.data.source import Source
@@ -23,13 +23,14 @@ from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepD
 from megaspec.log.sinks import METRICS
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
-from megaspec.rules.belonging import objections
+from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.runtime.build import Built, initialise
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
 from megaspec.runtime.step import StepResult, evaluate, train_step
+from megaspec.spec import UNKNOWN_ORIGIN
 from megaspec.train.batch_schedule import BatchSchedule
 
 Mark = float | torch.cuda.Event
@@ -110,12 +111,19 @@ class Run:
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
 
     def start(self) -> None:
-        """Goes on from the newest good checkpoint, or starts the weights from the seed."""
-        reader = self.store.newest_good(self.comm, inspect=self._objections)
+        """Goes on from the newest good checkpoint, or starts the weights from the seed.
+
+        CheckpointError: there is no good one, though some were saved or the run began as a fork.
+        """
+        spec = self.built.spec
+        is_fork = began_as_fork(spec)
+        way_out = fork_again(spec) if is_fork else START_ANEW
+        reader = self.store.newest_good(self.comm, inspect=self._objections, way_out=way_out)
+        if reader is None and is_fork:
+            raise CheckpointError(f"{self.store.folder}: no checkpoint is left; {way_out}")
         if reader is None:
-            if self.comm.rank == 0 and (self.run_dir / METRICS).exists():
-                text = f"megaspec: {self.run_dir} has no checkpoint: starting from step 0"
-                print(printable(text), file=sys.stderr, flush=True)
+            if self.comm.rank == 0:
+                self._tell_new_start()
             initialise(self.built)
             return
         if self.comm.rank == 0:
@@ -125,6 +133,16 @@ class Run:
             self.step, self.tokens = reader.state["step"], reader.state["tokens"]
             self.scaler.load_state(reader.state["loss_scale"])
             self.last_saved = self.step
+
+    def _tell_new_start(self) -> None:
+        """Says on stderr that a run which was under way before, or may have been, starts with weights from the seed."""
+        text = f"megaspec: {self.run_dir} has no checkpoint: starting from step 0"
+        if self.built.spec.forked_from == UNKNOWN_ORIGIN:
+            text += "; its Spec is of an earlier version, which did not note whether it began as a fork: "
+            text += "if it did, stop it, delete it and fork again"
+        elif not (self.run_dir / METRICS).exists():
+            return
+        print(printable(text), file=sys.stderr, flush=True)
 
     def _objections(self, manifest: Manifest) -> list[str]:
         """Why this rank can't go on from a checkpoint."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
+from megaspec.checkpoint.examine import Inspect, newest_whole, no_objections
+from megaspec.checkpoint.folders import CHECKPOINTS
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
 from megaspec.core.bounded_json import MAX_BYTES
@@ -28,6 +31,7 @@ from megaspec.log.prediction import Prediction
 from megaspec.log.sinks import open_sinks
 from megaspec.parallelism.group_memory import outside_torch
 from megaspec.plugins import load, loaded
+from megaspec.rules.belonging import objections
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
@@ -135,8 +139,9 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
         record: Callable[[int], object] = ignore_code
         if lock_token is None:
             # no launcher of ours reads the exit codes of these ranks
-            token = on_first(comm, lambda: begin(run_dir, lock))
-            record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank)).record
+            own = partial(objections, run=spec)
+            token = on_first(comm, lambda: begin(run_dir, lock, own))
+            record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank, own)).record
         timeout = timedelta(seconds=me.timeout_seconds)
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
@@ -159,26 +164,22 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             run.emit(RunEnded(step=run.step, how=how))
 
 
-def newest_saved(run_dir: Path) -> int:
-    """The step of the newest checkpoint, 0 when there is none."""
-    return max(Store(run_dir).steps(), default=0)
-
-
-def begin(run_dir: Path, lock: RunLock | None) -> int:
+def begin(run_dir: Path, lock: RunLock | None, inspect: Inspect) -> int:
     """Rank 0: says in the run folder that a start is under way. -> the lock's token, by which all ranks know it."""
     assert lock is not None, "rank 0 without the run's lock"
-    exit_file.begin(run_dir, step=newest_saved(run_dir))
+    exit_file.begin(run_dir, step=newest_whole(run_dir / CHECKPOINTS, inspect))
     return lock.token
 
 
 class Ending:
     """While entered: how this rank ends goes into the run folder, for who does not see its exit code.
 
-    Nothing is written once the `lock` went to another job.
+    Nothing is written once the `lock` went to another job. `inspect`: what the run has against a checkpoint; one that
+    is not its own is no step that was saved.
     """
 
-    def __init__(self, lock: RunLock, rank: int):
-        self._lock, self._rank = lock, rank
+    def __init__(self, lock: RunLock, rank: int, inspect: Inspect = no_objections):
+        self._lock, self._rank, self._inspect = lock, rank, inspect
         self._killed_before = memory_kills()
 
     def __enter__(self) -> "Ending":
@@ -199,7 +200,8 @@ class Ending:
         now = memory_kills()
         if code == HangError.exit_code and now is not None and now != self._killed_before:
             code = MemoryRunOut.exit_code  # the rank that is missed was killed for it
-        exit_file.end(self._lock.run_dir, code, step=newest_saved(self._lock.run_dir))
+        run_dir = self._lock.run_dir
+        exit_file.end(run_dir, code, step=newest_whole(run_dir / CHECKPOINTS, self._inspect))
 
 
 @contextmanager

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megaspec.checkpoint.lock import RunLock
+from megaspec.launcher.exit_file import read_exit
+from megaspec.run_folder import is_run
+from tests.faults.runs import go, make_run, recipe
 from tests.faults.test_stop import ROOT
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in (".", "kernels", "launchers"))}
@@ -62,6 +66,61 @@ def test_while_a_point_of_a_sweep_becomes_its_run(tmp_path):
     code, said = ended(job)
     assert code == 75, said
     assert "SIGTERM while no rank runs" in said
+
+
+ASKED_THERE = """
+import os, signal, sys
+from megaspec.launcher.stop import leave_on_request
+
+place, words = sys.argv[1], sys.argv[2:]
+leave_on_request(words)
+from megaspec import cli, run_folder
+from megaspec.commands import starting
+
+module = run_folder if hasattr(run_folder, place) else starting
+itself = getattr(module, place)
+
+def asked(*args, **keywords):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return itself(*args, **keywords)
+
+setattr(module, place, asked)
+sys.exit(cli.main(words))
+"""
+
+
+def asked_at(place: str, *words: str) -> tuple[int, str]:
+    """A command line that is asked to stop as it comes to a function of commands/starting.py or run_folder.py."""
+    return ended(python("-c", ASKED_THERE, place, *words))
+
+
+@pytest.mark.parametrize("place", ["write_environment", "print_plan", "launch", "_ended"])
+def test_a_start_that_has_begun_says_how_it_ended(tmp_path, factory, monkeypatch, place):
+    run = make_run(tmp_path / "run", recipe(steps=6))
+    if place == "_ended":
+        # ranks of its own, to their end
+        assert go(run, factory) == 0
+    code, said = asked_at(place, "resume", str(run), "parallelism.tp=1", "parallelism.dp_replicate=2")
+    assert code == 75, said
+    assert "SIGTERM while no rank runs" in said
+    ended_so = read_exit(run)
+    assert (ended_so.code, ended_so.step) == (75, 6 if place == "_ended" else 0)
+    # the lock's holder is gone, so that it is free at once
+    with RunLock(run):
+        pass
+
+
+def test_a_fork_that_is_asked_to_stop_can_be_started_again(tmp_path, factory, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = make_run(Path("run"), recipe(steps=6))
+    assert go(run, factory) == 0
+    for place in ("_read_block", "publish", "predict"):
+        code, said = asked_at(place, "resume", "run", "--fork", "child", "train.steps=8")
+        assert code == 75, said
+        assert sorted({p.name for p in Path("child").iterdir()} - {"recipe.json", "target.json"}) == ["lock"], place
+    code, said = asked_at("_show", "resume", "run", "--fork", "child", "train.steps=8")
+    assert (code, read_exit(Path("child")).code) == (75, 75), said
+    assert is_run(Path("child"))
 
 
 def test_while_a_rank_of_torchrun_waits_for_the_first(tmp_path):

@@ -62,6 +62,13 @@ def test_a_folder_that_cannot_be_written_costs_no_run(tmp_path, capsys):
     assert f"gone/{EXIT_FILE}" in capsys.readouterr().err
 
 
+def test_a_start_of_several_ranks_counts_as_one_failure(tmp_path):
+    begin(tmp_path, step=0)
+    for _ in range(4):
+        assert end(tmp_path, 70, step=0) == 70
+    assert read_exit(tmp_path).in_a_row == 1
+
+
 def ends(lock, rank, error):
     """A rank ends with an error, or well with None."""
     if error is None:
@@ -81,6 +88,10 @@ def ends(lock, rank, error):
         ([(1, IndexError("a bug")), (0, HangError("rank 1 is gone"))], 70),
         ([(0, HangError("rank 2 is gone")), (1, HangError("rank 2 is gone"))], 74),
         ([(0, CheckpointError("damaged")), (1, CheckpointError("damaged"))], 66),
+        # the first of several causes, and none that only hears of another
+        ([(1, DataError("damaged")), (0, CheckpointError("damaged"))], 65),
+        ([(1, DataError("damaged")), (0, IndexError("told by rank 1"))], 65),
+        ([(1, IndexError("told by rank 0")), (0, DataError("damaged"))], 65),
         # a rank's own end well says nothing: the first has to have ended well, too
         ([(1, None)], None),
     ],

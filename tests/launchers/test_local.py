@@ -80,6 +80,25 @@ def test_the_first_cause_is_named_when_survivors_end_before_it(tmp_path, factory
     assert ("IndexError: a plug-in's bug on purpose" in said) == ("crash late" in codes)
 
 
+class SilentFactory:
+    """Ranks that hear no signal any more."""
+
+    def signal(self, pid: int, number: int, *, group: bool = False) -> None:
+        """Sends nothing."""
+
+
+def test_a_rank_that_was_dead_before_it_was_signalled_is_no_survivor(tmp_path):
+    """Both ended before either was heard of; what the launcher does at the first is no reason for the second."""
+    attempt = local._Attempt(str(tmp_path), "", {}, SilentFactory(), None, lambda: True, 5.0, 5.0)
+    attempt.running = {10: local._Rank(0, 10), 11: local._Rank(1, 11), 12: local._Rank(2, 12)}
+    before = time.monotonic()
+    attempt._ended({"ended": 10, "code": 74, "signal": None, "at": before})
+    attempt._ended({"ended": 11, "code": None, "signal": signal.SIGTERM, "at": before})
+    attempt._ended({"ended": 12, "code": None, "signal": signal.SIGTERM, "at": time.monotonic()})
+    assert [end.by_launcher for end in attempt.ends] == [False, False, True]
+    assert str(local.judge(attempt.ends).cause) == "rank 1 was killed by SIGTERM"
+
+
 def test_user_errors_print_no_traceback_and_bugs_do(tmp_path, factory, capfd):
     run(tmp_path, factory, "codes", 2, codes=["wait", "bad data"])
     said = capfd.readouterr().err

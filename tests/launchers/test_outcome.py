@@ -36,7 +36,7 @@ def by_launcher(rank, number=signal.SIGKILL, **standing):
         # a rank that crashed takes its time to end; those that miss it are gone before
         ([RankEnd(0, 74), RankEnd(1, 1)], 70, 1),
         ([RankEnd(0, 75), by_launcher(1)], 74, 1),
-        ([by_launcher(1), by_launcher(0)], 74, 1),
+        ([by_launcher(1), by_launcher(0)], 74, 0),
         ([RankEnd(0, 74), RankEnd(1, 66)], 66, 1),
         ([killed(0), RankEnd(1, 73)], 73, 1),
     ],
@@ -80,6 +80,40 @@ def test_the_first_cause_is_named_in_every_order(what):
     for ends in itertools.permutations([first, *others]):
         assert judge(ends).cause == first
         assert judge(ends).code == code
+
+
+def test_of_several_causes_the_first_is_named():
+    """By the time at which it ended, whatever its rank and the order in which it is heard of."""
+    ends = [
+        RankEnd(0, 76, ended_at=5.2),
+        RankEnd(3, 65, ended_at=5.1),
+        RankEnd(1, 73, ended_at=5.3),
+        # a survivor that was asked to end, and is found at the first look
+        RankEnd(2, None, signal.SIGTERM, by_launcher=True, ended_at=5.1),
+        killed(4),
+    ]
+    for order in itertools.permutations(ends):
+        assert judge(order).cause == RankEnd(3, 65, ended_at=5.1)
+        assert judge(order).code == 65
+
+
+@pytest.mark.parametrize("kind", ["named", "crash", "killed", "aborted", "collective"])
+def test_where_times_do_not_order_causes_the_lowest_rank_is_named(kind):
+    code = {"named": 66, "crash": 1, "collective": 74}.get(kind)
+    number = {"killed": signal.SIGKILL, "aborted": signal.SIGABRT}.get(kind)
+    causes = [RankEnd(rank, code, number, ended_at=7.0) for rank in (1, 2, 3)]
+    survivor = RankEnd(0, None, signal.SIGTERM, by_launcher=True, ended_at=7.0)
+    for order in itertools.permutations([*causes, survivor]):
+        assert judge(order).cause.rank == 1
+
+
+def test_ranks_that_were_killed_because_they_hung_are_not_ordered_by_when_they_were_killed():
+    ends = [
+        RankEnd(2, None, signal.SIGKILL, by_launcher=True, ended_at=1.0),
+        RankEnd(1, None, signal.SIGKILL, by_launcher=True, ended_at=2.0),
+    ]
+    for order in itertools.permutations(ends):
+        assert judge(order).cause.rank == 1
 
 
 def test_what_a_death_makes_others_do_is_no_cause():

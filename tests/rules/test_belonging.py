@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from megaspec import cli
 from megaspec.checkpoint.codec import decode
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.folders import candidates
-from megaspec.checkpoint.format import MANIFEST
+from megaspec.checkpoint.format import MANIFEST, Manifest
+from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.shard import SavedPiece
 from megaspec.checkpoint.store import Store
 from megaspec.commands import starting
 from megaspec.core.errors import CheckpointError
-from megaspec.rules.belonging import objections
+from megaspec.launcher.exit_file import read_exit
+from megaspec.rules.belonging import objections, run_identity
 from megaspec.rules.difference import is_free
 from megaspec.run_folder import newest_good, newest_step
 from megaspec.runtime.build import Built
 from megaspec.runtime.loop import Run
+from megaspec.runtime.rank import begin
 from megaspec.runtime.state import misfits
-from megaspec.spec import Spec
+from megaspec.spec import ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 from tests.checkpoint.test_format import seal
 from tests.runtime.lives import build_here
@@ -171,9 +175,10 @@ def test_a_fork_takes_the_checkpoint_that_it_began_with_and_no_other_of_its_pare
     (step_of(Path("child"), 14) / MANIFEST).write_bytes(restep(Path("kept"), 14))
     shutil.copytree(step_of(Path("child"), 12), step_of(parent, 12))
     capsys.readouterr()
-    for folder in ("child", "parent"):
+    whose = "it belongs to the run that this was forked from, parent, and is not the checkpoint of step 4 with which"
+    for folder, said in (("child", whose), ("parent", "it is a checkpoint of another run, child: ")):
         assert cli.main(["checkpoint", "verify", folder]) == 66
-        assert "it is a checkpoint of another run" in capsys.readouterr().out
+        assert said in capsys.readouterr().out
     assert newest_step(Path("child")) == 12
     assert newest_step(parent) == 4
 
@@ -189,6 +194,196 @@ def test_a_fork_that_changes_nothing_is_a_run_of_its_own(tmp_path, monkeypatch) 
     manifest = decode(step_of(Path("child"), 8).joinpath(MANIFEST).read_bytes(), "")
     (line,) = objections(manifest, Spec.model_validate_json((parent / "spec.json").read_text()))
     assert "forked_from=" in line
+
+
+def emptied(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
+def of_no_checkpoint(folder: Path) -> None:
+    for path in (folder / "checkpoints").iterdir():
+        shutil.rmtree(path)
+
+
+def without_files(folder: Path) -> None:
+    for file in (folder / "checkpoints").rglob("*.safetensors"):
+        file.unlink()
+
+
+def in_quarantine(folder: Path) -> None:
+    (folder / "checkpoints" / "quarantine").mkdir()
+    step_of(folder, 6).rename(folder / "checkpoints" / "quarantine" / "step-00000006-1")
+
+
+def bit_flipped(folder: Path) -> None:
+    (file,) = step_of(folder, 6).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [emptied, of_no_checkpoint, without_files, in_quarantine, bit_flipped])
+def test_a_fork_without_a_good_checkpoint_never_starts_from_the_seed(harm, run, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: started.append(1) or 0)
+    shutil.rmtree("run/checkpoints/step-00000002")
+    source = make_run(Path("source"), STEPS)
+    Path("run/checkpoints").rename(source / "checkpoints")
+    assert cli.main(["resume", "source", "--fork", "child", "train.steps=8"]) == 0
+    child = Spec.model_validate_json(Path("child/spec.json").read_text())
+    harm(Path("child"))
+    # the command, unless it takes reading every byte, which ranks do
+    started.clear()
+    said = r"this run began as a fork, from step 6 of another run, and can't start from step 0"
+    again = "delete child and fork again: megaspec resume SOURCE --fork child"
+    commands = [["resume", "child"], ["train", "recipe=hello", "run_dir=child", "resume=auto"]]
+    for words in commands[: 0 if harm is bit_flipped else 2]:
+        assert cli.main(words) == 66
+        err = capsys.readouterr().err
+        assert said in err
+        assert again in err
+    assert not started
+    # a rank
+    with pytest.raises(CheckpointError, match=said) as caught:
+        go_on(child, Path("child"))
+    assert again in str(caught.value)
+    assert caught.value.exit_code == 66
+
+
+def test_an_earlier_run_that_has_no_checkpoint_starts_with_a_word(tmp_path, capsys) -> None:
+    unknown = spec(STEPS).model_copy(update={"forked_from": "unknown"})
+    assert go_on(unknown, tmp_path).step == 0
+    assert "did not note whether it began as a fork: if it did, stop it" in capsys.readouterr().err
+    # some forks show all the same
+    with pytest.raises(CheckpointError, match="this run began as a fork, from a step of another run"):
+        go_on(unknown.model_copy(update={"samples_moved": 4}), tmp_path)
+    assert go_on(spec(STEPS), tmp_path).step == 0
+    assert capsys.readouterr().err == ""
+
+
+def cut_short(folder: Path) -> None:
+    (file,) = step_of(folder, 6).glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def half_removed(folder: Path) -> None:
+    (step_of(folder, 6) / MANIFEST).unlink()
+
+
+def of_another_run(folder: Path) -> None:
+    shutil.rmtree(step_of(folder, 2))
+    put_foreign(folder, spec(STEPS | {"train.seed": 7}), step=8)
+    shutil.rmtree(step_of(folder, 6))
+
+
+@pytest.mark.parametrize("harm", [cut_short, half_removed, of_another_run])
+def test_the_step_that_is_named_as_saved_is_a_whole_checkpoint(harm, run, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = make_run(Path("mine"), STEPS)
+    (run / "checkpoints").rename(mine / "checkpoints")
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 74)
+    assert cli.main(["resume", "mine"]) == 74
+    assert "megaspec: step 6 is saved; megaspec resume mine goes on" in capsys.readouterr().err
+    harm(mine)
+    assert cli.main(["resume", "mine"]) == 74
+    said = capsys.readouterr()
+    assert "megaspec: step 4 is saved; megaspec resume mine goes on" in said.err
+    assert "mine after step 4" in said.out
+    assert read_exit(mine).step == newest_step(mine) == 4
+    with RunLock(mine) as lock:
+        begin(mine, lock, lambda manifest: objections(manifest, spec(STEPS)))
+    assert read_exit(mine).step == newest_step(mine)
+
+
+def test_only_the_very_run_that_a_fork_is_from_is_called_so(tmp_path, monkeypatch) -> None:
+    """Not one that differs from it in the experiment alone, in the data, or in how it began."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starting, "launch", lambda *_, **__: 0)
+    parent = make_run(Path("parent"), STEPS)
+    life(parent, Spec.model_validate_json((parent / "spec.json").read_text()))
+    assert cli.main(["resume", "parent", "--fork", "child", "optim.lr=1e-3"]) == 0
+    child = Spec.model_validate_json(Path("child/spec.json").read_text())
+    earlier = decode(step_of(parent, 2).joinpath(MANIFEST).read_bytes(), "")
+    assert child.forked_from.source == run_identity(earlier.spec)
+
+    def said(**changes: Any) -> str:
+        (line,) = objections(replace(earlier, spec=earlier.spec | changes), child)
+        return line
+
+    # what is free to change within a run is, and the run may have moved
+    longer = earlier.spec["train"] | {"steps": 60}
+    for same in ({}, {"train": longer, "segments": [24, 12]}, {"run_dir": "moved", "name": "other"}):
+        assert said(**same).startswith("it belongs to the run that this was forked from")
+    others = [
+        {"train": earlier.spec["train"] | {"seed": 3}},
+        {"segments": [20]},
+        {"data_fingerprint": "0" * 64},
+        {"samples_moved": 8},
+        {"forked_from": {"source": "0" * 64, "manifest": "1" * 64, "step": 1, "tokens": 2}},
+    ]
+    for other in others:
+        assert said(**other).startswith("it is a checkpoint of another run")
+
+
+def unnoted(manifest: Manifest) -> Manifest:
+    """As an earlier version saved it."""
+    content = dict(manifest.spec)
+    del content["forked_from"]
+    return replace(manifest, spec=content)
+
+
+def test_nothing_is_claimed_of_how_an_earlier_version_began(run) -> None:
+    manifest = decode(step_of(run, 6).joinpath(MANIFEST).read_bytes(), "")
+    made = spec(STEPS)
+    unknown = made.model_copy(update={"forked_from": "unknown"})
+    for saved in (manifest, unnoted(manifest)):
+        assert objections(saved, made) == []
+        assert objections(saved, unknown) == []
+    # a fork of a version that notes it noted it in all its checkpoints
+    point = ForkPoint(source="0" * 64, manifest="1" * 64, step=2, tokens=9)
+    fork = made.model_copy(update={"forked_from": point})
+    assert "forked_from=unknown (this run: " in objections(unnoted(manifest), fork)[0]
+    assert "(this run: unknown)" in objections(replace(manifest, spec=fork.model_dump(mode="json")), unknown)[0]
+    # the source of a fork may have learned from more tokens, and skipped updates
+    state = manifest.state | {"tokens": 10**9, "optimizer_updates": 1}
+    assert objections(replace(unnoted(manifest), state=state), unknown) == []
+    assert len(objections(replace(manifest, state=state), made)) == 2
+    other = unknown.model_copy(update={"optim": made.optim.model_copy(update={"lr": 0.5})})
+    assert "or of the one that this was forked from, if it was: its Spec is of an earlier version" in str(
+        objections(manifest, other)
+    )
+
+
+UPDATES = {
+    # nothing is skipped: as many updates as steps
+    "fp32": (STEPS, None, [6], [5, 7, 0]),
+    # only what was done before the fork may have been skipped
+    "fork": (STEPS, 4, [2, 5, 6], [1, 7]),
+    "fp16": (FP16, None, [4, 6], [7, -1]),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_updates_are_as_many_as_steps_where_none_can_be_skipped(name, tmp_path) -> None:
+    changes, forked_at, taken, refused = UPDATES[name]
+    made = spec(changes)
+    life(tmp_path, made)
+    manifest = decode(step_of(tmp_path, 6).joinpath(MANIFEST).read_bytes(), "")
+    if forked_at is not None:
+        point = ForkPoint(source="0" * 64, manifest="1" * 64, step=forked_at, tokens=200)
+        made = made.model_copy(update={"forked_from": point})
+        manifest = replace(manifest, spec=made.model_dump(mode="json"))
+    state = manifest.state
+    if state["loss_scale"] is not None:
+        state = state | {"loss_scale": state["loss_scale"] | {"finite_in_row": 0}}
+
+    def found(updates: int) -> list[str]:
+        return objections(replace(manifest, state=state | {"optimizer_updates": updates}), made)
+
+    assert [found(updates) for updates in taken] == [[]] * len(taken)
+    for updates in refused:
+        assert found(updates)[0].startswith(f"state: optimizer_updates={updates}, expected ")
 
 
 def restep(folder: Path, step: int) -> bytes:
@@ -299,6 +494,10 @@ def test_every_key_of_a_manifest_missing_or_wrong(changes, below, tmp_path) -> N
             change(place, path[-1])
             if not is_taken(built, seal(changed)) or may_be_another(path, body):
                 continue
+            if path == ("spec", "forked_from"):
+                # null is what it says; without it, it is an earlier version's, of which nobody can tell
+                assert name in ("null", "missing")
+                continue
             # A key that says its default may be left out.
             assert Spec.model_validate_json(json.dumps(changed["spec"])) == made, f"{path} {name}"
             for part in ("step", "state", "files", "tensors"):
@@ -316,7 +515,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], Callable[[Any, Any], None], str]] = {
         set_to(10**9),
         r"tokens=1000000000, expected .* from 0 to 256",
     ),
-    "too many updates": (("state", "optimizer_updates"), set_to(7), r"optimizer_updates=7, expected .* from 0 to 4"),
+    "too many updates": (("state", "optimizer_updates"), set_to(7), r"optimizer_updates=7, expected 4 after its step"),
+    "too few updates": (("state", "optimizer_updates"), set_to(3), r"optimizer_updates=3, expected 4 after its step"),
     "no Spec": (("spec",), set_to({}), r"spec\.name: Field required"),
     "a section of the Spec": (("spec", "optim"), remove, r"spec\.optim: Field required"),
     "no generator": (("tensors", "rng/cpu/0"), remove, r"rank-00000.safetensors: its last piece ends at"),
