@@ -11,8 +11,8 @@ from megaspec.core.problems import MOST_PROBLEMS, show
 from megaspec.core.regular_files import open_regular
 from megaspec.megatron.flag import Fate, Flag
 from megaspec.megatron.flags import BY_NAME, hint
-from megaspec.megatron.launcher import Ranks, count_ranks
-from megaspec.megatron.program import check_program, find_program
+from megaspec.megatron.launcher import Ranks, count_ranks, what_is_refused
+from megaspec.megatron.program import check_program, read_line
 from megaspec.megatron.script import Script, script_words
 
 _MAX_BYTES = 1 << 18
@@ -66,8 +66,13 @@ def read_command(words: Sequence[str]) -> Command:
     script = _spelled_out(words)
     words = [w for w in script.words if w.strip() and w.strip() != "\\"]
     n_assigned = next((n for n, w in enumerate(words) if not _ASSIGNED.fullmatch(w)), len(words))
+    settings = words[:n_assigned]
     words = words[n_assigned:]
-    program = find_program(words)
+    line = read_line(words)
+    why = what_is_refused(words, line)
+    if why:
+        raise RecipeError([Problem("", why, "", "megatron-program")])
+    program = line.program
     notes = script.notes
     if program is not None:
         notes = [*notes, *filter(None, [check_program(program)])]
@@ -82,7 +87,7 @@ def read_command(words: Sequence[str]) -> Command:
                 Problem("", f"{rest} more are wrong; mend these first", "", "megatron-flag")
             ]
         raise RecipeError(reading.problems)
-    ranks = count_ranks(words[: program.begin] if program else [], script.directives)
+    ranks = count_ranks(words, line, settings=settings, directives=script.directives)
     return Command(reading.values, reading.written, ranks, tuple(dict.fromkeys(reading.repeated)), tuple(notes))
 
 
