@@ -154,6 +154,7 @@ def _why_not(word: str) -> str:
 
 
 def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, attached: bool) -> None:
+    separator = "=" if attached else " "
     most = 0 if flag.type is None else len(words) if flag.many and not attached else 1
     taken, left = words[:most], words[most:]
     if flag.type is None and attached:
@@ -168,7 +169,7 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
         is_read = flag.fate is Fate.TRANSLATED and flag.name not in _ONLY_NAMED
         # one of several values could hold flags, too
         if "$" in word and (is_read or flag.many):
-            reading.refuse(f"{name} {show(word)}", f"a shell variable, and {_UNSET}")
+            reading.refuse(f"{name}{separator}{show(word)}", f"a shell variable, and {_UNSET}")
             continue
         if word.startswith("-") and flag.type in ("int", "float") and not _NEGATIVE.fullmatch(word):
             reading.refuse(word, f"is no value of {name}")
@@ -176,9 +177,9 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
         try:
             values.append(flag.read(word))
         except ValueError as error:
-            reading.refuse(f"{name} {word}", f"must be {error}")
+            reading.refuse(f"{name}{separator}{word}", f"must be {error}")
     if flag.name in reading.values:
         reading.repeated.append(flag.name)
     reading.values[flag.name] = True if flag.type is None else values if flag.many else (values or [None])[0]
-    reading.written[flag.name] = " ".join([name, *taken])
+    reading.written[flag.name] = separator.join([name, " ".join(taken)]) if taken else name
     return None

@@ -54,8 +54,11 @@ _OTHERS = {
 }
 # Of examples/multimodal/train.py and tasks/main.py only the folder says what they train.
 _SAYS_NOTHING = ("train", "main", "run", "finetune")
-# Programs that train nothing and stand in scripts beside the one that does.
+# Words in the names of programs that train nothing; in scripts they stand beside the one that does.
 _TOOLS = ("preprocess", "prepare", "convert", "merge", "download", "generate", "generation", "inference", "server")
+_TOOLS += ("report", "build", "loader", "saver", "linter", "autoformat")
+# With one of these a name is of no tool, whatever else stands in it: train_server.py.
+_TRAINS = ("train", "pretrain", "training", "trainer", "finetune")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class Program:
     @property
     def is_tool(self) -> bool:
         """True for what trains nothing."""
-        return any(word in _TOOLS for word in re.split(r"[^a-z0-9]+", self.stem))
+        words = re.split(r"[^a-z0-9]+", self.stem)
+        return any(word in _TOOLS for word in words) and not any(word in _TRAINS for word in words)
 
     @property
     def trains(self) -> str:
@@ -198,11 +202,16 @@ def _read_module(line: Line, module: str, words: Sequence[str], begin: int, end:
 
 
 def check_program(program: Program) -> str:
-    """What has to be told about a program: "" for pretrain_gpt.py. RecipeError: it trains something else."""
+    """What has to be told about a program: "" for pretrain_gpt.py. RecipeError: it trains nothing, or nothing that a
+    recipe says."""
     if program.is_gpt:
         return ""
     if program.trains:
-        text = f"{program.name}: by its name it trains {program.trains}, which no recipe can say;"
-        text += " give pretrain_gpt.py in its place if it trains what that one trains"
-        raise RecipeError([Problem("", text, "", "megatron-program")])
-    return f"{program.name} is taken for pretrain_gpt.py: flags and changes of its own are not known here"
+        what = f"trains {program.trains}, which no recipe can say"
+    elif program.is_tool:
+        what = "trains nothing"
+    else:
+        return f"{program.name} is taken for pretrain_gpt.py: flags and changes of its own are not known here"
+    way_out = "give pretrain_gpt.py in its place if it trains what that one trains"
+    text = f"{program.name}: by its name it {what}; {way_out}"
+    raise RecipeError([Problem("", text, "", "megatron-program")])

@@ -139,6 +139,26 @@ def test_a_count_that_can_not_be_known_is_asked_for(line, why, capsys):
     assert "ranks: 2" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--", "torchrun", "--nproc_per_node", "8", "p.py"], "ranks: 8  # GPUs of the command"),
+        (["--gpus", "8", "--", "python", "p.py"], "ranks: 8  # GPUs, from --gpus"),
+        (["--gpus", "8", "--", "torchrun", "--nproc_per_node", "8", "p.py"], "ranks: 8  # GPUs of the command"),
+        (
+            ["--", "python", "p.py", "--tensor-model-parallel-size", "4"],
+            "ranks: 4  # GPUs: the fewest that its degrees",
+        ),
+    ],
+)
+def test_the_recipe_says_who_says_the_count(words, line, capsys):
+    assert main(["from-megatron", *words, *FLAGS.split()]) == 0
+    out = capsys.readouterr().out
+    assert line in out
+    gpus = line.split()[1]
+    assert f"command, for {gpus} GPUs." in out
+
+
 def test_a_count_that_is_known_is_kept_against_gpus(capsys):
     assert main(["from-megatron", "--gpus", "4", "--", "mpirun", "-np", "8", "p.py", *FLAGS.split()]) == 64
     assert "--gpus 4: mpirun starts 8; drop --gpus, or mpirun's numbers" in capsys.readouterr().err
