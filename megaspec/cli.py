@@ -41,6 +41,7 @@ from megaspec.core.errors import COMMAND_LINE, HangError, MegaspecError, Problem
 from megaspec.core.problems import did_you_mean
 from megaspec.core.terminal import terminal
 from megaspec.data import commands as data_commands
+from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher import exit_file
 from megaspec.log.environment import write_environment
@@ -339,10 +340,16 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
 
 
 def _warn(spec: Spec, target: Target) -> None:
-    """On stderr: that a run barely fits the GPUs' memory."""
+    """On stderr: that a run barely fits the GPUs' memory, and which sources of its data changed since."""
     warning = memory_warning(spec, target)
     if warning:
         print(printable(f"megaspec: {warning}"), file=sys.stderr)
+    if isinstance(spec.data, IndexedSpec):
+        from megaspec.data.source_sums import changes_at_start  # numpy, only where there are token files
+
+        for part in spec.data.blend:
+            for change in changes_at_start(part.prefix):
+                print(printable(f"megaspec: {change}"), file=sys.stderr)
 
 
 def _start(prepare: Callable[[Target], Prepared]) -> int:
