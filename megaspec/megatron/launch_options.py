@@ -248,8 +248,10 @@ def _keep(option: _Option, value: str, written: str, read: Options) -> None:
 
 
 def _is_long(kind: str, written: str) -> bool:
-    """Open MPI and MPICH take long names behind one dash, too."""
-    return written.startswith("--") or (kind not in _DASHES_DIFFER and len(written) > 2)
+    """Open MPI and MPICH take long names behind one dash, too; -n8 is a letter with its value."""
+    if written.startswith("--"):
+        return True
+    return kind not in _DASHES_DIFFER and len(written) > 2 and not written[2:].isdecimal()
 
 
 def _names(kind: str, written: str) -> list[str]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megaspec.megatron.launch_options import read_options
 from megaspec.megatron.program import Launch, Line
@@ -161,10 +162,14 @@ def _variables(kind: str, words: Sequence[str]) -> dict[str, tuple[str, str]]:
     """What is said -> variable and value, of what is set in front: `NAME=1`, `env NAME=1`, `--export=ALL,NAME=1`."""
     says = _VARIABLES.get(kind, {})
     found: dict[str, tuple[str, str]] = {}
-    for word in words:
+    for before, word in pairwise(["", *words]):
         for name, value in _SET.findall(word):
             if name in says:
                 found[says[name]] = (name, value)
+        # `env -u NAME`, `env --unset=NAME`
+        unset = word.removeprefix("--unset=")
+        if unset in says and (before in ("-u", "--unset") or unset != word):
+            found.pop(says[unset], None)
     return found
 
 
@@ -218,6 +223,8 @@ class _Count:
             return self._of_slots()
         if self.kind == "srun" and "components" in self.values:
             return self.unknown(f"{self.written['components']} starts ranks in several parts of the job")
+        if "programs" in self.values:
+            return self.unknown(f"{self.written['programs']} names programs that are not read")
         if "ranks" in self.values:
             return Ranks(self.number("ranks"), self.name, "")
         if self.kind == "mpirun":
@@ -292,6 +299,4 @@ class _Count:
             return f" ({said['per_node']} is a number for each node or socket, and how many there are can't be known)"
         if "hosts" in said:
             return f" ({said['hosts']} names hosts, and MPIs differ in how many ranks they start there)"
-        if "programs" in said:
-            return f" ({said['programs']} is not read)"
         return ""
