@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkable import PartlyError
-from megaspec.commands.starting import Prepared, lock_new, prepare_resume, start, warn_of_memory
+from megaspec.commands.starting import Prepared, lock_new, prepare_resume, start, warn
 from megaspec.compose.compose import Composed, recompose
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
@@ -79,7 +79,7 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
         forked_from=began,
         refused=refused,
     )
-    warn_of_memory(spec, target)
+    warn(spec, target)
     lock = lock_new(place, goes_on=False)
     assert lock is not None, "a new run without its lock"
     with ExitStack() as stack:

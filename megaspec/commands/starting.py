@@ -12,6 +12,7 @@ from megaspec.checkpoint.lock import RunLock
 from megaspec.compose.compose import Composed
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
 from megaspec.core.terminal import terminal
+from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher import exit_file
 from megaspec.launcher.stop import before_leaving
@@ -101,7 +102,7 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
         facts = replace(facts, run_dir=str(folder))
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
-    warn_of_memory(spec, target)
+    warn(spec, target)
     place = Path(spec.run_dir)
     lock = lock_new(place, goes_on=folder is not None)
     if lock is None:
@@ -141,7 +142,7 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
         done = newest_step(folder)
         refused = partial(start_problems, target=target, origins=origins, memory=memory)
         spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)
-        warn_of_memory(spec, target)
+        warn(spec, target)
         if done == spec.train.steps:
             print(printable(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further"))
         elif done:
@@ -151,11 +152,17 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
     return Prepared(folder, spec, lock)
 
 
-def warn_of_memory(spec: Spec, target: Target) -> None:
-    """On stderr: that a run barely fits the GPUs' memory."""
+def warn(spec: Spec, target: Target) -> None:
+    """On stderr: that a run barely fits the GPUs' memory, and which sources of its data changed since."""
     warning = memory_warning(spec, target)
     if warning:
         print(printable(f"megaspec: {warning}"), file=sys.stderr)
+    if isinstance(spec.data, IndexedSpec):
+        from megaspec.data.source_sums import changes_at_start  # numpy, only where there are token files
+
+        for part in spec.data.blend:
+            for change in changes_at_start(part.prefix):
+                print(printable(f"megaspec: {change}"), file=sys.stderr)
 
 
 def _ended(prepared: Prepared, code: int) -> int:

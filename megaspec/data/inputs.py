@@ -83,7 +83,13 @@ def find_inputs(names: list[str]) -> list[Input]:
 
     Raises DataError for what doesn't exist, is of no known kind, or holds nothing.
     """
-    return [_python_input() if name == PYTHON_CORPUS else _file_input(name) for name in names]
+    found: list[Input] = []
+    for name in names:
+        try:
+            found.append(_python_input() if name == PYTHON_CORPUS else _file_input(name))
+        except OSError as error:
+            raise DataError(f"{error.filename or name}: can't be read: {error.strerror or error}") from error
+    return found
 
 
 def cut(inputs: list[Input]) -> list[Part]:
@@ -142,7 +148,7 @@ def _python_input() -> Input:
 def _file_input(name: str) -> Input:
     root = Path(name)
     if root.is_dir():
-        found = sorted(path for path in root.rglob("*") if path.is_file())
+        found = _files_below(root)
         known = [path for path in found if path.suffix.lower() in _KINDS]
         if not known:
             raise DataError(f"{name}: no .jsonl, .ndjson, .txt, .md or .parquet file in this folder")
@@ -152,6 +158,24 @@ def _file_input(name: str) -> Input:
     if root.suffix.lower() not in _KINDS:
         raise DataError(f"{name}: an input is {_KNOWN}; JSON lines need the ending .jsonl")
     return _input_of(name, [root], 0)
+
+
+def _files_below(root: Path) -> list[Path]:
+    """All files of a folder, in the order of their paths. Raises OSError for a folder in it that can't be read,
+    DataError for a link to nothing that would be an input."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found: list[Path] = []
+    for folder, _, names in os.walk(root, onerror=refuse):
+        for name in names:
+            path = Path(folder, name)
+            if path.is_file():
+                found.append(path)
+            elif path.is_symlink() and not path.exists() and path.suffix.lower() in _KINDS:
+                raise DataError(f"{path}: a link to nothing; put its file back, or remove the link")
+    return sorted(found)
 
 
 def _input_of(name: str, paths: list[Path], passed_over: int) -> Input:

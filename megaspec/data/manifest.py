@@ -36,15 +36,28 @@ class TokenizerRecord(Frozen):
     """Token that ends a document; None when the tokenizer has none."""
 
 
+class SourceFile(Frozen):
+    """One file of an input folder."""
+
+    name: str
+    """Path within the folder."""
+    bytes: NonNegativeInt
+    """Size in bytes."""
+    sha256: Sha256
+    """Hash of the content."""
+
+
 class SourceRecord(Frozen):
-    """One input file."""
+    """One input: a file, or a folder of them."""
 
     name: str
     """Path as it was given."""
     bytes: NonNegativeInt
     """Size in bytes."""
     sha256: Sha256
-    """Hash of the content."""
+    """Hash of the content; of a folder the hash of its files' hashes and names."""
+    files: tuple[SourceFile, ...] = ()
+    """Files of a folder; none for a file, and in the manifests of versions that kept the folder's hash alone."""
 
 
 class SampleRecord(Frozen):

@@ -37,7 +37,7 @@ from megaspec.data.manifest import (
 from megaspec.data.parts import Allowed, Progress, bad_by_kind, make_parts, read_json, sample_of, sums
 from megaspec.data.prepare_worker import Settings, part_path
 from megaspec.data.provenance import record_of
-from megaspec.data.source_sums import SUMS, SourceSums
+from megaspec.data.source_sums import SUMS, SourceSums, differences
 from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
 
 BPE_TRAINING_BYTES = 64 * 2**20
@@ -92,17 +92,18 @@ def prepare(
         raise DataError(
             f"--tokenizer {tokenizer.name}: no token is known to end a document; name one with --eod, or say --eod none"
         )
-    found = find_inputs(inputs)
+    found = _find(inputs, prefix)
     job = _job_hash(found, tokenizer, key=key, append_eod=append_eod)
     folder = Path(f"{prefix}.parts")
     passed_over = sum(given.passed_over for given in found)
 
     allowed = Allowed(skip_bad, allow_lossy)
     finished = _finished(prefix, job, allowed)
-    if finished is not None:
+    # With --overwrite the files are made again where their sources changed.
+    if finished is not None and not _changed_sources(prefix, finished, found, overwrite=overwrite):
         shutil.rmtree(folder, ignore_errors=True)
         return Prepared(prefix, finished, True, 0, passed_over)
-    _refuse_overwriting(prefix, folder, job, overwrite)
+    _refuse_overwriting(prefix, folder, job, found, overwrite=overwrite)
     with _own_folder(folder, job, resume=resume):
         _remove_leftovers(prefix)
         sources = SourceSums(folder, found)
@@ -159,10 +160,7 @@ def _job_hash(inputs: list[Input], tokenizer: Tokenizer | BpeRequest, *, key: st
 
 
 def _finished(prefix: str, job: str, allowed: Allowed) -> Manifest | None:
-    try:
-        manifest = load_manifest(prefix)
-    except DataError:
-        return None
+    manifest = _manifest_of(prefix)
     if manifest is None or manifest.job != job or sum(manifest.bad_lines.values()) > allowed.bad_lines:
         return None
     if manifest.sample is not None and manifest.sample.lost_characters and not allowed.losses:
@@ -174,12 +172,65 @@ def _finished(prefix: str, job: str, allowed: Allowed) -> Manifest | None:
     return manifest
 
 
-def _refuse_overwriting(prefix: str, folder: Path, job: str, overwrite: bool) -> None:
+def _find(inputs: list[str], prefix: str) -> list[Input]:
+    """The inputs. Raises DataError, which says that files made from a missing one don't need it."""
+    try:
+        return find_inputs(inputs)
+    except DataError as error:
+        made = _manifest_of(prefix)
+        names = [record.name for record in made.sources] if made is not None else []
+        if not set(names) & set(inputs):
+            raise
+        raise DataError(f"{error}; {_as_it_is(prefix)}, or put the input back") from error
+
+
+def _changed_sources(prefix: str, manifest: Manifest, found: list[Input], *, overwrite: bool) -> bool:
+    """Whether inputs of the same sizes and times hold other bytes than those that the files were made from.
+
+    Raises DataError for one that does, without `overwrite`, or that can't be read.
+    """
+    try:
+        changes = differences(manifest.sources, found)
+    except DataError as error:
+        raise DataError(f"{error}; make it readable, or {_as_it_is(prefix)}") from error
+    if changes and not overwrite:
+        raise DataError(
+            f"--out {prefix}: {'; '.join(changes)}, though size and time are the same: damaged, or changed behind "
+            "their back; restore it, or make the files again with --overwrite"
+        )
+    return bool(changes)
+
+
+def _as_it_is(prefix: str) -> str:
+    return f"train from {prefix} as it is, which was made already and needs its input no more"
+
+
+def _manifest_of(prefix: str) -> Manifest | None:
+    """The manifest that is there; None where there is none that can be read."""
+    try:
+        return load_manifest(prefix)
+    except DataError:
+        return None
+
+
+def _made_from_other(prefix: str, found: list[Input]) -> str:
+    """In what the job is other than the one that made the files."""
+    made = _manifest_of(prefix)
+    unknown = "made from other input, options or another tokenizer"
+    if made is None or {record.name for record in made.sources} != {given.name for given in found}:
+        return unknown
+    changes = differences(made.sources, found)
+    if changes:
+        return f"made before its input changed ({'; '.join(changes)})"
+    return "made from input of the same content, with other options or another tokenizer, or before it was written anew"
+
+
+def _refuse_overwriting(prefix: str, folder: Path, job: str, found: list[Input], *, overwrite: bool) -> None:
     ours = read_json(folder / "job.json") == _resume_key(job) and (folder / "publishing").exists()
     there = [f"{prefix}{ending}" for ending in (".bin", ".idx", ".manifest.json") if Path(f"{prefix}{ending}").exists()]
     if there and not ours and not overwrite:
         raise DataError(
-            f"--out {prefix}: {there[0]} is there, made from other input, options or another tokenizer; "
+            f"--out {prefix}: {there[0]} is there, {_made_from_other(prefix, found)}; "
             "choose another name, or replace it with --overwrite"
         )
 

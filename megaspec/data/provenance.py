@@ -6,7 +6,7 @@ from pathlib import Path
 from megaspec.core.errors import DataError
 from megaspec.data import python_corpus
 from megaspec.data.inputs import PYTHON_CORPUS, Input
-from megaspec.data.manifest import SourceRecord, TokenizerRecord, load_manifest, sha256_of_files
+from megaspec.data.manifest import SourceFile, SourceRecord, TokenizerRecord, load_manifest, sha256_of_files
 from megaspec.data.tokenizer import (
     TOKENIZER_LIMIT,
     ByteTokenizer,
@@ -24,10 +24,20 @@ def describe(given: Input) -> SourceRecord:
         return SourceRecord(name=given.name, bytes=size, sha256=python_corpus.content_sha256())
     paths = [Path(path) for _, path, _, _ in given.files]
     if paths == [Path(given.name)]:
-        return SourceRecord(name=given.name, bytes=size, sha256=sha256_of_files(paths))
+        return SourceRecord(name=_written(given.name), bytes=size, sha256=sha256_of_files(paths))
     root = Path(given.name)
-    listed = "".join(f"{sha256_of_files([path])}  {path.relative_to(root).as_posix()}\n" for path in paths)
-    return SourceRecord(name=given.name, bytes=size, sha256=hashlib.sha256(listed.encode()).hexdigest())
+    files: list[SourceFile] = []
+    for _, path, n_bytes, _ in given.files:
+        name = _written(Path(path).relative_to(root).as_posix())
+        files.append(SourceFile(name=name, bytes=n_bytes, sha256=sha256_of_files([Path(path)])))
+    listed = "".join(f"{file.sha256}  {file.name}\n" for file in files)
+    sha256 = hashlib.sha256(listed.encode()).hexdigest()
+    return SourceRecord(name=_written(given.name), bytes=size, sha256=sha256, files=tuple(files))
+
+
+def _written(name: str) -> str:
+    """A path as a manifest holds it: bytes that are no UTF-8 as \\xff, since JSON has no others."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def record_of(tokenizer: Tokenizer) -> TokenizerRecord:

@@ -1,19 +1,23 @@
 """Hashes of a job's inputs: made beside its work, kept with its parts, and held against what was there before."""
 
 import json
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import DataError
 from megaspec.data.files import write_atomically
-from megaspec.data.inputs import Input, find_inputs
-from megaspec.data.manifest import SourceRecord
+from megaspec.data.inputs import PYTHON_CORPUS, Input, find_inputs
+from megaspec.data.manifest import SourceRecord, load_manifest, manifest_path
 from megaspec.data.provenance import describe
 
 SUMS = "sources.json"
+# Of a source, so that looking takes less than a second.
+_READ_AT_START = 64 * 2**20
+_MOST_TOLD = 3
 
 
 class SourceSums:
@@ -59,14 +63,91 @@ class SourceSums:
                 )
 
 
+def difference(before: SourceRecord, now: SourceRecord) -> str:
+    """What is other in an input than when data was made from it, file by file where it is a folder; "" for nothing."""
+    if now.sha256 == before.sha256:
+        return ""
+    old = {file.name: file.sha256 for file in before.files}
+    new = {file.name: file.sha256 for file in now.files}
+    if not old or not new:
+        return f"{before.name} changed: sha256={now.sha256}, it was {before.sha256}"
+    told: list[str] = []
+    for name in sorted(old.keys() | new.keys()):
+        path = f"{before.name}/{name}"
+        if name not in new:
+            told.append(f"{path} is missing")
+        elif name not in old:
+            told.append(f"{path} is new")
+        elif old[name] != new[name]:
+            told.append(f"{path} changed: sha256={new[name]}, it was {old[name]}")
+    rest = len(told) - _MOST_TOLD
+    if rest > 0:
+        told[_MOST_TOLD:] = [f"{rest:,} more files"]
+    return ", ".join(told)
+
+
+def differences(before: Sequence[SourceRecord], found: Sequence[Input]) -> list[str]:
+    """What is other in inputs than when data was made from them. Raises DataError for one that can't be read."""
+    records = {record.name: record for record in before}
+    told: list[str] = []
+    for given in found:
+        if given.name in records:
+            told.append(difference(records[given.name], describe(given)))
+    return [one for one in told if one]
+
+
 def source_state(record: SourceRecord) -> str:
     """What became of a source since data was made from it, as far as it can be seen from here."""
+    if record.name != PYTHON_CORPUS and not os.path.lexists(record.name):
+        return "not there to compare"
     try:
         (given,) = find_inputs([record.name])
-        found = describe(given).sha256
-    except DataError:
-        return "not there to compare"
-    return "as it was" if found == record.sha256 else "changed since: not what the data was made from"
+        told = difference(record, describe(given))
+    except DataError as error:
+        return f"can't be compared: {error}"
+    if not told:
+        return "as it was"
+    what = f" ({told})" if record.files else ""
+    return f"changed since: not what the data was made from{what}"
+
+
+def changes_at_start(prefix: str) -> list[str]:
+    """Which sources of a data set, of those that are there, are other than what it was made from.
+
+    All that is small is read; of what is large only the sizes and whether it was written to since, so that a training
+    starts at once: `megaspec data inspect` reads all of it.
+    """
+    manifest = load_manifest(prefix)
+    told: list[str] = []
+    for record in manifest.sources if manifest is not None else ():
+        # The corpus of a Python is no file that a user changes.
+        if record.name == PYTHON_CORPUS or not os.path.lexists(record.name):
+            continue
+        way_out = f"{prefix} holds what was there before; prepare it again with --overwrite for what is there now"
+        try:
+            (given,) = find_inputs([record.name])
+            if record.bytes <= _READ_AT_START:
+                change = difference(record, describe(given))
+            else:
+                change = _seen_change(record, given, manifest_path(prefix))
+        except DataError as error:
+            change = f"whether {record.name} is what {prefix} was made from can't be seen: {error}"
+            way_out = "make it readable, or move it away"
+        if change:
+            told.append(f"{change}; {way_out}")
+    return told
+
+
+def _seen_change(record: SourceRecord, given: Input, manifest: Path) -> str:
+    """What sizes and times say, without reading the files."""
+    size = sum(n_bytes for _, _, n_bytes, _ in given.files)
+    if size != record.bytes:
+        return f"{record.name} changed: bytes={size:,}, it was {record.bytes:,}"
+    made = manifest.stat().st_mtime_ns
+    later = [path for _, path, _, written in given.files if written > made]
+    if later:
+        return f"{later[0]} was written to since; `megaspec data inspect` says whether it is other text"
+    return ""
 
 
 def _in_background(work: Callable[[], Any]) -> Future:

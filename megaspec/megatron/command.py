@@ -11,8 +11,8 @@ from megaspec.core.problems import MOST_PROBLEMS, show
 from megaspec.core.regular_files import open_regular
 from megaspec.megatron.flag import Fate, Flag
 from megaspec.megatron.flags import BY_NAME, hint
-from megaspec.megatron.launcher import Ranks, count_ranks
-from megaspec.megatron.program import check_program, find_program
+from megaspec.megatron.launcher import Ranks, count_ranks, what_is_refused
+from megaspec.megatron.program import check_program, read_line
 from megaspec.megatron.script import Script, script_words
 
 _MAX_BYTES = 1 << 18
@@ -66,8 +66,13 @@ def read_command(words: Sequence[str]) -> Command:
     script = _spelled_out(words)
     words = [w for w in script.words if w.strip() and w.strip() != "\\"]
     n_assigned = next((n for n, w in enumerate(words) if not _ASSIGNED.fullmatch(w)), len(words))
+    settings = words[:n_assigned]
     words = words[n_assigned:]
-    program = find_program(words)
+    line = read_line(words)
+    why = what_is_refused(words, line)
+    if why:
+        raise RecipeError([Problem("", why, "", "megatron-program")])
+    program = line.program
     notes = script.notes
     if program is not None:
         notes = [*notes, *filter(None, [check_program(program)])]
@@ -82,7 +87,7 @@ def read_command(words: Sequence[str]) -> Command:
                 Problem("", f"{rest} more are wrong; mend these first", "", "megatron-flag")
             ]
         raise RecipeError(reading.problems)
-    ranks = count_ranks(words[: program.begin] if program else [], script.directives)
+    ranks = count_ranks(words, line, settings=settings, directives=script.directives)
     return Command(reading.values, reading.written, ranks, tuple(dict.fromkeys(reading.repeated)), tuple(notes))
 
 
@@ -149,6 +154,7 @@ def _why_not(word: str) -> str:
 
 
 def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, attached: bool) -> None:
+    separator = "=" if attached else " "
     most = 0 if flag.type is None else len(words) if flag.many and not attached else 1
     taken, left = words[:most], words[most:]
     if flag.type is None and attached:
@@ -163,7 +169,7 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
         is_read = flag.fate is Fate.TRANSLATED and flag.name not in _ONLY_NAMED
         # one of several values could hold flags, too
         if "$" in word and (is_read or flag.many):
-            reading.refuse(f"{name} {show(word)}", f"a shell variable, and {_UNSET}")
+            reading.refuse(f"{name}{separator}{show(word)}", f"a shell variable, and {_UNSET}")
             continue
         if word.startswith("-") and flag.type in ("int", "float") and not _NEGATIVE.fullmatch(word):
             reading.refuse(word, f"is no value of {name}")
@@ -171,9 +177,9 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
         try:
             values.append(flag.read(word))
         except ValueError as error:
-            reading.refuse(f"{name} {word}", f"must be {error}")
+            reading.refuse(f"{name}{separator}{word}", f"must be {error}")
     if flag.name in reading.values:
         reading.repeated.append(flag.name)
     reading.values[flag.name] = True if flag.type is None else values if flag.many else (values or [None])[0]
-    reading.written[flag.name] = " ".join([name, *taken])
+    reading.written[flag.name] = separator.join([name, " ".join(taken)]) if taken else name
     return None

@@ -1,6 +1,7 @@
 """A recipe while it is made from flags: values, the flags that they are from, and what has to be told."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from megaspec.core.axes import fewest_gpus
@@ -11,6 +12,15 @@ from megaspec.megatron.flags import BY_NAME
 DEFAULT = "Megatron's default"
 
 
+class GpusFrom(Enum):
+    """Who says the world size."""
+
+    COMMAND = "command"
+    OPTION = "option"
+    FEWEST = "fewest"
+    """Nobody: as few as the degrees need."""
+
+
 @dataclass
 class Draft:
     """What a command becomes."""
@@ -18,6 +28,7 @@ class Draft:
     command: Command
     gpus: int
     """World size."""
+    gpus_from: GpusFrom = GpusFrom.FEWEST
     content: dict[str, Any] = field(default_factory=dict)
     """The recipe, nested."""
     choices: dict[str, str] = field(default_factory=dict)

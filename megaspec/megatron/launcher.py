@@ -3,30 +3,40 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from megaspec.megatron.program import TORCHRUN, TORCHRUN_MODULES
+from megaspec.megatron.launch_options import read_options
+from megaspec.megatron.program import Launch, Line
 
-_MPI = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun")
-_UNCOUNTED = ("accelerate", "horovodrun", "flux", "aprun", "jsrun", "lsrun", "ibrun", "yhrun")
-# With these a launcher's own words end, so that an option of a profiler is not taken for one of its own.
-_STARTED = re.compile(r"python[\d.]*|(?:ba|z|da)?sh|nsys|ncu|numactl|env|singularity|apptainer|docker|enroot|uv|time")
-# Options that count, under every name that they have.
-_OPTIONS = {
-    "torchrun": {"nproc": ("--nproc-per-node",), "nodes": ("--nnodes",)},
-    "srun": {
-        "ranks": ("-n", "--ntasks"),
-        "nodes": ("-N", "--nodes"),
-        "nproc": ("--ntasks-per-node",),
-        "gpus": ("--gres", "--gpus-per-node", "-G", "--gpus"),
-    },
-    "mpirun": {"ranks": ("-n", "-np", "--n", "--np", "-c")},
-    "deepspeed": {"nproc": ("--num-gpus",), "nodes": ("--num-nodes",)},
-}
-# Options without a value: a variable behind one is no value of it.
-_WITHOUT_VALUE = ("--standalone", "--no-python", "--run-path", "--label", "--exclusive", "--overlap", "--unbuffered")
-_WITHOUT_VALUE += ("--verbose", "--allow-run-as-root", "--oversubscribe", "--tag-output")
-_WITHOUT_VALUE += ("-l", "-u", "-v", "-q", "-Q", "-k", "-K", "-O", "-s", "-X")
 _WAY_OUT = "give --gpus N"
+# Variables that launchers take for options which are not given: torch.distributed.run and srun.
+_VARIABLES = {
+    "torchrun": {"PET_NNODES": "nodes", "PET_NPROC_PER_NODE": "nproc"},
+    "srun": {
+        "SLURM_NNODES": "nodes",
+        "SLURM_JOB_NUM_NODES": "nodes",
+        "SLURM_NPROCS": "ranks",
+        "SLURM_NTASKS": "ranks",
+        "SLURM_NTASKS_PER_NODE": "nproc",
+    },
+}
+VARIABLES = tuple(name for names in _VARIABLES.values() for name in names)
+"""That say how many ranks are started."""
+_SET = re.compile(rf"(?<![A-Za-z0-9_])({'|'.join(VARIABLES)})=([^,]*)")
+_SHOWN = {
+    "torchrun": {"nodes": "--nnodes", "nproc": "--nproc-per-node"},
+    "deepspeed": {"nodes": "--num_nodes", "nproc": "--num_gpus"},
+    "srun": {"nodes": "--nodes", "nproc": "--ntasks-per-node", "ranks": "--ntasks"},
+    "mpirun": {"ranks": "-np"},
+}
+# Words in front of a program that start it once.
+_STARTS_ONE = re.compile(
+    r"python[\d.]*|ipython|pypy[\d.]*|(?:ba|z|da|k)?sh|env|exec|command|time|nice|ionice|nohup|setsid|sudo|stdbuf|timeout"
+    r"|unbuffer|script|chroot|taskset|numactl|nsys|ncu|nvprof|dlprof|rocprof\w*|rocprof-\w+|compute-sanitizer|perf|gdb"
+    r"|cuda-gdb|strace|ltrace|valgrind|catchsegv|py-spy|memray|scalene|viztracer|kernprof|coverage|uv|uvx|poetry|pipenv"
+    r"|pdm|hatch|pixi|conda|mamba|micromamba|singularity|apptainer|docker|nvidia-docker|podman|enroot|shifter|sarus|ssh"
+)
+_MACHINE_KNOWS = ("auto", "cpu", "gpu", "xpu")
 
 
 @dataclass(frozen=True)
@@ -41,127 +51,252 @@ class Ranks:
     """Why the count can't be known, with the way out. "": it is known, or nothing starts ranks."""
 
 
-def count_ranks(words: Sequence[str], directives: Sequence[str] = ()) -> Ranks:
-    """The ranks that the words in front of a program start. `directives`: srun's defaults, from `#SBATCH` lines."""
-    found = _launchers(words)
-    if not found:
+def count_ranks(
+    words: Sequence[str], line: Line, *, settings: Sequence[str] = (), directives: Sequence[str] = ()
+) -> Ranks:
+    """The ranks that the words in front of a program start.
+
+    `line`: what the words are. `settings`: NAME=VALUE in front of them. `directives`: srun's defaults, from `#SBATCH`
+    lines.
+    """
+    if line.program is None:
         return Ranks(None, "", "")
-    innermost = found[-1]
-    if innermost.kind == "srun":
-        innermost.take_defaults(directives)
+    front = words[: line.program.begin]
+    defaults = read_options("srun", directives, 0).values
+    counts: list[_Count] = []
+    for launch in line.launches:
+        set_there = _variables(launch.kind, [*settings, *words[: launch.begin]])
+        counts.append(_Count(launch, set_there, defaults if launch.kind == "srun" else {}))
+    if not counts:
+        return Ranks(None, "", _who_starts(front))
+    innermost = counts[-1]
     ranks = innermost.ranks()
-    for outer in found[:-1]:
-        if outer.kind == "srun":
-            outer.take_defaults(directives)
-        started = outer.ranks().count
-        nodes = innermost.number("nodes") or 1
-        # one agent of torchrun on each node; anything else starts several jobs
-        if ranks.count is not None and started is not None and started != nodes:
-            why = f"{outer.name} starts {started} times {innermost.name}, which is for {nodes} nodes; {_WAY_OUT}"
-            return Ranks(None, innermost.name, why)
-    return ranks
+    if ranks.count is None:
+        return ranks
+    why = _several_times(counts[:-1], innermost, ranks.count)
+    first = front[0] if front else ""
+    if not why and first.startswith("$") and not innermost.says_nodes:
+        why = f"{first} is not set, and may start {innermost.name} several times; {_WAY_OUT}"
+    return Ranks(None, innermost.name, why) if why else ranks
 
 
-@dataclass
-class _Launcher:
-    kind: str
-    name: str
-    """As it is written, without its path."""
-    words: list[str]
-    """Its own options."""
+def exported(words: Sequence[str], names: Sequence[str]) -> set[str]:
+    """Variables that a declaration shows to the commands behind it: `export A=1 B`, `declare -x A=1`. `names`: those
+    that it assigns."""
+    shows = words[0] == "export" or any(word.startswith("-") and "x" in word for word in words[1:])
+    return {*names, *(word for word in words[1:] if not word.startswith("-"))} if shows else set()
 
-    def __post_init__(self) -> None:
-        self.values: dict[str, str] = {}
-        """What is counted -> the last value that was given for it."""
-        if self.kind in _OPTIONS:
-            self.values = _values(self.words, _OPTIONS[self.kind])
 
-    def take_defaults(self, directives: Sequence[str]) -> None:
-        """Options of `#SBATCH` lines, where its own words don't have them."""
-        own = self.values
-        self.values = {**_values(directives, _OPTIONS["srun"]), **own}
-        # -N 2 on its own line asks for other ranks than the -n 32 of the job
+def exports_all(words: Sequence[str], before: bool) -> bool:
+    """Whether every variable that is set behind `set` with these words is shown to commands: `set -a`, `set +a`."""
+    all_ = before
+    for place, word in enumerate(words[1:], start=1):
+        named = place + 1 < len(words) and words[place + 1] == "allexport" and word.endswith("o")
+        if "a" in word[1:] or named:
+            if word.startswith("-"):
+                all_ = True
+            elif word.startswith("+"):
+                all_ = False
+    return all_
+
+
+def what_is_refused(words: Sequence[str], line: Line) -> str:
+    """Why it can't be known which program a launcher starts with which flags; "" where it can."""
+    for launch in line.launches:
+        if launch.options.refused:
+            return f"{launch.name}: {launch.options.refused[0]}"
+        if launch.kind in ("mpirun", "srun") and ":" in words[launch.begin :]:
+            return f"{launch.name}: `:` begins another program in the same world; give a command with one program"
+    return ""
+
+
+def _several_times(outer: Sequence["_Count"], innermost: "_Count", count: int) -> str:
+    """What is wrong with launchers that start the innermost one; "" where it is started once on each of its nodes."""
+    if not outer:
+        return ""
+    started = 1
+    names: list[str] = []
+    unknown = ""
+    for one in outer:
+        names.append(one.name)
+        times, why = one.times()
+        if times is None:
+            unknown = unknown or why
+        else:
+            started *= times
+    nodes = innermost.number("nodes") or 1
+    who = " and ".join(names)
+    option = _SHOWN[innermost.kind].get("nodes", "")
+    if unknown:
+        if innermost.says_nodes:
+            return ""
+        way_out = f"give {option} to {innermost.name}, or {_WAY_OUT}" if option else _WAY_OUT
+        why = f"how often {who} starts {innermost.name} can't be known: {unknown}"
+        return f"{why}; each would train alone; {way_out}"
+    if started == nodes:
+        return ""
+    if nodes == 1:
+        what = f"{started} separate trainings of {count:,} rank{'' if count == 1 else 's'}"
+        way_out = f"give {option} {started}, or for one of them {_WAY_OUT}" if option else f"for one of them {_WAY_OUT}"
+        return f"{who} starts {started} times {innermost.name}, each for 1 node: {what}; {way_out}"
+    return f"{who} starts {started} times {innermost.name}, which is for {nodes} nodes; {_WAY_OUT}"
+
+
+def _who_starts(front: Sequence[str]) -> str:
+    """Why it can't be known how many ranks are started by what is no launcher; "" where it starts one."""
+    if not front:
+        return ""
+    first = front[0]
+    if first.startswith("$"):
+        return f"{first} is not set, and may start several ranks; {_WAY_OUT}"
+    scripts = [word for word in front if word.endswith((".sh", ".bash"))]
+    if scripts:
+        return f"{scripts[0]}: how many ranks it starts can't be known; {_WAY_OUT}"
+    base = first.rpartition("/")[2]
+    if first.startswith("-") or "=" in first or _STARTS_ONE.fullmatch(base):
+        return ""
+    return f"{first}: how many ranks it starts can't be known; {_WAY_OUT}"
+
+
+def _variables(kind: str, words: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """What is said -> variable and value, of what is set in front: `NAME=1`, `env NAME=1`, `--export=ALL,NAME=1`."""
+    says = _VARIABLES.get(kind, {})
+    found: dict[str, tuple[str, str]] = {}
+    for before, word in pairwise(["", *words]):
+        for name, value in _SET.findall(word):
+            if name in says:
+                found[says[name]] = (name, value)
+        # `env -u NAME`, `env --unset=NAME`
+        unset = word.removeprefix("--unset=")
+        if unset in says and (before in ("-u", "--unset") or unset != word):
+            found.pop(says[unset], None)
+    return found
+
+
+class _Count:
+    """What one launcher says about the number of ranks: in its words, else in variables, else in its defaults."""
+
+    def __init__(self, launch: Launch, variables: Mapping[str, tuple[str, str]], defaults: Mapping[str, str]):
+        self.launch = launch
+        self.kind = launch.kind
+        self.name = launch.name
+        own = launch.options.values
+        self.values = dict(defaults)
+        """What is said -> its value."""
+        self.written = {what: f"#SBATCH {_SHOWN['srun'].get(what, what)} {text}" for what, text in defaults.items()}
+        """What is said -> as it is written."""
+        for what, (name, text) in variables.items():
+            self.values[what] = text
+            self.written[what] = f"{name}={text}"
+        # -N 2 among its own words asks for other ranks than the -n 32 of the job
         if "ranks" not in own and ("nodes" in own or "nproc" in own):
             self.values.pop("ranks", None)
+        self.values.update(own)
+        self.written.update(launch.options.written)
+
+    @property
+    def says_nodes(self) -> bool:
+        """True when it says for how many nodes it is, so that its world is the same however often it is started."""
+        return "nodes" in self.values or "standalone" in self.launch.options.flags
 
     def number(self, what: str) -> int | None:
-        """A plain number above 0; None for every other value, or none."""
+        """A plain number above 0, or a range that holds one; None for every other value, or none."""
         text = self.values.get(what, "")
+        lowest, _, highest = text.replace("-", ":").partition(":")
+        if highest == lowest:
+            text = lowest
         return int(text) if re.fullmatch(r"0*[1-9][0-9]{0,8}", text) else None
 
     def ranks(self) -> Ranks:
-        unknown = next((w for w in self.words if w.startswith("$")), None)
+        """The ranks of the program that it starts."""
+        if self.kind not in _SHOWN:
+            return self.unknown("its ranks are not counted here")
+        why = self._unreadable()
+        if why:
+            return self.unknown(why)
         if self.kind == "torchrun":
             # torchrun's own defaults: one node, one process
-            self.values = {"nodes": "1", "nproc": "1", **self.values}
-        needed = ("ranks",) if self.kind == "mpirun" or "ranks" in self.values else ("nodes", "nproc")
-        numbers = [self.number(what) for what in needed]
-        for what, number in zip(needed, numbers, strict=True):
-            if number is None and what in self.values:
-                names = ", ".join(_OPTIONS[self.kind][what])
-                return self._unknown(f"{names} {self.values[what]} is not a number that can be known")
-        if unknown is not None and self._could_hold_options(unknown):
-            return self._unknown(f"{unknown} is not set, and may hold options")
-        if self.kind not in _OPTIONS:
-            return self._unknown("its ranks are not counted here")
-        count = 1
-        for number in numbers:
-            if number is None:
-                names = " and ".join(_OPTIONS[self.kind][what][-1] for what in needed)
-                return self._unknown(f"it does not say {names}{self._hint()}")
-            count *= number
-        return Ranks(count, self.name, "")
+            nodes = self.number("nodes") if "nodes" in self.values else 1
+            nproc = self.number("nproc") if "nproc" in self.values else 1
+            return self._product(nodes, nproc)
+        if self.kind == "deepspeed" and ("include" in self.values or "exclude" in self.values):
+            return self._of_slots()
+        if self.kind == "srun" and "components" in self.values:
+            return self.unknown(f"{self.written['components']} starts ranks in several parts of the job")
+        if "programs" in self.values:
+            return self.unknown(f"{self.written['programs']} names programs that are not read")
+        if "ranks" in self.values:
+            return Ranks(self.number("ranks"), self.name, "")
+        if self.kind == "mpirun":
+            return self.unknown(f"it does not say -np{self._instead()}")
+        if self.kind == "srun" and "per_gpu" in self.values:
+            return self.unknown(f"{self.written['per_gpu']} depends on its GPUs{self._instead()}")
+        return self._product(self.number("nodes"), self.number("nproc"))
 
-    def _could_hold_options(self, word: str) -> bool:
-        """False for the value of an option: `--rdzv_endpoint $HOST:$PORT`."""
-        place = self.words.index(word)
-        before = self.words[place - 1] if place else ""
-        return not before.startswith("-") or "=" in before or before in _WITHOUT_VALUE
+    def times(self) -> tuple[int | None, str]:
+        """How often it starts another launcher, or why that can't be known."""
+        nodes = self.number("nodes")
+        only_nodes = not {"ranks", "nproc", "per_gpu", "components"} & set(self.values)
+        if self.kind == "srun" and nodes and only_nodes and not self._unreadable():
+            # srun's own default: one task on each node
+            return nodes, ""
+        ranks = self.ranks()
+        before = f"{self.name}: how many ranks it starts can't be known: "
+        return ranks.count, ranks.why.removeprefix(before).removesuffix(f"; {_WAY_OUT}")
 
-    def _hint(self) -> str:
-        gpus = self.values.get("gpus", "")
-        return f" (its GPUs, {gpus}, are no ranks)" if gpus else ""
-
-    def _unknown(self, why: str) -> Ranks:
+    def unknown(self, why: str) -> Ranks:
         return Ranks(None, self.name, f"{self.name}: how many ranks it starts can't be known: {why}; {_WAY_OUT}")
 
+    def _unreadable(self) -> str:
+        """Why its numbers can't be known; "" where they can be, or it says none."""
+        options = self.launch.options
+        for what in _SHOWN.get(self.kind, {}):
+            if what in self.values and self.number(what) is None:
+                return f"{self.written[what]} is not a number that can be known{self._because(what)}"
+        if options.unclear:
+            return options.unclear[0]
+        if options.variables:
+            return f"{options.variables[0]} is not set, and may hold options"
+        return ""
 
-def _launchers(words: Sequence[str]) -> list[_Launcher]:
-    """Launchers from the outermost to the innermost, each with the words up to what it starts."""
-    found: list[tuple[str, str, list[str]]] = []
-    is_open = False
-    for n, word in enumerate(words):
-        base = word.rpartition("/")[2]
-        is_module = word in TORCHRUN_MODULES and n > 0 and words[n - 1] == "-m"
-        kind = _kind(base, is_module=is_module)
-        if kind:
-            found.append((kind, "torchrun" if is_module else base, []))
-            is_open = True
-        elif _STARTED.fullmatch(base):
-            is_open = False
-        elif is_open:
-            found[-1][2].append(word)
-    return [_Launcher(*one) for one in found]
+    def _because(self, what: str) -> str:
+        text = self.values[what]
+        if text in _MACHINE_KNOWS:
+            return " (as many as the machine has)"
+        if re.fullmatch(r"\d+[:-]\d+", text):
+            return " (nodes may come and go)"
+        return ""
 
+    def _product(self, nodes: int | None, nproc: int | None) -> Ranks:
+        if nodes is None or nproc is None:
+            shown = _SHOWN[self.kind]
+            return self.unknown(f"it does not say {shown['nodes']} and {shown['nproc']}{self._instead()}")
+        return Ranks(nodes * nproc, self.name, "")
 
-def _kind(base: str, *, is_module: bool) -> str:
-    if is_module or base in TORCHRUN:
-        return "torchrun"
-    if base in _MPI:
-        return "mpirun"
-    return base if base in ("srun", "deepspeed", *_UNCOUNTED) else ""
+    def _of_slots(self) -> Ranks:
+        """deepspeed's `--include a:0,1@b:0`."""
+        for what in ("nodes", "nproc"):
+            if what in self.values:
+                with_what = self.written.get("include") or self.written["exclude"]
+                return self.unknown(f"{self.written[what]} excludes {with_what}")
+        if "exclude" in self.values:
+            return self.unknown(f"{self.written['exclude']} depends on its hosts")
+        slots: set[tuple[str, str]] = set()
+        for host in self.values["include"].split("@"):
+            name, _, numbers = host.partition(":")
+            for number in numbers.split(","):
+                if not re.fullmatch(r"[0-9]{1,4}", number):
+                    return self.unknown(f"{self.written['include']} does not list the GPUs of each host")
+                slots.add((name, str(int(number))))
+        return Ranks(len(slots), self.name, "")
 
-
-def _values(words: Sequence[str], options: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What is counted -> its last value among words: `--name value`, `--name=value`, `-n value` or `-n8`."""
-    names = {name: what for what, all_names in options.items() for name in all_names}
-    values: dict[str, str] = {}
-    for word, behind in zip(words, [*words, ""][1:], strict=False):
-        name, equals, attached = word.partition("=")
-        if name.startswith("--"):
-            name = name.replace("_", "-")
-        if name in names:
-            values[names[name]] = attached if equals else behind
-        elif word[:2] in names and not word.startswith("--") and word[2:].isdecimal():
-            values[names[word[:2]]] = word[2:]
-    return values
+    def _instead(self) -> str:
+        """What it says in place of a count."""
+        said = self.written
+        if "gpus" in said and self.kind == "srun":
+            return f" (its GPUs, {self.values['gpus']}, are no ranks)"
+        if "per_node" in said:
+            return f" ({said['per_node']} is a number for each node or socket, and how many there are can't be known)"
+        if "hosts" in said:
+            return f" ({said['hosts']} names hosts, and MPIs differ in how many ranks they start there)"
+        return ""

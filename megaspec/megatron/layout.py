@@ -1,8 +1,13 @@
 """Flags of the layout -> the sections `parallelism` and `launcher`."""
 
-from megaspec.megatron.draft import Draft
+from megaspec.megatron.draft import Draft, GpusFrom
 from megaspec.parallelism.stages import parse_layout
 
+_RANKS_FROM = {
+    GpusFrom.COMMAND: "GPUs of the command",
+    GpusFrom.OPTION: "GPUs, from --gpus",
+    GpusFrom.FEWEST: "GPUs: the fewest that its degrees need, since the command does not say how many; --gpus N",
+}
 _CONTEXT = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "hierarchical"}
 _SHARDED = {"no_shard": "replicate", "optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "fsdp"}
 _PARTS = {
@@ -50,7 +55,7 @@ def translate_layout(draft: Draft) -> None:
     if draft.is_given("--ddp-bucket-size"):
         megabytes = draft["--ddp-bucket-size"] * _GRADIENT_BYTES[reduce] / 1e6
         draft.put("parallelism.bucket_mb", megabytes, "--ddp-bucket-size", remark="parameters there, MB here")
-    draft.put("launcher.ranks", draft.gpus, remark="GPUs of the command" if draft.command.gpus else "GPUs")
+    draft.put("launcher.ranks", draft.gpus, remark=_RANKS_FROM[draft.gpus_from])
     seconds = draft["--distributed-timeout-minutes"] * 60.0
     draft.put("launcher.timeout_seconds", seconds, "--distributed-timeout-minutes", ours=600.0)
 

@@ -13,9 +13,11 @@ from typing import NoReturn
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.problems import show
 from megaspec.megatron.arithmetic import compute
+from megaspec.megatron.batch import directives
 from megaspec.megatron.conditions import both, decide, either, negation
 from megaspec.megatron.flag import Fate
 from megaspec.megatron.flags import BY_NAME
+from megaspec.megatron.launcher import VARIABLES, exported, exports_all
 from megaspec.megatron.program import Program, find_program
 from megaspec.megatron.shell import (
     DECLARATIONS,
@@ -124,8 +126,7 @@ def script_words(
         if not follower.found:
             source.refuse(ended.line, "it ends here, before it trains; what it needs stands behind it: @FILE ARG...")
     found = follower.training()
-    directives = [w for line in re.findall(r"(?m)^#SBATCH[ \t]+([^#\n]*)", source.text) for w in line.split()]
-    return Script(found.words, follower.notes(), directives)
+    return Script(found.words, follower.notes(), directives(source))
 
 
 def _unknown(written: str) -> str:
@@ -180,6 +181,12 @@ class _Follower:
         self.arguments = arguments
         self.variables = {name: [value.translate(_MARKS)] for name, value in environment.items()}
         """Name -> its elements: one of a plain value, none of a name that was unset."""
+        self.exported = set(environment)
+        """Names whose values the commands see."""
+        self.exports_all = False
+        """True behind `set -a`."""
+        self.settings: list[str] = []
+        """NAME=VALUE in front of the command that is followed, of variables that launchers read."""
         self.functions: set[str] = set()
         self.found: list[_Found] = []
         self.nameless: list[int] = []
@@ -359,6 +366,8 @@ class _Follower:
                 self.variables[one] = [_unknown(f"${one}")]
         if name and name not in DECLARATIONS:
             return
+        if name:
+            self.exported |= exported(words, [one.name for one in statement.assignments])
         for assignment in statement.assignments:
             values = [assignment.value] if assignment.elements is None else assignment.elements
             texts = [word for value in values for text in self.expanded(value) for word in _shown(text).split()]
@@ -431,13 +440,23 @@ class _Follower:
         if not texts:
             for assignment in statement.assignments:
                 self.variables[assignment.name] = self.assigned(assignment)
+                if self.exports_all:
+                    self.exported.add(assignment.name)
         elif name in DECLARATIONS:
             # all values are made before the first is set
             self.variables |= {one.name: self.assigned(one) for one in statement.assignments}
+            names = [one.name for one in statement.assignments]
+            self.exported |= exported([_shown(text) for text in texts], names)
         if statement.reads_text and name not in ("", "cat", "tee"):
             self.refuse("what it reads from the lines below is not followed; give that text as a file of its own")
         if texts:
-            return self.command(texts)
+            outer = self.settings
+            for one in statement.assignments:
+                if one.name in VARIABLES and name not in DECLARATIONS:
+                    self.settings = [*self.settings, f"{one.name}={_shown(self.joined(one.value))}"]
+            status = self.command(texts)
+            self.settings = outer
+            return status
         # `name=$(command)` ends as the command does
         is_made = any(isinstance(part, Unreadable) for one in statement.assignments for part in one.value)
         return None if is_made else True
@@ -463,6 +482,8 @@ class _Follower:
             return self.shift(words)
         if name == "set" and not all(re.fullmatch(r"[-+]\w+|pipefail", word) for word in words[1:]):
             self.refuse("arguments that are set anew can't be followed; give the script's own behind @FILE")
+        if name == "set":
+            self.exports_all = exports_all(words, self.exports_all)
         if name == "unset":
             for one in words[1:]:
                 self.variables[one] = []
@@ -513,9 +534,21 @@ class _Follower:
         """Keeps a command that could be the one that trains."""
         if find_program(words) is not None or words[0].startswith("--"):
             words = [*self.prefix, *words]
-            self.found.append(_Found(words, find_program(words), self.line))
+            program = find_program(words)
+            if program is not None:
+                words = [*self.launcher_settings(), *words]
+            self.found.append(_Found(words, program, self.line))
         elif any("$" in word for word in words) and any(word.startswith("--") for word in words):
             self.nameless.append(self.line)
+
+    def launcher_settings(self) -> list[str]:
+        """NAME=VALUE of variables that launchers read, as the command sees them: those in front of it win."""
+        settings: list[str] = []
+        for name in VARIABLES:
+            elements = self.variables.get(name)
+            if name in self.exported and elements:
+                settings.append(f"{name}={_shown(elements[0])}")
+        return [*settings, *self.settings]
 
     # Words
 

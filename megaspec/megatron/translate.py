@@ -11,7 +11,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.estimate.target import Target
 from megaspec.megatron.command import Command
 from megaspec.megatron.data import translate_data, translate_evaluation, translate_output
-from megaspec.megatron.draft import Draft, fewest_of
+from megaspec.megatron.draft import Draft, GpusFrom, fewest_of
 from megaspec.megatron.flag import Fate
 from megaspec.megatron.flags import BY_NAME
 from megaspec.megatron.layout import translate_layout
@@ -57,7 +57,12 @@ def translate(command: Command, *, gpus: int | None = None) -> Draft:
         raise RecipeError(f"--gpus {gpus}: {ranks.launcher} starts {ranks.count}; {way_out}")
     if gpus is None and ranks.why:
         raise RecipeError([Problem("", ranks.why, "", "megatron-flag")])
-    draft = Draft(command, ranks.count or gpus or fewest_of(command))
+    if ranks.count is not None:
+        draft = Draft(command, ranks.count, GpusFrom.COMMAND)
+    elif gpus is not None:
+        draft = Draft(command, gpus, GpusFrom.OPTION)
+    else:
+        draft = Draft(command, fewest_of(command), GpusFrom.FEWEST)
     for names in _EITHER:
         given = [n for n in names if draft.is_given(n)]
         if len(given) > 1:

@@ -85,6 +85,13 @@ def test_everything_that_is_wrong_is_told_at_once():
     ]
 
 
+def test_a_word_is_named_as_it_was_written():
+    assert told("--num-layers=x", "--hidden-size=$H", "--optimizer=adan")[0] == "--num-layers=x: must be a whole number"
+    assert told("--num-layers=x", "--hidden-size=$H")[1].startswith("--hidden-size=$H: a shell variable")
+    command = read_command(["--num-layers=3", "--lr", "1e-3", "--bf16", "--data-path", "1", "a"])
+    assert list(command.written.values()) == ["--num-layers=3", "--lr 1e-3", "--bf16", "--data-path 1 a"]
+
+
 @pytest.mark.parametrize("words", [[], ["torchrun", "pretrain_gpt.py"], ["A=b"]])
 def test_a_command_without_flags(words):
     assert "no flags" in told(*words)[0]

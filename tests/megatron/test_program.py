@@ -4,6 +4,7 @@ import pytest
 
 from megaspec.cli import main
 from megaspec.megatron.command import read_command
+from megaspec.megatron.program import find_program
 from tests.megatron.commands import LLAMA, SMALL
 
 FLAGS = f"{SMALL} {LLAMA}".split()
@@ -76,6 +77,57 @@ def test_what_launchers_call_m_is_no_module():
     assert (command.values, command.notes, command.gpus) == ({"--bf16": True}, (), 4)
     words = ["python", "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "pretrain_gpt", "--bf16"]
     assert read_command(words).gpus == 2
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "tools/preprocess_data.py",
+        "/opt/Megatron-LM/tools/preprocess_data.py",
+        "-m tools.preprocess_data",
+        "tools/run_text_generation_server.py",
+        "tools/run_inference_performance_test.py",
+        "tools/checkpoint/convert.py",
+        "-m tools.checkpoint.convert",
+        "tools/merge_datasets.py",
+        "tools/report_theoretical_memory.py",
+        "tools/build_sequences_per_dataset.py",
+        "examples/inference/gpt/gpt_static_inference.py",
+    ],
+)
+def test_tools_that_train_nothing_are_refused_by_name(program, capsys):
+    words = program.split()
+    for launcher in (["torchrun"], ["python"], ["srun", "-n", "8", "python", "-u"]):
+        assert main(["from-megatron", "--", *launcher, *words, *FLAGS]) == 64
+        assert f"{words[-1]}: by its name it trains nothing; give pretrain_gpt.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["train_server.py", "pretrain_convert.py"])
+def test_a_training_is_no_tool(program):
+    assert f"{program} {TOLD}" in read_command(["python", program, "--bf16"]).notes
+
+
+VALUES_OF_OPTIONS = [
+    ("torchrun --log-dir pretrain_bert.py pretrain_gpt.py", "pretrain_gpt.py"),
+    ("srun --prolog setup.py -n 8 python pretrain_gpt.py", "pretrain_gpt.py"),
+    ("env HOOK=setup.py python pretrain_gpt.py", "pretrain_gpt.py"),
+    ("nsys profile --output=a.py python pretrain_gpt.py", "pretrain_gpt.py"),
+    ("python -X importtime -W ignore -um pretrain_gpt", "pretrain_gpt"),
+    ("python -mpretrain_gpt", "pretrain_gpt"),
+    ("python -m cProfile -o out pretrain_gpt.py", "pretrain_gpt.py"),
+    ("python -m torch.distributed.run -m --nproc_per_node 8 pretrain_gpt", "pretrain_gpt"),
+    ("torchrun --no-python nsys profile python -m pretrain_gpt", "pretrain_gpt"),
+    ("torchrun --nproc_per_node 8 pretrain_gpt", "pretrain_gpt"),
+    ("torchrun $ARGS pretrain_gpt.py", "pretrain_gpt.py"),
+]
+
+
+@pytest.mark.parametrize(("line", "name"), VALUES_OF_OPTIONS)
+def test_the_value_of_an_option_is_no_program(line, name):
+    words = [*line.split(), "--bf16"]
+    program = find_program(words)
+    assert program is not None
+    assert (program.name, words[program.end :]) == (name, ["--bf16"])
 
 
 def test_a_script_that_starts_such_a_program_is_refused(tmp_path, capsys):
