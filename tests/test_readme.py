@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -341,7 +342,25 @@ def test_files_that_are_named_exist(page):
 
 
 # What lies in a run's folder, which megaspec/README.md lists.
-RUN_FILES = {"recipe.json", "target.json", "environment.json", "spec.json", "prediction.json", "exit_code.json"}
+RUN_FILES = {
+    "recipe.json",
+    "target.json",
+    "environment.json",
+    "spec.json",
+    "prediction.json",
+    "exit_code.json",
+    "forking.json",
+}
+
+
+@pytest.mark.parametrize("package", sorted((ROOT / "megaspec").glob("*/")), ids=label)
+def test_every_file_of_a_package_is_in_its_readme(package):
+    if not (package / "__init__.py").exists() or package.name == "commands":  # commands are listed as they are typed
+        return
+    named = re.findall(r"`([\w*]+\.py)`", without_code(package / "README.md"))
+    files = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    missing = {name for name in files if not any(fnmatch(name, pattern) for pattern in named)}
+    assert missing == set(), f"{label(package)}/README.md does not say what they are"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
