@@ -67,6 +67,9 @@ def decide(operands: Sequence[str | None]) -> bool | None:
 
 
 def _compared(left: str | None, comparison: str, right: str | None) -> bool | None:
+    if comparison in ("-a", "-o"):
+        join = both if comparison == "-a" else either
+        return join(decide([left]), decide([right]))
     if left == "!" and comparison in ("-z", "-n"):
         return negation(decide([comparison, right]))
     if left is None or right is None:

@@ -46,7 +46,7 @@ from megaspec.megatron.shell import (
     parse,
     sets_inside,
 )
-from megaspec.megatron.shell_starts import Launch, Start, find_start, read_launch, ssh_command
+from megaspec.megatron.shell_starts import MAKE_WORDS, Launch, Start, find_start, read_launch, ssh_command
 from megaspec.megatron.shell_state import SET_BY_THE_SHELL, ShellState, set_options
 from megaspec.megatron.unknowns import BEGINS, END, MARKED, PATTERN, is_marked, known, missing, pattern, shown, unknown
 
@@ -612,6 +612,10 @@ class _Follower:
             self.declare(name, texts, statement.assignments)
         else:
             given = self.in_front(name, statement.assignments)
+        if all(MARKED.fullmatch(text) for text in texts):
+            # where the words are none in the end, the assignments stay
+            for variable in given:
+                self.put(variable, [unknown(f"${variable}")])
         if statement.reads_text and name not in ("", "cat", "tee"):
             self.refuse("what it reads from the lines below is not followed; give that text as a file of its own")
         if texts:
@@ -686,8 +690,8 @@ class _Follower:
             self.refuse("it sets a variable to what it prints, which is not followed; write out what it makes")
         if name == "wait" and any(word.startswith("-") and "p" in word for word in words[1:]):
             self.refuse("it sets a variable, which is not followed; write out what it makes")
-        if name == "trap" and any(word in ("DEBUG", "RETURN") for word in words[2:]):
-            self.refuse("what it does between commands is not followed")
+        if name == "trap" and not _is_trap_followed(words):
+            self.refuse("what it does between commands or at the end is not followed")
         if name == "false":
             return False
         if name in ("cd", "pushd", "popd"):
@@ -704,6 +708,7 @@ class _Follower:
             # ssh joins its words, and a shell of the other machine reads them again
             inside = self.state.child()
             inside.forget()
+            inside.zero = unknown("$0")
             return self.inner(" ".join(texts[place:]), texts[:place], inside, is_posix=True)
         start = find_start(words)
         if start is not None:
@@ -949,6 +954,11 @@ class _Follower:
         """Keeps a command that could be the one that trains."""
         words = [shown(text) for text in texts]
         if find_program(words) is not None or words[0].startswith("--"):
+            if re.search(r"\s", words[0]):
+                self.refuse("the name of its program has blanks in it; leave out the quotes around the command")
+            program = find_program(words)
+            if program is not None and not program.is_tool:
+                self.refuse_made_words(words[: program.begin])
             whole = [*self.prefix, *texts]
             for text in whole:
                 self.refuse_pattern(text)
@@ -956,6 +966,14 @@ class _Follower:
             self.found.append(_Found(words, find_program(words), self.line))
         elif any("$" in word for word in words) and any(word.startswith("--") for word in words):
             self.nameless.append(self.line)
+
+    def refuse_made_words(self, words: Sequence[str]) -> None:
+        """RecipeError: what stands in front of a training starts it with other words."""
+        for word in words:
+            name = word.rpartition("/")[2]
+            # `find . -name train.py` starts nothing
+            if name in MAKE_WORDS and (name != "find" or "-exec" in words):
+                self.refuse(f"{word} makes other words of a command's; write out the command that it makes")
 
     def refuse_pattern(self, text: str) -> None:
         """RecipeError: a word of a training that only the machine makes."""
@@ -1402,6 +1420,16 @@ def _has_index(word: Word) -> bool:
 def _sets_by_printf(words: Sequence[str]) -> bool:
     """`printf -v NAME`."""
     return len(words) > 1 and words[1].startswith("-v")
+
+
+def _is_trap_followed(words: Sequence[str]) -> bool:
+    """False for a trap that sets a variable, or that trains. It is taken for granted that no command fails."""
+    if len(words) < 3:
+        return True
+    if any(word in ("DEBUG", "RETURN") for word in words[2:]):
+        return False
+    sets = "ERR" in words[2:] and ("=" in words[1] or "eval" in words[1])
+    return not sets and not any(word in words[1] for word in ("python", "torchrun", ".py"))
 
 
 def _may_train(text: str) -> bool:

@@ -31,6 +31,7 @@ _RESERVED = re.compile(r"(?:[a-z]+|\[\[|[{}!])(?=[\s;&|()<>]|$)")
 _PLAIN = re.compile(rf"[^\s;&|()<>\\'\"$`{BEGINS}]+")
 _PLAIN_IN_BRACES = re.compile(rf"[^}}\\'\"$`{BEGINS}]+")
 _PLAIN_IN_QUOTES = re.compile(rf"[^\"\\$`{BEGINS}]+")
+_PLAIN_WITH_QUOTES = re.compile(rf"'[^}}\\'\"$`{BEGINS}]*'")
 # `${A:=x}`, `${A=x}`, the start of arithmetic, and `${A:1:2}`, whose offsets are arithmetic.
 _SETS_DEFAULT = re.compile(r"(?<!\\)\$\{!?[A-Za-z_]\w*(?:\[[^]\n]{0,100}\])?:?=")
 _ARITHMETIC_INSIDE = re.compile(r"(?<!\\)\$\(\((.*?)\)\)", re.DOTALL)
@@ -672,7 +673,7 @@ class _Parser:
     def parts(self, plain: re.Pattern[str], *, closed_by: str, in_quotes: bool) -> Word:
         """Parts of a word up to a character that is in none of them. `closed_by`: one that ends it, too; not taken.
 
-        `in_quotes`: True for the default in `"${A:-it's}"`, where a single quote is a character as any other.
+        `in_quotes`: True for the default in `"${A:-'b c'}"`, where single quotes stay in the text.
         """
         parts: list[Part] = []
         while self.at < len(self.text):
@@ -693,8 +694,12 @@ class _Parser:
                 if escaped != "\n":
                     parts.append(Literal(escaped, quoted=True))
             elif char == "'" and in_quotes:
-                self.at += 1
-                parts.append(Literal("'", quoted=True))
+                # bash looks for its end, and keeps both
+                match = _PLAIN_WITH_QUOTES.match(self.text, self.at)
+                if match is None:
+                    self.refuse("a single quote in `${ }` in double quotes can't be read here; leave it out")
+                self.at = match.end()
+                parts.append(Literal(match.group(), quoted=True))
             elif char == "'":
                 parts += self.single_quoted(self.at)
             elif char == '"':

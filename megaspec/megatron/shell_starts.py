@@ -38,8 +38,8 @@ _OTHER_ENVIRONMENT = (
     "sudo",
     "unshare",
 )
-# They make words of what they read, or read the words that they are given a second time.
-_MAKE_WORDS = ("clush", "find", "parallel", "pdsh", "pssh", "ssh", "watch", "xargs")
+MAKE_WORDS = ("clush", "find", "parallel", "pdsh", "pssh", "ssh", "watch", "xargs")
+"""They make words of what they read, or read the words that they are given a second time."""
 _SHELL_OPTIONS_WITH_VALUE = ("--init-file", "--rcfile")
 _SHELL_OPTIONS = ("--login", "--noediting", "--noprofile", "--norc", "--verbose")
 _SSH_OPTIONS_WITH_VALUE = "BbcDEeFIiJLlmOoPpQRSWw"
@@ -120,7 +120,7 @@ def read_launch(words: Sequence[str]) -> Launch:
             at = _read_env(words, at + 1, launch)
             begins_command = True
             continue
-        if name in _MAKE_WORDS:
+        if name in MAKE_WORDS:
             launch.why_not = f"{name} makes other words of a shell's, which is not followed"
         is_launcher = not begins_command or name in _HAND_ON
         changes = name in _OTHER_ENVIRONMENT or name.endswith(".sh") or words[at].startswith("--export")
