@@ -46,7 +46,7 @@ def decide(operands: Sequence[str | None]) -> bool | None:
     """
     if len(operands) > _MOST_OPERANDS:
         return None
-    if len(operands) > 3 and ("(" in operands or ")" in operands):
+    if len(operands) > 3 and not _is_readable(operands):
         return None
     if len(operands) == 4 and operands[0] == "!":
         return negation(decide(operands[1:]))
@@ -64,6 +64,25 @@ def decide(operands: Sequence[str | None]) -> bool | None:
     if len(operands) == 1:
         return None if operands[0] is None else operands[0] != ""
     return None if operands else False
+
+
+def _is_readable(operands: Sequence[str | None]) -> bool:
+    """True where `-a`, `-o` and `!` join tests; others are errors, in spite of a part that would decide."""
+    term: list[str] = []
+    for operand in (*operands, "-a"):
+        if operand is None or operand in ("(", ")"):
+            return False
+        if operand not in ("-a", "-o"):
+            term.append(operand)
+            continue
+        while len(term) > 1 and term[0] == "!":
+            term = term[1:]
+        is_binary = len(term) == 3 and (term[1] in ("=", "==", "!=") or term[1] in COMPARISONS)
+        is_unary = len(term) == 2 and re.fullmatch(r"-[a-zA-Z]", term[0]) is not None
+        if len(term) != 1 and not is_binary and not is_unary:
+            return False
+        term = []
+    return True
 
 
 def _compared(left: str | None, comparison: str, right: str | None) -> bool | None:

@@ -753,6 +753,9 @@ class _Follower:
 
     def bracket_test(self, texts: list[str]) -> bool | None:
         operands = [known(text) for text in texts[1:]]
+        if any(PATTERN in text for text in texts):
+            # they may be several operands
+            return None
         if shown(texts[0]) == "[":
             if shown(texts[-1]) != "]" or len(texts) == 1:
                 self.refuse("its `]` is missing")
@@ -763,7 +766,7 @@ class _Follower:
 
     def shift(self, words: list[str]) -> bool | None:
         n = words[1] if len(words) > 1 else "1"
-        if not re.fullmatch(r"[0-9]{1,5}", n):
+        if not re.fullmatch(r"[0-9]{1,5}", n) or any(map(is_marked, self.state.arguments)):
             self.refuse("by how many arguments can't be known")
         if int(n) > len(self.state.arguments):
             return False
@@ -1212,11 +1215,15 @@ class _Follower:
         if name in ("@", "*"):
             return [*self.state.arguments]
         if name == "#":
-            return [str(len(self.state.arguments))]
+            # what can't be known may be several arguments, or none
+            is_certain = not any(map(is_marked, self.state.arguments))
+            return [str(len(self.state.arguments)) if is_certain else unknown(part.written)]
         if name == "0":
             return [self.state.zero]
         if name.isdecimal():
             place = int(name[:6]) - 1
+            if any(map(is_marked, self.state.arguments[:place])):
+                return [unknown(part.written)]
             return [self.state.arguments[place]] if place < len(self.state.arguments) else None
         if name in ("?", "$", "!", "-"):
             return [unknown(part.written)]

@@ -417,6 +417,8 @@ class _Parser:
                 self.bash_only("`|&`")
             self.at += len(operator)
             self.skip_lines()
+            if self.reserved() in ("!", "time"):
+                self.refuse(f"`{self.reserved()}` can't stand behind `{operator}`")
             stages.append(self.command())
             self.skip_blanks()
         return Pipeline(tuple(stages), negated, line) if negated or len(stages) > 1 else stages[0]

@@ -146,6 +146,7 @@ FOLLOWED = {
     "export A=0\nsrun --export=NONE bash -c 'python p.py $A'": ["$A"],
     "L=(a b)\nexport L\nbash -c 'python p.py $L'": ["$L"],
     "eval \"python p.py '$MORE'\"": ["$MORE"],
+    "bash -c 'python p.py $# $2' name $MORE \"$2\"": ["$#", "$2"],
     # what stands for files, folders and several words
     "A=*.bin B={a,b}\npython p.py \"$A\" $B '*' \\? \"{a,b}\"": ["*.bin", "{a,b}", "*", "?", "{a,b}"],
     "python p.py {} a{b} \\{a,b}": ["{}", "a{b}", "{a,b}"],
@@ -225,7 +226,11 @@ def test_operands_of_a_bracket_are_weighed_as_posix_has_it():
     assert decide(["!", "", "-a", ""]) is True
     assert decide(["", "-o", "b"]) is True
     assert decide([" 3", "-eq", "3 "]) is True
+    assert decide(["a", "=", "a", "-o", "b", "=", "c"]) is True
+    # these are errors, whatever their first part says
+    assert decide(["a", "=", "a", "-o", "b", "c", "=", "d"]) is None
     assert decide(["(", "a", "=", "b", ")"]) is None
+    assert decide(["a", "=", "a", "-o", None, "=", "d"]) is None
 
 
 def test_patterns_and_shells_are_bounded():
