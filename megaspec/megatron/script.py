@@ -498,15 +498,7 @@ class _Follower:
         texts = _behind_prefix(texts)
         words = [shown(text) for text in texts]
         name = words[0] if words else ""
-        if name in (*_UNFOLLOWED, *self.state.functions, "eval", "exec", "shift") or find_program(words):
-            self.undecided(line)
-        starts = find_start(words) is not None or ssh_command(words) is not None
-        if starts and any(_may_train(word) for word in words):
-            self.undecided(line)
-        if name == "printf" and _sets_by_printf(words):
-            self.undecided(line)
-        if "$" in name and any(word.startswith("--") for word in words):
-            # a program that can't be known with flags of its own
+        if self.matters(words) or (statement.reads_text and name not in ("", "cat", "tee")):
             self.undecided(line)
         if name == "set":
             options = set(self.state.options)
@@ -539,6 +531,23 @@ class _Follower:
                 if name in DECLARATIONS and assignment.name not in self.state.exported:
                     self.state.perhaps_exported.add(assignment.name)
                 self.put(assignment.name, [])
+
+    def matters(self, words: list[str]) -> bool:
+        """True for a command that could train, or change what comes behind it in ways that are not followed."""
+        if not words:
+            return False
+        name = words[0]
+        if name in (*_UNFOLLOWED, *self.state.functions, "eval", "exec", "shift"):
+            return True
+        if find_program(words) is not None or name.startswith("--"):
+            return True
+        if "$" in name and any(word.startswith("--") for word in words):
+            # a program that can't be known with flags of its own
+            return True
+        starts = find_start(words) is not None or ssh_command(words) is not None
+        if starts and any(_may_train(word) for word in words):
+            return True
+        return _sets_silently(words)
 
     def undecided(self, line: int) -> NoReturn:
         self.refuse(f"what it asks can't be known, and it decides what is trained; {_WAY_OUT}", line)
@@ -686,12 +695,10 @@ class _Follower:
             self.shopt(words)
         if name == "unset":
             self.unset(texts)
-        if name == "printf" and _sets_by_printf(words):
-            self.refuse("it sets a variable to what it prints, which is not followed; write out what it makes")
-        if name == "wait" and any(word.startswith("-") and "p" in word for word in words[1:]):
-            self.refuse("it sets a variable, which is not followed; write out what it makes")
-        if name == "trap" and not _is_trap_followed(words):
-            self.refuse("what it does between commands or at the end is not followed")
+        if _sets_silently(words):
+            self.refuse(
+                "it sets a variable or trains beside what it does, which is not followed; write out what it makes"
+            )
         if name == "false":
             return False
         if name in ("cd", "pushd", "popd"):
@@ -719,7 +726,7 @@ class _Follower:
     def as_command(self, texts: list[str], given: Mapping[str, str]) -> bool | None:
         """`command NAME`, `builtin NAME`: NAME, but no function of that name."""
         at = 1
-        while at < len(texts) and shown(texts[at]) in ("-p", "--"):
+        while at < len(texts) and shown(texts[at]) in ("command", "builtin", "-p", "--"):
             at += 1
         if at == len(texts):
             return True
@@ -1424,9 +1431,13 @@ def _has_index(word: Word) -> bool:
     return isinstance(first, Literal) and not first.quoted and first.text.startswith("[") and "]=" in _plain_text(word)
 
 
-def _sets_by_printf(words: Sequence[str]) -> bool:
-    """`printf -v NAME`."""
-    return len(words) > 1 and words[1].startswith("-v")
+def _sets_silently(words: Sequence[str]) -> bool:
+    """True where a command that is passed over sets a variable beside what it does, or starts a training later."""
+    if words[0] == "printf":
+        return len(words) > 1 and words[1].startswith("-v")
+    if words[0] == "wait":
+        return any(word.startswith("-") and "p" in word for word in words[1:])
+    return words[0] == "trap" and not _is_trap_followed(words)
 
 
 def _is_trap_followed(words: Sequence[str]) -> bool:

@@ -18,14 +18,14 @@ def words(text: str, **environment: str) -> list[str]:
 
 REFUSED = {
     # commands that set a variable
-    "printf -v N x\npython p.py $N": (1, "sets a variable to what it prints"),
-    "command printf -vN x\npython p.py": (1, "sets a variable to what it prints"),
+    "printf -v N x\npython p.py $N": (1, "it sets a variable"),
+    "command printf -vN x\npython p.py": (1, "it sets a variable"),
     "coproc cat\npython p.py": (1, "runs beside the script"),
     "command eval 'source x'\npython p.py": (1, "another file is read"),
     "builtin read N\npython p.py": (1, "input is read"),
-    "wait -n -p N\npython p.py $N": (1, "sets a variable"),
+    "wait -n -p N\npython p.py $N": (1, "it sets a variable"),
     "exec {N}> log\npython p.py $N": (1, "a redirection that sets a variable"),
-    "trap 'N=1' DEBUG\npython p.py": (1, "between commands"),
+    "trap 'N=1' DEBUG\npython p.py": (1, "it sets a variable"),
     # declarations that change what an assignment means
     "declare -i N\npython p.py": (1, "`declare` with -i can't be followed"),
     "typeset -l N=A\npython p.py $N": (1, "`typeset` with -l can't be followed"),
@@ -85,6 +85,9 @@ REFUSED = {
     "if [ -f x ]; then python p.py --fp16; exit 0; fi\npython p.py --bf16": (1, "it decides what is trained"),
     "if [ -f x ]; then bash -c 'python p.py --fp16'; fi\npython p.py --bf16": (1, "it decides what is trained"),
     "if [ -f x ]; then command eval N=1; fi\npython p.py $N": (1, "it decides what is trained"),
+    "if [ -f x ]; then trap 'N=2' DEBUG; fi\npython p.py $N": (1, "it decides what is trained"),
+    "if [ -f x ]; then sbatch <<END\npython p.py --fp16\nEND\nfi\npython p.py": (1, "it decides what is trained"),
+    "trap 'python p.py --x' EXIT\npython p.py --y": (1, "trains beside what it does"),
     "return\npython p.py": (1, "outside of a function"),
 }  # fmt: skip
 
@@ -106,6 +109,7 @@ def test_ssh_gives_a_shell_less_than_is_written():
 
 FOLLOWED = {
     "command python p.py --x": ["--x"],
+    "command " * 5_000 + "builtin echo\npython p.py --x": ["--x"],
     "command -v nvcc && N=1\npython p.py ${N:-0}": ["$N"],
     # declarations and options
     "export A=1 B\ndeclare -x C=2\npython p.py $A $C": ["1", "2"],
@@ -165,7 +169,7 @@ FOLLOWED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", FOLLOWED)
+@pytest.mark.parametrize("text", FOLLOWED, ids=range(len(FOLLOWED)))
 def test_it_is_followed_as_bash_does(text):
     assert words(text) == FOLLOWED[text]
 
