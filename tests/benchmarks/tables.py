@@ -30,7 +30,8 @@ _EQUAL_STAGES = {"1f1b": 1.0, "interleaved": 1.0, "zb_h1": 1 / 3, "zb_v": 1 / 6}
 # What says which layout a line measured, whatever it measured of it.
 _IDENTITY = (
     "peer", "layout", "switch", "model", "recipe", "micro_batch", "seq", "mbs", "accum", "gpus", "tp", "dp", "pp", "cp",
-    "ep", "parallelism", "precision", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS",
+    "ep", "parallelism", "precision", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation", "implementation",
+    "name",
 )  # fmt: skip
 
 
@@ -173,6 +174,30 @@ def _switched(is_on: bool, read: Callable[[Line], float | None]) -> Callable[[Gr
     return values
 
 
+def _numbers_in(name: str) -> Callable[[Group], list[float | None]]:
+    """Those of a field that is text: the sizes of a shape."""
+    return lambda group: [number.value for line in group.lines for number in numbers_of(str(line.get(name, "")))]
+
+
+def _on_side(side: str) -> Callable[[Group], list[float | None]]:
+    """The median over the runs of one of two revisions."""
+
+    def values(group: Group) -> list[float | None]:
+        own = [line["step_ms"] for line in group.lines if line.get("side") == side]
+        return [statistics.median(own)] if own else []
+
+    return values
+
+
+def _runs_each(group: Group) -> list[float | None]:
+    return [sum(1 for line in group.lines if line.get("side") == "after")]
+
+
+def _rate(unit: str, scale: float) -> Callable[[Group], list[float | None]]:
+    """What a kernel reaches a second."""
+    return _each(lambda line: line["amount"] / line["seconds"] / scale if line.get("unit") == unit else None)
+
+
 def _steps(group: Group) -> list[Line]:
     """The training steps of a run through the command line."""
     return [line for line in group.lines if line.get("event", "step") == "step" and "seconds" in line]
@@ -230,6 +255,16 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "step, ms: off": _switched(False, lambda line: line["step_ms"]),
     "step, ms: with": _switched(True, lambda line: line["step_ms"]),
     "step, ms: without": _switched(False, lambda line: line["step_ms"]),
+    "step, ms: before": _on_side("before"),
+    "step, ms: after": _on_side("after"),
+    "runs each": _runs_each,
+    "implementation": _numbers_in("implementation"),
+    "shape": _numbers_in("name"),
+    "error, of the gate": _field("error"),
+    "time, ms": _field("seconds", 1e3),
+    "GB/s": _rate("bytes", 1e9),
+    "TFLOP/s": _rate("flops", 1e12),
+    "of measured": _field("share", 100),
     "exposed, ms: on": _switched(True, _exposed),
     "exposed, ms: off": _switched(False, _exposed),
     "peak, GiB: on": _switched(True, _peak),
@@ -347,6 +382,16 @@ def _is_the_ratio_to_the_only(table: Table, row: dict[str, str], groups: list[Gr
     return _wrong_ratio(row["to the peer's 1F1B"], _ours(row), _ours(peer)[0].value)
 
 
+def _is_the_change(table: Table, row: dict[str, str], groups: list[Group]) -> str:
+    (before,), (after,), (change,) = (
+        numbers_of(row[name]) for name in ("step, ms: before", "step, ms: after", "change")
+    )
+    # of figures that are rounded themselves
+    limit = 0.5 * change.unit + 100 * (before.unit + after.unit) / before.value
+    measured = 100 * (after.value / before.value - 1)
+    return "" if abs(change.value - measured) <= limit else f"it is {measured:.2f} %"
+
+
 def _wrong_ratio(cell: str, ours: list[Number], peer: float) -> str:
     for number in numbers_of(cell):
         if not any(number.shows(one.value / peer) for one in ours):
@@ -363,5 +408,6 @@ DERIVED: dict[str, Callable[[Table, dict[str, str], list[Group]], str]] = {
     "equal stages": _of_the_line(_equal_stages),
     "peer, tok/s a GPU": _is_a_peers,
     "ratio": _is_the_ratio,
+    "change": _is_the_change,
     "to the peer's 1F1B": _is_the_ratio_to_the_only,
 }
