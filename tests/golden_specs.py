@@ -9,11 +9,13 @@ from typing import Any
 
 from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
+from megaspec.core.errors import MegaspecError
 from megaspec.core.frozen import AUTO
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
+from megaspec.spec import Spec
 
 FOLDER = Path(__file__).parent / "golden" / "specs"
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
@@ -30,15 +32,29 @@ def targets(recipe: Recipe) -> dict[str, Target]:
     ranks = recipe.launcher.ranks
     if ranks == AUTO:
         return {"-cpu": CPU, "-h200": GPUS["H200"].model_copy(update={"gpus": 8})}
-    return {"": GPUS[str(recipe.about.hardware)].model_copy(update={"gpus": ranks})}
+    hardware = recipe.about.hardware
+    assert hardware is not None, (
+        f"launcher.ranks={ranks} without about.hardware: its golden Spec is for the GPUs it names"
+    )
+    assert hardware in GPUS, f"about.hardware={hardware} is not in GPUS of tests/golden_specs.py; add it"
+    return {"": GPUS[hardware].model_copy(update={"gpus": ranks})}
 
 
 def resolved() -> dict[str, dict[str, Any]]:
     """File name -> Spec as plain data."""
     found = {}
     for name in SearchPath().choices("recipe"):
-        recipe = compose(name).recipe
-        for ending, target in targets(recipe).items():
-            spec = resolve(recipe, target, Facts(run_dir=f"runs/{name}"))
+        for ending, spec in resolved_of(name).items():
             found[f"{name}{ending}.json"] = json.loads(spec.model_dump_json())
     return found
+
+
+def resolved_of(name: str) -> dict[str, Spec]:
+    """File ending -> Spec of a recipe. What it raises names the recipe."""
+    try:
+        recipe = compose(name).recipe
+        facts = Facts(run_dir=f"runs/{name}")
+        return {ending: resolve(recipe, target, facts) for ending, target in targets(recipe).items()}
+    except (MegaspecError, AssertionError) as error:
+        error.add_note(f"golden Spec of recipes/{name}.yaml")
+        raise

@@ -395,6 +395,13 @@ def test_the_tree_lists_every_folder():
         assert any(path.startswith(f"{one}/") for path in linked), f"{label(lists)} does not list {one}"
 
 
+def test_every_recipe_is_in_the_table_of_recipes():
+    shipped = [path.stem for path in tracked(ROOT, "recipes") if path.suffix == ".yaml"]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", (ROOT / "recipes/README.md").read_text(), re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(shipped)
+
+
 def test_every_group_is_in_the_table_of_the_language():
     text = (ROOT / "conf/README.md").read_text()
     for name, section in SECTIONS.items():

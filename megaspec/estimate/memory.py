@@ -333,7 +333,8 @@ def state_bytes(optim: OptimSpec, *, width: int) -> int:
     bytes."""
     wide = max(4, width)
     if not isinstance(optim, AdamWSpec):
-        return (wide if width < wide else 0) + (wide if optim.momentum else 0)
+        master = wide if width < wide else 0
+        return master + optim.n_moments * wide
     formats = optim.formats
     master = {"fp32": wide, "fp16": 2}[formats.master] if width < wide else 0
     return master + sum(wide if f == "fp32" else _FORMAT[f] for f in (formats.exp_avg, formats.exp_avg_sq))

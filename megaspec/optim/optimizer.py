@@ -8,7 +8,7 @@ from megaspec.optim.master import MasterOptimizer
 from megaspec.optim.muon import Matrices, Muon
 from megaspec.optim.narrow import build_adamw
 from megaspec.optim.sgd import Sgd
-from megaspec.optim.spec import MuonSpec, OptimSpec, SgdSpec
+from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec, SgdSpec
 
 # Type of a spec -> maker from (weights, spec), where no kernel and no matrices are needed; plugins fill it.
 OPTIMIZERS = {SgdSpec: Sgd}
@@ -24,7 +24,11 @@ def build_optimizer(
     """
     if type(spec) in OPTIMIZERS:
         return OPTIMIZERS[type(spec)](weights, spec)
-    if isinstance(spec, MuonSpec):
+    if type(spec) is MuonSpec:
         assert matrices is not None, "optim.kind=muon needs whole matrices"
         return Muon(weights, spec, matrices, adamw=adamw)
+    # not isinstance: a kind that inherits AdamW's settings would train as AdamW without a word
+    assert type(spec) is AdamWSpec, (
+        f"optim.kind={spec.kind} has no builder: add {type(spec).__name__} to OPTIMIZERS in {__name__}"
+    )
     return build_adamw(weights, spec, kernel=adamw)

@@ -71,6 +71,11 @@ class OptimizerSpec(Frozen):
     schedule: ScheduleSpec = ScheduleSpec()
     """The learning rate over the steps."""
 
+    @property
+    def n_moments(self) -> int:
+        """Tensors that are kept beside each master weight, of its shape: what a plan counts."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how many moments it keeps")
+
 
 class AdamWSpec(OptimizerSpec):
     """AdamW (Loshchilov and Hutter 2019)."""
@@ -85,6 +90,10 @@ class AdamWSpec(OptimizerSpec):
     formats: StateFormats = StateFormats()
     """Number formats of master weights and moments."""
 
+    @property
+    def n_moments(self) -> int:
+        return 2
+
 
 class SgdSpec(OptimizerSpec):
     """Stochastic gradient descent with momentum, decoupled weight decay."""
@@ -92,6 +101,10 @@ class SgdSpec(OptimizerSpec):
     kind: Literal["sgd"]
     momentum: Probability = 0.9
     """Decay of the momentum; 0 keeps no state."""
+
+    @property
+    def n_moments(self) -> int:
+        return 1 if self.momentum else 0
 
 
 class MuonSpec(OptimizerSpec):
@@ -125,6 +138,11 @@ class MuonSpec(OptimizerSpec):
     """Decay of AdamW's second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
+
+    @property
+    def n_moments(self) -> int:
+        """Of a hidden matrix; AdamW keeps two of everything else."""
+        return 1
 
 
 OptimSpec = Annotated[AdamWSpec | SgdSpec | MuonSpec, Field(discriminator="kind")]

@@ -47,7 +47,7 @@ def shell(tmp_path):
         ("megaspec train recipe=hello optim.l", ["optim.lr="]),
         ("megaspec train recipe=hello optim.sch", ["optim.schedule."]),
         ("megaspec train optim.schedule.wsd", ["optim.schedule.wsd_decay=", "optim.schedule.wsd_decay_steps="]),
-        ("megaspec plan optim.kind=", ["optim.kind=adamw", "optim.kind=muon", "optim.kind=sgd"]),
+        ("megaspec plan optim.kind=ad", ["optim.kind=adamw"]),
         ("megaspec plan kernels.compile=", [f"kernels.compile={w}" for w in ("auto", "block", "none")]),
         ("megaspec plan precision=fp", [f"precision={p}" for p in ("fp16", "fp32", "fp64", "fp8")]),
         ("megaspec plan hardware=H", ["hardware=H100", "hardware=H200"]),
@@ -196,7 +196,7 @@ def test_it_is_quick_and_imports_neither_hydra_nor_torch():
         ("megaspec tr", ["train"]),
         ("megaspec train recipe=llama3_8b_", ["llama3_8b_fp8", "llama3_8b_half"]),
         ("megaspec train recipe=hello parallelism.tp", ["parallelism.tp="]),
-        ("megaspec plan optim.kind=s", ["sgd"]),
+        ("megaspec plan optim.kind=sg", ["sgd"]),
     ],
 )
 def test_bash_runs_the_function(line, found, shell, tmp_path):

@@ -11,11 +11,12 @@ from megaspec.cli import main
 from megaspec.commands.codes import CODES
 from megaspec.commands.explain import explain_key, explain_rule, first_sentence, read_by, refusal, rules_about, unit_of
 from megaspec.compose.compose import compose
+from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import field_paths
-from megaspec.recipe import Recipe
+from megaspec.recipe import SECTIONS, Recipe
 from megaspec.rules.examples import EXAMPLES
 from megaspec.rules.table import RULES
 
@@ -77,10 +78,9 @@ def test_where_a_value_is_from(capsys, words, value):
 
 def test_a_key_that_two_kinds_have_with_other_defaults(capsys):
     told = explain(capsys, "model.tied_embeddings")
-    assert list(zip(told["when"], told["default"], strict=True)) == [
-        ("model.kind=llama", "false"),
-        ("model.kind=gpt", "true"),
-    ]
+    whens = dict(zip(told["default"], told["when"], strict=True))
+    assert whens["false"].startswith("model.kind=llama")
+    assert whens["true"].startswith("model.kind=gpt")
     assert explain(capsys, "model.tied_embeddings", "recipe=gpt2_124m")["default"] == ["true"]
 
 
@@ -90,14 +90,19 @@ def test_a_section_lists_its_keys_and_choices(capsys):
     assert list(told).index("kind sgd") == 1
     assert "kind" not in told
     assert told["lr"] == ["Highest learning rate"]
-    assert told["momentum"] == ["Decay of the momentum; 0 keeps no state   [optim.kind=sgd or optim.kind=muon]"]
-    assert told["choices"] == ["optim=adamw, optim=muon, optim=sgd"]
+    (momentum,) = told["momentum"]
+    assert momentum.startswith("Decay of the momentum; 0 keeps no state   [optim.kind=sgd")
+    shipped = SearchPath().choices("optim")
+    assert {"adamw", "muon", "sgd"} <= set(shipped)
+    assert told["choices"] == [", ".join(f"optim={one}" for one in shipped)]
     assert explain(capsys, "optim.") == told
     assert explain(capsys, "data.blend")["prefix"] == ["Path of the .bin and .idx files without their ending"]
 
 
 def test_every_kind_of_a_section_has_one_line(capsys):
-    assert [heading for heading in explain(capsys, "model") if heading.startswith("kind")] == ["kind llama", "kind gpt"]
+    headings = [heading for heading in explain(capsys, "model") if heading.startswith("kind")]
+    assert headings[:2] == ["kind llama", "kind gpt"]
+    assert len(headings) == len(set(headings)) == len(SECTIONS["model"].typed)
     told = explain(capsys, "optim.schedule")
     assert told["means"][-1] == "Learning rate over steps. All lengths are in optimizer steps."
     assert told["kind"] == ["constant, linear, cosine, inverse_sqrt or wsd"]

@@ -11,12 +11,16 @@ import pytest
 from megaspec.compose.compose import compose, recompose
 from megaspec.compose.paths import recipes_dir
 from megaspec.core.errors import RecipeError
-from megaspec.core.problems import field_paths
+from megaspec.core.problems import field_paths, one_of
 from megaspec.recipe import SECTIONS, Recipe
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(p.stem for p in (ROOT / "recipes").glob("*.yaml"))
-MODELS = sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
+
+
+def choices(group):
+    """What ships of a group, in the order of messages."""
+    return sorted(p.stem for p in (ROOT / "conf" / group).glob("*.yaml"))
 
 
 def problems_of(*args, **keywords):
@@ -46,10 +50,9 @@ def test_shipped_recipes(name):
 def test_every_section_is_a_group_with_choices_that_compose():
     assert set(SECTIONS) < set(Recipe.model_fields)
     for section in SECTIONS:
-        choices = sorted(p.stem for p in (ROOT / "conf" / section).glob("*.yaml"))
-        assert choices, section
+        assert choices(section), section
         base = ["data.seq_len=8", "data.blend=[{prefix: x}]"] if section == "data" else []
-        for choice in choices:
+        for choice in choices(section):
             drop = ["~data.blend"] if section == "data" and choice != "indexed" else []
             composed = compose("hello", [f"{section}={choice}", *(drop or base)])
             label = f"conf/{section}/{choice}.yaml"
@@ -89,7 +92,7 @@ def test_the_users_own_folders(folder):
     assert composed.origins["model.n_layers"] == "mine/model/mini.yaml:3"
     assert compose("other", [], ["mine"]).recipe.train.steps == 7
     (problem,) = problems_of("small")
-    options = f"{', '.join(MODELS[:-1])} or {MODELS[-1]}"
+    options = one_of(choices("model"))
     assert str(problem) == f"model/mini does not exist; choose {options}   (recipes/small.yaml:3)"
     assert "--config-dir nowhere: no such folder" in str(problems_of("small", [], ["nowhere"])[0])
 
@@ -198,7 +201,8 @@ def test_everything_wrong_is_told_at_once_with_the_nearest_key():
     assert texts["parallelism.tpp"] == "parallelism.tpp=3: tpp is no key of parallelism; did you mean tp, pp or etp?"
     assert texts["train.lr"] == "train.lr=3: lr is no key of train; did you mean optim.lr?"
     assert texts["modle"] == "modle: modle is no key of a recipe; did you mean model?"
-    assert texts["optim.kind"] == "optim.kind=adamm must be adamw, sgd or muon; did you mean adamw?"
+    assert texts["optim.kind"].startswith("optim.kind=adamm must be adamw, sgd")
+    assert texts["optim.kind"].endswith("; did you mean adamw?")
     assert texts["train.global_batch"] == "train.global_batch=-1 must be greater than 0"
     assert texts["log.console"] == "log.console=loud must be live, plain or quiet"
     assert {p.origin for p in found} == {"command line"}
@@ -206,10 +210,9 @@ def test_everything_wrong_is_told_at_once_with_the_nearest_key():
 
 def test_a_key_of_another_kind_says_whose_it_is():
     (problem,) = problems_of("hello", ["optim=sgd", "optim.beta1=0.9"])
-    assert problem.message == (
-        "optim.beta1=0.9: beta1 is no key when optim.kind=sgd but of optim.kind=adamw or optim.kind=muon; "
-        "take it away with ~optim.beta1"
-    )
+    # the kinds that have it follow, as many as there are
+    assert problem.message.startswith("optim.beta1=0.9: beta1 is no key when optim.kind=sgd but of optim.kind=adamw")
+    assert problem.message.endswith("; take it away with ~optim.beta1")
 
 
 def test_what_files_set_for_the_kind_that_a_choice_replaces_is_left_out_and_said():
@@ -339,7 +342,7 @@ def test_counts_without_quotes_and_texts_in_them_stay_what_they_are(folder):
     [
         (["helo=1"], "helo is no key"),
         (["optim=sgdd"], "optim=sgdd does not exist; did you mean sgd?"),
-        (["optim=5"], "choose adamw, muon or sgd"),
+        (["optim=5"], f"choose {one_of(choices('optim'))}"),
         (["~optim"], "optim is a section"),
         (["train.steps"], "write path=value"),
         (["train.steps=1,2"], "write a list as [1,2]"),
@@ -354,7 +357,7 @@ def test_counts_without_quotes_and_texts_in_them_stay_what_they_are(folder):
         (["model._target_=os.system"], "can't name code"),
         (["train.steps=???"], "train.steps=??? must be set"),
         (["model=../../secret"], "model=../../secret does not exist"),
-        (["~data.kind"], "data.kind is missing; choose one: data=indexed, data=random, data=synthetic"),
+        (["~data.kind"], f"data.kind is missing; choose one: {', '.join(f'data={one}' for one in choices('data'))}"),
         (["data.split=[1]"], "too few entries"),
         (["data.blend=[]"], "data.blend=[] must be a list whose length is at least 1"),
         (["name='a/b'"], "must be text that matches"),

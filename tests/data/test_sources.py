@@ -1,9 +1,12 @@
+from typing import get_args
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaspec.core.errors import DataError
+from megaspec.data.facts import FACTS, data_facts
 from megaspec.data.indexed import IndexedFile
 from megaspec.data.loader import SOURCES, open_source
 from megaspec.data.spec import BlendPart, DataSource, IndexedSpec, RandomSpec, SyntheticSpec
@@ -23,21 +26,43 @@ def source_of(spec, *, split="train", seed=3, segments=(100,), vocab_size=1000):
     return open_source(spec, split=split, seed=seed, segments=segments, vocab_size=vocab_size)
 
 
-def test_every_spec_has_a_source():
-    assert set(SOURCES) == set(DataSource.__origin__.__args__)
+KINDS = get_args(get_args(DataSource)[0])
+# A source of each kind; that of files is given a folder of them.
+EXAMPLES = {
+    IndexedSpec: lambda folder: indexed(folder / "d", split=(1.0, 0.0, 0.0), seq_len=64),
+    SyntheticSpec: lambda folder: synthetic(),
+    RandomSpec: lambda folder: RandomSpec(kind="random", seq_len=64, vocab_size=17),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_a_source_and_facts_and_an_example_here(kind):
+    assert kind in SOURCES, "add it to SOURCES in megaspec/data/loader.py"
+    assert kind in FACTS, "add it to FACTS in megaspec/data/facts.py"
+    assert kind in EXAMPLES, "add it to EXAMPLES here"
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_a_source_that_is_opened_again_reads_the_same(kind, tmp_path):
+    """What a resume rests on: the sequence at a position, whatever was read before it and by whom."""
+    write_dataset(tmp_path / "d", [40] * 50, vocab_size=100)
+    spec = EXAMPLES[kind](tmp_path)
+    first, again = source_of(spec), source_of(spec)
+    assert len(first) == len(again) == 100
+    backwards = {position: again.read(position) for position in reversed(range(20))}
+    for position in range(20):
+        one, other = first.read(position), backwards[position]
+        assert all(np.array_equal(x, y) for x, y in zip(vars(one).values(), vars(other).values(), strict=True))
+        assert (one.tokens.dtype, one.tokens.shape) == (np.dtype(np.int64), (65,))
+        assert (one.mask.dtype, one.mask.shape) == (np.dtype(bool), (64,))
+        assert (one.documents.dtype, one.documents.shape) == (np.dtype(np.int32), (64,))
+    vocab_size = data_facts(spec).vocab_size
+    assert all(0 <= one.tokens.min() <= one.tokens.max() < vocab_size for one in backwards.values())
 
 
 @pytest.mark.parametrize("spec", [synthetic(), RandomSpec(kind="random", seq_len=64, vocab_size=17)], ids=str)
 def test_made_sources_are_functions_of_seed_split_and_position(spec):
-    first, again = source_of(spec), source_of(spec)
-    assert len(first) == 100
-    for position in (0, 7, 99):
-        a, b = first.read(position), again.read(position)
-        assert all(np.array_equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
-        assert (a.tokens.dtype, a.tokens.shape) == (np.dtype(np.int64), (65,))
-        assert (a.mask.dtype, a.mask.shape) == (np.dtype(bool), (64,))
-        assert (a.documents.dtype, a.documents.shape) == (np.dtype(np.int32), (64,))
-        assert 0 <= a.tokens.min() <= a.tokens.max() < 17
+    first = source_of(spec)
     base = first.read(7).tokens.tolist()
     assert first.read(8).tokens.tolist() != base
     assert source_of(spec, seed=4).read(7).tokens.tolist() != base

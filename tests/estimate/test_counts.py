@@ -1,6 +1,7 @@
 """Parameters, FLOPs, batches and the formula, against published and golden numbers."""
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -10,6 +11,7 @@ from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.formula import dense_equation, expert_equation
 from megaspec.estimate.parameters import count_parameters, padded_vocab
 from megaspec.estimate.target import Target
+from megaspec.recipe import ModelSpec
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from tests.estimate.megatron_adapter import cases, recipe_of
@@ -45,7 +47,10 @@ def test_parameters_of_llama3_8b():
     assert count_parameters(resolve(recipe, H200, Facts("x")).model).total == 8_030_261_248
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
+KINDS = [get_args(one.model_fields["kind"].annotation)[0] for one in get_args(get_args(ModelSpec)[0])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_those_of_the_module(kind, tied):
     torch = pytest.importorskip("torch")

@@ -1,6 +1,7 @@
 """The catalog that the resolver reads and the registry of functions are the same list."""
 
 import ast
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ from megaspec_kernels.catalog import CATALOG, Use, choose, unmet
 from megaspec_kernels.registry import REGISTRY, kernels_of
 from megaspec_kernels.spec import KernelsSpec
 
+ROOT = Path(__file__).parents[2]
 EVERYTHING = Use(attention_dropout=True, precision="fp64", widths=(7,), narrow_states=True)
 
 
@@ -98,7 +100,26 @@ def test_nothing_but_the_registry_reaches_a_triton_kernel() -> None:
     assert set(found) == {"registry.py"}
 
 
-def test_the_choice_reference_takes_the_reference_of_every_operation() -> None:
-    preset = dict.fromkeys(CATALOG, "reference") | {"compile": "none"}
-    path = Path(__file__).parents[2] / "conf" / "kernels" / "reference.yaml"
-    assert yaml.safe_load(path.read_text()) == preset
+@pytest.mark.parametrize(("choice", "compiled"), [("auto", "auto"), ("reference", "none")])
+def test_a_choice_names_every_operation(choice: str, compiled: str) -> None:
+    said = yaml.safe_load((ROOT / "conf" / "kernels" / f"{choice}.yaml").read_text())
+    assert said == dict.fromkeys(CATALOG, choice) | {"compile": compiled}
+
+
+def test_the_readme_lists_every_implementation() -> None:
+    """Best first, as in the catalog."""
+    text = (ROOT / "kernels" / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ((?:`\w+` ?)+) \|", text, re.MULTILINE))
+    listed = {operation: re.findall(r"`(\w+)`", cell) for operation, cell in rows.items()}
+    assert listed == {operation: list(one.implementations) for operation, one in CATALOG.items()}
+
+
+def test_the_readme_lists_the_folder_of_every_operation() -> None:
+    text = (ROOT / "kernels" / "megaspec_kernels" / "README.md").read_text()
+    folders = re.findall(r"`(\w+)/`", text)
+    assert sorted(folders) == sorted(CATALOG)
+
+
+@pytest.mark.parametrize("operation", CATALOG)
+def test_every_operation_has_a_test_of_its_own(operation: str) -> None:
+    assert (Path(__file__).parent / f"test_{operation}.py").exists()

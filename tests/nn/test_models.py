@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
+from megaspec.recipe import Recipe
 from megaspec.runtime.build import build, initialise
 from tests.parity.cases import SEQUENCES, TOKENS, VOCAB, Case, batches_of, spec_of
 
@@ -87,6 +89,12 @@ def gpt(w: dict[str, Tensor], tokens: Tensor, kv: int) -> Tensor:
 
 
 EQUATIONS = {"llama": llama, "gpt": gpt}
+
+
+def test_every_family_is_held_to_its_equations() -> None:
+    classes = get_args(Recipe.model_fields["model"].annotation)
+    kinds = {get_args(one.model_fields["kind"].annotation)[0] for one in classes}
+    assert set(EQUATIONS) == kinds, "add its equations to EQUATIONS"
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])

@@ -1,6 +1,8 @@
 """Optimizers against their formulas, written out with numpy in fp64."""
 
 import json
+from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -8,13 +10,25 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
+from megaspec.estimate.memory import state_bytes
 from megaspec.optim.optimizer import build_optimizer
-from megaspec.optim.spec import OptimSpec
+from megaspec.optim.spec import AdamWSpec, OptimizerSpec, OptimSpec
 
 SHAPES = {"matrix": (5, 3), "norm": (4,), "other": (2, 7)}
 ADAMW = {"kind": "adamw", "lr": 1.0, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3}
 SGD = {"kind": "sgd", "lr": 1.0, "momentum": 0.7}
 PLAIN = {"kind": "sgd", "lr": 1.0, "momentum": 0.0}
+
+
+# By kind. An optimizer whose formula stands in a file of its own is made there, too.
+FORMULAS = {"adamw": [ADAMW], "sgd": [SGD, PLAIN]}
+WITH_FORMULA = [content for contents in FORMULAS.values() for content in contents]
+
+
+def kinds():
+    """Class of settings by kind, of every optimizer that a recipe can choose."""
+    classes = get_args(get_args(OptimSpec)[0])
+    return {get_args(one.model_fields["kind"].annotation)[0]: one for one in classes}
 
 
 def made(content, dtype=torch.float64, *, adamw="torch"):
@@ -50,10 +64,38 @@ def by_formula(content, weights, steps):
     return weights, first, second
 
 
+@pytest.mark.parametrize("kind", kinds())
+def test_every_optimizer_is_held_to_its_formula(kind):
+    own_file = Path(__file__).parent / f"test_{kind}.py"
+    assert kind in FORMULAS or own_file.exists(), f"add {kind} to FORMULAS, or {own_file.name}"
+
+
+@pytest.mark.parametrize("content", WITH_FORMULA, ids=str)
+def test_a_plan_counts_what_an_optimizer_keeps(content):
+    parameters, optimizer = made(content, torch.bfloat16)
+    kept = [*optimizer.masters.values()]
+    for moments in optimizer.state().values():
+        kept += moments.values()
+    elements = sum(p.numel() for p in parameters.values())
+    spec = TypeAdapter(OptimSpec).validate_json(json.dumps(content))
+    assert sum(t.nbytes for t in kept) == elements * state_bytes(spec, width=2)
+
+
+def test_a_kind_without_a_builder_does_not_train_as_another():
+    class Borrowed(AdamWSpec):
+        kind: Literal["borrowed"]
+
+    with pytest.raises(AssertionError, match=r"optim\.kind=borrowed has no builder: add Borrowed to OPTIMIZERS"):
+        build_optimizer({"w": torch.zeros(2, 2)}, Borrowed(kind="borrowed", lr=1.0), adamw="torch")
+
+
+def test_an_optimizer_says_how_many_moments_it_keeps():
+    for kind, one in kinds().items():
+        assert one.n_moments is not OptimizerSpec.n_moments, kind
+
+
 @pytest.mark.parametrize(
-    ("content", "adamw"),
-    [(ADAMW, "torch"), (ADAMW, "reference"), (SGD, "torch"), (PLAIN, "torch")],
-    ids=["adamw", "adamw by the reference", "sgd", "plain"],
+    ("content", "adamw"), [*((one, "torch") for one in WITH_FORMULA), (ADAMW, "reference")], ids=str
 )
 def test_updates(content, adamw):
     parameters, optimizer = made(content, adamw=adamw)

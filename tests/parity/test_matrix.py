@@ -1,9 +1,12 @@
 """The matrix in README.md says what the cases are."""
 
 from itertools import combinations
+from typing import get_args
 
 import pytest
 
+from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
+from megaspec.recipe import Recipe
 from tests.parity.cases import Case
 from tests.parity.matrix import AXES, MORE, README, matrix, with_matrix
 from tests.parity.sets import DEFAULT, cases_of
@@ -31,6 +34,27 @@ def test_every_two_axes_meet() -> None:
 
 def test_four_axes_meet() -> None:
     assert any(case.tp > 1 and case.pp > 1 and case.cp > 1 and case.ep > 1 for case in OFTEN)
+
+
+def kinds_of(section: str) -> set[str]:
+    """The kinds that a section of a recipe can have."""
+    classes = get_args(Recipe.model_fields[section].annotation)
+    return {get_args(one.model_fields["kind"].annotation)[0] for one in classes}
+
+
+def test_every_model_and_optimizer_is_compared() -> None:
+    assert {case.family for case in OFTEN} == kinds_of("model"), (
+        "add it to the cases in sets.py, and a row in matrix.py"
+    )
+    assert {case.optimizer for case in OFTEN} == kinds_of("optim"), (
+        "add it to the cases in sets.py, and a row in matrix.py"
+    )
+
+
+def test_every_axis_has_a_row() -> None:
+    # data parallel has a row for each strategy; edp is what is left of the others
+    by_strategy = {"dp_replicate", "dp_shard", "edp"}
+    assert {*DENSE_AXES, *EXPERT_AXES} - by_strategy <= set(AXES), "add it to AXES in matrix.py"
 
 
 def test_a_case_is_counted_where_it_belongs() -> None:

@@ -9,9 +9,11 @@ import yaml
 from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.axes import expert_degrees
+from megaspec.core.errors import RecipeError
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec
+from tests import write_golden
 from tests.golden_specs import FOLDER, resolved, targets
 
 RESOLVED = resolved()
@@ -41,12 +43,35 @@ def spec_of(name: str) -> Spec:
 
 
 def test_no_golden_spec_is_missing_or_left_over():
-    assert {p.name for p in FOLDER.glob("*.json")} == set(RESOLVED)
+    assert {p.name for p in FOLDER.glob("*.json")} == set(RESOLVED), "run `make golden`"
 
 
 @pytest.mark.parametrize("name", RESOLVED)
 def test_spec(name):
+    assert (FOLDER / name).exists(), "run `make golden`"
     assert json.loads((FOLDER / name).read_text()) == RESOLVED[name]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("train: {steps: 10}", "warmup_steps=20 must be below train.steps=10"),
+        ("train: {stepss: 10}", "did you mean steps?"),
+        ("launcher: {ranks: 4}", "launcher.ranks=4 without about.hardware"),
+        ("launcher: {ranks: 4}\nabout: {hardware: GB200}", "about.hardware=GB200 is not in GPUS"),
+    ],
+)
+def test_a_recipe_that_has_no_golden_spec_is_named_and_nothing_is_deleted(body, said, tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text(f"defaults:\n  - hello\n{body}\n")
+    (tmp_path / "old.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(write_golden, "FOLDER", tmp_path)
+    with pytest.raises((RecipeError, AssertionError)) as caught:
+        write_golden.main()
+    assert said in str(caught.value)
+    assert caught.value.__notes__ == ["golden Spec of recipes/mine.yaml"]
+    assert (tmp_path / "old.json").exists()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,16 +1,20 @@
 """Every rule: the smallest recipe that breaks it, that its way out is one, and everything wrong in one report."""
 
+import ast
 import re
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megaspec.compose.compose import compose
 from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.resolve.resolver import resolve, settle
+from megaspec.rules import table
 from megaspec.rules.examples import CPU, EXAMPLES, FACTS, H200
 from megaspec.rules.table import RULES
+from megaspec_kernels.catalog import CATALOG
 
 # Words by which a message says what to do.
 WAY_OUT = re.compile(r"\b(try|set|drop|keep|lower|raise|write|install|shorten|it has|start|did you mean|Llama 3 has)\b")
@@ -26,7 +30,32 @@ def broken(overrides, target=CPU, facts=FACTS, recipe="hello") -> list[Problem]:
 
 
 def test_every_rule_has_an_example():
-    assert set(EXAMPLES) == set(RULES)
+    assert set(RULES) - set(EXAMPLES) == set(), "add the smallest recipe that breaks them to EXAMPLES in examples.py"
+    assert set(EXAMPLES) - set(RULES) == set(), "examples of rules that RULES in table.py does not have"
+
+
+def test_every_rule_that_is_written_is_asked():
+    """What lies in a *_rules.py and is in no list would never be asked."""
+    asked = {rule.__qualname__ for rule in RULES.values()}
+    folder = Path(table.__file__).parent
+    for path in sorted(folder.glob("*_rules.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and takes_a_case_alone(node) and not node.name.startswith("_"):
+                assert node.name in asked, f"add {node.name} of {path.name} to RULES in {Path(table.__file__).name}"
+
+
+def takes_a_case_alone(function: ast.FunctionDef) -> bool:
+    """Whether a function has the signature of a rule."""
+    returns = "" if function.returns is None else ast.unparse(function.returns)
+    arguments = [ast.unparse(one.annotation) for one in function.args.args if one.annotation is not None]
+    return arguments == ["Case"] and not function.args.kwonlyargs and returns == "Problem | None"
+
+
+@pytest.mark.parametrize("operation", CATALOG)
+def test_every_kernel_that_can_not_run_is_refused(operation):
+    assert f"kernel-{operation.replace('_', '-')}" in RULES, (
+        f"kernels.{operation} has no rule that it runs on the target"
+    )
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
