@@ -1,7 +1,6 @@
 """From a Spec to what trains: one list of steps, each with its reason."""
 
 import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -216,11 +215,11 @@ def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
 
 def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     """Everything but the weights' values: call `initialise`, or load a checkpoint. `position`: where a watchdog looks.
-    RecipeError: the Spec asks for what can be planned only."""
+    The process's random generators stay as they are. RecipeError: the Spec asks for what can be planned only."""
     problems = unbuilt_problems(spec)
     if problems:
         raise RecipeError(problems)
-    seed_everything(spec)
+    _set_determinism(spec)
     _refuse_attention(spec, device=mesh.device)
     split = build_split_model(spec, mesh=mesh)
     tensor = split.tensor_parallel
@@ -313,10 +312,7 @@ def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta |
     return Mesh(own.degrees, rank=rank, device=device, timeout=timeout, ep=own.ep, etp=own.etp)
 
 
-def seed_everything(spec: Spec) -> None:
-    """Seeds the generators that nothing in the training step draws from, for what a user adds; sets determinism."""
-    random.seed(spec.train.seed)
-    torch.manual_seed(spec.train.seed)
+def _set_determinism(spec: Spec) -> None:
     torch.use_deterministic_algorithms(spec.train.deterministic)
     if spec.train.deterministic:
         # read when the first matrix product opens cuBLAS; without it torch refuses to call itself deterministic
