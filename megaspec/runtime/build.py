@@ -17,14 +17,10 @@ from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.llama.model import Llama
 from megaspec.model.llama.spec import LlamaSpec
-from megaspec.nn.attention import CausalCore
-from megaspec.nn.decoder import Decoder
-from megaspec.nn.dropout import Dropout
-from megaspec.nn.init import constants, initial_value, standard_deviations
+from megaspec.nn.decoder import Decoder, fill_buffers
+from megaspec.nn.init import constants, initial_value, standard_deviations, start_weights
 from megaspec.nn.linear import COMPILED_FOR_LATER
 from megaspec.nn.matrices import Matrix, matrices_of
-from megaspec.nn.rope import Rope
-from megaspec.nn.router import Router
 from megaspec.optim.offload import OffloadedOptimizer
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
 from megaspec.optim.spec import MuonSpec
@@ -102,7 +98,7 @@ class Starts:
 
 
 def build_model(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype) -> Decoder:
-    """The one-device model on the meta device: shapes, no memory."""
+    """The one-device model on the meta device: shapes, no memory. See `materialise` and `plain_model`."""
     with torch.device("meta"):
         model = MODELS[type(spec)](spec, kernels)
     for parameter in model.parameters():
@@ -127,9 +123,8 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype, w
             setattr(module, name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             wide = torch.promote_types(dtype, torch.float32) if buffer.is_floating_point() else buffer.dtype
-            module.register_buffer(name, torch.empty(buffer.shape, dtype=wide, device=device), persistent=False)
-        if isinstance(module, Rope | Dropout | CausalCore | Router):
-            module.fill_buffers()
+            setattr(module, name, torch.empty(buffer.shape, dtype=wide, device=device))
+    fill_buffers(model)
 
 
 @torch.no_grad()
@@ -146,6 +141,19 @@ def initialise(built: Built) -> None:
         built.optimizer.put("master", name, value)
     built.optimizer.write_back()
     built.data_parallel.gather_weights()
+
+
+def plain_model(spec: Spec, *, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
+    """The whole model of a Spec on one device and nothing around it: a module of torch's, for optimizers of torch's.
+
+    Weights start as those of every layout do, `backward` leaves gradients in `.grad`, and there are no master weights
+    beside the model's. `dtype`: of the weights; None: of the Spec's precision. Nothing is compiled or split.
+    """
+    dtype = DTYPES[spec.precision.kind] if dtype is None else dtype
+    model = build_model(spec.model, _kernels(spec), dtype=dtype)
+    materialise(model, device=device, dtype=dtype)
+    start_weights(model, std=spec.model.init_std, n_layers=spec.model.n_layers, seed=spec.train.seed)
+    return model
 
 
 def _kernels(spec: Spec) -> Kernels:
