@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import Problem, RecipeError, UsageError
 from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
 from megaspec.core.problems import show
@@ -50,6 +50,16 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 @dataclass
+class Summed:
+    """What the buckets' gradients are, once backward passes were summed over all ranks."""
+
+    loss_scale: Tensor
+    """The factor in them."""
+    is_spent: bool = False
+    """An update was made with them, which may have overwritten them."""
+
+
+@dataclass
 class Built:
     """One rank's share of a run."""
 
@@ -66,6 +76,8 @@ class Built:
     data_parallel: DataParallel
     optimizer: MasterOptimizer
     position: Position
+    summed: Summed | None = None
+    """None: no backward pass has been summed, or a new one is under way."""
 
     @property
     def model(self) -> Decoder:
@@ -253,6 +265,8 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         shared=split.pipeline.shared,
     )
     optimizer = _optimizer(spec, data, split.matrices, mesh=mesh)
+    for module in (module for chunk in split.chunks for module in chunk.modules()):
+        module.register_load_state_dict_pre_hook(_refuse_state_dict)
     # outermost, so that what other strategies do in a unit is told as part of it
     position = position or Position(mesh.device)
     for chunk in split.chunks:
@@ -271,6 +285,13 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         optimizer,
         position,
     )
+
+
+def _refuse_state_dict(*_: object) -> None:
+    """UsageError, in place of what load_state_dict would set for one step."""
+    text = "load_state_dict sets the model's copy of its weights alone, and the next step overwrites it from the master"
+    way_out = "megaspec.set_weights(built, values) sets both, from whole tensors by global name"
+    raise UsageError(f"{text} weights; {way_out}")
 
 
 def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
