@@ -53,7 +53,7 @@ bench: .venv/megatron ## measure training, checkpoints and data preparation; a J
 golden: .venv/.installed ## write the golden files that are our own: look at the difference before you commit it
 	$(BIN)/python -m tests.write_golden
 
-matrix: .venv/.installed ## write the README's table of layouts that are proven equal to one rank
+matrix: .venv/.installed ## write the tables in tests/parity/README.md: which layouts are held to one rank
 	$(BIN)/python -m tests.parity.matrix
 
 .venv/.installed: requirements.txt pyproject.toml

@@ -68,7 +68,8 @@ def test_wheel_holds_what_runs_and_nothing_else(wheel):
     assert "hydra_plugins/__init__.py" not in names  # Hydra looks for plugins in a namespace package
     assert {"hydra_plugins/megaspec_launcher/launcher.py", "megaspec/sweep/page.html"} <= set(names)
     for room in ("conf", "recipes"):
-        shipped = {str(p.relative_to(ROOT)) for p in (ROOT / room).rglob("*.yaml")}
+        # what is composed, and the READMEs that explain it
+        shipped = {str(p.relative_to(ROOT)) for ending in ("yaml", "md") for p in (ROOT / room).rglob(f"*.{ending}")}
         assert shipped == {n.removeprefix("megaspec/_data/") for n in names if n.startswith(f"megaspec/_data/{room}/")}
     sources = {str(p.relative_to(ROOT)) for p in (ROOT / "megaspec").rglob("*.*") if p.suffix != ".pyc"}
     assert any(name.endswith(".html") for name in sources)

@@ -4,11 +4,21 @@ import re
 from collections.abc import Callable
 
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([A-Za-z_]\w*)|(\*\*|<=|>=|==|!=|&&|\|\||[-+*/%()<>!]))")
+# `++` and `--` count only beside a name: `--5` is twice a minus.
+_SETS = re.compile(
+    r"[A-Za-z_]\w*\s*(?:\[[^]]*\]\s*)?(?:\+\+|--|(?:<<|>>|[-+*/%&^|])?=(?!=))"
+    r"|(?:\+\+|--)\s*[A-Za-z_$]"
+)
 _MAX_DEPTH = 20
 _MOST = 2**63
 _MOST_DIGITS = 19
 # Binds more tightly further down; all but ** from left to right.
 _LEVELS = (("||",), ("&&",), ("==", "!="), ("<", "<=", ">", ">="), ("+", "-"), ("*", "/", "%"))
+
+
+def sets_variable(text: str) -> bool:
+    """True where an expression changes a variable: `X=3`, `X+=1`, `X++`, `--X`."""
+    return _SETS.search(text) is not None
 
 
 def compute(text: str, value_of: Callable[[str], str | None]) -> int | None:
@@ -19,6 +29,8 @@ def compute(text: str, value_of: Callable[[str], str | None]) -> int | None:
     tokens: list[str] = []
     position = 0
     text = text.rstrip()
+    if not text:
+        return 0
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:

@@ -80,26 +80,6 @@ def count_ranks(
     return Ranks(None, innermost.name, why) if why else ranks
 
 
-def exported(words: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Variables that a declaration shows to the commands behind it: `export A=1 B`, `declare -x A=1`. `names`: those
-    that it assigns."""
-    shows = words[0] == "export" or any(word.startswith("-") and "x" in word for word in words[1:])
-    return {*names, *(word for word in words[1:] if not word.startswith("-"))} if shows else set()
-
-
-def exports_all(words: Sequence[str], before: bool) -> bool:
-    """Whether every variable that is set behind `set` with these words is shown to commands: `set -a`, `set +a`."""
-    all_ = before
-    for place, word in enumerate(words[1:], start=1):
-        named = place + 1 < len(words) and words[place + 1] == "allexport" and word.endswith("o")
-        if "a" in word[1:] or named:
-            if word.startswith("-"):
-                all_ = True
-            elif word.startswith("+"):
-                all_ = False
-    return all_
-
-
 def what_is_refused(words: Sequence[str], line: Line) -> str:
     """Why it can't be known which program a launcher starts with which flags; "" where it can."""
     for launch in line.launches:

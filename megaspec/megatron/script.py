@@ -5,19 +5,19 @@ the machine knows (an environment variable that nothing sets, the output of a co
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import NoReturn
 
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.problems import show
-from megaspec.megatron.arithmetic import compute
+from megaspec.megatron.arithmetic import compute, sets_variable
 from megaspec.megatron.batch import directives
-from megaspec.megatron.conditions import both, decide, either, negation
+from megaspec.megatron.conditions import COMPARISONS, both, decide, either, matches, negation
 from megaspec.megatron.flag import Fate
 from megaspec.megatron.flags import BY_NAME
-from megaspec.megatron.launcher import VARIABLES, exported, exports_all
+from megaspec.megatron.launcher import VARIABLES
 from megaspec.megatron.program import Program, find_program
 from megaspec.megatron.shell import (
     DECLARATIONS,
@@ -25,6 +25,7 @@ from megaspec.megatron.shell import (
     Arithmetic,
     ArithmeticTest,
     Assignment,
+    Background,
     Block,
     Body,
     Case,
@@ -40,11 +41,16 @@ from megaspec.megatron.shell import (
     Statement,
     Test,
     Unfollowed,
+    Unknown,
     Unreadable,
     While,
     Word,
     parse,
+    sets_inside,
 )
+from megaspec.megatron.shell_starts import MAKE_WORDS, Launch, Start, find_start, read_launch, ssh_command
+from megaspec.megatron.shell_state import SET_BY_THE_SHELL, ShellState, set_options
+from megaspec.megatron.unknowns import BEGINS, END, MARKED, PATTERN, is_marked, known, missing, pattern, shown, unknown
 
 MOST_CHARACTERS = 1 << 25
 """That all expansions of a script may make together; a word counts as `_WORD_COST` more."""
@@ -57,6 +63,27 @@ _SCHEDULERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "PBS_", "LSB_", "PET_", "FLUX
 # Of commands that are passed over: these succeed, so that what stands behind `&&` is done.
 _SUCCEED = ("cd", "chmod", "conda", "date", "echo", "mkdir", "module", "popd", "printf", "pushd", "pwd", "sleep")
 _SUCCEED += ("true", ":", "umask", "ulimit", "wait", "trap", "touch")
+# In front of these an assignment doesn't stay with the one command, or is read while it is done.
+_NO_ASSIGNMENT_IN_FRONT = (*DECLARATIONS, "eval", "set", "shift", "unset")
+# Options of `shopt` by which no word and no condition changes that is followed.
+_HARMLESS_SHOPT = (
+    "autocd",
+    "cdspell",
+    "checkhash",
+    "checkjobs",
+    "checkwinsize",
+    "cmdhist",
+    "dotglob",
+    "extglob",
+    "globstar",
+    "histappend",
+    "huponexit",
+    "inherit_errexit",
+    "nocaseglob",
+    "nullglob",
+)
+# What another shell than bash doesn't have, or not in the same way.
+_BASH_ONLY = ("declare", "dirs", "local", "popd", "pushd", "shopt", "source", "typeset")
 # They change what comes behind them in ways that are not followed.
 _UNFOLLOWED = {
     ".": "another file is read",
@@ -64,23 +91,29 @@ _UNFOLLOWED = {
     "alias": "a command gets another name",
     "break": "a loop is left",
     "continue": "a loop is left",
+    "coproc": "a command runs beside the script and sets variables",
+    "enable": "a command gets another meaning",
     "getopts": "options are read one by one",
     "let": "arithmetic is done",
     "mapfile": "input is read",
     "read": "input is read",
     "readarray": "input is read",
+    "return": "outside of a function it goes on or ends, as the script is started or read by another",
 }
 _WORD_COST = 64
 # Text that is followed for the second time, out of a string, is read again.
 _READING_COST = 128
-_SHELLS = ("bash", "sh", "zsh", "dash")
 _HARMLESS = (Fate.IDLE, Fate.ABSENT, Fate.DEAD)
-# Marks around what can't be known, and around an argument that is not given: `$NAME` and `$1` as they are written.
-_UNKNOWN, _MISSING, _END = "\ue000", "\ue001", "\ue002"
-_MARKS = dict.fromkeys(map(ord, (_UNKNOWN, _MISSING, _END)))
-_MISSING_ARGUMENT = re.compile(f"{_MISSING}[^{_END}]*{_END}")
-_FIELD = re.compile(f"(?:[{_UNKNOWN}{_MISSING}][^{_END}]*{_END}|[^ \t\n{_UNKNOWN}{_MISSING}{_END}]+)+")
-_GLOB = re.compile(r"[*?[]")
+_FIELD = re.compile(f"(?:[{BEGINS}][^{END}]*{END}|[^ \t\n{BEGINS}{END}]+)+")
+# What a shell looks for files with; a bracket alone is none.
+_GLOB = re.compile(r"[*?]|\[.*\]|[@+!]\(", re.DOTALL)
+_BRACES = re.compile(r"\{.*(?:,|\.\.).*\}", re.DOTALL)
+# Stands for a part of a word that isn't read for braces.
+_HOLE = "\0"
+_TILDE = re.compile(r"~([^/:]*)")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME_AND_VALUE = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_TILDE_BEHIND_NAME = re.compile(r"[A-Za-z_]\w*=(?:.*:)?~", re.DOTALL)
 _WAY_OUT = "give NAME=VALUE in front of @FILE (NAME= for nothing), or write out the branch that is taken"
 
 
@@ -106,8 +139,9 @@ class _Found:
 class _Ended(Exception):
     """The script ends itself."""
 
-    def __init__(self, line: int):
+    def __init__(self, line: int, status: bool | None = None):
         self.line = line
+        self.status = status
 
 
 def script_words(
@@ -118,8 +152,8 @@ def script_words(
     RecipeError, with the line: what is no shell script, what decides what is trained and can't be known, several
     trainings or none, or more text than a script that starts a training has.
     """
-    source = Source(text.translate(_MARKS), label)
-    follower = _Follower(source, [one.translate(_MARKS) for one in arguments], environment or {})
+    source = Source(shown(text), label)
+    follower = _Follower(source, [shown(one) for one in arguments], environment or {})
     try:
         follower.body(parse(source))
     except _Ended as ended:
@@ -129,39 +163,31 @@ def script_words(
     return Script(found.words, follower.notes(), directives(source))
 
 
-def _unknown(written: str) -> str:
-    return f"{_UNKNOWN}{written}{_END}"
-
-
-def _shown(text: str) -> str:
-    """A text with what can't be known as it is written."""
-    return text.translate(_MARKS)
-
-
-def _value(text: str) -> str | None:
-    """A text with arguments that are not given as nothing; None where a part of it can't be known."""
-    return None if _UNKNOWN in text else _MISSING_ARGUMENT.sub("", text)
-
-
-def _is_marked(text: str) -> bool:
-    return _END in text
-
-
 @dataclass
 class _Fields:
     """The words that one word becomes."""
 
+    looks_for_files: bool
+    """False behind `set -f`."""
     done: list[str] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     """Of the word that is open."""
+    unquoted: list[str] = field(default_factory=list)
+    """Of the word that is open: what stands in no quotes and is known."""
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, *, quoted: bool) -> None:
         self.pieces.append(text)
+        if not quoted:
+            self.unquoted.append(MARKED.sub("", text))
 
     def close(self) -> None:
         if self.pieces:
-            self.done.append("".join(self.pieces))
+            text = "".join(self.pieces)
+            if self.looks_for_files and _GLOB.search("".join(self.unquoted)):
+                text = pattern(text)
+            self.done.append(text)
         self.pieces = []
+        self.unquoted = []
 
     def split(self, text: str) -> None:
         """Adds what stands in no quotes: blanks end words. What can't be known is not split."""
@@ -170,7 +196,7 @@ class _Fields:
         for n, one in enumerate(_FIELD.findall(text)):
             if n:
                 self.close()
-            self.add(one)
+            self.add(one, quoted=False)
         if text[-1:] in (" ", "\t", "\n"):
             self.close()
 
@@ -178,29 +204,27 @@ class _Fields:
 class _Follower:
     def __init__(self, source: Source, arguments: list[str], environment: Mapping[str, str]):
         self.source = source
-        self.arguments = arguments
-        self.variables = {name: [value.translate(_MARKS)] for name, value in environment.items()}
-        """Name -> its elements: one of a plain value, none of a name that was unset."""
-        self.exported = set(environment)
-        """Names whose values the commands see."""
-        self.exports_all = False
-        """True behind `set -a`."""
-        self.settings: list[str] = []
-        """NAME=VALUE in front of the command that is followed, of variables that launchers read."""
-        self.functions: set[str] = set()
+        self.state = ShellState(arguments, zero=source.label)
+        for name, text in environment.items():
+            # bash takes no IFS from outside
+            if name != "IFS":
+                self.state.variables[name] = [shown(text)]
+                self.state.exported.add(name)
         self.found: list[_Found] = []
         self.nameless: list[int] = []
         """Lines of commands with flags, but with no program that could be known."""
-        self.folder = "."
-        """Where the script is: in the folder in which it was started, until it goes elsewhere."""
         self.prefix: list[str] = []
-        """Words in front of the command that stands in a string: `srun -n 8 bash -c`."""
+        """Words, with their marks, in front of the command that stands in a string: `srun -n 8 bash -c`."""
         self.strings = 0
         """In how many strings the command stands that is followed."""
         self.line = 1
         self.depth = 0
         self.n_characters = 0
         self.n_statements = 0
+        self.n_perhaps = 0
+        """Above 0 while what is followed is done perhaps: a variable that is set can't be known then."""
+        self.n_conditions = 0
+        """Above 0 where a command that fails doesn't end the script in spite of `set -e`."""
         self.defaults: dict[str, str] = {}
         self.left_out: list[str] = []
 
@@ -252,6 +276,15 @@ class _Follower:
         self.line = statement.line
         if self.n_statements > MOST_STATEMENTS:
             self.refuse(f"more than {MOST_STATEMENTS:,} commands are done until here")
+        status = self.done(statement)
+        ends = isinstance(statement, Simple | Test | ArithmeticTest)
+        ends |= isinstance(statement, Pipeline) and not statement.negated
+        ends |= isinstance(statement, Block) and statement.is_subshell
+        if status is False and ends and "errexit" in self.state.options and not self.n_conditions:
+            raise _Ended(statement.line, False)
+        return status
+
+    def done(self, statement: Statement) -> bool | None:
         match statement:
             case Simple():
                 return self.simple(statement)
@@ -267,20 +300,68 @@ class _Follower:
                 return self.while_block(statement)
             case Block():
                 return self.block(statement)
+            case Background():
+                self.apart(lambda: self.statement(statement.statement))
+                return True
             case Chain():
                 return self.chain(statement)
             case Pipeline():
                 return self.pipeline(statement)
             case Function():
-                self.functions.add(statement.name)
+                self.state.functions.add(statement.name)
                 return True
             case Unfollowed():
                 self.refuse(f"{statement.what} can't be followed; write out what it makes")
 
+    def apart(self, follow: Callable[[], bool | None]) -> bool | None:
+        """Follows what runs in a shell of its own: what it sets is gone behind it, and `exit` ends only it."""
+        self.charge("", times=self.state.size)
+        outer, depth = self.state, self.depth
+        self.state = outer.copy()
+        try:
+            status = follow()
+        except _Ended as ended:
+            status = ended.status
+        self.state, self.depth = outer, depth
+        return status
+
+    @contextmanager
+    def perhaps(self, *, is_perhaps: bool = True) -> Iterator[None]:
+        """Around what may not be done: what it sets can't be known then."""
+        self.n_perhaps += is_perhaps
+        try:
+            yield
+        finally:
+            self.n_perhaps -= is_perhaps
+
+    @contextmanager
+    def failing(self, *, may_fail: bool = True) -> Iterator[None]:
+        """Around what may fail without an end of the script, in spite of `set -e`."""
+        self.n_conditions += may_fail
+        try:
+            yield
+        finally:
+            self.n_conditions -= may_fail
+
+    def condition(self, statements: Body) -> bool | None:
+        """What decides an `if` or a loop. `set -e` doesn't look at it."""
+        with self.failing():
+            return self.body(statements)
+
     def if_block(self, statement: If) -> bool | None:
         bodies: list[Body] = []
+        is_reached = True
         for condition, body in statement.branches:
-            status = self.body(condition)
+            status: bool | None = None
+            if is_reached:
+                status = self.condition(condition)
+            else:
+                # behind a condition that can't be known
+                flags: list[str] = []
+                self.weigh(condition, statement.line, flags)
+                if flags:
+                    self.undecided(statement.line)
+            is_reached = is_reached and status is not None
             if status is not False:
                 bodies.append(body)
             if status is True:
@@ -291,11 +372,17 @@ class _Follower:
 
     def case_block(self, statement: Case) -> bool | None:
         bodies: list[Body] = []
-        subject = _value(self.joined(statement.subject))
+        subject = known(self.joined(statement.subject, tildes="~"))
+        is_reached = True
         for patterns, body in statement.branches:
             status: bool | None = False
-            for pattern in patterns:
-                status = either(status, self.is_like(subject, pattern))
+            for one in patterns:
+                if status is True:
+                    break
+                with self.perhaps(is_perhaps=not is_reached):
+                    is_like = self.is_like(subject, one)
+                is_reached = is_reached and is_like is not None
+                status = either(status, is_like)
             if status is not False:
                 bodies.append(body)
             if status is True:
@@ -304,20 +391,29 @@ class _Follower:
             bodies.append(())
         return self.one_of(bodies, statement.line)
 
-    def is_like(self, value: str | None, pattern: Word) -> bool | None:
-        """Whether a value is the text of a pattern, or the pattern is `*`; None for others that aren't plain."""
-        if pattern == (Literal("*", quoted=False),):
+    def is_like(self, text: str | None, word: Word) -> bool | None:
+        """Whether a text is one that a pattern stands for."""
+        pieces: list[tuple[str, bool]] = []
+        is_known = True
+        for part in word:
+            piece = known(self.joined((part,), tildes="~" if part is word[0] else ""))
+            is_known = is_known and piece is not None
+            pieces.append((piece or "", not part.quoted))
+        if word == (Literal("*", quoted=False),):
             return True
-        text = _value(self.joined(pattern))
-        if value is None or text is None:
+        if text is None or not is_known:
             return None
-        if _GLOB.search(text) and not all(part.quoted for part in pattern):
-            return None
-        return value == text
+        self.n_characters += len(text) * sum(len(piece) for piece, _ in pieces)
+        self.charge("")
+        return matches(text, pieces)
 
     def one_of(self, bodies: list[Body], line: int) -> bool | None:
         """Follows the only body that can lead to a training, or passes over several that make no difference to it."""
         going_on = [body for body in bodies if not _ends(body)]
+        if len(bodies) > 1:
+            for body in bodies:
+                if _ends(body):
+                    self.weigh_end(body, line)
         if len(bodies) == 1 or len(going_on) == 1:
             return self.body((going_on or bodies)[0])
         if not going_on:
@@ -330,61 +426,136 @@ class _Follower:
             self.left_out.append(f"{self.source.quote(line)} can't be known; without {names}")
         return None
 
+    def weigh_end(self, body: Body, line: int) -> None:
+        """RecipeError: a body that ends the script and is passed over trains something before it does."""
+        for statement in _simple_statements(body):
+            words = self.words_perhaps(statement)
+            program = find_program(words)
+            if program is not None and program.is_tool:
+                program = None
+            starts = find_start(words) is not None or ssh_command(words) is not None
+            if words and words[0] not in _SUCCEED and (program is not None or starts):
+                self.undecided(line)
+
+    def words_perhaps(self, statement: Simple) -> list[str]:
+        """The words of a command that may not be done, as they are written; nothing that they set stays."""
+        self.charge("", times=self.state.size)
+        outer, self.state = self.state, self.state.copy()
+        with self.perhaps():
+            words = [shown(text) for word in statement.words for text in self.expanded(word)]
+        self.state = outer
+        return words
+
     def weigh(self, body: Body, line: int, flags: list[str]) -> None:
         """Looks at what is done perhaps: plain variables can't be known from here on, and flags that say nothing are
         collected. RecipeError: it could change what is trained."""
         for statement in body:
             match statement:
                 case Simple():
-                    self.weigh_simple(statement, line, flags)
+                    with self.perhaps():
+                        self.weigh_simple(statement, line, flags)
                 case If():
                     for condition, inner in statement.branches:
                         self.weigh(condition, line, flags)
                         self.weigh(inner, line, flags)
                     self.weigh(statement.otherwise, line, flags)
                 case Case():
+                    with self.perhaps():
+                        self.joined(statement.subject, tildes="~")
+                        for patterns, _ in statement.branches:
+                            for one in patterns:
+                                self.joined(one, tildes="~")
                     for _, inner in statement.branches:
                         self.weigh(inner, line, flags)
+                case Block() if statement.is_subshell:
+                    self.weigh_apart(statement.body, line)
                 case Block():
                     self.weigh(statement.body, line, flags)
+                case Background():
+                    self.weigh_apart((statement.statement,), line)
                 case Chain():
                     self.weigh((statement.first, *(one for _, one in statement.rest)), line, flags)
+                case Pipeline() if len(statement.stages) > 1:
+                    for stage in statement.stages:
+                        self.weigh_apart((stage,), line)
                 case Pipeline():
                     self.weigh(statement.stages, line, flags)
                 case Test():
-                    pass
+                    with self.perhaps():
+                        _Condition(self, statement).whole()
                 case _:
                     self.undecided(line)
 
+    def weigh_apart(self, body: Body, line: int) -> None:
+        """The same for what runs in a shell of its own, so that what it sets is gone."""
+
+        def follow() -> None:
+            self.weigh(body, line, [])
+
+        self.apart(follow)
+
     def weigh_simple(self, statement: Simple, line: int, flags: list[str]) -> None:
-        words = [_shown(text) for word in statement.words for text in self.expanded(word)]
+        texts = [text for word in statement.words for text in self.expanded(word)]
+        texts = _behind_prefix(texts)
+        words = [shown(text) for text in texts]
         name = words[0] if words else ""
-        if name in (*_UNFOLLOWED, *self.functions, "eval", "exec", "set", "shift") or find_program(words):
+        if self.matters(words) or (statement.reads_text and name not in ("", "cat", "tee")):
             self.undecided(line)
-        if name == "unset":
-            for one in words[1:]:
-                self.variables[one] = [_unknown(f"${one}")]
+        if name == "set":
+            options = set(self.state.options)
+            if set_options(options, words[1:]) or options != self.state.options:
+                self.undecided(line)
+        elif name == "shopt":
+            self.shopt(words)
+        elif name == "unset":
+            self.unset(texts)
+        elif name in ("cd", "pushd", "popd"):
+            self.state.leave_folder()
+        elif name in DECLARATIONS:
+            self.declare(name, texts, ())
+            if name == "readonly" or any("r" in word for word in words[1:] if word.startswith("-")):
+                self.state.readonly |= {one.name for one in statement.assignments}
         if name and name not in DECLARATIONS:
+            for assignment in statement.assignments:
+                self.joined(assignment.value, tildes=":")
             return
-        if name:
-            self.exported |= exported(words, [one.name for one in statement.assignments])
         for assignment in statement.assignments:
             values = [assignment.value] if assignment.elements is None else assignment.elements
-            texts = [word for value in values for text in self.expanded(value) for word in _shown(text).split()]
-            given = [text.partition("=")[0] for text in texts if text.startswith("--")]
-            if given and assignment.adds and texts[0].startswith("--") and all(map(_says_nothing, given)):
+            texts = [text for one in values for text in self.expanded(one)]
+            words = [word for text in texts for word in shown(text).split()]
+            given = [word.partition("=")[0] for word in words if word.startswith("--")]
+            if given and assignment.adds and words[0].startswith("--") and all(map(_says_nothing, given)):
                 flags += given
-            elif given or assignment.elements is not None:
+            elif given or assignment.elements is not None or assignment.index:
                 self.undecided(line)
             else:
-                self.variables[assignment.name] = [_unknown(f"${assignment.name}")]
+                if name in DECLARATIONS and assignment.name not in self.state.exported:
+                    self.state.perhaps_exported.add(assignment.name)
+                self.put(assignment.name, [])
+
+    def matters(self, words: list[str]) -> bool:
+        """True for a command that could train, or change what comes behind it in ways that are not followed."""
+        if not words:
+            return False
+        name = words[0]
+        if name in (*_UNFOLLOWED, *self.state.functions, "eval", "exec", "shift"):
+            return True
+        if find_program(words) is not None or name.startswith("--"):
+            return True
+        if "$" in name and any(word.startswith("--") for word in words):
+            # a program that can't be known with flags of its own
+            return True
+        starts = find_start(words) is not None or ssh_command(words) is not None
+        if starts and any(_may_train(word) for word in words):
+            return True
+        return _sets_silently(words)
 
     def undecided(self, line: int) -> NoReturn:
         self.refuse(f"what it asks can't be known, and it decides what is trained; {_WAY_OUT}", line)
 
     def while_block(self, statement: While) -> bool | None:
         while True:
-            status = self.body(statement.condition)
+            status = self.condition(statement.condition)
             if status is None:
                 self.refuse("a loop whose end can't be known; write out what it makes", statement.line)
             if status is statement.negated:
@@ -392,163 +563,453 @@ class _Follower:
             self.body(statement.body)
 
     def block(self, statement: Block) -> bool | None:
-        if not statement.is_subshell:
-            return self.body(statement.body)
-        self.charge("", times=len(self.variables))
-        before = {name: [*elements] for name, elements in self.variables.items()}
-        status = self.body(statement.body)
-        self.variables = before
-        return status
+        if statement.is_subshell:
+            return self.apart(lambda: self.body(statement.body))
+        return self.body(statement.body)
 
     def chain(self, statement: Chain) -> bool | None:
-        status = self.statement(statement.first)
-        for operator, then in statement.rest:
+        # `set -e` looks at the last command only
+        with self.failing():
+            status = self.statement(statement.first)
+        for n, (operator, then) in enumerate(statement.rest):
+            is_last = n == len(statement.rest) - 1
             # of `python setup.py && torchrun ...` the training is what is asked for
             if status is None and not (operator == "&&" and self.trains(then)):
                 self.one_of([(then,), ()], statement.line)
             elif status is None or status is (operator == "&&"):
-                status = self.statement(then)
+                with self.failing(may_fail=not is_last):
+                    status = self.statement(then)
         return status
 
     def trains(self, statement: Statement) -> bool:
         first = statement.stages[0] if isinstance(statement, Pipeline) else statement
         if not isinstance(first, Simple):
             return False
-        return find_program([_shown(text) for word in first.words for text in self.expanded(word)]) is not None
+        return find_program(self.words_perhaps(first)) is not None
 
     def pipeline(self, statement: Pipeline) -> bool | None:
-        status: bool | None = True
+        if len(statement.stages) == 1:
+            with self.failing(may_fail=statement.negated):
+                status = self.statement(statement.stages[0])
+            return negation(status) if statement.negated else status
+        statuses: list[bool | None] = []
         for stage in statement.stages:
-            status = self.statement(stage)
+            statuses.append(self.stage(stage))
+        status = statuses[-1]
+        if "pipefail" in self.state.options:
+            for one in statuses:
+                status = both(status, one)
         return negation(status) if statement.negated else status
 
+    def stage(self, statement: Statement) -> bool | None:
+        """A part of a pipeline, in a shell of its own."""
+        return self.apart(lambda: self.statement(statement))
+
     def arithmetic_test(self, statement: ArithmeticTest) -> bool | None:
-        if re.search(r"\+\+|--|(?<![<>=!])=(?!=)", statement.arithmetic.written):
-            self.refuse("arithmetic that sets a variable can't be followed; write out what it makes")
-        value = _value(self.computed(statement.arithmetic))
-        return None if value is None else value != "0"
+        number = known(self.computed(statement.arithmetic))
+        return None if number is None else number != "0"
 
     def simple(self, statement: Simple) -> bool | None:
         texts = [text for word in statement.words for text in self.expanded(word)]
         if len(texts) > MOST_WORDS:
             self.refuse(f"it has more than {MOST_WORDS:,} words")
-        name = _shown(texts[0]) if texts else ""
-        options = [_shown(text) for text in texts if text.startswith("-")]
-        if name in DECLARATIONS and any(set(option) & {"A", "n"} for option in options):
-            self.refuse(f"`{name}` with {options[0]} can't be followed; write out what it makes")
-        # in front of a command they are for that command only
+        name = shown(texts[0]) if texts else ""
+        given: dict[str, str] = {}
         if not texts:
             for assignment in statement.assignments:
-                self.variables[assignment.name] = self.assigned(assignment)
-                if self.exports_all:
-                    self.exported.add(assignment.name)
+                self.assign(assignment)
         elif name in DECLARATIONS:
-            # all values are made before the first is set
-            self.variables |= {one.name: self.assigned(one) for one in statement.assignments}
-            names = [one.name for one in statement.assignments]
-            self.exported |= exported([_shown(text) for text in texts], names)
+            self.declare(name, texts, statement.assignments)
+        else:
+            given = self.in_front(name, statement.assignments)
+        if all(MARKED.fullmatch(text) for text in texts):
+            # where the words are none in the end, the assignments stay
+            for variable in given:
+                self.put(variable, [unknown(f"${variable}")])
         if statement.reads_text and name not in ("", "cat", "tee"):
             self.refuse("what it reads from the lines below is not followed; give that text as a file of its own")
         if texts:
-            outer = self.settings
-            for one in statement.assignments:
-                if one.name in VARIABLES and name not in DECLARATIONS:
-                    self.settings = [*self.settings, f"{one.name}={_shown(self.joined(one.value))}"]
-            status = self.command(texts)
-            self.settings = outer
-            return status
+            return self.command(texts, given)
         # `name=$(command)` ends as the command does
         is_made = any(isinstance(part, Unreadable) for one in statement.assignments for part in one.value)
         return None if is_made else True
 
-    def command(self, texts: list[str]) -> bool | None:
-        words = [_shown(text) for text in texts]
-        name = words[0]
-        if name in self.functions:
+    def in_front(self, name: str, assignments: Sequence[Assignment]) -> dict[str, str]:
+        """`A=1 command`: what the command gets in its environment; a later value sees an earlier one."""
+        given: dict[str, str] = {}
+        if not assignments:
+            return given
+        if name in _NO_ASSIGNMENT_IN_FRONT:
+            self.refuse(f"an assignment in front of `{name}` can't be followed; write it as a command of its own")
+        outer = self.state
+        self.charge("", times=outer.size)
+        self.state = outer.copy()
+        for one in assignments:
+            why = self.state.why_not_set(one.name)
+            if one.elements is not None or (why and one.name != "IFS"):
+                self.refuse(why or "an array in front of a command can't be followed")
+            value = self.assigned(one)[0]
+            given[one.name] = value
+            self.state.variables[one.name] = [value]
+        inside, self.state = self.state, outer
+        # `A=${B:=x} command` sets B here
+        for name, elements in inside.variables.items():
+            if name not in given and outer.variables.get(name) is not elements:
+                self.put(name, elements)
+        return given
+
+    def command(self, texts: list[str], given: Mapping[str, str] | None = None) -> bool | None:
+        """A command that may be a function."""
+        name = shown(texts[0])
+        if name in self.state.functions:
             self.refuse(f"it calls the function {name}, and functions are not followed; write out what it does")
+        return self.known_command(texts, given or {})
+
+    def known_command(self, texts: list[str], given: Mapping[str, str]) -> bool | None:
+        """A command of the shell's, or a program. `given`: variables that are set for it alone."""
+        words = [shown(text) for text in texts]
+        name = words[0]
         if name in _UNFOLLOWED:
             self.refuse(f"{_UNFOLLOWED[name]}, which is not followed; write out what it makes")
+        if self.source.is_posix and name in _BASH_ONLY:
+            self.refuse(f"`{name}` is bash's, and not every `sh` has it; give the string to bash -c")
+        if name in ("command", "builtin"):
+            return self.as_command(texts, given)
         if name in ("[", "test"):
-            if name == "[" and words[-1] != "]":
-                self.refuse("its `]` is missing")
-            return decide([_value(text) for text in (texts[1:-1] if name == "[" else texts[1:])])
-        if name in ("exit", "return"):
-            raise _Ended(self.line)
-        if name == "exec" and len(words) > 1:
-            return self.command(texts[1:])
+            return self.bracket_test(texts)
+        if name == "exit":
+            status = words[1] == "0" if len(words) > 1 and words[1].isdecimal() else None
+            raise _Ended(self.line, status)
+        if name == "exec":
+            return self.exec(texts, given)
         if name == "eval":
-            return self.inner(" ".join(words[1:]), [])
+            return self.eval(texts)
         if name == "shift":
             return self.shift(words)
-        if name == "set" and not all(re.fullmatch(r"[-+]\w+|pipefail", word) for word in words[1:]):
-            self.refuse("arguments that are set anew can't be followed; give the script's own behind @FILE")
         if name == "set":
-            self.exports_all = exports_all(words, self.exports_all)
+            why = set_options(self.state.options, words[1:])
+            if not why and self.source.is_posix and "pipefail" in words:
+                why = "`pipefail` is bash's, and not every `sh` has it; give the string to bash -c"
+            if why:
+                self.refuse(why)
+        if name == "shopt":
+            self.shopt(words)
         if name == "unset":
-            for one in words[1:]:
-                self.variables[one] = []
+            self.unset(texts)
+        if _sets_silently(words):
+            self.refuse(
+                "it sets a variable or trains beside what it does, which is not followed; write out what it makes"
+            )
         if name == "false":
             return False
         if name in ("cd", "pushd", "popd"):
-            self.folder = ""
-        if name in _SUCCEED or name in (*DECLARATIONS, "set", "unset"):
+            self.state.leave_folder()
+        if name in _SUCCEED or name in (*DECLARATIONS, "set", "shopt", "unset"):
             return True
-        place = _string_at(words)
-        if place is not None:
-            return self.inner(words[place], words[:place])
-        self.find(words)
+        return self.program(texts, given)
+
+    def program(self, texts: list[str], given: Mapping[str, str]) -> bool | None:
+        """A program: one that is given a string to follow, the one that trains, or another, which is passed over."""
+        words = [shown(text) for text in texts]
+        place = ssh_command(words)
+        if place is not None and any(_may_train(word) for word in words[place:]):
+            # ssh joins its words, and a shell of the other machine reads them again
+            inside = self.state.child()
+            inside.forget()
+            inside.zero = unknown("$0")
+            return self.inner(" ".join(texts[place:]), texts[:place], inside, is_posix=True)
+        start = find_start(words)
+        if start is not None:
+            return self.started(texts, start, given)
+        self.find(texts, given)
         return None
+
+    def as_command(self, texts: list[str], given: Mapping[str, str]) -> bool | None:
+        """`command NAME`, `builtin NAME`: NAME, but no function of that name."""
+        at = 1
+        while at < len(texts) and shown(texts[at]) in ("command", "builtin", "-p", "--"):
+            at += 1
+        if at == len(texts):
+            return True
+        name = shown(texts[at])
+        if name.startswith("-"):
+            # it asks where the command is
+            return None
+        if given and name in _NO_ASSIGNMENT_IN_FRONT:
+            self.refuse(f"an assignment in front of `{name}` can't be followed; write it as a command of its own")
+        if name in DECLARATIONS:
+            if any("=" in text for text in texts[at:]):
+                self.refuse(f"`{shown(texts[0])}` in front of `{name}` can't be followed; leave it out")
+            self.declare(name, texts[at:], ())
+        return self.known_command(texts[at:], given)
+
+    def exec(self, texts: list[str], given: Mapping[str, str]) -> bool | None:
+        """Another program in place of the shell; without one, files are opened."""
+        if len(texts) == 1:
+            return True
+        if texts[1].startswith("-"):
+            self.refuse(f"`exec` with {shown(texts[1])} can't be followed; leave it out")
+        line = self.line
+        raise _Ended(line, self.program(texts[1:], given))
+
+    def eval(self, texts: list[str]) -> bool | None:
+        """Text that is followed here, in the same shell."""
+        if any(PATTERN in text for text in texts):
+            self.refuse("the names of files or several words may be in what it does; write out what it makes")
+        text = " ".join(texts[2:] if texts[1:2] == ["--"] else texts[1:])
+        return self.read_again(text, [], is_posix=self.source.is_posix, follow=lambda body: self.body(body))
+
+    def bracket_test(self, texts: list[str]) -> bool | None:
+        operands = [known(text) for text in texts[1:]]
+        if any(PATTERN in text for text in texts):
+            # they may be several operands
+            return None
+        if shown(texts[0]) == "[":
+            if shown(texts[-1]) != "]" or len(texts) == 1:
+                self.refuse("its `]` is missing")
+            operands = operands[:-1]
+        if self.source.is_posix and "==" in operands:
+            self.refuse("`==` is bash's, and not every `sh` has it; write `=`")
+        return decide(operands)
 
     def shift(self, words: list[str]) -> bool | None:
         n = words[1] if len(words) > 1 else "1"
-        if not re.fullmatch(r"[0-9]{1,5}", n):
+        if not re.fullmatch(r"[0-9]{1,5}", n) or any(map(is_marked, self.state.arguments)):
             self.refuse("by how many arguments can't be known")
-        if int(n) > len(self.arguments):
+        if int(n) > len(self.state.arguments):
             return False
-        del self.arguments[: int(n)]
+        del self.state.arguments[: int(n)]
         return True
 
-    def inner(self, text: str, prefix: list[str]) -> bool | None:
-        """Follows a command that stands in a string."""
+    def shopt(self, words: list[str]) -> None:
+        options = [word for word in words[1:] if not word.startswith("-")]
+        is_set = any(word.startswith("-") and set(word) & {"s", "u"} for word in words[1:])
+        other = [one for one in options if one not in _HARMLESS_SHOPT]
+        if is_set and (other or any("o" in word for word in words[1:] if word.startswith("-"))):
+            self.refuse(f"`shopt` with {' '.join(words[1:])} changes how the script is read, which is not followed")
+
+    def unset(self, texts: list[str]) -> None:
+        options = ""
+        for text in texts[1:]:
+            if text.startswith("-"):
+                options += text[1:]
+                continue
+            if "n" in options or not _NAME.fullmatch(text):
+                what = shown(" ".join(texts[1:]))
+                self.refuse(f"`unset {what}` can't be followed; give it whole variables, by their names")
+            if "f" in options:
+                # where it is done perhaps, the name stays one that is not followed
+                if not self.n_perhaps:
+                    self.state.functions.discard(text)
+                    self.state.exported_functions.discard(text)
+                continue
+            why = self.state.why_not_set(text)
+            if why and text != "IFS":
+                self.refuse(why)
+            if not self.n_perhaps:
+                self.state.drop(text)
+                continue
+            if text in self.state.exported:
+                self.state.exported.discard(text)
+                self.state.perhaps_exported.add(text)
+            self.state.variables[text] = [unknown(f"${text}")]
+
+    def declare(self, name: str, texts: list[str], assignments: Sequence[Assignment]) -> None:
+        """`export`, `declare`, `readonly` and their like, outside of functions."""
+        if name == "local":
+            self.refuse("outside of a function `local` is an error; leave it out")
+        options = [shown(text) for text in texts[1:] if text[:1] in ("-", "+") and text not in ("-", "+", "--")]
+        letters = "".join(option[1:] for option in options if option.startswith("-"))
+        taken_back = "".join(option[1:] for option in options if option.startswith("+"))
+        changing = set(letters) - set("aFfgprtx")
+        if name == "export":
+            changing.discard("n")
+        if changing or set(taken_back) - {"x"}:
+            self.refuse(f"`{name}` with {' '.join(options)} can't be followed; write out what it makes")
+        names = [text for text in texts[1:] if text[:1] not in ("-", "+")]
+        if set(letters) & {"f", "F"}:
+            if name == "export":
+                self.state.exported_functions |= {*names} & self.state.functions
+            return
+        # all values are made before the first is set
+        made: list[tuple[str, list[str] | None, bool]] = []
+        for one in assignments:
+            if self.has_braces(one.value):
+                self.refuse("a brace expansion can't be read here; write its words out")
+            if self.source.is_posix and not all(part.quoted for part in one.value if not isinstance(part, Literal)):
+                self.refuse("whether blanks end words behind `=` is another matter in every `sh`; put it in quotes")
+            is_array = one.elements is not None or "a" in letters
+            made.append((one.name, self.assigned(one), is_array))
+        for text in names:
+            made.append((*self.declared(name, text), "a" in letters))
+        for variable, elements, is_array in made:
+            if elements is not None:
+                self.put(variable, elements, is_array=is_array)
+            elif is_array:
+                self.state.arrays.add(variable)
+            self.mark(variable, name, letters, taken_back)
+
+    def declared(self, name: str, text: str) -> tuple[str, list[str] | None]:
+        """A name that a declaration is given as a word, and its elements: `export $NAME`, `export "A=$B"`."""
+        if _NAME.fullmatch(text):
+            return text, None
+        match = _NAME_AND_VALUE.fullmatch(text)
+        if match is None or match.group(2) or (name != "export" and match.group(3).startswith("(")):
+            self.refuse(f"`{name}` with {shown(text)} can't be followed; write out what it makes")
+        before = self.state.variables.get(match.group(1))
+        return match.group(1), [match.group(3), *(before or [])[1:]]
+
+    def mark(self, variable: str, name: str, letters: str, taken_back: str) -> None:
+        """Exports a variable, or makes it read-only."""
+        state = self.state
+        is_taken_back = "x" in taken_back or (name == "export" and "n" in letters)
+        is_exported = name == "export" or "x" in letters
+        if self.n_perhaps and (is_taken_back or is_exported):
+            was = variable in state.exported
+            if was == is_taken_back:
+                state.exported.discard(variable)
+                state.perhaps_exported.add(variable)
+        elif is_taken_back:
+            state.exported.discard(variable)
+            state.perhaps_exported.discard(variable)
+        elif is_exported:
+            state.exported.add(variable)
+        if name == "readonly" or "r" in letters:
+            state.readonly.add(variable)
+
+    # Strings that are followed
+
+    def started(self, texts: list[str], start: Start, given: Mapping[str, str]) -> bool | None:
+        """A string that another shell is given, with arguments and an environment of its own."""
+        launch = read_launch(["" if text[:1] in BEGINS else text for text in texts[: start.begin]])
+        inside = self.state.child()
+        for name, value in given.items():
+            inside.variables[name] = [value]
+            inside.exported.add(name)
+        self.launch(inside, launch)
+        is_posix = start.name != "bash"
+        if is_posix:
+            inside.functions = set()
+        why = launch.why_not
+        for option in start.options:
+            if option.startswith("--"):
+                why = f"`{start.name}` with {shown(option)} can't be followed; leave it out"
+        why = why or set_options(inside.options, start.options)
+        if start.name == "zsh":
+            why = "zsh reads words in another way, which is not followed; give the string to bash -c"
+        if why:
+            self.refuse(why)
+        inside.zero = texts[start.begin]
+        if len(texts) > start.string + 1:
+            inside.zero = texts[start.string + 1]
+        inside.arguments = texts[start.string + 2 :]
+        if any(PATTERN in text for text in texts[start.string :]):
+            self.refuse("the names of files or several words may be in what it is given; write out what it makes")
+        return self.inner(texts[start.string], texts[: start.string], inside, is_posix=is_posix)
+
+    def launch(self, inside: ShellState, launch: Launch) -> None:
+        """What the words in front of a shell change for it."""
+        if not launch.is_handed_on:
+            folder = inside.folder
+            inside.forget()
+            inside.folder = folder
+        if launch.leaves_folder:
+            inside.leave_folder()
+        for name, value in launch.variables.items():
+            if not _NAME.fullmatch(name):
+                self.refuse(f"`env` with {shown(name)} can't be followed; write out what it makes")
+            if value is None:
+                inside.drop(name)
+            else:
+                inside.variables[name] = [value]
+                inside.exported.add(name)
+
+    def inner(self, text: str, prefix: list[str], inside: ShellState, *, is_posix: bool) -> bool | None:
+        """Follows a string in a shell that is started for it."""
+
+        def follow(body: Body) -> bool | None:
+            return self.apart(lambda: self.in_state(inside, body))
+
+        n_conditions, self.n_conditions = self.n_conditions, 0
+        status = self.read_again(text, prefix, is_posix=is_posix, follow=follow)
+        self.n_conditions = n_conditions
+        return status
+
+    def in_state(self, inside: ShellState, body: Body) -> bool | None:
+        self.state = inside
+        return self.body(body)
+
+    def read_again(
+        self, text: str, prefix: list[str], *, is_posix: bool, follow: Callable[[Body], bool | None]
+    ) -> bool | None:
+        """Reads the text of a string. What is found in it has the line of the string."""
         self.charge(text, times=_READING_COST)
         outer, outer_line, outer_prefix = self.source, self.line, self.prefix
         n_found, n_nameless = len(self.found), len(self.nameless)
         label = outer.label if self.strings else f"{outer.label}:{outer_line}, its string"
-        self.source = Source(text, label)
+        self.source = Source(text, label, is_posix)
         self.strings += 1
         self.prefix = [*outer_prefix, *prefix]
-        depth = self.depth
-        status: bool | None = None
         try:
-            status = self.body(parse(self.source))
-        except _Ended:
-            self.depth = depth
-        # what stands in the string is told with the line of the string
-        self.found[n_found:] = [replace(one, line=outer_line) for one in self.found[n_found:]]
-        self.nameless[n_nameless:] = [outer_line] * len(self.nameless[n_nameless:])
-        self.strings -= 1
-        self.source, self.line, self.prefix = outer, outer_line, outer_prefix
-        return status
+            return follow(parse(self.source))
+        except _Ended as ended:
+            # it ends the shell that follows it, in the line of the string
+            raise _Ended(outer_line, ended.status) from None
+        finally:
+            self.found[n_found:] = [replace(one, line=outer_line) for one in self.found[n_found:]]
+            self.nameless[n_nameless:] = [outer_line] * len(self.nameless[n_nameless:])
+            self.strings -= 1
+            self.source, self.line, self.prefix = outer, outer_line, outer_prefix
 
-    def find(self, words: list[str]) -> None:
+    def find(self, texts: list[str], given: Mapping[str, str]) -> None:
         """Keeps a command that could be the one that trains."""
+        words = [shown(text) for text in texts]
         if find_program(words) is not None or words[0].startswith("--"):
-            words = [*self.prefix, *words]
+            if re.search(r"\s", words[0]):
+                self.refuse("the name of its program has blanks in it; leave out the quotes around the command")
+            program = find_program(words)
+            if program is not None and not program.is_tool:
+                self.refuse_made_words(words[: program.begin])
+            whole = [*self.prefix, *texts]
+            for text in whole:
+                self.refuse_pattern(text)
+            words = [shown(text) for text in whole]
             program = find_program(words)
             if program is not None:
-                words = [*self.launcher_settings(), *words]
+                words = [*self.launcher_settings(given), *words]
             self.found.append(_Found(words, program, self.line))
         elif any("$" in word for word in words) and any(word.startswith("--") for word in words):
             self.nameless.append(self.line)
 
-    def launcher_settings(self) -> list[str]:
+    def launcher_settings(self, given: Mapping[str, str]) -> list[str]:
         """NAME=VALUE of variables that launchers read, as the command sees them: those in front of it win."""
         settings: list[str] = []
         for name in VARIABLES:
-            elements = self.variables.get(name)
-            if name in self.exported and elements:
-                settings.append(f"{name}={_shown(elements[0])}")
-        return [*settings, *self.settings]
+            elements = self.state.variables.get(name)
+            if name in given:
+                settings.append(f"{name}={shown(given[name])}")
+            elif name in self.state.perhaps_exported:
+                settings.append(f"{name}={shown(unknown(f'${name}'))}")
+            elif name in self.state.exported and elements:
+                settings.append(f"{name}={shown(elements[0])}")
+        return settings
+
+    def refuse_made_words(self, words: Sequence[str]) -> None:
+        """RecipeError: what stands in front of a training starts it with other words."""
+        for word in words:
+            name = word.rpartition("/")[2]
+            # `find . -name train.py` starts nothing
+            if name in MAKE_WORDS and (name != "find" or "-exec" in words):
+                self.refuse(f"{word} makes other words of a command's; write out the command that it makes")
+
+    def refuse_pattern(self, text: str) -> None:
+        """RecipeError: a word of a training that only the machine makes."""
+        if PATTERN not in text:
+            return
+        if _BRACES.search(text):
+            self.refuse("a brace expansion can't be read here; write its words out")
+        why = "becomes what the machine's files and users say, which can't be known; put it in quotes or write it out"
+        self.refuse(f"{show(shown(text))} {why}")
 
     # Words
 
@@ -560,16 +1021,20 @@ class _Follower:
 
     def expanded(self, word: Word) -> list[str]:
         """The words that a word becomes."""
-        fields = _Fields()
+        fields = _Fields("noglob" not in self.state.options)
         holds_list, n_elements = False, 0
-        for part in word:
+        for n_part, part in enumerate(word):
             if isinstance(part, Literal) and part.quoted:
                 self.charge(part.text)
-                fields.add(part.text)
+                fields.add(part.text, quoted=True)
+                continue
+            if isinstance(part, Literal):
+                self.charge(part.text)
+                self.add_unquoted(fields, part.text, n_part, word)
                 continue
             texts, splits = self.values(part, is_whole=part.quoted)
             if part.quoted and not _is_list(part):
-                fields.add(" ".join(texts))
+                fields.add(" ".join(texts), quoted=True)
                 continue
             holds_list |= part.quoted
             n_elements += len(texts)
@@ -577,22 +1042,77 @@ class _Follower:
                 if n:
                     fields.close()
                 if part.quoted or not splits:
-                    fields.add(text)
+                    fields.add(text, quoted=True)
                 else:
                     self.charge("", times=sum(map(text.count, " \t\n")))
                     fields.split(text)
         fields.close()
+        if self.has_braces(word):
+            return [pattern(" ".join(fields.done))]
         # quotes keep an empty word, but `"${A[@]}"` without elements is none
         if fields.done == [""] and holds_list and not n_elements:
             return []
         return fields.done
 
-    def joined(self, word: Word) -> str:
-        """A word as an assignment takes it: not split."""
+    def add_unquoted(self, fields: _Fields, text: str, n_part: int, word: Word) -> None:
+        """Adds what is written without quotes. `~` in front of it is a folder."""
+        begins = text.startswith("~") and n_part == 0
+        if begins:
+            folder = self.tilde(text, is_last=len(word) == 1)
+            if folder is not None:
+                fields.add(folder, quoted=True)
+                text = text[_behind_tilde(text) :]
+        elif n_part == 0 and _TILDE_BEHIND_NAME.match(text):
+            # `make A=~/x`: a word that looks like an assignment
+            text = pattern(text)
+        # in `${A:-b c}` there are blanks
+        fields.split(text)
+
+    def tilde(self, text: str, *, is_last: bool) -> str | None:
+        """What `~` in front of a text becomes; None where it stays as it is. `is_last`: no part comes behind it."""
+        if _behind_tilde(text) == len(text) and not is_last:
+            # with quotes or variables in it, it names no user
+            return None
+        written = text[: _behind_tilde(text)]
+        if written != "~":
+            return pattern(written)
+        held = self.state.variables.get("HOME")
+        return held[0] if held else unknown("$HOME")
+
+    def has_braces(self, word: Word) -> bool:
+        """True where braces outside of quotes make several words of one: `{a,b}`, `{1..3}`."""
+        if not any(isinstance(part, Literal) and not part.quoted and "{" in part.text for part in word):
+            return False
         texts: list[str] = []
         for part in word:
-            texts.append(" ".join(self.values(part, is_whole=True)[0]))
+            is_read = isinstance(part, Literal) and not part.quoted
+            texts.append(part.text if is_read else _HOLE)
+        return _BRACES.search("".join(texts)) is not None
+
+    def joined(self, word: Word, *, tildes: str = "") -> str:
+        """A word as an assignment takes it: not split.
+
+        `tildes`: "" leaves each `~`, "~" takes one in front for a folder, ":" also those behind a colon.
+        """
+        texts: list[str] = []
+        for n, part in enumerate(word):
+            is_literal = isinstance(part, Literal) and not part.quoted
+            if is_literal and tildes and "~" in part.text:
+                self.charge(part.text)
+                texts.append(self.with_folders(part.text, is_first=n == 0, is_last=n == len(word) - 1, tildes=tildes))
+            else:
+                texts.append(" ".join(self.values(part, is_whole=True)[0]))
         return "".join(texts)
+
+    def with_folders(self, text: str, *, is_first: bool, is_last: bool, tildes: str) -> str:
+        """A text in no quotes, with what each `~` in it stands for."""
+        pieces = text.split(":") if tildes == ":" else [text]
+        for n, piece in enumerate(pieces):
+            if piece.startswith("~") and (n > 0 or is_first):
+                folder = self.tilde(piece, is_last=is_last or n < len(pieces) - 1)
+                if folder is not None:
+                    pieces[n] = folder + piece[_behind_tilde(piece) :]
+        return ":".join(pieces)
 
     def values(self, part: Part, *, is_whole: bool) -> tuple[list[str], bool]:
         """What a part stands for, an element each, and whether blanks in it end words.
@@ -602,10 +1122,12 @@ class _Follower:
         splits = True
         if isinstance(part, Literal):
             texts = [part.text]
+        elif isinstance(part, Unknown):
+            texts = [part.marked]
         elif isinstance(part, Arithmetic):
             texts = [self.computed(part)]
         elif isinstance(part, Unreadable):
-            texts = [_unknown(self.folder if part.written == "$(pwd)" and self.folder else part.written)]
+            texts = [self.unreadable(part)]
         elif part.counts:
             texts = [self.counted(part)]
         else:
@@ -614,16 +1136,26 @@ class _Follower:
             self.charge(text)
         return texts, splits
 
+    def unreadable(self, part: Unreadable) -> str:
+        # a command runs in a shell of its own, and sets nothing here
+        if part.written.startswith("${") and sets_inside(part.written):
+            self.refuse(f"{show(shown(part.written))} sets a variable, which can't be followed; set it above")
+        if part.written == "$(pwd)" and self.state.folder:
+            return unknown(self.state.folder)
+        return unknown(part.written)
+
     def counted(self, part: Parameter) -> str:
         """`${#name}`: elements of a list, else characters."""
         held = self.held(part)
         if held is None:
-            return _unknown(part.written)
+            return unknown(part.written)
         if "@" in (part.name, part.index) or "*" in (part.name, part.index):
             # what can't be known may be several elements, or none
-            return _unknown(part.written) if any(map(_is_marked, held)) else str(len(held))
-        value = _value("".join(held))
-        return _unknown(part.written) if value is None else str(len(value))
+            return unknown(part.written) if any(map(is_marked, held)) else str(len(held))
+        if not held:
+            self.refuse_unset(part)
+        text = known("".join(held))
+        return unknown(part.written) if text is None else str(len(text))
 
     def parameter(self, part: Parameter, *, is_whole: bool) -> tuple[list[str], bool]:
         """A variable with what is done where it is not set."""
@@ -631,83 +1163,166 @@ class _Follower:
         kind = part.operator[-1:]
         is_set = bool(held)
         if held and part.operator.startswith(":"):
-            is_set = any(_value(text) != "" for text in held)
+            is_set = any(known(text) != "" for text in held)
+        if held is None and part.name == "PWD" and self.state.folder:
+            return [unknown(self.state.folder)], True
         if held is None and part.name.isdecimal():
             # nobody else gives an argument, so it is known to be empty; a flag that would take it shows it
-            held = [f"{_MISSING}{part.written}{_END}"]
+            held = [missing(part.written)]
+            if not kind:
+                self.refuse_unset(part)
+        elif held is None and (part.name in SET_BY_THE_SHELL or not self.state.is_environment_known):
+            with self.perhaps():
+                self.joined(part.word)
+            return [unknown(part.written)], True
         if kind in ("-", "=") and not is_set:
-            if held is None and part.name.startswith(_SCHEDULERS):
-                return [_unknown(part.written)], True
-            texts = [self.joined(part.word)] if is_whole else self.expanded(part.word)
-            if held is None:
-                self.defaults[part.name] = _shown(" ".join(texts))
-            if kind == "=":
-                self.variables[part.name] = [" ".join(texts)]
-            return texts, False
-        if held is None and part.name == "PWD" and self.folder:
-            return [_unknown(self.folder)], True
-        if held is None:
-            return [_unknown(part.written)], True
-        if kind == "+" and any(_UNKNOWN in text for text in held):
-            return [_unknown(part.written)], True
+            return self.default(part, held, is_whole=is_whole)
+        if kind == "?" and not is_set and held is not None and not self.n_perhaps:
+            self.refuse(f"it ends here, before it trains, since {part.name} is not given; give it with @FILE")
+        if held is None or (kind == "+" and any(known(text) is None for text in held)):
+            with self.perhaps():
+                self.joined(part.word)
+            return [unknown(part.written)], True
         if kind == "+" and is_set:
-            return ([self.joined(part.word)] if is_whole else self.expanded(part.word)), False
+            return self.word_behind(part, is_whole=is_whole), False
         if kind == "+":
             return [], False
+        if kind in ("-", "=") and any(known(text) is None for text in held):
+            with self.perhaps():
+                self.joined(part.word)
+        if not held and not kind:
+            self.refuse_unset(part)
         return held, True
+
+    def default(self, part: Parameter, held: list[str] | None, *, is_whole: bool) -> tuple[list[str], bool]:
+        """What stands behind `-` or `=` for a variable that is not set."""
+        is_outside = held is None
+        if is_outside and part.name.startswith(_SCHEDULERS):
+            with self.perhaps():
+                self.joined(part.word)
+            return [unknown(part.written)], True
+        texts = self.word_behind(part, is_whole=is_whole)
+        if is_outside:
+            self.defaults[part.name] = shown(" ".join(texts))
+        if part.operator.endswith("="):
+            if part.index or not _NAME.fullmatch(part.name):
+                self.refuse(f"{show(shown(part.written))} can't be followed; set it above")
+            texts = [self.joined(part.word, tildes="" if part.quoted else "~")]
+            self.put(part.name, texts)
+            # what is set is split as any other value is
+            return texts, True
+        return texts, False
+
+    def word_behind(self, part: Parameter, *, is_whole: bool) -> list[str]:
+        """The words behind an operator such as `:-`."""
+        if not is_whole:
+            return self.expanded(part.word)
+        if part.quoted and any(_is_list(one) for one in part.word):
+            # `"${A:-$@}"` is several words
+            with self.perhaps():
+                self.joined(part.word)
+            return [unknown(part.written)]
+        return [self.joined(part.word, tildes="" if part.quoted else "~")]
+
+    def refuse_unset(self, part: Parameter) -> None:
+        """RecipeError: `set -u` ends the script at a variable that is known not to be set."""
+        is_list = "@" in (part.name, part.index) or "*" in (part.name, part.index)
+        if "nounset" in self.state.options and not is_list:
+            why = f"{shown(part.written)} is not set, so that `set -u` ends it here; give it with @FILE"
+            self.refuse(why)
 
     def held(self, part: Parameter) -> list[str] | None:
         """The elements that a name holds; None where nothing sets it."""
         name = part.name
+        if sets_variable(part.index) or sets_inside(part.index):
+            self.refuse(f"{show(shown(part.written))} sets a variable, which can't be followed; set it above")
         if name in ("@", "*"):
-            return [*self.arguments]
+            return [*self.state.arguments]
         if name == "#":
-            return [str(len(self.arguments))]
+            # what can't be known may be several arguments, or none
+            is_certain = not any(map(is_marked, self.state.arguments))
+            return [str(len(self.state.arguments)) if is_certain else unknown(part.written)]
         if name == "0":
-            return [self.source.label]
+            return [self.state.zero]
         if name.isdecimal():
             place = int(name[:6]) - 1
-            return [self.arguments[place]] if place < len(self.arguments) else None
+            if any(map(is_marked, self.state.arguments[:place])):
+                return [unknown(part.written)]
+            return [self.state.arguments[place]] if place < len(self.state.arguments) else None
         if name in ("?", "$", "!", "-"):
-            return [_unknown(part.written)]
-        elements = self.variables.get(name)
+            return [unknown(part.written)]
+        elements = self.state.variables.get(name)
         if elements is None or part.index in ("@", "*"):
             return elements
-        if part.index and not re.fullmatch(r"[0-9]{1,6}", part.index):
-            return [_unknown(part.written)]
+        # a leading 0 makes a number octal
+        if part.index and not re.fullmatch(r"0|[1-9][0-9]{0,5}", part.index):
+            return [unknown(part.written)]
         place = int(part.index or 0)
-        if any(map(_is_marked, elements[:place])):
-            return [_unknown(part.written)]
+        if any(map(is_marked, elements[:place])):
+            return [unknown(part.written)]
         return elements[place : place + 1]
 
     def computed(self, part: Arithmetic) -> str:
-        text = _value(self.joined(part.word))
+        joined = self.joined(part.word)
+        number = self.number(joined)
+        return unknown(part.written) if number is None else str(number)
+
+    def number(self, text: str) -> int | None:
+        """What an expression comes to; None: it can't be known. RecipeError: it sets a variable."""
+        if sets_variable(shown(text)):
+            self.refuse("arithmetic that sets a variable can't be followed; write out what it makes")
+        expression = known(text)
 
         def value_of(name: str) -> str | None:
-            held = self.variables.get(name)
-            return _value(held[0]) if held else None
+            held = self.state.variables.get(name)
+            if held == [] and "nounset" in self.state.options:
+                self.refuse(f"{name} is not set, so that `set -u` ends it here; give it with @FILE")
+            if held and sets_variable(shown(held[0])):
+                self.refuse(f"arithmetic sets a variable by what {name} holds; write out what it makes")
+            return known(held[0]) if held else None
 
-        number = None if text is None else compute(text, value_of)
-        return _unknown(part.written) if number is None else str(number)
+        if expression is None or (self.source.is_posix and "**" in expression):
+            return None
+        return compute(expression, value_of)
+
+    def assign(self, assignment: Assignment) -> None:
+        """`name=value` as a command of its own."""
+        elements = self.assigned(assignment)
+        self.put(assignment.name, elements, is_array=assignment.elements is not None)
+
+    def put(self, name: str, elements: list[str], *, is_array: bool = False) -> None:
+        """Sets a variable; where that is done perhaps, it can't be known from here on."""
+        why = self.state.why_not_set(name)
+        if why:
+            self.refuse(why)
+        if self.n_perhaps:
+            elements = [unknown(f"${name}")]
+        self.state.put(name, elements, is_array=is_array)
 
     def assigned(self, assignment: Assignment) -> list[str]:
         """The elements that a variable has after an assignment."""
         name = assignment.name
-        if assignment.index or name == "IFS":
+        if assignment.index:
             self.refuse(f"{name}{assignment.index} can't be followed; write out what it makes")
-        before = self.variables.get(name)
+        before = self.state.variables.get(name)
         if assignment.elements is not None:
-            elements = [text for word in assignment.elements for text in self.expanded(word)]
+            elements: list[str] = []
+            for word in assignment.elements:
+                if _has_index(word):
+                    self.refuse(f"an element of {name} with its place can't be followed; write all of them in order")
+                elements += self.expanded(word)
             if assignment.adds and before:
                 self.n_characters += len(before)
                 elements = [*before, *elements]
             return elements
-        value = self.joined(assignment.value)
+        text = self.joined(assignment.value, tildes=":")
+        # its own value may set it: `A+=${A:=x}`
+        before = self.state.variables.get(name)
         if assignment.adds:
-            start = "".join(before[:1]) if before is not None else _unknown(f"${name}")
+            start = "".join(before[:1]) if before is not None else unknown(f"${name}")
             self.charge(start)
-            value = start + value
-        return [value, *(before or [])[1:]]
+            text = start + text
+        return [text, *(before or [])[1:]]
 
 
 class _Condition:
@@ -718,6 +1333,8 @@ class _Condition:
         self.tokens = test.tokens
         self.at = 0
         self.depth = 0
+        self.n_skipped = 0
+        """Above 0 behind `&&` and `||` by which nothing more is asked."""
 
     def whole(self) -> bool | None:
         status = self.either()
@@ -730,15 +1347,25 @@ class _Condition:
         status = self.both()
         while self.token() == "||":
             self.at += 1
-            status = either(status, self.both())
+            status = either(status, self.behind(status, False, self.both))
         return status
 
     def both(self) -> bool | None:
         status = self.single()
         while self.token() == "&&":
             self.at += 1
-            status = both(status, self.single())
+            status = both(status, self.behind(status, True, self.single))
         return status
+
+    def behind(self, status: bool | None, goes_on: bool, ask: Callable[[], bool | None]) -> bool | None:
+        """What is asked behind `&&` or `||`, if what stands in front of it goes on to it."""
+        is_perhaps = status is None
+        is_skipped = not is_perhaps and status is not goes_on
+        self.n_skipped += is_skipped
+        with self.follower.perhaps(is_perhaps=is_perhaps):
+            result = ask()
+        self.n_skipped -= is_skipped
+        return result
 
     def single(self) -> bool | None:
         self.depth += 1
@@ -760,14 +1387,28 @@ class _Condition:
         return status
 
     def asked(self, tokens: Sequence[Word | str]) -> bool | None:
+        if self.n_skipped:
+            return None
         words = [token for token in tokens if not isinstance(token, str)]
+        asks_pattern = len(words) == 3 and _plain_text(words[1]) in ("=", "==", "!=")
+        texts = [self.follower.joined(word, tildes="~") for word in (words[:2] if asks_pattern else words)]
+        values = [known(text) for text in texts]
         if len(words) != len(tokens):
             return None
-        values = [_value(self.follower.joined(word)) for word in words]
-        if len(words) == 3 and values[1] in ("=", "==", "!="):
+        if asks_pattern:
             same = self.follower.is_like(values[0], words[2])
             return negation(same) if values[1] == "!=" else same
+        if len(words) == 3 and values[1] in COMPARISONS:
+            return self.compared(texts[0], texts[1], texts[2])
         return decide(values)
+
+    def compared(self, left: str, comparison: str, right: str) -> bool | None:
+        """Both sides are arithmetic: names of variables, too."""
+        first = self.follower.number(left)
+        second = self.follower.number(right)
+        if first is None or second is None:
+            return None
+        return COMPARISONS[comparison](first, second)
 
 
 def _ends(body: Body) -> bool:
@@ -790,14 +1431,77 @@ def _says_nothing(name: str) -> bool:
     return flag is not None and flag.fate in _HARMLESS
 
 
-def _string_at(words: Sequence[str]) -> int | None:
-    """Where the command stands that a shell among the words is given: `bash -x -c "..."`."""
-    is_shell = False
-    for n, (word, behind) in enumerate(pairwise(words)):
-        if word.rpartition("/")[2] in _SHELLS:
-            is_shell = True
-        elif is_shell and re.fullmatch(r"-[a-z]*c", word) and behind:
-            return n + 1
-        elif is_shell and not word.startswith("-"):
-            is_shell = False
-    return None
+def _plain_text(word: Word) -> str:
+    """The text of a word without variables."""
+    return "".join(part.text for part in word if isinstance(part, Literal))
+
+
+def _behind_tilde(text: str) -> int:
+    """Where `~user` ends that stands in front of a text."""
+    match = _TILDE.match(text)
+    return match.end() if match is not None else 0
+
+
+def _has_index(word: Word) -> bool:
+    """True for `[5]=x`, an element of an array with its place."""
+    first = word[0]
+    return isinstance(first, Literal) and not first.quoted and first.text.startswith("[") and "]=" in _plain_text(word)
+
+
+def _sets_silently(words: Sequence[str]) -> bool:
+    """True where a command that is passed over sets a variable beside what it does, or starts a training later."""
+    if words[0] == "printf":
+        return len(words) > 1 and words[1].startswith("-v")
+    if words[0] == "wait":
+        return any(word.startswith("-") and "p" in word for word in words[1:])
+    return words[0] == "trap" and not _is_trap_followed(words)
+
+
+def _is_trap_followed(words: Sequence[str]) -> bool:
+    """False for a trap that sets a variable, or that trains. It is taken for granted that no command fails."""
+    if len(words) < 3:
+        return True
+    if any(word in ("DEBUG", "RETURN") for word in words[2:]):
+        return False
+    sets = "ERR" in words[2:] and ("=" in words[1] or "eval" in words[1])
+    return not sets and not any(word in words[1] for word in ("python", "torchrun", ".py"))
+
+
+def _may_train(text: str) -> bool:
+    """Whether a string that is not followed could start a training."""
+    return any(word in text for word in ("python", "torchrun", ".py", ".sh", "$"))
+
+
+def _behind_prefix(texts: list[str]) -> list[str]:
+    """The words of a command behind `command` and `builtin`."""
+    at = 0
+    while at < len(texts) and (texts[at] in ("command", "builtin") or (at > 0 and texts[at] in ("-p", "--"))):
+        at += 1
+    return texts[at:]
+
+
+def _simple_statements(body: Body) -> Iterator[Simple]:
+    """The commands of a body with those of the blocks in it, whatever decides them."""
+    for statement in body:
+        match statement:
+            case Simple():
+                yield statement
+            case If():
+                for condition, inner in statement.branches:
+                    yield from _simple_statements((*condition, *inner))
+                yield from _simple_statements(statement.otherwise)
+            case Case():
+                for _, inner in statement.branches:
+                    yield from _simple_statements(inner)
+            case While():
+                yield from _simple_statements((*statement.condition, *statement.body))
+            case Block():
+                yield from _simple_statements(statement.body)
+            case Background():
+                yield from _simple_statements((statement.statement,))
+            case Chain():
+                yield from _simple_statements((statement.first, *(one for _, one in statement.rest)))
+            case Pipeline():
+                yield from _simple_statements(statement.stages)
+            case _:
+                pass

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.megatron.arithmetic import sets_variable
+from megaspec.megatron.unknowns import BEGINS, END, MARKED, shown
 
 MAX_DEPTH = 30
 """Blocks, brackets and defaults inside each other."""
@@ -26,10 +28,15 @@ _SHORT_PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(?:<<<|<<-?|<>|<&|>>|>&|>\||[<>](?!\())|&>>?")
 _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|[;&|()\n]")
 _RESERVED = re.compile(r"(?:[a-z]+|\[\[|[{}!])(?=[\s;&|()<>]|$)")
-_PLAIN = re.compile(r"[^\s;&|()<>\\'\"$`]+")
-_PLAIN_IN_BRACES = re.compile(r"[^}\\'\"$`]+")
-_PLAIN_IN_QUOTES = re.compile(r"[^\"\\$`]+")
-_IN_BRACES = re.compile(r"\{([^{}]*)\}")
+_PLAIN = re.compile(rf"[^\s;&|()<>\\'\"$`{BEGINS}]+")
+_PLAIN_IN_BRACES = re.compile(rf"[^}}\\'\"$`{BEGINS}]+")
+_PLAIN_IN_QUOTES = re.compile(rf"[^\"\\$`{BEGINS}]+")
+_PLAIN_WITH_QUOTES = re.compile(rf"'[^}}\\'\"$`{BEGINS}]*'")
+# `${A:=x}`, `${A=x}`, the start of arithmetic, and `${A:1:2}`, whose offsets are arithmetic.
+_SETS_DEFAULT = re.compile(r"(?<!\\)\$\{!?[A-Za-z_]\w*(?:\[[^]\n]{0,100}\])?:?=")
+_ARITHMETIC_INSIDE = re.compile(r"(?<!\\)\$\(\((.*?)\)\)", re.DOTALL)
+_SUBSTRING = re.compile(r"\$\{(?:[A-Za-z_]\w*|[@*\d]+)(?:\[[^]\n]{0,100}\])?:(?![-+=?])(.*)\}", re.DOTALL)
+_INDEX = re.compile(r"\$\{[#!]?[A-Za-z_]\w*\[([^]\n]{0,100})\]")
 _BLOCK_WORDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 
 
@@ -76,7 +83,16 @@ class Unreadable:
     quoted: bool
 
 
-Part = Literal | Parameter | Arithmetic | Unreadable
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """What wasn't known already where the string was made that is read."""
+
+    marked: str
+    """With its marks."""
+    quoted: bool
+
+
+Part = Literal | Parameter | Arithmetic | Unreadable | Unknown
 Word = tuple[Part, ...]
 
 
@@ -158,6 +174,14 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Background:
+    """`statement &`: it runs in a shell of its own."""
+
+    statement: "Statement"
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
     """`first && second || third`."""
 
@@ -168,7 +192,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`first | second`, `! first`."""
+    """`first | second`, each in a shell of its own; or `! first`, which is in this one."""
 
     stages: tuple["Statement", ...]
     negated: bool
@@ -192,7 +216,7 @@ class Unfollowed:
 
 
 Statement = (
-    Simple | Test | ArithmeticTest | If | Case | While | Block | Chain | Pipeline | Function | Unfollowed
+    Simple | Test | ArithmeticTest | If | Case | While | Block | Background | Chain | Pipeline | Function | Unfollowed
 )  # fmt: skip
 Body = tuple[Statement, ...]
 
@@ -203,6 +227,8 @@ class Source:
 
     text: str
     label: str
+    is_posix: bool = False
+    """True for a string that a shell reads which may not be bash."""
     ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -217,7 +243,7 @@ class Source:
         """A line with its number, as errors and notes name it."""
         begin = self.ends[line - 2] + 1 if line > 1 else 0
         end = self.ends[line - 1] if line <= len(self.ends) else len(self.text)
-        text = self.text[begin:end].strip()
+        text = shown(self.text[begin:end]).strip()
         if len(text) > _LONGEST_QUOTE:
             text = f"{text[:_LONGEST_QUOTE]}..."
         return f"{self.label}:{line}: `{text}`"
@@ -227,9 +253,30 @@ class Source:
         raise RecipeError([Problem("", f"{self.quote(line)}: {why}", "", "megatron-script")])
 
 
+def sets_inside(written: str) -> bool:
+    """True where an expansion sets a variable while it is made: `${A:=x}`, `$((A++))`, `${A[N=1]}`, in any depth."""
+    texts = [match.group(1) for match in _ARITHMETIC_INSIDE.finditer(written)]
+    texts += [match.group(1) for match in _INDEX.finditer(written)]
+    substring = _SUBSTRING.fullmatch(written)
+    if substring is not None:
+        texts.append(substring.group(1))
+    return _SETS_DEFAULT.search(written) is not None or any(map(sets_variable, texts))
+
+
 def parse(source: Source) -> Body:
     """The statements of a script. RecipeError: what is no shell script, or nested too deep; with the line."""
     return _Parser(source).whole()
+
+
+@dataclass(frozen=True)
+class _Delimiter:
+    """Of a here-document."""
+
+    text: str
+    strips: bool
+    """True where tabs may stand in front."""
+    is_quoted: bool
+    """True where nothing in the text is expanded."""
 
 
 class _Parser:
@@ -238,8 +285,8 @@ class _Parser:
         self.text = source.text
         self.at = 0
         self.depth = 0
-        self.delimiters: list[tuple[str, bool]] = []
-        """Of the here-documents that begin behind this line; True where tabs may stand in front."""
+        self.delimiters: list[_Delimiter] = []
+        """Of the here-documents that begin behind this line."""
 
     def whole(self) -> Body:
         body = self.body(())
@@ -254,6 +301,11 @@ class _Parser:
     @property
     def line(self) -> int:
         return self.source.line_at(self.at)
+
+    def bash_only(self, what: str) -> None:
+        """Refuses what another shell than bash reads otherwise, where another one may read it."""
+        if self.source.is_posix:
+            self.refuse(f"{what} is bash's, and not every `sh` has it; give the string to bash -c")
 
     def deeper(self) -> None:
         self.depth += 1
@@ -278,14 +330,20 @@ class _Parser:
     def take_line_end(self) -> None:
         """A line end, with the here-documents behind it."""
         self.at += 1
-        for delimiter, strips in self.delimiters:
+        for delimiter in self.delimiters:
+            begin = self.at
             while self.at < len(self.text):
+                line_begin = self.at
                 end = self.text.find("\n", self.at)
                 end = len(self.text) if end < 0 else end
                 line = self.text[self.at : end]
                 self.at = min(end + 1, len(self.text))
-                if (line.lstrip("\t") if strips else line) == delimiter:
+                if (line.lstrip("\t") if delimiter.strips else line) == delimiter.text:
                     break
+            else:
+                line_begin = self.at
+            if not delimiter.is_quoted and sets_inside(self.text[begin:line_begin]):
+                self.refuse("the lines behind it set a variable, which can't be followed; set it above", begin - 1)
         self.delimiters = []
 
     def skip_lines(self) -> None:
@@ -318,14 +376,20 @@ class _Parser:
         statements: list[Statement] = []
         while True:
             self.skip_lines()
-            while self.operator() in (";", "&") and self.operator() not in ends:
+            while self.operator() == ";":
                 self.at += 1
                 self.skip_lines()
             if self.at >= len(self.text) or self.operator() in ends or self.reserved() in ends:
                 return tuple(statements)
             if self.operator() not in ("", "(") or self.reserved() in _BLOCK_WORDS:
                 self.refuse(f"`{self.operator() or self.reserved()}` belongs to nothing")
-            statements.append(self.chain())
+            line = self.line
+            statement = self.chain()
+            self.skip_blanks()
+            if self.operator() == "&":
+                self.at += 1
+                statement = Background(statement, line)
+            statements.append(statement)
 
     def chain(self) -> Statement:
         line = self.line
@@ -349,8 +413,12 @@ class _Parser:
         stages = [self.command()]
         self.skip_blanks()
         while (operator := self.operator()) in ("|", "|&"):
+            if operator == "|&":
+                self.bash_only("`|&`")
             self.at += len(operator)
             self.skip_lines()
+            if self.reserved() in ("!", "time"):
+                self.refuse(f"`{self.reserved()}` can't stand behind `{operator}`")
             stages.append(self.command())
             self.skip_blanks()
         return Pipeline(tuple(stages), negated, line) if negated or len(stages) > 1 else stages[0]
@@ -369,7 +437,10 @@ class _Parser:
             "[[": self.test,
             "function": self.function,
         }.get(word)
+        if word in ("select", "[[", "function"):
+            self.bash_only(f"`{word}`")
         if compound is None and self.text.startswith("((", self.at):
+            self.bash_only("`((`")
             compound = self.arithmetic_test
         elif compound is None and self.text.startswith("(", self.at):
             compound = self.subshell
@@ -551,6 +622,8 @@ class _Parser:
         self.at = match.end()
         elements: list[Word] | None = None
         value: Word = ()
+        if index or adds or self.text.startswith("(", self.at):
+            self.bash_only(f"`{match.group()}`")
         if self.text.startswith("(", self.at):
             elements = []
             self.at += 1
@@ -570,7 +643,11 @@ class _Parser:
         match = _REDIRECTION.match(self.text, self.at)
         if match is None:
             return None
+        if match.group().startswith("{"):
+            self.refuse("a redirection that sets a variable can't be followed; give the number of the file")
         operator = match.group().lstrip("0123456789")
+        if operator in ("<<<", "&>", "&>>"):
+            self.bash_only(f"`{operator}`")
         self.at = match.end()
         self.skip_blanks()
         begin = self.at
@@ -579,7 +656,10 @@ class _Parser:
             self.refuse("an arrow without a file behind it; is a <place holder> left?", match.start())
         if operator in ("<<", "<<-"):
             texts = [part.text if isinstance(part, Literal) else self.text[begin : self.at] for part in target]
-            self.delimiters.append(("".join(texts), operator == "<<-"))
+            is_quoted = any(part.quoted for part in target)
+            self.delimiters.append(_Delimiter("".join(texts), operator == "<<-", is_quoted))
+        elif sets_inside(self.text[begin : self.at]):
+            self.refuse("the name of its file sets a variable, which can't be followed; set it above", match.start())
         return operator
 
     # Words
@@ -587,13 +667,16 @@ class _Parser:
     def word(self) -> Word:
         """A word up to the next blank or operator."""
         begin = self.at
-        parts = self.parts(_PLAIN, closed_by="")
+        parts = self.parts(_PLAIN, closed_by="", in_quotes=False)
         if self.at == begin:
             self.refuse(f"`{self.text[self.at : self.at + 1]}` can't stand here")
         return parts
 
-    def parts(self, plain: re.Pattern[str], *, closed_by: str) -> Word:
-        """Parts of a word up to a character that is in none of them. `closed_by`: one that ends it, too; not taken."""
+    def parts(self, plain: re.Pattern[str], *, closed_by: str, in_quotes: bool) -> Word:
+        """Parts of a word up to a character that is in none of them. `closed_by`: one that ends it, too; not taken.
+
+        `in_quotes`: True for the default in `"${A:-'b c'}"`, where single quotes stay in the text.
+        """
         parts: list[Part] = []
         while self.at < len(self.text):
             char = self.text[self.at]
@@ -601,22 +684,32 @@ class _Parser:
                 break
             match = plain.match(self.text, self.at)
             if match is not None:
-                if plain is _PLAIN and any("," in w or ".." in w for w in _IN_BRACES.findall(match.group())):
-                    self.refuse("a brace expansion can't be read here; write its words out")
                 self.at = match.end()
                 parts.append(Literal(match.group(), quoted=False))
+            elif char in BEGINS:
+                parts.append(self.marked(quoted=in_quotes))
             elif char == "\\":
-                if not self.text.startswith("\\\n", self.at):
-                    parts.append(Literal(self.text[self.at + 1 : self.at + 2], quoted=True))
+                escaped = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
+                if in_quotes and escaped not in '"\\$`}\n':
+                    escaped = f"\\{escaped}"
+                if escaped != "\n":
+                    parts.append(Literal(escaped, quoted=True))
+            elif char == "'" and in_quotes:
+                # bash looks for its end, and keeps both
+                match = _PLAIN_WITH_QUOTES.match(self.text, self.at)
+                if match is None:
+                    self.refuse("a single quote in `${ }` in double quotes can't be read here; leave it out")
+                self.at = match.end()
+                parts.append(Literal(match.group(), quoted=True))
             elif char == "'":
-                parts.append(Literal(self.single_quoted(self.at), quoted=True))
+                parts += self.single_quoted(self.at)
             elif char == '"':
                 parts += self.double_quoted()
             elif char == "$":
-                parts.append(self.dollar(quoted=False))
+                parts.append(self.dollar(quoted=in_quotes))
             elif char == "`":
-                parts.append(self.back_quoted(quoted=False))
+                parts.append(self.back_quoted(quoted=in_quotes))
             elif char in "<>" and self.text.startswith("(", self.at + 1):
                 begin = self.at
                 self.at = self.behind_bracket(self.at + 1, "()")
@@ -625,12 +718,27 @@ class _Parser:
                 break
         return tuple(parts)
 
-    def single_quoted(self, begin: int) -> str:
+    def single_quoted(self, begin: int) -> list[Part]:
         end = self.text.find("'", begin + 1)
         if end < 0:
             self.refuse("a quote is missing", begin)
+        parts: list[Part] = []
+        self.at = begin + 1
+        for match in MARKED.finditer(self.text, begin + 1, end):
+            parts.append(Literal(self.text[self.at : match.start()], quoted=True))
+            parts.append(Unknown(match.group(), quoted=True))
+            self.at = match.end()
+        parts.append(Literal(self.text[self.at : end], quoted=True))
         self.at = end + 1
-        return self.text[begin + 1 : end]
+        return parts
+
+    def marked(self, *, quoted: bool) -> Part:
+        """What could not be known where the string was made that is read."""
+        match = MARKED.match(self.text, self.at)
+        if match is None:
+            self.refuse("a part of it that can't be known can't stand here")
+        self.at = match.end()
+        return Unknown(match.group(), quoted)
 
     def double_quoted(self) -> list[Part]:
         """What stands in double quotes, with one empty literal, so that nothing in quotes is a word, too."""
@@ -650,6 +758,8 @@ class _Parser:
             if match is not None:
                 self.at = match.end()
                 parts.append(Literal(match.group(), quoted=True))
+            elif char in BEGINS:
+                parts.append(self.marked(quoted=True))
             elif char == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
@@ -683,6 +793,10 @@ class _Parser:
             return Unreadable(self.text[begin : self.at], quoted)
         if behind == "{":
             return self.braces(quoted=quoted)
+        if behind == "[":
+            self.refuse("`$[ ]` is arithmetic in an old spelling, which is not read here; write $(( ))", begin)
+        if behind in ("'", '"') and not quoted:
+            self.bash_only(f"`${behind}`")
         if behind == "'" and not quoted:
             end = begin + 2
             while end < len(self.text) and self.text[end] != "'":
@@ -691,7 +805,9 @@ class _Parser:
                 self.refuse("a quote is missing", begin)
             self.at = end + 1
             written = self.text[begin : self.at]
-            return Unreadable(written, True) if "\\" in written else Literal(written[2:-1], quoted=True)
+            if "\\" in written or END in written:
+                return Unreadable(written, True)
+            return Literal(written[2:-1], quoted=True)
         match = _SHORT_PARAMETER.match(self.text, begin + 1)
         if match is None:
             self.at = begin + 1
@@ -716,7 +832,9 @@ class _Parser:
         elif match is not None:
             self.at = match.end()
             name, index, operator = match.groups()
-            word = self.parts(_PLAIN_IN_BRACES, closed_by="}") if operator else ()
+            word: Word = ()
+            if operator:
+                word = self.parts(_PLAIN_IN_BRACES, closed_by="}", in_quotes=quoted)
             if self.text.startswith("}", self.at):
                 self.at += 1
                 written = self.text[begin : self.at]
@@ -733,7 +851,7 @@ class _Parser:
         end = self.behind_bracket(bracket, "()")
         if not self.text.startswith("))", end - 2):
             self.refuse("two brackets that open and don't close together can't be read here", begin)
-        inner = _Parser(Source(self.text[bracket + 2 : end - 2], self.source.label))
+        inner = _Parser(Source(self.text[bracket + 2 : end - 2], self.source.label, self.source.is_posix))
         inner.depth = self.depth
         try:
             word = tuple(inner.quoted_parts(""))
@@ -751,7 +869,10 @@ class _Parser:
         is_quoted = False
         while position < len(self.text):
             char = self.text[position]
-            if char == "\\":
+            marked = MARKED.match(self.text, position) if char in BEGINS else None
+            if marked is not None:
+                position = marked.end() - 1
+            elif char == "\\":
                 position += 1
             elif char == '"':
                 is_quoted = not is_quoted

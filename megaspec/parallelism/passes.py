@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 MESSAGES_KEPT = 2
 """From one rank to another, that may be on their way while the sender goes on."""
 PAIR_CTAS = 4
-"""Multiprocessors that a message may take from the arithmetic beside it (README, "What stages wait")."""
+"""SMs that a message may take from the arithmetic beside it: tests/benchmarks/README.md, "What stages wait"."""
 
 Kind = Literal["F", "B", "W"]
 

@@ -1,4 +1,4 @@
-"""What is proven with what, as tables for the README: `make matrix` writes them between two of its lines."""
+"""What is proven with what, as tables for README.md in this folder: `make matrix` writes them between two lines."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from tests.parity.cases import ROUTERS, Case
 from tests.parity.sets import DEFAULT, RECOMPUTES, SLOW, cases_of
 from tests.parity.test_checkpoints import BESIDE, DENSE, EXPERTS, OFTEN
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- generated: make matrix -->", "<!-- /generated: make matrix -->"
 Has = Callable[[Case], bool]
 
@@ -98,8 +98,8 @@ def main() -> None:
 def with_matrix(text: str) -> str:
     """A README whose matrix is up to date."""
     before, begin, rest = text.partition(BEGIN)
-    assert begin, f"README.md has no line {BEGIN}"
-    assert END in rest, f"README.md has no line {END}"
+    assert begin, f"{README} has no line {BEGIN}"
+    assert END in rest, f"{README} has no line {END}"
     return f"{before}{BEGIN}\n{matrix()}\n{END}{rest.split(END)[1]}"
 
 
@@ -109,11 +109,11 @@ def matrix() -> str:
     layouts = len(DENSE) + len(EXPERTS)
     pairs = sum(len(n) * (len(n) - 1) for n in (DENSE, EXPERTS))
     lines = [
-        "Each number counts runs on up to eight ranks that are held to one rank in fp64: before the stroke those of",
-        f"`make test`, {len(default):,} in all, behind it {len(slow):,} of `make test-slow`. The first row is of one",
-        f"axis alone. Checkpoints of {layouts} layouts are loaded into each other, {pairs} pairs",
-        f"({BESIDE * len(OFTEN)} of them in `make test`);",
-        f"{len(BUGS)} planted bugs are caught (half of them slow).",
+        "A cell `8/768` counts runs on up to eight ranks that are compared with one rank in fp64:",
+        f"8 of them in `make test`, 768 more in `make test-slow`. In all there are {len(default):,} and {len(slow):,}.",
+        "The first row counts runs with one axis alone; an empty cell means that no run has both.",
+        f"Checkpoints of {layouts} layouts are loaded into each other, {pairs} pairs ({BESIDE * len(OFTEN)} of them in",
+        f"`make test`); {len(BUGS)} planted bugs are caught (half of those tests are slow).",
         "",
         *_table({"alone": _is_alone, **AXES}, default, slow),
         "",

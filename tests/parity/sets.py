@@ -1,4 +1,4 @@
-"""The cases that layouts are tested on. What the README's matrix shows is counted here."""
+"""The cases that layouts are tested on. What the matrix in README.md shows is counted here."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The README's matrix says what the cases are."""
+"""The matrix in README.md says what the cases are."""
 
 from itertools import combinations
 
