@@ -160,9 +160,16 @@ def poison_weight(built: Built, name: str, value: float) -> None:
 
 
 def poison_gradient(built: Built, name: str, value: float) -> None:
-    built.data_parallel.gradients[name].view(-1)[0] = value
-    # the step would clear what is there when it begins
-    built.data_parallel.start_step = lambda: None
+    """What the step finds in a sum of gradients, and adds to."""
+    data = built.data_parallel
+    start = data.start_step
+
+    def start_with_poison() -> None:
+        start()
+        data.gradients[name].view(-1)[0] = value
+        data._reductions._sums[name]._fresh = False
+
+    data.start_step = start_with_poison
 
 
 def poison_backward(built: Built, name: str, value: float) -> None:
