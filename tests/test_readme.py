@@ -286,10 +286,15 @@ def test_targets_of_the_makefile_exist():
 
 
 def test_the_loop_of_ones_own_is_short_and_trains(tmp_path):
-    (program,) = blocks(ROOT / "megaspec/README.md", "python")
-    assert len(program.splitlines()) <= 40
+    loop, weights = blocks(ROOT / "megaspec/README.md", "python")
+    assert len(loop.splitlines()) <= 40
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", loop + weights],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 20

@@ -218,6 +218,11 @@ class DataParallel:
         if self._shards_weights and self._parts[chunk]:
             self._gathers.start(self._parts[chunk][-1].buckets)
 
+    @property
+    def has_unsummed(self) -> bool:
+        """Gradients have arrived since the last `finish`."""
+        return self._reductions.has_unsummed
+
     def finish(self) -> None:
         """Waits until every gradient is the sum over all micro batches and ranks. The host goes on."""
         self._reductions.finish()

@@ -61,12 +61,18 @@ class Reductions:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def start_step(self) -> None:
-        """Forgets the last step's sums; the first gradient of each parameter overwrites them."""
-        if self._kept:
-            for bucket in self._buckets:
-                bucket.fresh = set(bucket.names)
-            for one in self._sums.values():
-                one.start()
+        """Forgets what was summed so far; the first gradient of each parameter overwrites it."""
+        if self.has_unsummed:
+            # of backward passes that nobody has finished
+            self._drain()
+            wait_for(self._side.done())
+            self._start_counts()
+        self._start_sums()
+
+    @property
+    def has_unsummed(self) -> bool:
+        """Gradients have arrived since the last `finish`."""
+        return any(count for bucket in self._buckets for count in bucket.arrived.values())
 
     def start_backward(self, chunk: int, *, last: bool) -> None:
         """One more backward pass through a chunk begins, the step's last one through it where `last` is set."""
@@ -109,6 +115,21 @@ class Reductions:
                     bucket.sum_replicas(self._form)
         self._drain()
         wait_for(self._side.done())
+        self._start_counts()
+        # what comes next, with or without a start_step before it, is no part of these sums
+        self._start_sums()
+
+    def _start_sums(self) -> None:
+        """The first gradient of each parameter overwrites its sum, where sums are kept."""
+        if not self._kept:
+            return
+        for bucket in self._buckets:
+            bucket.fresh = set(bucket.names)
+        for one in self._sums.values():
+            one.start()
+
+    def _start_counts(self) -> None:
+        """Nothing has arrived; sums that are not kept lose their memory."""
         self._passes, self._ending, self._waiting = {}, set(), {}
         for bucket in self._buckets:
             bucket.arrived, bucket.reduced, bucket.is_summed = dict.fromkeys(bucket.names, 0), 0, False

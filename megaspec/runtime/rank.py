@@ -1,5 +1,6 @@
 """One rank of a run: from its number and a run folder to an exit code."""
 
+import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,7 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
         stack.enter_context(bounded(position, me, record=record))
+        seed_generators(spec.train.seed)
         built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout), position=position)
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
@@ -162,6 +164,12 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds this process's generators, for what a plugin draws: the training step draws from none of them."""
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def begin(run_dir: Path, lock: RunLock | None, inspect: Inspect) -> int:

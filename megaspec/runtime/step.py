@@ -13,7 +13,7 @@ from megaspec.nn.dropout import Noise
 from megaspec.optim.norm import global_norm, local_norms
 from megaspec.parallelism.expert import RouterStatistics
 from megaspec.precision.scaler import LossScaler
-from megaspec.runtime.build import Built
+from megaspec.runtime.build import Built, Summed
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, 
     """
     data, pipeline = built.data_parallel, built.pipeline
     data.start_step()
+    built.summed = None
     loss_scale = loss_scale.to(built.wide)
     weight = loss_scale / tokens.clamp(min=1)
     aux_weight = loss_scale / (len(batches) * built.mesh.size("dp"))
@@ -65,10 +66,18 @@ def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, 
         forward=forward,
         start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
     )
+    finish_gradients(built, loss_scale=loss_scale)
+    return total / loss_scale
+
+
+def finish_gradients(built: Built, *, loss_scale: Tensor) -> None:
+    """Sums what backward passes have added to the buckets over all ranks, which call it together. `loss_scale`: the
+    factor on the losses that they were of."""
+    data = built.data_parallel
     data.finish()
     built.tensor_parallel.finish_grads(data.gradients, data.rows)
-    pipeline.finish_grads(data.gradients)
-    return total / loss_scale
+    built.pipeline.finish_grads(data.gradients)
+    built.summed = Summed(loss_scale)
 
 
 def run_chunk(
@@ -153,6 +162,7 @@ def train_step(
     built.optimizer.update(
         data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
     )
+    built.summed.is_spent = True
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)

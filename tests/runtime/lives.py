@@ -1,7 +1,6 @@
 """What ranks do in these tests: parts of a run's life, and a rank's entry with a fault in it."""
 
 import gc
-import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -45,8 +44,8 @@ def live(rank: int, text: str, folder: str, *, stop_after: int = 0) -> list[dict
     -> steps and evaluations, without what depends on the clock; from rank 0.
     """
     spec = Spec.model_validate_json(text)
-    # a life of its own: nothing of an earlier one in this process may help it
-    torch.manual_seed(random.SystemRandom().getrandbits(32))
+    # as a rank's entry does; a life of its own: nothing of an earlier one in this process may help it
+    runtime.seed_generators(spec.train.seed)
     comm = comm_of(spec, rank)
     run = Run(build_here(spec, rank), Path(folder), Store(folder), comm)
     events: list[dict[str, Any]] = []
@@ -161,9 +160,16 @@ def poison_weight(built: Built, name: str, value: float) -> None:
 
 
 def poison_gradient(built: Built, name: str, value: float) -> None:
-    built.data_parallel.gradients[name].view(-1)[0] = value
-    # the step would clear what is there when it begins
-    built.data_parallel.start_step = lambda: None
+    """What the step finds in a sum of gradients, and adds to."""
+    data = built.data_parallel
+    start = data.start_step
+
+    def start_with_poison() -> None:
+        start()
+        data.gradients[name].view(-1)[0] = value
+        data._reductions._sums[name]._fresh = False
+
+    data.start_step = start_with_poison
 
 
 def poison_backward(built: Built, name: str, value: float) -> None:
