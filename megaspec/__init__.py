@@ -29,7 +29,7 @@ _WHERE = {
     "Mesh": "megaspec.parallelism.mesh:Mesh",
     "mesh_of": "megaspec.runtime.build:mesh_of",
     "Position": "megaspec.runtime.position:Position",
-    "Built": "megaspec.runtime.build:Built",
+    "TrainState": "megaspec.runtime.build:TrainState",
     "build": "megaspec.runtime.build:build",
     "initialise": "megaspec.runtime.build:initialise",
     "Decoder": "megaspec.nn.decoder:Decoder",

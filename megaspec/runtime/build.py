@@ -60,7 +60,7 @@ class Summed:
 
 
 @dataclass
-class Built:
+class TrainState:
     """One rank's share of a run."""
 
     spec: Spec
@@ -68,7 +68,7 @@ class Built:
     device: torch.device
     chunks: list[Decoder]
     """The parts of the model that lie here, in the order of virtual stages; the whole model without a pipeline."""
-    starts: "Starts"
+    starts: "InitSpec"
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
     expert_parallel: ExpertParallel
@@ -102,7 +102,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Starts:
+class InitSpec:
     """How parameters are initialised, by global name."""
 
     stds: dict[str, float]
@@ -140,7 +140,7 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype, w
 
 
 @torch.no_grad()
-def initialise(built: Built) -> None:
+def initialise(built: TrainState) -> None:
     """Starts the master weights from the seed, the same in every layout, and copies them into the model."""
     for name, weight in built.data_parallel.weights.items():
         value = initial_value(
@@ -178,7 +178,7 @@ class SplitModel:
     """This rank's part of a model, in memory, and how it was split."""
 
     chunks: list[Decoder]
-    starts: Starts
+    starts: InitSpec
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
     expert_parallel: ExpertParallel
@@ -196,7 +196,7 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     # while they are whole
     matrices = matrices_of(model)
     stds = standard_deviations(model, std=spec.model.init_std, n_layers=spec.model.n_layers)
-    starts = Starts(stds, constants(model))
+    starts = InitSpec(stds, constants(model))
     # first, so that tensor parallel tells the attention that stays which heads are here
     context = ContextParallel(mesh, spec.parallelism.context, kernels.attention_merge)
     context.split_model(model)
@@ -226,14 +226,14 @@ def _parts(model: Decoder, spec: Spec, mesh: Mesh) -> list[Decoder]:
 
 
 def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
-    """`for_later`: weight gradients may be put off, with what they multiply."""
+    """`for_later`: weight gradients may be deferred, with what they multiply."""
     if for_later:
         functorch_config.donated_buffer = False
     for layer in (layer for chunk in chunks for layer in chunk.layers.values()):
         layer.compile_parts(options=COMPILED_FOR_LATER if for_later else None)
 
 
-def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
+def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainState:
     """Everything but the weights' values: call `initialise`, or load a checkpoint. `position`: where a watchdog looks.
     The process's random generators stay as they are. RecipeError: the Spec asks for what can be planned only."""
     problems = unbuilt_problems(spec)
@@ -271,7 +271,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
     position = position or Position(mesh.device)
     for chunk in split.chunks:
         position.watch(chunk)
-    return Built(
+    return TrainState(
         spec,
         mesh,
         mesh.device,

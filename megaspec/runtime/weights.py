@@ -20,7 +20,7 @@ from megaspec.core.errors import Problem, UsageError
 from megaspec.core.layout import Layout, whole
 from megaspec.core.problems import did_you_mean
 from megaspec.parallelism.expert import routers_of
-from megaspec.runtime.build import Built, Summed
+from megaspec.runtime.build import Summed, TrainState
 from megaspec.runtime.step import finish_gradients
 
 MOST_PROBLEMS = 20
@@ -41,7 +41,7 @@ class Share:
 
 
 def weights(
-    built: Built, *, names: Collection[str] | None = None, dtype: torch.dtype | None = None
+    built: TrainState, *, names: Collection[str] | None = None, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Whole weights by global name, copies on the CPU of every rank. All ranks call it together, with the same names.
 
@@ -58,7 +58,7 @@ def weights(
     return found
 
 
-def weight_shares(built: Built) -> dict[str, Share]:
+def weight_shares(built: TrainState) -> dict[str, Share]:
     """What this rank holds of the master weights, by global name, without a word to other ranks. To be read only."""
     shares = {name: Share(built.shards[name], master) for name, master in built.optimizer.masters.items()}
     is_first = built.mesh.index("tp-dp-cp") == 0
@@ -69,7 +69,7 @@ def weight_shares(built: Built) -> dict[str, Share]:
 
 
 @torch.no_grad()
-def set_weights(built: Built, values: Mapping[str, Tensor]) -> None:
+def set_weights(built: TrainState, values: Mapping[str, Tensor]) -> None:
     """Sets whole weights by global name: the master weights and the model's copy of them, in whatever layout.
 
     `values`: floating-point tensors of the global shapes, on any device; names and shapes are those of `weights`. What
@@ -101,7 +101,7 @@ def set_weights(built: Built, values: Mapping[str, Tensor]) -> None:
     built.data_parallel.gather_weights()
 
 
-def gradients(built: Built, *, names: Collection[str] | None = None) -> dict[str, Tensor]:
+def gradients(built: TrainState, *, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Whole main gradients by global name, copies on the CPU of every rank, in fp32 or wider. All ranks call it
     together, with the same names.
 
@@ -122,14 +122,14 @@ def gradients(built: Built, *, names: Collection[str] | None = None) -> dict[str
     return found
 
 
-def gradient_shares(built: Built) -> dict[str, Share]:
+def gradient_shares(built: TrainState) -> dict[str, Share]:
     """Copies of what this rank holds of `gradients`, by global name. All ranks call it together; raises as `gradients`
     does."""
     scale = _summed(built).loss_scale
     return {name: Share(built.shards[name], sums / scale) for name, sums in built.data_parallel.gradients.items()}
 
 
-def _summed(built: Built) -> Summed:
+def _summed(built: TrainState) -> Summed:
     """What the buckets hold, summed over all ranks where that is still to be done. UsageError: nothing."""
     if built.data_parallel.has_unsummed:
         finish_gradients(built, loss_scale=torch.ones((), dtype=built.wide, device=built.device))
@@ -142,16 +142,16 @@ def _summed(built: Built) -> Summed:
     return built.summed
 
 
-def _comm(built: Built) -> Comm:
+def _comm(built: TrainState) -> Comm:
     return SoloComm() if built.mesh.world_size == 1 else DistComm(device=built.device)
 
 
-def _biases(built: Built) -> dict[str, Tensor]:
+def _biases(built: TrainState) -> dict[str, Tensor]:
     """What the routers here add to the scores that experts are chosen by: it is learned, though by no gradient."""
     return {f"{name}.bias": router.bias for name, router in routers_of(built.chunks) if router.bias is not None}
 
 
-def _shapes(built: Built) -> dict[str, tuple[int, ...]]:
+def _shapes(built: TrainState) -> dict[str, tuple[int, ...]]:
     """The global shape of every weight, those of other pipeline stages included, in one order on all ranks."""
     shapes = {name: layout.shape for name, layout in built.tensor_parallel.layouts.items()}
     here = {name: list(bias.shape) for name, bias in _biases(built).items()}
@@ -185,7 +185,7 @@ def _some(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join([*list(shapes)[:3], f"and {len(shapes) - 3} more, see megaspec.weights"])
 
 
-def _whole(built: Built, share: Share | None, shape: tuple[int, ...]) -> Tensor:
+def _whole(built: TrainState, share: Share | None, shape: tuple[int, ...]) -> Tensor:
     """The global tensor on the CPU, from all ranks' shares. See the note on whole tensors."""
     out = torch.empty(shape, dtype=built.wide)
     rows = max(1, _SLAB // prod(shape[1:]))
@@ -215,7 +215,7 @@ def _lay(share: Share, slab: Tensor, first: int) -> None:
 
 
 def _checked(
-    built: Built, values: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, with_values: bool
+    built: TrainState, values: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, with_values: bool
 ) -> dict[str, int]:
     """Name -> checksum of the value, 0 unless `with_values`. UsageError: everything that does not fit."""
     if not isinstance(values, Mapping) or not values:

@@ -13,7 +13,7 @@ from megaspec.core.layout import Layout
 from megaspec.data.batch import Batch
 from megaspec.parallelism.expert import buffers_of
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, initialise, mesh_of, plain_model
+from megaspec.runtime.build import TrainState, build, initialise, mesh_of, plain_model
 from megaspec.runtime.step import train_step
 from megaspec.runtime.weights import Share, gradient_shares, gradients, set_weights, weight_shares, weights
 from megaspec.verify.parity import divide, gather_global, gradient_errors
@@ -40,7 +40,7 @@ LAYOUTS = {
 SHARED_OUT = ("replicate", "zero1", "zero2", "fsdp")
 
 
-def built_of(rank: int, case: Case) -> Built:
+def built_of(rank: int, case: Case) -> TrainState:
     spec = spec_of(case)
     built = build(spec, mesh=mesh_of(spec, rank=rank, device=CPU))
     initialise(built)
@@ -64,7 +64,7 @@ def tensors(values: dict[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(value) for name, value in values.items()}
 
 
-def step(built: Built, case: Case, **more: Any) -> Any:
+def step(built: TrainState, case: Case, **more: Any) -> Any:
     batch = batches_of(case, [], 1)[0]
     scaler = build_scaler(built.spec.precision, device=built.device)
     scaler.scale.fill_(case.scale)

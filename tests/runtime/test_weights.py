@@ -13,7 +13,7 @@ from megaspec.data.loader import read_batch
 from megaspec.data.synthetic import SyntheticSource
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, initialise
+from megaspec.runtime.build import TrainState, build, initialise
 from megaspec.runtime.step import train_step
 from megaspec.runtime.weights import set_weights, weights
 from tests.runtime.specs import SGD, spec
@@ -31,13 +31,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def built_of(changes: dict[str, Any]) -> Built:
+def built_of(changes: dict[str, Any]) -> TrainState:
     built = build(spec(changes), mesh=Mesh({}, rank=0, device=torch.device("cpu")))
     initialise(built)
     return built
 
 
-def step(built: Built, *, lr: float) -> float:
+def step(built: TrainState, *, lr: float) -> float:
     """A step without weight decay. -> its loss"""
     source = SyntheticSource(built.spec.data, split="train", seed=built.spec.data.seed, segments=(100,))
     batch = read_batch(source, [0, 1, 2, 3], document_mask=False)
@@ -47,7 +47,7 @@ def step(built: Built, *, lr: float) -> float:
     return result.loss.item()
 
 
-def other_values(built: Built) -> dict[str, Tensor]:
+def other_values(built: TrainState) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(5)
     return {name: 0.05 * torch.randn(value.shape, generator=draw) for name, value in weights(built).items()}
 
