@@ -37,8 +37,10 @@ class WeightGradientSum:
 
     @classmethod
     def add(cls, main_grad: Tensor, product: Product) -> None:
-        """`product(main_grad, overwrite)` adds to it, or overwrites it where it is the first since `start`. Inside `defer`
-        that waits until the queue runs."""
+        """`product(main_grad, overwrite)` adds to it, or overwrites it where it is the first since `start`.
+
+        Inside `defer` that waits until the queue runs.
+        """
         if cls._queue is None:
             cls.add_now(main_grad, product)
         else:

@@ -265,8 +265,10 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
         shared=split.pipeline.shared,
     )
     optimizer = _optimizer(spec, data, split.matrices, mesh=mesh)
-    for module in (module for chunk in split.chunks for module in chunk.modules()):
-        module.register_load_state_dict_pre_hook(_refuse_state_dict)
+    for chunk in split.chunks:
+        # of each, since a part of the model can be asked as well
+        for module in chunk.modules():
+            module.register_load_state_dict_pre_hook(_refuse_state_dict)
     # outermost, so that what other strategies do in a unit is told as part of it
     position = position or Position(mesh.device)
     for chunk in split.chunks:
@@ -288,10 +290,9 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
 
 
 def _refuse_state_dict(*_: object) -> None:
-    """UsageError, in place of what load_state_dict would set for one step."""
-    text = "load_state_dict sets the model's copy of its weights alone, and the next step overwrites it from the master"
-    way_out = "megaspec.set_weights(built, values) sets both, from whole tensors by global name"
-    raise UsageError(f"{text} weights; {way_out}")
+    """UsageError, in place of values that the next step would write the master weights over."""
+    text = "load_state_dict knows nothing of the master weights and the layout that a built model's weights go with"
+    raise UsageError(f"{text}; megaspec.set_weights(built, values) sets them all, from whole tensors by global name")
 
 
 def _refuse_attention(spec: Spec, *, device: torch.device) -> None:

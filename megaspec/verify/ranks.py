@@ -23,7 +23,7 @@ from megaspec.plugins import load
 from megaspec.runtime.build import mesh_of
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.position import Position
-from megaspec.runtime.rank import RankInfo, bounded, join_world, leave_world, pick_device, read_spec
+from megaspec.runtime.rank import RankInfo, bounded, join_world, leave_world, pick_device, read_spec, seed_generators
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Gathered, Trajectory, compare, gradient_sizes, run_steps
 
@@ -58,6 +58,7 @@ def main(
         stack.enter_context(bounded(position, me))
         mesh = mesh_of(spec, rank=rank, device=device, timeout=timedelta(seconds=timeout_seconds))
         more = {"mesh": mesh, "batches": batches_of(spec, steps), "position": position}
+        seed_generators(spec.train.seed)
         if folder.name == ALONE:
             write_truth(folder, run_steps(spec, **more))
         else:

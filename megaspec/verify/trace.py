@@ -36,7 +36,7 @@ from megaspec.verify.trace_memory import (
     GRADIENTS,
     WEIGHTS,
 )
-from megaspec.verify.trace_recorder import Call, TracePoint, Recorder
+from megaspec.verify.trace_recorder import Call, Recorder, TracePoint
 from megaspec_kernels.spec import KernelsSpec
 
 _META = torch.device("meta")
