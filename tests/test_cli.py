@@ -285,7 +285,7 @@ def test_a_damaged_run_folder_is_named(capfd):
     folder = Path("runs/bad")
     folder.mkdir(parents=True)
     (folder / "recipe.json").write_text("{}")
-    for text, words in (("{", "can't be read"), ("[]", "holds no object"), ("{}", "is damaged")):
+    for text, words in (("{", "can't be read"), ("[]", "holds no object"), ("{}", "is damaged: name: Field required")):
         (folder / "spec.json").write_text(text)
         assert main(["resume", str(folder)]) == 64
         err = capfd.readouterr().err
