@@ -8,6 +8,7 @@ if __name__ == "__main__":
     leave_on_request(sys.argv[1:])  # first of all: what follows takes seconds to import
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -36,7 +37,7 @@ from megaspec.commands import (
     tune,
     verify,
 )
-from megaspec.core.errors import MegaspecError, RecipeError
+from megaspec.core.errors import MegaspecError, RecipeError, WriteError
 from megaspec.core.problems import did_you_mean
 from megaspec.plugins import load, take_flags
 
@@ -68,6 +69,9 @@ COMMANDS: dict[str, ModuleType] = {
     "sweep": sweep,
 }
 
+# A full disk, a quota, a limit on the size of files: behind `> FILE`, since commands tell of their own files.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. -> exit code (core/errors.py); 130 after Ctrl-C."""
@@ -76,11 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that can't show a letter shows a question mark
     words = list(sys.argv[1:] if arguments is None else arguments)
     asks_json = "--json" in words[: words.index("--") if "--" in words else None]
+    code = 0
     try:
         packages, words = take_flags(words)
         load(packages)
         args = parse(words)
-        return COMMANDS[args.command].run(args)
+        code = COMMANDS[args.command].run(args)
+        # here, where it can be told, and not when the interpreter ends
+        sys.stdout.flush()
+        return code
     except MegaspecError as error:
         print(f"megaspec: {error}" if "\n" not in str(error) else f"megaspec:\n{error}", file=sys.stderr)
         if asks_json:
@@ -93,9 +101,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("megaspec: stopped by Ctrl-C", file=sys.stderr)
         return INTERRUPTED_EXIT
     except BrokenPipeError:
-        # whoever read our output has gone; keep the interpreter from complaining when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return INTERRUPTED_EXIT
+        # whoever read our output has gone
+        _drop_output()
+        return code or INTERRUPTED_EXIT
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _drop_output()
+        print(f"megaspec: {error.filename or 'its output'} can't be written: {error.strerror}", file=sys.stderr)
+        return code or WriteError.exit_code
+
+
+def _drop_output() -> None:
+    """Keeps the interpreter from complaining when it flushes what can't be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):

@@ -151,7 +151,7 @@ def read_run(folder: Path) -> SavedRun:
     try:
         spec = Spec.model_validate_json(json.dumps(saved | {"run_dir": str(folder)}))
     except (ValidationError, AssertionError) as error:
-        raise _damaged(folder / SPEC, str(error).splitlines()[0]) from None
+        raise _damaged(folder / SPEC, _first_of(error)) from None
     has_blend = isinstance(spec.data, IndexedSpec) and isinstance(recipe.get("data"), dict)
     if "data_order" not in saved and has_blend:
         # The Spec was brought up to today's rules as it was read; the recipe says its blend in the same words.
@@ -166,7 +166,7 @@ def read_target(folder: Path) -> Target | None:
     try:
         return Target.model_validate_json(json.dumps(_read_json(folder, TARGET)))
     except ValidationError as error:
-        raise _damaged(folder / TARGET, str(error).splitlines()[0]) from None
+        raise _damaged(folder / TARGET, _first_of(error)) from None
 
 
 def own_checkpoint(run: Spec) -> Inspect:
@@ -322,6 +322,14 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _damaged(folder / name, "it holds no object")
     return content
+
+
+def _first_of(error: ValidationError | AssertionError) -> str:
+    """The first thing that is wrong, and where it stands."""
+    if isinstance(error, AssertionError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _damaged(path: Path, what: str) -> RecipeError:

@@ -160,6 +160,24 @@ def test_a_terminal_of_few_letters_and_a_closed_one_show_no_traceback(module, tm
     assert process.wait(60) == 130
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("words", [("plan", "recipe=hello", "hardware=cpu"), ("schema",), ("explain", "train.steps")])
+def test_a_full_disk_behind_the_output_shows_no_traceback(words, tmp_path):
+    """Long output fails while it is written, short output when it is flushed."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "megaspec", *words],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": PATH},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.stderr == "megaspec: its output can't be written: No space left on device\n"
+    assert done.returncode == 73
+
+
 def test_missing_data_exits_65_and_makes_no_folder(capsys):
     assert main(["train", "recipe=hello"]) == 65
     assert "data.blend.0.prefix=data/hello" in capsys.readouterr().err
@@ -267,7 +285,7 @@ def test_a_damaged_run_folder_is_named(capfd):
     folder = Path("runs/bad")
     folder.mkdir(parents=True)
     (folder / "recipe.json").write_text("{}")
-    for text, words in (("{", "can't be read"), ("[]", "holds no object"), ("{}", "is damaged")):
+    for text, words in (("{", "can't be read"), ("[]", "holds no object"), ("{}", "is damaged: name: Field required")):
         (folder / "spec.json").write_text(text)
         assert main(["resume", str(folder)]) == 64
         err = capfd.readouterr().err
