@@ -21,7 +21,7 @@ from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
-from megaspec.core.faults import reach
+from megaspec.core.faults import failpoint
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
@@ -242,12 +242,12 @@ def make_fork(place: Path, source: Path, good: Good, recipe: Recipe, target: Tar
     with before_leaving(partial(_undo_fork, place)):
         try:
             copy_checkpoint(good.candidate, good.manifest, place)
-            reach("fork_copied")
+            failpoint("fork_copied")
             write_run(place, recipe, target, spec)
         except (MegaspecError, KeyboardInterrupt):
             _undo_fork(place)
             raise
-        reach("fork_written")
+        failpoint("fork_written")
         try:
             marker.unlink()
             sync_folder(place)
@@ -279,7 +279,7 @@ def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> N
         make_folder_inside(target, incoming)
         for name in names:
             _copy(candidate.path, name, target, incoming / name)
-            reach("fork_file_copied")
+            failpoint("fork_file_copied")
         publish(target / incoming, place)
     except OSError as error:
         shutil.rmtree(place.parent, ignore_errors=True)

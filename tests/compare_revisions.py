@@ -7,7 +7,8 @@ revision, byte for byte: the golden Specs, `plan --json` of every recipe on four
 three recipes. --trees compares the syntax trees of all Python files as well, except their imports, with the module
 paths of moved files brought to the new ones. --only takes the outputs whose name contains WORD.
 
-Exit code 0 when everything is equal, else 1, and a line for each difference. About six minutes on two cores.
+Exit code 0 when everything is equal, else 1, and a line for each difference. What ends with a traceback on either side,
+or was not compared at all, is no equal output. About six minutes on two cores.
 """
 
 import argparse
@@ -44,9 +45,13 @@ def main() -> int:
         for tree, outputs in sides:
             write_outputs(tree, outputs, only=arguments.only)
         differences += different_files(sides[0][1], sides[1][1])
+        differences += failed(sides[0][1], sides[1][1])
         for difference in differences:
             print(difference)
         count = sum(1 for _ in sides[1][1].rglob("*.json"))
+        if count == 0:
+            differences.append(f"nothing was compared: no output has {arguments.only} in its name")
+            print(differences[-1])
         print(f"{count} outputs compared, {len(differences)} differences")
         for tree, _ in sides:
             if tree != ROOT:
@@ -89,11 +94,15 @@ def write_outputs(tree: Path, outputs: Path, *, only: str) -> None:
     for recipe, words in TUNED.items():
         commands[f"tune-{recipe}.json"] = ["tune", f"recipe={recipe}", *words, "--json"]
     with ThreadPoolExecutor(2) as pool:
+        under_way = []
         for name, words in commands.items():
             if only in name:
-                pool.submit(keep, tree, ["megaspec", *words], outputs / name)
+                under_way.append(pool.submit(keep, tree, ["megaspec", *words], outputs / name))
         if only in "specs":
-            pool.submit(write_specs, tree, outputs / "specs")
+            under_way.append(pool.submit(write_specs, tree, outputs / "specs"))
+        for one in under_way:
+            # raises what it met
+            one.result()
 
 
 def keep(tree: Path, words: list[str], output: Path) -> None:
@@ -139,6 +148,17 @@ def different_files(before: Path, after: Path) -> list[str]:
             found.append(f"{name}: only {'after' if other.exists() else 'before'}")
         elif not filecmp.cmp(one, other, shallow=False):
             found.append(f"{name}: differs")
+    return found
+
+
+def failed(*sides: Path) -> list[str]:
+    """Outputs of commands that broke: two that break alike say nothing about what they would have printed."""
+    found = []
+    for side in sides:
+        for output in sorted(side.rglob("*.json")):
+            text = output.read_text()
+            if "Traceback (most recent call last)" in text or "No module named" in text:
+                found.append(f"{output.relative_to(side)}: broke {side.name.removesuffix('-outputs')}")
     return found
 
 

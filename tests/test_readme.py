@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -285,10 +286,15 @@ def test_targets_of_the_makefile_exist():
 
 
 def test_the_loop_of_ones_own_is_short_and_trains(tmp_path):
-    (program,) = blocks(ROOT / "megaspec/README.md", "python")
-    assert len(program.splitlines()) <= 40
+    loop, weights = blocks(ROOT / "megaspec/README.md", "python")
+    assert len(loop.splitlines()) <= 40
     done = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", loop + weights],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 20
@@ -341,7 +347,25 @@ def test_files_that_are_named_exist(page):
 
 
 # What lies in a run's folder, which megaspec/README.md lists.
-RUN_FILES = {"recipe.json", "target.json", "environment.json", "spec.json", "prediction.json", "exit_code.json"}
+RUN_FILES = {
+    "recipe.json",
+    "target.json",
+    "environment.json",
+    "spec.json",
+    "prediction.json",
+    "exit_code.json",
+    "forking.json",
+}
+
+
+@pytest.mark.parametrize("package", sorted((ROOT / "megaspec").glob("*/")), ids=label)
+def test_every_file_of_a_package_is_in_its_readme(package):
+    if not (package / "__init__.py").exists() or package.name == "commands":  # commands are listed as they are typed
+        return
+    named = re.findall(r"`([\w*]+\.py)`", without_code(package / "README.md"))
+    files = {path.name for path in package.glob("*.py")} - {"__init__.py"}
+    missing = {name for name in files if not any(fnmatch(name, pattern) for pattern in named)}
+    assert missing == set(), f"{label(package)}/README.md does not say what they are"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)

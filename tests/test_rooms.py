@@ -17,7 +17,7 @@ from megaspec.core.frozen import Frozen
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.recipe import SECTIONS, Recipe
 from megaspec.rules.unbuilt import UNBUILT
-from megaspec.runtime.rank import Place, run_rank
+from megaspec.runtime.rank import RankInfo, run_rank
 from megaspec.spec import Spec
 
 # Who decides and who types; what they read is not yet put to use.
@@ -143,7 +143,7 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         return plain(self, name)
 
     def launch(run_dir: str, *, arguments: dict[str, Any], **_: Any) -> int:
-        run_rank(Path(run_dir), Place(0, 1, 0, 0, FileRendezvous(""), 20.0), arguments["lock_token"])
+        run_rank(Path(run_dir), RankInfo(0, 1, 0, 0, FileRendezvous(""), 20.0), arguments["lock_token"])
         return 0
 
     folder = tmp_path_factory.mktemp("rooms")

@@ -15,7 +15,7 @@ from megaspec.core.errors import WriteError, printable
 from megaspec.core.regular_files import open_inside
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.stop import STACKS
-from megaspec_launchers.outcome import INTERNAL, MEMORY, PREEMPTED, WORTH_ANOTHER_ATTEMPT, Outcome, RankEnd, judge
+from megaspec_launchers.outcome import HANG, INTERNAL, MEMORY, PREEMPTED, WORTH_ANOTHER_ATTEMPT, Outcome, RankEnd, judge
 from megaspec_launchers.rank_factory import RankFactory, ServerGone
 from megaspec_launchers.signals import StopRequests
 from megaspec_launchers.standing import UNKNOWN, Standing, is_halted, main_stack
@@ -27,6 +27,8 @@ PRELOADED = ("torch", "torch._dynamo", "torch._inductor")
 AFTER_FAILURE_SECONDS = 5.0
 # Between the request to write stacks and the kill.
 STACKS_SECONDS = 1.0
+# How long killed ranks may take to go: the kernel gives the memory of a large one back for seconds.
+AFTER_KILL_SECONDS = 60.0
 STDOUT, STDERR = 1, 2
 TAIL_BYTES = 2000
 STACK_BYTES = 1 << 20
@@ -113,6 +115,10 @@ class _Attempt:
     """Requests to write stacks that came from outside and were passed on."""
     deadline: float = float("inf")
     stacks_asked: bool = False
+    is_killed: bool = False
+    """Ranks were killed, and their ends are still to come."""
+    is_given_up: bool = False
+    """They did not come, so that the server was killed."""
     logs: list[int] = field(default_factory=list)
     began_at: list[int] = field(default_factory=list)
     """Bytes that earlier attempts had left in each rank's log."""
@@ -153,7 +159,9 @@ class _Attempt:
                     self._wait()
                     self._act()
         except ServerGone:
-            return _server_gone(_risen(killed_before))
+            if self.is_given_up:
+                return Outcome(HANG, None)
+            return _server_gone(_risen(killed_before), self.factory.killed_by())
         finally:
             if self.running:
                 self.factory.close()
@@ -233,7 +241,9 @@ class _Attempt:
                 _say(f"{self.stop.last} again: killing {_count(len(self.running))}")
                 self._kill_all()
         elif time.monotonic() >= self.deadline:
-            if self.stacks_asked:
+            if self.is_killed:
+                self._give_up()
+            elif self.stacks_asked:
                 self._kill_all()
             else:
                 # says where a rank hangs; the kill follows when it had time to write
@@ -242,7 +252,20 @@ class _Attempt:
                 self._signal_all(STACKS)
                 self.deadline = time.monotonic() + STACKS_SECONDS
 
+    def _give_up(self) -> None:
+        """Killed ranks have not been heard of: the server that reports them is stopped, or the kernel holds a rank."""
+        ranks = ", ".join(str(rank.rank) for rank in self.running.values())
+        why = ""
+        if is_halted(self.factory.pid):
+            why = "; the process that starts ranks, and hears of their ends, was stopped (SIGSTOP, or a debugger)"
+        _say(f"no end of rank {ranks} was heard of {AFTER_KILL_SECONDS:g} s after the kill{why}")
+        self.is_given_up = True
+        self.deadline = float("inf")
+        self.factory.kill()
+
     def _not_later_than(self, seconds: float) -> None:
+        if self.is_killed:
+            return
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _signal_all(self, number: int) -> None:
@@ -252,7 +275,8 @@ class _Attempt:
             self.factory.signal(pid, number)
 
     def _kill_all(self) -> None:
-        self.deadline = float("inf")
+        self.is_killed = True
+        self.deadline = time.monotonic() + AFTER_KILL_SECONDS
         for pid, rank in self.running.items():
             written = self._written(rank.rank, since=self.asked_at[rank.rank]) if self.asked_at else ""
             rank.standing = Standing(is_halted(pid), main_stack(written))
@@ -292,11 +316,20 @@ class _Attempt:
             _write(STDERR, f"  [rank {rank}] {shown}\n".encode())
 
 
-def _server_gone(killed: int) -> Outcome:
-    """What an attempt comes to that lost the process its ranks were forked from, and with it the ranks."""
+def _server_gone(killed: int, killed_by: int | None) -> Outcome:
+    """What an attempt comes to that lost the process its ranks were forked from, and with it the ranks.
+
+    `killed`: processes that the kernel killed meanwhile because memory ran out. `killed_by`: the signal that ended it.
+    """
     if killed:
         _say("the process that starts ranks was killed because memory ran out, and its ranks with it")
         return Outcome(MEMORY, None)
+    if killed_by is not None:
+        # it writes nothing then; the code is that of a killed rank
+        may_be_memory = ", by hand or because memory ran out" if killed_by == signal.SIGKILL else ""
+        name = signal.Signals(killed_by).name
+        _say(f"the process that starts ranks was killed by {name}{may_be_memory}, and its ranks with it")
+        return Outcome(HANG, None)
     _say("the process that starts ranks ended; its message is above")
     return Outcome(INTERNAL, None)
 

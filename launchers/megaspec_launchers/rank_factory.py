@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Self
 
 _SERVER = Path(__file__).with_name("rank_server.py")
+# How long the server may take to end once nobody speaks to it. It sends signals and leaves, and waits for nothing.
+_LEAVES_SECONDS = 10.0
 
 
 class ServerGone(Exception):
-    """The rank server ended; what it wrote to stderr says why."""
+    """The rank server ended; `killed_by` says how."""
 
 
 class RankFactory:
@@ -64,9 +66,34 @@ class RankFactory:
         self._socket.close()
         if not self.is_ready:
             self._process.kill()  # it has no ranks yet, and would finish its imports first
-        self._process.wait()
+        try:
+            self._process.wait(timeout=_LEAVES_SECONDS)
+        except subprocess.TimeoutExpired:
+            # stopped by SIGSTOP it would never see that nobody speaks to it; its ranks die with it
+            self._process.kill()
+            self._process.wait()
         self._process = None
         self._forget()
+
+    def kill(self) -> None:
+        """Kills the process, and with it every rank: also when it is stopped and hears nothing."""
+        assert self._process is not None, "no process"
+        self._process.kill()
+
+    def killed_by(self) -> int | None:
+        """The signal that killed the process, after ServerGone. None: it left, and what it wrote to stderr says why."""
+        assert self._process is not None, "no process"
+        try:
+            code = self._process.wait(timeout=_LEAVES_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+        return -code if code < 0 else None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process is not None, "no process"
+        return self._process.pid
 
     def _forget(self) -> None:
         self.is_ready = False

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megaspec.checkpoint.files import UnreadableError
-from megaspec.core.errors import CheckpointError, MegaspecError, RunLockedError, WriteError
+from megaspec.core.errors import CheckpointError, MegaspecError, RunLockedError, UsageError, WriteError
 
 T = TypeVar("T")
 
@@ -101,6 +101,7 @@ _KINDS: dict[str, type[MegaspecError]] = {
     "unreadable": UnreadableError,
     "checkpoint": CheckpointError,
     "write": WriteError,
+    "usage": UsageError,
     "other": MegaspecError,
 }
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megaspec.checkpoint.files import remove_tree, rename_durably, sync_folder, write_durably
 from megaspec.core.errors import CheckpointError
-from megaspec.core.faults import reach
+from megaspec.core.faults import failpoint
 from megaspec.core.regular_files import read_inside
 
 CHECKPOINTS = "checkpoints"
@@ -90,7 +90,7 @@ def delete(path: Path, step: int, generation: int) -> None:
     if doomed.exists():
         remove_tree(doomed)
     rename_durably(path, doomed)
-    reach("mid_delete")
+    failpoint("mid_delete")
     remove_tree(doomed)
 
 
@@ -102,7 +102,7 @@ def put_aside(candidate: Candidate, reason: str) -> Path:
     while os.path.lexists(target := quarantine / f"{step_name(candidate.step)}-{number}"):
         number += 1
     rename_durably(candidate.path, target)
-    reach("mid_quarantine")
+    failpoint("mid_quarantine")
     # On a full disk the move is what matters; whoever called has the reason too.
     with contextlib.suppress(OSError):
         write_durably(target.with_name(f"{target.name}.txt"), f"{reason}\n".encode())

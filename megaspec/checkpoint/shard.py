@@ -16,7 +16,7 @@ from torch import Tensor
 from megaspec.checkpoint.examine import worker_threads
 from megaspec.checkpoint.files import pwrite_all
 from megaspec.checkpoint.format import LARGEST_NUMBER, MOST_DIMS, is_tensor_name
-from megaspec.core.faults import reach
+from megaspec.core.faults import failpoint
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -119,7 +119,7 @@ def write_shard(path: Path, plan: ShardPlan, *, chunk_bytes: int) -> tuple[int, 
                 crcs += [future.result() for future in running]
             finally:
                 pool.shutdown(cancel_futures=True)
-        reach("after_shard_write")
+        failpoint("after_shard_write")
         os.fsync(fd)
     except OSError as error:
         error.filename = error.filename or str(path)
@@ -130,7 +130,7 @@ def write_shard(path: Path, plan: ShardPlan, *, chunk_bytes: int) -> tuple[int, 
 
 
 def _write_chunk(fd: int, parts: list[memoryview], offset: int) -> int:
-    reach("before_chunk_write")
+    failpoint("before_chunk_write")
     data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
     pwrite_all(fd, data, offset)
     return zlib.crc32(data)

@@ -41,7 +41,7 @@ from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.shard import DTYPE_NAMES, SavedPiece, plan_shard, write_shard
 from megaspec.core.errors import CheckpointError, WriteError
-from megaspec.core.faults import reach
+from megaspec.core.faults import failpoint
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Seen:
     objections: list[str] = field(default_factory=list)
 
 
-# Where a test may kill a process: each of these is passed to core.faults.reach by this package.
+# Where a test may kill a process: each of these is passed to core.faults.failpoint by this package.
 FAULT_POINTS = (
     "save_started",
     "before_chunk_write",
@@ -304,9 +304,9 @@ class Store:
         crcs: tuple[int, ...] = ()
 
         def write() -> tuple[int, ...]:
-            reach("save_started")
+            failpoint("save_started")
             found = write_shard(path, plan, chunk_bytes=self._chunk_bytes)
-            reach("after_shard_sync")
+            failpoint("after_shard_sync")
             return found
 
         try:
@@ -351,10 +351,10 @@ class Store:
         target = self.folder / folders.step_name(step)
 
         def publish() -> None:
-            reach("before_manifest")
+            failpoint("before_manifest")
             write_durably(saving / MANIFEST, data)
             sync_folder(saving)
-            reach("after_manifest")
+            failpoint("after_manifest")
             if self._lock:
                 self._lock.check()
             self._exchange(saving, target, self.folder / folders.hidden_name("replaced", step, generation))
@@ -362,7 +362,7 @@ class Store:
             # What can't be removed now is removed after a later save.
             with contextlib.suppress(OSError):
                 folders.remove_hidden(self.folder, "replaced")
-            reach("after_cleanup")
+            failpoint("after_cleanup")
 
         self._writing(publish, need=len(data))
 
@@ -370,15 +370,15 @@ class Store:
         """Put `saving` in the place of `target`, which keeps its bytes under `replaced` until then. Raises OSError."""
         try:
             if os.path.lexists(target):
-                reach("before_set_aside")
+                failpoint("before_set_aside")
                 rename_durably(target, replaced)
-                reach("after_set_aside")
+                failpoint("after_set_aside")
             rename_durably(saving, target)
         except OSError:
             if os.path.lexists(replaced) and not os.path.lexists(target):
                 rename_durably(replaced, target)
             raise
-        reach("after_publish")
+        failpoint("after_publish")
 
     def _writing(self, action: Callable[[], T], *, need: int | None = None) -> T:
         """Change something on the disk: only while the lock is ours, and a failure is a WriteError."""

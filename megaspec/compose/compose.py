@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from megaspec.checkable import Checkable, PartlyError, checkable
 from megaspec.compose.interpolation import interpolate
 from megaspec.compose.left_out import replaced_kinds
+from megaspec.compose.plain import plain_content
 from megaspec.compose.search_path import SearchPath, SourceFile
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.marked_yaml import MAX_DEPTH, Quoted
@@ -90,6 +91,78 @@ def recompose(
         for config_path in search.closure(f"{group}/{choice}"):
             tree.add(group, search.read(config_path))
     return _finish(tree, values, search)
+
+
+def compose_dicts(
+    *contents: Mapping[str, Any],
+    start: str | None = None,
+    config_dirs: Sequence[str | Path] | SearchPath = (),
+) -> Composed:
+    """The recipe that Python data says, checked as a file is: dicts of sections, each laid over those before it.
+
+    A text in place of a section chooses one that has a name, `{"model": "llama3_8b"}`: a later dict sets single keys of
+    it. A section with another `kind` than what it is laid over replaces it. What no dict says is that of the recipe
+    `start`, or without one what every run starts from. `config_dirs`: see `compose`. RecipeError lists everything that
+    is wrong, at once.
+    """
+    search = config_dirs if isinstance(config_dirs, SearchPath) else SearchPath(config_dirs)
+    problems: list[Problem] = []
+    labels = ["dict"] if len(contents) == 1 else [f"dict {number + 1}" for number in range(len(contents))]
+    bodies = [plain_content(one, label, problems) for one, label in zip(contents, labels, strict=True)]
+    chosen, from_where = _take_choices(bodies, labels)
+    problems += _choice_problems(search, chosen, from_where)
+    if start is not None:
+        problems += _choice_problems(search, {"recipe": start}, {"recipe": "start"})
+    for label, body in zip(labels, bodies, strict=True):
+        if "defaults" in body:
+            text = "defaults: a dict chooses with {'model': 'hello'}, and inherits with start='hello'"
+            problems.append(Problem("defaults", text, label, "defaults"))
+    if problems:
+        raise RecipeError(problems)
+    for config_path in ["base"] if start is None else [f"recipe/{start}", "base"]:
+        problems += search.check_defaults(config_path, GROUPS)
+    for group, choice in chosen.items():
+        problems += search.check_defaults(f"{group}/{choice}", GROUPS)
+    if problems:
+        raise RecipeError(problems)
+    tree = _Tree()
+    for package, file in _ordered(search, start, chosen):
+        tree.add(package, file)
+    left_out = [] if start is None else list(_leave_out(tree, search, start, chosen, []))
+    for body, label in zip(bodies, labels, strict=True):
+        left_out += _replace_kinds(tree, body, label)
+        tree.merge(body, lambda key, label=label: label)
+    if tree.content.get("name") is None and start is not None:
+        tree.content["name"], tree.origins["name"] = start.replace("/", "-"), "start"
+    return replace(_finish(tree, [], search), left_out=tuple(left_out))
+
+
+def _take_choices(bodies: list[dict[str, Any]], labels: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Takes sections that are texts out of the bodies, with what bodies before them say of the section. -> the choice
+    of each group, and where it is from"""
+    chosen: dict[str, str] = {}
+    from_where: dict[str, str] = {}
+    for number, body in enumerate(bodies):
+        for group in [name for name, value in body.items() if name in SECTIONS and isinstance(value, str)]:
+            chosen[group], from_where[group] = body[group], labels[number]
+            for earlier in bodies[: number + 1]:
+                earlier.pop(group, None)
+    return chosen, from_where
+
+
+def _replace_kinds(tree: _Tree, body: Mapping[str, Any], label: str) -> list[str]:
+    """Takes away the sections whose kind a dict changes. -> the keys that are left out with them; see Composed"""
+    left_out = []
+    for group in SECTIONS:
+        kind, written = value_at(body, f"{group}.kind"), value_at(tree.content, f"{group}.kind")
+        if kind is None or written is None or kind == written:
+            continue
+        for name in tree.content[group]:
+            if name != "kind":
+                origin = origin_of(tree.origins, f"{group}.{name}")
+                left_out.append(f"{group}.{name} ({origin}): {label} says {group}.kind={show(kind)}")
+        tree.drop(group)
+    return left_out
 
 
 @dataclass(frozen=True)
@@ -344,9 +417,11 @@ def _choice_problems(search: SearchPath, choices: Mapping[str, str], origins: Ma
     return problems
 
 
-def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) -> list[tuple[str, SourceFile]]:
+def _ordered(search: SearchPath, recipe_name: str | None, chosen: Mapping[str, str]) -> list[tuple[str, SourceFile]]:
     """(package, file) of everything that takes part, in the order in which it is merged."""
-    lines = [f"recipe={recipe_name}", *(f"{group}={choice}" for group, choice in chosen.items())]
+    lines = [f"{group}={choice}" for group, choice in chosen.items()]
+    if recipe_name is not None:
+        lines.insert(0, f"recipe={recipe_name}")
     if tuple(lines) in search.orders:
         return search.orders[tuple(lines)]
     from hydra._internal.defaults_list import create_defaults_list
@@ -365,7 +440,7 @@ def _ordered(search: SearchPath, recipe_name: str, chosen: Mapping[str, str]) ->
         )
     except HydraException as error:
         text = " ".join(str(error).split("Config search path")[0].split())
-        raise RecipeError([Problem("defaults", text, f"recipe={recipe_name}", "defaults.order")]) from None
+        raise RecipeError([Problem("defaults", text, " ".join(lines[:1]), "defaults.order")]) from None
     search.orders[tuple(lines)] = [(one.package or "", search.read(one.config_path)) for one in ordered.defaults]
     return search.orders[tuple(lines)]
 

@@ -58,6 +58,12 @@ class RecipeError(MegaspecError):
     exit_code = 64
 
 
+class UsageError(MegaspecError):
+    """A call of the library that can't be done as it was made."""
+
+    exit_code = 64
+
+
 class MemoryRunOut(MegaspecError):
     """A run that needs more memory than its GPU has: another attempt would, too."""
 

@@ -19,7 +19,7 @@ def kill_self() -> None:
 
 
 def arm(name: str, action: Callable[[], None] = kill_self, *, count: int = 1) -> None:
-    """Run `action` the count-th time that `reach(name)` is called, and every time after it."""
+    """Run `action` the count-th time that `failpoint(name)` is called, and every time after it."""
     assert count >= 1, f"count={count} must be at least 1"
     _armed[name] = (count, action)
 
@@ -29,7 +29,7 @@ def disarm() -> None:
     _armed.clear()
 
 
-def reach(name: str) -> None:
+def failpoint(name: str) -> None:
     """Say that execution has come to `name`."""
     if name not in _armed:
         return

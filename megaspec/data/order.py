@@ -39,7 +39,7 @@ EVALUATION_SEED = 0
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleLocation:
     """Where a sample lies."""
 
     dataset: int
@@ -57,10 +57,10 @@ class _Segment:
         self._blend = blend
         self._only = next((i for i, index in enumerate(indices) if index is not None), 0)
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> SampleLocation:
         if self._blend is None:
-            return Place(self._only, position)
-        return Place(int(self._blend["dataset"][position]), int(self._blend["sample"][position]))
+            return SampleLocation(self._only, position)
+        return SampleLocation(int(self._blend["dataset"][position]), int(self._blend["sample"][position]))
 
 
 class DataOrder:
@@ -98,7 +98,7 @@ class DataOrder:
         """Number of positions before the order ends (`train`) or begins again."""
         return self._ends[-1]
 
-    def place(self, position: int) -> Place:
+    def place(self, position: int) -> SampleLocation:
         """The data set and sample at a position. A position past the end of the training order is a bug."""
         return self._locate(position)[1]
 
@@ -119,7 +119,7 @@ class DataOrder:
         middle = [(document, 0, None) for document in documents[1:-1]]
         return place.dataset, [(documents[0], start, None), *middle, (documents[-1], 0, stop + 1)]
 
-    def _locate(self, position: int) -> tuple[_Segment, Place]:
+    def _locate(self, position: int) -> tuple[_Segment, SampleLocation]:
         if self._split != "train":
             position %= len(self)
         assert 0 <= position < len(self), f"position {position} of {len(self)}"

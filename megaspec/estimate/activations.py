@@ -44,7 +44,7 @@ class LayerBytes:
     """Gradients of activations that live at once inside the backward pass."""
     sent: int
     """Tokens on their way to experts, while they move."""
-    put_off: int
+    deferred: int
     """What its weight gradients are made of: inputs of its matrix products and gradients of their outputs."""
 
 
@@ -76,11 +76,11 @@ def layer_bytes(share: Share, *, with_experts: bool) -> LayerBytes:
         # beside the feed-forward layer's own gradient that of the stream is gathered
         backward=backward + (stream if share.tp > 1 else 0),
         sent=sent,
-        put_off=_put_off(share, tensors),
+        deferred=_deferred(share, tensors),
     )
 
 
-def _put_off(share: Share, tensors: tuple[Kept, ...]) -> int:
+def _deferred(share: Share, tensors: tuple[Kept, ...]) -> int:
     """Inputs are kept tensors; a gradient is as large as what its product made. Latent attention counts as plain."""
     model, sizes = share.model, {t.what: t.size for t in tensors}
     inputs = sum(size for what, size in sizes.items() if what in ("o", "dispatched") or what.endswith(".out"))

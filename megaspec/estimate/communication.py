@@ -34,7 +34,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"
 Phase = Literal["forward", "backward", "step"]
 
 LAYERS = "layers' gradients"
-"""Reduced less often than the rest where weight gradients are put off."""
+"""Reduced less often than the rest where weight gradients are deferred."""
 HEAD = "output head's weights"
 """Gathered once where all forward passes come first."""
 WHOLE, COPIES, TIED = "whole weights' gradients", "shared heads' gradients", "tied embedding"

@@ -25,7 +25,7 @@ from megaspec.model.kinds import has_experts
 from megaspec.parallelism.stages import Chunk
 from megaspec.recipe import Recipe
 
-# What a collective that runs beside arithmetic costs all the same, of its own time: it takes multiprocessors and
+# What a collective that runs beside arithmetic costs all the same, of its own time: it takes SMs and
 # memory bandwidth away. Measured on 2 and 4 H200: a hidden all-reduce of gradients adds about half of its time.
 HIDDEN_COST = 0.5
 # Matrix products in a step reach this much of what they reach alone, one kind after the other: the tensor cores' power
@@ -183,7 +183,7 @@ class LayerTimes:
     def _end(self, part: Part, *, embedding: bool) -> Cost:
         sums = [list(_NOTHING) for _ in range(3)]
         self._add_part(part, sums, is_recomputed=False)
-        # the head's gradients are made with its logits, none is put off
+        # the head's gradients are made with its logits, none is deferred
         for later in sums[1:]:
             sums[0][_PRODUCTS] += later[_PRODUCTS]
             later[_PRODUCTS] = 0.0

@@ -132,7 +132,7 @@ def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
         more = max(0, elsewhere + in_backward + at_layer - sizes["logits"] - at_head)
         if contents.has_embedding:
             # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
-            # put off
+            # deferred
             at_table = traffic.at_table() + share.width * table - gone
             more = max(more, elsewhere + at_table - sizes["logits"] - at_head)
         moving = min(more, max(0, at_layer - at_head))
@@ -198,7 +198,7 @@ def _activations(
     own = share.recompute
     rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
     kept, routed, again, moving = [], [], 0, 0
-    put_off = [sum(n * one.put_off for n, one in zip(numbers, layers, strict=True)) for numbers in contents.chunks]
+    deferred = [sum(n * one.deferred for n, one in zip(numbers, layers, strict=True)) for numbers in contents.chunks]
     for numbers in contents.chunks:
         every = kept_by_layer(share, layers, numbers)
         away, stays = every[: share.offloaded_layers], every[share.offloaded_layers :]
@@ -222,18 +222,20 @@ def _activations(
     in_backward += sent + max(0, moving)
     if splits:
         # while a chunk's last layer runs backward, all that the others' weight gradients need is there; then its own
-        more = max(0, *(later - a - b for later, a, b in zip(put_off, kept, routed, strict=True)))
+        more = max(0, *(later - a - b for later, a, b in zip(deferred, kept, routed, strict=True)))
         n = max(map(sum, contents.chunks))
         in_backward = max(more, in_backward + more * (n - 1) // max(n, 1))
 
     def taken(moment: Moment) -> tuple[int, int]:
-        whole = sum(one.for_backward * a + one.for_weights * b for one, a, b in zip(moment, kept, put_off, strict=True))
+        whole = sum(
+            one.for_backward * a + one.for_weights * b for one, a, b in zip(moment, kept, deferred, strict=True)
+        )
         return int(whole), int(sum(one.for_backward * size for one, size in zip(moment, routed, strict=True)))
 
     at_layers = max(map(taken, moments.at_layers), key=sum)
     at_head = max(map(taken, moments.at_head), key=sum) if contents.has_head else at_layers
     elsewhere = sum(at_layers) - sum(at_head)
-    return _Activations(*at_head, elsewhere, in_backward, kept[0] + routed[0] - put_off[0])
+    return _Activations(*at_head, elsewhere, in_backward, kept[0] + routed[0] - deferred[0])
 
 
 def kept_by_layer(

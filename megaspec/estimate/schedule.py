@@ -96,7 +96,7 @@ class Waiting(NamedTuple):
     for_backward: float
     """Whose backward pass has not begun, or begins."""
     for_weights: int
-    """Whose weight gradients are put off."""
+    """Whose weight gradients are deferred."""
 
 
 Moment = tuple[Waiting, ...]
@@ -114,7 +114,7 @@ class Moments(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
-    """Where most weight gradients are put off, where most is held, and where most waits for its backward pass. Of
+    """Where most weight gradients are deferred, where most is held, and where most waits for its backward pass. Of
     moments that differ in the chunks only, one where these are `alike`."""
     if shape.virtual == 1 and not shape.splits_backward:
         whole = ((Waiting(held(shape)[rank], 0),),)
@@ -137,10 +137,12 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
         if one.kind == "B" and is_last:
             at_head.add(tuple(now))
         before, later = now[one.chunk]
-        put_off = int(shape.splits_backward)
+        deferred = int(shape.splits_backward)
         now[one.chunk] = {
-            "F": Waiting(before + 1, later), "B": Waiting(before - 1, later + put_off), "W": Waiting(before, later - 1),
-        }[one.kind]  # fmt: skip
+            "F": Waiting(before + 1, later),
+            "B": Waiting(before - 1, later + deferred),
+            "W": Waiting(before, later - 1),
+        }[one.kind]
         if one.kind == "F" and is_last:
             at_head.add(tuple(now))
     return Moments(_fullest(at_head, alike=alike), _fullest(at_layers, alike=alike))

@@ -47,9 +47,9 @@ _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 # Seconds that a message between stages costs the passes beside it, at either end and no more than it takes: a kernel
-# ends later where another one begins to hold multiprocessors. Set on 2 and 4 H200 over NVLink: 8B, five schedules.
+# ends later where another one begins to hold SMs. Set on 2 and 4 H200 over NVLink: 8B, five schedules.
 BESIDE_PASSES = 0.35e-3
-# While it is under way it holds so many of an H200's 132 multiprocessors.
+# While it is under way it holds so many of an H200's 132 SMs.
 _HELD_BY_A_MESSAGE = PAIR_CTAS / 132
 
 

@@ -32,13 +32,13 @@ class Traffic:
 
     @cached_property
     def before(self) -> int:
-        """The last gradients of the micro batch before, of the embedding or of a layer whose own were put off, where
+        """The last gradients of the micro batch before, of the embedding or of a layer whose own were deferred, where
         they are not kept and not waited for."""
         if not self._reduces_each or not self.recipe.parallelism.overlap.grad_reduce or not self._follows_another:
             return 0
         if self._waits_to_the_end:
             return self.share.wide * self._table * (self.contents.has_head and not self.share.model.tied_embeddings)
-        if self.contents.has_embedding and not self._puts_off:
+        if self.contents.has_embedding and not self._defers:
             return self.share.wide * self._table
         # a layer's experts come before the rest of it
         dense = [
@@ -64,8 +64,8 @@ class Traffic:
         if not self._reduces_each:
             return total
         made = self._largest_layer
-        if self._puts_off:
-            # what is put off is not reduced, and has its memory; the first stage of a V is at its peak while one chunk
+        if self._defers:
+            # what is deferred is not reduced, and has its memory; the first stage of a V is at its peak while one chunk
             # runs backward alone
             made = sum(self._layers) if self._waits_to_the_end else max(self._layers)
         if self.contents.has_head:
@@ -74,7 +74,7 @@ class Traffic:
             head = self._table * (overlaps and not self.share.model.tied_embeddings)
             return total + max(made + head * self._waits_to_the_end, self._largest_layer + head) * wide
         # the only layer of a chunk has waited for its own
-        is_other = self._has_several or (self.contents.has_embedding and not self._puts_off)
+        is_other = self._has_several or (self.contents.has_embedding and not self._defers)
         return total + made * wide + before * is_other
 
     def at_table(self) -> int:
@@ -82,7 +82,7 @@ class Traffic:
         if not self._reduces_each:
             return self._between_stages
         overlaps = self.recipe.parallelism.overlap.grad_reduce
-        layers = max(self._layers) if self._puts_off else overlaps * self._largest_layer
+        layers = max(self._layers) if self._defers else overlaps * self._largest_layer
         return self._between_stages + (self._table + layers) * self.share.wide
 
     @cached_property
@@ -98,8 +98,8 @@ class Traffic:
     @cached_property
     def _gathers_ahead(self) -> bool:
         """The weights of another layer of its chunk are there while a layer runs backward. Not at the peak of the first
-        stage where weight gradients are put off: all of the chunk's are there when its first layer runs."""
-        is_first = self._puts_off and self.contents.has_embedding and not self.contents.has_head
+        stage where weight gradients are deferred: all of the chunk's are there when its first layer runs."""
+        is_first = self._defers and self.contents.has_embedding and not self.contents.has_head
         return self.recipe.parallelism.overlap.param_gather and self._has_several and not is_first
 
     @cached_property
@@ -113,13 +113,13 @@ class Traffic:
         return self._shares_weights or self.recipe.parallelism.dp_strategy == "zero2"
 
     @cached_property
-    def _puts_off(self) -> bool:
+    def _defers(self) -> bool:
         return self.recipe.parallelism.pipeline.schedule in ("zb_h1", "zb_v")
 
     @cached_property
     def _waits_to_the_end(self) -> bool:
-        """Some weight gradient of the layers is put off at any time of a step, so that none of theirs is reduced."""
-        return self._puts_off and not self.contents.has_embedding
+        """Some weight gradient of the layers is deferred at any time of a step, so that none of theirs is reduced."""
+        return self._defers and not self.contents.has_embedding
 
     @cached_property
     def _table(self) -> int:

@@ -1,6 +1,7 @@
 """exit_code.json in a run folder: how the last start of the run ended, for who can't read it off a process.
 
-    {"code": 75, "meaning": "stopped and saved: start again", "step": 40, "in_a_row": 0, "time": "2026-12-01T10:00:00Z"}
+    {"code": 75, "meaning": "stopped, what was trained is saved: start again", "step": 40, "in_a_row": 0,
+     "time": "2026-12-01T10:00:00Z"}
 
 torchrun turns every code of its ranks into 1, and a job step that a scheduler kills has none. `code` is null while a
 start is under way, and stays so when all its processes died without a word. `step` is the newest that was saved.
@@ -34,7 +35,7 @@ MEANINGS = {
     INTERNAL: "internal error",
     73: "can't write",
     HANG: "a rank was killed, or a collective failed or hung: start again",
-    75: "stopped and saved: start again",
+    75: "stopped, what was trained is saved: start again",
     76: "non-finite numbers",
     77: "suspected hardware",
     78: "another job has the run",

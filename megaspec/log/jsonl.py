@@ -11,12 +11,13 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megaspec.core.bounded_json import parse_json
-from megaspec.core.regular_files import open_inside
+from megaspec.core.regular_files import open_inside, write_beside
 from megaspec.log.events import NAMES, Event
 
 # Lines that are kept while they can't be written.
@@ -28,6 +29,9 @@ MAX_LINE = 1 << 20
 class JsonlSink:
     """Appends events to a file. `step`: where the run goes on; lines of later steps, and a torn last one, are cut off.
 
+    A damaged line in front of lines that stay is left as it is. Where the file has another name as well, as one that
+    was copied by hard links, that one keeps its lines.
+
     A line is in the kernel's hands when `__call__` returns, so a killed process loses none. OSError when a line can't
     be written; it is then kept, and written before the next one.
     """
@@ -35,8 +39,10 @@ class JsonlSink:
     def __init__(self, path: Path, *, step: int):
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         # never through a link: what lies behind one would be cut off
-        self._fd = open_inside(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._fd = _open(path)
         self._length = _length_until(self._fd, step)
+        if os.fstat(self._fd).st_nlink > 1:
+            self._fd = _apart(self._fd, path, self._length)
         os.ftruncate(self._fd, self._length)
 
     def __call__(self, event: Event) -> None:
@@ -72,25 +78,50 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
+def _open(path: Path) -> int:
+    return open_inside(path.parent, path.name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+
+def _apart(fd: int, path: Path, length: int) -> int:
+    """A descriptor of a file of its own at `path`, with the first bytes of `fd`, which is closed."""
+    with open(fd, "rb") as file:
+        file.seek(0)
+        os.replace(write_beside(path, _blocks(file, length)), path)
+    return _open(path)
+
+
+def _blocks(file: BinaryIO, length: int) -> Iterator[bytes]:
+    while length > 0 and (block := file.read(min(length, MAX_LINE))):
+        length -= len(block)
+        yield block
+
+
 def _length_until(fd: int, step: int) -> int:
-    """Bytes up to the first line that is torn, is not ours or belongs to a later step."""
+    """Bytes up to the last of our lines before the first that is torn or belongs to a later step.
+
+    A line that can't be read in the midst of them is no reason to lose those behind it.
+    """
     length = 0
+    read = 0
     with open(fd, "rb", closefd=False) as file:
         while line := file.readline(MAX_LINE):
-            if not line.endswith(b"\n") or _step_of(line) > step:
+            found = _step_of(line)
+            if not line.endswith(b"\n") or (found is not None and found > step):
                 break
-            length += len(line)
+            read += len(line)
+            if found is not None:
+                length = read
     return length
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinite for one that is not ours, so that it is cut off."""
+def _step_of(line: bytes) -> int | None:
+    """The step of a line. None: it is not ours, or damaged."""
     try:
         found = parse_json(line)
     except ValueError:
-        return math.inf
+        return None
     step = found.get("step") if isinstance(found, dict) else None
-    return step if type(step) is int else math.inf
+    return step if type(step) is int else None
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from megaspec.megatron.flags import BY_NAME, hint
 from megaspec.megatron.launcher import Ranks, count_ranks, what_is_refused
 from megaspec.megatron.program import check_program, read_line
 from megaspec.megatron.script import Script, script_words
+from megaspec.megatron.shell_starts import find_start
 
 _MAX_BYTES = 1 << 18
 # Looking for the nearest flag takes milliseconds.
@@ -73,6 +75,8 @@ def read_command(words: Sequence[str]) -> Command:
     if why:
         raise RecipeError([Problem("", why, "", "megatron-program")])
     program = line.program
+    if program is None and words and not words[0].startswith(("-", "$")):
+        raise RecipeError([Problem("", _no_program(words), "", "megatron-program")])
     notes = script.notes
     if program is not None:
         notes = [*notes, *filter(None, [check_program(program)])]
@@ -107,7 +111,18 @@ def _spelled_out(words: Sequence[str]) -> Script:
             return _script(word, (), {})
         if any(c.isspace() for c in word):
             return script_words(word, label="the command")
+    if find_start(words) is not None:
+        # the command stands in a string that a shell is given: `srun -n 8 bash -c "python pretrain_gpt.py ..."`
+        return script_words(shlex.join(words), label="the command")
     return Script(list(words), [], [])
+
+
+def _no_program(words: Sequence[str]) -> str:
+    """Why words are no command: they neither begin with a flag nor start a Python file or module."""
+    script = next((word for word in words if word.endswith((".sh", ".bash", ".sbatch", ".slurm"))), None)
+    if script is None:
+        return f"{show(words[0])}: starts no Python file; give the flags alone, or the command with its pretrain_gpt.py"
+    return f"{show(script)}: is a script, which is not run; to have it read give @{script} with its arguments behind it"
 
 
 def _script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Script:

@@ -10,10 +10,20 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from megaspec.core.errors import UsageError
 from megaspec.core.placement import Row
-from megaspec.nn.attention import SequenceContext
-from megaspec.nn.dropout import Noise
+from megaspec.nn.attention import CausalCore, SequenceContext
+from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.loss import OutputHead
+from megaspec.nn.rope import Rope
+from megaspec.nn.router import Router
+
+
+def fill_buffers(model: nn.Module) -> None:
+    """Computes what modules keep beside their parameters; for a model whose memory is new."""
+    for module in model.modules():
+        if isinstance(module, Rope | Dropout | CausalCore | Router):
+            module.fill_buffers()
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -100,7 +110,19 @@ class Decoder(nn.Module):
         x_BTD = self.body(tokens_BT, self._whole_context(tokens_BT, documents))
         return self.finish(x_BTD, lambda h_BTD: self.head.loss(h_BTD, labels_BT, weights_BT))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to_empty` calls, which gives a model from the meta device memory that holds anything."""
+        left_meta = any(buffer.is_meta for buffer in self.buffers())
+        super()._apply(fn, recurse)
+        if left_meta and not any(buffer.is_meta for buffer in self.buffers()):
+            fill_buffers(self)
+        return self
+
     def _whole_context(self, tokens_BT: Tensor, documents: Tensor | None) -> SequenceContext:
+        """UsageError: the model has no weights yet."""
+        if not tokens_BT.is_meta and any(parameter.is_meta for parameter in self.parameters()):
+            text = "the model is on the meta device, where it has shapes and no values; megaspec.plain_model(spec,"
+            raise UsageError(f"{text} device=...) gives a model with weights, megaspec.build one in a layout")
         T = tokens_BT.shape[1]
         return self.context(torch.arange(T, device=tokens_BT.device), length=T, documents=documents)
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megaspec.core.layout import Layout
+from megaspec.core.layout import Layout, Piece, whole
 from megaspec.nn.embedding import Embedding, LearnedPositions
 from megaspec.nn.hashing import fill_normal_, key_of
 from megaspec.nn.linear import Linear
@@ -51,3 +51,28 @@ def initial_value(layout: Layout, *, seed: int, std: float | None, constant: flo
                 std=std,
             )
     return out
+
+
+@torch.no_grad()
+def start_weights(model: nn.Module, *, std: float, n_layers: int, seed: int = 0) -> None:
+    """Initial values for a whole model on one device: those that every layout starts from. On the meta device:
+    nothing."""
+    stds = standard_deviations(model, std=std, n_layers=n_layers)
+    fixed = constants(model)
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
+        module = modules[name.rpartition(".")[0]]
+        layout = whole(name, tuple(parameter.shape))
+        if isinstance(module, Embedding | OutputHead):
+            layout = _unpadded(name, parameter, rows=module.vocab_size)
+        value = initial_value(layout, seed=seed, std=stds.get(name), constant=fixed.get(name), like=parameter)
+        parameter.copy_(value)
+
+
+def _unpadded(name: str, parameter: Tensor, *, rows: int) -> Layout:
+    """A table whose rows from `rows` on are padding."""
+    shape = (rows, *parameter.shape[1:])
+    zero = (0,) * len(shape)
+    return Layout(name, shape, tuple(parameter.shape), (Piece(zero, zero, shape),))

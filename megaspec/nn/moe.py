@@ -20,12 +20,12 @@ from megaspec_kernels.registry import GroupedKernel, UnpermuteKernel
 
 
 class GroupedLinearOp(torch.autograd.Function):
-    """y = x W_eᵀ for the rows of each expert e. The weight gradient is made, summed and put off as a Linear's."""
+    """y = x W_eᵀ for the rows of each expert e. The weight gradient is made, summed and deferred as a Linear's."""
 
     @staticmethod
     def forward(ctx, x_RI, weight, ends_E, whole, layer):
         ctx.save_for_backward(x_RI, weight, ends_E)
-        ctx.whole, ctx.kernel, ctx.total = whole, layer.kernel, layer.total
+        ctx.whole, ctx.kernel, ctx.main_grad = whole, layer.kernel, layer.main_grad
         weight_EOI = weight.unflatten(0, (ends_E.shape[0], -1))
         return layer.kernel(x_RI, weight_EOI.transpose(1, 2), ends_E, whole=whole)
 
@@ -35,14 +35,14 @@ class GroupedLinearOp(torch.autograd.Function):
         kernel, grad_x = ctx.kernel, None
         if ctx.needs_input_grad[0]:
             grad_x = kernel(grad_RO, weight.unflatten(0, (ends_E.shape[0], -1)), ends_E, whole=ctx.whole)
-        if ctx.total is None:
+        if ctx.main_grad is None:
             return grad_x, kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1), None, None, None
 
         def product(into: Tensor, overwrite: bool) -> None:
             value = kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1)
             into.copy_(value) if overwrite else into.add_(value)
 
-        WeightGradientSum.add(ctx.total, product)
+        WeightGradientSum.add(ctx.main_grad, product)
         return grad_x, None, None, None, None
 
 
@@ -133,7 +133,7 @@ class Experts(nn.Module):
         return self.w_down(hidden_RF, ends_E, whole=whole)
 
 
-Beside = Callable[[], Tensor | None]
+SharedExperts = Callable[[], Tensor | None]
 """What every token takes beside its own experts; None: nothing."""
 
 
@@ -144,9 +144,9 @@ class Dispatch(Protocol):
     """Experts are chosen in turn, whatever the router says: loads are known without a look at the device."""
 
     def __call__(
-        self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
+        self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """-> [M, D], the weighted sum over each token's experts, and what `beside` returned.
+        """-> [M, D], the weighted sum over each token's experts, and what `shared_experts` returned.
 
         `capacity`: experts get so many rows of this rank's tokens, padded with zeros, and never more; None: as many as
         have chosen them.
@@ -159,13 +159,13 @@ class LocalDispatch:
     balanced = False
 
     def __call__(
-        self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
+        self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
         rows = sorted_rows(routing.experts, routing.keep, experts.count, unpermute=experts.unpermute)
         if capacity is not None:
             rows = rows.padded(capacity)
-        y_RD = experts(rows.spread(x_MD), rows.pick(routing.weights), rows.ends, whole=rows.whole)
-        return rows.collect(y_RD), beside()
+        y_RD = experts(rows.permute(x_MD), rows.pick(routing.weights), rows.ends, whole=rows.whole)
+        return rows.unpermute(y_RD), shared_experts()
 
 
 class Moe(nn.Module):
@@ -196,13 +196,13 @@ class Moe(nn.Module):
         if self.pad:
             # a token takes an expert once
             capacity = min(self.router.moe.capacity(x_BTD.shape[0] * context.length), x_MD.shape[0])
-        y_MD, beside_BTD = self.dispatch(
-            x_MD, routing, self.experts, beside=lambda: self._beside(x_BTD, context), capacity=capacity
+        y_MD, shared_BTD = self.dispatch(
+            x_MD, routing, self.experts, shared_experts=lambda: self._shared_experts(x_BTD, context), capacity=capacity
         )
         y_BTD = y_MD.view_as(x_BTD)
-        return self.dropout(y_BTD if beside_BTD is None else y_BTD + beside_BTD, context.noise)
+        return self.dropout(y_BTD if shared_BTD is None else y_BTD + shared_BTD, context.noise)
 
-    def _beside(self, x_BTD: Tensor, context: SequenceContext) -> Tensor | None:
+    def _shared_experts(self, x_BTD: Tensor, context: SequenceContext) -> Tensor | None:
         if self.shared is None:
             return None
         y_BTD = self.shared(x_BTD, context.noise)

@@ -67,12 +67,12 @@ class Tokens:
 
 
 class RouterOp(torch.autograd.Function):
-    """x Wᵀ, computed in at least fp32 and kept in what x and W come in. `total`: see weight_gradient."""
+    """x Wᵀ, computed in at least fp32 and kept in what x and W come in. `main_grad`: see weight_gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, total):
+    def forward(ctx, x, weight, main_grad):
         ctx.save_for_backward(x, weight)
-        ctx.total = total
+        ctx.main_grad = main_grad
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), weight.to(wide))
 
@@ -82,7 +82,7 @@ class RouterOp(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(grad_out, weight.to(grad_out.dtype)).to(x.dtype)
-        return grad_x, weight_gradient(ctx.total, grad_out, x.to(grad_out.dtype)), None
+        return grad_x, weight_gradient(ctx.main_grad, grad_out, x.to(grad_out.dtype)), None
 
 
 class _Attach(torch.autograd.Function):
@@ -143,7 +143,7 @@ class Router(Linear):
         self.sums = torch.zeros(3 * E + 2 + len(LOSSES), dtype=torch.float64, device=device)
 
     def forward(self, x_BTD: Tensor, context: SequenceContext) -> Routing:
-        logits_BTE = RouterOp.apply(self._jittered(x_BTD, context), self.weight, self.total)
+        logits_BTE = RouterOp.apply(self._jittered(x_BTD, context), self.weight, self.main_grad)
         with torch.no_grad():
             experts_BTk = self.choose(self._ranking(logits_BTE, context), context)
         weights_BTk = self._weights(logits_BTE, experts_BTk)

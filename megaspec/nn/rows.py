@@ -20,7 +20,7 @@ class Rows:
     """int64 [M, k]: the row of each choice."""
     ends: Tensor
     """int32 [E]: the end of each expert's rows."""
-    unpermute: UnpermuteKernel
+    kernel: UnpermuteKernel
     """What sums each token's rows."""
     filled: Tensor | None = None
     """bool [R]: rows that hold a choice; others are zero. None: all."""
@@ -29,13 +29,13 @@ class Rows:
     whole: bool = True
     """Every row belongs to an expert. Otherwise the last rows hold choices that were dropped."""
 
-    def spread(self, x_MD: Tensor) -> Tensor:
+    def permute(self, x_MD: Tensor) -> Tensor:
         """[M, D] -> [R, D]: the token of each row."""
-        return _Spread.apply(x_MD, self)
+        return _Permute.apply(x_MD, self)
 
-    def collect(self, y_RD: Tensor) -> Tensor:
+    def unpermute(self, y_RD: Tensor) -> Tensor:
         """[R, D] -> [M, D]: the sum of each token's rows."""
-        return _Collect.apply(y_RD, self)
+        return _Unpermute.apply(y_RD, self)
 
     def pick(self, weights_Mk: Tensor) -> Tensor:
         """[M, k] -> [R]: the weight of each row."""
@@ -61,7 +61,7 @@ class Rows:
         moved = slot[self.place.flatten()].view(M, k)
         kept = moved < E * count
         ends = torch.arange(1, E + 1, device=ends.device, dtype=torch.int32) * count
-        return Rows(choice[:-1], torch.where(kept, moved, 0), ends, self.unpermute, filled[:-1], kept)
+        return Rows(choice[:-1], torch.where(kept, moved, 0), ends, self.kernel, filled[:-1], kept)
 
 
 def sorted_rows(experts_Mk: Tensor, keep_Mk: Tensor | None, n_experts: int, *, unpermute: UnpermuteKernel) -> Rows:
@@ -89,10 +89,10 @@ def _to_rows(x_MD: Tensor, rows: Rows) -> Tensor:
 def _to_tokens(y_RD: Tensor, rows: Rows) -> Tensor:
     if y_RD.shape[0] == 0:
         return y_RD.new_zeros(rows.place.shape[0], y_RD.shape[1])
-    return rows.unpermute(y_RD, rows.place, rows.kept)
+    return rows.kernel(y_RD, rows.place, rows.kept)
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MD, rows):
         ctx.rows = rows
@@ -103,7 +103,7 @@ class _Spread(torch.autograd.Function):
         return _to_tokens(grad_RD, ctx.rows), None
 
 
-class _Collect(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_RD, rows):
         ctx.rows = rows

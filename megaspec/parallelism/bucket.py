@@ -17,7 +17,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass(frozen=True)
-class Sharers:
+class ShardGroup:
     """The ranks that share parameters of one kind: each holds one of `shards` shards, of which there are `replicas`.
 
     Each collective has a communicator of its own: those of one communicator wait for each other.
@@ -32,7 +32,7 @@ class Sharers:
     sum: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, mesh: Mesh, strategy: DpStrategy, *, experts: bool) -> "Sharers":
+    def of(cls, mesh: Mesh, strategy: DpStrategy, *, experts: bool) -> "ShardGroup":
         """All ranks of the mesh must call this in the same order."""
         if strategy == "replicate":
             name = "edp" if experts else "dp-cp"
@@ -80,8 +80,8 @@ class Bucket:
     parameters; None where other chunks or ranks do, too.
     """
 
-    def __init__(self, division: Division, sharers: Sharers, *, chunk: int | None):
-        self.division, self.sharers, self.chunk = division, sharers, chunk
+    def __init__(self, division: Division, shard_group: ShardGroup, *, chunk: int | None):
+        self.division, self.shard_group, self.chunk = division, shard_group, chunk
         self.names = list(division.shapes)
         self.weights: Buffer | None = None
         self.sums: Buffer
@@ -105,7 +105,7 @@ class Bucket:
     def hold_weights(self, parameters: Mapping[str, nn.Parameter], *, kept: bool) -> None:
         """Moves the parameters into a flat buffer; they stay the same objects. Without memory so far they hold NaN."""
         first = parameters[self.names[0]]
-        index = self.sharers.index
+        index = self.shard_group.index
         self.weights = Buffer(self.division, index, dtype=first.dtype, device=first.device, kept=kept)
         for name in self.names:
             place = self.division.view(self.weights.whole, name)
@@ -119,22 +119,22 @@ class Bucket:
             self.weights.drop()
 
     def hold_sums(self, *, dtype: torch.dtype, device: torch.device, kept: bool) -> None:
-        self.sums = Buffer(self.division, self.sharers.index, dtype=dtype, device=device, kept=kept)
+        self.sums = Buffer(self.division, self.shard_group.index, dtype=dtype, device=device, kept=kept)
 
     def gather(self) -> None:
         """Fills the whole weights from all ranks' shards."""
         whole, own = self.weights.whole, self.weights.own
-        if self.sharers.gather is not None:
-            _all_gather(whole, own, group=self.sharers.gather)
+        if self.shard_group.gather is not None:
+            _all_gather(whole, own, group=self.shard_group.gather)
         elif not self.weights.kept:
             whole.copy_(own)
 
     def scatter(self, form: torch.dtype | None, *, add: bool) -> None:
         """The sum over ranks of the shard's gradients into `sums.own`; rounded to `form` on their way."""
-        whole, index = self.sums.whole, self.sharers.index
-        if self.sharers.scatter is not None:
+        whole, index = self.sums.whole, self.shard_group.index
+        if self.shard_group.scatter is not None:
             whole = whole.to(form or whole.dtype)
-            _reduce_scatter(self.division.own(whole, index), whole, group=self.sharers.scatter)
+            _reduce_scatter(self.division.own(whole, index), whole, group=self.shard_group.scatter)
         if whole is self.sums.whole and self.sums.kept:
             return
         mine = self.division.own(whole, index)
@@ -145,9 +145,9 @@ class Bucket:
 
     def sum_replicas(self, form: torch.dtype | None) -> None:
         """The sum of `sums.own` over the ranks that hold the same shard; rounded to `form` on its way."""
-        if self.sharers.sum is None:
+        if self.shard_group.sum is None:
             return
         own = self.sums.own.to(form or self.sums.own.dtype)
-        dist.all_reduce(own, group=self.sharers.sum)
+        dist.all_reduce(own, group=self.shard_group.sum)
         if own is not self.sums.own:
             self.sums.own.copy_(own)

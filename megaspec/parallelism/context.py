@@ -174,7 +174,7 @@ def gathered_parts(rank: int, size: int, tokens: int) -> Iterator[Part]:
 
 
 @dataclass
-class Passing:
+class SendRecv:
     """Tensors under way to the next rank of a ring, and those of the previous rank under way to here."""
 
     outgoing: tuple[Tensor, ...]
@@ -188,14 +188,14 @@ class Passing:
         return self.incoming
 
 
-def pass_on(group: dist.ProcessGroup, *outgoing: Tensor) -> Passing:
+def send_recv(group: dist.ProcessGroup, *outgoing: Tensor) -> SendRecv:
     """Starts to send tensors to the next rank and to receive the previous one's."""
     rank, size = group.rank(), group.size()
     following, previous = (dist.get_global_rank(group, r % size) for r in (rank + 1, rank - 1))
     incoming = tuple(torch.empty_like(x) for x in outgoing)
     ops = [dist.P2POp(dist.isend, x, following, group, tag) for tag, x in enumerate(outgoing)]
     ops += [dist.P2POp(dist.irecv, x, previous, group, tag) for tag, x in enumerate(incoming)]
-    return Passing(outgoing, incoming, dist.batch_isend_irecv(ops) if ops else [])
+    return SendRecv(outgoing, incoming, dist.batch_isend_irecv(ops) if ops else [])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -207,11 +207,11 @@ class _RingAttention(torch.autograd.Function):
         kv = own
         for source, places in _round(q_BTNH, sight, group):
             last = source == (group.rank() + 1) % group.size()
-            passing = pass_on(group, *(() if last else (kv,)))
+            handle = send_recv(group, *(() if last else (kv,)))
             part = ring_part(group.rank(), source, q_BTNH.shape[1])
             rows.merge(part, *sight.forward(part, places, q_BTNH, kv))
             if not last:
-                (kv,) = passing.wait()
+                (kv,) = handle.wait()
         out_BTNH = rows.out_BTNH.to(q_BTNH.dtype)
         ctx.save_for_backward(q_BTNH, own, out_BTNH, rows.lse_BNT)
         ctx.sight, ctx.group = sight, group
@@ -229,7 +229,7 @@ class _RingAttention(torch.autograd.Function):
 
         # the block on the diagonal comes in parts: what is causal, behind which the first transfer hides, and the rest,
         # behind which the last one does
-        passing = pass_on(group, kv)
+        handle = send_recv(group, kv)
         d_q, d_own = torch.empty_like(q_BTNH, dtype=wide), torch.empty_like(own, dtype=wide)
         if sight.needs_places:
             for half in _halves(T):
@@ -238,21 +238,21 @@ class _RingAttention(torch.autograd.Function):
         else:
             grads = sight.causal_halves(grad_BTNH, q_BTNH, own, out_BTNH, lse_BNT)
             _place(grads, d_q, d_own)
-        (kv,) = passing.wait()
+        (kv,) = handle.wait()
         for source, places in others:
             last = source == (group.rank() + 1) % group.size()
-            passing = pass_on(group, *(() if last else (kv,)), *(() if d_kv is None else (d_kv,)))
+            handle = send_recv(group, *(() if last else (kv,)), *(() if d_kv is None else (d_kv,)))
             part = ring_part(group.rank(), source, T)
             grads = gradients(part, places)
-            arrived = passing.wait()
+            arrived = handle.wait()
             d_kv = torch.zeros_like(d_own) if d_kv is None else arrived[-1]
             _collect(sight.merging, part, grads, d_q, d_kv)
             kv = own if last else arrived[0]
-        passing = pass_on(group, d_kv)
+        handle = send_recv(group, d_kv)
         early, late = _halves(T)
         part = Part(late, early)
         _collect(sight.merging, part, gradients(part, here), d_q, d_own)
-        d_own += passing.wait()[0]
+        d_own += handle.wait()[0]
         return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
 
 

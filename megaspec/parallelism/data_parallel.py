@@ -30,7 +30,7 @@ from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.embedding import Embedding, LearnedPositions
 from megaspec.nn.linear import Linear
 from megaspec.nn.transfer import Side
-from megaspec.parallelism.bucket import Bucket, Sharers
+from megaspec.parallelism.bucket import Bucket, ShardGroup
 from megaspec.parallelism.flat import divide
 from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
@@ -112,10 +112,10 @@ class DataParallel:
         # a weight that has its name from another module leaves its gradient to autograd
         modules = {f"{n}.weight": m for c in chunks for n, m in c.named_modules() if isinstance(m, Linear)}
         self._linears = {n: m for n, m in modules.items() if n in self.parameters}
-        sharers = {is_expert: Sharers.of(mesh, strategy, experts=is_expert) for is_expert in (False, True)}
+        shard_groups = {is_expert: ShardGroup.of(mesh, strategy, experts=is_expert) for is_expert in (False, True)}
         self.buckets: list[Bucket] = []
         for chunk, names in self._groups(held, experts, shared, sharing.bucket_bytes):
-            kind = sharers[names[0] in experts]
+            kind = shard_groups[names[0] in experts]
             shapes = {name: tuple(self.parameters[name].shape) for name in names}
             self.buckets.append(Bucket(divide(shapes, shards=kind.shards), kind, chunk=chunk))
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
@@ -190,14 +190,14 @@ class DataParallel:
         self.shards: dict[str, Layout] = {}
         for name, parameter in self.parameters.items():
             bucket, rows = self._bucket_of[name], self.rows(name)
-            division, sharers = bucket.division, bucket.sharers
+            division, shard_group = bucket.division, bucket.shard_group
             self.weights[name] = parameter
             if bucket.weights is not None:
-                self.weights[name] = division.part(bucket.weights.own, name, sharers.index)
+                self.weights[name] = division.part(bucket.weights.own, name, shard_group.index)
             layout = rows_of(layouts[name], rows.start, rows.stop)
-            self.shards[name] = replicated(layout, index=sharers.replica, count=sharers.replicas)
+            self.shards[name] = replicated(layout, index=shard_group.replica, count=shard_group.replicas)
         self.gradients: dict[str, Tensor] = {
-            name: bucket.division.part(bucket.sums.own, name, bucket.sharers.index)
+            name: bucket.division.part(bucket.sums.own, name, bucket.shard_group.index)
             for bucket in self.buckets
             for name in bucket.names
         }
@@ -205,7 +205,7 @@ class DataParallel:
     def rows(self, name: str) -> slice:
         """The rows of a parameter that this rank updates."""
         bucket = self._bucket_of[name]
-        return bucket.division.rows(name, bucket.sharers.index)
+        return bucket.division.rows(name, bucket.shard_group.index)
 
     def start_step(self) -> None:
         """Forgets the last step's sums; the first gradient of each parameter overwrites them."""
@@ -217,6 +217,11 @@ class DataParallel:
         # a stage may be empty
         if self._shards_weights and self._parts[chunk]:
             self._gathers.start(self._parts[chunk][-1].buckets)
+
+    @property
+    def has_unsummed(self) -> bool:
+        """Gradients have arrived since the last `finish`."""
+        return self._reductions.has_unsummed
 
     def finish(self) -> None:
         """Waits until every gradient is the sum over all micro batches and ranks. The host goes on."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspec.nn.moe import Beside, Experts, loads_in_turn
+from megaspec.nn.moe import Experts, SharedExperts, loads_in_turn
 from megaspec.nn.router import Routing
 from megaspec.nn.rows import Rows, reorder, sorted_rows
 from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
@@ -224,7 +224,7 @@ class AllToAll:
         self.group, self.ep, self.etp, self.overlap, self._side, self.balanced = group, ep, etp, overlap, side, False
 
     def __call__(
-        self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
+        self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
         """See megaspec.nn.moe.Dispatch."""
         keep = None if self.balanced else routing.keep
@@ -233,9 +233,9 @@ class AllToAll:
             rows = rows.padded(capacity)
         counted = self._known(rows, capacity) or self._counted(rows)
         # before what lies beside, so that the way back ends behind it, too
-        x_RD, weights_R = (_Hold.apply(part) for part in (rows.spread(x_MD), rows.pick(routing.weights)))
+        x_RD, weights_R = (_Hold.apply(part) for part in (rows.permute(x_MD), rows.pick(routing.weights)))
         ready = Ready.now(self._side)
-        beside_BTD = beside() if self.overlap else None
+        shared_BTD = shared_experts() if self.overlap else None
         loads = counted if isinstance(counted, Loads) else counted.read()
         sent = sum(loads.send) // self.etp
         exchange, direct = Exchange(self.group, loads.send, loads.receive), self.etp == 1 and sent == x_RD.shape[0]
@@ -248,8 +248,8 @@ class AllToAll:
         y_RD = experts(reorder(x_RD, order, inverse), reorder(weights_R, order, inverse), ends_E)
         back = Exchange(self.group, loads.receive, loads.send)
         y_RD = self._summed(moved(reorder(y_RD, inverse, order), back), loads)
-        y_MD = rows.first(sent).collect(y_RD)
-        return y_MD, beside_BTD if self.overlap else beside()
+        y_MD = rows.first(sent).unpermute(y_RD)
+        return y_MD, shared_BTD if self.overlap else shared_experts()
 
     def _known(self, rows: Rows, capacity: int | None) -> Loads | None:
         """The loads, where nobody has to be asked."""
@@ -308,7 +308,7 @@ class AllGather:
         self.group, self.ep, self.etp, self.overlap, self.balanced = group, ep, etp, overlap, False
 
     def __call__(
-        self, x_MD: Tensor, routing: Routing, experts: Experts, *, beside: Beside, capacity: int | None
+        self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
         """See megaspec.nn.moe.Dispatch."""
         rows = self._rows(routing, experts)
@@ -319,13 +319,13 @@ class AllGather:
         count = HostCopy(rows.ends[-1:]) if known is None else None
         journey = Journey(Gather(self.group))
         coming = journey.started(x_MD)
-        beside_BTD = beside() if self.overlap else None
+        shared_BTD = shared_experts() if self.overlap else None
         x_ND = journey.finished(coming)
         weights_Nk = moved(routing.weights, Gather(self.group))
         rows = rows.first(count.read()[0] if known is None else known)
-        y_RD = experts(rows.spread(x_ND), rows.pick(weights_Nk), rows.ends)
-        y_MD = moved(rows.collect(y_RD), Scatter(self.group))
-        return y_MD, beside_BTD if self.overlap else beside()
+        y_RD = experts(rows.permute(x_ND), rows.pick(weights_Nk), rows.ends)
+        y_MD = moved(rows.unpermute(y_RD), Scatter(self.group))
+        return y_MD, shared_BTD if self.overlap else shared_experts()
 
     def _rows(self, routing: Routing, experts: Experts) -> Rows:
         """Of all ranks' choices, those of the experts here."""

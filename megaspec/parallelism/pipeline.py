@@ -177,7 +177,7 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """Weight gradients are put off."""
+        """Weight gradients are deferred."""
         return self._shape(1).splits_backward
 
     @property
@@ -253,7 +253,7 @@ class Pipeline:
         if grad is not None:
             held.returned.append(grad)
         queue = WeightGradientQueue() if self.splits_backward else None
-        with WeightGradientSum.put_off(queue):
+        with WeightGradientSum.defer(queue):
             held.end.backward()
         if held.x is not None:
             step.give(one, held.x.grad)

@@ -15,7 +15,7 @@ from megaspec.parallelism.bucket import Bucket
 class Reductions:
     """Counts the gradients that arrive and reduces a bucket when each of its parameters has got as many as the others.
 
-    Weight gradients may be put off, so that some parameters are ahead for a while; what is left is reduced in `finish`.
+    Weight gradients may be deferred, so that some parameters are ahead for a while; `finish` reduces what is left.
     `kept`: whole sums stay over the step and are reduced in its last backward pass, in the order of the list: that in
     which they are full differs where a rank runs a block that others have compiled, and all ranks must send the same.
     Otherwise they have memory from `prepare` to their reduction, which adds to the shard's; a unit's parameters are one
@@ -39,12 +39,12 @@ class Reductions:
         self._waiting: dict[int | None, deque[Bucket]] = {}
         self._draining: tuple[Bucket, torch.cuda.Event | None] | None = None
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
-        self.totals: dict[str, Tensor] = {}
+        self.main_grads: dict[str, Tensor] = {}
         for bucket in buckets:
             first = parameters[bucket.names[0]]
             wide = torch.promote_types(first.dtype, torch.float32)
             bucket.hold_sums(dtype=wide, device=first.device, kept=kept)
-            self.totals |= {name: bucket.division.view(bucket.sums.whole, name) for name in bucket.names}
+            self.main_grads |= {name: bucket.division.view(bucket.sums.whole, name) for name in bucket.names}
             bucket.is_collecting = kept
             if not kept:
                 bucket.sums.drop()
@@ -54,19 +54,25 @@ class Reductions:
     def connect(self, linears: Mapping[str, Linear]) -> None:
         """Gradients of linear layers' weights are summed in place, all others taken from their parameters."""
         for name, module in linears.items():
-            module.total = self.totals[name]
+            module.main_grad = self.main_grads[name]
             self._sums[name] = self._sum(name) if self._kept else None
         for name, parameter in self._parameters.items():
             if name not in self._sums:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def start_step(self) -> None:
-        """Forgets the last step's sums; the first gradient of each parameter overwrites them."""
-        if self._kept:
-            for bucket in self._buckets:
-                bucket.fresh = set(bucket.names)
-            for one in self._sums.values():
-                one.start()
+        """Forgets what was summed so far; the first gradient of each parameter overwrites it."""
+        if self.has_unsummed:
+            # of backward passes that nobody has finished
+            self._drain()
+            wait_for(self._side.done())
+            self._start_counts()
+        self._start_sums()
+
+    @property
+    def has_unsummed(self) -> bool:
+        """Gradients have arrived since the last `finish`."""
+        return any(count for bucket in self._buckets for count in bucket.arrived.values())
 
     def start_backward(self, chunk: int, *, last: bool) -> None:
         """One more backward pass through a chunk begins, the step's last one through it where `last` is set."""
@@ -102,13 +108,28 @@ class Reductions:
             if self._kept or bucket.reduced == 0 or is_behind:
                 self.prepare(bucket)
                 for name in bucket.fresh:
-                    self.totals[name].zero_()
+                    self.main_grads[name].zero_()
                 self._reduce(bucket, final=True)
             else:
                 with self._side.after_now():
                     bucket.sum_replicas(self._form)
         self._drain()
         wait_for(self._side.done())
+        self._start_counts()
+        # what comes next, with or without a start_step before it, is no part of these sums
+        self._start_sums()
+
+    def _start_sums(self) -> None:
+        """The first gradient of each parameter overwrites its sum, where sums are kept."""
+        if not self._kept:
+            return
+        for bucket in self._buckets:
+            bucket.fresh = set(bucket.names)
+        for one in self._sums.values():
+            one.start()
+
+    def _start_counts(self) -> None:
+        """Nothing has arrived; sums that are not kept lose their memory."""
         self._passes, self._ending, self._waiting = {}, set(), {}
         for bucket in self._buckets:
             bucket.arrived, bucket.reduced, bucket.is_summed = dict.fromkeys(bucket.names, 0), 0, False
@@ -117,7 +138,7 @@ class Reductions:
                 bucket.sums.drop()
 
     def _sum(self, name: str) -> WeightGradientSum:
-        return WeightGradientSum(self.totals[name], lambda: self._arrived(name))
+        return WeightGradientSum(self.main_grads[name], lambda: self._arrived(name))
 
     def _taker(self, name: str) -> Callable[[nn.Parameter], None]:
         # weakly: torch keeps hooks where the garbage collector does not look, and parameters are held from here
@@ -128,9 +149,9 @@ class Reductions:
         bucket = self._bucket_of[name]
         self.prepare(bucket)
         if name in bucket.fresh:
-            self.totals[name].copy_(parameter.grad)
+            self.main_grads[name].copy_(parameter.grad)
         else:
-            self.totals[name].add_(parameter.grad)
+            self.main_grads[name].add_(parameter.grad)
         parameter.grad = None
         self._arrived(name)
 

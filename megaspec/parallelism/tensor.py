@@ -45,9 +45,9 @@ class ColumnLinearOp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, total, group, sequence, overlap):
+    def forward(ctx, x, weight, bias, main_grad, group, sequence, overlap):
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.total = bias is not None, total
+        ctx.has_bias, ctx.main_grad = bias is not None, main_grad
         ctx.group, ctx.sequence, ctx.overlap = group, sequence, overlap
         return F.linear(wait_sequence(gather_sequence(x, group)) if sequence else x, weight, bias)
 
@@ -64,7 +64,7 @@ class ColumnLinearOp(torch.autograd.Function):
             reducing = wait(reducing)
         if ctx.sequence:
             x = wait_sequence(gathering)
-        grad_weight = weight_gradient(ctx.total, grad_out, x)
+        grad_weight = weight_gradient(ctx.main_grad, grad_out, x)
         grad_bias = grad_out.flatten(0, -2).sum(0) if ctx.has_bias else None
         grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
         return grad_x, grad_weight, grad_bias, None, None, None, None
@@ -78,7 +78,7 @@ class ColumnParallelLinear(Linear):
     overlap: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        return ColumnLinearOp.apply(x, self.weight, self.bias, self.total, self.group, self.sequence, self.overlap)
+        return ColumnLinearOp.apply(x, self.weight, self.bias, self.main_grad, self.group, self.sequence, self.overlap)
 
 
 class RowParallelLinear(Linear):
@@ -88,7 +88,7 @@ class RowParallelLinear(Linear):
     sequence: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = LinearOp.apply(x, self.weight, None, self.total)
+        partial = LinearOp.apply(x, self.weight, None, self.main_grad)
         y = scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
         return y if self.bias is None else y + self.bias
 

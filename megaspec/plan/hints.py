@@ -12,7 +12,7 @@ from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
-from megaspec.search.changes import with_degrees
+from megaspec.search.changes import within_a_node
 from megaspec.search.remedies import broken, in_words, overrides_of
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import choose
@@ -106,17 +106,13 @@ def _wide_tp(spec: Spec, hardware: Hardware, ceilings: Ceilings, seconds: float)
 
 def _narrower(spec: Spec, hardware: Hardware, ceilings: Ceilings) -> Recipe | None:
     """The fastest layout that fits with tensor parallel inside a node, and data or pipeline parallel in its place."""
-    own, already = spec.parallelism, broken(spec, hardware)
+    already = broken(spec, hardware)
     found: list[tuple[float, Recipe]] = []
-    for tp in range(1, hardware.node_size + 1):
-        if own.tp % tp or hardware.node_size % tp:
+    for changed in within_a_node(spec, hardware):
+        if broken(changed, hardware) - already:
             continue
-        for pp in (own.pp, own.pp * own.tp // tp):
-            changed = with_degrees(spec, hardware, tp=tp, pp=pp)
-            if changed is None or broken(changed, hardware) - already:
-                continue
-            if fullest_within(changed, hardware.room) is not None:
-                found.append((step_time(changed, hardware, ceilings).seconds, changed))
+        if fullest_within(changed, hardware.room) is not None:
+            found.append((step_time(changed, hardware, ceilings).seconds, changed))
     return min(found, key=lambda one: one[0])[1] if found else None
 
 

@@ -43,7 +43,9 @@ def resume(
     problems = [_frozen_problem(key, was, now, origins) for key, was, now in changes(old, recipe)]
     problems += _too_short(recipe, done_steps, origins)
     if old.data_fingerprint and facts.fingerprint and old.data_fingerprint != facts.fingerprint:
-        text = "data: its content has changed since the run began; put the old data back, or give --fork NAME"
+        # of data with a manifest it is the manifest's word, of data without one the lengths of its documents
+        text = "data: its content has changed since the run began, or a .manifest.json beside it has come or gone; "
+        text += "put the old data back, or give --fork NAME"
         problems.append(Problem("data", text, origin_of(origins, "data"), "resume-data"))
     problems += _earlier_order(old, origins)
     if problems:

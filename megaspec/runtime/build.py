@@ -1,16 +1,15 @@
 """From a Spec to what trains: one list of steps, each with its reason."""
 
 import os
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
-from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.errors import Problem, RecipeError, UsageError
 from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
 from megaspec.core.problems import show
@@ -18,14 +17,10 @@ from megaspec.model.gpt.model import Gpt
 from megaspec.model.gpt.spec import GptSpec
 from megaspec.model.llama.model import Llama
 from megaspec.model.llama.spec import LlamaSpec
-from megaspec.nn.attention import CausalCore
-from megaspec.nn.decoder import Decoder
-from megaspec.nn.dropout import Dropout
-from megaspec.nn.init import constants, initial_value, standard_deviations
+from megaspec.nn.decoder import Decoder, fill_buffers
+from megaspec.nn.init import constants, initial_value, standard_deviations, start_weights
 from megaspec.nn.linear import COMPILED_FOR_LATER
 from megaspec.nn.matrices import Matrix, matrices_of
-from megaspec.nn.rope import Rope
-from megaspec.nn.router import Router
 from megaspec.optim.offload import OffloadedOptimizer
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
 from megaspec.optim.spec import MuonSpec
@@ -55,7 +50,17 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 
 @dataclass
-class Built:
+class Summed:
+    """What the buckets' gradients are, once backward passes were summed over all ranks."""
+
+    loss_scale: Tensor
+    """The factor in them."""
+    is_spent: bool = False
+    """An update was made with them, which may have overwritten them."""
+
+
+@dataclass
+class TrainState:
     """One rank's share of a run."""
 
     spec: Spec
@@ -63,7 +68,7 @@ class Built:
     device: torch.device
     chunks: list[Decoder]
     """The parts of the model that lie here, in the order of virtual stages; the whole model without a pipeline."""
-    starts: "Starts"
+    starts: "InitSpec"
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
     expert_parallel: ExpertParallel
@@ -71,6 +76,8 @@ class Built:
     data_parallel: DataParallel
     optimizer: MasterOptimizer
     position: Position
+    summed: Summed | None = None
+    """None: no backward pass has been summed, or a new one is under way."""
 
     @property
     def model(self) -> Decoder:
@@ -95,7 +102,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Starts:
+class InitSpec:
     """How parameters are initialised, by global name."""
 
     stds: dict[str, float]
@@ -103,7 +110,7 @@ class Starts:
 
 
 def build_model(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype) -> Decoder:
-    """The one-device model on the meta device: shapes, no memory."""
+    """The one-device model on the meta device: shapes, no memory. See `materialise` and `plain_model`."""
     with torch.device("meta"):
         model = MODELS[type(spec)](spec, kernels)
     for parameter in model.parameters():
@@ -128,13 +135,12 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype, w
             setattr(module, name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             wide = torch.promote_types(dtype, torch.float32) if buffer.is_floating_point() else buffer.dtype
-            module.register_buffer(name, torch.empty(buffer.shape, dtype=wide, device=device), persistent=False)
-        if isinstance(module, Rope | Dropout | CausalCore | Router):
-            module.fill_buffers()
+            setattr(module, name, torch.empty(buffer.shape, dtype=wide, device=device))
+    fill_buffers(model)
 
 
 @torch.no_grad()
-def initialise(built: Built) -> None:
+def initialise(built: TrainState) -> None:
     """Starts the master weights from the seed, the same in every layout, and copies them into the model."""
     for name, weight in built.data_parallel.weights.items():
         value = initial_value(
@@ -149,6 +155,19 @@ def initialise(built: Built) -> None:
     built.data_parallel.gather_weights()
 
 
+def plain_model(spec: Spec, *, device: torch.device, dtype: torch.dtype | None = None) -> Decoder:
+    """The whole model of a Spec on one device and nothing around it: a module of torch's, for optimizers of torch's.
+
+    Weights start as those of every layout do, `backward` leaves gradients in `.grad`, and there are no master weights
+    beside the model's. `dtype`: of the weights; None: of the Spec's precision. Nothing is compiled or split.
+    """
+    dtype = DTYPES[spec.precision.kind] if dtype is None else dtype
+    model = build_model(spec.model, _kernels(spec), dtype=dtype)
+    materialise(model, device=device, dtype=dtype)
+    start_weights(model, std=spec.model.init_std, n_layers=spec.model.n_layers, seed=spec.train.seed)
+    return model
+
+
 def _kernels(spec: Spec) -> Kernels:
     kernels, loss = kernels_of(spec.kernels), getattr(spec.train, "loss", None)
     return kernels if loss is None else replace(kernels, cross_entropy=LOSSES[type(loss)](loss))
@@ -159,7 +178,7 @@ class SplitModel:
     """This rank's part of a model, in memory, and how it was split."""
 
     chunks: list[Decoder]
-    starts: Starts
+    starts: InitSpec
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
     expert_parallel: ExpertParallel
@@ -177,7 +196,7 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     # while they are whole
     matrices = matrices_of(model)
     stds = standard_deviations(model, std=spec.model.init_std, n_layers=spec.model.n_layers)
-    starts = Starts(stds, constants(model))
+    starts = InitSpec(stds, constants(model))
     # first, so that tensor parallel tells the attention that stays which heads are here
     context = ContextParallel(mesh, spec.parallelism.context, kernels.attention_merge)
     context.split_model(model)
@@ -207,20 +226,20 @@ def _parts(model: Decoder, spec: Spec, mesh: Mesh) -> list[Decoder]:
 
 
 def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
-    """`for_later`: weight gradients may be put off, with what they multiply."""
+    """`for_later`: weight gradients may be deferred, with what they multiply."""
     if for_later:
         functorch_config.donated_buffer = False
     for layer in (layer for chunk in chunks for layer in chunk.layers.values()):
         layer.compile_parts(options=COMPILED_FOR_LATER if for_later else None)
 
 
-def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
+def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainState:
     """Everything but the weights' values: call `initialise`, or load a checkpoint. `position`: where a watchdog looks.
-    RecipeError: the Spec asks for what can be planned only."""
+    The process's random generators stay as they are. RecipeError: the Spec asks for what can be planned only."""
     problems = unbuilt_problems(spec)
     if problems:
         raise RecipeError(problems)
-    seed_everything(spec)
+    _set_determinism(spec)
     _refuse_attention(spec, device=mesh.device)
     split = build_split_model(spec, mesh=mesh)
     tensor = split.tensor_parallel
@@ -246,11 +265,15 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         shared=split.pipeline.shared,
     )
     optimizer = _optimizer(spec, data, split.matrices, mesh=mesh)
+    for chunk in split.chunks:
+        # of each, since a part of the model can be asked as well
+        for module in chunk.modules():
+            module.register_load_state_dict_pre_hook(_refuse_state_dict)
     # outermost, so that what other strategies do in a unit is told as part of it
     position = position or Position(mesh.device)
     for chunk in split.chunks:
         position.watch(chunk)
-    return Built(
+    return TrainState(
         spec,
         mesh,
         mesh.device,
@@ -264,6 +287,12 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> Built:
         optimizer,
         position,
     )
+
+
+def _refuse_state_dict(*_: object) -> None:
+    """UsageError, in place of values that the next step would write the master weights over."""
+    text = "load_state_dict knows nothing of the master weights and the layout that a built model's weights go with"
+    raise UsageError(f"{text}; megaspec.set_weights(built, values) sets them all, from whole tensors by global name")
 
 
 def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
@@ -313,10 +342,7 @@ def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta |
     return Mesh(own.degrees, rank=rank, device=device, timeout=timeout, ep=own.ep, etp=own.etp)
 
 
-def seed_everything(spec: Spec) -> None:
-    """Seeds the generators that nothing in the training step draws from, for what a user adds; sets determinism."""
-    random.seed(spec.train.seed)
-    torch.manual_seed(spec.train.seed)
+def _set_determinism(spec: Spec) -> None:
     torch.use_deterministic_algorithms(spec.train.deterministic)
     if spec.train.deterministic:
         # read when the first matrix product opens cuBLAS; without it torch refuses to call itself deterministic

@@ -21,7 +21,7 @@ from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
 from megaspec.rules.belonging import objections
-from megaspec.runtime.build import Built, build_split_model
+from megaspec.runtime.build import TrainState, build_split_model
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over
 from megaspec.runtime.step import activations_size
@@ -114,7 +114,7 @@ def on_one_device(model: Decoder, draw: Draw, *, device: torch.device) -> Follow
     return lambda tokens_1S, last: draw(model(tokens_1S.to(device))[0, last])
 
 
-def on_all_ranks(built: Built, draw: Draw) -> Follow:
+def on_all_ranks(built: TrainState, draw: Draw) -> Follow:
     """A run's model goes on, however it is divided. All ranks call it together; one draws, and tells the others."""
     mesh, device = built.mesh, built.device
     may_draw = mesh.index("dp") == 0 and mesh.index("tp") == 0

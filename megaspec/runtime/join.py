@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megaspec.core.errors import HangError, MegaspecError
 from megaspec.launcher.rendezvous import TcpRendezvous
-from megaspec.runtime.rank import Place, main, read_spec, tcp_store, tell
+from megaspec.runtime.rank import RankInfo, main, read_spec, tcp_store, tell
 
 JOIN_SECONDS = 600.0
 # Between two looks at the store.
@@ -26,7 +26,7 @@ def join(
     `prepare` makes or finds the run's folder and returns its path; only rank 0 calls it, once for all attempts of the
     world. What it raises ends every rank with the same exit code.
     """
-    me = Place(rank, world_size, local_rank, attempt, store, JOIN_SECONDS)
+    me = RankInfo(rank, world_size, local_rank, attempt, store, JOIN_SECONDS)
     try:
         meeting = tcp_store(store, me, timedelta(seconds=JOIN_SECONDS))
         answer = _agree(meeting, me, prepare)
@@ -47,7 +47,7 @@ def join(
     )
 
 
-def _agree(meeting: dist.Store, me: Place, prepare: Callable[[], str]) -> str:
+def _agree(meeting: dist.Store, me: RankInfo, prepare: Callable[[], str]) -> str:
     """The run's folder, or how rank 0 failed, told to every rank."""
     if me.rank == 0:
         try:
@@ -77,7 +77,7 @@ def _wait(meeting: dist.Store, key: str) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _first_answer(meeting: dist.PrefixStore, me: Place, prepare: Callable[[], str]) -> str:
+def _first_answer(meeting: dist.PrefixStore, me: RankInfo, prepare: Callable[[], str]) -> str:
     """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it."""
     everyone, key = meeting.underlying_store, f"{me.store.prefix.rpartition('/')[0]}/run"
     if me.attempt == 0 or not everyone.check([key]):

@@ -14,7 +14,7 @@ from megaspec.checkpoint.comm import Comm
 from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core.errors import CheckpointError, Preempted, printable
-from megaspec.core.faults import reach
+from megaspec.core.faults import failpoint
 from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
 from megaspec.data.source import Source
 from megaspec.data.spec import ORDER_VERSION
@@ -24,7 +24,7 @@ from megaspec.log.sinks import METRICS
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.rules.belonging import began_as_fork, fork_again, objections
-from megaspec.runtime.build import Built, initialise
+from megaspec.runtime.build import TrainState, initialise
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.router_metrics import router_numbers, routers_done
@@ -92,7 +92,7 @@ def ignore(event: Event) -> None:
 class Run:
     """One rank's run. `emit` takes events; rank 0 sets it."""
 
-    built: Built
+    built: TrainState
     run_dir: Path
     store: Store
     comm: Comm
@@ -196,7 +196,7 @@ class Run:
     def _one_step(self, batch: StepBatch) -> StepResult:
         spec = self.built.spec
         self.built.position.step = self.step + 1
-        reach("step")
+        failpoint("step")
         return train_step(
             self.built,
             batch.micro_batches,
@@ -264,7 +264,7 @@ class Run:
             document_mask=spec.data.document_mask,
         )
         self.built.position.mark("evaluation")
-        reach("evaluate")
+        failpoint("evaluate")
         loss = float(evaluate(self.built, batches))
         for chunk in self.built.chunks:
             chunk.train()

@@ -6,12 +6,12 @@ import torch
 
 from megaspec.checkpoint.comm import Comm
 from megaspec.core.errors import NonFiniteError
-from megaspec.runtime.build import Built
+from megaspec.runtime.build import TrainState
 from megaspec.runtime.step import StepResult
 
 
 def explain(
-    built: Built, comm: Comm, *, step: int, loss: float, norm: float, result: StepResult, samples: range
+    built: TrainState, comm: Comm, *, step: int, loss: float, norm: float, result: StepResult, samples: range
 ) -> NonFiniteError:
     """The error that names step, what, where and which rank. All ranks call this together.
 

@@ -1,5 +1,6 @@
 """One rank of a run: from its number and a run folder to an exit code."""
 
+import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,7 @@ def main(
     that the command line named.
     """
     watch_signals()
-    me = Place(rank, world_size, local_rank, attempt, store, timeout_seconds)
+    me = RankInfo(rank, world_size, local_rank, attempt, store, timeout_seconds)
     try:
         load(plugins)
         run_rank(Path(run_dir), me, lock_token)
@@ -80,7 +81,7 @@ def main(
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """A rank's place in its world."""
 
     rank: int
@@ -91,7 +92,7 @@ class Place:
     timeout_seconds: float
 
 
-def tell(me: Place, what: object) -> None:
+def tell(me: RankInfo, what: object) -> None:
     """An error in this rank's words, on stderr."""
     text = str(what)
     names_its_rank = me.world_size == 1 or text.startswith("rank ")  # as what `together` reports does
@@ -123,7 +124,7 @@ def _read(run_dir: Path, name: str) -> bytes:
         raise RecipeError(f"{run_dir / name} can't be read: {error.strerror}") from None
 
 
-def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
+def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
     """Sets up device, groups, lock and sinks, and trains."""
     spec = read_spec(run_dir)
     assert set(spec.plugins) <= set(loaded()), f"spec.json needs plugins {spec.plugins}, loaded are {loaded()}"
@@ -146,6 +147,7 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
         stack.enter_context(bounded(position, me, record=record))
+        seed_generators(spec.train.seed)
         built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout), position=position)
         run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
         run.start()
@@ -162,6 +164,12 @@ def run_rank(run_dir: Path, me: Place, lock_token: int | None) -> None:
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds this process's generators, for what a plugin draws: the training step draws from none of them."""
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def begin(run_dir: Path, lock: RunLock | None, inspect: Inspect) -> int:
@@ -205,7 +213,7 @@ class Ending:
 
 
 @contextmanager
-def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Iterator[None]:
+def explained(spec: Spec, run_dir: Path, position: Position, me: RankInfo) -> Iterator[None]:
     """Raises MemoryRunOut in place of torch's or NCCL's error."""
     try:
         yield
@@ -223,7 +231,7 @@ def explained(spec: Spec, run_dir: Path, position: Position, me: Place) -> Itera
 
 
 @contextmanager
-def bounded(position: Position, me: Place, *, record: Callable[[int], object] = ignore_code) -> Iterator[None]:
+def bounded(position: Position, me: RankInfo, *, record: Callable[[int], object] = ignore_code) -> Iterator[None]:
     """Ends this rank when it has not got on for a collective's time, and says where every rank stood when one fails.
 
     `record` gets the exit code of a rank that is ended so. Raises HangError for a collective that failed.
@@ -284,7 +292,7 @@ def leave_room(spec: Spec, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - outside_torch(spec.parallelism) / has), device)
 
 
-def join_world(me: Place, device: torch.device) -> None:
+def join_world(me: RankInfo, device: torch.device) -> None:
     """Makes the default process group."""
     timeout = timedelta(seconds=me.timeout_seconds)
     meeting: dist.Store
@@ -302,7 +310,7 @@ def join_world(me: Place, device: torch.device) -> None:
     )
 
 
-def tcp_store(where: TcpRendezvous, me: Place, timeout: timedelta) -> dist.Store:
+def tcp_store(where: TcpRendezvous, me: RankInfo, timeout: timedelta) -> dist.Store:
     """A store on rank 0's host whose keys begin with the attempt's prefix."""
     serves = me.rank == 0 and not where.is_open
     store = dist.TCPStore(where.host, where.port, me.world_size, is_master=serves, timeout=timeout)

@@ -8,18 +8,18 @@ from megaspec.log.events import RoutersDone
 from megaspec.model.kinds import has_experts, moe_of
 from megaspec.nn.router import LOSSES
 from megaspec.parallelism.expert import RouterStatistics
-from megaspec.runtime.build import Built
+from megaspec.runtime.build import TrainState
 
 # Steps from one report of every expert's load to the next.
 LOADS_EVERY = 100
 
 
-def layers_of(built: Built) -> list[str]:
+def layers_of(built: TrainState) -> list[str]:
     """The layers with experts of the whole model."""
     return [f"layers.{i}" for i, one in enumerate(has_experts(built.spec.model)) if one]
 
 
-def router_numbers(built: Built, statistics: RouterStatistics | None) -> Tensor:
+def router_numbers(built: TrainState, statistics: RouterStatistics | None) -> Tensor:
     """float64 [L, 2 + losses + E], the same on all ranks: drops, entropy, losses and loads of each layer with experts.
 
     [0] for a model without. Starts no transfer to the host.
@@ -39,7 +39,7 @@ def router_numbers(built: Built, statistics: RouterStatistics | None) -> Tensor:
     return table
 
 
-def routers_done(built: Built, step: int, numbers: list[float], *, steps: int) -> RoutersDone | None:
+def routers_done(built: TrainState, step: int, numbers: list[float], *, steps: int) -> RoutersDone | None:
     """The event of a step from the flat numbers of `router_numbers`; None for a model without experts."""
     if not numbers:
         return None

@@ -23,10 +23,10 @@ from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
 from megaspec.rules.belonging import is_fork_point
-from megaspec.runtime.build import Built
+from megaspec.runtime.build import TrainState
 
 
-def tensors_of(built: Built) -> dict[str, tuple[str, torch.Tensor]]:
+def tensors_of(built: TrainState) -> dict[str, tuple[str, torch.Tensor]]:
     """Stored name -> (parameter, tensor of its local shape): everything that has the parameter's layout."""
     found = {f"model/{name}": (name, master) for name, master in built.optimizer.masters.items()}
     for kind, tensors in built.optimizer.state().items():
@@ -34,7 +34,7 @@ def tensors_of(built: Built) -> dict[str, tuple[str, torch.Tensor]]:
     return found
 
 
-def pieces_of(built: Built) -> list[SavedPiece]:
+def pieces_of(built: TrainState) -> list[SavedPiece]:
     """What this rank writes: of each piece that several ranks hold a share of the tensors, and its own generators."""
     pieces = []
     for stored, (name, tensor) in tensors_of(built).items():
@@ -49,7 +49,7 @@ def pieces_of(built: Built) -> list[SavedPiece]:
     return pieces
 
 
-def generators(built: Built) -> dict[str, torch.Tensor]:
+def generators(built: TrainState) -> dict[str, torch.Tensor]:
     """The state of each random generator as uint8. The training step draws from none of them."""
     states = {"cpu": torch.get_rng_state()}
     if built.device.type == "cuda":
@@ -65,7 +65,7 @@ def tell_passed_over(reader: Reader) -> None:
         print(printable(f"megaspec: step {reader.step} is the newest good one"), file=sys.stderr, flush=True)
 
 
-def misfits(built: Built, manifest: Manifest) -> list[str]:
+def misfits(built: TrainState, manifest: Manifest) -> list[str]:
     """Why this rank can't load a checkpoint, a line each: tensors that are missing, left over or of another kind."""
     wanted = tensors_of(built)
     shapes = {stored: built.shards[name].shape for stored, (name, _) in wanted.items()}
@@ -91,7 +91,7 @@ def misfits(built: Built, manifest: Manifest) -> list[str]:
 
 
 @torch.no_grad()
-def load(built: Built, reader: Reader) -> None:
+def load(built: TrainState, reader: Reader) -> None:
     """Fills weights and optimizer state from a checkpoint of any layout.
 
     Raises CheckpointError for a parameter that is missing, of another kind, or that this model does not have.
@@ -180,7 +180,9 @@ def wrong_names(
     return found
 
 
-def progress(built: Built, *, step: int, samples: int, tokens: int, scaler: dict[str, Any] | None) -> dict[str, Any]:
+def progress(
+    built: TrainState, *, step: int, samples: int, tokens: int, scaler: dict[str, Any] | None
+) -> dict[str, Any]:
     """The JSON beside the tensors: where the run is."""
     return {
         "step": step,

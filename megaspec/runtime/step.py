@@ -13,7 +13,7 @@ from megaspec.nn.dropout import Noise
 from megaspec.optim.norm import global_norm, local_norms
 from megaspec.parallelism.expert import RouterStatistics
 from megaspec.precision.scaler import LossScaler
-from megaspec.runtime.build import Built
+from megaspec.runtime.build import Summed, TrainState
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class StepResult:
     """Of the layers on this rank; None where none has experts."""
 
 
-def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, loss_scale: Tensor) -> Tensor:
+def forward_backward(built: TrainState, batches: Sequence[Batch], *, tokens: Tensor, loss_scale: Tensor) -> Tensor:
     """Adds the gradients of all micro batches to the buckets. -> this rank's share of the mean loss.
 
     `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars.
     """
     data, pipeline = built.data_parallel, built.pipeline
     data.start_step()
+    built.summed = None
     loss_scale = loss_scale.to(built.wide)
     weight = loss_scale / tokens.clamp(min=1)
     aux_weight = loss_scale / (len(batches) * built.mesh.size("dp"))
@@ -65,14 +66,22 @@ def forward_backward(built: Built, batches: Sequence[Batch], *, tokens: Tensor, 
         forward=forward,
         start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
     )
-    data.finish()
-    built.tensor_parallel.finish_grads(data.gradients, data.rows)
-    pipeline.finish_grads(data.gradients)
+    finish_gradients(built, loss_scale=loss_scale)
     return total / loss_scale
 
 
+def finish_gradients(built: TrainState, *, loss_scale: Tensor) -> None:
+    """Sums what backward passes have added to the buckets over all ranks, which call it together. `loss_scale`: the
+    factor on the losses that they were of."""
+    data = built.data_parallel
+    data.finish()
+    built.tensor_parallel.finish_grads(data.gradients, data.rows)
+    built.pipeline.finish_grads(data.gradients)
+    built.summed = Summed(loss_scale)
+
+
 def run_chunk(
-    built: Built, chunk: int, batch: Batch, x: Tensor | None, *, weight: Tensor, aux_weight: Tensor | None = None
+    built: TrainState, chunk: int, batch: Batch, x: Tensor | None, *, weight: Tensor, aux_weight: Tensor | None = None
 ) -> Tensor:
     """One micro batch through a chunk: activations, or Σ weight · cross-entropy where the chunk has the head.
 
@@ -97,7 +106,7 @@ def run_chunk(
     return model.finish(y, lambda h_BTD: model.head.loss(h_BTD, labels, weights))
 
 
-def activations_size(built: Built, sequences: int, length: int) -> torch.Size:
+def activations_size(built: TrainState, sequences: int, length: int) -> torch.Size:
     """[B, T, D] of what goes from stage to stage, for whole sequences of `length` tokens."""
     tokens = built.context_parallel.index(length).shape[0]
     if built.tensor_parallel.sequence_parallel:
@@ -110,7 +119,7 @@ def _mine(x_BS: Tensor, index_T: Tensor) -> Tensor:
     return x_BS if x_BS.shape[1] == index_T.shape[0] else x_BS[:, index_T]
 
 
-def count_tokens(built: Built, batches: Sequence[Batch], *, stop: bool) -> tuple[Tensor, Tensor]:
+def count_tokens(built: TrainState, batches: Sequence[Batch], *, stop: bool) -> tuple[Tensor, Tensor]:
     """Valid tokens of the global batch, and how many ranks ask to stop: one small all-reduce over the world."""
     mask = torch.stack([b.mask.sum() for b in batches]).sum()
     # every rank of these axes has the same batch
@@ -123,7 +132,7 @@ def count_tokens(built: Built, batches: Sequence[Batch], *, stop: bool) -> tuple
 
 
 def train_step(
-    built: Built,
+    built: TrainState,
     batches: Sequence[Batch],
     *,
     lr: float,
@@ -153,6 +162,7 @@ def train_step(
     built.optimizer.update(
         data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
     )
+    built.summed.is_spent = True
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)
@@ -160,7 +170,7 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(built: Built, batches: Iterable[Batch]) -> Tensor:
+def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:
     """The mean loss over the valid tokens of all ranks' batches, a scalar in at least fp32."""
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
     one = torch.ones((), dtype=built.wide, device=built.device)
@@ -184,7 +194,7 @@ def evaluate(built: Built, batches: Iterable[Batch]) -> Tensor:
     return sums[0] / sums[1].clamp(min=1)
 
 
-def _summed(built: Built, x: Tensor) -> Tensor:
+def _summed(built: TrainState, x: Tensor) -> Tensor:
     """The sum over all ranks but those of one tensor-parallel group, which all have the same."""
     group = built.mesh.group("pp-dp-cp")
     if group is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from megaspec.core.frozen import Frozen
 from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.estimate.ceilings import Ceilings
+from megaspec.estimate.communication import topology_of
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.schedule import bubble_formula, shape_of
@@ -105,6 +106,8 @@ def trials(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Iterator[R
     yield from _recomputing(recipe)
     yield from _micro_batches(recipe)
     yield from _degrees(recipe, hardware)
+    if not topology_of(recipe, hardware).within_node(("tp",)):
+        yield from within_a_node(recipe, hardware)
     yield from _strategies(recipe, hardware)
     yield from _switches(recipe)
     yield from _kernels(recipe, hardware)
@@ -187,6 +190,18 @@ def _degrees(recipe: Recipe, hardware: Hardware) -> Iterator[Recipe]:
             if axis == "tp" and other > max(degree, hardware.node_size):
                 continue
             changed = with_degrees(recipe, hardware, **{axis: other})
+            if changed is not None:
+                yield changed
+
+
+def within_a_node(recipe: Recipe, hardware: Hardware) -> Iterator[Recipe]:
+    """Tensor parallel inside a node, and data or pipeline parallel in its place, whatever the rules say of them."""
+    own = recipe.parallelism
+    for tp in range(1, hardware.node_size + 1):
+        if own.tp % tp or hardware.node_size % tp:
+            continue
+        for pp in (own.pp, own.pp * own.tp // tp):
+            changed = with_degrees(recipe, hardware, tp=tp, pp=pp)
             if changed is not None:
                 yield changed
 

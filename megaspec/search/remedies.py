@@ -228,7 +228,7 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
 
 
 def _one_by_one(recipe: Recipe) -> Recipe | None:
-    """The schedule that holds least: other chunks and weight gradients that are put off wait for nothing."""
+    """The schedule that holds least: other chunks and weight gradients that are deferred wait for nothing."""
     own = recipe.parallelism
     if own.pp == 1 or own.pipeline.schedule == "1f1b":
         return None

@@ -18,7 +18,7 @@ from megaspec.model.kinds import moe_of
 from megaspec.parallelism.expert import RouterStatistics, buffers_of
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, initialise
+from megaspec.runtime.build import TrainState, build, initialise
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import evaluate, train_step
 from megaspec.spec import Spec
@@ -167,7 +167,7 @@ def run_steps(
     return trajectory if moe_of(spec.model) is None else replace(trajectory, routers=_routers(built, result.routers))
 
 
-def _routers(built: Built, statistics: RouterStatistics | None) -> Gathered:
+def _routers(built: TrainState, statistics: RouterStatistics | None) -> Gathered:
     """`statistics`: None on a rank whose layers have no experts."""
     seen = dict(buffers_of(built.chunks))
     if statistics is not None:

@@ -23,7 +23,7 @@ from megaspec.plugins import load
 from megaspec.runtime.build import mesh_of
 from megaspec.runtime.plugins import connect
 from megaspec.runtime.position import Position
-from megaspec.runtime.rank import Place, bounded, join_world, leave_world, pick_device, read_spec
+from megaspec.runtime.rank import RankInfo, bounded, join_world, leave_world, pick_device, read_spec, seed_generators
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Gathered, Trajectory, compare, gradient_sizes, run_steps
 
@@ -44,7 +44,7 @@ def main(
     plugins: Sequence[str] = (),
 ) -> int:
     """Runs the spec.json of one of the two folders for a few steps, and writes what came of it. -> 0."""
-    me = Place(rank, world_size, local_rank, attempt, store, timeout_seconds)
+    me = RankInfo(rank, world_size, local_rank, attempt, store, timeout_seconds)
     load(plugins)
     connect()
     folder = Path(run_dir)
@@ -58,6 +58,7 @@ def main(
         stack.enter_context(bounded(position, me))
         mesh = mesh_of(spec, rank=rank, device=device, timeout=timedelta(seconds=timeout_seconds))
         more = {"mesh": mesh, "batches": batches_of(spec, steps), "position": position}
+        seed_generators(spec.train.seed)
         if folder.name == ALONE:
             write_truth(folder, run_steps(spec, **more))
         else:

@@ -25,7 +25,7 @@ from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.bucket import Bucket
 from megaspec.parallelism.flat import Division
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, mesh_of
+from megaspec.runtime.build import TrainState, build, mesh_of
 from megaspec.runtime.position import Position
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
@@ -36,7 +36,7 @@ from megaspec.verify.trace_memory import (
     GRADIENTS,
     WEIGHTS,
 )
-from megaspec.verify.trace_recorder import Call, Place, Recorder
+from megaspec.verify.trace_recorder import Call, Recorder, TracePoint
 from megaspec_kernels.spec import KernelsSpec
 
 _META = torch.device("meta")
@@ -126,7 +126,7 @@ class _Places(Position):
         run, recorder = unit.run, self._recorder
 
         def told(x: Tensor, *more: object) -> Tensor:
-            here = Place("forward", self.micro, unit.name)
+            here = TracePoint("forward", self.micro, unit.name)
             recorder.place, memory = here, recorder.memory
             if x.is_floating_point():
                 # what another stage sent is this one's now
@@ -147,7 +147,7 @@ class _Places(Position):
 
         unit.run = told
 
-    def _begin(self, here: Place, held: list[KeptByUnit]) -> None:
+    def _begin(self, here: TracePoint, held: list[KeptByUnit]) -> None:
         """A unit's backward pass begins, and that of the one behind it has ended, which may hear of it later: both have
         hooks on the same tensor. `held`: emptied by the end; empty for a unit that is counted tensor by tensor."""
         self._leave()
@@ -183,7 +183,7 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         count = _enough(spec)
         if isinstance(built.optimizer, NarrowAdamW):
             _as_one_kernel(built.optimizer, recorder)
-        recorder.place = Place("step")
+        recorder.place = TracePoint("step")
         recorder.memory.forget_peak()
         train_step(built, batches[:count], lr=1.0, weight_decay=0.0, scaler=scaler)
     sums = _sums(built, whole=True), _sums(built, whole=False)
@@ -211,7 +211,7 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
     )
 
 
-def _sums(built: Built, *, whole: bool) -> list[tuple[int, int]]:
+def _sums(built: TrainState, *, whole: bool) -> list[tuple[int, int]]:
     """Elements of the gradients that tensor-parallel ranks add up, all of them and those that lie here. `whole`: of
     parameters that have no part."""
     found = []
@@ -225,7 +225,7 @@ def _sums(built: Built, *, whole: bool) -> list[tuple[int, int]]:
     return found
 
 
-def _in_layers(built: Built) -> tuple[int, int]:
+def _in_layers(built: TrainState) -> tuple[int, int]:
     experts = built.tensor_parallel.experts
     divisions = [
         bucket.division
@@ -235,7 +235,7 @@ def _in_layers(built: Built) -> tuple[int, int]:
     return sum(sum(map(prod, one.shapes.values())) for one in divisions), sum(one.numel for one in divisions)
 
 
-def _padding_again(built: Built) -> int:
+def _padding_again(built: TrainState) -> int:
     dense = [b for b in built.data_parallel.buckets if b.names[0] not in built.tensor_parallel.experts]
     # one that several chunks or ends use is gathered for each
     return _padding([b for b in dense if b.chunk is None or any(name.startswith("layers.") for name in b.names)])
@@ -245,7 +245,7 @@ def _padding(buckets: list[Bucket]) -> int:
     return sum(b.division.numel - sum(map(prod, b.division.shapes.values())) for b in buckets)
 
 
-def _sizes(built: Built, size: Callable[[Division], int]) -> RankParameters:
+def _sizes(built: TrainState, size: Callable[[Division], int]) -> RankParameters:
     """Of all buckets, by what lies in them."""
     experts = built.tensor_parallel.experts
     total = dict.fromkeys((False, True), 0)
@@ -309,7 +309,7 @@ def _enough(spec: Spec) -> int:
     return min(shape.micro_batches, 2 * shape.pp * shape.virtual)
 
 
-def _name_what_is_held(built: Built, recorder: Recorder) -> None:
+def _name_what_is_held(built: TrainState, recorder: Recorder) -> None:
     """Everything else that was made so far is the optimizer's."""
     memory = recorder.memory
     for chunk in built.chunks:

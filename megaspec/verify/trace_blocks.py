@@ -31,7 +31,7 @@ class UnitBytes:
     """The same for tokens of experts."""
     work: int
     """During its backward pass."""
-    put_off: int = 0
+    deferred: int = 0
     """From its backward pass to that of its weights."""
 
 
@@ -45,12 +45,12 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
     share, own, experts = share_of(spec), spec.parallelism.recompute, has_experts(spec.model)
     layers = [layer_bytes(share, with_experts=experts[i]) for i in range(int(first), int(last or first) + 1)]
     backward = max(one.backward + one.sent for one in layers)
-    put_off = sum(one.put_off for one in layers) if shape_of(spec).splits_backward else 0
+    deferred = sum(one.deferred for one in layers) if shape_of(spec).splits_backward else 0
     if own.kind == "full" and (own.method != "block" or place < (own.layers or 1)):
         again = sum(map(_made_again, layers)) + (len(layers) - 1) * layers[0].input
-        return UnitBytes(0, 0, again + backward, put_off)
+        return UnitBytes(0, 0, again + backward, deferred)
     (one,) = layers
-    return UnitBytes(one.kept - one.input, one.routed, one.again + backward, put_off)
+    return UnitBytes(one.kept - one.input, one.routed, one.again + backward, deferred)
 
 
 def _made_again(one: LayerBytes) -> int:
@@ -72,7 +72,7 @@ class KeptByUnit:
         """Its backward pass is over; what weight gradients need may still be there."""
         self.x = None
         self._held.clear()
-        self._held.append(_block(self._memory, ACTIVATIONS, self._size.put_off))
+        self._held.append(_block(self._memory, ACTIVATIONS, self._size.deferred))
 
 
 def _block(memory: Memory, kind: str, size: int) -> Tensor:

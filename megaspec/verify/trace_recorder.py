@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Place:
+class TracePoint:
     """Where in a step the rank is."""
 
     phase: str
@@ -70,7 +70,7 @@ class Recorder:
     """While `watching`: every storage goes into `memory`, every collective into `calls`, by micro batch."""
 
     def __init__(self) -> None:
-        self.place = Place("build")
+        self.place = TracePoint("build")
         self.memory = Memory(lambda: str(self.place))
         self.calls: Counter[tuple[Call, int | None]] = Counter()
         self.unit: object | None = None
@@ -226,7 +226,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Product:
-    """A product that does nothing but keep its factors, which one that is put off keeps, too."""
+    """A product that does nothing but keep its factors, which one that is deferred keeps, too."""
 
     def __init__(self, *kept: object):
         self._kept = kept

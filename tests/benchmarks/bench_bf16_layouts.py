@@ -32,7 +32,7 @@ from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
-from megaspec.runtime.build import Built, build, initialise, mesh_of
+from megaspec.runtime.build import TrainState, build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
@@ -123,7 +123,7 @@ class Choices:
     replay: bool = False
     by_layer: dict[str, Tensor] = field(default_factory=dict)
 
-    def attach(self, built: Built) -> None:
+    def attach(self, built: TrainState) -> None:
         """Makes every router of a run record its choices, or repeat the recorded ones."""
         for chunk in built.chunks:
             for name, module in chunk.named_modules():

@@ -186,7 +186,7 @@ def test_every_point_in_the_code_is_listed() -> None:
 
 
 def test_the_environment_arms_a_fault() -> None:
-    code = "from megaspec.core.faults import reach\nfor i in range(9): reach('here'); print(i, flush=True)"
+    code = "from megaspec.core.faults import failpoint\nfor i in range(9): failpoint('here'); print(i, flush=True)"
     for value, printed in (("here:3", "0\n1\n"), ("here", ""), ("there:1", "".join(f"{i}\n" for i in range(9)))):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -204,7 +204,7 @@ def test_a_slow_stage_holds_up_the_others():
     assert slow_end == pytest.approx(8 * 6 + 3 * 3)
 
 
-def test_how_often_no_weight_gradient_is_put_off():
+def test_how_often_no_weight_gradient_is_deferred():
     # rank r of zb_h1 is r micro batches late from the first to the last; the last ranks of zb_v at the end
     assert [catch_ups(Shape("zb_h1", 4, 8), rank) for rank in range(4)] == [(8,), (1,), (1,), (1,)]
     assert catch_ups(Shape("zb_v", 2, 6, 2), 0) == (6, 6)

@@ -15,7 +15,7 @@ def test_an_end_is_kept_until_the_next_start(tmp_path):
     assert read_exit(tmp_path).code is None
     assert end(tmp_path, 75, step=40) == 75
     kept = json.loads((tmp_path / EXIT_FILE).read_text())
-    assert (kept["code"], kept["step"], kept["meaning"]) == (75, 40, "stopped and saved: start again")
+    assert (kept["code"], kept["step"], kept["meaning"]) == (75, 40, "stopped, what was trained is saved: start again")
     begin(tmp_path, step=40)
     assert read_exit(tmp_path).code is None
     assert [p.name for p in tmp_path.iterdir()] == [EXIT_FILE]

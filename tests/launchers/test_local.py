@@ -416,9 +416,31 @@ def test_no_rank_outlives_the_server(tmp_path):
     with started(tmp_path, "stubborn", 2, max_restarts=0) as launcher:
         (server,) = psutil.Process(launcher.pid).children()
         server.kill()
-        launcher.communicate(timeout=10)
-        assert launcher.returncode == 70
+        _, said = launcher.communicate(timeout=10)
+        assert launcher.returncode == 74
+        assert "the process that starts ranks was killed by SIGKILL, by hand or because memory ran out" in said
+        assert "its message is above" not in said
         wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)), seconds=3)
+
+
+def test_a_launch_ends_though_its_server_is_frozen(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(local, "AFTER_KILL_SECONDS", 1.0)
+
+    def freeze_and_stop():
+        wait_for(lambda: all((tmp_path / f"up-{r}").exists() for r in range(2)))
+        os.kill(warm.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with RankFactory((TOYS,)) as warm:
+        stopping = threading.Thread(target=freeze_and_stop)
+        stopping.start()
+        code = run(tmp_path, warm, "stubborn", 2, grace=0.3)
+        stopping.join()
+    assert code == 74
+    said = capfd.readouterr().err
+    assert "no end of rank 0, 1 was heard of 1 s after the kill; the process that starts ranks" in said
+    assert "was stopped (SIGSTOP, or a debugger)" in said
+    wait_for(lambda: all(gone(p) for p in pids(tmp_path, "up", 2)), seconds=3)
 
 
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("kill", 74)])

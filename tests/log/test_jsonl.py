@@ -100,6 +100,35 @@ def test_a_torn_tail_is_cut(tmp_path, damage):
     assert steps_in(path) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("damage", ['{"event": "step", "st\n', '{"no": "step"}\n', "[1]\n", "\x00\x00\n", "\n"])
+def test_a_damaged_line_in_the_midst_costs_none_behind_it(tmp_path, damage):
+    path = tmp_path / "m"
+    write(path, range(1, 4))
+    whole = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([whole[0], damage, *whole[1:]]))
+    write(path, [3], resumed=2)
+    lines = path.read_text().splitlines(keepends=True)
+    assert lines[:3] == [whole[0], damage, whole[1]]
+    assert [json.loads(line)["step"] for line in lines[2:]] == [2, 3]
+
+
+def test_the_other_name_of_a_file_keeps_its_lines(tmp_path):
+    """As `cp -al` copies a run, or where somebody linked a file of ours into one."""
+    path = tmp_path / "m"
+    write(path, range(1, 8))
+    before = path.read_bytes()
+    os.link(path, tmp_path / "other")
+    write(path, [5, 6], resumed=4)
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "other").read_bytes() == before
+    (tmp_path / "notes").write_text("notes\n")
+    os.link(tmp_path / "notes", tmp_path / "foreign")
+    write(tmp_path / "foreign", [1])
+    assert steps_in(tmp_path / "foreign") == [1]
+    assert (tmp_path / "notes").read_text() == "notes\n"
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["foreign", "m", "notes", "other"]
+
+
 WRITER = """
 import sys, time
 from pathlib import Path

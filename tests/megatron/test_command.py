@@ -53,6 +53,27 @@ def test_what_stands_before_the_script_is_passed_over():
     assert read_command(["srun", "-N", "4", "python", "pretrain_gpt.py", "--bf16"]).gpus is None
 
 
+def test_a_command_in_a_string_is_read_as_in_a_script():
+    inner = "torchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py --lr '1e-3' --bf16"
+    command = read_command(["srun", "-N", "2", "bash", "-c", inner])
+    assert (command.gpus, command.values) == (16, {"--lr": 1e-3, "--bf16": True})
+    assert told("bash", "-c", "exit 1; python pretrain_gpt.py --bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("bash", "train.sh", "3"), "train.sh: is a script, which is not run; to have it read give @train.sh with its"),
+        (("sbatch", "-N", "2", "run/job.slurm"), "run/job.slurm: is a script, which is not run"),
+        (("srun", "-N", "2", "--lr", "3"), "srun: starts no Python file; give the flags alone, or the command with"),
+        (("pretrain_gpt", "--lr", "3"), "pretrain_gpt: starts no Python file"),
+    ],
+)
+def test_words_that_are_no_command_are_told_as_one(words, problem):
+    [line] = told(*words)
+    assert line.startswith(problem)
+
+
 def test_the_last_of_several_counts():
     command = read_command(["--lr", "1", "--lr", "2"])
     assert (command.values["--lr"], command.repeated) == (2.0, ("--lr",))

@@ -48,12 +48,12 @@ def test_at_once(bias: bool) -> None:
 def summed(linear: Linear) -> tuple[WeightGradientSum, list[int]]:
     """Lets a layer's weight gradient be summed; -> the sum, and a list that grows with each gradient."""
     arrived: list[int] = []
-    linear.total = torch.full((7, 6), float("nan"), dtype=torch.float64)
-    return WeightGradientSum(linear.total, lambda: arrived.append(1)), arrived
+    linear.main_grad = torch.full((7, 6), float("nan"), dtype=torch.float64)
+    return WeightGradientSum(linear.main_grad, lambda: arrived.append(1)), arrived
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_put_off(bias: bool) -> None:
+def test_deferred(bias: bool) -> None:
     linear, x, grad = layer(bias)
     expected = truth(linear, x, grad)
     sum_, arrived = summed(linear)
@@ -61,20 +61,20 @@ def test_put_off(bias: bool) -> None:
 
     def backward() -> None:
         y = linear(x)
-        with WeightGradientSum.put_off(queue):
+        with WeightGradientSum.defer(queue):
             y.backward(grad)
 
     assert products(backward) == 2
     assert torch.allclose(x.grad, expected["x"], rtol=1e-13)
     assert (len(queue), arrived) == (1, [])
-    assert sum_.total.isnan().all()
+    assert sum_.main_grad.isnan().all()
     assert products(queue.run) == 1
     assert (len(queue), arrived) == (0, [1])
-    assert torch.allclose(sum_.total, expected["weight"], rtol=1e-13)
+    assert torch.allclose(sum_.main_grad, expected["weight"], rtol=1e-13)
     assert linear.weight.grad is None
     linear(x).backward(grad)
-    assert len(queue) == 0, "put off outside of put_off"
-    assert torch.allclose(sum_.total, 2 * expected["weight"], rtol=1e-13)
+    assert len(queue) == 0, "deferred outside of defer"
+    assert torch.allclose(sum_.main_grad, 2 * expected["weight"], rtol=1e-13)
 
 
 def test_summed_inside_the_product() -> None:
@@ -82,13 +82,13 @@ def test_summed_inside_the_product() -> None:
     expected = truth(linear, x, grad)["weight"]
     sum_, arrived = summed(linear)
     assert products(lambda: linear(x).backward(grad)) == 3
-    assert torch.allclose(sum_.total, expected, rtol=1e-13)
+    assert torch.allclose(sum_.main_grad, expected, rtol=1e-13)
     linear(x).backward(grad)
-    assert torch.allclose(sum_.total, 2 * expected, rtol=1e-13)
+    assert torch.allclose(sum_.main_grad, 2 * expected, rtol=1e-13)
     assert len(arrived) == 2
     sum_.start()
     linear(x).backward(grad)
-    assert torch.allclose(sum_.total, expected, rtol=1e-13)
+    assert torch.allclose(sum_.main_grad, expected, rtol=1e-13)
     assert linear.weight.grad is None
 
 
@@ -96,9 +96,9 @@ def test_the_oldest_ones_run_first() -> None:
     queue, sums, order = WeightGradientQueue(), [], []
     for i in range(3):
         linear, x, grad = layer(False)
-        linear.total = torch.zeros(7, 6, dtype=torch.float64)
-        sums.append(WeightGradientSum(linear.total, lambda i=i: order.append(i)))
-        with WeightGradientSum.put_off(queue):
+        linear.main_grad = torch.zeros(7, 6, dtype=torch.float64)
+        sums.append(WeightGradientSum(linear.main_grad, lambda i=i: order.append(i)))
+        with WeightGradientSum.defer(queue):
             linear(x).backward(grad)
     queue.run()
     assert order == [0, 1, 2]
@@ -115,8 +115,8 @@ def test_what_waits_in_a_queue_is_what_was_there_when_it_was_put() -> None:
     linears = [m for m in plain if isinstance(m, Linear)]
     sums = []
     for linear in linears:
-        linear.total = torch.full((16, 16), float("nan"), dtype=torch.float64)
-        sums.append(WeightGradientSum(linear.total, lambda: None))
+        linear.main_grad = torch.full((16, 16), float("nan"), dtype=torch.float64)
+        sums.append(WeightGradientSum(linear.main_grad, lambda: None))
     with functorch_config.patch(donated_buffer=False):
         compiled = torch.compile(plain, fullgraph=True, options=COMPILED_FOR_LATER)
         for _ in range(3):
@@ -124,13 +124,13 @@ def test_what_waits_in_a_queue_is_what_was_there_when_it_was_put() -> None:
             for sum_ in sums:
                 sum_.start()
             for queue in queues:
-                with WeightGradientSum.put_off(queue):
+                with WeightGradientSum.defer(queue):
                     compiled(x.clone().requires_grad_()).backward(grad)
             for queue in queues:
                 assert len(queue) == 3
                 queue.run()
             for linear, g in zip(linears, expected, strict=True):
-                assert torch.allclose(linear.total, 2 * g, rtol=1e-12)
+                assert torch.allclose(linear.main_grad, 2 * g, rtol=1e-12)
 
 
 def test_gradcheck() -> None:

@@ -147,33 +147,33 @@ def test_weight_gradients_are_summed_in_their_totals() -> None:
     sums, arrived = [], []
     for name, module in moe.named_modules():
         if isinstance(module, Linear):
-            module.total = torch.full_like(module.weight, float("nan"))
-            sums.append(WeightGradientSum(module.total, lambda name=name: arrived.append(name)))
+            module.main_grad = torch.full_like(module.weight, float("nan"))
+            sums.append(WeightGradientSum(module.main_grad, lambda name=name: arrived.append(name)))
     for _ in range(2):
         moe(x, context()).sum().backward()
     for name, module in moe.named_modules():
         if isinstance(module, GroupedLinear):
-            assert close(module.total, 2 * expected[f"{name}.weight"]), name
+            assert close(module.main_grad, 2 * expected[f"{name}.weight"]), name
     assert sorted(arrived) == sorted(2 * ["router", "experts.w_gate_up", "experts.w_down"])
 
 
-def test_weight_gradients_can_be_put_off() -> None:
+def test_weight_gradients_can_be_deferred() -> None:
     moe = build(MoeSpec(n_experts=6, top_k=2, capacity_factor=0.7))
     x = torch.randn(B, T, D, dtype=torch.float64)
     moe(x, context()).sum().backward()
     expected = {n: p.grad for n, p in moe.named_parameters()}
     linears = {f"{n}.weight": m for n, m in moe.named_modules() if isinstance(m, Linear)}
     for module in linears.values():
-        module.total = torch.full_like(module.weight, float("nan"))
-    sums = [WeightGradientSum(module.total, lambda: None) for module in linears.values()]
+        module.main_grad = torch.full_like(module.weight, float("nan"))
+    sums = [WeightGradientSum(module.main_grad, lambda: None) for module in linears.values()]
     queue = WeightGradientQueue()
-    with WeightGradientSum.put_off(queue):
+    with WeightGradientSum.defer(queue):
         moe(x, context()).sum().backward()
     assert len(queue) == len(sums) == 3
-    assert all(module.total.isnan().all() for module in linears.values())
+    assert all(module.main_grad.isnan().all() for module in linears.values())
     queue.run()
     for name, module in linears.items():
-        assert close(module.total, expected[name]), name
+        assert close(module.main_grad, expected[name]), name
 
 
 @pytest.mark.slow
@@ -224,10 +224,10 @@ def test_rows_go_there_and_back() -> None:
         (sorted_rows(experts, None, 5, unpermute=UNPERMUTE), 8),
         (sorted_rows(experts, keep, 5, unpermute=UNPERMUTE).padded(4), 20),
     ):
-        assert torch.allclose((rows.spread(x) * y[:count]).sum(), (rows.collect(y[:count]) * x).sum())
+        assert torch.allclose((rows.permute(x) * y[:count]).sum(), (rows.unpermute(y[:count]) * x).sum())
     assert sorted_rows(experts, keep, 5, unpermute=UNPERMUTE).ends.tolist() == [2, 2, 5, 7, 7]
     assert sorted_rows(experts, keep, 5, unpermute=UNPERMUTE).padded(4).ends.tolist() == [4, 8, 12, 16, 20]
     assert (
-        sorted_rows(experts, torch.zeros_like(keep), 5, unpermute=UNPERMUTE).first(0).collect(y[:0]).tolist()
+        sorted_rows(experts, torch.zeros_like(keep), 5, unpermute=UNPERMUTE).first(0).unpermute(y[:0]).tolist()
         == [[0.0] * 5] * 4
     )

@@ -596,14 +596,14 @@ def test_a_narrow_model_is_routed_in_fp32() -> None:
 
     total = torch.zeros(8, 64)
     sum_ = WeightGradientSum(total, lambda: None)
-    router.total, router.weight.grad, queue = total, None, WeightGradientQueue()
-    with WeightGradientSum.put_off(queue):
+    router.main_grad, router.weight.grad, queue = total, None, WeightGradientQueue()
+    with WeightGradientSum.defer(queue):
         router(x, where).weights.square().sum().backward()
     assert total.eq(0).all()
     assert len(queue) == 1
     queue.run()
     assert router.weight.grad is None
-    assert sum_.total is total
+    assert sum_.main_grad is total
     assert torch.equal(total, wide.weight.grad)
 
 

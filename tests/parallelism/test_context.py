@@ -185,7 +185,7 @@ BUGS = {
         Case("ring", 2, 24),
     ),
     "gradients of keys stay where they were last": (
-        Patch(CONTEXT, "d_own += passing.wait()[0]", "d_own += passing.outgoing[0] + 0 * passing.wait()[0]"),
+        Patch(CONTEXT, "d_own += handle.wait()[0]", "d_own += handle.outgoing[0] + 0 * handle.wait()[0]"),
         Case("ring", 2, 24),
     ),
     "late queries see one chunk of a later rank": (

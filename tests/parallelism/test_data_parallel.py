@@ -21,7 +21,7 @@ from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, build_split_model, initialise, mesh_of
+from megaspec.runtime.build import TrainState, build, build_split_model, initialise, mesh_of
 from megaspec.runtime.loop import Run
 from megaspec.runtime.state import tensors_of
 from megaspec.runtime.step import evaluate, train_step
@@ -109,7 +109,7 @@ def test_a_reduction_in_bf16_rounds_gradients_on_their_way_and_nothing_else(pool
     assert not any(found.gradients.replica_gap.values())
 
 
-def built_for(rank: int, case: Case, *, device: str = "cpu") -> Built:
+def built_for(rank: int, case: Case, *, device: str = "cpu") -> TrainState:
     where = gpu_of(rank) if device == "cuda" else torch.device(device)
     made = spec_of(case, device=device)
     built = build(made, mesh=mesh_of(made, rank=rank, device=where))
@@ -228,7 +228,7 @@ def loss_of(model: Decoder, micro: Batch) -> torch.Tensor:
     return model.loss(micro.tokens, micro.labels, micro.mask.to(torch.float64))
 
 
-def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
+def deferred(rank: int, case: Case, lag: int) -> dict[str, float]:
     """The errors of gradients when those of matrices are computed `lag` micro batches late."""
     found = []
     for late in (False, True):
@@ -242,7 +242,7 @@ def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
                 loss = loss_of(built.chunks[0], micro)
                 data.start_backward(0, last=number == len(micros) - 1)
                 queues.append(WeightGradientQueue())
-                with WeightGradientSum.put_off(queues[-1] if late else None):
+                with WeightGradientSum.defer(queues[-1] if late else None):
                     loss.backward()
                 if len(queues) > lag:
                     queues.popleft().run()
@@ -256,7 +256,7 @@ def put_off(rank: int, case: Case, lag: int) -> dict[str, float]:
 @pytest.mark.parametrize("strategy", ["replicate", *SHARED_OUT])
 def test_gradients_of_matrices_may_come_late(pool: RankPool, strategy: str) -> None:
     for lag in (1, 2):
-        for errors in pool.run(put_off, replace(TIED, strategy=strategy), lag, ranks=2):
+        for errors in pool.run(deferred, replace(TIED, strategy=strategy), lag, ranks=2):
             assert max(errors.values()) <= 1e-13, errors
 
 
@@ -397,7 +397,7 @@ def read_back(rank: int, text: str, folder: str) -> list[tuple[str, tuple[slice,
 
 SUMS, BUCKET = "megaspec.parallelism.reductions", "megaspec.parallelism.bucket"
 BUGS = [
-    ("replicas of shards not summed", Patch(BUCKET, "if self.sharers.sum is None:", "if True:"), "hsdp"),
+    ("replicas of shards not summed", Patch(BUCKET, "if self.shard_group.sum is None:", "if True:"), "hsdp"),
     ("only the last micro batch reaches the shard", Patch(BUCKET, "if add:", "if False:"), "fsdp"),
     ("the shard is not emptied between steps", Patch(BUCKET, "if add:", "if True:"), "zero2"),
     ("weights not gathered", Patch(BUCKET, "_all_gather(whole, own", "_all_gather(whole.clone(), own"), "zero1"),

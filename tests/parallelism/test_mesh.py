@@ -57,7 +57,7 @@ def bounds_of_a_rank(rank, folder, store, seconds):
     # the world of this test gives way to the one that the rank makes
     dist.destroy_process_group()
     try:
-        runtime.run_rank(folder, runtime.Place(rank, 4, rank, 0, FileRendezvous(store), seconds), None)
+        runtime.run_rank(folder, runtime.RankInfo(rank, 4, rank, 0, FileRendezvous(store), seconds), None)
     except Seen:
         return seen
     finally:

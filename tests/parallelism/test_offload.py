@@ -107,7 +107,7 @@ def test_host_memory_is_taken_for_what_is_away_at_once(monkeypatch: pytest.Monke
     ],
     ids=["zero bubble", "fsdp"],
 )
-def test_with_weight_gradients_put_off_and_with_weights_gathered(words: tuple[str, ...], recompute: str) -> None:
+def test_with_weight_gradients_deferred_and_with_weights_gathered(words: tuple[str, ...], recompute: str) -> None:
     more = (f"parallelism.recompute={recompute}", "parallelism.offload.layers=2")
     with RankPool() as pool:
         specs = (spec_of(*words, *extra, dropout=False) for extra in ((), more))

@@ -22,7 +22,7 @@ from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.passes import Message, Pass, Shape, made, needed, order, rank_of_stage, source
 from megaspec.parallelism.timeline import receives
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, initialise
+from megaspec.runtime.build import TrainState, build, initialise
 from megaspec.runtime.generate import Draw, generate, length_multiple, on_all_ranks, on_one_device
 from megaspec.runtime.state import load, pieces_of, progress
 from megaspec.runtime.step import evaluate, forward_backward, train_step
@@ -216,7 +216,7 @@ def test_with_other_axes(pool: RankPool, run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_with_weight_gradients_put_off() -> None:
+def test_compiled_blocks_with_weight_gradients_deferred() -> None:
     """Minutes of compiling on a busy machine; tests/nn/test_linear.py holds the seam itself."""
     with RankPool(timeout=900) as pool:
         check(pool, Run("zb_h1", compile="block", micro_batches=3, layers=2), steps=1)
@@ -244,7 +244,7 @@ def test_splitting_the_backward_pass_costs_no_matrix_product(pool: RankPool) -> 
 
 
 def held_activations(rank: int, run: Run) -> dict[str, Any]:
-    """What is alive of the activations that this rank made for another one, and of what it was put off to do."""
+    """What is alive of the activations that this rank made for another one, and of what it was deferred to do."""
     built = build(spec_of(run), mesh=mesh_of(run, rank))
     initialise(built)
     made: list[weakref.ref] = []
@@ -284,7 +284,7 @@ def test_what_was_sent_is_not_kept(pool: RankPool, run: Run) -> None:
         assert found["left"] == 0
 
 
-def test_each_weight_gradient_is_put_off_once(pool: RankPool) -> None:
+def test_each_weight_gradient_is_deferred_once(pool: RankPool) -> None:
     for found in pool.run(held_activations, Run("zb_h1"), ranks=2):
         assert found["queued"] == [8] * 4  # two layers of four matrices, four micro batches
 
@@ -336,7 +336,7 @@ def comm_of(run: Run) -> DistComm | SoloComm:
     return DistComm(device=torch.device("cpu")) if run.ranks > 1 else SoloComm()
 
 
-def everything(built: Built) -> dict[str, Any]:
+def everything(built: TrainState) -> dict[str, Any]:
     tensors = {"model": built.optimizer.masters, **built.optimizer.state()}
     return {
         kind: {n: t.numpy() for n, t in gather_global(of_names, built.shards, mesh=built.mesh).values.items()}

@@ -17,7 +17,7 @@ from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import RecomputePart, RecomputeSpec
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.examples import CPU, FACTS
-from megaspec.runtime.build import Built, build, build_model, initialise, materialise, mesh_of
+from megaspec.runtime.build import TrainState, build, build_model, initialise, materialise, mesh_of
 from megaspec.runtime.step import count_tokens, forward_backward
 from megaspec.spec import Spec
 from megaspec.verify.parity import divide, gather_global
@@ -80,13 +80,13 @@ def batch_of() -> Batch:
     return Batch(stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), mask, torch.arange(6), None)
 
 
-def built_of(spec: Spec, rank: int = 0) -> Built:
+def built_of(spec: Spec, rank: int = 0) -> TrainState:
     built = build(spec, mesh=mesh_of(spec, rank=rank, device=torch.device("cpu")))
     initialise(built)
     return built
 
 
-def go(built: Built) -> None:
+def go(built: TrainState) -> None:
     """Sums up the gradients of a global batch."""
     mine = divide(batch_of(), mesh=built.mesh, micro_batch=built.spec.train.micro_batch)
     tokens, _ = count_tokens(built, mine, stop=False)

@@ -36,7 +36,7 @@ GENERAL = [
     ),
     Bug(
         "gradients doubled",
-        Patch(SUMS, "self.totals[name].copy_(parameter.grad)", "self.totals[name].copy_(parameter.grad * 2)"),
+        Patch(SUMS, "self.main_grads[name].copy_(parameter.grad)", "self.main_grads[name].copy_(parameter.grad * 2)"),
         Case(dp=2),
         invisible=True,
     ),
@@ -44,8 +44,8 @@ GENERAL = [
         "last bucket not reduced",
         Patch(
             "megaspec.parallelism.bucket",
-            "if self.sharers.sum is None:",
-            'if self.sharers.sum is None or "embed.weight" in self.names:',
+            "if self.shard_group.sum is None:",
+            'if self.shard_group.sum is None or "embed.weight" in self.names:',
         ),
         Case(dp=2, mask="uneven"),
         invisible=True,
@@ -84,8 +84,8 @@ GENERAL = [
         "bias of a row-split layer added on every rank",
         Patch(
             TENSOR,
-            "LinearOp.apply(x, self.weight, None, self.total)",
-            "LinearOp.apply(x, self.weight, self.bias, self.total)",
+            "LinearOp.apply(x, self.weight, None, self.main_grad)",
+            "LinearOp.apply(x, self.weight, self.bias, self.main_grad)",
         ),
         Case(tp=2, family="gpt", optimizer="sgd"),
         invisible=True,
@@ -204,7 +204,7 @@ CONTEXTS = [
     ),
     Bug(
         "gradients of keys and values that came home lost",
-        Patch(CONTEXT, "d_own += passing.wait()[0]", "passing.wait()"),
+        Patch(CONTEXT, "d_own += handle.wait()[0]", "handle.wait()"),
         RING,
         invisible=True,
     ),
@@ -320,8 +320,8 @@ SHARDS = [
         "one bucket of gradients not scattered",
         Patch(
             BUCKET,
-            "if self.sharers.scatter is not None:",
-            'if self.sharers.scatter is not None and "norm.weight" not in self.names:',
+            "if self.shard_group.scatter is not None:",
+            'if self.shard_group.scatter is not None and "norm.weight" not in self.names:',
         ),
         ZERO,
         invisible=True,
@@ -334,7 +334,7 @@ SHARDS = [
     ),
     Bug(
         "replicas of shards not summed",
-        Patch(BUCKET, "dist.all_reduce(own, group=self.sharers.sum)", "pass"),
+        Patch(BUCKET, "dist.all_reduce(own, group=self.shard_group.sum)", "pass"),
         Case(dp=4, strategy="hsdp", replicas=2, mask="uneven"),
         invisible=True,
     ),

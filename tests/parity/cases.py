@@ -299,7 +299,7 @@ def _group(case: Case) -> int:
 
 def spec_of(case: Case, *, device: str = "cpu") -> Spec:
     """What is built and trained."""
-    more = {"world_size": case.ranks, "device": device, "segments": [SEQUENCES * 20]}
+    more = {"world_size": case.ranks, "device": device, "segments": [SEQUENCES * 20], "forked_from": None}
     return Spec.model_validate_json(json.dumps(content_of(case) | more))
 
 

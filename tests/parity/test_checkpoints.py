@@ -16,7 +16,7 @@ from megaspec.core.errors import CheckpointError
 from megaspec.core.layout import whole
 from megaspec.parallelism.expert import buffers_of
 from megaspec.precision.scaler import build_scaler
-from megaspec.runtime.build import Built, build, initialise, mesh_of
+from megaspec.runtime.build import TrainState, build, initialise, mesh_of
 from megaspec.runtime.state import load, pieces_of, progress, tensors_of
 from megaspec.runtime.step import train_step
 from megaspec.verify.parity import divide, gather_global
@@ -61,7 +61,7 @@ WEIGHT_TOLERANCE, LOSS_TOLERANCE = 1e-10, 1e-12
 class Begun:
     """A model in a layout, and the steps that it goes."""
 
-    built: Built
+    built: TrainState
     case: Case
     comm: Comm
 

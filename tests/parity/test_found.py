@@ -13,7 +13,7 @@ DEEP = {"pp": 2, "dp": 2, "ep": 2, "n_layers": 4, "mask": "uneven", "accumulate"
 @pytest.mark.parametrize(
     "case",
     [
-        # a bucket of nothing but weight gradients that are put off lost its memory between two of them
+        # a bucket of nothing but weight gradients that are deferred lost its memory between two of them
         Case(strategy="fsdp", schedule="zb_h1", router="softmax", **DEEP),
         Case(strategy="zero2", schedule="zb_v", virtual=2, router="sigmoid", **DEEP),
     ],

@@ -27,7 +27,7 @@ from megaspec.launcher.exit_file import read_exit
 from megaspec.rules.belonging import objections, run_identity
 from megaspec.rules.difference import is_free
 from megaspec.run_folder import newest_good, newest_step
-from megaspec.runtime.build import Built
+from megaspec.runtime.build import TrainState
 from megaspec.runtime.loop import Run
 from megaspec.runtime.rank import begin
 from megaspec.runtime.state import misfits
@@ -465,7 +465,7 @@ def may_be_another(path: tuple[Any, ...], body: dict[str, Any]) -> bool:
     return path[0] == "spec" and is_free(".".join(map(str, path[1:])), body["spec"])
 
 
-def is_taken(built: Built, data: bytes) -> bool:
+def is_taken(built: TrainState, data: bytes) -> bool:
     """Whether a run would go on from a checkpoint with this manifest, as far as its manifest goes."""
     try:
         manifest = decode(data, "here")

@@ -1,7 +1,6 @@
 """What ranks do in these tests: parts of a run's life, and a rank's entry with a fault in it."""
 
 import gc
-import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from megaspec.launcher import stop
 from megaspec.log.events import EvalDone, StepDone
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime import rank as runtime
-from megaspec.runtime.build import Built, build
+from megaspec.runtime.build import TrainState, build
 from megaspec.runtime.loop import Run
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
@@ -33,7 +32,7 @@ def comm_of(spec: Spec, rank: int) -> Comm:
     return DistComm(device=runtime.pick_device(spec, rank)) if spec.world_size > 1 else SoloComm()
 
 
-def build_here(spec: Spec, rank: int) -> Built:
+def build_here(spec: Spec, rank: int) -> TrainState:
     """This rank's share of a Spec."""
     degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
     return build(spec, mesh=Mesh(degrees, rank=rank, device=runtime.pick_device(spec, rank)))
@@ -45,8 +44,8 @@ def live(rank: int, text: str, folder: str, *, stop_after: int = 0) -> list[dict
     -> steps and evaluations, without what depends on the clock; from rank 0.
     """
     spec = Spec.model_validate_json(text)
-    # a life of its own: nothing of an earlier one in this process may help it
-    torch.manual_seed(random.SystemRandom().getrandbits(32))
+    # as a rank's entry does; a life of its own: nothing of an earlier one in this process may help it
+    runtime.seed_generators(spec.train.seed)
     comm = comm_of(spec, rank)
     run = Run(build_here(spec, rank), Path(folder), Store(folder), comm)
     events: list[dict[str, Any]] = []
@@ -142,7 +141,7 @@ def fails(rank: int, text: str, folder: str, fault: dict[str, Any]) -> tuple[str
     return "", "", run.built.optimizer.updates
 
 
-def plant(built: Built, rank: int, *, on: int, what: str, step: int, value: float = float("nan")) -> None:
+def plant(built: TrainState, rank: int, *, on: int, what: str, step: int, value: float = float("nan")) -> None:
     """In step `step`, counted from here, rank `on` comes to a number that is not finite.
 
     `what`: `weight:NAME`, the weight itself; `gradient:NAME`, this rank's share of a gradient; `backward:NAME`, what
@@ -153,30 +152,37 @@ def plant(built: Built, rank: int, *, on: int, what: str, step: int, value: floa
         faults.arm("step", lambda: FAULTS[kind](built, name, value), count=step)
 
 
-def poison_weight(built: Built, name: str, value: float) -> None:
+def poison_weight(built: TrainState, name: str, value: float) -> None:
     master = built.optimizer.masters[name].clone()
     master.view(-1)[0] = value
     built.optimizer.put("master", name, master)
     built.optimizer.write_back()
 
 
-def poison_gradient(built: Built, name: str, value: float) -> None:
-    built.data_parallel.gradients[name].view(-1)[0] = value
-    # the step would clear what is there when it begins
-    built.data_parallel.start_step = lambda: None
+def poison_gradient(built: TrainState, name: str, value: float) -> None:
+    """What the step finds in a sum of gradients, and adds to."""
+    data = built.data_parallel
+    start = data.start_step
+
+    def start_with_poison() -> None:
+        start()
+        data.gradients[name].view(-1)[0] = value
+        data._reductions._sums[name]._fresh = False
+
+    data.start_step = start_with_poison
 
 
-def poison_backward(built: Built, name: str, value: float) -> None:
+def poison_backward(built: TrainState, name: str, value: float) -> None:
     module = built.model.get_submodule(name.removesuffix(".weight"))
     module.register_forward_hook(lambda *args: _Poison.apply(args[-1], value))
 
 
-def poison_loss(built: Built, name: str, value: float) -> None:
+def poison_loss(built: TrainState, name: str, value: float) -> None:
     loss = built.model.head.loss
     built.model.head.loss = lambda *args, **more: _AddToValue.apply(loss(*args, **more), value)
 
 
-FAULTS: dict[str, Callable[[Built, str, float], None]] = {
+FAULTS: dict[str, Callable[[TrainState, str, float], None]] = {
     "weight": poison_weight,
     "gradient": poison_gradient,
     "backward": poison_backward,

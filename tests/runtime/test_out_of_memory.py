@@ -16,7 +16,7 @@ from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.runtime.out_of_memory import out_of_memory
 from megaspec.runtime.position import Position
-from megaspec.runtime.rank import Place, bounded, explained
+from megaspec.runtime.rank import RankInfo, bounded, explained
 from megaspec.search.remedies import savings
 from tests.parity.cases import Case, spec_of
 from tests.search.test_remedies import changed, eight_b
@@ -73,7 +73,7 @@ def test_a_rank_raises_it(tmp_path, error: RuntimeError) -> None:
     (tmp_path / prediction.FILE_NAME).write_text(predict(spec, target).model_dump_json())
     position = Position(torch.device("cpu"), step=2)
     position.mark("forward of micro batch 0, head")
-    me = Place(1, 2, 1, 0, FileRendezvous(""), 20.0)
+    me = RankInfo(1, 2, 1, 0, FileRendezvous(""), 20.0)
     words = "rank 1 of 2 ran out of memory in step 2, forward of micro batch 0, head: .*(out of memory|CUDA calloc)"
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
@@ -84,7 +84,7 @@ def test_a_rank_raises_it(tmp_path, error: RuntimeError) -> None:
 
 
 def test_another_failure_of_a_collective_stays_what_it_is(tmp_path) -> None:
-    spec, me = spec_of(Case(tp=2)), Place(1, 2, 1, 0, FileRendezvous(""), 20.0)
+    spec, me = spec_of(Case(tp=2)), RankInfo(1, 2, 1, 0, FileRendezvous(""), 20.0)
     gone = dist.DistBackendError("NCCL error in: a.cpp\nsocket closed")
     with pytest.raises(dist.DistBackendError), explained(spec, tmp_path, Position(torch.device("cpu")), me):
         raise gone

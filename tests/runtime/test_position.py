@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.parallelism.collectives import all_reduce
 from megaspec.runtime.position import Group, Position, Watchdog, _pending_collective, in_words, stood
-from megaspec.runtime.rank import Place, tell
+from megaspec.runtime.rank import RankInfo, tell
 from tests.ranks import RankPool
 
 
@@ -29,7 +29,7 @@ def test_ranks_at_the_same_place_share_a_line() -> None:
     [("a collective failed", "rank 1: a collective failed\n"), ("rank 0: cannot write x", "rank 0: cannot write x\n")],
 )
 def test_an_error_names_one_rank(what: str, said: str, capsys) -> None:
-    me = Place(rank=1, world_size=2, local_rank=1, attempt=0, store=FileRendezvous("nowhere"), timeout_seconds=1.0)
+    me = RankInfo(rank=1, world_size=2, local_rank=1, attempt=0, store=FileRendezvous("nowhere"), timeout_seconds=1.0)
     tell(me, what)
     assert capsys.readouterr().err == said
 

@@ -78,6 +78,6 @@ def test_the_exit_code_that_torchrun_hides_stands_in_the_run_folder(tmp_path, nu
         job.wait()
     assert job.returncode == code, said
     told = exit_file.read_exit(run)
-    assert (told.code, told.meaning) == (75, "stopped and saved: start again")
+    assert (told.code, told.meaning) == (75, "stopped, what was trained is saved: start again")
     (saved,) = read_all(run)
     assert told.step == saved > 0

@@ -141,6 +141,26 @@ def test_what_is_trained_is_not_changed():
     assert other is None or not any(word.startswith("train.") for word in other.overrides)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words", "gpus"),
+    [
+        ("llama3_8b", ("launcher.ranks=16", "parallelism.tp=16", "parallelism.cp=1", "model.n_kv_heads=16"), 16),
+        ("llama3_8b", ("launcher.ranks=64", "parallelism.tp=16", "parallelism.cp=1", "model.n_kv_heads=16"), 64),
+        ("llama3_70b", ("parallelism.tp=16", "parallelism.pp=2", "parallelism.cp=1", "model.n_kv_heads=16"), 64),
+        ("gpt3_175b_128gpu", ("parallelism.tp=16",), 128),
+    ],
+)
+def test_it_saves_as_much_as_the_hint_below_it(recipe, words, gpus):
+    """Of tensor parallel that reaches across nodes a hint says what fits inside one."""
+    spec, target = spec_of(recipe, *words, gpus=gpus)
+    plan = make_plan(spec, target, hardware=H100, ceilings=ceilings_of(H100), weigh_changes=True)
+    [hint] = plan.hints
+    given = {word.partition("=")[0] for word in hint.overrides}
+    kept = [word for word in words if word.partition("=")[0] not in given]
+    narrow, _ = spec_of(recipe, *kept, *hint.overrides, gpus=gpus)
+    assert plan.change.seconds <= step_time(narrow, H100, ceilings_of(H100)).seconds * (1 + 1e-9)
+
+
 def test_it_stands_in_the_plan_and_not_before_training(monkeypatch):
     recipe, words, gpus = LARGE
     spec, target = spec_of(recipe, *words, gpus=gpus)

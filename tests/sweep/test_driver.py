@@ -15,7 +15,7 @@ import pytest
 from megaspec.checkpoint.lock import RunLock
 from megaspec.cli import main
 from megaspec.estimate.target import Target
-from megaspec.sweep import attempt, commands
+from megaspec.sweep import attempt, multirun
 from megaspec.sweep.state import SweepFolder
 from tests.sweep.conftest import TINY, lives, points, states, sweep
 
@@ -190,7 +190,7 @@ def test_a_folder_of_something_else_is_left_alone(capsys):
 
 def test_points_see_gpus_of_their_own(monkeypatch):
     gpus = Target(gpus=4, gpu="NVIDIA H200", sm=90, gpu_memory=140 * 10**9, cores=8)
-    monkeypatch.setattr(commands, "detect_target", lambda: gpus)
+    monkeypatch.setattr(multirun, "detect_target", lambda: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     words = ["launcher.ranks=auto", "parallelism.dp_replicate=1", "parallelism.tp=1,2,4", "data.seed=1,2"]
     tiny = [w for w in TINY[1:] if not w.startswith("launcher.ranks")]
@@ -211,7 +211,7 @@ def test_points_see_gpus_of_their_own(monkeypatch):
 
 def test_points_that_do_not_fit_the_memory_are_refused_unless_told(monkeypatch, capsys):
     small = Target(gpus=2, gpu="NVIDIA H200", sm=90, gpu_memory=2**32, cores=8)
-    monkeypatch.setattr(commands, "detect_target", lambda: small)
+    monkeypatch.setattr(multirun, "detect_target", lambda: small)
     words = ("model.d_model=32,4096", "model.n_layers=2", "precision=bf16", "data.seq_len=256")
     tiny = [w for w in TINY if not w.startswith(("model.n_layers", "data.seq_len"))]
     command = ["train", "-m", *tiny, *words, "train.steps=2", "sweep.name=s"]

@@ -54,7 +54,7 @@ LAYOUTS = [
     "gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
     "gpus=2 parallelism.tp=2 parallelism.recompute={kind:full,method:block,layers:2} train.global_batch=4",
 ]
-# What is on its way, put off, or gathered once, beside what is sent anew for a tied table and for attention that runs
+# What is on its way, deferred, or gathered once, beside what is sent anew for a tied table and for attention that runs
 # again.
 BETWEEN_MICRO_BATCHES = [
     "gpus=4 parallelism.dp_strategy=fsdp train.global_batch=4 train.micro_batch=1",

@@ -11,6 +11,7 @@ from megaspec.nn.block import Block
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.dropout import Dropout
 from megaspec.nn.embedding import Embedding, LearnedPositions
+from megaspec.nn.init import start_weights
 from megaspec.nn.loss import OutputHead
 from megaspec.nn.mlp import GeluMlp
 from megaspec.nn.norm import LayerNorm
@@ -34,6 +35,7 @@ class Gpt(Decoder):
         self.tied = spec.tied_embeddings
         if self.tied:
             self.head.weight = self.embed.weight
+        start_weights(self, std=spec.init_std, n_layers=spec.n_layers)
 
     def embed_tokens(self, tokens_BT: Tensor, context: SequenceContext) -> Tensor:
         return self.embed_dropout(self.positions(self.embed(tokens_BT), context.positions), context.noise)

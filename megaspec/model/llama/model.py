@@ -11,6 +11,7 @@ from megaspec.nn.block import Block, MoeBlock
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.dropout import Dropout
 from megaspec.nn.embedding import Embedding
+from megaspec.nn.init import start_weights
 from megaspec.nn.linear import Linear
 from megaspec.nn.loss import OutputHead
 from megaspec.nn.mlp import SwiGlu
@@ -40,6 +41,7 @@ class Llama(Decoder):
         self.tied = spec.tied_embeddings
         if self.tied:
             self.head.weight = self.embed.weight
+        start_weights(self, std=spec.init_std, n_layers=spec.n_layers)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.rope.angles(positions)
