@@ -7,11 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megaspec.checkpoint.folders import CHECKPOINTS
-from megaspec.cli import main, parse
+from megaspec.cli import COMMANDS, main, parse
 from megaspec.commands import starting
 from megaspec.core.errors import RecipeError
 from megaspec.launcher.exit_file import read_exit
@@ -34,6 +35,17 @@ TINY = (
     "log.tensorboard=false",
     "log.console=quiet",
 )
+
+
+def test_every_file_of_a_command_is_reached():
+    """By cli.py, or by the command that it is a part of."""
+    reached = {module.__name__ for module in COMMANDS.values()}
+    for module in COMMANDS.values():
+        below = getattr(module, "COMMANDS", {}).values()
+        reached |= {part.__name__ for part in below if isinstance(part, ModuleType)}
+    for path in (ROOT / "megaspec" / "commands").glob("*.py"):
+        if re.search("^def add_parser", path.read_text(), re.MULTILINE):
+            assert f"megaspec.commands.{path.stem}" in reached, f"add {path.stem} to COMMANDS in megaspec/cli.py"
 
 
 def tiny(*changes):

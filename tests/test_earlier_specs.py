@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megaspec.spec import Spec
+from megaspec_kernels.catalog import CATALOG
 from tests.parity.cases import Case, spec_of
 
 LATER = ("attention_merge", "unpermute", "adamw")
@@ -16,6 +17,12 @@ def earlier(*, device: str, formats: dict[str, str]) -> Spec:
     for name in LATER:
         del content["kernels"][name]
     return Spec.model_validate_json(json.dumps(content))
+
+
+def test_every_operation_that_came_later_is_known():
+    first = {"attention", "cross_entropy", "grouped"}
+    missing = set(CATALOG) - first - set(LATER)
+    assert missing == set(), "add it to LATER here, and what runs took before it to `taken` in megaspec/spec.py"
 
 
 @pytest.mark.parametrize(

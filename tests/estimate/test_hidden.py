@@ -15,6 +15,7 @@ from megaspec.estimate.step_time import step_time
 from megaspec.nn.matrices import matrices_of
 from megaspec.parallelism.stages import stages_of
 from megaspec.runtime.build import MODELS
+from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.registry import kernels_of
 from megaspec_kernels.spec import KernelsSpec
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
@@ -25,16 +26,7 @@ MUON = {"optim": {"kind": "muon", "lr": 1e-3}}
 @pytest.mark.parametrize("model", [GPT, LLAMA | {"vocab_pad_to": 1}], ids=["gpt", "llama"])
 def test_shapes_and_counts_are_those_of_the_model(model):
     spec = plan(model).model
-    kernels = kernels_of(
-        KernelsSpec(
-            attention="sdpa",
-            cross_entropy="chunked",
-            grouped="reference",
-            unpermute="reference",
-            attention_merge="reference",
-            compile="none",
-        )
-    )
+    kernels = kernels_of(KernelsSpec(**dict.fromkeys(CATALOG, "reference"), compile="none"))
     with torch.device("meta"):
         built = MODELS[type(spec)](spec, kernels)
     found: dict[tuple[int, int], int] = {}
