@@ -85,6 +85,7 @@ _KEYS = {
 _YAML = {
     "yaml.syntax": Known("The file is YAML.", "Mend the line.", yaml="train: {steps: 1"),
     "yaml.mapping": Known("A file holds keys and values.", "Write `key: value` lines.", yaml="- train"),
+    "data.mapping": Known("A recipe from Python is made of dictionaries.", "Give {key: value, ...}."),
     "yaml.document": Known("A file holds one document.", "Remove the second `---`.", yaml="a: 1\n---\nb: 2"),
     "yaml.tag": Known("A file is data: tags are refused.", "Remove the tag.", yaml="a: !!python/name:os.system x"),
     "yaml.merge": Known("`<<` hides where a value is from.", "Inherit with `defaults:`.", yaml="<<: {a: 1}"),
