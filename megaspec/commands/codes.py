@@ -85,7 +85,6 @@ _KEYS = {
 _YAML = {
     "yaml.syntax": Known("The file is YAML.", "Mend the line.", yaml="train: {steps: 1"),
     "yaml.mapping": Known("A file holds keys and values.", "Write `key: value` lines.", yaml="- train"),
-    "data.mapping": Known("A recipe from Python is made of dictionaries.", "Give {key: value, ...}."),
     "yaml.document": Known("A file holds one document.", "Remove the second `---`.", yaml="a: 1\n---\nb: 2"),
     "yaml.tag": Known("A file is data: tags are refused.", "Remove the tag.", yaml="a: !!python/name:os.system x"),
     "yaml.merge": Known("`<<` hides where a value is from.", "Inherit with `defaults:`.", yaml="<<: {a: 1}"),
@@ -95,6 +94,16 @@ _YAML = {
     "yaml.depth": Known("Sections are nested at most 32 deep.", "Flatten it.", yaml="a: " + "[" * 40 + "]" * 40),
     "yaml.size": Known("A file holds at most 20,000 values, those of aliases counted each time.", "Shorten it."),
     "yaml.package": Known("Where a file belongs follows from its folder.", "Drop the `@package` line."),
+}
+_PYTHON = {
+    "data.mapping": Known("A recipe from Python is a dictionary.", "Give {key: value, ...}."),
+    "data.key": Known("A key of a recipe from Python is text without dots.", "Nest one for each section."),
+    "data.kind": Known("A recipe holds plain values only.", "Write text, numbers, True, False, None, lists and dicts."),
+    "data.depth": Known("Sections are nested at most 32 deep.", "Flatten it."),
+    "weight.unknown": Known("The model has no weight of that name.", "Take a name from megaspec.weights(built)."),
+    "weight.misfit": Known(
+        "A weight that is set is a tensor of numbers with the weight's whole shape.", "Give the shape that is named."
+    ),
 }
 _RUNS = {
     "unbuilt": Known(
@@ -166,4 +175,4 @@ _PLUGINS = {
     ),
 }
 
-CODES: dict[str, Known] = {**_NAMES, **_KEYS, **_YAML, **_RUNS, **_SWEEPS, **_MEGATRON, **_PLUGINS}
+CODES: dict[str, Known] = {**_NAMES, **_KEYS, **_YAML, **_PYTHON, **_RUNS, **_SWEEPS, **_MEGATRON, **_PLUGINS}

@@ -181,7 +181,7 @@ def test_ranks_of_a_gloo_world(tmp_path) -> None:
 
 
 def test_every_point_in_the_code_is_listed() -> None:
-    named = [name for file in PACKAGE.glob("*.py") for name in re.findall(r'\breach\("(\w+)"\)', file.read_text())]
+    named = [name for file in PACKAGE.glob("*.py") for name in re.findall(r'\bfailpoint\("(\w+)"\)', file.read_text())]
     assert sorted(named) == sorted(FAULT_POINTS)
 
 
