@@ -59,7 +59,7 @@ class Summed:
     """An update was made with them, which may have overwritten them."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainState:
     """One rank's share of a run."""
 
@@ -274,18 +274,18 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
     for chunk in split.chunks:
         position.watch(chunk)
     return TrainState(
-        spec,
-        mesh,
-        mesh.device,
-        split.chunks,
-        split.starts,
-        tensor,
-        split.context_parallel,
-        split.expert_parallel,
-        split.pipeline,
-        data,
-        optimizer,
-        position,
+        spec=spec,
+        mesh=mesh,
+        device=mesh.device,
+        chunks=split.chunks,
+        starts=split.starts,
+        tensor_parallel=tensor,
+        context_parallel=split.context_parallel,
+        expert_parallel=split.expert_parallel,
+        pipeline=split.pipeline,
+        data_parallel=data,
+        optimizer=optimizer,
+        position=position,
     )
 
 
