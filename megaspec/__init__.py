@@ -60,9 +60,9 @@ _WHERE = {
     "weights": "megaspec.runtime.weights:weights",
     "set_weights": "megaspec.runtime.weights:set_weights",
     "gradients": "megaspec.runtime.weights:gradients",
-    "weight_shares": "megaspec.runtime.weights:weight_shares",
-    "gradient_shares": "megaspec.runtime.weights:gradient_shares",
-    "Share": "megaspec.runtime.weights:Share",
+    "weight_shards": "megaspec.runtime.weights:weight_shards",
+    "gradient_shards": "megaspec.runtime.weights:gradient_shards",
+    "WeightShard": "megaspec.runtime.weights:WeightShard",
     "Layout": "megaspec.core.layout:Layout",
     "Piece": "megaspec.core.layout:Piece",
     # checkpoints

@@ -41,7 +41,6 @@ from megaspec.core.errors import MegaspecError, RecipeError, WriteError
 from megaspec.core.problems import did_you_mean
 from megaspec.plugins import load, take_flags
 
-USAGE_EXIT = RecipeError.exit_code
 INTERRUPTED_EXIT = 130
 _SWEEP = "only `megaspec train` runs several points"
 _IN_FOLDER = "megaspec plan shows what is decided; a run keeps recipe.json and spec.json in its folder"

@@ -69,11 +69,6 @@ class RouterStatistics:
     losses: dict[str, Tensor]
     """[L] each: mean over micro batches, with the coefficient."""
 
-    @property
-    def max_violation_L(self) -> Tensor:
-        """How far the most loaded expert is above the even share (Wang et al. 2024)."""
-        return self.loads_LE.amax(dim=1) - 1
-
 
 class ExpertParallel:
     """The strategy. `split_model` before memory is taken, behind TensorParallel's."""

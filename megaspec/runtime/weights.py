@@ -2,7 +2,7 @@
 
 Note on whole tensors. Each element has one rank that holds copy 0 of it (core/layout.py). That rank's bits and zeros
 from all others are summed as whole numbers, which is exact, slab by slab, so that a rank's device holds no more than a
-slab beside its share.
+slab beside its shard.
 """
 
 import zlib
@@ -31,7 +31,7 @@ _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True)
-class Share:
+class WeightShard:
     """What one rank holds of a tensor."""
 
     layout: Layout
@@ -50,22 +50,22 @@ def weights(
     UsageError: a name that is no weight's.
     """
     shapes = _shapes(built)
-    shares = weight_shares(built)
+    shards = weight_shards(built)
     found = {}
     for name in _chosen(shapes, names):
-        value = _whole(built, shares.get(name), shapes[name])
+        value = _whole(built, shards.get(name), shapes[name])
         found[name] = value if dtype is None else value.to(dtype)
     return found
 
 
-def weight_shares(built: TrainState) -> dict[str, Share]:
+def weight_shards(built: TrainState) -> dict[str, WeightShard]:
     """What this rank holds of the master weights, by global name, without a word to other ranks. To be read only."""
-    shares = {name: Share(built.shards[name], master) for name, master in built.optimizer.masters.items()}
+    shards = {name: WeightShard(built.shards[name], master) for name, master in built.optimizer.masters.items()}
     is_first = built.mesh.index("tp-dp-cp") == 0
     for name, bias in _biases(built).items():
         layout = whole(name, tuple(bias.shape), replica=0 if is_first else 1, copies=built.mesh.size("tp-dp-cp"))
-        shares[name] = Share(layout, bias)
-    return shares
+        shards[name] = WeightShard(layout, bias)
+    return shards
 
 
 @torch.no_grad()
@@ -93,10 +93,10 @@ def set_weights(built: TrainState, values: Mapping[str, Tensor]) -> None:
             biases[name].copy_(value)
         elif name in built.shards:
             layout = built.shards[name]
-            share = torch.zeros(layout.local_shape, dtype=built.wide, device=value.device)
+            shard = torch.zeros(layout.local_shape, dtype=built.wide, device=value.device)
             for piece in layout.pieces:
-                share[piece.local_slices] = value[piece.global_slices].to(built.wide)
-            built.optimizer.put("master", name, share)
+                shard[piece.local_slices] = value[piece.global_slices].to(built.wide)
+            built.optimizer.put("master", name, shard)
     built.optimizer.write_back([name for name in values if name in built.shards])
     built.data_parallel.gather_weights()
 
@@ -117,16 +117,16 @@ def gradients(built: TrainState, *, names: Collection[str] | None = None) -> dic
     sums = built.data_parallel.gradients
     found = {}
     for name in _chosen(shapes, names):
-        share = Share(built.shards[name], sums[name]) if name in sums else None
-        found[name] = _whole(built, share, shapes[name]) / scale
+        shard = WeightShard(built.shards[name], sums[name]) if name in sums else None
+        found[name] = _whole(built, shard, shapes[name]) / scale
     return found
 
 
-def gradient_shares(built: TrainState) -> dict[str, Share]:
+def gradient_shards(built: TrainState) -> dict[str, WeightShard]:
     """Copies of what this rank holds of `gradients`, by global name. All ranks call it together; raises as `gradients`
     does."""
     scale = _summed(built).loss_scale
-    return {name: Share(built.shards[name], sums / scale) for name, sums in built.data_parallel.gradients.items()}
+    return {name: WeightShard(built.shards[name], sums / scale) for name, sums in built.data_parallel.gradients.items()}
 
 
 def _summed(built: TrainState) -> Summed:
@@ -185,24 +185,24 @@ def _some(shapes: Mapping[str, tuple[int, ...]]) -> str:
     return ", ".join([*list(shapes)[:3], f"and {len(shapes) - 3} more, see megaspec.weights"])
 
 
-def _whole(built: TrainState, share: Share | None, shape: tuple[int, ...]) -> Tensor:
-    """The global tensor on the CPU, from all ranks' shares. See the note on whole tensors."""
+def _whole(built: TrainState, shard: WeightShard | None, shape: tuple[int, ...]) -> Tensor:
+    """The global tensor on the CPU, from all ranks' shards. See the note on whole tensors."""
     out = torch.empty(shape, dtype=built.wide)
     rows = max(1, _SLAB // prod(shape[1:]))
     for first in range(0, shape[0], rows):
         last = min(first + rows, shape[0])
         slab = torch.zeros(last - first, *shape[1:], dtype=built.wide, device=built.device)
-        if share is not None:
-            _lay(share, slab, first)
+        if shard is not None:
+            _lay(shard, slab, first)
         if built.mesh.world_size > 1:
             dist.all_reduce(slab.view(_BITS[built.wide]))
         out[first:last] = slab
     return out
 
 
-def _lay(share: Share, slab: Tensor, first: int) -> None:
+def _lay(shard: WeightShard, slab: Tensor, first: int) -> None:
     """Copies what this rank has the first copy of into the rows of the global tensor from `first` on."""
-    for piece in share.layout.pieces:
+    for piece in shard.layout.pieces:
         begin = max(piece.global_start[0], first)
         end = min(piece.global_start[0] + piece.shape[0], first + slab.shape[0])
         if piece.replica > 0 or begin >= end:
@@ -211,7 +211,7 @@ def _lay(share: Share, slab: Tensor, first: int) -> None:
         there, here = list(piece.global_slices), list(piece.local_slices)
         there[0] = slice(begin - first, end - first)
         here[0] = slice(piece.local_start[0] + skipped, piece.local_start[0] + skipped + end - begin)
-        slab[tuple(there)] = share.values[tuple(here)]
+        slab[tuple(there)] = shard.values[tuple(here)]
 
 
 def _checked(

@@ -27,7 +27,7 @@ from megaspec.runtime.rank import RankInfo, bounded, join_world, leave_world, pi
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Gathered, Trajectory, compare, gradient_sizes, run_steps
 
-ALONE, LAYOUT = "alone", "layout"
+ALONE = "alone"
 _PRECISION = "fp64"
 
 

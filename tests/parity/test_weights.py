@@ -15,7 +15,7 @@ from megaspec.parallelism.expert import buffers_of
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import TrainState, build, initialise, mesh_of, plain_model
 from megaspec.runtime.step import train_step
-from megaspec.runtime.weights import Share, gradient_shares, gradients, set_weights, weight_shares, weights
+from megaspec.runtime.weights import WeightShard, gradient_shards, gradients, set_weights, weight_shards, weights
 from megaspec.verify.parity import divide, gather_global, gradient_errors
 from tests.parity.cases import Case, alone, batches_of, spec_of
 from tests.ranks import RankPool
@@ -121,9 +121,9 @@ def test_every_rank_reads_and_sets_whole_weights(name: str, pool: RankPool) -> N
 def shares(rank: int, case: Case) -> list[dict[str, np.ndarray]]:
     """Whole weights and gradients, and both put together from what each rank says that it holds; on rank 0."""
     built = built_of(rank, case)
-    seen: list[tuple[dict[str, Share], dict[str, Tensor]]] = []
-    step(built, case, on_gradients=lambda: seen.append((gradient_shares(built), gradients(built))))
-    seen.append((weight_shares(built), weights(built)))
+    seen: list[tuple[dict[str, WeightShard], dict[str, Tensor]]] = []
+    step(built, case, on_gradients=lambda: seen.append((gradient_shards(built), gradients(built))))
+    seen.append((weight_shards(built), weights(built)))
     found = []
     for pieces, whole in seen:
         layouts: dict[str, Layout] = {name: share.layout for name, share in pieces.items()}
