@@ -80,7 +80,7 @@ def prepare(
 ) -> Prepared:
     """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, `.tokenizer.json`.
 
-    inputs: files, folders, or `python` for the corpus that every Python carries. key: where JSON lines and parquet
+    inputs: files, folders, or `python` for the corpus that ships with Python. key: where JSON lines and parquet
     hold the text. skip_bad: how many bad lines are left out before the job stops. allow_lossy: go on where a sample of
     the documents shows that the tokenizer loses characters. resume: use the finished parts of an interrupted job.
     overwrite: replace files that another job made.

@@ -1,4 +1,4 @@
-"""A corpus that every Python carries: its language manual (pydoc_data.topics) and the standard library's docstrings and
+"""A corpus that ships with Python: its language manual (pydoc_data.topics) and the standard library's docstrings and
 sources, read from the interpreter at run time.
 
 The order of the documents is that of a hash of their names, so that every split gets some of each kind; a module's
