@@ -38,20 +38,26 @@ class PartlyError(RecipeError):
 
 def checkable(content: Mapping[str, Any], origins: Mapping[str, str], bad: Iterable[str]) -> Checkable | None:
     """`bad`: the keys that are known to be wrong. None: too much is."""
-    left, wrong, tried = deepcopy(dict(content)), set(), {}
-    for key in bad:
-        wrong.add(_take(left, key))
+    left = deepcopy(dict(content))
+    wrong = {_take(left, key) for key in bad}
+    # key that is missing -> number of the stand-in that was tried last
+    tried: dict[str, int] = {}
     for _ in range(_ROUNDS):
         try:
             return Checkable(Recipe.model_validate_json(json.dumps(left)), frozenset(wrong), origins)
         except ValidationError as error:
-            found = typed_problems(error, model=Recipe, content=left, origins={}, choices={})
-        for key in (one.key for one in found if one.key):
+            problems = typed_problems(error, model=Recipe, content=left, origins={}, choices={})
+        for problem in problems:
+            key = problem.key
+            if not key:
+                continue  # it says how many more there are
             if key.endswith(".kind"):
+                # without its kind nothing in a section can be read
                 wrong.add(_take(left, key.removesuffix(".kind")))
             elif value_at(left, key) is not None and key not in tried:
                 wrong.add(_take(left, key))
             else:
+                # missing, perhaps since it was just taken away, and without a default: something has to stand there
                 tried[key] = tried.get(key, -1) + 1
                 if tried[key] == len(_STAND_INS) or not _put(left, key, _STAND_INS[tried[key]]):
                     return None

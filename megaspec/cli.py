@@ -77,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a letter shows a question mark
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    asks_json = "--json" in words[: words.index("--") if "--" in words else None]
+    words = list(sys.argv[1:]) if arguments is None else list(arguments)
+    asks_json = _asks_json(words)
     code = 0
     try:
         packages, words = take_flags(words)
@@ -89,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MegaspecError as error:
-        print(f"megaspec: {error}" if "\n" not in str(error) else f"megaspec:\n{error}", file=sys.stderr)
+        text = str(error)
+        # several problems stand below each other, a single one behind the name
+        separator = "\n" if "\n" in text else " "
+        print(f"megaspec:{separator}{text}", file=sys.stderr)
         if asks_json:
             print(json.dumps({"problems": [problem.as_json() for problem in error.problems]}, indent=1))
         codes = dict.fromkeys(p.code for p in error.problems if p.code)
@@ -109,6 +112,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         print(f"megaspec: {error.filename or 'its output'} can't be written: {error.strerror}", file=sys.stderr)
         return code or WriteError.exit_code
+
+
+def _asks_json(words: Sequence[str]) -> bool:
+    """True where --json stands among our own words: those behind `--` are of another program."""
+    for word in words:
+        if word == "--":
+            return False
+        if word == "--json":
+            return True
+    return False
 
 
 def _drop_output() -> None:
@@ -141,15 +154,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
-    known = sorted(set(re.findall(r"--[a-z][a-z-]*", command.format_help())))
-    word = words[0].partition("=")[0]
-    near = did_you_mean(word.lstrip("-"), [k.removeprefix("--") for k in known]).replace("mean ", "mean --")
-    hint = _HYDRA_FLAGS.get(word) or near
+    """Why the first of these words is refused, and what to write."""
+    written = words[0]
+    flag = written.partition("=")[0]
+    hint = _HYDRA_FLAGS.get(flag)
+    if not hint:
+        known = sorted(set(re.findall(r"--[a-z][a-z-]*", command.format_help())))
+        names = [name.removeprefix("--") for name in known]
+        hint = did_you_mean(flag.lstrip("-"), names).replace("mean ", "mean --")
     if command.prog.endswith("from-megatron"):
         hint = "the flags of pretrain_gpt.py stand after --"
-    if not hint and "=" in words[0]:
-        hint = f"settings have no dashes: {words[0].lstrip('-')}"
-    return f"{words[0]}: unknown; {hint or f'see megaspec {command.prog.split()[-1]} --help'}"
+    if not hint and "=" in written:
+        hint = f"settings have no dashes: {written.lstrip('-')}"
+    if not hint:
+        hint = f"see megaspec {command.prog.split()[-1]} --help"
+    return f"{written}: unknown; {hint}"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`--plugin PACKAGE`: the language with the specs of a package. Torch-free; runtime/plugins.py adds the builders.
+"""`--plugin PACKAGE`: the language with the kinds of a package. Torch-free; runtime/plugins.py has the builders.
 
-A package offers PLUGIN, a `Plugin`. Its specs join the unions of a Recipe before one is composed; each names its
-builder as "module:name", which only ranks import. Only a command line names a package: no recipe and no run folder
-ever makes anything be imported.
+A package offers PLUGIN, a `Plugin`. Its specs join the kinds that a Recipe chooses among before one is composed; each
+names its builder as "module:name", which only ranks import. Only a command line names a package: no recipe and no run
+folder ever makes anything be imported.
 """
 
 import ast
@@ -10,28 +10,25 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
-from operator import or_
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal, get_args, get_origin
-
-from pydantic import Field
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen
-from megaspec.data import facts
-from megaspec.data.spec import DataSpec
-from megaspec.log.spec import LogSpec
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.llama.spec import LlamaSpec
-from megaspec.optim.spec import AdamWSpec, SgdSpec
-from megaspec.recipe import Recipe
-from megaspec.spec import Spec
-from megaspec.train.spec import TrainSpec
+from megaspec.core.kinds import Kinds, tags_of
+from megaspec.data.spec import SOURCE_KINDS, DataSpec
+from megaspec.log.spec import SINK_KINDS
+from megaspec.model.decoder.spec import ATTENTION_KINDS, POSITIONS_KINDS, DecoderSpec
+from megaspec.nn.attention.spec import AttentionSpec
+from megaspec.nn.embedding.spec import PositionsSpec
+from megaspec.nn.mlp.spec import MLP_KINDS, MlpSpec
+from megaspec.nn.norm.spec import NORM_KINDS, NormSpec
+from megaspec.optim.spec import OPTIMIZER_KINDS, AdamWSpec, SgdSpec
+from megaspec.recipe import MODEL_KINDS
+from megaspec.train.spec import LOSS_KINDS
 
 NAME = "PLUGIN"
 _FLAG = "--plugin"
@@ -39,8 +36,8 @@ _BUILDER = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One thing that a plugin adds."""
+class Kind:
+    """One kind that a plug-in adds."""
 
     spec: type[Frozen]
     """Its settings; `kind: Literal["..."]` chooses it."""
@@ -50,41 +47,53 @@ class Part:
 
 @dataclass(frozen=True)
 class Plugin:
-    """What a package adds. Specs of models and optimizers inherit from ours, so that the plan can count them."""
+    """What a package adds. Specs inherit from ours, which say what a plan asks of them."""
 
-    models: tuple[Part, ...] = ()
-    """`model.kind`, from LlamaSpec or GptSpec. Built by `(spec, kernels) -> Decoder`."""
-    sources: tuple[Part, ...] = ()
+    models: tuple[Kind, ...] = ()
+    """`model.kind`, from DecoderSpec. Built by `(spec, kernels, part builders) -> Decoder`."""
+    norms: tuple[Kind, ...] = ()
+    """`model.norm.kind`, from NormSpec. Built by `(width, spec) -> Norm`."""
+    mlps: tuple[Kind, ...] = ()
+    """`model.mlp.kind`, from MlpSpec. Built by `(d_model, d_ffn, spec, *, out) -> FeedForward`."""
+    attentions: tuple[Kind, ...] = ()
+    """`model.attention.kind`, from AttentionSpec. Built by `(spec, AttentionSetting) -> Attention`."""
+    positions: tuple[Kind, ...] = ()
+    """`model.positions.kind`, from PositionsSpec. Built by `(spec, *, d_model, d_head, max_seq_len) ->
+    PositionModules`."""
+    sources: tuple[Kind, ...] = ()
     """`data.kind`, from DataSpec and with `vocab_size`. Built by `(spec, *, split, seed, segments, vocab_size) ->
     Source`."""
-    optimizers: tuple[Part, ...] = ()
+    optimizers: tuple[Kind, ...] = ()
     """`optim.kind`, from AdamWSpec or SgdSpec. Built by `(parameters, spec) -> MasterOptimizer`."""
-    losses: tuple[Part, ...] = ()
+    losses: tuple[Kind, ...] = ()
     """`train.loss`, in place of cross-entropy. Built by `(spec) -> kernel`, a CrossEntropyKernel."""
-    sinks: tuple[Part, ...] = ()
+    sinks: tuple[Kind, ...] = ()
     """Entries of `log.sinks`. Built by `(spec, run_dir, step) -> Sink`."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the specs of one kind of part belong."""
+    """Where a recipe chooses among kinds, and what one has to be that is added there."""
 
     key: str
+    kinds: Kinds
     bases: tuple[type[Frozen], ...]
     needs: tuple[str, ...] = ()
     """Fields that a spec has to have."""
+    says: tuple[str, ...] = ()
+    """What a spec has to say of itself, which its base leaves open."""
 
 
 _PLACES = {
-    "models": _Place("model", (LlamaSpec, GptSpec)),
-    "sources": _Place("data", (DataSpec,), ("seq_len", "vocab_size")),
-    "optimizers": _Place("optim", (AdamWSpec, SgdSpec)),
-    "losses": _Place("train.loss", (Frozen,)),
-    "sinks": _Place("log.sinks", (Frozen,)),
-}
-_DESCRIPTIONS = {
-    "train.loss": "A plugin's loss. None: cross-entropy.",
-    "log.sinks": "A plugin's sinks, beside those of megaspec.",
+    "models": _Place("model", MODEL_KINDS, (DecoderSpec,)),
+    "norms": _Place("model.norm", NORM_KINDS, (NormSpec,), says=("statistics", "vectors", "wide_copies")),
+    "mlps": _Place("model.mlp", MLP_KINDS, (MlpSpec,), says=("facts",)),
+    "attentions": _Place("model.attention", ATTENTION_KINDS, (AttentionSpec,), says=("facts",)),
+    "positions": _Place("model.positions", POSITIONS_KINDS, (PositionsSpec,)),
+    "sources": _Place("data", SOURCE_KINDS, (DataSpec,), ("seq_len", "vocab_size")),
+    "optimizers": _Place("optim", OPTIMIZER_KINDS, (AdamWSpec, SgdSpec)),
+    "losses": _Place("train.loss", LOSS_KINDS, (Frozen,)),
+    "sinks": _Place("log.sinks", SINK_KINDS, (Frozen,)),
 }
 
 
@@ -93,7 +102,7 @@ class _Loaded:
     """What this process has taken in."""
 
     names: list[str] = field(default_factory=list)
-    parts: dict[str, list[Part]] = field(default_factory=lambda: {kind: [] for kind in _PLACES})
+    kinds: dict[str, list[Kind]] = field(default_factory=lambda: {place: [] for place in _PLACES})
 
 
 _LOADED = _Loaded()
@@ -109,9 +118,9 @@ def plugin_flags() -> list[str]:
     return [f"{_FLAG}={name}" for name in loaded()]
 
 
-def parts(kind: str) -> tuple[Part, ...]:
-    """What plugins have added: `models`, `sources`, `optimizers`, `losses` or `sinks`."""
-    return tuple(_LOADED.parts[kind])
+def added_kinds(place: str) -> tuple[Kind, ...]:
+    """What plugins have added to one of the fields of Plugin."""
+    return tuple(_LOADED.kinds[place])
 
 
 def take_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -147,10 +156,10 @@ def load(packages: Sequence[str]) -> None:
         problems = _problems(plugin)
         if problems:
             raise RecipeError([Problem("", f"{_FLAG} {package}: {p}", COMMAND_LINE, "plugin") for p in problems])
-        for kind, part in _all_parts(plugin):
-            _LOADED.parts[kind].append(part)
+        for place, kind in _all_kinds(plugin):
+            _LOADED.kinds[place].append(kind)
+            _PLACES[place].kinds.add(kind.spec)
         _LOADED.names.append(name)
-        _rebuild(plugin)
 
 
 def demand(saved: Mapping[str, Any], label: str) -> None:
@@ -201,53 +210,70 @@ def _imported(name: str, package: str) -> ModuleType:
     return module
 
 
-def _all_parts(plugin: Plugin) -> Iterator[tuple[str, Part]]:
-    for kind in _PLACES:
-        for part in getattr(plugin, kind):
-            yield kind, part
+def _all_kinds(plugin: Plugin) -> Iterator[tuple[str, Kind]]:
+    for place in _PLACES:
+        for kind in getattr(plugin, place):
+            yield place, kind
 
 
 def _problems(plugin: Any) -> list[str]:
     """Why a plugin can't be added."""
     if not isinstance(plugin, Plugin):
         return [f"it has no {NAME} = megaspec.plugins.Plugin(...)"]
-    found = list(_all_parts(plugin))
+    found = list(_all_kinds(plugin))
     if not found:
         return [f"its {NAME} adds nothing; give {', '.join(_PLACES)}"]
-    taken = {(kind, tag): "megaspec" for kind in _PLACES for tag in _own_kinds(kind)}
-    taken |= {(kind, _tag(part.spec)): "another plugin" for kind in _PLACES for part in _LOADED.parts[kind]}
+    taken = _taken_names()
     problems = []
-    for kind, part in found:
-        wrong = _wrong_part(kind, part)
-        name = (kind, _tag(part.spec)) if not wrong else None
-        if name in taken:
-            wrong = [f"{_PLACES[kind].key}.kind={name[1]} is {taken[name]}'s; choose another name"]
-        if name is not None:
+    for place, kind in found:
+        wrong = _wrong_kind(_PLACES[place], kind)
+        if not wrong:
+            name = (place, _tag(kind.spec))
+            if name in taken:
+                wrong = [f"{_PLACES[place].key}.kind={name[1]} is {taken[name]}'s; choose another name"]
             taken[name] = "its own already"
-        problems += [f"{kind}: {w}" for w in wrong]
+        problems += [f"{place}: {one}" for one in wrong]
     return problems
 
 
-def _wrong_part(kind: str, part: Any) -> list[str]:
-    """What one part lacks."""
-    place = _PLACES[kind]
-    spec = getattr(part, "spec", None)
-    if not isinstance(part, Part) or not isinstance(spec, type) or not issubclass(spec, Frozen):
-        return [f"{part!r} must be a megaspec.plugins.Part of a spec class and a builder"]
+def _taken_names() -> dict[tuple[str, str], str]:
+    """(place, name of a kind) -> whose it is."""
+    taken = {}
+    for name, place in _PLACES.items():
+        for spec in place.kinds.ours:
+            taken[name, _tag(spec)] = "megaspec"
+        for spec in place.kinds.added:
+            taken[name, _tag(spec)] = "another plugin"
+    return taken
+
+
+def _wrong_kind(place: _Place, kind: Any) -> list[str]:
+    """What one kind lacks."""
+    spec = getattr(kind, "spec", None)
+    if not isinstance(kind, Kind) or not isinstance(spec, type) or not issubclass(spec, Frozen):
+        return [f"{kind!r} must be a megaspec.plugins.Kind of a spec class and a builder"]
     problems = []
     if not issubclass(spec, place.bases):
         names = " or ".join(f"{b.__module__}.{b.__name__}" for b in place.bases)
         problems.append(f"{spec.__name__} must inherit from {names}")
     if not _tag(spec):
         problems.append(f'{spec.__name__} lacks kind: Literal["name"], one name, which chooses it')
-    absent = [n for n in place.needs if n not in spec.model_fields]
-    problems += [f"{spec.__name__} lacks the field {n}" for n in absent]
-    match = _BUILDER.fullmatch(part.build) if isinstance(part.build, str) else None
+    absent = [name for name in place.needs if name not in spec.model_fields]
+    problems += [f"{spec.__name__} lacks the field {name}" for name in absent]
+    unsaid = [name for name in place.says if _is_left_open(spec, name, place.bases)]
+    problems += [f"{spec.__name__} doesn't say its {name}" for name in unsaid]
+    match = _BUILDER.fullmatch(kind.build) if isinstance(kind.build, str) else None
     if match is None:
-        problems.append(f"build={part.build!r} must be text such as my_plugin.model:MyModel")
+        problems.append(f"build={kind.build!r} must be text such as my_plugin.model:MyModel")
     else:
         problems += _wrong_builder(*match.groups())
     return problems
+
+
+def _is_left_open(spec: type[Frozen], name: str, bases: tuple[type[Frozen], ...]) -> bool:
+    """Whether a spec has no `name` but that of the base."""
+    said = getattr(spec, name, None)
+    return said is None or any(said is getattr(base, name, None) for base in bases)
 
 
 def _wrong_builder(module: str, name: str) -> list[str]:
@@ -277,42 +303,5 @@ def _top_names(tree: ast.Module) -> Iterator[str]:
 
 def _tag(spec: type[Frozen]) -> str:
     """The one name of a spec's `kind`, else ""."""
-    annotation = spec.model_fields["kind"].annotation if "kind" in spec.model_fields else None
-    names = get_args(annotation) if get_origin(annotation) is Literal else ()
+    names = tags_of(spec)
     return names[0] if len(names) == 1 and isinstance(names[0], str) else ""
-
-
-def _own_kinds(kind: str) -> list[str]:
-    key = _PLACES[kind].key
-    return [] if "." in key else [_tag(s) for s in get_args(_UNIONS[key])]
-
-
-# The alternatives that megaspec itself has.
-_UNIONS = {key: Recipe.model_fields[key].annotation for key in ("model", "data", "optim")}
-
-
-def _rebuild(plugin: Plugin) -> None:
-    """Types the language anew with everything that is loaded. The classes stay: who has imported one sees its union."""
-    recipes = (Recipe, Spec)
-    for kind in ("models", "sources", "optimizers"):
-        key = _PLACES[kind].key
-        specs = [part.spec for part in _LOADED.parts[kind]]
-        for owner in recipes:
-            owner.model_fields[key].annotation = reduce(or_, specs, _UNIONS[key])
-    for part in plugin.sources:
-        facts.FACTS[part.spec] = facts.made
-    losses, sinks = ([part.spec for part in _LOADED.parts[kind]] for kind in ("losses", "sinks"))
-    if losses:
-        TrainSpec.model_fields["loss"] = _field("train.loss", _one_of(losses) | None, None)
-    if sinks:
-        LogSpec.model_fields["sinks"] = _field("log.sinks", tuple[_one_of(sinks), ...], ())
-    for owner in (TrainSpec, LogSpec, *recipes):
-        owner.model_rebuild(force=True)
-
-
-def _one_of(specs: list[type[Frozen]]) -> Any:
-    return Annotated[reduce(or_, specs), Field(discriminator="kind")] if len(specs) > 1 else specs[0]
-
-
-def _field(key: str, annotation: Any, default: Any) -> FieldInfo:
-    return FieldInfo(annotation=annotation, default=default, description=_DESCRIPTIONS[key])

@@ -7,18 +7,19 @@ from pydantic import Field
 
 from megaspec.checkpoint.spec import CheckpointSpec
 from megaspec.core.frozen import Auto, Frozen
+from megaspec.core.kinds import Kinds
 from megaspec.data.spec import DataSource
 from megaspec.launcher.spec import LauncherSpec
 from megaspec.log.spec import LogSpec
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.llama.spec import LlamaSpec
+from megaspec.model.decoder.spec import DecoderSpec
 from megaspec.optim.spec import OptimSpec
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.precision.spec import PrecisionSpec
 from megaspec.train.spec import TrainSpec
 from megaspec_kernels.spec import KernelsSpec
 
-ModelSpec = Annotated[LlamaSpec | GptSpec, Field(discriminator="kind")]
+MODEL_KINDS = Kinds()
+ModelSpec = Annotated[DecoderSpec, MODEL_KINDS]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Section:
 
 
 SECTIONS: dict[str, Section] = {
-    "model": Section(("megaspec.model.llama.spec", "megaspec.model.gpt.spec"), "megaspec.runtime.build:MODELS"),
+    "model": Section(("megaspec.model.decoder.spec",), "megaspec.model.builders:MODELS"),
     "parallelism": Section(("megaspec.parallelism.spec",), "megaspec.runtime.build:build"),
     "precision": Section(("megaspec.precision.spec",), "megaspec.precision.scaler:build_scaler"),
     "data": Section(("megaspec.data.spec",), "megaspec.data.loader:SOURCES"),

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from megaspec.checkpoint.examine import Inspect, examine, newest_whole
 from megaspec.checkpoint.files import sync_folder
-from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, Candidate, candidates, step_name
-from megaspec.checkpoint.format import MANIFEST, Manifest
+from megaspec.checkpoint.folders import CHECKPOINTS, QUARANTINE, CandidateFolder, candidates, step_name
+from megaspec.checkpoint.format import FORMAT_VERSION, MANIFEST, Manifest
 from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
@@ -97,7 +97,8 @@ def refuse_links(folder: Path) -> None:
     try:
         check_kinds(folder, files=(SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE), folders=folders)
         if (folder / LOGS).is_dir():
-            check_kinds(folder / LOGS, files=[name for name in os.listdir(folder / LOGS) if name.startswith("rank-")])
+            rank_logs = [name for name in os.listdir(folder / LOGS) if name.startswith("rank-")]
+            check_kinds(folder / LOGS, files=rank_logs)
     except OSError as error:
         raise refused(error) from None
 
@@ -127,7 +128,9 @@ def make_folder(folder: Path) -> None:
         raise write_error(folder, error) from None
     refuse_links(folder)
     if not is_empty:
-        what = f"holds a run; megaspec resume {folder} goes on with it" if is_run(folder) else "exists and is not empty"
+        what = "exists and is not empty"
+        if is_run(folder):
+            what = f"holds a run; megaspec resume {folder} goes on with it"
         text = f"run_dir={folder} {what}; choose another run_dir or name"
         raise RecipeError([Problem("run_dir", text, code="run-exists")])
 
@@ -143,10 +146,15 @@ def read_run(folder: Path) -> SavedRun:
     """The run of a folder. RecipeError: there is none, or its files are damaged. Others: `refuse_unfinished_fork`."""
     refuse_unfinished_fork(folder)
     if not is_run(folder):
-        nearest = "; give the folder that `megaspec train` named" if folder.is_dir() else "; there is no such folder"
-        raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}){nearest}", code="run-missing")])
+        hint = "there is no such folder"
+        if folder.is_dir():
+            hint = "give the folder that `megaspec train` named"
+        raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}); {hint}", code="run-missing")])
     refuse_links(folder)
-    recipe, saved = _read_json(folder, RECIPE), _read_json(folder, SPEC)
+    recipe = _read_json(folder, RECIPE)
+    saved = _read_json(folder, SPEC)
+    _refuse_other_format(folder, saved)
+    # before the Spec is read: without its plugins its fields are unknown
     demand(saved, str(folder))
     try:
         spec = Spec.model_validate_json(json.dumps(saved | {"run_dir": str(folder)}))
@@ -209,27 +217,27 @@ def refuse_lost_fork(folder: Path, run: Spec) -> None:
 
 
 @dataclass(frozen=True)
-class Good:
+class GoodCheckpoint:
     """A checkpoint that is good in every byte, and what was found in the newer ones."""
 
-    candidate: Candidate
+    candidate: CandidateFolder
     manifest: Manifest
     passed_over: tuple[str, ...]
 
 
-def newest_good(source: Path, run: Spec) -> Good:
+def newest_good(source: Path, run: Spec) -> GoodCheckpoint:
     """The newest good checkpoint of a run, for a fork. CheckpointError: there is none."""
     damage: list[str] = []
     for candidate in candidates(source / CHECKPOINTS):
         manifest, problems = examine(candidate.path, candidate.step, deep=True, inspect=own_checkpoint(run))
         if manifest is not None and not problems:
-            return Good(candidate, manifest, tuple(damage))
+            return GoodCheckpoint(candidate, manifest, tuple(damage))
         damage += problems
-    what = "; ".join(damage) if damage else "no checkpoint was saved there"
+    what = "; ".join(damage) or "no checkpoint was saved there"
     raise CheckpointError(f"{source}: nothing to fork from: {what}")
 
 
-def make_fork(place: Path, source: Path, good: Good, recipe: Recipe, target: Target, spec: Spec) -> None:
+def make_fork(place: Path, source: Path, good: GoodCheckpoint, recipe: Recipe, target: Target, spec: Spec) -> None:
     """Makes a fork of `source` in a folder whose lock is held: the checkpoint that it begins with, then its files.
 
     FORKING stands there from before the first byte until all is on the disk, so that what an interruption leaves is
@@ -241,6 +249,7 @@ def make_fork(place: Path, source: Path, good: Good, recipe: Recipe, target: Tar
     write_atomically(marker, [json.dumps(begun).encode() + b"\n"])
     with before_leaving(partial(_undo_fork, place)):
         try:
+            # spec.json, which write_run writes last, makes it a run: what the run begins with is there before it
             copy_checkpoint(good.candidate, good.manifest, place)
             failpoint("fork_copied")
             write_run(place, recipe, target, spec)
@@ -263,17 +272,20 @@ def _undo_fork(place: Path) -> None:
         (place / SPEC).unlink(missing_ok=True)
         if os.path.lexists(place / CHECKPOINTS):
             shutil.rmtree(place / CHECKPOINTS)
+        # last: while anything is left, it says that this is no run
         (place / FORKING).unlink()
 
 
-def copy_checkpoint(candidate: Candidate, manifest: Manifest, target: Path) -> None:
+def copy_checkpoint(candidate: CandidateFolder, manifest: Manifest, target: Path) -> None:
     """Copies what a manifest lists into another run's folder, whole or not at all; nothing else that lies beside it.
 
     CheckpointError: it is gone, or a file of it has become a link. WriteError: no room.
     """
     place = target / CHECKPOINTS / step_name(candidate.step)
     incoming = Path(CHECKPOINTS, ".incoming")
-    names = [*(file.name for file in manifest.files), MANIFEST]
+    # the manifest last, as a save writes it
+    names = [file.name for file in manifest.files]
+    names.append(MANIFEST)
     try:
         make_folder_inside(target, CHECKPOINTS)
         make_folder_inside(target, incoming)
@@ -315,13 +327,17 @@ def _read_block(reader: BinaryIO, path: Path) -> bytes:
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
     try:
         content = parse_json(read_inside(folder, name, limit=MAX_BYTES))
-    except (OSError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        text = f"{folder / name} can't be read: {what}"
-        raise RecipeError([Problem("", text, code="run-damaged")]) from None
+    except OSError as error:
+        raise _unreadable(folder / name, error.strerror) from None
+    except ValueError as error:
+        raise _unreadable(folder / name, error) from None
     if not isinstance(content, dict):
         raise _damaged(folder / name, "it holds no object")
     return content
+
+
+def _unreadable(path: Path, why: object) -> RecipeError:
+    return RecipeError([Problem("", f"{path} can't be read: {why}", code="run-damaged")])
 
 
 def _first_of(error: ValidationError | AssertionError) -> str:
@@ -330,6 +346,17 @@ def _first_of(error: ValidationError | AssertionError) -> str:
         return str(error)
     first = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+
+
+def _refuse_other_format(folder: Path, saved: dict[str, Any]) -> None:
+    """RecipeError: another version of the program began the run, and its Spec means something else to this one."""
+    # files of version 1 don't say theirs
+    version = saved.get("format_version", 1)
+    if version == FORMAT_VERSION:
+        return
+    text = f"{folder / SPEC}: format_version={version}, this program reads {FORMAT_VERSION}; go on with the program"
+    text += f" that began the run ({ENVIRONMENT} beside it says which), or start a new run with megaspec train"
+    raise RecipeError([Problem("", text, code="run-format")])
 
 
 def _damaged(path: Path, what: str) -> RecipeError:

@@ -4,6 +4,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt
 from megaspec.data.earlier_order import as_now
 from megaspec.data.spec import ORDER_VERSION
@@ -45,6 +46,8 @@ Origin = ForkPoint | Literal["unknown"] | None
 class Spec(Recipe):
     """A recipe without anything left open. JSON both ways: `model_dump_json()` and `Spec.model_validate_json(text)`."""
 
+    format_version: int = Field(FORMAT_VERSION, ge=FORMAT_VERSION, le=FORMAT_VERSION)
+    """What the file is written in. A run of another version is refused."""
     world_size: int
     """Ranks of the run: the product of the parallel degrees."""
     device: str
@@ -71,8 +74,9 @@ class Spec(Recipe):
         """A file from before these operations had names is read with what its runs took."""
         fused = "triton" if self.device == "cuda" else "reference"
         adamw = fused if has_narrow_states(self.optim) else "torch"
-        taken = {"attention_merge": fused, "unpermute": fused, "adamw": adamw}
-        absent = {name: taken[name] for name in taken if name not in self.kernels.model_fields_set}
+        absent = {"attention_merge": fused, "unpermute": fused, "adamw": adamw}
+        for name in self.kernels.model_fields_set:
+            absent.pop(name, None)
         if not absent:
             return self
         return self.model_copy(update={"kernels": self.kernels.model_copy(update=absent)})
@@ -89,7 +93,9 @@ class Spec(Recipe):
         if self.data_order != 1:
             return self
         data = as_now(self.data)
-        return self if data is None else self.model_copy(update={"data": data, "data_order": ORDER_VERSION})
+        if data is None:
+            return self
+        return self.model_copy(update={"data": data, "data_order": ORDER_VERSION})
 
 
 def open_fields(section: Frozen, prefix: str = "") -> list[str]:

@@ -297,7 +297,9 @@ def test_a_damaged_run_folder_is_named(capfd):
     folder = Path("runs/bad")
     folder.mkdir(parents=True)
     (folder / "recipe.json").write_text("{}")
-    for text, words in (("{", "can't be read"), ("[]", "holds no object"), ("{}", "is damaged: name: Field required")):
+    nothing = '{"format_version": 2}'
+    damages = (("{", "can't be read"), ("[]", "holds no object"), (nothing, "is damaged: name: Field required"))
+    for text, words in damages:
         (folder / "spec.json").write_text(text)
         assert main(["resume", str(folder)]) == 64
         err = capfd.readouterr().err

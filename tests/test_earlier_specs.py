@@ -1,12 +1,16 @@
 """A spec.json from before an operation of kernels/ had a name is read with what its runs took."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from megaspec.core.errors import RecipeError
+from megaspec.run_folder import read_run
 from megaspec.spec import Spec
 from megaspec_kernels.catalog import CATALOG
 from tests.parity.cases import Case, spec_of
+from tests.runtime.specs import make_run
 
 LATER = ("attention_merge", "unpermute", "adamw")
 
@@ -54,3 +58,22 @@ def test_what_the_resolver_forgot_is_not_filled():
     content["kernels"]["adamw"] = "auto"
     with pytest.raises(ValueError, match=r"left open: kernels\.adamw"):
         Spec.model_validate_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("written", [None, 1, 3])
+def test_a_run_of_another_format_is_refused_in_a_sentence(written: int | None, tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    content = json.loads((run / "spec.json").read_text())
+    del content["format_version"]
+    content["model"] = {"kind": "llama", "n_layers": 2, "norm_eps": 1e-5}
+    if written is not None:
+        content["format_version"] = written
+    (run / "spec.json").write_text(json.dumps(content))
+    with pytest.raises(RecipeError) as caught:
+        read_run(run)
+    (problem,) = caught.value.problems
+    assert problem.code == "run-format"
+    assert problem.message == (
+        f"{run}/spec.json: format_version={written or 1}, this program reads 2; go on with the program that began "
+        "the run (environment.json beside it says which), or start a new run with megaspec train"
+    )

@@ -302,14 +302,19 @@ def test_the_loop_of_ones_own_is_short_and_trains(tmp_path):
 
 
 def test_the_plug_in_that_is_shown_is_the_one_in_the_tests():
-    settings, build = blocks(ROOT / "megaspec/README.md", "py")
+    settings, loss, part = blocks(ROOT / "megaspec/README.md", "py")
     whole = (ROOT / "tests/plugins/smooth_plugin/__init__.py").read_text()
     assert settings in whole
-    body = (ROOT / "tests/plugins/smooth_plugin/loss.py").read_text()
-    for line in build.splitlines():
-        # what is left out, and signatures whose types are
-        if "..." not in line and "def " not in line:
-            assert line in body, line
+    tiny = ROOT / "tests/plugins/tiny_plugin"
+    shown_of = {
+        loss: (ROOT / "tests/plugins/smooth_plugin/loss.py").read_text(),
+        part: (tiny / "__init__.py").read_text() + (tiny / "build.py").read_text(),
+    }
+    for shown, body in shown_of.items():
+        for line in shown.splitlines():
+            # what is left out, and signatures whose types are
+            if "..." not in line and "def " not in line:
+                assert line in body, line
 
 
 @pytest.mark.parametrize("page", [page for page in READMES if blocks(page, "yaml")], ids=label)

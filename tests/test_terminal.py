@@ -205,7 +205,7 @@ def prints() -> Iterator[tuple[str, ast.expr]]:
 UNESCAPED = {
     "megaspec/__main__.py",
     "megaspec/commands/completion.py",
-    "megaspec/commands/bench_ceilings.py",
+    "megaspec/commands/bench_throughput.py",
     "megaspec/commands/schema.py",
     "megaspec/commands/from_megatron.py",
     "megaspec/commands/verify.py",

@@ -15,7 +15,8 @@ from torch import Tensor
 from megaspec_kernels.catalog import CATALOG, Use, unmet
 from megaspec_kernels.gate import Results, shares
 
-ROUNDS, WARM_UP = 15, 4
+ROUNDS = 15
+WARM_UP = 4
 SECONDS = 0.05
 """What a round lasts at least."""
 
@@ -103,13 +104,15 @@ def measure(operation: str, bench: Bench, *, device: torch.device, sm: int) -> I
 
 def _worst(held: Iterable[Held]) -> tuple[float, str]:
     """The largest share of what the gate allows, and what it belongs to."""
-    found = 0.0, ""
-    for one in held:
-        for name, share in shares(one.fast, one.plain, one.truth).items():
+    worst = 0.0
+    where = ""
+    for comparison in held:
+        for name, share in shares(comparison.fast, comparison.plain, comparison.truth).items():
             # so that what is no number counts, too
-            if not share <= found[0]:
-                found = share, f"{one.name}, {name}"
-    return found
+            if not share <= worst:
+                worst = share
+                where = f"{comparison.name}, {name}"
+    return worst, where
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -128,7 +131,8 @@ def _round(call: Callable[[], object], calls: int, device: torch.device) -> floa
         for _ in range(calls):
             call()
         return perf_counter() - start
-    begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun = torch.cuda.Event(enable_timing=True)
+    done = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize(device)
     begun.record()
     for _ in range(calls):

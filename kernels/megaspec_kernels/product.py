@@ -9,6 +9,9 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool = False
 
     A total that is wider than the factors is summed in its own dtype, on GPUs inside the matrix product.
     """
+    if total.is_meta:
+        # no numbers; and torch 2.11 takes out_dtype for a factor there
+        return
     wider = total.dtype != a.dtype
     if wider and total.device.type != "cpu":
         if overwrite:
@@ -17,7 +20,10 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool = False
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif wider:
         product = a @ b
-        total.copy_(product) if overwrite else total.add_(product)
+        if overwrite:
+            total.copy_(product)
+        else:
+            total.add_(product)
     elif overwrite:
         torch.mm(a, b, out=total)
     else:

@@ -29,7 +29,10 @@ AFTER_FAILURE_SECONDS = 5.0
 STACKS_SECONDS = 1.0
 # How long killed ranks may take to go: the kernel gives the memory of a large one back for seconds.
 AFTER_KILL_SECONDS = 60.0
-STDOUT, STDERR = 1, 2
+# File descriptors.
+STDOUT = 1
+STDERR = 2
+# Of a rank's log, what is shown of the one that failed and what is searched for stacks.
 TAIL_BYTES = 2000
 STACK_BYTES = 1 << 20
 
@@ -63,8 +66,11 @@ def launch(
     still has the run folder; what rank 0 says goes to its log only then. Call in the main thread. WriteError: the log
     files can't be made, or are no plain files.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1
-    own = RankFactory((*PRELOADED, entry.partition(":")[0]), threads=threads) if factory is None else None
+    own_factory = None
+    if factory is None:
+        entry_module, _, _ = entry.partition(":")
+        own_factory = RankFactory((*PRELOADED, entry_module), threads=_threads_of_a_rank(ranks))
+        factory = own_factory
     try:
         with StopRequests() as stop, tempfile.TemporaryDirectory(prefix="megaspec-") as meeting:
             for attempt in range(max_restarts + 1):
@@ -76,15 +82,22 @@ def launch(
                     **(arguments or {}),
                 }
                 times = {"grace_seconds": grace_seconds, "timeout_seconds": timeout_seconds}
-                outcome = _Attempt(run_dir, entry, keywords, factory or own, stop, is_ours, **times).run()
+                outcome = _Attempt(run_dir, entry, keywords, factory, stop, is_ours, **times).run()
                 if outcome.code not in WORTH_ANOTHER_ATTEMPT or stop.count:
                     break
                 if attempt < max_restarts:
                     _say(f"starting again, restart {attempt + 1} of {max_restarts}")
             return outcome.code
     finally:
-        if own is not None:
-            own.close()
+        if own_factory is not None:
+            own_factory.close()
+
+
+def _threads_of_a_rank(ranks: int) -> int:
+    """The cores that this process may use, shared out; 1 where the system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 @dataclass
@@ -189,18 +202,22 @@ class _Attempt:
     def _start(self, stderr: int) -> None:
         with open(os.devnull, "rb") as nothing:
             for rank, log in enumerate(self.logs):
+                # rank 0 is on the terminal, its stderr on the way there through a pipe that is also logged
+                output, errors = (STDOUT, stderr) if rank == 0 else (log, log)
                 pid = self.factory.start(
                     entry=self.entry,
                     run_dir=self.run_dir,
                     keywords={"rank": rank, "local_rank": rank} | self.keywords,
-                    files=(nothing.fileno(), STDOUT if rank == 0 else log, stderr if rank == 0 else log),
+                    files=(nothing.fileno(), output, errors),
                 )
                 self.running[pid] = _Rank(rank, pid)
 
     def _wait(self) -> None:
         """Until something happens or the deadline is there; takes in what happened."""
-        timeout = max(0.0, self.deadline - time.monotonic())
-        ready = self._selector.select(None if timeout == float("inf") else timeout)
+        timeout = None  # for ever
+        if self.deadline < float("inf"):
+            timeout = max(0.0, self.deadline - time.monotonic())
+        ready = self._selector.select(timeout)
         for key, _ in ready:
             if key.fileobj is self.stop:
                 self.stop.clear()
@@ -212,7 +229,7 @@ class _Attempt:
 
     def _ended(self, message: dict[str, Any]) -> None:
         rank = self.running.pop(message["ended"])
-        # a rank whose end is heard of only now may have been dead already when the signal was sent
+        # a rank whose end is heard of only now may have been dead already when the signal was sent to it
         by_launcher = message["at"] >= rank.signals.get(message["signal"], float("inf"))
         end = RankEnd(rank.rank, message["code"], message["signal"], by_launcher, rank.standing, ended_at=message["at"])
         self.ends.append(end)
@@ -228,6 +245,7 @@ class _Attempt:
             self.stacks_told = self.stop.stacks
             _say(f"{signal.Signals(STACKS).name}: every rank writes its stacks to its log and goes on")
             self._signal_all(STACKS)
+        # the first request to stop asks ranks, the second kills them
         if self.stop.count > self.stopping:
             self.stopping = self.stop.count
             if self.stopping == 1:
@@ -278,7 +296,9 @@ class _Attempt:
         self.is_killed = True
         self.deadline = time.monotonic() + AFTER_KILL_SECONDS
         for pid, rank in self.running.items():
-            written = self._written(rank.rank, since=self.asked_at[rank.rank]) if self.asked_at else ""
+            written = ""
+            if self.asked_at:
+                written = self._written(rank.rank, since=self.asked_at[rank.rank])
             rank.standing = Standing(is_halted(pid), main_stack(written))
             rank.signals.setdefault(signal.SIGKILL, time.monotonic())
             self.factory.signal(pid, signal.SIGKILL, group=True)
@@ -337,7 +357,9 @@ def _server_gone(killed: int, killed_by: int | None) -> Outcome:
 def _risen(before: int | None) -> int:
     """How many processes of this job the kernel has killed since then because memory ran out; 0 where it can't say."""
     now = memory_kills()
-    return 0 if before is None or now is None else now - before
+    if before is None or now is None:
+        return 0
+    return now - before
 
 
 def _open_logs(run_dir: str, ranks: int) -> list[int]:
@@ -369,7 +391,9 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _count(ranks: int) -> str:
-    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+    if ranks == 1:
+        return "1 rank"
+    return f"{ranks} ranks"
 
 
 def _say(text: str) -> None:

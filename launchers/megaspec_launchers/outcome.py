@@ -6,7 +6,12 @@ from dataclasses import dataclass, replace
 
 from megaspec_launchers.standing import UNKNOWN, Standing
 
-DONE, MEMORY, INTERNAL, HANG, PREEMPTED = 0, 64, 70, 74, 75
+# Exit codes of core/errors.py that are told apart here.
+DONE = 0
+MEMORY = 64
+INTERNAL = 70
+HANG = 74
+PREEMPTED = 75
 # Codes by which a rank names the cause; what the other ranks report is then a consequence.
 CAUSES = (64, 65, 66, 73, 76, 77, 78)
 # Failures that another attempt may not meet again.
@@ -72,7 +77,8 @@ def judge(ends: Sequence[RankEnd], *, memory_kills: int = 0) -> Outcome:
     """
     failed = [end for end in ends if not end.is_clean]
     if not failed:
-        return Outcome(PREEMPTED if any(end.code == PREEMPTED for end in ends) else DONE, None)
+        is_preempted = any(end.code == PREEMPTED for end in ends)
+        return Outcome(PREEMPTED if is_preempted else DONE, None)
     cause = min(failed, key=_precedence)
     if cause.code in CAUSES:
         assert cause.code is not None, cause
@@ -81,7 +87,9 @@ def judge(ends: Sequence[RankEnd], *, memory_kills: int = 0) -> Outcome:
     if is_killed and memory_kills:
         return Outcome(MEMORY, replace(cause, for_memory=True))
     is_crash = cause.signal is None and cause.code != HANG
-    return Outcome(INTERNAL if is_crash else HANG, cause)
+    if is_crash:
+        return Outcome(INTERNAL, cause)
+    return Outcome(HANG, cause)
 
 
 def _precedence(end: RankEnd) -> tuple[int, int, float, int]:
@@ -97,7 +105,8 @@ def _likelihood(end: RankEnd) -> tuple[int, int]:
     if end.by_launcher:
         if end.signal != signal.SIGKILL:
             return 7, 0  # a survivor: it was asked to end
-        return (4 if end.standing.is_halted else 6), end.standing.blame
+        kind = 4 if end.standing.is_halted else 6
+        return kind, end.standing.blame
     if end.code in CAUSES:
         return 0, 0  # it named the cause
     if end.signal == signal.SIGKILL:

@@ -87,7 +87,9 @@ class RankFactory:
             code = self._process.wait(timeout=_LEAVES_SECONDS)
         except subprocess.TimeoutExpired:
             return None
-        return -code if code < 0 else None
+        if code >= 0:
+            return None
+        return -code
 
     @property
     def pid(self) -> int:
@@ -115,7 +117,8 @@ class RankFactory:
 
     def ended(self) -> list[dict[str, Any]]:
         """What `receive` would return, of what has been read already."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
     def start(self, *, entry: str, run_dir: str, keywords: dict[str, Any], files: tuple[int, int, int]) -> int:

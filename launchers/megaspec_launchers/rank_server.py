@@ -56,7 +56,8 @@ def serve(control: socket.socket) -> Job | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     ranks: set[int] = set()
-    buffer, files = b"", []
+    buffer = b""  # the beginning of a line that has not come whole
+    files: list[int] = []  # that came with it
     while True:
         readable, _, _ = select.select([control, wake_read], [], [])
         if wake_read in readable:
@@ -119,6 +120,7 @@ def _report_ended(control: socket.socket, ranks: set[int]) -> None:
         _kill(pid, signal.SIGKILL, group=True)
         _, status = os.waitpid(pid, 0)
         ranks.discard(pid)
+        # one of the two says how it ended
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         _send(control, {"ended": pid, "code": code, "signal": number, "at": at})
@@ -132,7 +134,10 @@ def _send(control: socket.socket, message: dict[str, Any]) -> None:
 def _kill(pid: int, number: int, *, group: bool) -> None:
     """Signals a rank that has not been waited for, so that its number can't belong to anything else."""
     try:
-        os.killpg(pid, number) if group else os.kill(pid, number)
+        if group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
     except ProcessLookupError:
         os.kill(pid, number)  # forked a moment ago: it has no group of its own yet
 

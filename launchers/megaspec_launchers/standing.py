@@ -27,6 +27,11 @@ class Frame:
     line: int
     function: str
 
+    @property
+    def is_ours(self) -> bool:
+        """Not of a library."""
+        return not any(part in self.file for part in _NOT_OURS)
+
     def __str__(self) -> str:
         return f"{self.function} ({self.file}:{self.line})"
 
@@ -57,16 +62,20 @@ class Standing:
             return 0
         if not self.stack:
             return 2
-        return 3 if self.is_waiting else 1
+        if self.is_waiting:
+            return 3
+        return 1
 
     def __str__(self) -> str:
         if self.is_halted:
             return "it was stopped (SIGSTOP, or a debugger)"
         if not self.stack:
             return "it wrote no stack"
-        ours = [frame for frame in self.stack if not any(part in frame.file for part in _NOT_OURS)]
-        where = ours[0] if ours else self.stack[0]
-        return f"it waited, in {where}" if self.is_waiting else f"it was in {where}"
+        # the innermost line of the project's own code says more than one inside of a library
+        where = next((frame for frame in self.stack if frame.is_ours), self.stack[0])
+        if self.is_waiting:
+            return f"it waited, in {where}"
+        return f"it was in {where}"
 
 
 UNKNOWN = Standing()

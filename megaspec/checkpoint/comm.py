@@ -69,12 +69,13 @@ class DistComm:
         length = torch.tensor([data.numel()], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self.group)
-        counts = [int(n) for n in torch.cat(lengths).cpu()]
+        counts = torch.cat(lengths).tolist()
+        # all_gather takes tensors of one size: all are as long as the longest
         padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
         padded[: data.numel()] = data
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.group)
-        return [_value(part[:n]) for part, n in zip(parts, counts, strict=True)]
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self.group)
+        return [_value(data[:count]) for data, count in zip(gathered, counts, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
@@ -95,6 +96,8 @@ def _value(data: torch.Tensor) -> Any:
     return json.loads(data.cpu().numpy().tobytes())
 
 
+# Different failures that an error tells; ranks that failed alike are one.
+_MOST_REPORTS = 8
 # The first of these that any rank met is raised on all of them.
 _KINDS: dict[str, type[MegaspecError]] = {
     "locked": RunLockedError,
@@ -115,20 +118,36 @@ def together(comm: Comm, action: Callable[[], T]) -> list[T]:
     try:
         outcome = {"value": action()}
     except MegaspecError as error:
-        kind = next(name for name, cls in _KINDS.items() if isinstance(error, cls))
-        outcome = {"kind": kind, "lines": [str(problem) for problem in error.problems]}
+        outcome = {"kind": _kind_of(error), "lines": [str(problem) for problem in error.problems]}
     finally:
+        # also while an error of another kind is on its way: the others would wait here for ever
         outcomes = comm.gather(outcome)
     for kind, cls in _KINDS.items():
-        failed = {r: tuple(o["lines"]) for r, o in enumerate(outcomes) if o.get("kind") == kind}
+        failed = {}
+        for rank, told in enumerate(outcomes):
+            if told.get("kind") == kind:
+                failed[rank] = tuple(told["lines"])
         if failed:
             raise cls(_report(failed, comm.size))
-    return [o["value"] for o in outcomes]
+    return [told["value"] for told in outcomes]
+
+
+def _kind_of(error: MegaspecError) -> str:
+    """The key of the first class in _KINDS that an error is of: subclasses stand before what they derive from."""
+    for kind, cls in _KINDS.items():
+        if isinstance(error, cls):
+            return kind
+    raise AssertionError(f"{type(error).__name__} is no MegaspecError")
 
 
 def on_first(comm: Comm, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 alone; its result (JSON), or its failure, is every rank's."""
-    return together(comm, action if comm.rank == 0 else lambda: None)[0]
+
+    def act() -> T | None:
+        return action() if comm.rank == 0 else None
+
+    first, *_ = together(comm, act)
+    return first
 
 
 def _report(failed: dict[int, tuple[str, ...]], size: int) -> list[str]:
@@ -139,6 +158,8 @@ def _report(failed: dict[int, tuple[str, ...]], size: int) -> list[str]:
     for rank, lines in failed.items():
         by_lines.setdefault(lines, []).append(rank)
     told = []
-    for (first, *others), ranks in list(by_lines.items())[:8]:
+    for (first, *others), ranks in list(by_lines.items())[:_MOST_REPORTS]:
         told += [f"rank {', '.join(map(str, ranks))}: {first}", *others]
-    return [*told, f"and {len(by_lines) - 8} more"] if len(by_lines) > 8 else told
+    if len(by_lines) > _MOST_REPORTS:
+        told.append(f"and {len(by_lines) - _MOST_REPORTS} more")
+    return told

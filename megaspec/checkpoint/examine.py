@@ -2,14 +2,14 @@
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaspec.checkpoint.files import UnreadableError, open_folder, open_regular, pread_into, read_failure, read_limited
 from megaspec.checkpoint.folders import candidates
-from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, Manifest, NewerFormatError, StoredFile
+from megaspec.checkpoint.format import MANIFEST, MANIFEST_LIMIT, Manifest, OtherFormatError, StoredFile
 from megaspec.core.errors import CheckpointError
 
 MOST_PROBLEMS = 8
@@ -26,7 +26,10 @@ def no_objections(manifest: Manifest) -> list[str]:
 
 def worker_threads() -> int:
     """How many threads read, write and check at once: the cores that this process may use, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return min(8, cores)
 
 
 def read_manifest(folder: Path, step: int) -> Manifest:
@@ -51,7 +54,7 @@ def read_manifest_at(folder: Path, folder_fd: int) -> Manifest:
     data = read_limited(folder, folder_fd, MANIFEST, limit=MANIFEST_LIMIT)
     try:
         return decode(data, str(folder / MANIFEST))
-    except NewerFormatError as error:
+    except OtherFormatError as error:
         raise UnreadableError(str(error)) from None
 
 
@@ -79,7 +82,8 @@ def read_chunk(fd: int, path: Path, file: StoredFile, index: int, chunk_bytes: i
         raise read_failure(path, error) from None
     if count != len(out):
         raise CheckpointError(f"{path}: expected {file.bytes} bytes, found {offset + count}")
-    expected, found = int(file.crc32[index]), zlib.crc32(out)
+    expected = int(file.crc32[index])
+    found = zlib.crc32(out)
     if found != expected:
         raise CheckpointError(
             f"{path}: bytes {offset} to {offset + len(out)}: crc32 expected {expected:08x}, found {found:08x}"
@@ -92,23 +96,30 @@ def chunk_length(file: StoredFile, index: int, chunk_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _ChunkRange:
+    """Chunks first <= index < stop of a file."""
+
     file: StoredFile
     first: int
     stop: int
 
 
-def _share(manifest: Manifest, part: int, parts: int) -> list[_Work]:
-    """The chunks, counted over all files, that the part-th of `parts` workers checks."""
-    total = sum(len(f.crc32) for f in manifest.files)
-    low, high = total * part // parts, total * (part + 1) // parts
-    work, before = [], 0
+def _share(manifest: Manifest, part: int, parts: int) -> list[_ChunkRange]:
+    """The chunks that the part-th of `parts` workers checks: chunks low <= index < high, counted over all files."""
+    total = sum(len(file.crc32) for file in manifest.files)
+    low = total * part // parts
+    high = total * (part + 1) // parts
+    ranges = []
+    # index, over all files, of the file's first chunk
+    base = 0
     for file in manifest.files:
-        first, stop = max(low - before, 0), min(high - before, len(file.crc32))
+        n_chunks = len(file.crc32)
+        first = max(low - base, 0)
+        stop = min(high - base, n_chunks)
         if first < stop:
-            work.append(_Work(file, first, stop))
-        before += len(file.crc32)
-    return work
+            ranges.append(_ChunkRange(file, first, stop))
+        base += n_chunks
+    return ranges
 
 
 def find_damage(folder: Path, manifest: Manifest, *, part: int = 0, parts: int = 1) -> list[str]:
@@ -120,8 +131,8 @@ def find_damage(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
     fd = open_folder(folder)
     try:
         with ThreadPoolExecutor(worker_threads()) as pool:
-            for work in _share(manifest, part, parts):
-                problems += _check_file(pool, folder, fd, work, manifest.chunk_bytes)
+            for chunks in _share(manifest, part, parts):
+                problems += _check_chunks(pool, folder, fd, chunks, manifest.chunk_bytes)
                 if len(problems) >= MOST_PROBLEMS:
                     break
     finally:
@@ -129,34 +140,41 @@ def find_damage(folder: Path, manifest: Manifest, *, part: int = 0, parts: int =
     return problems[:MOST_PROBLEMS]
 
 
-def _check_file(pool: ThreadPoolExecutor, folder: Path, folder_fd: int, work: _Work, chunk_bytes: int) -> list[str]:
+def _check_chunks(
+    pool: ThreadPoolExecutor, folder: Path, folder_fd: int, chunks: _ChunkRange, chunk_bytes: int
+) -> list[str]:
+    """What is wrong with chunks of a file, a line each. Raises UnreadableError: the file may be whole all the same."""
+    file = chunks.file
     try:
-        fd = open_stored(folder, folder_fd, work.file)
+        fd = open_stored(folder, folder_fd, file)
     except UnreadableError:
         raise
     except CheckpointError as error:
         return [str(error)]
-    path = folder / work.file.name
+    path = folder / file.name
 
-    def check(chunks: range) -> list[str]:
-        buffer, found = memoryview(bytearray(min(chunk_bytes, work.file.bytes))), []
-        for index in chunks:
+    def check(indices: range) -> list[str]:
+        # one buffer for all chunks of a thread
+        buffer = memoryview(bytearray(min(chunk_bytes, file.bytes)))
+        found = []
+        for index in indices:
             try:
-                read_chunk(
-                    fd, path, work.file, index, chunk_bytes, buffer[: chunk_length(work.file, index, chunk_bytes)]
-                )
+                read_chunk(fd, path, file, index, chunk_bytes, buffer[: chunk_length(file, index, chunk_bytes)])
             except UnreadableError:
                 raise
             except CheckpointError as error:
                 found.append(str(error))
         return found
 
-    threads = worker_threads()
+    # thread t takes every n_threads-th chunk from the t-th on
+    n_threads = min(worker_threads(), chunks.stop - chunks.first)
+    problems: list[str] = []
     try:
-        shares: Sequence[range] = [range(work.first + t, work.stop, threads) for t in range(threads)]
-        return [line for lines in pool.map(check, [s for s in shares if s]) for line in lines]
+        for found in pool.map(check, [range(chunks.first + t, chunks.stop, n_threads) for t in range(n_threads)]):
+            problems += found
     finally:
         os.close(fd)
+    return problems
 
 
 def examine(
@@ -172,7 +190,10 @@ def examine(
         return None, [str(error)]
     problems = [f"{folder / MANIFEST}: {line}" for line in inspect(manifest)]
     try:
-        problems += find_damage(folder, manifest) if deep else _wrong_sizes(folder, manifest)
+        if deep:
+            problems += find_damage(folder, manifest)
+        else:
+            problems += _wrong_sizes(folder, manifest)
     # Of this machine, or the folder was removed meanwhile.
     except CheckpointError as error:
         problems.append(str(error))

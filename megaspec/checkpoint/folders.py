@@ -29,7 +29,7 @@ _HIDDEN = re.compile(r"\.(saving|replaced|deleted)-([0-9]{8,18})-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CandidateFolder:
     """A folder that may hold a good checkpoint. `replaced_by` is the generation that took its place, or None."""
 
     step: int
@@ -57,24 +57,32 @@ def names(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder}: cannot be listed: {os.strerror(error.errno or 0)}") from None
 
 
-def parse_candidate(folder: Path, name: str) -> Candidate | None:
+def parse_candidate(folder: Path, name: str) -> CandidateFolder | None:
     """What a name in the folder of checkpoints stands for; None when it is no candidate."""
     if match := _PUBLISHED.fullmatch(name):
-        return Candidate(int(match[1]), folder / name)
+        return CandidateFolder(int(match[1]), folder / name)
     if (match := _HIDDEN.fullmatch(name)) and match[1] == "replaced":
-        return Candidate(int(match[2]), folder / name, int(match[3]))
+        return CandidateFolder(int(match[2]), folder / name, int(match[3]))
     return None
 
 
-def candidates(folder: Path) -> list[Candidate]:
+def candidates(folder: Path) -> list[CandidateFolder]:
     """Every folder that may hold a good checkpoint: newest step first, and of one step the published one first."""
-    found = [c for name in names(folder) if (c := parse_candidate(folder, name))]
+    found = []
+    for name in names(folder):
+        candidate = parse_candidate(folder, name)
+        if candidate is not None:
+            found.append(candidate)
     return sorted(found, key=lambda c: (-c.step, c.replaced_by is not None, -(c.replaced_by or 0)))
 
 
 def highest_generation(folder: Path) -> int:
     """The highest generation that the names of hidden folders mention; 0 when there are none."""
-    return max((int(m[3]) for name in names(folder) if (m := _HIDDEN.fullmatch(name))), default=0)
+    highest = 0
+    for name in names(folder):
+        if match := _HIDDEN.fullmatch(name):
+            highest = max(highest, int(match[3]))
+    return highest
 
 
 def remove_hidden(folder: Path, *kinds: str) -> None:
@@ -94,7 +102,7 @@ def delete(path: Path, step: int, generation: int) -> None:
     remove_tree(doomed)
 
 
-def put_aside(candidate: Candidate, reason: str) -> Path:
+def put_aside(candidate: CandidateFolder, reason: str) -> Path:
     """Move a bad checkpoint into quarantine, with the reason beside it; returns its new place. Raises OSError."""
     quarantine = candidate.path.parent / QUARANTINE
     quarantine.mkdir(exist_ok=True)
@@ -112,11 +120,12 @@ def put_aside(candidate: Candidate, reason: str) -> Path:
 
 def quarantined(folder: Path) -> dict[str, str]:
     """Names of the checkpoints in quarantine and why they are there."""
-    place, found = folder / QUARANTINE, {}
-    for name in names(place):
+    quarantine = folder / QUARANTINE
+    found = {}
+    for name in names(quarantine):
         if re.fullmatch(r"step-[0-9]{8,18}-[0-9]+", name):
             try:
-                found[name] = read_inside(place, f"{name}.txt", limit=1 << 20).decode(errors="replace").strip()
+                found[name] = read_inside(quarantine, f"{name}.txt", limit=1 << 20).decode(errors="replace").strip()
             except OSError:
                 found[name] = "no reason was noted"
     return found

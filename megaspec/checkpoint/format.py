@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from megaspec.checkpoint.rectangles import Integers
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of a run's spec.json and of its checkpoints' manifests. 2: a model is a decoder of chosen parts. 1: a family."""
 MANIFEST = "manifest.json"
 MANIFEST_LIMIT = 128 << 20
 """Bytes. See the note "Limits"."""
@@ -80,8 +81,8 @@ DTYPE_BYTES = {
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9._/-]{1,512}")
 
 
-class NewerFormatError(CheckpointError):
-    """A whole manifest of a version that this program does not know."""
+class OtherFormatError(CheckpointError):
+    """A whole manifest of another version than this program reads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,10 @@ def decode_holder(data: bytes) -> Holder | None:
         raw = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    kinds = {f.name: f.type for f in fields(Holder)}
-    if type(raw) is not dict or {k: type(v) for k, v in raw.items()} != kinds:
+    if type(raw) is not dict:
+        return None
+    types = {field.name: field.type for field in fields(Holder)}
+    if {name: type(value) for name, value in raw.items()} != types:
         return None
     return Holder(**raw)
 
@@ -91,14 +93,22 @@ def pid_space() -> str:
 def process_start(pid: int) -> str | None:
     """When a process of this namespace started, in a form that only compares; None when it is gone or a zombie."""
     try:
-        state_and_later = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if state_and_later[0] in "ZX" else state_and_later[19]
+        # proc(5): pid (name) state ...; the name may hold brackets and spaces. Field 3 is the state (Z: zombie, X:
+        # dead), field 22 the start in clock ticks since boot.
+        _, _, after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        fields_from_3 = after_name.split()
+        if fields_from_3[0] in "ZX":
+            return None
+        return fields_from_3[22 - 3]
     except (FileNotFoundError, ProcessLookupError):
         if os.path.exists("/proc/self/stat"):
             return None
+    # a machine without /proc
     try:
         process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time():.2f}"
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return f"{process.create_time():.2f}"
     except psutil.NoSuchProcess:
         return None
 
@@ -129,7 +139,8 @@ class RunLock:
     def held(cls, run_dir: Path | str, token: int) -> Self:
         """The lock of a run that this process's launcher holds under `token`: to `check`, not to release."""
         lock = cls(run_dir)
-        lock._token, lock._record = token, lock._read(f"{token:08d}.json")
+        lock._token = token
+        lock._record = lock._read(f"{token:08d}.json")
         return lock
 
     @property
@@ -214,7 +225,9 @@ class RunLock:
         if not self.folder.is_dir():
             return WriteError(f"{self.folder} was moved or removed while the run was under way; {nothing_more}")
         token, _ = self._highest()
-        record = self._read(f"{token:08d}.json") if token else b""
+        record = b""
+        if token:
+            record = self._read(f"{token:08d}.json")
         return RunLockedError(
             f"run_dir={self.run_dir} is no longer this job's: {_who(decode_holder(record))} took it over "
             f"(lock token {token}, this job's was {self._token}); {nothing_more}"
@@ -227,6 +240,8 @@ class RunLock:
         self._stop.set()
         if self._thread:
             self._thread.join()
+        # Nothing of a new holder's is touched: only a record that is still ours is renamed. The flock goes last, so
+        # that nobody finds the record of a holder whose flock is free.
         with contextlib.suppress(RunLockedError, WriteError):
             self.check()
             stem = self.folder / f"{self._token:08d}"
@@ -238,6 +253,8 @@ class RunLock:
 
     def _try_acquire(self) -> bool:
         """True: the lock is ours. False: somebody else claimed it meanwhile, look again."""
+        # The flock before the record: the holder takes them in this order, too, so whoever gets the flock here knows
+        # that the holder of the record, where it had a flock, is dead.
         has_flock = self._take_flock()
         token, kind = self._highest()
         if kind == "json":
@@ -249,9 +266,10 @@ class RunLock:
                     f"run_dir={self.run_dir} is in use by {_who(holder)} (lock token {token}); "
                     "stop that job, wait until it ends, or set another run_dir"
                 )
+            # watching its counter may have taken half a minute, in which others look at the lock as well
             if self._highest() != (token, kind):
                 return False
-        mine = Holder(
+        record = Holder(
             host=socket.gethostname(),
             pid=os.getpid(),
             started=process_start(os.getpid()) or "",
@@ -261,37 +279,42 @@ class RunLock:
             flock=has_flock,
             nonce=secrets.token_hex(8),
         ).encode()
-        if not self._claim(token + 1, mine):
+        if not self._claim(token + 1, record):
             return False
-        self._token, self._record = token + 1, mine
+        self._token = token + 1
+        self._record = record
         self._write_beat(1)
+        # An earlier holder that lives on after all finds its record gone, see `is_ours`.
         self._remove_older()
         return True
 
     def _claim(self, token: int, record: bytes) -> bool:
         """Publish a record under a token that nobody has; False when somebody was first."""
         target = self.folder / f"{token:08d}.json"
-        draft = self.folder / f".claim-{os.getpid()}-{secrets.token_hex(8)}"
-        write_durably(draft, record)
+        claim = self.folder / f".claim-{os.getpid()}-{secrets.token_hex(8)}"
+        # written whole under a name of its own and then linked: nobody reads half a record
+        write_durably(claim, record)
         try:
-            os.link(draft, target)
+            os.link(claim, target)
         except FileExistsError:
             # A network file system may have answered a repeated request: two links mean that the first one worked.
-            if os.stat(draft).st_nlink != 2:
+            if os.stat(claim).st_nlink != 2:
                 return False
         except OSError as error:
             if error.errno not in _NO_LINK:
                 raise
+            # without link(2), a file that must not exist yet (O_EXCL)
             try:
                 write_durably(target, record)
             except FileExistsError:
                 return False
         finally:
-            draft.unlink(missing_ok=True)
+            claim.unlink(missing_ok=True)
         sync_folder(self.folder)
         return True
 
     def _lives(self, token: int, holder: Holder | None, has_flock: bool) -> bool:
+        """Whether a holder lives, by the surest way there is. `has_flock`: we have just taken the lock's flock."""
         if holder and holder.boot == boot_id():
             if holder.pid_space == pid_space():
                 return process_start(holder.pid) == holder.started
@@ -313,11 +336,13 @@ class RunLock:
 
     def _highest(self) -> tuple[int, str]:
         """The highest token with the ending of its record; (0, "released") when there is none."""
-        try:
-            found = [m for name in os.listdir(self.folder) if (m := _RECORD.fullmatch(name))]
-        except FileNotFoundError:
-            found = []
-        return max(((int(m[1]), m[2]) for m in found), default=(0, "released"))
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self.folder):
+                if match := _RECORD.fullmatch(name):
+                    found.append((int(match[1]), match[2]))
+        # of one token "released" is the larger
+        return max(found, default=(0, "released"))
 
     def _read(self, name: str) -> bytes:
         """A file of the lock folder; empty when there is none."""
@@ -340,7 +365,10 @@ class RunLock:
 
     def _write_beat(self, count: int) -> None:
         """Raise the counter in place: opening, writing and closing is what network file systems pass on at once."""
-        flags = os.O_WRONLY | (os.O_CREAT if count == 1 else 0)
+        flags = os.O_WRONLY
+        # made once, so that a holder whose files were removed doesn't bring them back
+        if count == 1:
+            flags |= os.O_CREAT
         fd = open_inside(self.run_dir, f"{LOCK_FOLDER}/{self._token:08d}.beat", flags)
         try:
             os.pwrite(fd, f"{count:020d}\n".encode(), 0)
@@ -354,6 +382,7 @@ class RunLock:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _take_flock(self) -> bool:
+        """Whether the lock's flock is ours now; False where another has it or the file system knows none."""
         self._drop_flock()
         fd = open_inside(self.run_dir, f"{LOCK_FOLDER}/flock", os.O_RDWR | os.O_CREAT)
         try:
@@ -373,4 +402,6 @@ class RunLock:
 
 
 def _who(holder: Holder | None) -> str:
-    return f"pid {holder.pid} on host {holder.host} since {holder.since}" if holder else "an unknown job"
+    if holder is None:
+        return "an unknown job"
+    return f"pid {holder.pid} on host {holder.host} since {holder.since}"

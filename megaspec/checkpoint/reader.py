@@ -81,7 +81,8 @@ class Reader:
             self._pool.shutdown()
             self._pool = None
         while self._files:
-            os.close(self._files.popitem()[1])
+            _, fd = self._files.popitem()
+            os.close(fd)
         self._chunks.clear()
         if self._folder_fd >= 0:
             os.close(self._folder_fd)
@@ -108,22 +109,24 @@ class Reader:
         Without `start` and `shape`: the whole tensor. Raises CheckpointError for damage and a name that isn't there.
         """
         stored = self._stored(name)
-        start = tuple(start) if start is not None else (0,) * len(stored.shape)
-        shape = tuple(shape) if shape is not None else tuple(n - s for n, s in zip(stored.shape, start, strict=True))
-        wanted = Rectangle(start, shape)
-        inside = len(start) == len(shape) == len(stored.shape) and all(
-            s >= 0 and n >= 0 and s + n <= whole for s, n, whole in zip(start, shape, stored.shape, strict=True)
+        if start is None:
+            start = (0,) * len(stored.shape)
+        if shape is None:
+            shape = _difference(stored.shape, start)
+        wanted = Rectangle(tuple(start), tuple(shape))
+        assert wanted.is_within(stored.shape), (
+            f"{name}: rectangle {wanted} lies outside the stored shape {list(stored.shape)}"
         )
-        assert inside, f"{name}: rectangle {wanted} lies outside the stored shape {list(stored.shape)}"
-        out = torch.empty(shape, dtype=TORCH_DTYPES[stored.dtype])
-        # Stored pieces hold each element once (format.decode), so that together they fill it.
+        out = torch.empty(wanted.shape, dtype=TORCH_DTYPES[stored.dtype])
+        # Stored pieces hold each element once (codec.decode), so that together they fill it.
         with self._lock:
             for piece in _meeting(stored, wanted):
                 cut = intersection(wanted, Rectangle(piece.start, piece.shape))
                 assert cut is not None, f"{name}: {piece} does not meet {wanted}"
-                inner = [c - s for c, s in zip(cut.start, piece.start, strict=True)]
-                place = tuple(slice(c - s, c - s + n) for c, s, n in zip(cut.start, start, cut.shape, strict=True))
-                self._fill(out[place], piece, piece.offset, piece.shape, inner, DTYPE_BYTES[stored.dtype])
+                start_in_piece = _difference(cut.start, piece.start)
+                in_out = Rectangle(_difference(cut.start, wanted.start), cut.shape)
+                itemsize = DTYPE_BYTES[stored.dtype]
+                self._fill(out[in_out.slices], piece, piece.offset, piece.shape, start_in_piece, itemsize)
         return out
 
     def _stored(self, name: str) -> StoredTensor:
@@ -135,31 +138,27 @@ class Reader:
         self, out: Tensor, piece: StoredPiece, offset: int, shape: Sequence[int], inner: Sequence[int], itemsize: int
     ) -> None:
         """Copy into `out` the rectangle of its shape at `inner` of a row-major block of `shape` at byte `offset`."""
-        if not shape or tuple(out.shape[1:]) == tuple(shape[1:]):
-            row = prod(shape[1:]) * itemsize
-            first = offset + (inner[0] * row if shape else 0)
-            if out.is_contiguous():
-                self._read_bytes(piece.file, first, as_bytes(out))
-            else:
-                rows = max(1, BLOCK_BYTES // row)
-                for at in range(0, out.shape[0], rows):
-                    part = out[at : at + rows]
-                    block = torch.empty(part.shape, dtype=out.dtype)
-                    self._read_bytes(piece.file, first + at * row, as_bytes(block))
-                    part.copy_(block)
+        row_bytes = prod(shape[1:]) * itemsize
+        if shape:
+            offset += inner[0] * row_bytes
+        has_whole_rows = tuple(out.shape[1:]) == tuple(shape[1:])
+        if has_whole_rows and out.is_contiguous():
+            # the bytes lie in the file as they lie in `out`
+            self._read_bytes(piece.file, offset, as_bytes(out))
             return
-        row = prod(shape[1:]) * itemsize
-        if row >= ROW_BYTES:
+        if not has_whole_rows and row_bytes >= ROW_BYTES:
             for i in range(out.shape[0]):
-                self._fill(out[i], piece, offset + (inner[0] + i) * row, shape[1:], inner[1:], itemsize)
+                self._fill(out[i], piece, offset + i * row_bytes, shape[1:], inner[1:], itemsize)
             return
-        rows = BLOCK_BYTES // row
-        for at in range(0, out.shape[0], rows):
-            part = out[at : at + rows]
-            block = torch.empty((part.shape[0], *shape[1:]), dtype=out.dtype)
-            self._read_bytes(piece.file, offset + (inner[0] + at) * row, as_bytes(block))
-            cut = tuple(slice(s, s + n) for s, n in zip(inner[1:], out.shape[1:], strict=True))
-            part.copy_(block[(slice(None), *cut)])
+        # Short rows, of which not all columns are wanted, or rows that lie apart in `out`: whole rows are read into a
+        # block, a block at a time, and what is wanted of them is copied.
+        columns = Rectangle(tuple(inner[1:]), tuple(out.shape[1:])).slices
+        block_rows = max(1, BLOCK_BYTES // row_bytes)
+        for at in range(0, out.shape[0], block_rows):
+            out_rows = out[at : at + block_rows]
+            block = torch.empty((out_rows.shape[0], *shape[1:]), dtype=out.dtype)
+            self._read_bytes(piece.file, offset + at * row_bytes, as_bytes(block))
+            out_rows.copy_(block[(slice(None), *columns)])
 
     def _read_bytes(self, file: int, offset: int, out: memoryview) -> None:
         """Fill `out` with checked bytes: whole chunks are read in place, several at once, parts from kept ones."""
@@ -171,11 +170,12 @@ class Reader:
 
         def read(span: tuple[int, int, int]) -> None:
             index, low, high = span
-            place = out[index * size + low - offset : index * size + high - offset]
+            target = out[index * size + low - offset : index * size + high - offset]
             if high - low == chunk_length(stored, index, size):
-                read_chunk(fd, self.path / stored.name, stored, index, size, place)
+                read_chunk(fd, self.path / stored.name, stored, index, size, target)
             else:
-                place[:] = self._chunk(file, fd, index)[low:high]
+                # a part can't be checked by itself
+                target[:] = self._chunk(file, fd, index)[low:high]
 
         spans = list(_spans(offset, len(out), size))
         if len(spans) == 1:
@@ -199,9 +199,11 @@ class Reader:
         return buffer
 
     def _open(self, file: int) -> int:
+        """A descriptor of a file; those that were used last stay open."""
         if file not in self._files:
             if len(self._files) >= MOST_OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
+                _, oldest = self._files.popitem(last=False)
+                os.close(oldest)
             self._files[file] = open_stored(self.path, self._folder_fd, self.manifest.files[file])
         self._files.move_to_end(file)
         return self._files[file]
@@ -214,8 +216,14 @@ def _spans(offset: int, length: int, chunk: int) -> Iterator[tuple[int, int, int
         yield index, max(offset - base, 0), min(offset + length - base, chunk)
 
 
+def _difference(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """one - other in every dimension."""
+    return tuple(a - b for a, b in zip(one, other, strict=True))
+
+
 def _meeting(stored: StoredTensor, wanted: Rectangle) -> list[StoredPiece]:
     """The pieces of a tensor that share elements with a rectangle."""
+    # [pieces, dims]: the intersection of each piece with the rectangle, empty where low >= high in some dimension
     low = np.maximum(stored.starts, np.array(wanted.start, dtype=np.int64))
     high = np.minimum(stored.starts + stored.shapes, np.array(wanted.stop, dtype=np.int64))
     return [stored.piece(number) for number in np.flatnonzero((low < high).all(axis=1)).tolist()]

@@ -25,21 +25,40 @@ class Rectangle:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
+        """Behind the last index of every dimension."""
         return tuple(s + n for s, n in zip(self.start, self.shape, strict=True))
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What it is of a tensor, `tensor[slices]`."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def is_within(self, whole: tuple[int, ...]) -> bool:
+        """Whether it is a rectangle, with or without elements, of a tensor of shape `whole`."""
+        if not len(self.start) == len(self.shape) == len(whole):
+            return False
+        for start, extent, size in zip(self.start, self.shape, whole, strict=True):
+            if start < 0 or extent < 0 or start + extent > size:
+                return False
+        return True
+
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(self.start, self.shape, strict=True)) + "]"
+        return "[" + ", ".join(map("{}:{}".format, self.start, self.stop)) + "]"
 
 
 def intersection(one: Rectangle, other: Rectangle) -> Rectangle | None:
     """What both hold, or None when that is nothing."""
     low = tuple(map(max, one.start, other.start))
-    shape = tuple(min(a, b) - c for a, b, c in zip(one.stop, other.stop, low, strict=True))
-    return Rectangle(low, shape) if all(n > 0 for n in shape) else None
+    high = tuple(map(min, one.stop, other.stop))
+    shape = tuple(stop - start for start, stop in zip(low, high, strict=True))
+    if min(shape, default=1) <= 0:
+        return None
+    return Rectangle(low, shape)
 
 
 def not_held_once(wholes: Integers, owners: Integers, starts: Integers, shapes: Integers) -> list[int]:
@@ -56,7 +75,8 @@ def not_held_once(wholes: Integers, owners: Integers, starts: Integers, shapes: 
     sign = np.concatenate([np.ones(len(owners)), -np.ones(n_wholes)])
 
     # A row per rectangle, a column per corner; `corner` numbers the places where corners of one owner lie.
-    corner, signs = owner[:, None], sign[:, None]
+    corner = owner[:, None]
+    signs = sign[:, None]
     for d in range(n_dims):
         ends = np.stack([low[:, d], high[:, d]], axis=1)
         end = np.unique(ends, return_inverse=True)[1].reshape(ends.shape)

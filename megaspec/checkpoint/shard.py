@@ -16,6 +16,7 @@ from torch import Tensor
 from megaspec.checkpoint.examine import worker_threads
 from megaspec.checkpoint.files import pwrite_all
 from megaspec.checkpoint.format import LARGEST_NUMBER, MOST_DIMS, is_tensor_name
+from megaspec.checkpoint.rectangles import Rectangle
 from megaspec.core.faults import failpoint
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -52,12 +53,15 @@ class SavedPiece:
         """A piece that can't be stored is a mistake of the caller: AssertionError."""
         assert is_tensor_name(self.name), f"name={self.name!r}: letters, digits and ._/- only, and no parts like `..`"
         assert self.tensor.dtype in DTYPE_NAMES, f"{self.name}: dtype={self.tensor.dtype} has no safetensors name"
-        shape = tuple(self.tensor.shape)
-        inside = len(self.start) == len(shape) == len(self.global_shape) <= MOST_DIMS and all(
-            s >= 0 and s + n <= whole for s, n, whole in zip(self.start, shape, self.global_shape, strict=True)
-        )
-        assert inside, f"{self.name}: start={self.start} shape={shape} lies outside global_shape={self.global_shape}"
+        shape = self.rectangle.shape
+        is_inside = len(shape) <= MOST_DIMS and self.rectangle.is_within(self.global_shape)
+        assert is_inside, f"{self.name}: start={self.start} shape={shape} lies outside global_shape={self.global_shape}"
         assert prod(self.global_shape) < LARGEST_NUMBER, f"{self.name}: global_shape={self.global_shape} is too large"
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """Which of the global tensor it is."""
+        return Rectangle(self.start, tuple(self.tensor.shape))
 
 
 @dataclass(frozen=True)
@@ -71,32 +75,37 @@ class ShardPlan:
 
 def plan_shard(pieces: Sequence[SavedPiece], *, metadata: dict[str, str]) -> ShardPlan:
     """Lay out a safetensors file: larger elements first, so that every tensor is aligned to its elements."""
-    stored = sorted((p for p in pieces if p.tensor.numel()), key=lambda p: (-p.tensor.element_size(), p.name, p.start))
+    stored = [piece for piece in pieces if piece.tensor.numel()]
+    stored.sort(key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.start))
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    offsets, end = [], 0
-    for p in stored:
-        offsets.append(end)
-        end += p.tensor.numel() * p.tensor.element_size()
-        key = _key(p)
+    # offsets count from the end of the header, whose length isn't known before they are
+    offsets = []
+    end = 0
+    for piece in stored:
+        begin = end
+        end += piece.tensor.numel() * piece.tensor.element_size()
+        offsets.append(begin)
+        key = _key(piece)
         assert key not in entries, f"piece {key} is given twice"
         entries[key] = {
-            "dtype": DTYPE_NAMES[p.tensor.dtype],
-            "shape": list(p.tensor.shape),
-            "data_offsets": [offsets[-1], end],
+            "dtype": DTYPE_NAMES[piece.tensor.dtype],
+            "shape": list(piece.tensor.shape),
+            "data_offsets": [begin, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # filled up to a multiple of 8 bytes, so that the tensors behind it are aligned
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return ShardPlan(
-        header, tuple((p, len(header) + o) for p, o in zip(stored, offsets, strict=True)), len(header) + end
-    )
+    placed = tuple((piece, len(header) + offset) for piece, offset in zip(stored, offsets, strict=True))
+    return ShardPlan(header, placed, len(header) + end)
 
 
 def _key(piece: SavedPiece) -> str:
     """A piece's name in its file: the tensor's own name for a whole tensor, `name[0:4,8:16]` for a part."""
-    if tuple(piece.tensor.shape) == tuple(piece.global_shape):
+    rectangle = piece.rectangle
+    if rectangle.shape == tuple(piece.global_shape):
         return piece.name
-    spans = ",".join(f"{s}:{s + n}" for s, n in zip(piece.start, piece.tensor.shape, strict=True))
+    spans = ",".join(map("{}:{}".format, rectangle.start, rectangle.stop))
     return f"{piece.name}[{spans}]"
 
 
@@ -112,11 +121,13 @@ def write_shard(path: Path, plan: ShardPlan, *, chunk_bytes: int) -> tuple[int, 
     try:
         with ThreadPoolExecutor(threads) as pool:
             try:
-                for index, parts in enumerate(_chunks(plan, chunk_bytes)):
-                    running.append(pool.submit(_write_chunk, fd, parts, index * chunk_bytes))
+                for index, views in enumerate(_chunks(plan, chunk_bytes)):
+                    running.append(pool.submit(_write_chunk, fd, views, index * chunk_bytes))
+                    # waiting here bounds how many tensors are on the CPU at once
                     if len(running) > 2 * threads:
                         crcs.append(running.popleft().result())
-                crcs += [future.result() for future in running]
+                while running:
+                    crcs.append(running.popleft().result())
             finally:
                 pool.shutdown(cancel_futures=True)
         failpoint("after_shard_write")
@@ -129,9 +140,12 @@ def write_shard(path: Path, plan: ShardPlan, *, chunk_bytes: int) -> tuple[int, 
     return tuple(crcs)
 
 
-def _write_chunk(fd: int, parts: list[memoryview], offset: int) -> int:
+def _write_chunk(fd: int, views: list[memoryview], offset: int) -> int:
+    """Writes the bytes of a chunk. -> their CRC-32."""
     failpoint("before_chunk_write")
-    data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+    data = views[0]
+    if len(views) > 1:
+        data = memoryview(b"".join(views))
     pwrite_all(fd, data, offset)
     return zlib.crc32(data)
 
@@ -148,7 +162,8 @@ def _chunks(plan: ShardPlan, chunk_bytes: int) -> Iterator[list[memoryview]]:
             view = view[len(taken) :]
             if room == 0:
                 yield chunk
-                chunk, room = [], chunk_bytes
+                chunk = []
+                room = chunk_bytes
     if chunk:
         yield chunk
 

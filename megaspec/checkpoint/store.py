@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +51,7 @@ START_ANEW = "restore one from a backup or remove the folder to start anew"
 
 
 @dataclass(frozen=True)
-class Seen:
+class Findings:
     """What speaks against a checkpoint, a line each."""
 
     damage: list[str]
@@ -111,7 +112,8 @@ class Store:
         begun = on_first(comm, lambda: self._begin(step, sum(needs), spec, state))
         saving = self.folder / begun["name"]
         try:
-            entries = together(comm, lambda: self._write_own(saving, begun, pieces, comm.rank, needs[comm.rank]))
+            # every rank's file is on the disk before rank 0 writes the manifest that names it
+            entries = together(comm, lambda: self._write_shard(saving, begun, pieces, comm.rank, needs[comm.rank]))
             on_first(comm, lambda: self._publish(saving, step, begun["generation"], entries, spec, state))
         finally:
             if comm.rank == 0 and os.path.lexists(saving):
@@ -133,12 +135,12 @@ class Store:
         """
         found: dict[str, str] = {}
         moved: dict[str, str] = {}
-        to_put_aside: list[tuple[folders.Candidate, str]] = []
+        to_put_aside: list[tuple[folders.CandidateFolder, str]] = []
         names = on_first(comm, lambda: [c.path.name for c in folders.candidates(self.folder)])
         for name in names:
             candidate = self._candidate(name)
-            seen = self._look_at(candidate, comm, inspect)
-            if not seen.damage and not seen.objections:
+            findings = self._look_at(candidate, comm, inspect)
+            if not findings.damage and not findings.objections:
                 # First, since one of them may stand where the good one has to go.
                 while to_put_aside:
                     other, reason = to_put_aside.pop(0)
@@ -149,20 +151,23 @@ class Store:
                     raise
                 except CheckpointError as error:
                     # It was removed, or damaged, after it was verified.
-                    seen = Seen(damage=[str(error)])
+                    findings = Findings(damage=[str(error)])
                 else:
                     reader.passed_over = tuple(_listed(found, moved))
                     return reader
-            reason = "\n".join(seen.damage or seen.objections)
+            reason = "\n".join(findings.damage or findings.objections)
             found[name] = reason
-            if repair and seen.damage:
+            if repair and findings.damage:
                 moved[name] = self._put_aside(candidate, reason, comm)
             elif repair:
                 to_put_aside.append((candidate, reason))
-        earlier = on_first(comm, lambda: folders.quarantined(self.folder))
-        if not found and not earlier:
+        put_aside_before = on_first(comm, lambda: folders.quarantined(self.folder))
+        if not found:
+            # what an earlier start has put aside was saved, too
+            for name, reason in put_aside_before.items():
+                found[f"{folders.QUARANTINE}/{name}"] = reason
+        if not found:
             return None
-        found = found or {f"{folders.QUARANTINE}/{name}": reason for name, reason in earlier.items()}
         lines = "\n".join(_listed(found, moved)).split("\n")
         raise CheckpointError([f"{self.folder}: no good checkpoint is left; {way_out}", *lines])
 
@@ -183,17 +188,21 @@ class Store:
         assert keep >= 1, f"keep={keep} must be at least 1"
         if self._lock:
             self._lock.check()
+        # newest first
         whole = []
         for candidate in folders.candidates(self.folder):
             manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
             if candidate.replaced_by is None and manifest and not problems:
                 whole.append((candidate, manifest.generation))
-        doomed = [(c, g) for c, g in whole[keep:] if c.step != self._published]
-        for candidate, generation in doomed:
-            self._writing(lambda c=candidate, g=generation: folders.delete(c.path, c.step, g))
-        return [c.step for c, _ in doomed]
+        removed = []
+        for candidate, generation in whole[keep:]:
+            if candidate.step == self._published:
+                continue
+            self._writing(partial(folders.delete, candidate.path, candidate.step, generation))
+            removed.append(candidate.step)
+        return removed
 
-    def _candidate(self, name: str) -> folders.Candidate:
+    def _candidate(self, name: str) -> folders.CandidateFolder:
         found = folders.parse_candidate(self.folder, name)
         assert found, f"{name} is no name of a checkpoint"
         return found
@@ -201,36 +210,41 @@ class Store:
     def _verify(self, path: Path, step: int, comm: Comm) -> list[str]:
         """What is wrong with a checkpoint, on every rank the same; each rank checks its share of the bytes."""
 
-        return self._look_at(folders.Candidate(step, path), comm, no_objections).damage
+        return self._look_at(folders.CandidateFolder(step, path), comm, no_objections).damage
 
-    def _look_at(self, candidate: folders.Candidate, comm: Comm, inspect: Inspect) -> Seen:
+    def _look_at(self, candidate: folders.CandidateFolder, comm: Comm, inspect: Inspect) -> Findings:
         """What speaks against a checkpoint, on every rank the same; each rank checks its share of the bytes. `inspect`
         is asked first: what it objects to needs no reading."""
         path = candidate.path
 
-        def own_share() -> dict[str, list[str]]:
+        def look_at_share() -> dict[str, list[str]]:
             try:
                 manifest = read_manifest(path, candidate.step)
                 objections = [f"{path / MANIFEST}: {line}" for line in inspect(manifest)]
-                damage = [] if objections else find_damage(path, manifest, part=comm.rank, parts=comm.size)
+                if objections:
+                    return {"damage": [], "objections": objections}
+                damage = find_damage(path, manifest, part=comm.rank, parts=comm.size)
             except UnreadableError:
                 raise
             except CheckpointError as error:
                 return {"damage": [str(error)], "objections": []}
-            return {"damage": damage, "objections": objections}
+            return {"damage": damage, "objections": []}
 
-        shares = together(comm, own_share)
-        damage = dict.fromkeys(line for share in shares for line in share["damage"])
-        objections = dict.fromkeys(line for share in shares for line in share["objections"])
-        return Seen(list(damage), list(objections))
+        # ranks find the same in the manifest: dicts keep the order and tell each line once
+        damage: dict[str, None] = {}
+        objections: dict[str, None] = {}
+        for share in together(comm, look_at_share):
+            damage |= dict.fromkeys(share["damage"])
+            objections |= dict.fromkeys(share["objections"])
+        return Findings(list(damage), list(objections))
 
-    def _open_good(self, candidate: folders.Candidate, comm: Comm, repair: bool) -> Reader:
+    def _open_good(self, candidate: folders.CandidateFolder, comm: Comm, repair: bool) -> Reader:
         path = candidate.path
         if repair:
             path = self.folder / on_first(comm, lambda: self._finish_interrupted(candidate))
         return open_together(path, comm)
 
-    def _finish_interrupted(self, good: folders.Candidate) -> str:
+    def _finish_interrupted(self, good: folders.CandidateFolder) -> str:
         """Give a good checkpoint its name back, and remove what it makes superfluous. Returns its name."""
 
         def finish() -> str:
@@ -247,7 +261,7 @@ class Store:
 
         return self._writing(finish)
 
-    def _put_aside(self, candidate: folders.Candidate, reason: str, comm: Comm) -> str:
+    def _put_aside(self, candidate: folders.CandidateFolder, reason: str, comm: Comm) -> str:
         """Moves a checkpoint into quarantine, on rank 0. -> where it is now, in words."""
 
         def put_aside() -> str:
@@ -287,18 +301,21 @@ class Store:
 
     def _next_generation(self) -> int:
         known = max(self._generation, folders.highest_generation(self.folder))
+        # the manifests of earlier jobs are read once, by the first save of this one
         if self._generation == 0:
             for candidate in folders.candidates(self.folder):
                 manifest, _ = examine(candidate.path, candidate.step, deep=False)
-                known = max(known, manifest.generation if manifest else 0)
+                if manifest is not None:
+                    known = max(known, manifest.generation)
         return known + 1
 
-    def _write_own(
+    def _write_shard(
         self, saving: Path, begun: dict[str, Any], pieces: Sequence[SavedPiece], rank: int, need: int
     ) -> dict[str, Any]:
         """Write this rank's file; returns what the manifest has to say of it. A rank without elements writes none."""
         # The id makes files of different saves differ even when their tensors are equal.
-        metadata = {k: str(v) for k, v in begun.items() if k != "name"} | {"rank": str(rank)}
+        metadata = {key: str(begun[key]) for key in ("generation", "id", "step")}
+        metadata["rank"] = str(rank)
         plan = plan_shard(pieces, metadata=metadata)
         path = saving / file_name(rank)
         crcs: tuple[int, ...] = ()
@@ -316,15 +333,14 @@ class Store:
             # A job that lost the lock meanwhile finds its folder gone: say the cause, not the consequence.
             if self._lock:
                 self._lock.check()
-        offsets = {id(p): offset for p, offset in plan.pieces}
-        return {
-            "bytes": plan.bytes,
-            "crc32": crcs,
-            "pieces": [
-                [p.name, DTYPE_NAMES[p.tensor.dtype], p.global_shape, offsets.get(id(p)), p.start, [*p.tensor.shape]]
-                for p in pieces
-            ],
-        }
+        # by identity: pieces hold tensors, which don't compare; a piece without elements has no offset
+        offsets = {id(piece): offset for piece, offset in plan.pieces}
+        entries = []
+        for piece in pieces:
+            dtype = DTYPE_NAMES[piece.tensor.dtype]
+            shape = list(piece.tensor.shape)
+            entries.append([piece.name, dtype, piece.global_shape, offsets.get(id(piece)), piece.start, shape])
+        return {"bytes": plan.bytes, "crc32": crcs, "pieces": entries}
 
     def _publish(
         self,
@@ -352,9 +368,12 @@ class Store:
 
         def publish() -> None:
             failpoint("before_manifest")
+            # A name is on the disk once its folder is: the manifest's before the folder gets the name under which it
+            # counts as a checkpoint.
             write_durably(saving / MANIFEST, data)
             sync_folder(saving)
             failpoint("after_manifest")
+            # As late as can be: whoever took the lock over may have begun to save the same step.
             if self._lock:
                 self._lock.check()
             self._exchange(saving, target, self.folder / folders.hidden_name("replaced", step, generation))
@@ -369,6 +388,8 @@ class Store:
     def _exchange(self, saving: Path, target: Path, replaced: Path) -> None:
         """Put `saving` in the place of `target`, which keeps its bytes under `replaced` until then. Raises OSError."""
         try:
+            # rename(2) replaces no folder that holds files. Between these two the step stands under `replaced`, where
+            # newest_good finds it (see folders.py).
             if os.path.lexists(target):
                 failpoint("before_set_aside")
                 rename_durably(target, replaced)
@@ -394,8 +415,10 @@ def _listed(found: dict[str, str], moved: dict[str, str]) -> list[str]:
     """Checkpoints by name, with where they are now and what was found in them."""
     lines = []
     for name, reason in found.items():
-        place = f" ({moved[name]})" if name in moved else ""
-        lines.append(f"{name}{place}:\n{reason}")
+        title = name
+        if name in moved:
+            title = f"{name} ({moved[name]})"
+        lines.append(f"{title}:\n{reason}")
     return lines
 
 
@@ -414,6 +437,7 @@ def open_together(path: Path, comm: Comm) -> Reader:
 def _collect(entries: list[dict[str, Any]]) -> tuple[tuple[StoredFile, ...], dict[str, StoredTensor]]:
     """The files and tensors of all ranks' entries. The pieces of a tensor must agree and hold each element once."""
     files: list[StoredFile] = []
+    # dtype and global shape of each tensor, and a row of its table for each stored piece: file, offset, start, shape
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     rows: dict[str, list[list[int]]] = {}
     for rank, entry in enumerate(entries):
@@ -422,14 +446,15 @@ def _collect(entries: list[dict[str, Any]]) -> tuple[tuple[StoredFile, ...], dic
         for name, dtype, shape, offset, start, extent in entry["pieces"]:
             kind = (dtype, tuple(shape))
             assert kinds.setdefault(name, kind) == kind, f"{name}: rank {rank} says {kind}, another says {kinds[name]}"
-            own = rows.setdefault(name, [])
+            tensor_rows = rows.setdefault(name, [])
             if offset is not None:
-                own.append([len(files) - 1, offset, *start, *extent])
+                tensor_rows.append([len(files) - 1, offset, *start, *extent])
     tensors = {}
     for name, (dtype, shape) in kinds.items():
         table = np.array(rows[name], dtype=np.int64).reshape(len(rows[name]), 2 + 2 * len(shape))
         tensors[name] = StoredTensor(dtype, shape, table)
     for name in not_whole(tensors)[:1]:
-        held, whole = int(tensors[name].shapes.prod(axis=1).sum()), prod(tensors[name].shape)
+        held = int(tensors[name].shapes.prod(axis=1).sum())
+        whole = prod(tensors[name].shape)
         raise AssertionError(f"{name}: saved pieces hold {held} elements of {whole}; each must be held once")
     return tuple(files), tensors

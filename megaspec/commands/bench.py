@@ -4,9 +4,9 @@ import argparse
 from types import ModuleType
 from typing import Any
 
-from megaspec.commands import bench_ceilings, bench_kernel
+from megaspec.commands import bench_kernel, bench_throughput
 
-COMMANDS: dict[str, ModuleType] = {"ceilings": bench_ceilings, "kernel": bench_kernel}
+COMMANDS: dict[str, ModuleType] = {"throughput": bench_throughput, "kernel": bench_kernel}
 
 
 def add_parser(commands: Any) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from megaspec.core.errors import MegaspecError, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean
-from megaspec.estimate.ceilings import Ceilings, ceilings_of
 from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.target import Target, detect_target
+from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
 from megaspec_kernels.catalog import CATALOG
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Hold every implementation of an operation to the gate: its error from an fp64 truth against that of
 plain PyTorch, for the output and every gradient. Then time it on shapes of a large model and compare
-it with what the machine was measured to reach (megaspec bench ceilings). What does not pass the gate
+it with what the machine was measured to reach (megaspec bench throughput). What does not pass the gate
 gets no figure, and the command exits with 70. On a CPU shapes are small."""
 
 # A large product in the middle of the measured table, which others are compared with.
@@ -44,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
             way_out = did_you_mean(name, CATALOG) or f"there are {', '.join(CATALOG)}"
             raise RecipeError([Problem("", f"bench kernel {name}: no such operation; {way_out}")])
     target = detect_target()
-    hardware = hardware_of(target) if target.device == "cuda" else None
-    ceilings = None if hardware is None else ceilings_of(hardware)
+    throughput = _throughput(target)
 
     import torch  # only where it is needed
 
@@ -53,62 +52,86 @@ def run(args: argparse.Namespace) -> int:
     from megaspec_kernels.benches import BENCHES
 
     device = torch.device(target.device)
-    rows = []
+    not_passed = []
     if not args.json:
-        print(printable(_where(target, ceilings)))
+        print(printable(_where(target, throughput)))
     for name in args.operations or CATALOG:
         for row in measure(name, BENCHES[name], device=device, sm=target.sm):
-            rows.append(row)
-            print(printable(as_json(row, target, ceilings) if args.json else as_text(row, ceilings)), flush=True)
-    red = [f"{row.operation}={row.implementation} ({row.name})" for row in rows if row.is_red]
-    if red:
-        print(printable(f"megaspec: the gate does not pass: {'; '.join(red)}"), file=sys.stderr)
+            line = as_json(row, target, throughput) if args.json else as_text(row, throughput)
+            # each as it comes: the next one takes a while
+            print(printable(line), flush=True)
+            if row.is_red:
+                not_passed.append(f"{row.operation}={row.implementation} ({row.name})")
+    if not_passed:
+        print(printable(f"megaspec: the gate does not pass: {'; '.join(not_passed)}"), file=sys.stderr)
         return MegaspecError.exit_code
     return 0
 
 
-def _where(target: Target, ceilings: Ceilings | None) -> str:
-    machine = target.gpu if target.device == "cuda" else f"a CPU with {target.cores} cores"
-    head = f"on {machine}, torch {target.versions.get('torch')}"
-    return head if ceilings is None else f"{head}; shares are of {ceilings.source}"
+def _throughput(target: Target) -> MeasuredThroughput | None:
+    """What this machine was measured to reach; None: it has no GPU, or one that the table does not know."""
+    if target.device != "cuda":
+        return None
+    hardware = hardware_of(target)
+    if hardware is None:
+        return None
+    return throughput_of(hardware)
 
 
-def as_text(row: "Row", ceilings: Ceilings | None) -> str:
+def _where(target: Target, throughput: MeasuredThroughput | None) -> str:
+    """The line above the table."""
+    machine = f"a CPU with {target.cores} cores"
+    if target.device == "cuda":
+        machine = target.gpu
+    text = f"on {machine}, torch {target.versions.get('torch')}"
+    if throughput is not None:
+        text += f"; shares are of {throughput.source}"
+    return text
+
+
+def as_text(row: "Row", throughput: MeasuredThroughput | None) -> str:
     """A row for people: `unpermute triton  16384 x 8 x 2048  0.12 of the gate  0.31 ms  1,912 GB/s, 55 %`."""
     head = f"{row.operation:16}{row.implementation:11}"
     if row.seconds is None:
-        error = "" if row.error is None else f"{row.error:.2f} of the gate in {row.name}: "
-        return f"{head}{error}{row.why}"
-    share = share_of(row, ceilings)
-    reached = f"{rate(row):>15}" + ("" if share is None else f" {100 * share:4.0f} %")
+        if row.error is not None:
+            head += f"{row.error:.2f} of the gate in {row.name}: "
+        return f"{head}{row.why}"
+    reached = f"{rate(row):>15}"
+    share = share_of(row, throughput)
+    if share is not None:
+        reached += f" {100 * share:4.0f} %"
     return f"{head}{row.name:52}{row.error:5.2f} of the gate {_time(row.seconds):>10}{reached}"
 
 
-def as_json(row: "Row", target: Target, ceilings: Ceilings | None) -> str:
+def as_json(row: "Row", target: Target, throughput: MeasuredThroughput | None) -> str:
     """A row as one line of JSON, with where it was measured."""
     machine = {"gpu": target.gpu, "torch": target.versions.get("torch")}
-    return json.dumps(asdict(row) | {"share": share_of(row, ceilings)} | machine)
+    return json.dumps(asdict(row) | {"share": share_of(row, throughput)} | machine)
 
 
 def rate(row: "Row") -> str:
-    """What was reached, with its unit."""
+    """What was reached, with its unit: `9.1 GB/s`, `1,912 GB/s`, `9.31 TFLOP/s`, `412 TFLOP/s`."""
     per_second = row.amount / row.seconds
     if row.unit == "bytes":
-        return f"{per_second / 1e9:,.1f} GB/s" if per_second < 1e10 else f"{per_second / 1e9:,.0f} GB/s"
-    return f"{per_second / 1e12:,.2f} TFLOP/s" if per_second < 1e13 else f"{per_second / 1e12:,.0f} TFLOP/s"
+        digits = 1 if per_second < 1e10 else 0
+        return f"{per_second / 1e9:,.{digits}f} GB/s"
+    digits = 2 if per_second < 1e13 else 0
+    return f"{per_second / 1e12:,.{digits}f} TFLOP/s"
 
 
-def share_of(row: "Row", ceilings: Ceilings | None) -> float | None:
+def share_of(row: "Row", throughput: MeasuredThroughput | None) -> float | None:
     """What was reached as a share of the measured throughput: of element-wise work on as many bytes, or of a large
     product in bf16. None: the machine was not measured, or nothing was timed."""
-    if ceilings is None or row.seconds is None:
+    if throughput is None or row.seconds is None:
         return None
     if row.unit == "bytes":
-        return ceilings.memory_seconds(row.amount) / row.seconds
+        return throughput.memory_seconds(row.amount) / row.seconds
     m, n, k = _PRODUCT
-    fastest = 2 * m * n * k / ceilings.matmul_seconds(m, n, k, precision="bf16", kind="forward")
+    fastest = 2 * m * n * k / throughput.matmul_seconds(m, n, k, precision="bf16", kind="forward")
     return row.amount / row.seconds / fastest
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3f} ms"
+    return f"{seconds:.2f} s"

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from megaspec.checkpoint.examine import examine, no_objections
-from megaspec.checkpoint.folders import CHECKPOINTS, Candidate, candidates, quarantined
+from megaspec.checkpoint.folders import CHECKPOINTS, CandidateFolder, candidates, quarantined
 from megaspec.checkpoint.format import Manifest
 from megaspec.core.errors import CheckpointError, printable
 from megaspec.run_folder import is_run, own_checkpoint, read_run, refuse_unfinished_fork
@@ -21,20 +21,23 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     refuse_unfinished_fork(run_dir)
     folder = run_dir / CHECKPOINTS
     is_in_run = is_run(run_dir)
-    inspect = own_checkpoint(read_run(run_dir).spec) if is_in_run else no_objections
-    found = [c for c in candidates(folder) if step in (None, c.step)]
+    inspect = no_objections
+    if is_in_run:
+        inspect = own_checkpoint(read_run(run_dir).spec)
+    found = [candidate for candidate in candidates(folder) if step in (None, candidate.step)]
     aside = quarantined(folder)
     if not found and (step is not None or not aside):
         raise CheckpointError(_nothing(run_dir, step))
-    rows, problems = [_HEADINGS], []
+    rows: list[tuple[str, ...]] = []
+    problems: list[str] = []
     for candidate in found:
         manifest, damage = examine(candidate.path, candidate.step, deep=deep, inspect=inspect)
         # A running job may have removed it meanwhile.
         if candidate.path.exists() or candidate.path.is_symlink():
             rows.append(_row(candidate, manifest, damage, deep=deep))
             problems += damage
-    if len(rows) > 1:
-        _print_table(rows)
+    if rows:
+        _print_table([_HEADINGS, *rows])
     for problem in problems:
         print(printable(problem))
     if not is_in_run:
@@ -43,17 +46,21 @@ def show(run_dir: Path, *, deep: bool, step: int | None = None) -> int:
     if not deep:
         for name, reason in aside.items():
             print(printable(f"in quarantine: {name}: {reason}"))
-    return CheckpointError.exit_code if problems else 0
+    if problems:
+        return CheckpointError.exit_code
+    return 0
 
 
 def _nothing(run_dir: Path, step: int | None) -> str:
-    steps = sorted({c.step for c in candidates(run_dir / CHECKPOINTS)})
+    """Why there is nothing to show."""
+    steps = sorted({candidate.step for candidate in candidates(run_dir / CHECKPOINTS)})
     if step is not None and steps:
         return f"step={step} has no checkpoint in {run_dir}; there are {', '.join(map(str, steps))}"
     return f"{run_dir / CHECKPOINTS} holds no checkpoint; give the folder of a run that has saved one"
 
 
-def _row(candidate: Candidate, manifest: Manifest | None, damage: list[str], *, deep: bool) -> tuple[str, ...]:
+def _row(candidate: CandidateFolder, manifest: Manifest | None, damage: list[str], *, deep: bool) -> tuple[str, ...]:
+    """A cell for each heading; `whole` is said of what was not read byte for byte."""
     if damage:
         state = "BAD"
     elif candidate.replaced_by is not None:
@@ -73,7 +80,9 @@ def _row(candidate: Candidate, manifest: Manifest | None, damage: list[str], *, 
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    for row in rows:
-        numbers = [cell.rjust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-        print(printable("  ".join([*numbers, row[-1]])))
+    """Numbers to the right of their columns, the state at the end of the line."""
+    *number_columns, _ = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in number_columns]
+    for *numbers, state in rows:
+        cells = [number.rjust(width) for number, width in zip(numbers, widths, strict=True)]
+        print(printable("  ".join([*cells, state])))

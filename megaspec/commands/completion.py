@@ -5,7 +5,7 @@ command line nor Hydra: commands and their flags stand here, and a test holds th
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,25 +54,27 @@ class Completed:
     takes: str = ""
     """words: recipe=, groups and keys. changes: groups and keys. sweep: what a sweep that goes on may change. names:
     recipes. sides: recipes and runs. key, group, shell: one of those."""
-    own: tuple[str, ...] = ()
-    """Words of this command that are no keys: names of `OWN`."""
+    own_words: tuple[str, ...] = ()
+    """Words of this command that are no keys: names of `COMMAND_WORDS`."""
     folder: str = ""
     """Its first word is a folder that holds this file: that of a run, or of a sweep."""
 
 
-RUN, SWEEP = "spec.json", "sweep.json"
+# Files by which the folder of a run and that of a sweep are known.
+RUN = "spec.json"
+SWEEP = "sweep.json"
 # Where such folders are made.
 HOMES = {RUN: "runs", SWEEP: "sweeps"}
 
 
-OWN: dict[str, tuple[str, ...]] = {
+COMMAND_WORDS: dict[str, tuple[str, ...]] = {
     "hardware": (*HARDWARE, "cpu"),
     "gpus": (),
-    "ceilings": (),
+    "throughput": (),
     "resume": ("auto", "never"),
     "memory": ("check", "ignore"),
 }
-_MACHINE = ("hardware", "gpus", "ceilings")
+_MACHINE = ("hardware", "gpus", "throughput")
 COMMANDS: dict[str, Completed] = {
     "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
     "plan": Completed(("--config-dir", "--json", "--ranks", "--trace"), "words", _MACHINE),
@@ -91,7 +93,7 @@ COMMANDS: dict[str, Completed] = {
     "sweep resume": Completed((), "sweep", ("memory",), SWEEP),
     "sweep show": Completed(folder=SWEEP),
     "bench": Completed(),
-    "bench ceilings": Completed(("--out",)),
+    "bench throughput": Completed(("--out",)),
     "bench kernel": Completed(("--json",)),
     "data": Completed(),
     "data prepare": Completed(
@@ -143,43 +145,56 @@ def run(args: argparse.Namespace) -> int:
 def complete(line: str) -> list[str]:
     """What the last word of a command line may become."""
     words = line.split()[1:]
-    current = "" if not words or line[-1:].isspace() else words.pop()
-    before, dirs = _positions(words)
-    name = " ".join(before[:2]) if " ".join(before[:2]) in COMMANDS else " ".join(before[:1])
+    current = ""
+    if words and not line[-1].isspace():
+        current = words.pop()
     if words and words[-1].startswith("--") and words[-1] not in _ALONE:
-        return []
+        return []  # the value of a flag
+    return sorted({one for one in _candidates(words, current) if one.startswith(current)})
+
+
+def _candidates(words: list[str], current: str) -> Iterable[str]:
+    """What may stand behind these words, what does not begin with `current` included."""
+    before, config_dirs = _positions(words)
+    # `sweep show` is a command of two words, `sweep` one of a single word
+    name = " ".join(before[:2])
     if name not in COMMANDS:
-        found = [one for one in COMMANDS if " " not in one] if not before else []
-        found += ["--help", "--plugin", "--version"] if not before else []
-    elif current.startswith("-"):
-        found = [*COMMANDS[name].flags, "--help"]
-    else:
-        below = [one.partition(" ")[2] for one in COMMANDS if one.startswith(f"{name} ")]
-        is_swept = "-m" in words or "--multirun" in words
-        found = below or list(_following(name, before, current, SearchPath(dirs), is_swept=is_swept))
-    return sorted({one for one in found if one.startswith(current)})
+        name = " ".join(before[:1])
+    if name not in COMMANDS:
+        if before:
+            return []
+        commands = [one for one in COMMANDS if " " not in one]
+        return [*commands, "--help", "--plugin", "--version"]
+    if current.startswith("-"):
+        return [*COMMANDS[name].flags, "--help"]
+    second_words = [one.partition(" ")[2] for one in COMMANDS if one.startswith(f"{name} ")]
+    if second_words:
+        return second_words
+    is_swept = "-m" in words or "--multirun" in words
+    return _following(name, before, current, SearchPath(config_dirs), is_swept=is_swept)
 
 
 def _positions(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words that are neither flags nor their values, and the folders of --config-dir that exist."""
-    before, dirs = [], []
-    for number, word in enumerate(words):
-        previous = words[number - 1] if number else ""
+    before: list[str] = []
+    config_dirs: list[str] = []
+    previous = ""
+    for word in words:
         if previous == "--config-dir":
-            dirs += _existing(word)
+            folder = Path(word).expanduser()
+            if folder.is_dir():
+                config_dirs.append(str(folder))
         elif not word.startswith("-") and (not previous.startswith("--") or previous in _ALONE):
             before.append(word)
-    return before, dirs
-
-
-def _existing(folder: str) -> list[str]:
-    path = Path(folder).expanduser()
-    return [str(path)] if path.is_dir() else []
+        previous = word
+    return before, config_dirs
 
 
 def _following(name: str, before: list[str], current: str, search: SearchPath, *, is_swept: bool) -> Iterator[str]:
     """Candidates for a word of a command, those that do not match included."""
-    command, given = COMMANDS[name], before[len(name.split()) :]
+    command = COMMANDS[name]
+    given = before[len(name.split()) :]
+    has_key = "=" in current or any("=" not in word for word in given)
     if command.folder and not given:
         yield from _folders(current, command.folder)
         return
@@ -193,7 +208,7 @@ def _following(name: str, before: list[str], current: str, search: SearchPath, *
             yield from SCRIPTS
         case "group":
             yield from ("recipe", *SECTIONS)
-        case "key" if not [w for w in given if "=" not in w] and "=" not in current:
+        case "key" if not has_key:
             yield from _keys(current, end="")
             yield from (*_codes(), "recipe=")
         case "words" | "key" | "changes":
@@ -204,60 +219,78 @@ def _following(name: str, before: list[str], current: str, search: SearchPath, *
 
 def _folders(current: str, mark: str) -> Iterator[str]:
     """Folders that hold a file: where they are made, and in the folder that is typed so far."""
-    for place in {HOMES[mark], current.rpartition("/")[0]} - {""}:
+    for parent in {HOMES[mark], current.rpartition("/")[0]} - {""}:
         with suppress(OSError):  # there is none, or it can't be read
-            names = [child.name for child in Path(place).iterdir() if (child / mark).is_file()]
-            yield from (f"{place}/{name}" for name in names if name.split() == [name])
+            names = [child.name for child in Path(parent).iterdir() if (child / mark).is_file()]
+            for name in names:
+                if name.split() == [name]:  # a word with a blank would be two
+                    yield f"{parent}/{name}"
 
 
 def _sweep_words(command: Completed, current: str, search: SearchPath) -> Iterator[str]:
     """Words of a sweep that goes on."""
     key, equals, _ = current.partition("=")
     if equals:
-        yield from (f"{key}={one}" for one in _values(key, search))
+        for value in _values(key, search):
+            yield f"{key}={value}"
         return
-    yield from (f"{one}=" for one in command.own)
-    yield from (
-        w for w in _keys(current, model=SweepSpec, prefix="sweep.") if w.strip("=")[len("sweep.") :] not in KEPT
-    )
+    for word in command.own_words:
+        yield f"{word}="
+    for word in _keys(current, model=SweepSpec, prefix="sweep."):
+        if word.strip("=").removeprefix("sweep.") not in KEPT:
+            yield word
 
 
 def _words(command: Completed, current: str, search: SearchPath, *, is_swept: bool) -> Iterator[str]:
     """`key=value` words."""
     key, equals, value = current.partition("=")
     if equals:
-        listed = value.rpartition(",")[0]
-        start = f"{key}={listed}," if listed else f"{key}="
-        yield from (f"{start}{one}" for one in _values(key.lstrip("+"), search))
+        # of values with commas between them the last one is completed
+        start = f"{key}="
+        earlier_values = value.rpartition(",")[0]
+        if earlier_values:
+            start += f"{earlier_values},"
+        for option in _values(key.lstrip("+"), search):
+            yield f"{start}{option}"
         return
     if key.startswith("~"):
-        yield from (f"~{one}" for one in _keys(key[1:], end=""))
+        for path in _keys(key[1:], end=""):
+            yield f"~{path}"
         return
-    yield from (
-        f"{one}=" for one in ("recipe", *SECTIONS, *command.own) if command.takes != "changes" or one != "recipe"
-    )
+    if command.takes != "changes":
+        yield "recipe="
+    for word in (*SECTIONS, *command.own_words):
+        yield f"{word}="
     yield from _keys(current)
     if is_swept:
         yield from _keys(current, model=SweepSpec, prefix="sweep.")
 
 
 def _keys(current: str, *, end: str = "=", model: type[Frozen] = Recipe, prefix: str = "") -> Iterator[str]:
-    """The keys that begin with a word, up to their next dot."""
-    fields = [field for field in fields_of(model) if ENTRY not in field.path]
-    for field in fields:
+    """The keys that begin with a word, up to their next dot. `end`: what stands behind one that is complete."""
+    for field in fields_of(model):
         path = f"{prefix}{field.path}"
-        if path.startswith(current):
-            next_dot = path.find(".", len(current))
-            yield path[: next_dot + 1] if next_dot >= 0 else f"{path}{'.' if field.models else end}"
+        if ENTRY in field.path or not path.startswith(current):
+            continue
+        next_dot = path.find(".", len(current))
+        if next_dot >= 0:
+            yield path[: next_dot + 1]
+        elif field.models:
+            yield f"{path}."
+        else:
+            yield f"{path}{end}"
 
 
 def _values(key: str, search: SearchPath) -> Iterator[str]:
     """What a key may be, where that is a fixed word."""
     if key == "recipe" or key in SECTIONS:
         yield from search.choices(key)
-    yield from OWN.get(key, ())
-    is_of_sweep = key.startswith("sweep.")
-    path, model = (key.removeprefix("sweep."), SweepSpec) if is_of_sweep else (key, Recipe)
+    yield from COMMAND_WORDS.get(key, ())
+    path = key
+    model: type[Frozen] = Recipe
+    if key.startswith("sweep."):
+        path = key.removeprefix("sweep.")
+        model = SweepSpec
     for field in fields_of(model):
         if field.path == path:
             yield from field.literals

@@ -74,4 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cores() -> int:
-    return min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """Cores that this process may use, at most 16."""
+    if hasattr(os, "sched_getaffinity"):  # Linux; elsewhere nothing says less than all of them
+        return min(16, len(os.sched_getaffinity(0)))
+    return min(16, os.cpu_count() or 1)

@@ -42,7 +42,9 @@ class Side:
         if self.spec is not None:
             return self.spec
         assert self.recipe is not None, f"{self.name} is neither a run nor a recipe"
-        return (self.recipe if other is None else replace(self.recipe, target=other)).spec()
+        if other is None:
+            return self.recipe.spec()
+        return replace(self.recipe, target=other).spec()
 
 
 def add_parser(commands: Any) -> None:
@@ -58,7 +60,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print. Differences are an answer, not a failure: 0."""
-    a, b = side(args.a, args.config_dir), side(args.b, args.config_dir)
+    a = side(args.a, args.config_dir)
+    b = side(args.b, args.config_dir)
     found = differences(a.resolved(b.target), b.resolved(a.target))
     if args.json:
         print(json.dumps(as_json(a, b, found), indent=1))
@@ -84,10 +87,10 @@ def side(text: str, config_dirs: Sequence[str | Path] = ()) -> Side:
 
 def as_json(a: Side, b: Side, found: list[Change]) -> dict[str, Any]:
     """What a program reads."""
-    parts = {
-        part: [{"key": c.key, "a": c.was, "b": c.now} for c in found if c.is_experiment == is_experiment]
-        for part, is_experiment in (("experiment", True), ("mapping", False))
-    }
+    parts: dict[str, list[dict[str, Any]]] = {"experiment": [], "mapping": []}
+    for change in found:
+        part = "experiment" if change.is_experiment else "mapping"
+        parts[part].append({"key": change.key, "a": change.was, "b": change.now})
     return {"a": a.name, "b": b.name, "verdict": verdict(found), **parts}
 
 
@@ -95,20 +98,22 @@ def print_changes(a: Side, b: Side, found: list[Change]) -> None:
     """A table for what is computed, one for how, and the verdict."""
     out = terminal()
     for is_experiment, title in _PARTS:
-        rows = [c for c in found if c.is_experiment == is_experiment]
-        if not rows:
+        changes = [change for change in found if change.is_experiment == is_experiment]
+        if not changes:
             continue
         table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
         for heading in ("key", a.name, b.name):
             table.add_column(escape(heading), overflow="fold")
-        for c in rows:
-            table.add_row(c.key, escape(_words(c.was)), escape(_words(c.now)))
+        for change in changes:
+            table.add_row(change.key, escape(_words(change.was)), escape(_words(change.now)))
         out.print(table)
     out.print(verdict(found))
 
 
 def _words(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict | list) else show(value)
+    if isinstance(value, dict | list):
+        return json.dumps(value)
+    return show(value)
 
 
 def _spec_of_checkpoint(folder: Path) -> Spec:

@@ -24,12 +24,12 @@ _DESCRIPTION = """Show what `train` would do: mesh, memory, collectives, step ti
 
 hardware=NAME: GPUs to plan for; without it those of this machine, where there are none those that the recipe's source
 names, else H100; hardware=cpu is this machine without GPUs. gpus=N: how many of them; a launcher.ranks of the recipe
-gives way to it. ceilings=FILE: measured speeds, as `megaspec bench ceilings` writes them."""
+gives way to it. throughput=FILE: measured speeds, as `megaspec bench throughput` writes them."""
 
 
 def add_parser(commands: Any) -> None:
     """The parser of `plan`."""
-    text = "show what `train` would do: recipe=NAME [hardware=H100] [gpus=N] [ceilings=FILE] a.b=c ..."
+    text = "show what `train` would do: recipe=NAME [hardware=H100] [gpus=N] [throughput=FILE] a.b=c ..."
     command = commands.add_parser(
         "plan",
         help=text,
@@ -52,31 +52,36 @@ def run(args: argparse.Namespace) -> int:
     """Resolve for the machine that is asked about, and print. Data that is not there is told at the end. -> 0, or
     NOT_EQUAL where a trace is not what was planned."""
     planned = plan_words(args.words, args.config_dir)
-    composed, target = planned.composed, planned.target
+    composed = planned.composed
+    target = planned.target
     facts = gather_facts(composed.recipe)
     spec = resolve(composed.recipe, target, replace(facts, problems=()), composed.origins)
     plan = make_plan(
-        spec, target, hardware=planned.hardware, ceilings=planned.ceilings, why=planned.why, weigh_changes=True
+        spec, target, hardware=planned.hardware, throughput=planned.throughput, why=planned.why, weigh_changes=True
     )
-    chosen = _ranks(args.ranks, spec.world_size)
-    views, agree = [rank_view(plan, rank) for rank in chosen], True
+    ranks = _ranks(args.ranks, spec.world_size)
+    views = [rank_view(plan, rank) for rank in ranks]
+    agrees = True
     if args.json:
-        content = plan.as_json() | ({"ranks": [view.model_dump(mode="json") for view in views]} if views else {})
-        traces = _traces_as_json(spec, chosen) if args.trace else []
-        agree = all(row["agrees"] for trace in traces for row in trace["compared"])
-        print(json.dumps(content | ({"traces": traces} if args.trace else {}), indent=1))
+        content = plan.as_json()
+        if views:
+            content["ranks"] = [view.model_dump(mode="json") for view in views]
+        if args.trace:
+            content["traces"] = _traces_as_json(spec, ranks)
+            agrees = _all_agree(content["traces"])
+        print(json.dumps(content, indent=1))
     else:
         print_whole_plan(plan, terminal())
         print_ranks(views, terminal())
         if args.trace:
-            agree = _print_traces(spec, chosen)
+            agrees = _print_traces(spec, ranks)
     tell_left_out(composed)
     if target.gpus > spec.world_size:
         idle = f"{target.gpus - spec.world_size:,} of {target.gpus:,} GPUs idle"
         print(f"{idle}: launcher.ranks={spec.world_size}   ({_ranks_origin(spec, composed)})", file=sys.stderr)
     for problem in facts.problems:
         print(f"not ready to train: {problem}", file=sys.stderr)
-    return 0 if agree else NOT_EQUAL
+    return 0 if agrees else NOT_EQUAL
 
 
 def _traces_as_json(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
@@ -84,6 +89,15 @@ def _traces_as_json(spec: Spec, ranks: Sequence[int]) -> list[dict[str, Any]]:
     from megaspec.verify.trace_report import trace_as_json
 
     return [trace_as_json(spec, trace) for trace in trace_ranks(spec, ranks)]
+
+
+def _all_agree(traces: Sequence[dict[str, Any]]) -> bool:
+    """True where everything that was traced on a rank is what was planned for it."""
+    for trace in traces:
+        for row in trace["compared"]:
+            if not row["agrees"]:
+                return False
+    return True
 
 
 def _print_traces(spec: Spec, ranks: Sequence[int]) -> bool:
@@ -95,16 +109,22 @@ def _print_traces(spec: Spec, ranks: Sequence[int]) -> bool:
 
 def _ranks_origin(spec: Spec, composed: Composed) -> str:
     """Who said how many ranks there are."""
-    reasons = [one.reason for one in spec.decisions if one.key == "launcher.ranks"]
-    return reasons[0] if reasons else composed.origins.get("launcher.ranks", "")
+    for decision in spec.decisions:
+        if decision.key == "launcher.ranks":
+            return decision.reason
+    return composed.origins.get("launcher.ranks", "")
 
 
 def _ranks(text: str | None, world: int) -> list[int]:
     """`0,5` -> [0, 5]. RecipeError: not numbers of ranks."""
     if text is None:
         return []
-    words = text.split(",")
-    if not all(w.isascii() and w.isdigit() and len(w) < 10 and int(w) < world for w in words):
-        wrong = f"--ranks {text} must be ranks from 0 to {world - 1}, with commas between them"
-        raise RecipeError([Problem("", wrong, COMMAND_LINE)])
-    return [int(w) for w in words]
+    ranks = []
+    for word in text.split(","):
+        # digits of ASCII alone, and few of them: int() takes other scripts', and a long time for thousands
+        is_number = word.isascii() and word.isdigit() and len(word) < 10
+        if not is_number or int(word) >= world:
+            wrong = f"--ranks {text} must be ranks from 0 to {world - 1}, with commas between them"
+            raise RecipeError([Problem("", wrong, COMMAND_LINE)])
+        ranks.append(int(word))
+    return ranks

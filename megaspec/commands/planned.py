@@ -1,4 +1,4 @@
-"""The machine that a recipe is planned for: `hardware=`, `gpus=` and `ceilings=` on a command line."""
+"""The machine that a recipe is planned for: `hardware=`, `gpus=` and `throughput=` on a command line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,12 @@ from pathlib import Path
 from megaspec.checkable import PartlyError
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import compose_words
-from megaspec.core.axes import fewest_gpus
+from megaspec.core.axes import fewest_gpus, world_size
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
-from megaspec.estimate.ceilings import Ceilings, ceilings_of, read_ceilings
 from megaspec.estimate.hardware import Hardware, hardware_named, hardware_of
 from megaspec.estimate.target import Target, detect_target
+from megaspec.estimate.throughput import MeasuredThroughput, read_throughput, throughput_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 
@@ -29,7 +29,7 @@ class Planned:
     target: Target
     hardware: Hardware | None
     """None for a machine without GPUs, or with GPUs that the table does not know."""
-    ceilings: Ceilings | None
+    throughput: MeasuredThroughput | None
     why: str
     """How the machine was chosen."""
 
@@ -37,14 +37,14 @@ class Planned:
 def plan_words(
     words: Sequence[str], config_dirs: Sequence[str | Path] = (), *, searched: Sequence[str] = ()
 ) -> Planned:
-    """`recipe=NAME [hardware=NAME] [gpus=N] [ceilings=FILE] a.b=c ...`.
+    """`recipe=NAME [hardware=NAME] [gpus=N] [throughput=FILE] a.b=c ...`.
 
     Without `hardware=`: the GPUs of this machine; where it has none, those that the recipe's source names, else H100.
     Without `gpus=`: launcher.ranks, else those of this machine, else as many nodes as the degrees that are set need. A
     launcher.ranks that a file sets gives way to `gpus=`. `searched`: keys that will be decided anew. RecipeError: what
     `compose` raises, with every rule that is broken beside it.
     """
-    given, rest = _words_for_us(words)
+    given, rest = _split_words(words)
     here = detect_target()
     try:
         composed = compose_words(rest, config_dirs)
@@ -53,9 +53,7 @@ def plan_words(
     if "gpus" in given:
         composed = _on(composed, _count(given["gpus"]))
     target, hardware, why = _machine(given, composed.recipe, here)
-    return Planned(
-        composed, target, hardware, None if given.get("hardware") == CPU else _ceilings(given, hardware), why
-    )
+    return Planned(composed, target, hardware, _throughput(given, hardware), why)
 
 
 def _with_rules(error: PartlyError, given: dict[str, str], here: Target, searched: Sequence[str]) -> RecipeError:
@@ -102,21 +100,24 @@ def stated_gpus(recipe: Recipe, hardware: Hardware) -> int:
 
 def _fewest(recipe: Recipe) -> int:
     """GPUs that the degrees of a recipe need, those that it leaves open counted 1."""
-    own = recipe.parallelism
-    degrees = {axis: getattr(own, axis) for axis in ("tp", "pp", "cp", "ep", "etp")}
-    least = fewest_gpus(**{axis: 1 if n == AUTO else n for axis, n in degrees.items()})
-    inner = 1
-    for n in (own.tp, own.pp, own.cp, own.dp_replicate, own.dp_shard):
-        inner *= 1 if n == AUTO else n
-    return max(least, inner)
+    degrees = {}
+    for axis in ("tp", "pp", "cp", "ep", "etp", "dp_replicate", "dp_shard"):
+        degree = getattr(recipe.parallelism, axis)
+        degrees[axis] = 1 if degree == AUTO else degree
+    # the dense grid with what is said of data parallel, and whatever the expert grid needs beside it
+    dense = world_size(degrees)
+    both_grids = fewest_gpus(**{axis: degrees[axis] for axis in ("tp", "pp", "cp", "ep", "etp")})
+    return max(both_grids, dense)
 
 
-def _words_for_us(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The words that name the machine, and the others, which are the recipe's. RecipeError: one without a value, or
+    given twice."""
     given: dict[str, str] = {}
     rest: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
-        if not equals or name not in ("hardware", "gpus", "ceilings"):
+        if not equals or name not in ("hardware", "gpus", "throughput"):
             rest.append(word)
         elif name in given or not value:
             what = "is given more than once" if name in given else "is empty"
@@ -127,21 +128,26 @@ def _words_for_us(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _hardware(name: str | None, recipe: Recipe, here: Target) -> tuple[Hardware, str]:
+    """The kind of GPU that is planned for, and why it is that one."""
     if name is not None:
         return hardware_named(name), f"hardware={name}"
-    own = hardware_of(here) if here.device == "cuda" else None
-    if own is not None:
-        return own, "the GPUs of this machine"
+    if here.device == "cuda":
+        hardware = hardware_of(here)
+        if hardware is not None:
+            return hardware, "the GPUs of this machine"
     if recipe.about.hardware is not None:
         return hardware_named(recipe.about.hardware), "no GPU here: what the recipe's source names"
     return hardware_named(DEFAULT), "no GPU here; hardware=cpu plans for this CPU"
 
 
 def _gpus(given: dict[str, str], recipe: Recipe, hardware: Hardware) -> int:
-    return _count(given["gpus"]) if "gpus" in given else stated_gpus(recipe, hardware)
+    if "gpus" in given:
+        return _count(given["gpus"])
+    return stated_gpus(recipe, hardware)
 
 
 def _count(text: str) -> int:
+    """The number of `gpus=`. RecipeError: it is none, or too large."""
     if not text.isascii() or not text.isdigit() or len(text) > 9 or not 1 <= int(text) <= MAX_GPUS:
         text = f"gpus={text} must be a whole number from 1 to {MAX_GPUS:,}"
         raise RecipeError([Problem("gpus", text, COMMAND_LINE, "choice.unknown")])
@@ -150,15 +156,22 @@ def _count(text: str) -> int:
 
 def _on(composed: Composed, gpus: int) -> Composed:
     """The recipe with as many ranks, where a file says another number."""
-    ranks, origin = composed.recipe.launcher.ranks, composed.origins.get("launcher.ranks")
-    if ranks in (AUTO, gpus) or origin == COMMAND_LINE:
+    ranks = composed.recipe.launcher.ranks
+    # a launcher.ranks of the command line stays as it is beside gpus=
+    is_asked_for = composed.origins.get("launcher.ranks") == COMMAND_LINE
+    if ranks in (AUTO, gpus) or is_asked_for:
         return composed
     launcher = composed.recipe.launcher.model_copy(update={"ranks": gpus})
     recipe = composed.recipe.model_copy(update={"launcher": launcher})
     return replace(composed, recipe=recipe, origins=composed.origins | {"launcher.ranks": f"gpus={gpus}"})
 
 
-def _ceilings(given: dict[str, str], hardware: Hardware | None) -> Ceilings | None:
-    if "ceilings" in given:
-        return read_ceilings(Path(given["ceilings"]), hardware)
-    return None if hardware is None else ceilings_of(hardware)
+def _throughput(given: dict[str, str], hardware: Hardware | None) -> MeasuredThroughput | None:
+    """Those of a file that is given, else those measured for the hardware; None on a CPU and on unknown GPUs."""
+    if given.get("hardware") == CPU:
+        return None
+    if "throughput" in given:
+        return read_throughput(Path(given["throughput"]), hardware)
+    if hardware is None:
+        return None
+    return throughput_of(hardware)

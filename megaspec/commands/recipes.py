@@ -30,37 +30,39 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1))
         return 0
     out = terminal()
-    widths = [max(len(text) for text in column) for column in zip(*map(_line, found.items()), strict=True)]
-    for name, one in found.items():
-        first = "  ".join(text.ljust(width) for text, width in zip(_line((name, one)), widths, strict=True))
-        out.print(f"[bold]{escape(first.rstrip())}")
+    rows = [(name, _size(one), one["on"]) for name, one in found.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row, one in zip(rows, found.values(), strict=True):
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        line = "  ".join(cells).rstrip()
+        out.print(f"[bold]{escape(line)}")
         for text in filter(None, (one["purpose"], one["source"], one.get("wrong"))):
             out.print(Padding(escape(text), (0, 0, 0, 4)))
     return 0
-
-
-def _line(entry: tuple[str, dict[str, Any]]) -> tuple[str, str, str]:
-    name, one = entry
-    return name, _size(one), one["on"]
 
 
 def about(name: str, config_dirs: list[str]) -> dict[str, Any]:
     """One recipe, for a program."""
     facts: dict[str, Any] = {"parameters": None, "active": None, "gpus": None, "hardware": None, "on": ""}
     try:
-        one = stated(name, (), config_dirs)
-        own = one.recipe.about
-        ranks = one.recipe.launcher.ranks
-        facts |= {"gpus": None if ranks == AUTO else ranks, "hardware": own.hardware, "on": one.gpus}
-        facts |= {"purpose": own.purpose, "source": own.source}
-        count = count_parameters(one.spec().model)
+        recipe = stated(name, (), config_dirs)
+        ranks = recipe.recipe.launcher.ranks
+        if ranks != AUTO:
+            facts["gpus"] = ranks
+        provenance = recipe.recipe.about
+        facts |= {"hardware": provenance.hardware, "on": recipe.gpus}
+        facts |= {"purpose": provenance.purpose, "source": provenance.source}
+        count = count_parameters(recipe.spec().model)
     except (RecipeError, DataError) as error:
         return {"purpose": "", "source": "", **facts, "wrong": str(error).splitlines()[0]}
     return {**facts, "parameters": count.total, "active": count.active}
 
 
 def _size(one: dict[str, Any]) -> str:
+    """`8.03B`, or `671B, 37.6B active` where not every token passes through all parameters."""
     if one["parameters"] is None:
         return "wrong"
-    total, active = count_in_words(one["parameters"]), count_in_words(one["active"])
-    return total if one["active"] == one["parameters"] else f"{total}, {active} active"
+    total = count_in_words(one["parameters"])
+    if one["active"] == one["parameters"]:
+        return total
+    return f"{total}, {count_in_words(one['active'])} active"

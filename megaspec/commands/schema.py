@@ -60,67 +60,100 @@ def run(args: argparse.Namespace) -> int:
 def schema(group: str, search: SearchPath) -> dict[str, Any]:
     """The schema of recipes, or of the files of one group."""
     whole = Recipe.model_json_schema()
-    classes = {name: _class(one, is_entry=name in _entries(whole)) for name, one in whole["$defs"].items()}
-    sections = {name: _property(one) for name, one in whole["properties"].items()}
+    definitions = whole["$defs"]
+    entries = _entries(whole)
+    classes = {name: _class(body, is_entry=name in entries) for name, body in definitions.items()}
     head = {"$schema": DIALECT, "title": f"megaspec {group}", "type": "object"}
     if group == RECIPE:
-        fields = {"defaults": _defaults(RECIPE, search, SECTIONS), **sections}
+        fields = {"defaults": _defaults(RECIPE, search, SECTIONS)}
+        for name, field in whole["properties"].items():
+            fields[name] = _property(field)
         return {**head, "properties": fields, "additionalProperties": False, "$defs": classes}
-    kinds = [name for name, one in whole["$defs"].items() if _is_of(whole, one, group)]
+    # a file of a group is one of the section's kinds, and may inherit from another file of it
     inherited = {"defaults": _defaults(group, search, ())}
-    options = [{**classes[name], "properties": {**inherited, **classes[name]["properties"]}} for name in kinds]
+    allowed = _classes_of(whole["properties"][group])
+    options = []
+    for name in definitions:
+        if name in allowed:
+            options.append({**classes[name], "properties": {**inherited, **classes[name]["properties"]}})
     return {**head, "anyOf": options, "$defs": classes}
 
 
-def _is_of(whole: dict[str, Any], one: dict[str, Any], section: str) -> bool:
-    """True for a class that may stand in a section of the top."""
-    field = whole["properties"][section]
-    names = [field["$ref"]] if "$ref" in field else [option["$ref"] for option in field.get("oneOf", ())]
-    return any(whole["$defs"][name.rpartition("/")[2]] is one for name in names)
+def _class_name(reference: dict[str, Any]) -> str:
+    """`{"$ref": "#/$defs/AdamW"}` -> `AdamW`."""
+    return reference["$ref"].rpartition("/")[2]
+
+
+def _classes_of(section: dict[str, Any]) -> set[str]:
+    """Names of the classes that may stand in a section of the top."""
+    if "$ref" in section:
+        return {_class_name(section)}
+    return {_class_name(option) for option in section.get("oneOf", ())}
 
 
 def _entries(node: Any) -> set[str]:
     """Names of the classes that stand in lists: those are written out whole."""
-    if isinstance(node, dict):
-        here = {node["items"]["$ref"].rpartition("/")[2]} if "$ref" in (node.get("items") or {}) else set()
-        return here.union(*(_entries(inner) for inner in node.values()))
-    return set().union(*(_entries(inner) for inner in node)) if isinstance(node, list) else set()
+    names: set[str] = set()
+    if isinstance(node, list):
+        for inner in node:
+            names |= _entries(inner)
+    elif isinstance(node, dict):
+        items = node.get("items") or {}
+        if "$ref" in items:
+            names.add(_class_name(items))
+        for inner in node.values():
+            names |= _entries(inner)
+    return names
 
 
-def _class(one: dict[str, Any], *, is_entry: bool) -> dict[str, Any]:
+def _class(body: dict[str, Any], *, is_entry: bool) -> dict[str, Any]:
     """A section: closed, and a fragment unless it is an entry of a list."""
-    fields = {name: _property(field) for name, field in one["properties"].items()}
-    made = {"type": "object", "properties": fields, "additionalProperties": False}
-    if "description" in one:
-        made["description"] = " ".join(one["description"].split())
-    return {**made, "required": one["required"]} if is_entry and one.get("required") else made
+    fields = {name: _property(field) for name, field in body["properties"].items()}
+    section = {"type": "object", "properties": fields, "additionalProperties": False}
+    if "description" in body:
+        section["description"] = " ".join(body["description"].split())
+    if is_entry and body.get("required"):
+        section["required"] = body["required"]
+    return section
 
 
 def _property(field: dict[str, Any]) -> dict[str, Any]:
     """A field: its values, or a reference to another."""
+    values = dict(field)
+    values.pop("title", None)
     about = {}
-    if "description" in field:
-        about["description"] = " ".join(field["description"].split())
-    if "default" in field and not isinstance(field["default"], dict):
-        about["default"] = field["default"]
-    options = _values({key: value for key, value in field.items() if key not in ("description", "default", "title")})
-    if not any(option.get("type") == "string" and len(option) == 1 for option in options):
+    description = values.pop("description", None)
+    if description is not None:
+        about["description"] = " ".join(description.split())
+    # a section's default says nothing that its keys do not say
+    default = values.pop("default", {})
+    if not isinstance(default, dict):
+        about["default"] = default
+    options = _values(values)
+    takes_any_text = any(option == {"type": "string"} for option in options)
+    if not takes_any_text:
         options.append(_REFERENCE)
-    return {**about, **(options[0] if len(options) == 1 else {"anyOf": options})}
+    if len(options) == 1:
+        return {**about, **options[0]}
+    return {**about, "anyOf": options}
 
 
 def _values(node: dict[str, Any]) -> list[dict[str, Any]]:
     """The alternatives of a value, flat."""
     for union in ("anyOf", "oneOf"):
         if union in node:
-            return [option for one in node[union] for option in _values(one)]
+            alternatives: list[dict[str, Any]] = []
+            for option in node[union]:
+                alternatives += _values(option)
+            return alternatives
     plain = {_BOUNDS.get(key, key): value for key, value in node.items() if key not in ("title", "discriminator")}
-    for key in ("items", "prefixItems"):
-        if key in plain:
-            inner = plain[key]
-            plain[key] = [_property(one) for one in inner] if isinstance(inner, list) else _property(inner)
-    extra = {"integer": [_COUNT], "number": [_NUMBER]}.get(plain.get("type", ""), [])
-    return [plain, *extra]
+    if isinstance(plain.get("items"), dict):
+        plain["items"] = _property(plain["items"])
+    if "prefixItems" in plain:
+        plain["prefixItems"] = [_property(entry) for entry in plain["prefixItems"]]
+    # numbers may also be written in ways that an editor takes for text
+    as_text = {"integer": [_COUNT], "number": [_NUMBER]}.get(plain.get("type", ""), [])
+    return [plain, *as_text]
 
 
 def _defaults(group: str, search: SearchPath, groups: Sequence[str] | dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class Stated:
     @property
     def gpus(self) -> str:
         """`64 x H100`; `any` where the recipe states no number."""
-        return "any" if self.recipe.launcher.ranks == AUTO else f"{self.target.gpus} x {self.hardware.name}"
+        if self.recipe.launcher.ranks == AUTO:
+            return "any"
+        return f"{self.target.gpus} x {self.hardware.name}"
 
     def spec(self) -> Spec:
         """What it resolves to, whether its data is there or not. Raises what `resolve` does."""
@@ -67,9 +69,11 @@ def recipe_named(word: str, config_dirs: Sequence[str | Path] = ()) -> tuple[str
     if not word.endswith((".yaml", ".yml")):
         return word, tuple(config_dirs)
     path = Path(word)
-    if path.suffix == ".yml" or not path.is_file():
-        what = "a recipe ends in .yaml; rename it" if path.is_file() else "no such file; give its path, or a name"
+    if not path.is_file():
+        what = "no such file; give its path, or a name"
         raise RecipeError([Problem("recipe", f"{word}: {what}", code="choice.unknown")])
+    if path.suffix == ".yml":
+        raise RecipeError([Problem("recipe", f"{word}: a recipe ends in .yaml; rename it", code="choice.unknown")])
     return path.stem, (*config_dirs, path)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import Problem, RecipeError
-from megaspec.sweep.driver import Table, look
-from megaspec.sweep.report import MOST_REASONS, print_results, results_of
+from megaspec.sweep.driver import SweepTable, look
+from megaspec.sweep.report import MOST_REASONS, print_results
 from megaspec.sweep.state import SweepFolder
 
 
@@ -19,10 +19,10 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table. -> 0. RecipeError: a file of the sweep can't be read; what can is printed."""
-    table = Table(SweepFolder(args.folder), SweepFolder(args.folder).head())
+    table = SweepTable(SweepFolder(args.folder), SweepFolder(args.folder).head())
     table.write_page(running=look(table))
     print_results(table)
-    troubles = [result.trouble for result in results_of(table).values() if result.trouble]
+    troubles = [result.trouble for result in table.results().values() if result.trouble]
     if troubles:
         raise RecipeError([Problem("", text, code="sweep-damaged") for text in troubles[:MOST_REASONS]])
     return 0

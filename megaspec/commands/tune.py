@@ -46,8 +46,8 @@ class Search:
 
 _DESCRIPTION = """Search for the fastest layouts of a recipe that fit. What the command line sets stays as it is.
 
-gpus=N: how many GPUs layouts are searched for; launcher.ranks follows. hardware=NAME: which GPUs. ceilings=FILE:
-measured speeds, as `megaspec bench ceilings` writes them."""
+gpus=N: how many GPUs layouts are searched for; launcher.ranks follows. hardware=NAME: which GPUs. throughput=FILE:
+measured speeds, as `megaspec bench throughput` writes them."""
 
 
 def add_parser(commands: Any) -> None:
@@ -75,15 +75,18 @@ def run(args: argparse.Namespace) -> int:
     search = find(args)
     tell_left_out(search.composed)
     if not search.found.best:
-        world, batch = search.grid.recipe.launcher.ranks, search.grid.recipe.train.global_batch
+        world = search.grid.recipe.launcher.ranks
+        batch = search.grid.recipe.train.global_batch
         text = f"no layout of {world} GPUs keeps the rules at train.global_batch={batch}; try another gpus= or batch"
         raise RecipeError([Problem("parallelism", text, code="tune-none")])
     too_large = _too_large(search)
     if args.out is not None and too_large is None:
         write(args, search)
     if args.json:
-        problems = {"problems": [too_large.as_json()]} if too_large else {}
-        print(json.dumps(as_json(search) | problems, indent=1))
+        content = as_json(search)
+        if too_large is not None:
+            content["problems"] = [too_large.as_json()]
+        print(json.dumps(content, indent=1))
     else:
         show_found(search)
     if too_large is not None:
@@ -94,9 +97,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _too_large(search: Search) -> Problem | None:
     """Why even the smallest layout does not fit."""
-    best, hardware = search.found.best[0], search.hardware
+    best = search.found.best[0]
     if best.fits:
         return None
+    hardware = search.hardware
     text = f"no layout fits: the smallest needs {best.memory.total / GIB:.1f} GiB, {hardware.room / GIB:.1f} of"
     text += f" {hardware.name}'s {hardware.memory / GIB:.1f} may be planned with; try more GPUs (gpus=) or a larger one"
     text += " (hardware=)"
@@ -106,15 +110,16 @@ def _too_large(search: Search) -> Problem | None:
 def find(args: argparse.Namespace) -> Search:
     """The search that a command line asks for. What it sets itself stays."""
     planned = plan_words(args.words, args.config_dir, searched=(*SEARCHED, *OPEN_WITH_THEM, "launcher.ranks"))
-    composed, target = planned.composed, planned.target
-    if planned.hardware is None or planned.ceilings is None:
+    composed = planned.composed
+    target = planned.target
+    if planned.hardware is None or planned.throughput is None:
         text = f"hardware={target.gpu or 'cpu'} has nothing to search with; choose {one_of(list(HARDWARE))}"
         raise RecipeError([Problem("hardware", text, COMMAND_LINE, "hardware-unknown")])
     _refuse_other_ranks(composed, target.gpus)
     content = composed.recipe.model_dump(mode="json")
-    fixed = {key for key, origin in composed.origins.items() if origin == COMMAND_LINE}
-    fixed -= {key for key in fixed if value_at(content, key) == AUTO}
+    fixed = _fixed_keys(composed, content)
     open_keys = frozenset(SEARCHED) - fixed
+    # layers that are divided by the command line are not divided anew by time
     if any(value_at(content, key) for key in fixed.intersection(DIVIDES)):
         open_keys -= {"parallelism.pipeline.layout"}
     content["launcher"]["ranks"] = target.gpus
@@ -126,8 +131,17 @@ def find(args: argparse.Namespace) -> Search:
     asked = Recipe.model_validate_json(json.dumps(content))
     facts = replace(gather_facts(asked), problems=())
     base = plainly_filled(asked, target, facts)
-    grid = Grid(base, target, facts, planned.hardware, planned.ceilings, open_keys, is_for_training=args.trainable)
+    grid = Grid(base, target, facts, planned.hardware, planned.throughput, open_keys, is_for_training=args.trainable)
     return Search(composed, planned.hardware, grid, tune(grid, most=max(args.top, args.take)))
+
+
+def _fixed_keys(composed: Composed, content: dict[str, Any]) -> set[str]:
+    """What the command line sets; a key that it sets to auto is left to the search."""
+    fixed = set()
+    for key, origin in composed.origins.items():
+        if origin == COMMAND_LINE and value_at(content, key) != AUTO:
+            fixed.add(key)
+    return fixed
 
 
 def _refuse_other_ranks(composed: Composed, gpus: int) -> None:
@@ -140,61 +154,63 @@ def _refuse_other_ranks(composed: Composed, gpus: int) -> None:
 
 def words_of(recipe: Recipe) -> str:
     """A layout in short, without what is 1 or off: `tp4 pp4x2/7-9 cp2 zero1:2 mb1`."""
-    own, words = recipe.parallelism, []
+    parallelism = recipe.parallelism
+    words = []
     for axis in ("tp", "pp", "cp", "ep", "etp"):
-        if getattr(own, axis) > 1:
-            words.append(f"{axis}{getattr(own, axis)}" + (_stages_in_short(recipe) if axis == "pp" else ""))
-    dp = own.dp_replicate * own.dp_shard
+        degree = getattr(parallelism, axis)
+        if degree == 1:
+            continue
+        word = f"{axis}{degree}"
+        if axis == "pp":
+            word += _stages_in_short(recipe)
+        words.append(word)
+    dp = parallelism.dp_replicate * parallelism.dp_shard
     if dp > 1:
-        ranks = f"{own.dp_replicate}x{own.dp_shard}" if own.dp_strategy == "hsdp" else str(dp)
-        words.append(f"{own.dp_strategy}:{ranks}")
+        ranks = str(dp)
+        if parallelism.dp_strategy == "hsdp":
+            ranks = f"{parallelism.dp_replicate}x{parallelism.dp_shard}"
+        words.append(f"{parallelism.dp_strategy}:{ranks}")
     words.append(f"mb{recipe.train.micro_batch}")
-    if own.recompute.kind != "none":
-        words.append(f"recompute:{own.recompute.kind}")
+    if parallelism.recompute.kind != "none":
+        words.append(f"recompute:{parallelism.recompute.kind}")
     return " ".join(words)
 
 
 def _stages_in_short(recipe: Recipe) -> str:
     """`:zb_v/6-9`, `x4`: the schedule and how many layers ranks have; nothing of 1f1b over equal stages."""
-    own = recipe.parallelism.pipeline
-    order = {"1f1b": "", "interleaved": f"x{own.virtual_stages}"}.get(own.schedule, f":{own.schedule}")
-    if own.layout is None:
-        return order
-    stages = stages_of(recipe.model.n_layers, recipe.parallelism)
-    layers = [sum(len(chunk.layers) for chunk in chunks) for chunks in stages]
-    return f"{order}/{min(layers)}" + (f"-{max(layers)}" if max(layers) > min(layers) else "")
+    pipeline = recipe.parallelism.pipeline
+    # schedules whose name goes without saying
+    in_short = {"1f1b": "", "interleaved": f"x{pipeline.virtual_stages}"}
+    text = in_short.get(pipeline.schedule, f":{pipeline.schedule}")
+    if pipeline.layout is None:
+        return text
+    layers_of_ranks = []
+    for chunks in stages_of(recipe.model.n_layers, recipe.parallelism):
+        layers_of_ranks.append(sum(len(chunk.layers) for chunk in chunks))
+    fewest = min(layers_of_ranks)
+    most = max(layers_of_ranks)
+    text += f"/{fewest}"
+    if most > fewest:
+        text += f"-{most}"
+    return text
 
 
 def show_found(search: Search) -> None:
-    """The table of the best layouts."""
-    out, found, hardware = terminal(), search.found, search.hardware
+    """The table of the best layouts, and what its signs mean."""
     recipe = search.grid.recipe
+    found = search.found
+    out = terminal()
     batch = f"{recipe.train.global_batch} sequences of {recipe.data.seq_len:,}"
     out.print(
-        f"{recipe.name} on {recipe.launcher.ranks} x {hardware.name}, {batch} a step: {found.considered:,} layouts, "
-        f"pipelines and micro batches considered"
+        f"{recipe.name} on {recipe.launcher.ranks} x {search.hardware.name}, {batch} a step: {found.considered:,} "
+        f"layouts, pipelines and micro batches considered"
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("", "step", "tok/s/GPU", "MFU", "free GiB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("limited by", no_wrap=True)
-    table.add_column("layout", overflow="fold")
-    for number, one in enumerate(found.best, start=1):
-        free = (hardware.memory - one.memory.total) / GIB
-        table.add_row(
-            f"{number}*" if unbuilt_problems(one.recipe) else f"{number}",
-            _time(one.time.seconds),
-            f"{one.time.tokens_per_second_per_gpu:,.0f}",
-            f"{one.time.mfu['causal']:.1%}",
-            f"{free:,.1f}",
-            one.limit,
-            escape(words_of(one.recipe)),
-        )
-    out.print(table)
+    out.print(_table(search))
     pipelines = [one.recipe.parallelism.pipeline for one in found.best if one.recipe.parallelism.pp > 1]
-    if any(one.virtual_stages > 1 for one in pipelines):
+    if any(pipeline.virtual_stages > 1 for pipeline in pipelines):
         out.print("pp4x2: 2 chunks of layers a rank, interleaved; pp4:zb_v: another schedule")
-    if recipe.parallelism.pipeline.layout is None and any(one.layout is not None for one in pipelines):
+    is_divided_by_search = any(pipeline.layout is not None for pipeline in pipelines)
+    if recipe.parallelism.pipeline.layout is None and is_divided_by_search:
         out.print(
             "pp4/6-9: ranks have 6 to 9 layers, divided by time (parallelism.pipeline.layout in --json and --out)"
         )
@@ -202,8 +218,31 @@ def show_found(search: Search) -> None:
         out.print("* can be planned, not trained yet; --trainable leaves these out")
 
 
+def _table(search: Search) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("", "step", "tok/s/GPU", "MFU", "free GiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("limited by", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for number, one in enumerate(search.found.best, start=1):
+        free = (search.hardware.memory - one.memory.total) / GIB
+        mark = "*" if unbuilt_problems(one.recipe) else ""
+        table.add_row(
+            f"{number}{mark}",
+            _time(one.time.seconds),
+            f"{one.time.tokens_per_second_per_gpu:,.0f}",
+            f"{one.time.mfu['causal']:.1%}",
+            f"{free:,.1f}",
+            one.limit,
+            escape(words_of(one.recipe)),
+        )
+    return table
+
+
 def _time(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds >= 10 else f"{seconds * 1e3:,.0f} ms"
+    if seconds >= 10:
+        return f"{seconds:,.1f} s"
+    return f"{seconds * 1e3:,.0f} ms"
 
 
 def as_json(search: Search) -> dict[str, Any]:
@@ -242,28 +281,42 @@ def write(args: argparse.Namespace, search: Search) -> None:
     if args.take > len(search.found.best):
         raise RecipeError(f"--take {args.take}: {len(search.found.best)} layouts were found")
     one = search.found.best[args.take - 1]
-    parent = next(w.removeprefix("recipe=") for w in args.words if w.startswith("recipe="))
-    plain = compose(parent, (), args.config_dir).recipe.model_dump(mode="json")
-    asked = search.composed.recipe.model_dump(mode="json")
-    changed = {key: value for key, value in leaves(asked) if value != value_at(plain, key)}
-    layout = layout_of(one.recipe)
-    changed = {
-        key: value for key, value in changed.items() if not any(key == k or key.startswith(f"{k}.") for k in layout)
-    }
-    changed |= {key: value for key, value in layout.items() if value != value_at(plain, key)}
+    parent = next(word.removeprefix("recipe=") for word in args.words if word.startswith("recipe="))
+    inherited = compose(parent, (), args.config_dir).recipe.model_dump(mode="json")
+    changed = _changed_keys(search.composed.recipe, layout_of(one.recipe), inherited)
     machine = f"{one.recipe.launcher.ranks} x {search.hardware.name}"
-    changed["name"] = args.out.stem if changed.get("name", AUTO) == AUTO else changed["name"]
+    if changed.get("name", AUTO) == AUTO:
+        changed["name"] = args.out.stem
     changed["about.purpose"] = f"{parent} as megaspec tune lays it out on {machine}."
-    nested: dict[str, Any] = {}
-    for key, value in changed.items():
-        *above, last = key.split(".")
-        where = nested
-        for part in above:
-            where = where.setdefault(part, {})
-        where[last] = value
     words = " ".join(args.words)
     text = f"# Number {args.take} of `megaspec tune {words}` on {machine}: predicted to take\n"
     text += f"# {_time(one.time.seconds)} a step and {one.memory.total / GIB:.1f} GiB of the fullest rank.\n"
-    text += yaml.safe_dump({"defaults": [parent], **nested}, sort_keys=False)
+    text += yaml.safe_dump({"defaults": [parent], **_nested(changed)}, sort_keys=False)
     write_text(args.out, text)
     print(printable(f"{args.out}: written"), file=sys.stderr)
+
+
+def _changed_keys(asked: Recipe, layout: dict[str, Any], inherited: dict[str, Any]) -> dict[str, Any]:
+    """Dotted path -> value of everything that is not as in the recipe that is inherited from: what the command line
+    asked for, then the layout, which overrides it."""
+    changed = {}
+    for key, value in leaves(asked.model_dump(mode="json")):
+        is_of_layout = any(key == path or key.startswith(f"{path}.") for path in layout)
+        if not is_of_layout and value != value_at(inherited, key):
+            changed[key] = value
+    for key, value in layout.items():
+        if value != value_at(inherited, key):
+            changed[key] = value
+    return changed
+
+
+def _nested(values: dict[str, Any]) -> dict[str, Any]:
+    """Dotted path -> value as sections in each other."""
+    content: dict[str, Any] = {}
+    for key, value in values.items():
+        *above, last = key.split(".")
+        section = content
+        for part in above:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return content

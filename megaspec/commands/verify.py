@@ -22,8 +22,8 @@ from megaspec.core.axes import DENSE_AXES, coordinates
 from megaspec.core.errors import MegaspecError, RecipeError
 from megaspec.core.problems import show
 from megaspec.core.terminal import escape, terminal
+from megaspec.core.units import plural
 from megaspec.estimate.target import Target, detect_target
-from megaspec.model.kinds import moe_of
 from megaspec.plugins import loaded
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
@@ -40,9 +40,14 @@ NOT_EQUAL = MegaspecError.exit_code
 ENTRY = "megaspec.verify.ranks:main"
 TIMEOUT_SECONDS = 60.0
 _GRACE_SECONDS = 2.0
-_MOST_STEPS, _MOST_RANKS, _MOST_WRONG, _MOST_SAID = 100, 64, 6, 4
+_MOST_STEPS = 100
+_MOST_RANKS = 64
+# Of what is told: parameters that differ, and ranks on which one does.
+_MOST_WRONG = 6
+_MOST_SAID = 4
 # What is said of the small run beside its degrees; sizes of the model are told together.
 _SIZES = ("n_layers", "d_model", "n_heads", "n_kv_heads", "vocab_size")
+# Keys that may differ in the small run without a change of the layout: told, since they are not compared.
 _INSTEAD = ("precision.kind", "kernels.", "optim.formats.", "parallelism.grad_reduce")
 
 _DESCRIPTION = """Train a small model with the layout of a recipe for a few steps, in fp64, and compare it with the same
@@ -72,12 +77,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shrink, run, compare, print. -> 0 when all is equal or there is nothing to compare, NOT_EQUAL when not."""
-    if not 1 <= args.steps <= _MOST_STEPS:
-        raise RecipeError(f"--steps {args.steps} must be from 1 to {_MOST_STEPS}")
-    if args.ranks is not None and not 2 <= args.ranks <= _MOST_RANKS:
-        raise RecipeError(f"--ranks {args.ranks} must be from 2 to {_MOST_RANKS}")
-    if rank_from_environment(os.environ) is not None:
-        raise RecipeError("verify starts its ranks itself; start it without torchrun")
+    _refuse_arguments(args)
     planned = plan_words(args.words, args.config_dir)
     composed = planned.composed
     facts = replace(gather_facts(composed.recipe), problems=())
@@ -107,6 +107,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.is_equal else NOT_EQUAL
 
 
+def _refuse_arguments(args: argparse.Namespace) -> None:
+    """RecipeError: numbers out of range, or ranks that torchrun has started already."""
+    if not 1 <= args.steps <= _MOST_STEPS:
+        raise RecipeError(f"--steps {args.steps} must be from 1 to {_MOST_STEPS}")
+    if args.ranks is not None and not 2 <= args.ranks <= _MOST_RANKS:
+        raise RecipeError(f"--ranks {args.ranks} must be from 2 to {_MOST_RANKS}")
+    if rank_from_environment(os.environ) is not None:
+        raise RecipeError("verify starts its ranks itself; start it without torchrun")
+
+
 def _shrunk(whole: Spec, here: Target, *, ranks: int | None, cpu: bool) -> Spec:
     """On the GPUs of this machine where they are enough for all axes, else on its CPU."""
     if here.device == "cuda" and here.gpus > 1 and not cpu:
@@ -120,7 +130,7 @@ def _shrunk(whole: Spec, here: Target, *, ranks: int | None, cpu: bool) -> Spec:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class WrongParameter:
     """A parameter that differs."""
 
     kind: str
@@ -136,10 +146,19 @@ class Wrong:
         return max(self.off.values())
 
     @property
+    def times_allowed(self) -> float:
+        """The worst difference in units of rounding."""
+        if self.allowed == 0:
+            return inf
+        return self.worst / self.allowed
+
+    @property
     def layer(self) -> str:
         """`layer 3`; the first part of the name where it lies in none."""
         found = re.match(r"layers\.(\d+)\.", self.name)
-        return f"layer {found[1]}" if found else self.name.partition(".")[0]
+        if found is None:
+            return self.name.partition(".")[0]
+        return f"layer {found[1]}"
 
 
 @dataclass(frozen=True)
@@ -171,28 +190,29 @@ class Result:
         return max(one["margin"] for one in self.findings)
 
     @cached_property
-    def wrong(self) -> list[Wrong]:
+    def wrong(self) -> list[WrongParameter]:
         """Parameters that differ on some rank, gradients first, of each kind the worst first."""
         found = []
-        for kind, names in self.report["allowed"].items():
-            for name, allowed in names.items():
-                parts = {rank: held.get(kind, {}).get(name, 0.0) for rank, held in enumerate(self.differences)}
-                off = {rank: one for rank, one in parts.items() if one > allowed}
-                found += [Wrong(kind, name, off, allowed)] if off else []
-        return sorted(found, key=lambda one: (one.kind, -one.worst / one.allowed if one.allowed else -inf))
+        for kind, allowed_of in self.report["allowed"].items():
+            for name, allowed in allowed_of.items():
+                off = {}
+                for rank, differences in enumerate(self.differences):
+                    # a rank that holds no part of the parameter says nothing of it
+                    difference = differences.get(kind, {}).get(name, 0.0)
+                    if difference > allowed:
+                        off[rank] = difference
+                if off:
+                    found.append(WrongParameter(kind, name, off, allowed))
+        return sorted(found, key=lambda one: (one.kind, -one.times_allowed))
 
     def as_json(self) -> dict[str, Any]:
         """What a program reads; numbers that are not finite are null."""
-        were, are = (grid_of(spec.parallelism).degrees for spec in (self.whole, self.small))
-        wrong = [
-            {"kind": one.kind, "name": one.name, "layer": one.layer, "off": _finite(one.worst)}
-            | {"allowed": one.allowed, "ranks": list(one.off)}
-            for one in self.wrong
-        ]
-        findings = [
-            {name: _finite(value) if isinstance(value, float) else value for name, value in one.items()}
-            for one in self.findings
-        ]
+        whole_degrees = grid_of(self.whole.parallelism).degrees
+        small_degrees = grid_of(self.small.parallelism).degrees
+        wrong = []
+        for one in self.wrong:
+            numbers = {"off": _finite(one.worst), "allowed": one.allowed, "ranks": list(one.off)}
+            wrong.append({"kind": one.kind, "name": one.name, "layer": one.layer, **numbers})
         return {
             "name": self.whole.name,
             "equal": self.is_equal,
@@ -201,8 +221,8 @@ class Result:
             "worst_margin": _finite(self.worst_margin),
             "device": self.small.device,
             "world_size": [self.whole.world_size, self.small.world_size],
-            "degrees": {axis: [n, are[axis]] for axis, n in were.items()},
-            "findings": findings,
+            "degrees": {axis: [n, small_degrees[axis]] for axis, n in whole_degrees.items()},
+            "findings": [_with_finite_numbers(one) for one in self.findings],
             "wrong": wrong,
             "spec": self.small.model_dump(mode="json", exclude={"decisions"}),
         }
@@ -233,75 +253,98 @@ def compare(whole: Spec, small: Spec, *, steps: int) -> tuple[int, Result | None
                 return code, None
     layout = folder / "layout"
     report = json.loads((layout / "report.json").read_text())
-    differences = [json.loads((layout / f"differences-{r}.json").read_text()) for r in range(small.world_size)]
+    differences = []
+    for rank in range(small.world_size):
+        differences.append(json.loads((layout / f"differences-{rank}.json").read_text()))
     shutil.rmtree(folder)
     return 0, Result(whole, small, steps, report, differences)
 
 
 def show_shrunk(whole: Spec, small: Spec) -> None:
     """What became of the recipe, before its ranks start."""
-    console, facts = terminal(), Table.grid(padding=(0, 2))
-    facts.add_column(width=12)
-    facts.add_column()
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=12)
+    table.add_column()
     for heading, text in _shrunk_lines(whole, small):
-        facts.add_row(f"[bold]{heading}", escape(text))
-    console.print(facts)
+        table.add_row(f"[bold]{heading}", escape(text))
+    terminal().print(table)
 
 
 def _shrunk_lines(whole: Spec, small: Spec) -> Iterator[tuple[str, str]]:
+    """Headings, and what the recipe says of each next to what the small run has."""
     where = "GPUs" if small.device == "cuda" else "CPU ranks"
     yield "verify", f"{whole.name}, its layout on {small.world_size} {where}, a small model, fp64"
     yield "ranks", _became(whole.world_size, small.world_size)
-    were, are = grid_of(whole.parallelism), grid_of(small.parallelism)
-    own, pipeline = small.parallelism, small.parallelism.pipeline
-    chunks = _became(whole.parallelism.pipeline.virtual_stages, pipeline.virtual_stages)
-    said = {"pp": f"{pipeline.schedule}, {chunks} chunks a rank" if pipeline.virtual_stages > 1 else pipeline.schedule}
-    if pipeline.schedule == "interleaved":
-        group = _became(whole.parallelism.pipeline.micro_batch_group, pipeline.micro_batch_group)
-        said["pp"] += f", groups of {group} micro batches"
-    said |= {"dp_shard": own.dp_strategy, "cp": own.context.kind, "ep": own.dispatch}
-    said["tp"] = "sequence parallel" if own.sequence_parallel else ""
-    for axis, n in were.degrees.items():
-        is_new = axis != "edp" or were.ep * were.etp > 1
-        if n > 1 and is_new:
-            yield axis, f"{_became(n, are.degrees[axis]):10}{said.get(axis, '')}".rstrip()
+    whole_grid = grid_of(whole.parallelism)
+    small_degrees = grid_of(small.parallelism).degrees
+    strategies = _strategies(whole, small)
+    for axis, degree in whole_grid.degrees.items():
+        # without an expert grid edp is dp under another name
+        repeats_dp = axis == "edp" and whole_grid.ep * whole_grid.etp == 1
+        if degree > 1 and not repeats_dp:
+            yield axis, f"{_became(degree, small_degrees[axis]):10}{strategies.get(axis, '')}".rstrip()
     names = [name for name in _SIZES if hasattr(whole.model, name)]
-    sizes = [f"{name} {_became(getattr(whole.model, name), getattr(small.model, name))}" for name in names]
-    yield "model", ", ".join(sizes)
-    many, few = moe_of(whole.model), moe_of(small.model)
-    if many is not None and few is not None:
-        experts = f"{_became(many.n_experts, few.n_experts)}, {_became(many.top_k, few.top_k)} for each token"
-        yield "experts", f"{experts}, of {_became(many.d_expert, few.d_expert)}"
-    batch, micro_batch = (
-        _became(getattr(whole.train, name), getattr(small.train, name)) for name in ("global_batch", "micro_batch")
-    )
-    length = _became(whole.data.seq_len, small.data.seq_len)
+    yield "model", ", ".join(f"{name} {_field_became(name, whole.model, small.model)}" for name in names)
+    whole_moe = whole.model.moe
+    small_moe = small.model.moe
+    if whole_moe is not None and small_moe is not None:
+        n_experts = _field_became("n_experts", whole_moe, small_moe)
+        top_k = _field_became("top_k", whole_moe, small_moe)
+        yield "experts", f"{n_experts}, {top_k} for each token, of {_field_became('d_expert', whole_moe, small_moe)}"
+    batch = _field_became("global_batch", whole.train, small.train)
+    micro_batch = _field_became("micro_batch", whole.train, small.train)
+    length = _field_became("seq_len", whole.data, small.data)
     yield "sequences", f"{batch} in micro batches of {micro_batch}, of {length} tokens"
     instead = list(_instead(whole, small))
     if instead:
         yield "instead", "; ".join(instead)
 
 
+def _strategies(whole: Spec, small: Spec) -> dict[str, str]:
+    """Axis -> how the small run works along it: `zero1`, `ring`, `interleaved, 2 chunks a rank`."""
+    parallelism = small.parallelism
+    pipeline = parallelism.pipeline
+    schedule = pipeline.schedule
+    if pipeline.virtual_stages > 1:
+        chunks = _field_became("virtual_stages", whole.parallelism.pipeline, pipeline)
+        schedule += f", {chunks} chunks a rank"
+    if pipeline.schedule == "interleaved":
+        group = _field_became("micro_batch_group", whole.parallelism.pipeline, pipeline)
+        schedule += f", groups of {group} micro batches"
+    strategies = {
+        "pp": schedule,
+        "dp_shard": parallelism.dp_strategy,
+        "cp": parallelism.context.kind,
+        "ep": parallelism.dispatch,
+    }
+    if parallelism.sequence_parallel:
+        strategies["tp"] = "sequence parallel"
+    return strategies
+
+
 def _instead(whole: Spec, small: Spec) -> Iterator[str]:
     """What can't be, or is not, compared as it is."""
     for key, was, now in changed(whole.model_dump(mode="json"), small.model_dump(mode="json")):
-        is_idle = key == "kernels.grouped" and moe_of(whole.model) is None
+        # grouped products are those of experts
+        is_idle = key == "kernels.grouped" and whole.model.moe is None
         if key.startswith(_INSTEAD) and not is_idle:
             yield f"{key}={show(was)} is {show(now)}"
 
 
 def show_result(result: Result) -> None:
     """The table, and the verdict."""
-    console = terminal()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, justify in (("compared with one rank", "left"), ("error", "right"), ("tolerance", "right")):
-        table.add_column(name, justify=justify)
-    table.add_column("margin", justify="right")
+    table.add_column("compared with one rank", justify="left")
+    for name in ("error", "tolerance", "margin"):
+        table.add_column(name, justify="right")
     table.add_column("")
-    for one in {one["what"]: one for one in result.findings}.values():
+    # step 1 is compared by itself, and may be the worst of all steps, too: one row for both
+    findings = {one["what"]: one for one in result.findings}
+    for one in findings.values():
         tolerance = f"{one['tolerance']:.0e}" if one["tolerance"] else "none"
-        numbers = (f"{one['error']:.1e}", tolerance, f"{one['margin']:.1e}")
-        table.add_row(escape(one["what"]), *numbers, "" if one["passed"] else "[bold]differs")
+        verdict = "" if one["passed"] else "[bold]differs"
+        table.add_row(escape(one["what"]), f"{one['error']:.1e}", tolerance, f"{one['margin']:.1e}", verdict)
+    console = terminal()
     console.print()
     console.print(table)
     console.print()
@@ -310,15 +353,20 @@ def show_result(result: Result) -> None:
 
 
 def _verdict(result: Result) -> Iterator[str]:
-    count = f"{result.steps} steps, {result.parameters} parameters"
+    """One line where all is equal; else how much is off, and the worst of it."""
+    compared = f"{result.steps} steps, {result.parameters} parameters"
     if result.is_equal:
-        yield f"equal: {count}, worst margin {result.worst_margin:.1e}"
+        yield f"equal: {compared}, worst margin {result.worst_margin:.1e}"
         return
-    numbers = {kind: sum(one.kind == kind for one in result.wrong) for kind in ("gradient", "weight")}
-    counts = [f"{n} {kind}{'s' * (n > 1)}" for kind, n in numbers.items() if n]
-    yield f"not equal: {count}; off: {' and '.join(counts) or 'no parameter, losses or norms alone'}"
+    gradients = [one for one in result.wrong if one.kind == "gradient"]
+    weights = [one for one in result.wrong if one.kind == "weight"]
+    counts = []
+    for noun, wrong in (("gradient", gradients), ("weight", weights)):
+        if wrong:
+            counts.append(f"{len(wrong)} {plural(noun, len(wrong))}")
+    yield f"not equal: {compared}; off: {' and '.join(counts) or 'no parameter, losses or norms alone'}"
     # gradients of the first step say where a difference begins, weights where all of it has arrived
-    shown = [one for one in result.wrong if one.kind == "gradient"] or result.wrong
+    shown = gradients or result.wrong
     for one in shown[:_MOST_WRONG]:
         off = f"off by {one.worst:.1e}, rounding is {one.allowed:.0e}"
         yield f"  {one.kind} of {one.name} ({one.layer}): {off}; on {_ranks(result, one)}"
@@ -326,25 +374,48 @@ def _verdict(result: Result) -> Iterator[str]:
         yield f"  and {len(shown) - _MOST_WRONG} more"
 
 
-def _ranks(result: Result, one: Wrong) -> str:
-    own, ranks = result.small.parallelism, list(one.off)
+def _ranks(result: Result, one: WrongParameter) -> str:
+    """`rank 2 (pp 1, tp 0), rank 3 (pp 1, tp 1) and 2 more`: the ranks on which a parameter is off."""
+    ranks = list(one.off)
     if len(ranks) == result.small.world_size:
         return "every rank"
+    parallelism = result.small.parallelism
+    split_axes = [axis for axis in DENSE_AXES if getattr(parallelism, axis) > 1]
     words = []
     for rank in ranks[:_MOST_SAID]:
-        at = coordinates(rank, own.degrees)
-        axes = ", ".join(f"{axis} {at[axis]}" for axis in DENSE_AXES if getattr(own, axis) > 1)
+        position = coordinates(rank, parallelism.degrees)
+        axes = ", ".join(f"{axis} {position[axis]}" for axis in split_axes)
         words.append(f"rank {rank} ({axes})")
-    more = f" and {len(ranks) - _MOST_SAID} more" if len(ranks) > _MOST_SAID else ""
-    return f"{', '.join(words)}{more}"
+    text = ", ".join(words)
+    if len(ranks) > _MOST_SAID:
+        text += f" and {len(ranks) - _MOST_SAID} more"
+    return text
 
 
 def _became(was: object, now: object) -> str:
-    def words(value: object) -> str:
-        return f"{value:,}" if isinstance(value, int) else str(value)
+    """`4,096 -> 64`; one value where nothing changes."""
+    if was == now:
+        return _in_words(was)
+    return f"{_in_words(was)} -> {_in_words(now)}"
 
-    return words(was) if was == now else f"{words(was)} -> {words(now)}"
+
+def _field_became(name: str, was: object, now: object) -> str:
+    """The same of one field of two specs."""
+    return _became(getattr(was, name), getattr(now, name))
 
 
-def _finite(value: float) -> float | None:
-    return value if isfinite(value) else None
+def _in_words(value: object) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
+
+
+def _finite(value: Any) -> Any:
+    """None, which JSON has, for a number that it has not; all else as it is."""
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    return value
+
+
+def _with_finite_numbers(finding: dict[str, Any]) -> dict[str, Any]:
+    return {name: _finite(value) for name, value in finding.items()}

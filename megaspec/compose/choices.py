@@ -15,7 +15,8 @@ class Repository(ConfigRepository):
     """What Hydra asks while it orders the defaults lists, answered from our own reader."""
 
     def __init__(self, search: SearchPath, groups: Sequence[str]):
-        self._search, self._groups = search, groups
+        self._search = search
+        self._groups = groups
         self.sources = []
 
     def load_config(self, config_path: str) -> ConfigResult | None:
@@ -24,7 +25,10 @@ class Repository(ConfigRepository):
         entries = self._search.read(config_path).defaults
         # Hydra passes over an optional entry that names no file
         defaults = OmegaConf.create([_optional(_plain(e)) for e in entries])
-        header = {"package": "_global_" if config_path.startswith("recipe/") else None}
+        # a recipe is merged at the top, a choice at the section of its group
+        header = {"package": None}
+        if config_path.startswith("recipe/"):
+            header["package"] = "_global_"
         result = ConfigResult(provider="megaspec", path=config_path, config=OmegaConf.create({}), header=header)
         result.defaults_list = self._create_defaults_list(config_path, defaults)
         return result
@@ -41,9 +45,12 @@ class Repository(ConfigRepository):
 
 def _plain(entry: Any) -> Any:
     """An entry of a defaults list with its texts as OmegaConf takes them: no class of ours."""
-    if isinstance(entry, dict):
-        return {str(name): None if choice is None else str(choice) for name, choice in entry.items()}
-    return str(entry)
+    if not isinstance(entry, dict):
+        return str(entry)
+    plain = {}
+    for name, choice in entry.items():
+        plain[str(name)] = None if choice is None else str(choice)
+    return plain
 
 
 def _optional(entry: Any) -> Any:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,21 @@ from megaspec.checkable import Checkable, PartlyError, checkable
 from megaspec.compose.interpolation import interpolate
 from megaspec.compose.left_out import replaced_kinds
 from megaspec.compose.plain import plain_content
-from megaspec.compose.search_path import SearchPath, SourceFile
+from megaspec.compose.search_path import SearchPath, SourceFile, search_path
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
+from megaspec.core.fields import kinds_below
 from megaspec.core.marked_yaml import MAX_DEPTH, Quoted
-from megaspec.core.problems import did_you_mean, one_of, origin_of, quoted_counts, show, typed_problems, value_at
+from megaspec.core.problems import (
+    did_you_mean,
+    one_of,
+    origin_of,
+    parts_of,
+    path_below,
+    quoted_counts,
+    show,
+    typed_problems,
+    value_at,
+)
 from megaspec.recipe import SECTIONS, Recipe
 
 if TYPE_CHECKING:
@@ -57,7 +68,7 @@ def compose(
     folder of recipes; `./recipes` is always searched. A SearchPath in their place reads each file once for all that is
     composed with it. RecipeError lists everything that is wrong, at once.
     """
-    search = config_dirs if isinstance(config_dirs, SearchPath) else SearchPath(config_dirs)
+    search = search_path(config_dirs)
     parsed = _parse(overrides)
     problems = _choice_problems(search, {"recipe": recipe_name}, {"recipe": f"recipe={recipe_name}"})
     chosen, values = _split(search, parsed, problems)
@@ -65,11 +76,10 @@ def compose(
         problems += search.check_defaults(f"recipe/{recipe_name}", GROUPS) + search.check_defaults("base", GROUPS)
     if problems:
         raise RecipeError(problems)
-    tree = _Tree()
+    tree = _RecipeTree()
     for package, file in _ordered(search, recipe_name, chosen):
         tree.add(package, file)
-    if tree.content.get("name") is None:
-        tree.content["name"], tree.origins["name"] = recipe_name.replace("/", "-"), f"recipe={recipe_name}"
+    tree.name_after(recipe_name, origin=f"recipe={recipe_name}")
     left_out = _leave_out(tree, search, recipe_name, chosen, values)
     return replace(_finish(tree, values, search), left_out=left_out)
 
@@ -81,10 +91,11 @@ def recompose(
     search = SearchPath(config_dirs)
     problems: list[Problem] = []
     chosen, values = _split(search, _parse(overrides), problems)
-    problems += [p for group, choice in chosen.items() for p in search.check_defaults(f"{group}/{choice}", GROUPS)]
+    for group, choice in chosen.items():
+        problems += search.check_defaults(f"{group}/{choice}", GROUPS)
     if problems:
         raise RecipeError(problems)
-    tree = _Tree()
+    tree = _RecipeTree()
     tree.merge(deepcopy(dict(saved)), lambda key: label)
     for group, choice in chosen.items():
         tree.drop(group)
@@ -105,9 +116,11 @@ def compose_dicts(
     `start`, or without one what every run starts from. `config_dirs`: see `compose`. RecipeError lists everything that
     is wrong, at once.
     """
-    search = config_dirs if isinstance(config_dirs, SearchPath) else SearchPath(config_dirs)
+    search = search_path(config_dirs)
     problems: list[Problem] = []
-    labels = ["dict"] if len(contents) == 1 else [f"dict {number + 1}" for number in range(len(contents))]
+    labels = ["dict"]
+    if len(contents) != 1:
+        labels = [f"dict {number + 1}" for number in range(len(contents))]
     bodies = [plain_content(one, label, problems) for one, label in zip(contents, labels, strict=True)]
     chosen, from_where = _take_choices(bodies, labels)
     problems += _choice_problems(search, chosen, from_where)
@@ -119,21 +132,24 @@ def compose_dicts(
             problems.append(Problem("defaults", text, label, "defaults"))
     if problems:
         raise RecipeError(problems)
-    for config_path in ["base"] if start is None else [f"recipe/{start}", "base"]:
-        problems += search.check_defaults(config_path, GROUPS)
+    if start is not None:
+        problems += search.check_defaults(f"recipe/{start}", GROUPS)
+    problems += search.check_defaults("base", GROUPS)
     for group, choice in chosen.items():
         problems += search.check_defaults(f"{group}/{choice}", GROUPS)
     if problems:
         raise RecipeError(problems)
-    tree = _Tree()
+    tree = _RecipeTree()
     for package, file in _ordered(search, start, chosen):
         tree.add(package, file)
-    left_out = [] if start is None else list(_leave_out(tree, search, start, chosen, []))
+    left_out: list[str] = []
+    if start is not None:
+        left_out += _leave_out(tree, search, start, chosen, [])
     for body, label in zip(bodies, labels, strict=True):
         left_out += _replace_kinds(tree, body, label)
         tree.merge(body, lambda key, label=label: label)
-    if tree.content.get("name") is None and start is not None:
-        tree.content["name"], tree.origins["name"] = start.replace("/", "-"), "start"
+    if start is not None:
+        tree.name_after(start, origin="start")
     return replace(_finish(tree, [], search), left_out=tuple(left_out))
 
 
@@ -143,25 +159,34 @@ def _take_choices(bodies: list[dict[str, Any]], labels: Sequence[str]) -> tuple[
     chosen: dict[str, str] = {}
     from_where: dict[str, str] = {}
     for number, body in enumerate(bodies):
-        for group in [name for name, value in body.items() if name in SECTIONS and isinstance(value, str)]:
-            chosen[group], from_where[group] = body[group], labels[number]
-            for earlier in bodies[: number + 1]:
-                earlier.pop(group, None)
+        groups = [name for name, value in body.items() if name in SECTIONS and isinstance(value, str)]
+        for group in groups:
+            chosen[group] = body[group]
+            from_where[group] = labels[number]
+            # up to this body itself: what later ones say of the section is laid over the choice
+            for overruled in bodies[: number + 1]:
+                overruled.pop(group, None)
     return chosen, from_where
 
 
-def _replace_kinds(tree: _Tree, body: Mapping[str, Any], label: str) -> list[str]:
+def _replace_kinds(tree: _RecipeTree, body: Mapping[str, Any], label: str) -> list[str]:
     """Takes away the sections whose kind a dict changes. -> the keys that are left out with them; see Composed"""
     left_out = []
+    sections: list[str] = []
     for group in SECTIONS:
-        kind, written = value_at(body, f"{group}.kind"), value_at(tree.content, f"{group}.kind")
+        if group in body:
+            # outer ones first: what lies in a section that is gone is gone
+            sections += kinds_below(Recipe, group)
+    for section in sections:
+        kind = value_at(body, f"{section}.kind")
+        written = value_at(tree.content, f"{section}.kind")
         if kind is None or written is None or kind == written:
             continue
-        for name in tree.content[group]:
+        for name in value_at(tree.content, section):
             if name != "kind":
-                origin = origin_of(tree.origins, f"{group}.{name}")
-                left_out.append(f"{group}.{name} ({origin}): {label} says {group}.kind={show(kind)}")
-        tree.drop(group)
+                origin = origin_of(tree.origins, f"{section}.{name}")
+                left_out.append(f"{section}.{name} ({origin}): {label} says {section}.kind={show(kind)}")
+        tree.drop(section)
     return left_out
 
 
@@ -186,7 +211,9 @@ def split_sweep(words: Sequence[str], config_dirs: Sequence[str | Path] = ()) ->
     RecipeError: what can't be read.
     """
     search = SearchPath(config_dirs)
-    plain, swept, problems = [], [], []
+    plain: list[str] = []
+    swept: list[Swept] = []
+    problems: list[Problem] = []
     for one in _parse(words, sweeps=True):
         if not one.is_sweep_override():
             plain.append(str(one.input_line))
@@ -207,82 +234,121 @@ def plain_values(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _swept(one: Override, search: SearchPath) -> Swept:
+    """What a word of a sweep takes; no words and no bounds where that is no value at all."""
     from hydra.core.override_parser.types import Glob, RangeSweep
 
-    key, values = one.key_or_group, one.value()
+    key = one.key_or_group
+    values = one.value()
     if one.is_interval_sweep():
-        bounds = (values.start, values.end)
-        return Swept(key, (), bounds=bounds if values.start < values.end else None, is_log="log" in values.tags)
+        bounds = None
+        if values.start < values.end:
+            bounds = (values.start, values.end)
+        return Swept(key, (), bounds=bounds, is_log="log" in values.tags)
+    texts: list[str] = []
     if isinstance(values, Glob):
-        texts = values.filter(search.choices(key)) if key in GROUPS else []
-    elif isinstance(values, RangeSweep) and not values.step:
-        texts = []
-    else:
+        if key in GROUPS:
+            texts = values.filter(search.choices(key))
+    elif not isinstance(values, RangeSweep) or values.step:  # a range with step 0 would never end
         texts = list(islice(one.sweep_string_iterator(), MOST_VALUES))
     return Swept(key, tuple(f"{one.get_key_element()}={text}" for text in texts), is_range=one.is_range_sweep())
 
 
 @dataclass
-class _Tree:
+class _RecipeTree:
     """Plain data that grows by merging, with the origin of every path."""
 
     content: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
     def add(self, package: str, file: SourceFile) -> None:
-        """Merge a file at a dotted path of the tree."""
-        prefix = f"{package}." if package else ""
+        """Merge a file at a dotted path of the tree; "" is its top."""
         body = deepcopy(file.body)
-        for part in reversed(package.split(".") if package else []):
-            body = {part: body}
+        prefix = ""
+        if package:
+            prefix = f"{package}."
+            for part in reversed(package.split(".")):
+                body = {part: body}
         self.merge(body, lambda key: file.origin(key.removeprefix(prefix)))
+
+    def name_after(self, recipe_name: str, *, origin: str) -> None:
+        """Name the run after its recipe, where nothing names it."""
+        if self.content.get("name") is None:
+            self.content["name"] = recipe_name.replace("/", "-")
+            self.origins["name"] = origin
 
     def merge(self, body: dict[str, Any], origin: Any) -> None:
         self._merge(self.content, body, "", origin)
 
     def drop(self, key: str) -> None:
-        """Forget the origins of a path and of everything below it, and its value when it is a section of the top."""
-        self.content.pop(key, None)
+        """Forget a section, where there is one, with its origins and those of everything below it."""
+        above, _, name = key.rpartition(".")
+        holder = value_at(self.content, above)
+        if isinstance(holder, dict):
+            holder.pop(name, None)
         self._forget(key)
 
     def take(self, key: str) -> str:
         """Take away a key of a section, with all below it. -> its origin."""
-        section, _, name = key.partition(".")
+        section, _, name = key.rpartition(".")
         origin = self.origins[key]
-        del self.content[section][name]
+        del value_at(self.content, section)[name]
         self._forget(key)
         return origin
 
     def set(self, override: Override) -> Problem | None:
-        """Apply one `path=value` of the command line; deletions too."""
-        key, value = override.key_or_group, _value_of(override)
-        where: Any = self.content
+        """Apply one `path=value` of the command line; deletions too. -> what is wrong with it"""
+        key = override.key_or_group
         *above, last = key.split(".")
-        for depth, part in enumerate(above):
-            path = ".".join(above[: depth + 1])
-            inner = where[int(part)] if _indexes(where, part) else where.get(part) if isinstance(where, dict) else None
-            if inner is None and isinstance(where, dict) and not override.is_delete():
-                inner = where[part] = {}
-                self.origins[path] = COMMAND_LINE
-            if not isinstance(inner, dict | list):
-                what = f"{path} is not a section" if inner is not None else f"{path} is not set"
-                return Problem(key, f"{override.input_line}: {what}", COMMAND_LINE, "override.path")
-            where = inner
+        try:
+            section = self._section_of(above, make=not override.is_delete())
+        except _NoSection as error:
+            return Problem(key, f"{override.input_line}: {error}", COMMAND_LINE, "override.path")
         if override.is_delete():
-            if not isinstance(where, dict) or last not in where:
-                hint = did_you_mean(last, where) if isinstance(where, dict) else ""
-                text = f"{override.input_line}: {key} is not set, so it can't be taken away; {hint or 'drop it'}"
-                return Problem(key, text, COMMAND_LINE, "override.delete")
-            del where[last]
-            self._forget(key)
-        elif _indexes(where, last):
-            where[int(last)] = value
-        elif isinstance(where, list):
-            text = f"{override.input_line}: {'.'.join(above)} has entries 0 to {len(where) - 1}"
+            return self._delete(override, section, last)
+        value = _value_of(override)
+        if _indexes(section, last):
+            section[int(last)] = value
+        elif isinstance(section, list):
+            text = f"{override.input_line}: {'.'.join(above)} has entries 0 to {len(section) - 1}"
             return Problem(key, text, COMMAND_LINE, "override.path")
         else:
-            self._merge(where, {last: value}, f"{'.'.join(above)}." if above else "", lambda _: COMMAND_LINE)
+            prefix = "".join(f"{part}." for part in above)
+            self._merge(section, {last: value}, prefix, lambda _: COMMAND_LINE)
         return None
+
+    def _section_of(self, parts: Sequence[str], *, make: bool) -> Any:
+        """The section or list at a path, or _NoSection. `make`: sections that are not there yet are made."""
+        here: Any = self.content
+        path = ""
+        for part in parts:
+            path = path_below(path, part)
+            inner = None
+            if _indexes(here, part):
+                inner = here[int(part)]
+            elif isinstance(here, dict):
+                inner = here.get(part)
+                if inner is None and make:
+                    inner = here[part] = {}
+                    self.origins[path] = COMMAND_LINE
+            if inner is None:
+                raise _NoSection(f"{path} is not set")
+            if not isinstance(inner, dict | list):
+                raise _NoSection(f"{path} is not a section")
+            here = inner
+        return here
+
+    def _delete(self, override: Override, section: Any, name: str) -> Problem | None:
+        """Take a key away from its section. -> the problem where it has none of that name"""
+        key = override.key_or_group
+        if isinstance(section, dict) and name in section:
+            del section[name]
+            self._forget(key)
+            return None
+        hint = ""
+        if isinstance(section, dict):
+            hint = did_you_mean(name, section)
+        text = f"{override.input_line}: {key} is not set, so it can't be taken away; {hint or 'drop it'}"
+        return Problem(key, text, COMMAND_LINE, "override.delete")
 
     def _merge(self, into: dict[str, Any], body: Mapping[str, Any], prefix: str, origin: Any) -> None:
         for name, value in body.items():
@@ -297,14 +363,19 @@ class _Tree:
             self._mark(key, value, origin)
 
     def _mark(self, key: str, value: Any, origin: Any) -> None:
+        """Note the origin of a value and of everything in it."""
         self.origins[key] = origin(key)
-        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        for name, inner in parts:
+        for name, inner in parts_of(value):
             self._mark(f"{key}.{name}", inner, origin)
 
     def _forget(self, key: str) -> None:
-        for known in [k for k in self.origins if k == key or k.startswith(f"{key}.")]:
-            del self.origins[known]
+        for known in list(self.origins):
+            if known == key or known.startswith(f"{key}."):
+                del self.origins[known]
+
+
+class _NoSection(Exception):
+    """A path that leads to no section or list; the text says which part of it does not."""
 
 
 def _indexes(where: Any, part: str) -> bool:
@@ -322,18 +393,23 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
 
     if version.getbase() is None or not hasattr(version.getbase(), "major"):
         version.setbase("1.3")
-    parser, parsed, problems = OverridesParser.create(), [], []
+    parser = OverridesParser.create()
+    parsed: list[Override] = []
+    problems: list[Problem] = []
 
     def refuse(text: str, what: str, code: str) -> None:
         problems.append(Problem("", f"{show(text)}: {what}", COMMAND_LINE, code))
 
     for text in overrides:
-        if len(text) > MAX_WORD or _depth(text) > MAX_DEPTH:
-            limit = f"longer than {MAX_WORD} characters" if len(text) > MAX_WORD else f"nested deeper than {MAX_DEPTH}"
-            refuse(text, f"{limit}; write it in a recipe", "override.size")
+        # the parser's time and stack grow with both
+        if len(text) > MAX_WORD:
+            refuse(text, f"longer than {MAX_WORD} characters; write it in a recipe", "override.size")
+            continue
+        if _depth(text) > MAX_DEPTH:
+            refuse(text, f"nested deeper than {MAX_DEPTH}; write it in a recipe", "override.size")
             continue
         try:
-            one = parser.parse_overrides([text])[0]
+            [one] = parser.parse_overrides([text])
         except (HydraException, ValueError):  # ValueError: a number of thousands of digits
             what = "not an override; write path=value, and where the value has spaces, commas or brackets"
             refuse(text, f"{what} \"path='value'\", for the shell takes the outer quotes", "override.syntax")
@@ -371,8 +447,14 @@ def _keep_quotes(value: Any) -> Any:
 
 def _depth(text: str) -> int:
     """How deep the brackets of a word are nested, those in quotes counted too."""
-    steps = (1 if c in "[{(" else -1 for c in text if c in "[{()}]")
-    return max(accumulate(steps), default=0)
+    depth = deepest = 0
+    for character in text:
+        if character in "[{(":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")}]":
+            depth -= 1
+    return deepest
 
 
 def _is_data(value: Any) -> bool:
@@ -441,60 +523,93 @@ def _ordered(search: SearchPath, recipe_name: str | None, chosen: Mapping[str, s
     except HydraException as error:
         text = " ".join(str(error).split("Config search path")[0].split())
         raise RecipeError([Problem("defaults", text, " ".join(lines[:1]), "defaults.order")]) from None
-    search.orders[tuple(lines)] = [(one.package or "", search.read(one.config_path)) for one in ordered.defaults]
-    return search.orders[tuple(lines)]
+    files = [(one.package or "", search.read(one.config_path)) for one in ordered.defaults]
+    search.orders[tuple(lines)] = files
+    return files
 
 
 def _leave_out(
-    tree: _Tree, search: SearchPath, recipe_name: str, chosen: Mapping[str, str], values: Sequence[Override]
+    tree: _RecipeTree, search: SearchPath, recipe_name: str, chosen: Mapping[str, str], values: Sequence[Override]
 ) -> tuple[str, ...]:
     """Take away what files set for a kind that a choice of the command line replaces; see Composed.left_out.
 
     A key that the command line names itself stays, so that it is refused, or taken away by its own word.
     """
+    named = _paths_to(values)
+    written_files = _ordered(search, recipe_name, {})
+    chosen_files = _ordered(search, recipe_name, chosen)
     left_out = []
-    named = {part for value in values for part in accumulate(value.key_or_group.split("."), "{}.{}".format)}
-    for one in replaced_kinds(chosen, _ordered(search, recipe_name, {}), _ordered(search, recipe_name, chosen)):
-        for key in one.keys:
+    for replaced in replaced_kinds(chosen, written_files, chosen_files):
+        for key in replaced.keys:
             if key in tree.origins and key not in named:
-                left_out.append(f"{key} ({tree.take(key)}): no key of {one.group}.kind={one.kind}")
-        key, written = f"{one.group}.kind", value_at(tree.content, f"{one.group}.kind")
-        if written not in (None, one.kind) and key not in named:
-            left_out.append(f"{key}={show(written)} ({tree.take(key)}): {one.group}={one.choice} is chosen")
-            tree.merge({one.group: {"kind": one.kind}}, lambda _, origin=one.origin: origin)
+                left_out.append(f"{key} ({tree.take(key)}): no key of {replaced.section}.kind={replaced.kind}")
+        key = f"{replaced.section}.kind"
+        written = value_at(tree.content, key)
+        if written not in (None, replaced.kind) and key not in named:
+            left_out.append(f"{key}={show(written)} ({tree.take(key)}): {replaced.group}={replaced.choice} is chosen")
+            body: Any = replaced.kind
+            for part in reversed(key.split(".")):
+                body = {part: body}
+            tree.merge(body, lambda _, origin=replaced.origin: origin)
     return tuple(left_out)
 
 
-def _finish(tree: _Tree, values: Sequence[Override], search: SearchPath) -> Composed:
-    problems = [p for one in values if (p := tree.set(one)) is not None]
+def _paths_to(values: Sequence[Override]) -> set[str]:
+    """The dotted paths that overrides name, and those of the sections around them."""
+    paths = set()
+    for value in values:
+        path = ""
+        for part in value.key_or_group.split("."):
+            path = path_below(path, part)
+            paths.add(path)
+    return paths
+
+
+def _finish(tree: _RecipeTree, values: Sequence[Override], search: SearchPath) -> Composed:
+    """The recipe of a merged tree and the values of the command line. PartlyError: everything that is wrong with it,
+    and what of it can be checked all the same."""
+    problems: list[Problem] = []
+    for value in values:
+        problem = tree.set(value)
+        if problem is not None:
+            problems.append(problem)
     content, origins = interpolate(tree.content, tree.origins, problems)
     for key, origin in sorted(origins.items()):
-        if key.rpartition(".")[2].startswith("_") and key.endswith("_"):
+        name = key.rpartition(".")[2]
+        # Hydra's _target_, _args_ and their like
+        if name.startswith("_") and name.endswith("_"):
             problems.append(Problem(key, f"{key}: a recipe is data, it can't name code; drop it", origin, "key.code"))
     for key in _missing(content):
         text = f"{key}=??? must be set; in the recipe, or on the command line: {key}=..."
         problems.append(Problem(key, text, origin_of(origins, key), "key.missing"))
-    bad = {p.key for p in problems if p.key}
+    # keys whose problem is known: typing has nothing to add to it
+    bad = {problem.key for problem in problems if problem.key}
     try:
         recipe = Recipe.model_validate_json(json.dumps(content))
+        readable = Checkable(recipe, frozenset(bad), origins)
     except ValidationError as error:
         recipe = None
+        readable = checkable(content, origins, bad)
         choices = {group: search.choices(group) for group in SECTIONS}
-        typed = typed_problems(error, model=Recipe, content=content, origins=origins, choices=choices)
-        problems += [p for p in typed if p.key not in bad and "${" not in str(value_at(content, p.key))]
-    readable = checkable(content, origins, bad) if recipe is None else Checkable(recipe, frozenset(bad), origins)
+        for problem in typed_problems(error, model=Recipe, content=content, origins=origins, choices=choices):
+            is_reference = "${" in str(value_at(content, problem.key))
+            if problem.key not in bad and not is_reference:
+                problems.append(problem)
     if readable is not None:
-        held = readable.recipe.model_dump(mode="json")
-        quoted = quoted_counts(content, held, origins, but=readable.bad)
+        typed = readable.recipe.model_dump(mode="json")
+        quoted = quoted_counts(content, typed, origins, but=readable.bad)
         problems += quoted
-        bad |= {p.key for p in quoted}
+        bad |= {problem.key for problem in quoted}
     if recipe is not None and not problems:
         return Composed(recipe, origins)
     raise PartlyError(problems, checkable(content, origins, bad))
 
 
 def _missing(content: Any, prefix: str = "") -> list[str]:
+    """Dotted paths of what is `???` still."""
     if content == MISSING:
         return [prefix]
-    parts = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    return [key for name, inner in parts for key in _missing(inner, f"{prefix}.{name}" if prefix else str(name))]
+    paths: list[str] = []
+    for name, inner in parts_of(content):
+        paths += _missing(inner, path_below(prefix, name))
+    return paths

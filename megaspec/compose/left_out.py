@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaspec.compose.search_path import SourceFile
-from megaspec.core.fields import tags_of
-from megaspec.core.problems import models_of
+from megaspec.core.fields import kinds_below
+from megaspec.core.problems import value_at
 from megaspec.recipe import Recipe
 
 # (package, file) of everything that takes part, in the order in which it is merged.
@@ -16,10 +16,12 @@ Ordered = Sequence[tuple[str, SourceFile]]
 class Replaced:
     """A section whose kind the command line chooses anew."""
 
+    section: str
+    """Dotted path: the group itself, or a part inside of it."""
     group: str
     choice: str
     kind: str
-    """Of the choice."""
+    """Of the section, as the choice has it."""
     origin: str
     """Where the choice says its kind."""
     keys: tuple[str, ...]
@@ -30,18 +32,33 @@ def replaced_kinds(chosen: Mapping[str, str], written: Ordered, ordered: Ordered
     """`chosen`: group -> choice of the command line. `written`: what takes part without these choices; `ordered`: with
     them."""
     for group, choice in chosen.items():
-        models = {tag: m for m in models_of(Recipe.model_fields[group].annotation) for tag in tags_of(m)}
-        before = [kind for file in written for kind, _ in _kinds(group, *file) if kind in models]
-        after = [found for file in ordered if file[0] == group for found in _kinds(group, *file) if found[0] in models]
-        if before and after and before[-1] != after[-1][0]:
-            kind, origin = after[-1]
-            own = models[kind].model_fields
-            keys = tuple(f"{group}.{name}" for name in models[before[-1]].model_fields if name not in own)
-            yield Replaced(group, choice, kind, origin, keys)
+        chosen_files = [(package, file) for package, file in ordered if package == group]
+        for section, class_of in kinds_below(Recipe, group).items():
+            before = None
+            for kind, _ in _kinds_said(section, written):
+                if kind in class_of:
+                    before = kind
+            after = None
+            for kind, origin in _kinds_said(section, chosen_files):
+                if kind in class_of:
+                    after = (kind, origin)
+            if before is None or after is None or before == after[0]:
+                continue
+            kind, origin = after
+            new_keys = class_of[kind].model_fields
+            lost = tuple(f"{section}.{name}" for name in class_of[before].model_fields if name not in new_keys)
+            yield Replaced(section, group, choice, kind, origin, lost)
 
 
-def _kinds(group: str, package: str, file: SourceFile) -> Iterator[tuple[str, str]]:
-    """The kind that a file gives a section, if any, and its origin."""
-    body = file.body if package == group else file.body.get(group) if not package else None
-    if isinstance(body, dict) and isinstance(body.get("kind"), str):
-        yield body["kind"], file.origin("kind" if package == group else f"{group}.kind")
+def _kinds_said(section: str, files: Ordered) -> Iterator[tuple[str, str]]:
+    """The kinds that files give a section, each with its origin; of several the last one counts, as in a merge."""
+    for package, file in files:
+        key = f"{section}.kind"
+        if package:
+            # a choice of a group holds what lies in that group alone
+            if not key.startswith(f"{package}."):
+                continue
+            key = key.removeprefix(f"{package}.")
+        kind = value_at(file.body, key)
+        if isinstance(kind, str):
+            yield kind, file.origin(key)

@@ -7,7 +7,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def _shipped(folder: str) -> Path:
     inside = _PACKAGE / "_data" / folder
-    return inside if inside.is_dir() else _PACKAGE.parent / folder
+    if inside.is_dir():
+        return inside
+    return _PACKAGE.parent / folder
 
 
 def conf_dir() -> Path:

@@ -5,7 +5,7 @@ from typing import Any
 
 from megaspec.core.errors import Problem
 from megaspec.core.marked_yaml import MAX_DEPTH
-from megaspec.core.problems import show
+from megaspec.core.problems import path_below, show
 
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -42,7 +42,7 @@ def _plain(value: Any, key: str, label: str, problems: list[Problem]) -> Any:
 def _plain_mapping(value: Mapping[Any, Any], key: str, label: str, problems: list[Problem]) -> dict[str, Any]:
     found = {}
     for name, inner in value.items():
-        path = f"{key}.{name}" if key else str(name)
+        path = path_below(key, name)
         if not isinstance(name, str):
             text = f"{path}: a key is text, {show(name)} is of type {type(name).__name__}; write {str(name)!r}"
             problems.append(Problem(path, text, label, "data.key"))

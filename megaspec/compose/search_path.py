@@ -14,7 +14,9 @@ from megaspec.core.problems import did_you_mean, one_of
 _NAME = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*(?:/[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*)*"
 )
+# `# @package X`, with which a file of Hydra says where it is merged; here its folder says so.
 _HEADER = re.compile(r"^\s*#\s*@\s*package\b\s*(\S*)", re.MULTILINE)
+# Files that inherit from each other: more only come of a circle.
 _MAX_INHERITANCE = 16
 
 
@@ -42,9 +44,15 @@ class SearchPath:
     """
 
     def __init__(self, config_dirs: Sequence[str | Path] = ()):
-        self._beside = [Path(d).parent for d in config_dirs if Path(d).is_file()]
-        folders = [Path(d) for d in config_dirs if not Path(d).is_file()]
-        absent = [d for d in folders if not d.is_dir()]
+        # a recipe that is given as a file is found in the folder that it lies in
+        folders = []
+        self._beside = []
+        for given in config_dirs:
+            if Path(given).is_file():
+                self._beside.append(Path(given).parent)
+            else:
+                folders.append(Path(given))
+        absent = [folder for folder in folders if not folder.is_dir()]
         if absent:
             raise RecipeError([Problem("", f"--config-dir {d}: no such folder", COMMAND_LINE, "path") for d in absent])
         self._groups = _unique([conf_dir(), *folders])
@@ -59,13 +67,20 @@ class SearchPath:
 
     def choices(self, group: str) -> list[str]:
         """Names of a group's choices, or of the recipes for `recipe`."""
-        folders = self._recipes if group == "recipe" else [root / group for root in self._groups]
-        names = {str(f.relative_to(d).with_suffix("")) for d in folders if d.is_dir() for f in self._files_in(d)}
-        return sorted(n for n in names if _NAME.fullmatch(n))
+        folders = self._recipes
+        if group != "recipe":
+            folders = [root / group for root in self._groups]
+        names = set()
+        for folder in folders:
+            if folder.is_dir():
+                names |= {str(file.relative_to(folder).with_suffix("")) for file in self._files_in(folder)}
+        return sorted(name for name in names if _NAME.fullmatch(name))
 
     def _files_in(self, folder: Path) -> Iterator[Path]:
         """Its YAML files, and those below it unless it only happens to hold a recipe."""
-        return folder.glob("*.yaml") if folder in self._beside else folder.rglob("*.yaml")
+        if folder in self._beside:
+            return folder.glob("*.yaml")
+        return folder.rglob("*.yaml")
 
     def read(self, config_path: str) -> SourceFile:
         """The file of a name that exists. RecipeError: two of them, or what `read_yaml` refuses."""
@@ -73,12 +88,7 @@ class SearchPath:
             found = self._found(config_path)
             assert found, f"{config_path} was not checked before it was read"
             if len(found) > 1:
-                group, _, name = config_path.partition("/")
-                labels = [_label(f) for f in found]
-                if len(set(labels)) < len(labels):  # another checkout is the working folder
-                    labels = [str(f.resolve()) for f in found]
-                text = f"{group}={name} is in {one_of(labels)}; rename one".replace(" or ", " and ")
-                raise RecipeError([Problem(group, text, "", "choice.ambiguous")])
+                raise RecipeError([_ambiguous(config_path, found)])
             self._files[config_path] = _read(found[0], is_recipe=config_path.startswith("recipe/"))
         return self._files[config_path]
 
@@ -106,45 +116,80 @@ class SearchPath:
     def closure(self, config_path: str) -> list[str]:
         """A group's choice after everything that it inherits from, in the order in which they are merged."""
         group = config_path.rpartition("/")[0]
-        parents = [e for e in self.read(config_path).defaults if isinstance(e, str) and e != "_self_"]
-        inherited = [c for p in parents for c in self.closure(p[1:] if p.startswith("/") else f"{group}/{p}")]
+        inherited: list[str] = []
+        for entry in self.read(config_path).defaults:
+            if isinstance(entry, str) and entry != "_self_":
+                inherited += self.closure(_inherited_path(entry, group))
         return [*inherited, config_path]
 
     def _found(self, config_path: str) -> list[Path]:
-        is_recipe = config_path.startswith("recipe/")
+        """The files of a name; several where folders hold the same one."""
+        roots = self._groups
+        if config_path.startswith("recipe/"):
+            roots = self._recipes
         name = f"{config_path.removeprefix('recipe/')}.yaml"
-        candidates = [root / name for root in (self._recipes if is_recipe else self._groups)]
-        return _unique([c for c in candidates if c.is_file()])
+        return _unique([root / name for root in roots if (root / name).is_file()])
+
+
+def search_path(config_dirs: Sequence[str | Path] | SearchPath) -> SearchPath:
+    """Of these folders; one that is made already stays, with the files that it has read."""
+    if isinstance(config_dirs, SearchPath):
+        return config_dirs
+    return SearchPath(config_dirs)
+
+
+def _ambiguous(config_path: str, found: Sequence[Path]) -> Problem:
+    """Several files of one name."""
+    group, _, name = config_path.partition("/")
+    labels = [_label(file) for file in found]
+    if len(set(labels)) < len(labels):  # another checkout is the working folder
+        labels = [str(file.resolve()) for file in found]
+    text = f"{group}={name} is in {one_of(labels)}; rename one".replace(" or ", " and ")
+    return Problem(group, text, "", "choice.ambiguous")
+
+
+def _inherited_path(entry: str, group: str) -> str:
+    """`group/choice` of an entry that a file of the group inherits: `choice`, or `/group/choice`."""
+    if entry.startswith("/"):
+        return entry[1:]
+    return f"{group}/{entry}"
 
 
 def _target(entry: Any, *, config_path: str, groups: Sequence[str]) -> tuple[str | None, str | None]:
-    """What an entry of a defaults list names, or what is wrong with it."""
-    group_here = config_path.rpartition("/")[0]
-    is_base, is_recipe = config_path == "base", config_path.startswith("recipe/")
+    """What an entry of a defaults list names, or what is wrong with it: (`group/choice`, None) or (None, problem)."""
     if entry == "_self_":
         return None, None
     if isinstance(entry, str):
-        target = entry[1:] if entry.startswith("/") else f"{group_here}/{entry}"
-        if not _NAME.fullmatch(target):
-            return None, f"{entry} is no name of a file; letters, digits, dots, dashes and underscores"
-        if target.partition("/")[0] != group_here.partition("/")[0]:
-            return None, f"{entry}: a file inherits from its own group; choose another with `override /group: choice`"
-        return target, None
+        return _inherited_target(entry, config_path.rpartition("/")[0])
     if not isinstance(entry, dict) or len(entry) != 1:
         return None, "an entry is a name, or `override /group: choice`"
     [(key, choice)] = entry.items()
     words = key.split()
-    group = words[-1].removeprefix("/") if words else ""
+    group = ""
+    if words:
+        group = words[-1].removeprefix("/")
     if group not in groups:
         hint = did_you_mean(group, groups) or f"groups are {', '.join(groups)}"
         return None, f"{key}: {group} is no group; {hint}"
+    is_base = config_path == "base"
     if is_base and choice is None:
         return None, None
     if not isinstance(choice, str) or not _NAME.fullmatch(choice):
         return None, f"{key}: {choice} is no name of a file; letters, digits, dots, dashes and underscores"
+    is_recipe = config_path.startswith("recipe/")
     if not is_base and (words != ["override", f"/{group}"] or group == "recipe" or not is_recipe):
         return None, f"{key}: a recipe chooses with `override /group: choice`, after what it inherits"
     return f"{group}/{choice}", None
+
+
+def _inherited_target(entry: str, group: str) -> tuple[str | None, str | None]:
+    """As `_target`, of an entry that is a name: what a file of the group inherits."""
+    target = _inherited_path(entry, group)
+    if not _NAME.fullmatch(target):
+        return None, f"{entry} is no name of a file; letters, digits, dots, dashes and underscores"
+    if target.partition("/")[0] != group.partition("/")[0]:
+        return None, f"{entry}: a file inherits from its own group; choose another with `override /group: choice`"
+    return target, None
 
 
 def _read(path: Path, *, is_recipe: bool) -> SourceFile:

@@ -4,9 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megaspec.compose.compose import Composed, compose
-from megaspec.compose.search_path import SearchPath
+from megaspec.compose.search_path import SearchPath, search_path
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.core.problems import one_of
 
@@ -24,15 +25,21 @@ def words_parser() -> argparse.ArgumentParser:
 def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] | SearchPath = ()) -> Composed:
     """The recipe of `recipe=NAME a.b=c ...`. RecipeError: no name, several, two values for a key, or what `compose`
     raises."""
-    names = [w.removeprefix("recipe=") for w in words if w.startswith("recipe=")]
-    if len(names) != 1 or not names[0]:
-        what = "is missing" if not names else "is given more than once" if len(names) > 1 else "is empty"
-        search = config_dirs if isinstance(config_dirs, SearchPath) else SearchPath(config_dirs)
-        options = one_of(search.choices("recipe"))
-        raise RecipeError([Problem("recipe", f"recipe=NAME {what}; choose {options}", COMMAND_LINE, "choice.recipe")])
-    settings = [w for w in words if not w.startswith("recipe=")]
+    names = [word.removeprefix("recipe=") for word in words if word.startswith("recipe=")]
+    if not names:
+        _refuse_name("is missing", config_dirs)
+    if len(names) > 1:
+        _refuse_name("is given more than once", config_dirs)
+    if not names[0]:
+        _refuse_name("is empty", config_dirs)
+    settings = [word for word in words if not word.startswith("recipe=")]
     refuse_two_answers(settings)
     return compose(names[0], settings, config_dirs)
+
+
+def _refuse_name(what: str, config_dirs: Sequence[str | Path] | SearchPath) -> NoReturn:
+    options = one_of(search_path(config_dirs).choices("recipe"))
+    raise RecipeError([Problem("recipe", f"recipe=NAME {what}; choose {options}", COMMAND_LINE, "choice.recipe")])
 
 
 def tell_left_out(composed: Composed) -> None:
@@ -57,10 +64,14 @@ def refuse_two_answers(words: Sequence[str]) -> None:
 
 def take(words: list[str], name: str, options: tuple[str, ...]) -> tuple[str, list[str]]:
     """The value of a word that is no field of a recipe, the first option where it is not given; and the other words."""
-    given = [w.partition("=")[2] for w in words if w.startswith(f"{name}=")]
-    for value in given:
+    value = options[0]
+    others = []
+    for word in words:
+        if not word.startswith(f"{name}="):
+            others.append(word)
+            continue
+        value = word.partition("=")[2]
         if value not in options:
-            raise RecipeError(
-                [Problem(name, f"{name}={value} must be {one_of(options)}", COMMAND_LINE, "choice.unknown")]
-            )
-    return (given[-1] if given else options[0]), [w for w in words if not w.startswith(f"{name}=")]
+            text = f"{name}={value} must be {one_of(options)}"
+            raise RecipeError([Problem(name, text, COMMAND_LINE, "choice.unknown")])
+    return value, others

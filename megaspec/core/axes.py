@@ -4,7 +4,7 @@ world = pp · dp_replicate · dp_shard · cp · tp                     (dense gr
 world = pp · edp · ep · etp                                        (expert grid, over the same ranks, shares only pp)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import lcm, prod
 
@@ -70,19 +70,19 @@ def rank_groups(
     spanned: Sequence[str], degrees: Mapping[str, int], axes: Sequence[str] = DENSE_AXES
 ) -> list[list[int]]:
     """Every group of ranks that differ only along the `spanned` axes, in rank order, groups by their first rank."""
-    fixed = [a for a in axes if a not in spanned]
-    inner = [a for a in axes if a in spanned]
-
-    def ranges(names: Sequence[str]) -> list[range]:
-        return [range(degrees.get(a, 1)) for a in names]
-
+    fixed = [axis for axis in axes if axis not in spanned]
+    inner = [axis for axis in axes if axis in spanned]
     groups = []
-    for outer in product(*ranges(fixed)):
-        here = dict(zip(fixed, outer, strict=True))
-        groups.append(
-            [rank_of(here | dict(zip(inner, i, strict=True)), degrees, axes) for i in product(*ranges(inner))]
-        )
-    return sorted(sorted(g) for g in groups)
+    for fixed_position in _positions(fixed, degrees):
+        group = [rank_of(fixed_position | position, degrees, axes) for position in _positions(inner, degrees)]
+        groups.append(sorted(group))
+    return sorted(groups)
+
+
+def _positions(axes: Sequence[str], degrees: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Every position on these axes alone: axis -> coordinate."""
+    for coordinates_here in product(*[range(degrees.get(axis, 1)) for axis in axes]):
+        yield dict(zip(axes, coordinates_here, strict=True))
 
 
 def expert_degrees(degrees: Mapping[str, int], *, ep: int = 1, etp: int = 1) -> dict[str, int]:
@@ -95,8 +95,9 @@ def expert_degrees(degrees: Mapping[str, int], *, ep: int = 1, etp: int = 1) -> 
 
 def expert_shard_degrees(degrees: Mapping[str, int], *, ep: int = 1, etp: int = 1) -> dict[str, int]:
     """Those of EXPERT_SHARD_AXES: as many replicas as the dense grid has, or, where edp can't be divided so, edp."""
-    experts, replicas = expert_degrees(degrees, ep=ep, etp=etp), degrees.get("dp_replicate", 1)
+    experts = expert_degrees(degrees, ep=ep, etp=etp)
     edp = experts.pop("edp")
+    replicas = degrees.get("dp_replicate", 1)
     if edp % replicas:
         replicas = edp
     return experts | {"edp_replicate": replicas, "edp_shard": edp // replicas}

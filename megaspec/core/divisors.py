@@ -6,8 +6,13 @@ from math import isqrt
 
 def divisors(n: int) -> list[int]:
     """Of n, ascending; of a number past 10^10, those that are at most 10^5 or n by such a one."""
-    small = [d for d in range(1, min(isqrt(n), 10**5) + 1) if n % d == 0]
-    return sorted({*small, *(n // d for d in small)})
+    found = set()
+    # divisors come in pairs d · (n / d), one of which is at most the root
+    for d in range(1, min(isqrt(n), 10**5) + 1):
+        if n % d == 0:
+            found.add(d)
+            found.add(n // d)
+    return sorted(found)
 
 
 def nearest(value: int, legal: Sequence[int], *, most: int = 6) -> list[int]:
@@ -17,7 +22,10 @@ def nearest(value: int, legal: Sequence[int], *, most: int = 6) -> list[int]:
 
 def widths(value: int, of: int) -> list[int]:
     """The nearest multiples of a number, and after them those that fp8 products take, too: 16 and 32 of them."""
-    return [width for unit in (1, 16, 32) for width in nearest(value, multiples(value, unit * of), most=2)]
+    found: list[int] = []
+    for unit in (1, 16, 32):
+        found += nearest(value, multiples(value, unit * of), most=2)
+    return found
 
 
 def multiples(value: int, of: int) -> list[int]:

@@ -8,7 +8,12 @@ def printable(text: str, *, keep: str = "") -> str:
     """The text with line breaks and whatever else a terminal would act on written as escapes, but for those to keep."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    characters = []
+    for character in text:
+        if not character.isprintable() and character not in keep:
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 # Where a value was set that stands in no file.
@@ -33,7 +38,9 @@ class Problem:
             object.__setattr__(self, name, printable(getattr(self, name)))
 
     def __str__(self) -> str:
-        return f"{self.message}   ({self.origin})" if self.origin else self.message
+        if not self.origin:
+            return self.message
+        return f"{self.message}   ({self.origin})"
 
     def as_json(self) -> dict[str, str]:
         """What a program reads."""
@@ -47,9 +54,14 @@ class MegaspecError(Exception):
 
     def __init__(self, problems: Sequence[Problem | str] | str = ""):
         # a text is never split: what looks like a line break in it may be from a file
-        lines = [problems] if isinstance(problems, str) else problems
-        self.problems = [Problem("", one) if isinstance(one, str) else one for one in lines]
-        super().__init__("\n".join(str(p) for p in self.problems))
+        if isinstance(problems, str):
+            problems = [problems]
+        self.problems: list[Problem] = []
+        for problem in problems:
+            if isinstance(problem, str):
+                problem = Problem("", problem)
+            self.problems.append(problem)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
 class RecipeError(MegaspecError):

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megaspec.core.problems import models_of, one_of, options_of
+from megaspec.core.kinds import annotation_of, kinds_among, models_of, options_of, tags_of
+from megaspec.core.problems import one_of
 
 # Stands for the number of an entry in the path of a list's entries.
 ENTRY = "*"
@@ -41,7 +42,7 @@ class FieldAt:
     @property
     def models(self) -> tuple[type[BaseModel], ...]:
         """The classes of a section; none for a plain value."""
-        return tuple(models_of(self.info.annotation))
+        return tuple(models_of(annotation_of(self.info)))
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -59,32 +60,47 @@ def fields_of(model: type[BaseModel], prefix: str = "", when: str = "") -> Itera
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield FieldAt(path, info, when)
-        yield from _below(info.annotation, path, when)
+        yield from _below(annotation_of(info), path, when)
+
+
+def kinds_below(model: type[BaseModel], section: str) -> dict[str, dict[str, type[BaseModel]]]:
+    """Dotted path -> the classes that `kind` chooses, of a section of `model` and of every section inside of it, outer
+    ones first; entries of lists are left out."""
+    found: dict[str, dict[str, type[BaseModel]]] = {}
+    for field in fields_of(model):
+        if field.path == section or field.path.startswith(f"{section}."):
+            classes = {tag: one for one in field.models for tag in tags_of(one)}
+            if classes and ENTRY not in field.path:
+                found.setdefault(field.path, {}).update(classes)
+    return found
 
 
 def _below(annotation: Any, path: str, when: str) -> Iterator[FieldAt]:
+    """The fields of the sections that may stand at a path, and of the entries of a list there."""
     models = models_of(annotation)
-    for one in models:
-        tags = tags_of(one)
-        here = f"{path}.kind={one_of(tags)}" if len(models) > 1 and tags else when
-        yield from fields_of(one, f"{path}.", here)
+    for model in models:
+        tags = tags_of(model)
+        # only where several classes may stand here does `kind` choose one
+        chosen_by = when
+        if len(models) > 1 and tags:
+            chosen_by = f"{path}.kind={one_of(tags)}"
+        yield from fields_of(model, f"{path}.", chosen_by)
     for option in options_of(annotation):
         if get_origin(option) is tuple:
             yield from _below(get_args(option)[0], f"{path}.{ENTRY}", when)
 
 
-def tags_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """The values of `kind` that choose a class."""
-    info = model.model_fields.get("kind")
-    return get_args(info.annotation) if info is not None and get_origin(info.annotation) is Literal else ()
-
-
 def same_path(pattern: str, path: str) -> bool:
     """True where a path names the field at `pattern`; any number stands for an entry."""
-    ours, theirs = pattern.split("."), path.split(".")
-    return len(ours) == len(theirs) and all(
-        a == b or (a == ENTRY and b.isdigit()) for a, b in zip(ours, theirs, strict=True)
-    )
+    expected = pattern.split(".")
+    names = path.split(".")
+    if len(expected) != len(names):
+        return False
+    for one, name in zip(expected, names, strict=True):
+        is_entry = one == ENTRY and name.isdigit()
+        if one != name and not is_entry:
+            return False
+    return True
 
 
 def _literals(annotation: Any) -> Iterator[str]:
@@ -98,32 +114,61 @@ def _literals(annotation: Any) -> Iterator[str]:
 
 
 def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type in words. `metadata`: pydantic's and annotated-types' marks on it, which hold the bounds."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
         return _words(inner, [*more, *metadata])
+    kinds = kinds_among(metadata)
+    if kinds is not None:
+        sections = [_words(model) for model in models_of(Annotated[annotation, kinds])]
+        return one_of(sections) or "section of a plug-in"
     if origin in (Union, types.UnionType):
-        parts = list(dict.fromkeys(_words(a) for a in get_args(annotation)))
-        return one_of([part.replace(" or ", ", ") if part != "true or false" else part for part in parts])
+        return _union_in_words(get_args(annotation))
     if origin is Literal:
         return one_of(get_args(annotation))
     if origin is tuple:
         inner = get_args(annotation)
-        of = _words(inner[0])
-        size = f" of {len(inner)}" if inner[-1] is not Ellipsis else ""
-        return f"list{size}, each {of}{_bounds(metadata)}"
+        size = ""
+        if inner[-1] is not Ellipsis:
+            size = f" of {len(inner)}"
+        return f"list{size}, each {_words(inner[0])}{_bounds(metadata)}"
     if annotation is type(None):
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         tags = tags_of(annotation)
-        return f"section with kind {one_of(tags)}" if tags else "section"
+        if not tags:
+            return "section"
+        return f"section with kind {one_of(tags)}"
     return f"{_PLAIN.get(annotation, str(annotation))}{_bounds(metadata)}"
+
+
+def _union_in_words(alternatives: Sequence[Any]) -> str:
+    """`a, b, c or d`, also where alternatives are unions of words themselves; `true or false` stays whole."""
+    parts = []
+    for alternative in alternatives:
+        words = _words(alternative)
+        if words != "true or false":
+            words = words.replace(" or ", ", ")
+        parts.append(words)
+    return one_of(list(dict.fromkeys(parts)))
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
     """` above 0 and below 1`, from pydantic's and annotated-types' marks."""
-    marks = [m for one in metadata for m in (one.metadata if isinstance(one, FieldInfo) else [one])]
-    limits = [(word, getattr(m, name)) for m in marks for name, word in _BOUNDS if hasattr(m, name)]
-    words = [f"{word} {limit:,}" for word, limit in limits if limit < _NO_LIMIT]
-    words += [f"with at least {m.min_length}" for m in marks if getattr(m, "min_length", None)]
-    return f" {' and '.join(words)}" if words else ""
+    marks: list[Any] = []
+    for one in metadata:
+        if isinstance(one, FieldInfo):
+            marks += one.metadata
+        else:
+            marks.append(one)
+    words = []
+    for mark in marks:
+        for name, word in _BOUNDS:
+            limit = getattr(mark, name, None)
+            if limit is not None and limit < _NO_LIMIT:
+                words.append(f"{word} {limit:,}")
+    words += [f"with at least {mark.min_length}" for mark in marks if getattr(mark, "min_length", None)]
+    if not words:
+        return ""
+    return f" {' and '.join(words)}"

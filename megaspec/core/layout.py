@@ -23,11 +23,18 @@ class Piece:
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(s, s + n) for s, n in zip(self.local_start, self.shape, strict=True))
+        """Of the local tensor: the elements of this piece."""
+        return _slices(self.local_start, self.shape)
 
     @property
     def global_slices(self) -> tuple[slice, ...]:
-        return tuple(slice(s, s + n) for s, n in zip(self.global_start, self.shape, strict=True))
+        """Of the global tensor: the same elements."""
+        return _slices(self.global_start, self.shape)
+
+
+def _slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Of a rectangle: one slice for each dim."""
+    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,21 @@ def layouts_as_json(layouts: Iterable[Layout]) -> bytes:
 
 def layouts_of_json(text: bytes) -> list[Layout]:
     """What `layouts_as_json` was given."""
+    layouts = []
+    for fields in json.loads(text):
+        pieces = tuple(Piece(**_with_tuples(piece)) for piece in fields["pieces"])
+        layouts.append(Layout(**_with_tuples(fields) | {"pieces": pieces}))
+    return layouts
 
-    def tuples(fields: dict[str, Any]) -> dict[str, Any]:
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
-    return [
-        Layout(**tuples(one) | {"pieces": tuple(Piece(**tuples(piece)) for piece in one["pieces"])})
-        for one in json.loads(text)
-    ]
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """A class's fields with its tuples, which JSON writes as lists."""
+    with_tuples = {}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            value = tuple(value)
+        with_tuples[name] = value
+    return with_tuples
 
 
 def whole(name: str, shape: tuple[int, ...], *, replica: int = 0, copies: int = 1) -> Layout:
@@ -68,7 +82,10 @@ def whole(name: str, shape: tuple[int, ...], *, replica: int = 0, copies: int = 
 
 def replicated(layout: Layout, *, index: int, count: int) -> Layout:
     """The layout on one of `count` ranks that hold the same; `index` is its number among them."""
-    pieces = (replace(p, replica=p.replica * count + index, copies=p.copies * count) for p in layout.pieces)
+    pieces = []
+    for piece in layout.pieces:
+        # each copy there was becomes `count` copies, numbered one after another
+        pieces.append(replace(piece, replica=piece.replica * count + index, copies=piece.copies * count))
     return replace(layout, pieces=tuple(pieces))
 
 
@@ -76,15 +93,18 @@ def rows(layout: Layout, first: int, last: int) -> Layout:
     """The layout of the rows [first, last) of a local tensor."""
     pieces = []
     for piece in layout.pieces:
-        begin, end = max(piece.local_start[0], first), min(piece.local_start[0] + piece.shape[0], last)
-        if begin < end:
-            skipped = begin - piece.local_start[0]
-            pieces.append(
-                replace(
-                    piece,
-                    global_start=(piece.global_start[0] + skipped, *piece.global_start[1:]),
-                    local_start=(begin - first, *piece.local_start[1:]),
-                    shape=(end - begin, *piece.shape[1:]),
-                )
-            )
-    return Layout(layout.name, layout.shape, (max(0, last - first), *layout.local_shape[1:]), tuple(pieces))
+        # the local rows [begin, end) that the piece and the range share
+        begin = max(piece.local_start[0], first)
+        end = min(piece.local_start[0] + piece.shape[0], last)
+        if begin >= end:
+            continue
+        skipped = begin - piece.local_start[0]
+        shared = replace(
+            piece,
+            global_start=(piece.global_start[0] + skipped, *piece.global_start[1:]),
+            local_start=(begin - first, *piece.local_start[1:]),
+            shape=(end - begin, *piece.shape[1:]),
+        )
+        pieces.append(shared)
+    n_rows = max(0, last - first)
+    return Layout(layout.name, layout.shape, (n_rows, *layout.local_shape[1:]), tuple(pieces))

@@ -49,7 +49,7 @@ class _Node:
 
 
 @dataclass
-class _Open:
+class _OpenCollection:
     """A mapping or list whose end has not been read."""
 
     node: _Node
@@ -98,7 +98,7 @@ class _Builder:
 
     def __init__(self, label: str):
         self._label = label
-        self._stack: list[_Open] = []
+        self._stack: list[_OpenCollection] = []
         self._anchors: dict[str, _Node] = {}
         self._nodes = 0
         self._root: _Node | None = None
@@ -120,7 +120,7 @@ class _Builder:
                     self._place(ended.node, ended.line, counted=True)
                 case yaml.ScalarEvent():
                     self._refuse_tag(event, line)
-                    node = _Node(plain_scalar(event.value) if event.style is None else Quoted(event.value))
+                    node = _Node(_scalar(event))
                     self._anchor(event, node)
                     self._place_or_key(node, event, line)
                 case yaml.AliasEvent():
@@ -134,9 +134,11 @@ class _Builder:
             raise self._refuse(line, "a key is plain text", "write `key: value`", "yaml.key")
         if len(self._stack) >= MAX_DEPTH:
             raise self._refuse(line, f"nested deeper than {MAX_DEPTH}", "flatten it", "yaml.depth")
-        node = _Node({} if is_mapping else [], done=False)
+        # empty until its parts have come
+        empty: dict[str, Any] | list[Any] = {} if is_mapping else []
+        node = _Node(empty, done=False)
         self._anchor(event, node)
-        self._stack.append(_Open(node, is_mapping, line))
+        self._stack.append(_OpenCollection(node, is_mapping, line))
 
     def _anchor(self, event: yaml.Event, node: _Node) -> None:
         if event.anchor:
@@ -152,7 +154,8 @@ class _Builder:
 
     def _place_or_key(self, node: _Node, event: yaml.Event, line: int) -> None:
         top = self._stack[-1] if self._stack else None
-        if top is None or not top.is_mapping or top.key is not None:
+        is_key = top is not None and top.is_mapping and top.key is None
+        if not is_key:
             self._place(node, line, counted=False)
             return
         key = getattr(event, "value", node.value)
@@ -182,7 +185,8 @@ class _Builder:
         top = self._stack[-1]
         if top.is_mapping:
             assert top.key is not None, "a value came before its key"
-            part, top.key = top.key, None
+            part = top.key
+            top.key = None
             top.node.value[part] = node.value
         else:
             part = str(len(top.node.value))
@@ -199,6 +203,13 @@ class _Builder:
         return RecipeError([Problem("", f"{what}; {way_out}", f"{self._label}:{line}", code)])
 
 
+def _scalar(event: yaml.ScalarEvent) -> Any:
+    """The value of a scalar: quotes make a text of it, whatever it looks like."""
+    if event.style is not None:
+        return Quoted(event.value)
+    return plain_scalar(event.value)
+
+
 def plain_scalar(text: str) -> Any:
     """What a text without quotes stands for: null, true or false, a number, or the text."""
     if text in _NULL:
@@ -209,4 +220,6 @@ def plain_scalar(text: str) -> Any:
         return int(text.replace("_", ""))
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
-    return float(_NOT_FINITE[text.lower()]) if text.lower() in _NOT_FINITE else text
+    if text.lower() in _NOT_FINITE:
+        return float(_NOT_FINITE[text.lower()])
+    return text

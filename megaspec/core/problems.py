@@ -1,21 +1,22 @@
 """Typing errors in the words of a recipe: path=value, the rule, the nearest legal key or value, where it was set."""
 
 import re
-import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import parse_count
+from megaspec.core.kinds import annotation_of, is_open, models_of, options_of, tags_of
 from megaspec.core.marked_yaml import Quoted, plain_scalar
 
 _PLANNING = {
     "hardware": "a run takes the machine that it is on",
     "gpus": "a run takes launcher.ranks=N",
-    "ceilings": "a run does without",
+    "throughput": "a run does without",
 }
 """Words of commands that are often taken for keys, and what stands in their place."""
 _WORDS = {
@@ -58,16 +59,23 @@ def origin_of(origins: Mapping[str, str], key: str) -> str:
 def did_you_mean(word: str, options: Iterable[str]) -> str:
     """`did you mean a or b?`, or "" when nothing is near."""
     options = list(options)
-    plain = {o.replace("_", "").lower(): o for o in options}
     near = get_close_matches(word, options, n=3, cutoff=0.6)
-    near = near or [plain[p] for p in get_close_matches(word.replace("_", "").lower(), plain, n=3, cutoff=0.7)]
-    return f"did you mean {one_of(near)}?" if near else ""
+    if not near:
+        # d_ffn is near to D-FFN once case and underscores are out of the way
+        by_plain_name = {option.replace("_", "").lower(): option for option in options}
+        plain_matches = get_close_matches(word.replace("_", "").lower(), by_plain_name, n=3, cutoff=0.7)
+        near = [by_plain_name[plain] for plain in plain_matches]
+    if not near:
+        return ""
+    return f"did you mean {one_of(near)}?"
 
 
 def one_of(options: Sequence[object]) -> str:
     """`a, b or c`."""
-    words = [str(o) for o in options]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else ""
+    words = [str(option) for option in options]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def show(value: object) -> str:
@@ -75,7 +83,9 @@ def show(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = f"{value}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) > 80:
+        return f"{text[:77]}..."
+    return text
 
 
 def as_word(value: object) -> str:
@@ -83,12 +93,16 @@ def as_word(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     # a layout's letters mean something to the shell and to Hydra
-    return f"'{value}'" if isinstance(value, str) and not re.fullmatch(r"\w+", value) else show(value)
+    if isinstance(value, str) and not re.fullmatch(r"\w+", value):
+        return f"'{value}'"
+    return show(value)
 
 
 def in_a_shell(override: str) -> str:
     """An override with the quotes that a shell takes away from it."""
-    return f'"{override}"' if "'" in override else override
+    if "'" in override:
+        return f'"{override}"'
+    return override
 
 
 def value_at(content: Any, key: str) -> Any:
@@ -97,10 +111,41 @@ def value_at(content: Any, key: str) -> Any:
         if isinstance(content, Mapping):
             content = content.get(part)
         elif isinstance(content, Sequence) and not isinstance(content, str) and part.isdigit():
-            content = content[int(part)] if int(part) < len(content) else None
+            number = int(part)
+            if number >= len(content):
+                return None
+            content = content[number]
         else:
             return None
     return content
+
+
+def parts_of(content: Any) -> Iterable[tuple[str | int, Any]]:
+    """What lies directly in plain data: keys and values of a mapping, numbers and values of a list, else nothing."""
+    if isinstance(content, Mapping):
+        return content.items()
+    if isinstance(content, list):
+        return enumerate(content)
+    return ()
+
+
+def path_below(path: str, name: object) -> str:
+    """The dotted path of what a section or list at `path` holds under a name or number; "" is the path of the top."""
+    if not path:
+        return str(name)
+    return f"{path}.{name}"
+
+
+@dataclass(frozen=True)
+class _RefusedRecipe:
+    """A recipe that pydantic refuses, and what messages about it need."""
+
+    model: type[BaseModel]
+    content: Mapping[str, Any]
+    origins: Mapping[str, str]
+    """Dotted path -> where it was set."""
+    choices: Mapping[str, Sequence[str]]
+    """Section -> its shipped options."""
 
 
 def typed_problems(
@@ -112,61 +157,77 @@ def typed_problems(
     choices: Mapping[str, Sequence[str]],
 ) -> list[Problem]:
     """Every typing error of a recipe, one Problem per key. `choices` lists the shipped options of each section."""
-    grouped: dict[str, list[dict[str, Any]]] = {}
-    owners: dict[str, type[BaseModel] | None] = {}
+    recipe = _RefusedRecipe(model, content, origins, choices)
+    # A union of types yields one error for each of its alternatives: they belong to one key, and become one message.
+    errors_of: dict[str, list[dict[str, Any]]] = {}
+    owner_of: dict[str, type[BaseModel] | None] = {}
     for one in error.errors(include_url=False):
         key, owner = _path(model, one["loc"])
         if one["type"] == "too_short" and len(value_at(content, key)) >= one["ctx"]["min_length"]:
             continue  # long enough: its entries are wrong, and told themselves
         if one["type"].startswith("union_tag"):
+            # pydantic names the section; what is wrong or missing is its `kind`, given in quotes
             key = f"{key}.{one['ctx']['discriminator'].strip(chr(39))}"
-        grouped.setdefault(key, []).append(one)
-        owners[key] = owner
-    told = [
-        _problem(key, errors, owner=owners[key], model=model, content=content, origins=origins, choices=choices)
-        for key, errors in list(grouped.items())[:MOST_PROBLEMS]
-    ]
-    rest = len(grouped) - len(told)
-    more = f"{rest} more keys are wrong; mend these first"
-    return [*told, Problem("", more, code="key.more")] if rest else told
+        errors_of.setdefault(key, []).append(one)
+        owner_of[key] = owner
+    problems = []
+    for key in list(errors_of)[:MOST_PROBLEMS]:
+        problems.append(_problem(recipe, key, errors_of[key], owner=owner_of[key]))
+    rest = len(errors_of) - len(problems)
+    if rest:
+        problems.append(Problem("", f"{rest} more keys are wrong; mend these first", code="key.more"))
+    return problems
 
 
 def _problem(
-    key: str,
-    errors: list[dict[str, Any]],
-    *,
-    owner: type[BaseModel] | None,
-    model: type[BaseModel],
-    content: Mapping[str, Any],
-    origins: Mapping[str, str],
-    choices: Mapping[str, Sequence[str]],
+    recipe: _RefusedRecipe, key: str, errors: list[dict[str, Any]], *, owner: type[BaseModel] | None
 ) -> Problem:
+    """What is wrong with one key. `owner`: the class that its last name was looked up in."""
     kind = errors[0]["type"]
-    section, _, name = key.rpartition(".")
-    value = value_at(content, key)
     if kind == "extra_forbidden":
-        return Problem(key, _unknown_key(key, value, owner, model, content), origin_of(origins, key), "key.unknown")
+        text = _unknown_key(recipe, key, owner)
+        return Problem(key, text, origin_of(recipe.origins, key), "key.unknown")
     if kind in ("missing", "union_tag_not_found"):
-        text = f"{key} is missing"
-        chosen = section if name == "kind" else key
-        if name.isdigit():
-            text = f"{section}={show(value_at(content, section))} has too few entries: entry {name} is missing"
-        elif chosen in choices:
-            text += f"; choose one: {chosen}={f', {chosen}='.join(choices[chosen])}"
-        else:
-            text += f"; set it in the recipe, or on the command line: {key}=..."
-        return Problem(key, text, origin_of(origins, section), "key.missing")
-    rules = list(dict.fromkeys(_rule(e) for e in errors))
-    options = [w for e in errors for w in _literals(e)]
+        section = key.rpartition(".")[0]
+        return Problem(key, _missing_key(recipe, key), origin_of(recipe.origins, section), "key.missing")
+    text = _wrong_value(recipe, key, errors)
+    return Problem(key, text, origin_of(recipe.origins, key), "key.type")
+
+
+def _missing_key(recipe: _RefusedRecipe, key: str) -> str:
+    """Of a key that has to be set: how to set it."""
+    section, _, name = key.rpartition(".")
+    if name.isdigit():
+        entries = show(value_at(recipe.content, section))
+        return f"{section}={entries} has too few entries: entry {name} is missing"
+    # a section without its kind is best chosen as a whole
+    chosen = section if name == "kind" else key
+    if chosen in recipe.choices:
+        options = f", {chosen}=".join(recipe.choices[chosen])
+        return f"{key} is missing; choose one: {chosen}={options}"
+    return f"{key} is missing; set it in the recipe, or on the command line: {key}=..."
+
+
+def _wrong_value(recipe: _RefusedRecipe, key: str, errors: list[dict[str, Any]]) -> str:
+    """Of a value that is none of the alternatives: each alternative's rule, and what it may have been meant to be."""
+    value = value_at(recipe.content, key)
+    rules = list(dict.fromkeys(_rule(error) for error in errors))
     text = f"{key}={show(value)} must be {' or '.join(rules)}"
-    if isinstance(value, str):
-        hint = did_you_mean(value, options)
-        wants_number = any("number" in r or r == "true or false" for r in rules)
-        if hint:
-            text += f"; {hint}"
-        elif wants_number:
-            text += f"; {_why_text(value)}"
-    return Problem(key, text, origin_of(origins, key), "key.type")
+    if not isinstance(value, str):
+        return text
+    options: list[str] = []
+    for error in errors:
+        options += _literals(error)
+    hint = did_you_mean(value, options)
+    if hint:
+        return f"{text}; {hint}"
+    section, _, name = key.rpartition(".")
+    if name == "kind" and any(is_open(one) for one in _annotations(recipe.model, section)):
+        return f"{text}; --plugin PACKAGE adds kinds"
+    wants_no_text = any("number" in rule or rule == "true or false" for rule in rules)
+    if wants_no_text:
+        return f"{text}; {_why_text(value)}"
+    return text
 
 
 def _why_text(value: str) -> str:
@@ -195,47 +256,93 @@ def _quoted(content: Any, prefix: str) -> Iterator[tuple[str, Quoted]]:
     """Every quoted text of plain data, with its dotted path."""
     if isinstance(content, Quoted):
         yield prefix, content
-    elif isinstance(content, Mapping | list):
-        parts = content.items() if isinstance(content, Mapping) else enumerate(content)
-        for name, inner in parts:
-            yield from _quoted(inner, f"{prefix}.{name}" if prefix else str(name))
+        return
+    for name, inner in parts_of(content):
+        yield from _quoted(inner, path_below(prefix, name))
 
 
-def _unknown_key(
-    key: str, value: object, owner: type[BaseModel] | None, model: type[BaseModel], content: Mapping[str, Any]
-) -> str:
+def _unknown_key(recipe: _RefusedRecipe, key: str, owner: type[BaseModel] | None) -> str:
+    """Of a key that its section does not have: whose key it is, or which one is near."""
     section, _, name = key.rpartition(".")
-    kind_here = value_at(content, f"{section}.kind")
-    where = f" when {section}.kind={kind_here}" if kind_here else f" of {section}" if section else " of a recipe"
-    text = f"{key}{'' if isinstance(value, dict) else f'={show(value)}'}: {name} is no key{where}"
+    value = value_at(recipe.content, key)
+    written = key
+    if not isinstance(value, dict):
+        written = f"{key}={show(value)}"
+    text = f"{written}: {name} is no key{_where(recipe, section)}"
     if key in _PLANNING:
         return f"{text}, but a word for plan, tune and verify; {_PLANNING[key]}"
-    own = [f for f in owner.model_fields if f != "kind"] if owner else []
-    siblings = [tag for m in _section_models(model, section) if name in m.model_fields for tag in _tag(m)]
+    # other kinds of the same section that have it
+    siblings = []
+    for model in _section_models(recipe.model, section):
+        if name in model.model_fields:
+            siblings += [f"{section}.kind={tag}" for tag in tags_of(model)]
     if siblings:
-        return f"{text} but of {one_of([f'{section}.kind={tag}' for tag in siblings])}; take it away with ~{key}"
-    elsewhere = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
-    hint = did_you_mean(name, own) or (f"did you mean {one_of(elsewhere[:3])}?" if elsewhere else "")
-    return f"{text}; {hint or 'its keys are ' + ', '.join(own)}"
+        return f"{text} but of {one_of(siblings)}; take it away with ~{key}"
+    keys_here: list[str] = []
+    if owner is not None:
+        keys_here = [field for field in owner.model_fields if field != "kind"]
+    hint = did_you_mean(name, keys_here)
+    if not hint:
+        hint = _same_name_elsewhere(recipe.model, name)
+    if not hint:
+        hint = f"its keys are {', '.join(keys_here)}"
+    return f"{text}; {hint}"
+
+
+def _where(recipe: _RefusedRecipe, section: str) -> str:
+    """` of parallelism`, ` when optim.kind=sgd`, ` of a recipe`."""
+    kind_here = value_at(recipe.content, f"{section}.kind")
+    if kind_here:
+        return f" when {section}.kind={kind_here}"
+    if section:
+        return f" of {section}"
+    return " of a recipe"
+
+
+def _same_name_elsewhere(model: type[BaseModel], name: str) -> str:
+    """`did you mean train.steps?`, or "" where no section has a key of that name."""
+    paths = [path for path in field_paths(model) if path.rpartition(".")[2] == name]
+    if not paths:
+        return ""
+    return f"did you mean {one_of(paths[:3])}?"
 
 
 def _section_models(model: type[BaseModel], section: str) -> list[type[BaseModel]]:
     """The alternatives of a section that has several."""
-    here = [model]
-    for part in filter(None, section.split(".")):
-        here = [inner for m in here if part in m.model_fields for inner in models_of(m.model_fields[part].annotation)]
-    return list(dict.fromkeys(here)) if len(here) > 1 else []
+    here: list[type[BaseModel]] = []
+    for annotation in _annotations(model, section):
+        here += models_of(annotation)
+    if len(here) < 2:
+        return []
+    return list(dict.fromkeys(here))
+
+
+def _annotations(model: type[BaseModel], key: str) -> list[Any]:
+    """Of the field at a dotted path, or of the entries of a list there: one of each class that may hold it."""
+    owners = [model]
+    found: list[Any] = []
+    for name in filter(None, key.split(".")):
+        if name.isdigit():
+            found = [_entry_annotation(annotation) for annotation in found]
+        else:
+            found = [annotation_of(owner.model_fields[name]) for owner in owners if name in owner.model_fields]
+        owners = []
+        for annotation in found:
+            owners += models_of(annotation)
+    return found
 
 
 def _rule(error: dict[str, Any]) -> str:
-    kind, context = error["type"], error.get("ctx", {})
+    """What a value must be, of one of pydantic's errors: `a whole number`, `at least 1`."""
+    kind = error["type"]
+    context = error.get("ctx", {})
     if kind in _WORDS:
         return _WORDS[kind]
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
         return f"{words} {context[name]}"
     if kind in ("literal_error", "union_tag_invalid"):
-        return one_of(_literals(error))
+        return one_of(_literals(error)) or "a plug-in's"
     if kind == "string_pattern_mismatch":
         return f"text that matches {context['pattern']}"
     return error["msg"][0].lower() + error["msg"][1:]
@@ -244,52 +351,51 @@ def _rule(error: dict[str, Any]) -> str:
 def _literals(error: dict[str, Any]) -> list[str]:
     context = error.get("ctx", {})
     text = context.get("expected_tags") or context.get("expected") or ""
-    if not isinstance(text, str) or error["type"] not in ("literal_error", "union_tag_invalid"):
+    if not text or not isinstance(text, str) or error["type"] not in ("literal_error", "union_tag_invalid"):
         return []
     return [w.strip(" '") for w in text.replace(" or ", ", ").split(",")]
-
-
-def options_of(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation: unions flattened, Annotated taken off."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return options_of(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        return [o for a in get_args(annotation) for o in options_of(a)]
-    return [annotation]
-
-
-def models_of(annotation: Any) -> list[type[BaseModel]]:
-    """The sections among the alternatives of an annotation."""
-    return [o for o in options_of(annotation) if isinstance(o, type) and issubclass(o, BaseModel)]
-
-
-def _tag(model: type[BaseModel]) -> tuple[str, ...]:
-    annotation = model.model_fields["kind"].annotation if "kind" in model.model_fields else None
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def _path(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type[BaseModel] | None]:
     """The dotted path of an error's location, without the union tags and type names that pydantic puts in, and the
     class that the last key was looked up in."""
     parts: list[str] = []
+    # the annotation that the path has led to so far; None where it leads out of the model
     here: Any = model
     owner: type[BaseModel] | None = model
     for element in loc:
         models = models_of(here)
-        tagged = next((m for m in models if element in _tag(m)), None) if len(models) > 1 else None
+        tagged = _model_tagged(models, element)
         if tagged is not None:
             here = tagged
         elif isinstance(element, int):
             parts.append(str(element))
-            inner = next((o for o in options_of(here) if get_origin(o) in (tuple, list)), None)
-            here, owner = (get_args(inner)[0] if inner else None), None
+            here = _entry_annotation(here)
+            owner = None
         elif len(models) == 1:
             parts.append(str(element))
             owner = models[0]
             field = owner.model_fields.get(str(element))
-            here = field.annotation if field else None
+            here = None if field is None else annotation_of(field)
     return ".".join(parts), owner
+
+
+def _model_tagged(models: Sequence[type[BaseModel]], element: int | str) -> type[BaseModel] | None:
+    """The alternative that an element of a location chooses by its tag; None: it is no tag."""
+    if len(models) < 2:
+        return None
+    for model in models:
+        if element in tags_of(model):
+            return model
+    return None
+
+
+def _entry_annotation(annotation: Any) -> Any:
+    """The annotation of a list's entries; None for what is no list."""
+    for option in options_of(annotation):
+        if get_origin(option) in (tuple, list):
+            return get_args(option)[0]
+    return None
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -297,6 +403,6 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
     paths: list[str] = []
     for name, field in model.model_fields.items():
         paths.append(f"{prefix}{name}")
-        for inner in models_of(field.annotation):
+        for inner in models_of(annotation_of(field)):
             paths += field_paths(inner, f"{prefix}{name}.")
     return list(dict.fromkeys(paths))

@@ -2,6 +2,7 @@
 
 # B sequences, T tokens
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,11 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device, copied without waiting when the source is pinned."""
-        moved = {
-            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
-        }
-        return Batch(**moved)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The same batch with every tensor changed, one that is None left out."""
+        changed = {}
+        for name, tensor in vars(self).items():
+            changed[name] = None if tensor is None else change(tensor)
+        return Batch(**changed)

@@ -23,4 +23,5 @@ def count_tokens(prefix: str, split: tuple[float, float, float]) -> Counts:
     """The counts of `<prefix>.idx`. Raises DataError."""
     lengths = read_lengths(prefix)
     bounds = split_bounds(split, len(lengths))
-    return Counts(lengths, tuple(int(lengths[begin:end].sum(dtype=np.int64)) for begin, end in pairwise(bounds)))
+    tokens = [int(lengths[begin:end].sum(dtype=np.int64)) for begin, end in pairwise(bounds)]
+    return Counts(lengths, tuple(tokens))

@@ -15,6 +15,12 @@ def as_now(spec: DataSpec) -> DataSpec | None:
         return spec.model_copy(update={"blend": (bare,)})
     from megaspec.data.indices import normalized  # numpy, only for the runs that need it
 
-    once = normalized([1.0 if part.weight is None else part.weight for part in spec.blend])
-    is_same = normalized(once) == once and spec.weights is not None
-    return spec if is_same else None
+    # version 1 counted a data set without a weight as one of weight 1
+    given = []
+    for part in spec.blend:
+        given.append(1.0 if part.weight is None else part.weight)
+    once = normalized(given)
+    # today's order divides twice, and reads a blend without weights otherwise
+    if normalized(once) != once or spec.weights is None:
+        return None
+    return spec

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaspec.core.errors import DataError, Problem
-from megaspec.data.manifest import Manifest, load_manifest
+from megaspec.data.manifest import DataManifest, load_manifest
 from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, SyntheticSpec
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class DataFacts:
 
 def data_facts(data_spec: DataSpec) -> DataFacts:
     """The facts for a data spec. What is wrong with the files is told in `problems`, never raised."""
-    return FACTS[type(data_spec)](data_spec)
+    # a plug-in's source is made as it is read
+    return FACTS.get(type(data_spec), made)(data_spec)
 
 
 def made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
@@ -60,8 +61,9 @@ def made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
 
 def _indexed(spec: IndexedSpec) -> DataFacts:
     problems: list[Problem] = []
-    manifests: list[Manifest] = []
-    tokens, samples = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    manifests: list[DataManifest] = []
+    tokens = dict.fromkeys(SPLITS, 0)
+    samples = dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
     for number, part in enumerate(spec.blend):
         key = f"data.blend.{number}.prefix"
@@ -71,15 +73,20 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
             if manifest is not None:
                 _check_sizes(part.prefix, manifest)
         except DataError as error:
-            hint = "" if Path(f"{part.prefix}.idx").exists() else "; make it with `megaspec data prepare`"
-            problems.append(Problem(key, f"{key}={part.prefix}: {error}{hint}", code="data-files"))
+            text = f"{key}={part.prefix}: {error}"
+            if not Path(f"{part.prefix}.idx").exists():
+                text += "; make it with `megaspec data prepare`"
+            problems.append(Problem(key, text, code="data-files"))
             continue
         for name, n_tokens in zip(SPLITS, counts.tokens, strict=True):
             tokens[name] += n_tokens
+            # the last sequence needs one token more, its last label
             samples[name] += max(0, (n_tokens - 1) // spec.seq_len)
         if manifest is not None:
             manifests.append(manifest)
-        digest.update(manifest.fingerprint.encode() if manifest else counts.lengths)
+            digest.update(manifest.fingerprint.encode())
+        else:
+            digest.update(counts.lengths)
         if len(spec.blend) > 1 and part.weight is None and counts.tokens[0] <= spec.seq_len:
             problems.append(_nothing_to_count(key, part.prefix, spec, counts.tokens[0]))
     problems += _mixed_tokenizers(spec, manifests)
@@ -89,14 +96,22 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
                 "data.split", f"data.split={list(spec.split)} leaves no document for training; raise its first share"
             )
         )
-    names = {manifest.tokenizer.name for manifest in manifests}
+    vocab_size = None
+    eod = None
+    tokenizer = None
+    if manifests:
+        tokenizers = [manifest.tokenizer for manifest in manifests]
+        vocab_size = max(one.vocab_size for one in tokenizers)
+        eod = tokenizers[0].eod
+        if all(one.name == tokenizers[0].name for one in tokenizers):
+            tokenizer = tokenizers[0].name
     return DataFacts(
-        vocab_size=max((m.tokenizer.vocab_size for m in manifests), default=None),
-        eod=manifests[0].tokenizer.eod if manifests else None,
+        vocab_size=vocab_size,
+        eod=eod,
         train_samples_per_epoch=samples["train"],
         tokens=tokens,
         samples=samples,
-        tokenizer=names.pop() if len(names) == 1 else None,
+        tokenizer=tokenizer,
         fingerprint=digest.hexdigest(),
         problems=tuple(problems),
     )
@@ -113,7 +128,8 @@ def _counts(prefix: str, split: tuple[float, float, float]) -> "Counts":
     return count_tokens(prefix, split)
 
 
-def _check_sizes(prefix: str, manifest: Manifest) -> None:
+def _check_sizes(prefix: str, manifest: DataManifest) -> None:
+    """Raises DataError for files that were cut off. They are not read: a training checks what it reads."""
     for ending, said in ((".bin", manifest.bin_bytes), (".idx", manifest.idx_bytes)):
         path = Path(f"{prefix}{ending}")
         try:
@@ -130,19 +146,17 @@ def _nothing_to_count(key: str, prefix: str, spec: IndexedSpec, tokens: int) -> 
     return Problem(key, text, code="data-files")
 
 
-def _mixed_tokenizers(spec: IndexedSpec, manifests: list[Manifest]) -> list[Problem]:
+def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest]) -> list[Problem]:
+    """A problem where the data sets of a blend were made by different tokenizers."""
     by_hash = {manifest.tokenizer.sha256: manifest.tokenizer for manifest in manifests}
     if len(by_hash) < 2:
         return []
-    names = " and ".join(f"{t.name} ({t.vocab_size} ids, sha256 {t.sha256[:8]})" for t in by_hash.values())
+    names = []
+    for tokenizer in by_hash.values():
+        names.append(f"{tokenizer.name} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:8]})")
     prefixes = ", ".join(part.prefix for part in spec.blend)
-    return [
-        Problem(
-            "data.blend",
-            f"data.blend={prefixes} mixes tokens of {names}; prepare all data sets with one tokenizer",
-            code="data-tokenizers",
-        )
-    ]
+    text = f"data.blend={prefixes} mixes tokens of {' and '.join(names)}; prepare all data sets with one tokenizer"
+    return [Problem("data.blend", text, code="data-tokenizers")]
 
 
 FACTS: dict[type[DataSpec], Callable[..., DataFacts]] = {

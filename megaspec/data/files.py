@@ -15,8 +15,9 @@ def write_error(path: str | Path, error: OSError, need: int | None = None) -> Wr
     """The error for a failed write: path, cause, and for a full disk what is needed and what is free."""
     text = f"{path}: can't be written: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        needed = "" if need is None else f", need {need} bytes"
-        text += f"{needed}, free {_free_bytes(Path(path))} bytes; make room or choose another folder"
+        if need is not None:
+            text += f", need {need} bytes"
+        text += f", free {_free_bytes(Path(path))} bytes; make room or choose another folder"
     else:
         text += "; choose another folder"
     return WriteError(text)
@@ -58,6 +59,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _free_bytes(path: Path) -> int:
+    """Free on the disk of a path, or where it isn't there of the nearest folder above it that is."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free

@@ -50,6 +50,7 @@ class IndexCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with _locked(self.folder / f"{name}.lock"):
+                # whoever had the lock before may have built it
                 arrays = _load(entry, text)
                 if arrays is None:
                     self._remove_leftovers(name)
@@ -62,6 +63,7 @@ class IndexCache:
         return arrays
 
     def _store(self, entry: Path, text: str, arrays: Arrays) -> None:
+        """Writes an entry under a name of this thread's own, and gives it its name when all of it is on the disk."""
         temporary = entry.with_name(f"{entry.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
             temporary.mkdir()
@@ -73,6 +75,7 @@ class IndexCache:
                     file.flush()
                     os.fsync(file.fileno())
                 files[name] = {"bytes": path.stat().st_size, "crc32": _crc32(path)}
+            # last: it names the arrays with their checksums
             with open(temporary / "entry.json", "w") as file:
                 json.dump({"key": text, "files": files}, file)
                 file.flush()
@@ -82,6 +85,7 @@ class IndexCache:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
+                # another builder was first, which is as good, or a damaged entry stands there
                 if _load(entry, text) is None:
                     shutil.rmtree(entry)
                     os.rename(temporary, entry)
@@ -89,6 +93,7 @@ class IndexCache:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _remove_leftovers(self, name: str) -> None:
+        """Removes what builders of this machine left of an entry when they were killed."""
         for path in self.folder.glob(f"{name}.{socket.gethostname()}.*.tmp"):
             pid = path.name.split(".")[-3]
             if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -128,6 +133,7 @@ def _crc32(path: Path) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    """While entered: this process has the lock file, where the file system knows locks. Waits for it."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

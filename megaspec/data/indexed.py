@@ -19,7 +19,7 @@ import numpy as np
 
 from megaspec.core.errors import DataError
 from megaspec.data.files import publish, write_atomically, write_error
-from megaspec.data.manifest import Manifest, crc32_of_blocks, load_manifest, manifest_path
+from megaspec.data.manifest import DataManifest, crc32_of_blocks, load_manifest, manifest_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -75,8 +75,8 @@ def read_index(prefix: str | Path) -> Index:
 
     Raises DataError that names the file and the field.
     """
-    path, bin_path = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    return parse_index(map_file(path), path=path, bin_path=bin_path)
+    path = Path(f"{prefix}.idx")
+    return parse_index(map_file(path), path=path, bin_path=Path(f"{prefix}.bin"))
 
 
 def read_lengths(prefix: str | Path) -> np.ndarray:
@@ -130,35 +130,42 @@ def _parse_header(buffer: Any, path: Path) -> tuple[np.dtype, int, int]:
     dtype = DTYPES[code]
     if dtype.kind == "f":
         raise DataError(f"{path}: dtype code={code} means {dtype.name}, tokens are whole numbers")
+    # a length and an offset for each sequence, 4 and 8 bytes, and a bound for each document and the end
     expected = HEADER.size + 12 * n_sequences + 8 * n_bounds
     if size != expected:
-        modes = "; it may hold modes of multimodal data" if size == expected + n_sequences else ""
-        raise DataError(
-            f"{path}: size={size}, sequence count={n_sequences} and document count={n_bounds} need {expected}{modes}"
-        )
+        text = f"{path}: size={size}, sequence count={n_sequences} and document count={n_bounds} need {expected}"
+        # Megatron's multimodal data sets have one byte more for each sequence
+        if size == expected + n_sequences:
+            text += "; it may hold modes of multimodal data"
+        raise DataError(text)
     return dtype, n_sequences, n_bounds
 
 
 def _check_lengths(lengths: np.ndarray, offsets: np.ndarray, itemsize: int, path: Path) -> int:
+    """Each sequence begins where those before it end. -> tokens of all. Raises DataError."""
     tokens = 0
+    # in chunks, so that the 64-bit arrays between stay small
     for begin in range(0, len(lengths), _CHUNK):
-        part = lengths[begin : begin + _CHUNK].astype(np.int64)
-        if part.min() < 0:
-            i = begin + int(np.argmax(part < 0))
+        chunk = lengths[begin : begin + _CHUNK].astype(np.int64)
+        if chunk.min() < 0:
+            i = begin + int(np.argmax(chunk < 0))
             raise DataError(f"{path}: length of sequence {i}={lengths[i]}, a length is at least 0")
-        ends = np.cumsum(part)
-        wrong = offsets[begin : begin + _CHUNK] != (ends - part + tokens) * itemsize
+        # in tokens, of the chunk alone; what stands before it is added
+        ends = np.cumsum(chunk)
+        expected = (ends - chunk + tokens) * itemsize
+        wrong = offsets[begin : begin + _CHUNK] != expected
         if wrong.any():
             at = int(np.argmax(wrong))
             raise DataError(
                 f"{path}: offset of sequence {begin + at}={offsets[begin + at]}, the lengths before it end at byte "
-                f"{(int(ends[at] - part[at]) + tokens) * itemsize}"
+                f"{int(expected[at])}"
             )
         tokens += int(ends[-1])
     return tokens
 
 
 def _check_documents(documents: np.ndarray, n_sequences: int, path: Path) -> None:
+    """The bounds of documents rise from 0 to the number of sequences. Raises DataError."""
     if not len(documents):
         raise DataError(f"{path}: document count=0, there is always the bound 0")
     if documents[0] != 0:
@@ -166,6 +173,7 @@ def _check_documents(documents: np.ndarray, n_sequences: int, path: Path) -> Non
     if documents[-1] != n_sequences:
         raise DataError(f"{path}: last document bound={documents[-1]}, it is the sequence count={n_sequences}")
     for begin in range(0, len(documents) - 1, _CHUNK):
+        # one bound of the next chunk along, so that none is compared with nothing
         falls = np.diff(documents[begin : begin + _CHUNK + 1]) < 0
         if falls.any():
             i = begin + int(np.argmax(falls)) + 1
@@ -184,7 +192,7 @@ class IndexedFile:
         self.bin_path = Path(f"{prefix}.bin")
         idx_path = Path(f"{prefix}.idx")
         buffer = map_file(idx_path)
-        self.manifest: Manifest | None = load_manifest(prefix)
+        self.manifest: DataManifest | None = load_manifest(prefix)
         if self.manifest is not None:
             self._check_sizes(self.manifest, len(buffer), idx_path)
         self.index = parse_index(buffer, path=idx_path, bin_path=self.bin_path)
@@ -209,7 +217,8 @@ class IndexedFile:
     def read(self, sequence: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens [start, stop) of a sequence in the file's dtype, as a read-only view."""
         length = int(self.index.lengths[sequence])
-        stop = length if stop is None else stop
+        if stop is None:
+            stop = length
         assert 0 <= start <= stop <= length, f"[{start}, {stop}) of sequence {sequence} with {length} tokens"
         first = int(self.index.offsets[sequence]) // self.index.dtype.itemsize
         return self.read_flat(first + start, first + stop)
@@ -238,9 +247,11 @@ class IndexedFile:
     @property
     def n_blocks(self) -> int:
         """Blocks of .bin that `check_block` can check; 0 without a manifest."""
-        return 0 if self.manifest is None else len(self._crc32)
+        if self.manifest is None:
+            return 0
+        return len(self._crc32)
 
-    def _check_sizes(self, manifest: Manifest, idx_size: int, idx_path: Path) -> None:
+    def _check_sizes(self, manifest: DataManifest, idx_size: int, idx_path: Path) -> None:
         name = manifest_path(self.prefix).name
         if idx_size != manifest.idx_bytes:
             raise DataError(f"{idx_path}: size={idx_size}, {name} says {manifest.idx_bytes}: damaged or not its file")
@@ -253,7 +264,7 @@ class IndexedFile:
                 f"{self.bin_path}: size={bin_size}, {name} says {manifest.bin_bytes}: damaged or not its file"
             )
 
-    def _check_manifest(self, manifest: Manifest, buffer: Any, idx_path: Path) -> None:
+    def _check_manifest(self, manifest: DataManifest, buffer: Any, idx_path: Path) -> None:
         name = manifest_path(self.prefix).name
         for field, found, said in (
             ("dtype", self.index.dtype.name, manifest.dtype),
@@ -293,7 +304,8 @@ class IndexedWriter:
 
     def __init__(self, prefix: str | Path, *, dtype: np.dtype):
         assert dtype in CODES, f"dtype {dtype}"
-        self.prefix, self.dtype = str(prefix), np.dtype(dtype)
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype)
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._path = Path(f"{prefix}.bin")
@@ -306,7 +318,8 @@ class IndexedWriter:
     def add_document(self, tokens: Any, lengths: list[int] | None = None) -> None:
         """Append a document: whole numbers [n] that fit the dtype; `lengths` splits it into several sequences."""
         tokens = np.asarray(tokens, dtype=self.dtype)
-        lengths = [len(tokens)] if lengths is None else lengths
+        if lengths is None:
+            lengths = [len(tokens)]
         assert sum(lengths) == len(tokens), f"lengths sum to {sum(lengths)}, the document has {len(tokens)} tokens"
         self._write(tokens.tobytes())
         self._lengths.extend(lengths)
@@ -334,6 +347,7 @@ class IndexedWriter:
         except OSError as error:
             self.discard()
             raise write_error(self._path, error) from error
+        # after .bin: a new index stands beside all of its tokens
         write_atomically(Path(f"{self.prefix}.idx"), pieces, need=sum(map(len, pieces)))
 
     def discard(self) -> None:

@@ -16,7 +16,9 @@ class IndexedSource:
     """
 
     def __init__(self, spec: IndexedSpec, *, split: str, seed: int, segments: tuple[int, ...], vocab_size: int):
-        self._spec, self._split, self._vocab_size = spec, split, vocab_size
+        self._spec = spec
+        self._split = split
+        self._vocab_size = vocab_size
         self._files = [IndexedFile(part.prefix) for part in spec.blend]
         for number, file in enumerate(self._files):
             check_vocabulary(f"data.blend.{number}.prefix", file, vocab_size)
@@ -28,8 +30,15 @@ class IndexedSource:
     def read(self, position: int) -> Sample:
         number, pieces = self._order.pieces(position)
         file = self._files[number]
-        parts = [part for piece in pieces if len(part := file.read(*piece))]
-        tokens = np.concatenate(parts).astype(np.int64)
+        # the tokens of each document in the sequence; documents of no token are none
+        of_documents = []
+        lengths = []
+        for document, start, stop in pieces:
+            read = file.read(document, start, stop)
+            if len(read):
+                of_documents.append(read)
+                lengths.append(len(read))
+        tokens = np.concatenate(of_documents).astype(np.int64)
         assert len(tokens) == self._spec.seq_len + 1, f"{len(tokens)} tokens at position {position}"
         if int(tokens.max()) >= self._vocab_size or int(tokens.min()) < 0:
             wrong = tokens[(tokens >= self._vocab_size) | (tokens < 0)][0]
@@ -37,7 +46,8 @@ class IndexedSource:
                 f"{file.bin_path}: token id={wrong} in the {self._split} sequence at position {position}, "
                 f"model.vocab_size={self._vocab_size} must be above it; see `megaspec data inspect {file.prefix}`"
             )
-        documents = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts])
+        documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        # whether a label is the first token of the next document
         crosses = (documents[1:] != documents[:-1]) & self._spec.document_mask
         return Sample(tokens=tokens, mask=~crosses, documents=documents[:-1])
 

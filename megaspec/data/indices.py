@@ -21,6 +21,7 @@ UINT32_MAX = np.iinfo(np.uint32).max
 # Megatron builds this much more of each data set of a blend than its weight asks for.
 BLEND_SURPLUS = 0.005
 _ROWS = 2**22
+_BLOCK_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def split_bounds(split: tuple[float, float, float], n_documents: int) -> tuple[i
     if not any(split):
         return (0, 0, 0, 0)
     shares = np.array(split, dtype=np.float64)
-    running, bounds = 0.0, [0]
+    running = 0.0
+    bounds = [0]
     for share in (shares / shares.sum()).tolist():
         running += share
         bounds.append(round(running * float(n_documents)))
@@ -62,41 +64,62 @@ def gpt_indices(
     """
     per_epoch = int(lengths[documents].sum(dtype=np.int64))
     assert per_epoch > 0, "no tokens"
-    epochs = 1 if n_samples is None else n_epochs(per_epoch, seq_len, n_samples)
+    epochs = 1
+    if n_samples is not None:
+        epochs = n_epochs(per_epoch, seq_len, n_samples)
     before_last = ((epochs - 1) * per_epoch - 1) // seq_len
-    separate = epochs > 1 and n_samples - before_last < int(0.80 * ((per_epoch - 1) // seq_len))
+    is_last_apart = epochs > 1 and _is_last_epoch_apart(n_samples - before_last, (per_epoch - 1) // seq_len)
+    # one generator for all three draws, in this order, as Megatron has it
     random = np.random.RandomState(seed)
-
-    document_index = _document_index(documents, epochs - 1 if separate else epochs, random)
-    if separate:
-        document_index = np.concatenate([document_index, _document_index(documents, 1, random)])
+    if is_last_apart:
+        earlier = _document_index(documents, epochs - 1, random)
+        last = _document_index(documents, 1, random)
+        document_index = np.concatenate([earlier, last])
+    else:
+        document_index = _document_index(documents, epochs, random)
     sample_index = _sample_index(lengths, document_index, seq_len)
     total = len(sample_index) - 1
-    shuffle_index = _shuffle_index(before_last if separate else total, total, random)
+    n_shuffled_first = before_last if is_last_apart else total
+    shuffle_index = _shuffle_index(n_shuffled_first, total, random)
     return GptIndices(document_index, sample_index, shuffle_index)
 
 
+def _is_last_epoch_apart(n_samples: int, n_samples_of_epoch: int) -> bool:
+    """Whether the last epoch is shuffled apart from the others: in Megatron, where less than 80% of it is needed."""
+    return n_samples < int(0.80 * n_samples_of_epoch)
+
+
 def _document_index(documents: np.ndarray, epochs: int, random: np.random.RandomState) -> np.ndarray:
+    """int32 [epochs · documents]: the documents, once for each epoch, all shuffled together."""
     index = np.tile(documents.astype(np.int32), epochs)
     random.shuffle(index)
     return index
 
 
 def _sample_index(lengths: np.ndarray, document_index: np.ndarray, seq_len: int) -> np.ndarray:
+    """[samples + 1, 2]: see the note "Where a sample begins". Row 0 stays (0, 0)."""
+    # token of the stream at which each document ends
     ends = np.cumsum(lengths[document_index], dtype=np.int64)
     n_samples = (int(ends[-1]) - 1) // seq_len
     largest = max(len(document_index), int(lengths.max()))
-    index = np.zeros((n_samples + 1, 2), dtype=np.int32 if largest <= INT32_MAX else np.int64)
+    dtype = np.int32 if largest <= INT32_MAX else np.int64
+    index = np.zeros((n_samples + 1, 2), dtype=dtype)
+    # in blocks of rows, so that the 64-bit arrays between stay small
     for begin in range(1, n_samples + 1, _ROWS):
         token = np.arange(begin, min(begin + _ROWS, n_samples + 1), dtype=np.int64) * seq_len
-        place = np.searchsorted(ends, token, side="right")
-        index[begin : begin + len(token), 0] = place
-        index[begin : begin + len(token), 1] = token - np.where(place > 0, ends[place - 1], 0)
+        # side="right" passes over the empty documents that end at this token
+        document = np.searchsorted(ends, token, side="right")
+        document_begin = np.where(document > 0, ends[document - 1], 0)
+        rows = slice(begin, begin + len(token))
+        index[rows, 0] = document
+        index[rows, 1] = token - document_begin
     return index
 
 
 def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> np.ndarray:
-    index = np.arange(total, dtype=np.uint32 if total < UINT32_MAX - 1 else np.int64)
+    """[total]: the first samples shuffled among themselves, then the others among themselves."""
+    dtype = np.uint32 if total < UINT32_MAX - 1 else np.int64
+    index = np.arange(total, dtype=dtype)
     random.shuffle(index[:first])
     if first < total:
         random.shuffle(index[first:])
@@ -129,32 +152,38 @@ def blend_indices(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarr
 
 
 def _greedy(weights: np.ndarray, size: int) -> np.ndarray:
+    """int16 [size]: the data set of each sample; see the note "Blends in lock step"."""
     n_chunks = max(1, min(2**14, size // 64))
     width = -(-size // n_chunks)
     begins = np.arange(n_chunks, dtype=np.int64) * width
+    choices = np.empty((n_chunks, width), dtype=np.int16)
+    # begin_counts, end_counts [K data sets, chunks]: samples taken of each data set before a chunk, and after it.
+    # Guessed: a balanced state some steps before each chunk, advanced to its beginning.
     warm_up = min(width, 8 * len(weights))
-    out = np.empty((n_chunks, width), dtype=np.int16)
-    counts = _balanced(weights, np.maximum(begins - warm_up, 0))
-    state = _advance(weights, begins - warm_up, counts, warm_up, None)
-    state[:, 0] = 0
+    guess = _balanced(weights, np.maximum(begins - warm_up, 0))
+    begin_counts = _advance(weights, begins - warm_up, guess, warm_up, None)
+    begin_counts[:, 0] = 0
+    end_counts = np.empty_like(begin_counts)
     todo = np.arange(n_chunks)
-    ends = np.empty_like(state)
     while len(todo):
         made = np.empty((len(todo), width), dtype=np.int16)
-        ends[:, todo] = _advance(weights, begins[todo], state[:, todo].copy(), width, made)
-        out[todo] = made
-        differs = (state[:, 1:] != ends[:, :-1]).any(axis=0)
+        end_counts[:, todo] = _advance(weights, begins[todo], begin_counts[:, todo].copy(), width, made)
+        choices[todo] = made
+        # what was guessed wrong is made again, from where the chunk before it ended; chunk 0 was never guessed
+        differs = (begin_counts[:, 1:] != end_counts[:, :-1]).any(axis=0)
         todo = np.flatnonzero(differs) + 1
-        state[:, todo] = ends[:, todo - 1]
-    return out.reshape(-1)[:size]
+        begin_counts[:, todo] = end_counts[:, todo - 1]
+    return choices.reshape(-1)[:size]
 
 
 def _balanced(weights: np.ndarray, at: np.ndarray) -> np.ndarray:
     """int64 [K, chunks]: counts near `weights · at` that sum to `at`."""
     ideal = weights[:, None] * at
     counts = np.floor(ideal).astype(np.int64)
+    # what rounding down has left over goes to the data sets that it took most from, one sample each
     missing = at - counts.sum(axis=0)
-    rank = np.argsort(np.argsort(counts - ideal, axis=0, kind="stable"), axis=0, kind="stable")
+    by_loss = np.argsort(counts - ideal, axis=0, kind="stable")
+    rank = np.argsort(by_loss, axis=0, kind="stable")
     return counts + (rank < missing)
 
 
@@ -164,20 +193,23 @@ def _advance(
     """The counts after n_steps of the greedy rule in every chunk; `out[chunk, step]` gets the choices."""
     counts = counts.astype(np.float64)  # exact up to 2^53
     columns = np.arange(counts.shape[1])
-    block = np.empty((64, counts.shape[1]), dtype=np.int16)
+    # choices of some steps, which are written to the rows of `out` at once: a column at a time is slow
+    block = np.empty((_BLOCK_STEPS, counts.shape[1]), dtype=np.int16)
     for step in range(n_steps):
         at = np.maximum(begins + step, 1).astype(np.float64)
+        # how far each data set is behind its share; only a larger value replaces the first of equals
         largest = weights[0] * at - counts[0]
         choice = np.zeros(len(columns), dtype=np.int16)
         for number in range(1, len(weights)):
-            error = weights[number] * at - counts[number]
-            better = error > largest
-            choice[better] = number
-            np.maximum(largest, error, out=largest)
+            behind = weights[number] * at - counts[number]
+            choice[behind > largest] = number
+            np.maximum(largest, behind, out=largest)
         counts[choice, columns] += 1
-        if out is not None:
-            block[step % 64] = choice
-            if step % 64 == 63 or step == n_steps - 1:
-                first = step - step % 64
-                out[:, first : step + 1] = block[: step + 1 - first].T
+        if out is None:
+            continue
+        block[step % _BLOCK_STEPS] = choice
+        is_full = step % _BLOCK_STEPS == _BLOCK_STEPS - 1
+        if is_full or step == n_steps - 1:
+            first = step - step % _BLOCK_STEPS
+            out[:, first : step + 1] = block[: step + 1 - first].T
     return counts.astype(np.int64)

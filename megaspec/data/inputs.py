@@ -18,7 +18,9 @@ from megaspec.data import parquet, python_corpus
 
 PYTHON_CORPUS = "python"
 LINE_LIMIT = 64 * 2**20
-SMALLEST_PART, LARGEST_PART = 2**19, 256 * 2**20
+# Bytes of a part. There are about _PARTS of them, where that makes them neither too small nor too large.
+SMALLEST_PART = 2**19
+LARGEST_PART = 256 * 2**20
 _PARTS = 1024
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".md": "text", ".parquet": "parquet"}
 _KNOWN = "a .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or the word python"
@@ -27,7 +29,7 @@ BAD_KINDS = ("broken JSON", "missing key", "wrong type", "bad UTF-8", "empty doc
 
 
 @dataclass(frozen=True)
-class Slice:
+class InputSlice:
     """A stretch of one input file: bytes of JSON lines, row groups of parquet, units of the Python corpus."""
 
     kind: str
@@ -37,11 +39,11 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Part:
+class InputPart:
     """The work of one worker at a time."""
 
     number: int
-    slices: tuple[Slice, ...]
+    slices: tuple[InputSlice, ...]
     bytes: int
 
     def as_json(self) -> dict[str, Any]:
@@ -53,12 +55,12 @@ class Part:
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> "Part":
-        return Part(value["number"], tuple(Slice(**s) for s in value["slices"]), value["bytes"])
+    def from_json(value: dict[str, Any]) -> "InputPart":
+        return InputPart(value["number"], tuple(InputSlice(**s) for s in value["slices"]), value["bytes"])
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadLine:
     """A line that is no document."""
 
     kind: str
@@ -92,28 +94,34 @@ def find_inputs(names: list[str]) -> list[Input]:
     return found
 
 
-def cut(inputs: list[Input]) -> list[Part]:
+def cut(inputs: list[Input]) -> list[InputPart]:
     """The inputs as parts, in order."""
-    total = sum(size for given in inputs for _, _, size, _ in given.files)
+    files = [file for given in inputs for file in given.files]
+    total = sum(size for _, _, size, _ in files)
     target = min(max(total // _PARTS, SMALLEST_PART), LARGEST_PART)
-    parts: list[Part] = []
-    slices: list[Slice] = []
+    parts: list[InputPart] = []
+    slices: list[InputSlice] = []
     filled = 0
 
-    for given in inputs:
-        for kind, path, size, _ in given.files:
-            for piece, n_bytes in _CUTTERS[kind](path, size, target):
-                if slices and filled + n_bytes > target:
-                    parts.append(Part(len(parts), tuple(slices), filled))
-                    slices, filled = [], 0
-                slices.append(piece)
-                filled += n_bytes
+    def close_part() -> None:
+        nonlocal filled
+        parts.append(InputPart(len(parts), tuple(slices), filled))
+        slices.clear()
+        filled = 0
+
+    for kind, path, size, _ in files:
+        for piece, n_bytes in _CUTTERS[kind](path, size, target):
+            # a slice that is larger than the target is a part by itself
+            if slices and filled + n_bytes > target:
+                close_part()
+            slices.append(piece)
+            filled += n_bytes
     if slices:
-        parts.append(Part(len(parts), tuple(slices), filled))
+        close_part()
     return parts
 
 
-def read_documents(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+def read_documents(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
     """(line, text or what is wrong with it) of a slice. Lines count from 1 at the beginning of the slice.
 
     Raises DataError when a file as a whole can't be read.
@@ -121,16 +129,17 @@ def read_documents(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
     yield from _READERS[piece.kind](piece, key)
 
 
-def carries_checksums(piece: Slice, key: str) -> bool:
+def carries_checksums(piece: InputSlice, key: str) -> bool:
     """False for a slice that has been read, in which damage may be other text without a word. Raises DataError."""
     return piece.kind != "parquet" or parquet.carries_checksums(piece.path, piece.start, key)
 
 
-def lines_before(piece: Slice) -> int:
+def lines_before(piece: InputSlice) -> int:
     """How many lines of the file lie before the slice."""
     if piece.kind != "jsonl" or piece.start == 0:
         return 0
-    count, left = 0, piece.start
+    count = 0
+    left = piece.start
     chunk = b""
     with _opened(piece.path) as file:
         while left and (chunk := file.read(min(2**20, left))):
@@ -142,7 +151,8 @@ def lines_before(piece: Slice) -> int:
 
 def _python_input() -> Input:
     size = sum(unit.bytes for unit in python_corpus.units())
-    return Input(PYTHON_CORPUS, (("python", python_corpus.identity(), size, 0),), 0)
+    corpus = ("python", python_corpus.identity(), size, 0)
+    return Input(PYTHON_CORPUS, (corpus,), 0)
 
 
 def _file_input(name: str) -> Input:
@@ -179,7 +189,8 @@ def _files_below(root: Path) -> list[Path]:
 
 
 def _input_of(name: str, paths: list[Path], passed_over: int) -> Input:
-    files, touched = [], []
+    files = []
+    touched = []
     for path in paths:
         status = path.stat()
         files.append((_KINDS[path.suffix.lower()], str(path), status.st_size, status.st_mtime_ns))
@@ -187,31 +198,33 @@ def _input_of(name: str, paths: list[Path], passed_over: int) -> Input:
     return Input(name, tuple(files), passed_over, tuple(touched))
 
 
-def _cut_jsonl(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
+def _cut_jsonl(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
     for start in range(0, size, target):
         stop = min(start + target, size)
-        yield Slice("jsonl", path, start, stop), stop - start
+        yield InputSlice("jsonl", path, start, stop), stop - start
 
 
-def _cut_text(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
-    yield Slice("text", path, 0, size), size
+def _cut_text(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
+    yield InputSlice("text", path, 0, size), size
 
 
-def _cut_parquet(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
+def _cut_parquet(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
     for group, n_bytes in enumerate(parquet.row_group_sizes(path)):
-        yield Slice("parquet", path, group, group + 1), n_bytes
+        yield InputSlice("parquet", path, group, group + 1), n_bytes
 
 
-def _cut_python(path: str, size: int, target: int) -> Iterator[tuple[Slice, int]]:
+def _cut_python(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
     for unit in python_corpus.units():
-        yield Slice("python", f"{unit.kind}:{unit.name}", 0, unit.bytes), unit.bytes
+        yield InputSlice("python", f"{unit.kind}:{unit.name}", 0, unit.bytes), unit.bytes
 
 
-def _read_jsonl(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+def _read_jsonl(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
     quoted = json.dumps(key).encode()
     with _opened(piece.path) as file:
         position = 0
         if piece.start:
+            # A line belongs to the slice in which it begins. From the byte before the slice on: where that ends a line,
+            # nothing of the slice is skipped.
             file.seek(piece.start - 1)
             position = piece.start - 1 + _skip_line(file)
         line = 0
@@ -223,8 +236,9 @@ def _read_jsonl(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
             line += 1
             if len(raw) == LINE_LIMIT and not raw.endswith(b"\n"):
                 position += _skip_line(file)
-                yield line, Bad("line too long")
+                yield line, BadLine("line too long")
                 continue
+            # a byte order mark at the beginning of the file
             if position == len(raw) and raw.startswith(b"\xef\xbb\xbf"):
                 raw = raw[3:]
             yield line, _text_of_line(raw, key, quoted)
@@ -248,23 +262,23 @@ def _skip_line(file: BinaryIO) -> int:
     return skipped
 
 
-def _text_of_line(raw: bytes, key: str, quoted: bytes) -> str | Bad:
+def _text_of_line(raw: bytes, key: str, quoted: bytes) -> str | BadLine:
     try:
         decoded = raw.decode("utf-8")
     except UnicodeDecodeError:
-        return Bad("bad UTF-8")
+        return BadLine("bad UTF-8")
     if not decoded.strip():
-        return Bad("empty document")
+        return BadLine("empty document")
     try:
         # Counting is cheap, the hook is not: only a line that may hold the key twice gets it.
         hook = _once if raw.count(quoted) > 1 else None
         record = json.loads(decoded, object_pairs_hook=hook, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return Bad("broken JSON")
+        return BadLine("broken JSON")
     if not isinstance(record, dict):
-        return Bad("wrong type")
+        return BadLine("wrong type")
     if key not in record:
-        return Bad("missing key")
+        return BadLine("missing key")
     return _checked(record[key])
 
 
@@ -279,55 +293,55 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def _checked(text: Any) -> str | Bad:
+def _checked(text: Any) -> str | BadLine:
     if not isinstance(text, str):
-        return Bad("wrong type")
+        return BadLine("wrong type")
     if not text.strip():
-        return Bad("empty document")
+        return BadLine("empty document")
     if _SURROGATE.search(text):
-        return Bad("bad UTF-8")
+        return BadLine("bad UTF-8")
     return text
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _read_text(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+def _read_text(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
     try:
         with _opened(piece.path) as file:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError:
-        yield 1, Bad("bad UTF-8")
+        yield 1, BadLine("bad UTF-8")
         return
     yield 1, _checked(text)
 
 
-def _read_parquet(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+def _read_parquet(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
     for row, value in parquet.read_column(piece.path, piece.start, piece.stop, key):
         yield row, _arrow_text(value)
 
 
-def _arrow_text(value: Any) -> str | Bad:
+def _arrow_text(value: Any) -> str | BadLine:
     try:
         return _checked(value.as_py())
     except UnicodeDecodeError:
-        return Bad("bad UTF-8")
+        return BadLine("bad UTF-8")
 
 
-def _read_python(piece: Slice, key: str) -> Iterator[tuple[int, str | Bad]]:
+def _read_python(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
     kind, _, name = piece.path.partition(":")
     for text in python_corpus.documents(kind, name):
         if isinstance(checked := _checked(text), str):
             yield 1, checked
 
 
-_CUTTERS: dict[str, Callable[[str, int, int], Iterator[tuple[Slice, int]]]] = {
+_CUTTERS: dict[str, Callable[[str, int, int], Iterator[tuple[InputSlice, int]]]] = {
     "jsonl": _cut_jsonl,
     "text": _cut_text,
     "parquet": _cut_parquet,
     "python": _cut_python,
 }
-_READERS: dict[str, Callable[[Slice, str], Iterator[tuple[int, str | Bad]]]] = {
+_READERS: dict[str, Callable[[InputSlice, str], Iterator[tuple[int, str | BadLine]]]] = {
     "jsonl": _read_jsonl,
     "text": _read_text,
     "parquet": _read_parquet,

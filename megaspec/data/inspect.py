@@ -11,7 +11,7 @@ from rich.table import Table
 from megaspec.core.errors import DataError
 from megaspec.core.terminal import escape
 from megaspec.data.indexed import IndexedFile
-from megaspec.data.manifest import Manifest, SourceRecord, manifest_path, sha256_of_files
+from megaspec.data.manifest import DataManifest, SourceRecord, manifest_path, sha256_of_files
 from megaspec.data.parts import losses
 from megaspec.data.provenance import tokenizer_of
 from megaspec.data.source_sums import source_state
@@ -24,6 +24,7 @@ UNSEEN_WITHOUT_MANIFEST = (
 )
 _CHUNK = 2**22
 _SHOWN_CHARACTERS = 200
+_BAR_WIDTH = 40
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Report:
     """What `inspect` found."""
 
     prefix: str
-    manifest: Manifest | None
+    manifest: DataManifest | None
     dtype: str
     sequences: int
     documents: int
@@ -74,14 +75,23 @@ def inspect(
     file = IndexedFile(prefix)
     manifest = file.manifest
     problems: list[str] = []
+    sources: list[tuple[SourceRecord, str]] = []
+    unseen = UNSEEN_WITHOUT_MANIFEST
     if manifest is not None:
         problems += _check_hashes(file, manifest)
         tokenizer = tokenizer or tokenizer_of(prefix)
-    if vocab_size is None and (known := tokenizer or (manifest and manifest.tokenizer)):
-        vocab_size = known.vocab_size
-    smallest, largest = _read_all(file, vocab_size, problems, progress)
+        unseen = ()
+    if vocab_size is None:
+        vocab_size = _known_vocab_size(tokenizer, manifest)
+    smallest = None
+    largest = None
+    # ids of files that are known to be damaged would tell nothing more
+    if not problems:
+        smallest, largest = _read_all(file, vocab_size, problems, progress)
     if problems:
         raise DataError(problems)
+    if manifest is not None:
+        sources = [(source, source_state(source)) for source in manifest.sources]
     return Report(
         prefix=str(prefix),
         manifest=manifest,
@@ -93,22 +103,54 @@ def inspect(
         largest_id=largest,
         histogram=histogram(file.index.lengths),
         samples=_samples(file, tokenizer, samples),
-        sources=tuple((source, source_state(source)) for source in manifest.sources) if manifest is not None else (),
-        unseen=() if manifest is not None else UNSEEN_WITHOUT_MANIFEST,
+        sources=tuple(sources),
+        unseen=unseen,
     )
+
+
+def _known_vocab_size(tokenizer: Tokenizer | None, manifest: DataManifest | None) -> int | None:
+    """What token ids must be below; None where nothing says so."""
+    if tokenizer is not None:
+        return tokenizer.vocab_size
+    if manifest is not None:
+        return manifest.tokenizer.vocab_size
+    return None
 
 
 def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """(shortest, longest, how many) of bins that double: 0, 1, 2-3, 4-7, ..."""
     if not len(lengths):
         return ()
-    bins = np.frexp(lengths.astype(np.float64))[1]
-    counts = np.bincount(bins)
-    return tuple(((1 << b) >> 1, max(0, (1 << b) - 1), int(n)) for b, n in enumerate(counts) if n)
+    # the exponent e of length = m · 2^e, 0.5 <= m < 1: bin e holds 2^(e-1) to 2^e - 1, bin 0 the length 0
+    _, exponents = np.frexp(lengths.astype(np.float64))
+    bins = []
+    for exponent, count in enumerate(np.bincount(exponents).tolist()):
+        if count:
+            shortest = (1 << exponent) >> 1
+            longest = (1 << exponent) - 1
+            bins.append((shortest, longest, count))
+    return tuple(bins)
 
 
 def print_report(report: Report, console: Console) -> None:
     """The report as text."""
+    console.print(_facts_table(report))
+    console.print(_lengths_table(report))
+    for sample in report.samples:
+        console.print(f"[bold]document {sample.number} ({sample.tokens} tokens):[/] {escape(sample.text)}")
+    checked = "every field, every token id"
+    if report.manifest is not None:
+        checked += ", every checksum"
+    console.print(f"whole: {checked}")
+    if report.unseen:
+        name = Path(f"{report.prefix}.manifest.json").name
+        console.print(f"without {escape(name)} these can't be seen:")
+        for kind in report.unseen:
+            console.print(f"  {kind}")
+
+
+def _facts_table(report: Report) -> Table:
+    """What the files are and what they were made from, a line each."""
     facts = Table.grid(padding=(0, 2))
     rows = [
         ("files", f"{report.prefix}.bin, .idx"),
@@ -129,25 +171,23 @@ def print_report(report: Report, console: Console) -> None:
             rows.append(("lost", losses(sample)))
     for name, value in rows:
         facts.add_row(name, escape(value))
-    console.print(facts)
+    return facts
+
+
+def _lengths_table(report: Report) -> Table:
+    """The histogram of lengths, the longest bar _BAR_WIDTH signs wide."""
     lengths = Table("tokens", "sequences", "", box=None)
-    most = max((n for _, _, n in report.histogram), default=1)
-    for shortest, longest, n in report.histogram:
-        span = str(shortest) if shortest == longest else f"{shortest}-{longest}"
-        lengths.add_row(span, f"{n:,}", "█" * max(1, round(40 * n / most)))
-    console.print(lengths)
-    for sample in report.samples:
-        console.print(f"[bold]document {sample.number} ({sample.tokens} tokens):[/] {escape(sample.text)}")
-    checked = "every field, every token id"
-    console.print(f"whole: {checked}, every checksum" if report.manifest is not None else f"whole: {checked}")
-    if report.unseen:
-        name = Path(f"{report.prefix}.manifest.json").name
-        console.print(f"without {escape(name)} these can't be seen:")
-        for kind in report.unseen:
-            console.print(f"  {kind}")
+    most = max((count for _, _, count in report.histogram), default=1)
+    for shortest, longest, count in report.histogram:
+        span = str(shortest)
+        if longest > shortest:
+            span = f"{shortest}-{longest}"
+        bar = "█" * max(1, round(_BAR_WIDTH * count / most))
+        lengths.add_row(span, f"{count:,}", bar)
+    return lengths
 
 
-def _check_hashes(file: IndexedFile, manifest: Manifest) -> list[str]:
+def _check_hashes(file: IndexedFile, manifest: DataManifest) -> list[str]:
     problems = []
     found = sha256_of_files([Path(f"{file.prefix}.idx")])
     if found != manifest.idx_sha256:
@@ -164,38 +204,53 @@ def _read_all(
     file: IndexedFile, vocab_size: int | None, problems: list[str], progress: Callable[[int, int], None]
 ) -> tuple[int | None, int | None]:
     """Smallest and largest token id; ids outside the vocabulary are added to the problems, the first one by place."""
-    smallest = largest = None
-    damaged = bool(problems)
+    smallest: int | None = None
+    largest: int | None = None
     for start in range(0, file.tokens, _CHUNK):
-        if damaged:
-            break
         tokens = file.read_flat(start, min(start + _CHUNK, file.tokens))
-        low, high = int(tokens.min()), int(tokens.max())
-        outside = low < 0 or (vocab_size is not None and high >= vocab_size)
-        if outside and not problems:
-            wrong = tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
-            at = start + int(np.argmax(wrong))
-            sequence = int(np.searchsorted(file.index.offsets, at * file.index.dtype.itemsize, side="right")) - 1
-            limit = "" if vocab_size is None else f" and below the vocabulary size={vocab_size}"
-            problems.append(
-                f"{file.bin_path}: token id={int(tokens[at - start])} at token {at} (sequence {sequence}), ids are at "
-                f"least 0{limit}: the wrong tokenizer, number format or a damaged file"
-            )
-        smallest = low if smallest is None else min(smallest, low)
-        largest = high if largest is None else max(largest, high)
+        low = int(tokens.min())
+        high = int(tokens.max())
+        is_outside = low < 0 or (vocab_size is not None and high >= vocab_size)
+        if is_outside and not problems:
+            problems.append(_first_outside(file, start, tokens, vocab_size))
+        if smallest is None or low < smallest:
+            smallest = low
+        if largest is None or high > largest:
+            largest = high
         progress(start + len(tokens), file.tokens)
     return smallest, largest
 
 
+def _first_outside(file: IndexedFile, start: int, tokens: np.ndarray, vocab_size: int | None) -> str:
+    """Where the first id of some tokens lies that is outside of the vocabulary; `start`: number of the first token."""
+    is_outside = tokens < 0
+    limit = ""
+    if vocab_size is not None:
+        is_outside |= tokens >= vocab_size
+        limit = f" and below the vocabulary size={vocab_size}"
+    index = int(np.argmax(is_outside))
+    at = start + index
+    # offsets are in bytes; the sequence is the last that begins at or before the token
+    sequence = int(np.searchsorted(file.index.offsets, at * file.index.dtype.itemsize, side="right")) - 1
+    return (
+        f"{file.bin_path}: token id={int(tokens[index])} at token {at} (sequence {sequence}), ids are at "
+        f"least 0{limit}: the wrong tokenizer, number format or a damaged file"
+    )
+
+
 def _samples(file: IndexedFile, tokenizer: Tokenizer | None, count: int) -> tuple[DocumentSample, ...]:
-    documents = file.index.documents
-    chosen = np.unique(np.linspace(0, max(0, len(documents) - 2), min(count, len(documents) - 1)).astype(np.int64))
+    """The beginnings of documents that lie evenly over the file, the first and the last among them."""
+    bounds = file.index.documents
+    n_documents = len(bounds) - 1
+    numbers = np.linspace(0, max(0, n_documents - 1), min(count, n_documents)).astype(np.int64)
     shown = []
-    for number in chosen.tolist():
-        sequences = range(int(documents[number]), int(documents[number + 1]))
-        tokens = int(file.index.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
-        first = file.read(sequences.start)[:_SHOWN_CHARACTERS] if sequences else np.zeros(0, dtype=np.int64)
-        ids = [int(i) for i in first]
+    for number in np.unique(numbers).tolist():
+        begin = int(bounds[number])
+        end = int(bounds[number + 1])
+        tokens = int(file.index.lengths[begin:end].sum(dtype=np.int64))
+        ids: list[int] = []
+        if begin < end:
+            ids = [int(token) for token in file.read(begin)[:_SHOWN_CHARACTERS]]
         text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
         shown.append(DocumentSample(number, tokens, _one_line(text)))
     return tuple(shown)

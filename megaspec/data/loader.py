@@ -7,7 +7,7 @@ step's range from front to back whatever dp_size and micro_batch are.
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,13 +19,13 @@ import torch
 from megaspec.data.batch import Batch
 from megaspec.data.indexed_source import IndexedSource
 from megaspec.data.random import RandomSource
-from megaspec.data.source import Sample, Source
+from megaspec.data.source import Source
 from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, SyntheticSpec
 from megaspec.data.synthetic import SyntheticSource
 
 Split = Literal["train", "valid", "test"]
 
-SOURCES: dict[type[DataSpec], Callable[..., Source]] = {
+SOURCES: Mapping[type[DataSpec], Callable[..., Source]] = {
     IndexedSpec: IndexedSource,
     SyntheticSpec: lambda spec, *, vocab_size, **rest: SyntheticSource(spec, **rest),
     RandomSpec: lambda spec, *, vocab_size, **rest: RandomSource(spec, **rest),
@@ -50,15 +50,24 @@ class StepBatch:
     """First position and number of the sequences that all ranks together take in this step."""
 
 
-def open_source(data_spec: DataSpec, *, split: Split, seed: int, segments: tuple[int, ...], vocab_size: int) -> Source:
+def open_source(
+    data_spec: DataSpec,
+    *,
+    split: Split,
+    seed: int,
+    segments: tuple[int, ...],
+    vocab_size: int,
+    sources: Mapping[type[DataSpec], Callable[..., Source]] = SOURCES,
+) -> Source:
     """The source that a data spec describes.
 
     segments: sequences of each stretch of the training order. vocab_size: token ids must be below it.
+    sources: ours, and those of plug-ins where there are any.
     Raises DataError for files that are missing, damaged or don't fit the vocabulary, WriteError for the index cache.
     """
     made = getattr(data_spec, "vocab_size", None)
     assert made is None or made <= vocab_size, f"data.vocab_size={made} exceeds model.vocab_size={vocab_size}"
-    return SOURCES[type(data_spec)](data_spec, split=split, seed=seed, segments=segments, vocab_size=vocab_size)
+    return sources[type(data_spec)](data_spec, split=split, seed=seed, segments=segments, vocab_size=vocab_size)
 
 
 class Loader:
@@ -82,9 +91,13 @@ class Loader:
         prefetch: int = 2,
         document_mask: bool = False,
     ):
-        self._source, self._schedule = source, schedule
-        self._micro_batch, self._dp_rank, self._dp_size = micro_batch, dp_rank, dp_size
-        self._device, self._document_mask = torch.device(device), document_mask
+        self._source = source
+        self._schedule = schedule
+        self._micro_batch = micro_batch
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
+        self._device = torch.device(device)
+        self._document_mask = document_mask
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(maxsize=max(1, prefetch))
         self._stopping = threading.Event()
         self._thread = threading.Thread(
@@ -93,15 +106,15 @@ class Loader:
         self._thread.start()
 
     def __iter__(self) -> Iterator[StepBatch]:
-        while True:
-            item = self._queue.get() if not self._stopping.is_set() else None
+        while not self._stopping.is_set():
+            item = self._queue.get()
             if isinstance(item, BaseException):
                 self.close()
                 raise item
             if item is None:
-                self.close()
-                return
+                break
             yield StepBatch([batch.to(self._device) for batch in item.micro_batches], item.ids)
+        self.close()
 
     def close(self) -> None:
         """Stop the thread and drop what it read ahead. May be called more than once."""
@@ -146,17 +159,21 @@ class Loader:
 
     def _step(self, step: int) -> StepBatch | None:
         """The batches of a step; None when the loader was closed meanwhile."""
-        first, count = self._schedule.consumed(step), self._schedule.batch(step)
+        first = self._schedule.consumed(step)
+        count = self._schedule.batch(step)
         n_micro, rest = divmod(count, self._micro_batch * self._dp_size)
         assert rest == 0, f"global batch {count} is no multiple of {self._micro_batch} · {self._dp_size}"
-        begins = [first + (j * self._dp_size + self._dp_rank) * self._micro_batch for j in range(n_micro)]
         batches = []
-        for begin in begins:
+        for j in range(n_micro):
             if self._stopping.is_set():
                 return None
+            # see the note "The same order on any layout"
+            begin = first + (j * self._dp_size + self._dp_rank) * self._micro_batch
             positions = list(range(begin, begin + self._micro_batch))
             batch = read_batch(self._source, positions, document_mask=self._document_mask)
-            batches.append(pinned(batch) if self._device.type == "cuda" else batch)
+            if self._device.type == "cuda":
+                batch = pinned(batch)
+            batches.append(batch)
         return StepBatch(batches, (first, count))
 
 
@@ -180,27 +197,33 @@ def eval_batches(
         first = begin + dp_rank * micro_batch
         positions = [p if p < samples else -1 for p in range(first, first + micro_batch)]
         batch = read_batch(source, positions, document_mask=document_mask)
-        yield (pinned(batch) if device.type == "cuda" else batch).to(device)
+        if device.type == "cuda":
+            batch = pinned(batch)
+        yield batch.to(device)
 
 
 def read_batch(source: Source, positions: list[int], *, document_mask: bool) -> Batch:
     """The sequences at some positions as one batch on the CPU. Position -1: a row that counts nothing."""
-    samples = [source.read(max(position, 0)) for position in positions]
-    tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
-    mask = np.stack([sample.mask & (position >= 0) for sample, position in zip(samples, positions, strict=True)])
+    tokens = []
+    masks = []
+    documents = []
+    for position in positions:
+        # a row that counts nothing has to hold something: sample 0
+        sample = source.read(max(position, 0))
+        tokens.append(sample.tokens)
+        masks.append(sample.mask & (position >= 0))
+        documents.append(sample.documents)
+    # [B, T + 1]: the inputs, and the label of the last
+    tokens = torch.from_numpy(np.stack(tokens))
     return Batch(
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
-        mask=torch.from_numpy(mask),
+        mask=torch.from_numpy(np.stack(masks)),
         ids=torch.tensor(positions, dtype=torch.int64),
-        documents=_documents(samples) if document_mask else None,
+        documents=torch.from_numpy(np.stack(documents)) if document_mask else None,
     )
 
 
 def pinned(batch: Batch) -> Batch:
     """The same batch in page-locked memory, from which a GPU copies without the CPU waiting."""
-    return Batch(**{name: None if value is None else value.pin_memory() for name, value in vars(batch).items()})
-
-
-def _documents(samples: list[Sample]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([sample.documents for sample in samples]))
+    return batch.map(lambda tensor: tensor.pin_memory())

@@ -36,7 +36,7 @@ class TokenizerRecord(Frozen):
     """Token that ends a document; None when the tokenizer has none."""
 
 
-class SourceFile(Frozen):
+class SourceFileRecord(Frozen):
     """One file of an input folder."""
 
     name: str
@@ -56,7 +56,7 @@ class SourceRecord(Frozen):
     """Size in bytes."""
     sha256: Sha256
     """Hash of the content; of a folder the hash of its files' hashes and names."""
-    files: tuple[SourceFile, ...] = ()
+    files: tuple[SourceFileRecord, ...] = ()
     """Files of a folder; none for a file, and in the manifests of versions that kept the folder's hash alone."""
 
 
@@ -75,7 +75,7 @@ class SampleRecord(Frozen):
     """Those that were lost most often, and how often."""
 
 
-class Manifest(Frozen):
+class DataManifest(Frozen):
     """What `<prefix>.bin` and `<prefix>.idx` hold."""
 
     version: Literal[1] = 1
@@ -154,7 +154,11 @@ class Crc32Blocks:
 
     def hex(self) -> str:
         """The checksums so far, the begun block included."""
-        return "".join(f"{crc:08x}" for crc in [*self._done, *([self._crc] if self._filled else [])])
+        crcs = list(self._done)
+        # a last block that is not full
+        if self._filled:
+            crcs.append(self._crc)
+        return "".join(f"{crc:08x}" for crc in crcs)
 
 
 def crc32_of_blocks(buffer: Any, block_bytes: int) -> str:
@@ -164,14 +168,14 @@ def crc32_of_blocks(buffer: Any, block_bytes: int) -> str:
     return blocks.hex()
 
 
-def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
+def write_manifest(prefix: str | Path, manifest: DataManifest) -> None:
     """Write the manifest with a hash of its own, atomically."""
     body = manifest.model_dump(mode="json")
     text = json.dumps(body | {"sha256": _own_hash(body)}, indent=1, sort_keys=False)
     write_atomically(manifest_path(prefix), [text.encode() + b"\n"])
 
 
-def load_manifest(prefix: str | Path) -> Manifest | None:
+def load_manifest(prefix: str | Path) -> DataManifest | None:
     """The manifest beside the files, None when there is none.
 
     Raises DataError when it is damaged, too large or inconsistent.
@@ -192,11 +196,13 @@ def load_manifest(prefix: str | Path) -> Manifest | None:
         raise DataError(f"{path}: not a manifest ({error}); prepare the data again") from error
     if not isinstance(body, dict):
         raise DataError(f"{path}: not a manifest (no JSON object); prepare the data again")
+    # before the content is looked at: what is damaged may look well-formed
     claimed = body.pop("sha256", None)
-    if claimed != (found := _own_hash(body)):
+    found = _own_hash(body)
+    if claimed != found:
         raise DataError(f"{path}: sha256={claimed}, but its content hashes to {found}: damaged or edited")
     try:
-        manifest = Manifest.model_validate_json(json.dumps(body))
+        manifest = DataManifest.model_validate_json(json.dumps(body))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

@@ -48,16 +48,21 @@ class SampleLocation:
     """Number of the sample in the data set's index."""
 
 
-class _Segment:
-    """One stretch of the order over all data sets."""
+class _OrderSegment:
+    """One stretch of the order over all data sets.
 
-    def __init__(self, n_samples: int, indices: list[Arrays | None], blend: Arrays | None):
+    indices: of each data set of the blend; None for one that the segment reads nothing of. blend: `dataset` and
+    `sample` of each position; None where all is read of data set `only`, in the order of its index.
+    """
+
+    def __init__(self, n_samples: int, indices: list[Arrays | None], blend: Arrays | None, *, only: int = 0):
         self.n_samples = n_samples
         self.indices = indices
         self._blend = blend
-        self._only = next((i for i, index in enumerate(indices) if index is not None), 0)
+        self._only = only
 
-    def place(self, position: int) -> SampleLocation:
+    def location(self, position: int) -> SampleLocation:
+        """Where the sample at a position lies; positions count from 0 at the beginning of the segment."""
         if self._blend is None:
             return SampleLocation(self._only, position)
         return SampleLocation(int(self._blend["dataset"][position]), int(self._blend["sample"][position]))
@@ -75,63 +80,84 @@ class DataOrder:
         self, spec: IndexedSpec, files: list[IndexedFile], *, split: str, seed: int, segments: tuple[int, ...]
     ):
         assert split in SPLITS, f"split {split!r}"
-        self._spec, self._files, self._split = spec, files, split
+        self._spec = spec
+        self._files = files
+        self._split = split
         for file in files:
             if len(file) > INT32_MAX:
                 raise DataError(f"{file.prefix}.idx: sequence count={len(file)}, an order counts up to {INT32_MAX}")
-        self._weights = None if spec.weights is None else normalized(spec.weights)
-        self._bounds = [
-            split_bounds(spec.split, len(file))[SPLITS.index(split) : SPLITS.index(split) + 2] for file in files
-        ]
-        self._identities = [identity(file) for file in files]
-        self._samples = [samples_per_pass(file, bounds, spec.seq_len) for file, bounds in self._ranges()]
-        folder = Path(files[0].prefix).parent / "index-cache" if spec.cache == "auto" else spec.cache
+        self._weights: list[float] | None = None
+        if spec.weights is not None:
+            self._weights = normalized(spec.weights)
+        # of each data set: first and last but one document of the split, a hash, whole samples in one pass
+        self._bounds: list[tuple[int, int]] = []
+        self._identities: list[str] = []
+        self._samples: list[int | None] = []
+        number = SPLITS.index(split)
+        for file in files:
+            begin, end = split_bounds(spec.split, len(file))[number : number + 2]
+            self._bounds.append((begin, end))
+            self._identities.append(identity(file))
+            self._samples.append(samples_per_pass(file, (begin, end), spec.seq_len))
+        folder = spec.cache
+        if folder == "auto":
+            folder = Path(files[0].prefix).parent / "index-cache"
         self._cache = IndexCache(folder)
+        self._segments: list[_OrderSegment] = []
         if split == "train":
             self._check_train()
-            self._segments = [self._train_segment(n, (seed + k) % 2**32) for k, n in enumerate(segments)]
+            for index, n_samples in enumerate(segments):
+                # numpy's RandomState takes seeds of 32 bits
+                self._segments.append(self._train_segment(n_samples, (seed + index) % 2**32))
         else:
-            self._segments = [self._evaluation_segment()]
+            self._segments.append(self._evaluation_segment())
+        # position at which each segment ends
         self._ends = list(accumulate(segment.n_samples for segment in self._segments))
 
     def __len__(self) -> int:
         """Number of positions before the order ends (`train`) or begins again."""
         return self._ends[-1]
 
-    def place(self, position: int) -> SampleLocation:
+    def location(self, position: int) -> SampleLocation:
         """The data set and sample at a position. A position past the end of the training order is a bug."""
-        return self._locate(position)[1]
+        _, location = self._locate(position)
+        return location
 
     def pieces(self, position: int) -> tuple[int, list[tuple[int, int, int | None]]]:
         """The data set at a position and the (document, start, stop) of its seq_len + 1 tokens, in order.
 
         stop None: to the document's end.
         """
-        segment, place = self._locate(position)
-        index = segment.indices[place.dataset]
+        segment, location = self._locate(position)
+        index = segment.indices[location.dataset]
         assert index is not None, f"position {position} in a data set without samples"
         shuffle = index["shuffle_index"]
-        row = int(shuffle[place.sample if self._split == "train" else place.sample % len(shuffle)])
+        sample = location.sample
+        if self._split != "train":
+            # a blend may ask for more of a data set than its one pass holds
+            sample %= len(shuffle)
+        row = int(shuffle[sample])
+        # a sample ends with the token that the next one begins with: its last label
         (first, start), (last, stop) = index["sample_index"][row : row + 2].tolist()
         documents = index["document_index"][first : last + 1].tolist()
         if first == last:
-            return place.dataset, [(documents[0], start, stop + 1)]
-        middle = [(document, 0, None) for document in documents[1:-1]]
-        return place.dataset, [(documents[0], start, None), *middle, (documents[-1], 0, stop + 1)]
+            return location.dataset, [(documents[0], start, stop + 1)]
+        pieces = [(documents[0], start, None)]
+        pieces += [(document, 0, None) for document in documents[1:-1]]
+        pieces.append((documents[-1], 0, stop + 1))
+        return location.dataset, pieces
 
-    def _locate(self, position: int) -> tuple[_Segment, SampleLocation]:
+    def _locate(self, position: int) -> tuple[_OrderSegment, SampleLocation]:
         if self._split != "train":
             position %= len(self)
         assert 0 <= position < len(self), f"position {position} of {len(self)}"
         number = bisect_right(self._ends, position)
         segment = self._segments[number]
-        return segment, segment.place(position - (self._ends[number] - segment.n_samples))
-
-    def _ranges(self) -> list[tuple[IndexedFile, tuple[int, int]]]:
-        return list(zip(self._files, self._bounds, strict=True))
+        begin = self._ends[number] - segment.n_samples
+        return segment, segment.location(position - begin)
 
     def _check_train(self) -> None:
-        for (file, (begin, end)), n_samples in zip(self._ranges(), self._samples, strict=True):
+        for file, (begin, end), n_samples in zip(self._files, self._bounds, self._samples, strict=True):
             if n_samples is None:
                 raise DataError(
                     f"{file.prefix}: no tokens in the training split (documents {begin} to {end} of {len(file)}); "
@@ -152,17 +178,22 @@ class DataOrder:
                 "give the data sets weights"
             )
 
-    def _train_segment(self, n_samples: int, seed: int) -> _Segment:
+    def _train_segment(self, n_samples: int, seed: int) -> _OrderSegment:
         if self._weights is None and len(self._files) == 1:
-            return _Segment(n_samples, [self._index(0, seed, n_samples)], None)
+            return _OrderSegment(n_samples, [self._index(0, seed, n_samples)], None)
         if self._weights is None:
             return self._one_pass_segment(n_samples, seed)
+        # divided by their sum once more: see the note "What a weight does"
         blend = self._blend(normalized(self._weights), n_samples)
-        used = np.bincount(blend["dataset"], minlength=len(self._files))
-        wanted = [max(blend_share(w, n_samples), int(n), 1) for w, n in zip(self._weights, used, strict=True)]
-        return _Segment(n_samples, [self._index(k, seed, n) for k, n in enumerate(wanted)], blend)
+        used = np.bincount(blend["dataset"], minlength=len(self._files)).tolist()
+        indices: list[Arrays | None] = []
+        for number, (weight, n_used) in enumerate(zip(self._weights, used, strict=True)):
+            # Megatron's surplus, and never less than the blend takes: rounding may give more than a share
+            n_built = max(blend_share(weight, n_samples), n_used, 1)
+            indices.append(self._index(number, seed, n_built))
+        return _OrderSegment(n_samples, indices, blend)
 
-    def _one_pass_segment(self, n_samples: int, seed: int) -> _Segment:
+    def _one_pass_segment(self, n_samples: int, seed: int) -> _OrderSegment:
         """Of a blend without weights."""
         self._check_one_pass(n_samples)
         blend = self._blend(normalized([float(n) for n in self._samples]), n_samples)
@@ -173,26 +204,47 @@ class DataOrder:
                     f"data.blend: {n_samples} sequences of the blend take {n_used} of {file.prefix}, one pass holds "
                     f"{n_there}; train some steps less, or give the data sets weights"
                 )
-        return _Segment(n_samples, [self._index(k, seed, None) for k in range(len(self._files))], blend)
+        return _OrderSegment(n_samples, [self._index(k, seed, None) for k in range(len(self._files))], blend)
 
-    def _evaluation_segment(self) -> _Segment:
-        full = [k for k, n in enumerate(self._samples) if n]
-        if not full:
-            ranges = ", ".join(f"{b} to {e} of {file.prefix}" for file, (b, e) in self._ranges())
-            raise DataError(
-                f"data.split={self._spec.split}: the {self._split} split (documents {ranges}) holds no sequence of "
-                f"data.seq_len={self._spec.seq_len} tokens and one more; give it a larger share or shorten the sequence"
-            )
-        total = sum(self._samples[k] for k in full)
-        indices = [self._index(k, EVALUATION_SEED, None) if k in full else None for k in range(len(self._files))]
-        if len(full) == 1:
-            return _Segment(total, indices, None)
+    def _evaluation_segment(self) -> _OrderSegment:
+        """One pass over all data sets that hold a sample of the split; the others are left out of the blend."""
         shares = self._samples if self._weights is None else self._weights
-        blend = self._blend(normalized([float(shares[k]) for k in full]), total)
-        return _Segment(total, indices, blend | {"dataset": np.array(full)[blend["dataset"]]})
+        used: list[int] = []
+        used_shares: list[float] = []
+        total = 0
+        indices: list[Arrays | None] = []
+        for number, n_samples in enumerate(self._samples):
+            if not n_samples:
+                indices.append(None)
+                continue
+            used.append(number)
+            used_shares.append(float(shares[number]))
+            total += n_samples
+            indices.append(self._index(number, EVALUATION_SEED, None))
+        if not used:
+            raise DataError(
+                f"data.split={self._spec.split}: the {self._split} split (documents {self._documents_text()}) holds no "
+                f"sequence of data.seq_len={self._spec.seq_len} tokens and one more; give it a larger share or shorten "
+                "the sequence"
+            )
+        if len(used) == 1:
+            return _OrderSegment(total, indices, None, only=used[0])
+        blend = self._blend(normalized(used_shares), total)
+        # the blend counts the data sets that are used; the order counts all of them
+        dataset = np.array(used)[blend["dataset"]]
+        return _OrderSegment(total, indices, blend | {"dataset": dataset})
+
+    def _documents_text(self) -> str:
+        """`BEGIN to END of PREFIX` of every data set, for errors."""
+        texts = []
+        for file, (begin, end) in zip(self._files, self._bounds, strict=True):
+            texts.append(f"{begin} to {end} of {file.prefix}")
+        return ", ".join(texts)
 
     def _index(self, number: int, seed: int, n_samples: int | None) -> Arrays:
-        file, (begin, end) = self._files[number], self._bounds[number]
+        file = self._files[number]
+        begin, end = self._bounds[number]
+        # all that the index depends on
         key = {
             "kind": "gpt",
             "idx_sha256": self._identities[number],
@@ -221,7 +273,10 @@ class DataOrder:
 def samples_per_pass(file: IndexedFile, bounds: tuple[int, int], seq_len: int) -> int | None:
     """Whole samples that one pass over a range of documents holds; None when it has no tokens."""
     tokens = int(file.index.lengths[bounds[0] : bounds[1]].sum(dtype=np.int64))
-    return (tokens - 1) // seq_len if tokens else None
+    if not tokens:
+        return None
+    # the last sample needs one token more, its last label
+    return (tokens - 1) // seq_len
 
 
 def identity(file: IndexedFile) -> str:

@@ -64,7 +64,8 @@ def carries_checksums(path: str, group: int, key: str) -> bool:
         columns = [file.schema.column(number).path for number in range(len(file.schema.names))]
         if key not in columns:
             return True  # a list or a struct: no value of it is text
-        raw.seek(_first_page(file.metadata.row_group(group).column(columns.index(key))))
+        column = file.metadata.row_group(group).column(columns.index(key))
+        raw.seek(_first_page(column))
         return _has_crc(raw.read(_HEADER_BYTES))
 
 
@@ -108,9 +109,13 @@ def _first_page(column: Any) -> int:
 
 def _has_crc(header: bytes) -> bool:
     """Whether the header of a page has the field of the CRC: numbers 1 to 3 come before it, 5 and more after it."""
-    position = field = 0
+    # Thrift's compact protocol: a byte with the step to the field's number and its type, then the value, here a
+    # number of seven bits a byte whose last byte has the high bit clear.
+    position = 0
+    field = 0
     while field < _CRC_FIELD and position < len(header):
-        step, kind = header[position] >> 4, header[position] & 15
+        step = header[position] >> 4
+        kind = header[position] & 15
         field += step
         position += 1
         if kind != _I32 or not step:

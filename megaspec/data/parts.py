@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import DataError, WriteError
-from megaspec.data.inputs import Part, lines_before
+from megaspec.data.inputs import InputPart, lines_before
 from megaspec.data.manifest import SampleRecord
-from megaspec.data.prepare_worker import Settings, part_path
+from megaspec.data.prepare_worker import PrepareSettings, part_path
 from megaspec.data.workers import run_workers
 
 _SHOWN = 10
@@ -21,7 +21,7 @@ _CHUNK = 2**22
 
 
 @dataclass(frozen=True)
-class Progress:
+class JobProgress:
     """How far a job is."""
 
     bytes_done: int
@@ -44,29 +44,39 @@ class Allowed:
 
 
 def make_parts(
-    parts: list[Part],
-    settings: Settings,
+    parts: list[InputPart],
+    settings: PrepareSettings,
     workers: int,
     allowed: Allowed,
-    progress: Callable[[Progress], None],
+    progress: Callable[[JobProgress], None],
 ) -> tuple[list[dict[str, Any]], int]:
     """What NUMBER.json says of every part, made where it isn't there; and how many were there."""
-    entries = {part.number: entry for part in parts if (entry := load_part(settings.folder, part)) is not None}
-    reused = len(entries)
-    total = sum(part.bytes for part in parts)
-    done = sum(part.bytes for part in parts if part.number in entries)
-    running: dict[int, Counter[str]] = {}
+    entries: dict[int, dict[str, Any]] = {}
+    missing = []
+    bytes_total = 0
+    bytes_done = 0
+    for part in parts:
+        bytes_total += part.bytes
+        entry = load_part(settings.folder, part)
+        if entry is None:
+            missing.append(part)
+        else:
+            entries[part.number] = entry
+            bytes_done += part.bytes
+    n_reused = len(entries)
     check_losses(parts, entries, settings, allowed)
     check_bad(parts, entries, allowed.bad_lines)
-    missing = [part for part in parts if part.number not in entries]
+    # characters, documents and tokens of the parts that are being made, as their workers tell them
+    running: dict[int, Counter[str]] = {}
     for part, event in run_workers(missing, settings, workers):
         if "done" in event:
             running.pop(part.number, None)
+            # what a worker says it wrote is read back and held against its checksums
             entry = load_part(settings.folder, part)
             if entry is None:
                 raise WriteError(f"{part_path(settings.folder, part.number, '.bin')}: not what was written")
             entries[part.number] = entry
-            done += part.bytes
+            bytes_done += part.bytes
             # Before bad lines: a document of which nothing is left counts as an empty one.
             if entry["sample"]["lost_characters"]:
                 check_losses(parts, entries, settings, allowed)
@@ -75,17 +85,28 @@ def make_parts(
             running.setdefault(part.number, Counter()).update(event)
         extra = sum(running.values(), Counter())
         documents, tokens, bad = sums(list(entries.values()))
-        bytes_done = min(total, done + extra["characters"])
-        progress(Progress(bytes_done, total, documents + extra["documents"], tokens + extra["tokens"], bad, "tokens"))
-    return [entries[part.number] for part in parts], reused
+        progress(
+            JobProgress(
+                # a character has a byte at least
+                bytes_done=min(bytes_total, bytes_done + extra["characters"]),
+                bytes_total=bytes_total,
+                documents=documents + extra["documents"],
+                tokens=tokens + extra["tokens"],
+                bad=bad,
+                stage="tokens",
+            )
+        )
+    return [entries[part.number] for part in parts], n_reused
 
 
-def load_part(folder: str, part: Part) -> dict[str, Any] | None:
+def load_part(folder: str, part: InputPart) -> dict[str, Any] | None:
     """What NUMBER.json says, None when the part isn't whole."""
     entry = read_json(part_path(folder, part.number, ".json"))
     if entry is None or entry["part"] != part.identity:
         return None
-    data, lengths = part_path(folder, part.number, ".bin"), part_path(folder, part.number, ".len")
+    data = part_path(folder, part.number, ".bin")
+    lengths = part_path(folder, part.number, ".len")
+    # cheap checks first: all of .bin is read only where everything else is right
     if not data.exists() or data.stat().st_size != entry["bytes"] or not lengths.exists():
         return None
     if zlib.crc32(lengths.read_bytes()) != entry["lengths_crc32"]:
@@ -94,22 +115,33 @@ def load_part(folder: str, part: Part) -> dict[str, Any] | None:
     with open(data, "rb") as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
-    return entry if crc == entry["crc32"] else None
+    if crc != entry["crc32"]:
+        return None
+    return entry
 
 
 def sums(entries: list[dict[str, Any]]) -> tuple[int, int, int]:
-    return (
-        sum(entry["documents"] for entry in entries),
-        sum(entry["tokens"] for entry in entries),
-        sum(sum(entry["bad"].values()) for entry in entries),
-    )
+    """Documents, tokens and bad lines of parts."""
+    documents = 0
+    tokens = 0
+    bad = 0
+    for entry in entries:
+        documents += entry["documents"]
+        tokens += entry["tokens"]
+        bad += sum(entry["bad"].values())
+    return documents, tokens, bad
 
 
 def bad_by_kind(entries: list[dict[str, Any]]) -> dict[str, int]:
-    return dict(sum((Counter(entry["bad"]) for entry in entries), Counter()))
+    """Bad lines of parts, counted by what is wrong with them."""
+    kinds: Counter[str] = Counter()
+    for entry in entries:
+        kinds.update(entry["bad"])
+    return dict(kinds)
 
 
-def check_bad(parts: list[Part], entries: dict[int, dict[str, Any]], skip_bad: int) -> None:
+def check_bad(parts: list[InputPart], entries: dict[int, dict[str, Any]], skip_bad: int) -> None:
+    """Raises DataError that tells places, where there are more bad lines than are left out."""
     kinds = bad_by_kind(list(entries.values()))
     n_bad = sum(kinds.values())
     if n_bad <= skip_bad:
@@ -121,40 +153,49 @@ def check_bad(parts: list[Part], entries: dict[int, dict[str, Any]], skip_bad: i
                 piece = part.slices[number]
                 shown.append(f"  {piece.path}:{lines_before(piece) + line}: {kind}")
     counted = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-    more = [f"  and {n_bad - len(shown)} more"] if n_bad > len(shown) else []
-    still = "" if len(entries) == len(parts) else " so far"
-    raise DataError(
-        [
-            f"{n_bad} bad lines{still} ({counted}), --skip-bad {skip_bad} allows {skip_bad}:",
-            *shown,
-            *more,
-            "mend the input, or leave them out with a larger --skip-bad",
-        ]
-    )
+    lines = [f"{n_bad} bad lines{_so_far(parts, entries)} ({counted}), --skip-bad {skip_bad} allows {skip_bad}:"]
+    lines += shown
+    if n_bad > len(shown):
+        lines.append(f"  and {n_bad - len(shown)} more")
+    lines.append("mend the input, or leave them out with a larger --skip-bad")
+    raise DataError(lines)
+
+
+def _so_far(parts: list[InputPart], entries: dict[int, dict[str, Any]]) -> str:
+    """What a count says that is not yet of all parts."""
+    if len(entries) < len(parts):
+        return " so far"
+    return ""
 
 
 def sample_of(entries: list[dict[str, Any]]) -> SampleRecord:
     """What the samples of all parts say together."""
-    samples = [entry["sample"] for entry in entries]
     lost: Counter[str] = Counter()
-    for sample in samples:
+    counts = {"documents": 0, "characters": 0, "lossy_documents": 0, "lost_characters": 0}
+    for entry in entries:
+        sample = entry["sample"]
         lost.update(sample["lost"])
+        for name in counts:
+            counts[name] += sample[name]
+    # by count, then by character, so that the manifest doesn't depend on the order of the parts
     commonest = sorted(lost.items(), key=lambda one: (-one[1], one[0]))[:_LOST_KEPT]
-    names = ("documents", "characters", "lossy_documents", "lost_characters")
-    return SampleRecord(lost=dict(commonest), **{name: sum(sample[name] for sample in samples) for name in names})
+    return SampleRecord(lost=dict(commonest), **counts)
 
 
 def losses(sample: SampleRecord) -> str:
     """What was lost, in a line."""
     shown = [f"{character!r} {count}" for character, count in list(sample.lost.items())[:_SHOWN]]
-    more = ", ..." if len(sample.lost) > _SHOWN else ""
+    if len(sample.lost) > _SHOWN:
+        shown.append("...")
     return (
         f"{sample.lost_characters:,} of {sample.characters:,} characters in {sample.lossy_documents:,} of "
-        f"{sample.documents:,} sampled documents ({', '.join(shown)}{more})"
+        f"{sample.documents:,} sampled documents ({', '.join(shown)})"
     )
 
 
-def check_losses(parts: list[Part], entries: dict[int, dict[str, Any]], settings: Settings, allowed: Allowed) -> None:
+def check_losses(
+    parts: list[InputPart], entries: dict[int, dict[str, Any]], settings: PrepareSettings, allowed: Allowed
+) -> None:
     """Raises DataError where the tokenizer loses characters and may not."""
     sample = sample_of(list(entries.values()))
     if allowed.losses or not sample.lost_characters:
@@ -165,10 +206,9 @@ def check_losses(parts: list[Part], entries: dict[int, dict[str, Any]], settings
             if len(shown) < _SHOWN:
                 piece = part.slices[number]
                 shown.append(f"  {piece.path}:{lines_before(piece) + line}")
-    still = "" if len(entries) == len(parts) else " so far"
     raise DataError(
         [
-            f"{settings.tokenizer_where}: this tokenizer loses {losses(sample)}{still}:",
+            f"{settings.tokenizer_where}: this tokenizer loses {losses(sample)}{_so_far(parts, entries)}:",
             *shown,
             "take one that knows these characters, or accept the loss with --allow-lossy-tokenizer",
         ]
@@ -176,6 +216,7 @@ def check_losses(parts: list[Part], entries: dict[int, dict[str, Any]], settings
 
 
 def read_json(path: Path) -> Any:
+    """What a file of a job says; None where it isn't there or was torn by a kill."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):

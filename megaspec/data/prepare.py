@@ -26,16 +26,16 @@ import tokenizers
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_atomically, write_error
 from megaspec.data.indexed import index_bytes, token_dtype
-from megaspec.data.inputs import Input, Part, changed, cut, find_inputs, read_documents
+from megaspec.data.inputs import Input, InputPart, changed, cut, find_inputs, read_documents
 from megaspec.data.manifest import (
-    Manifest,
+    DataManifest,
     block_bytes_for,
     crc32_of_blocks,
     load_manifest,
     write_manifest,
 )
-from megaspec.data.parts import Allowed, Progress, bad_by_kind, make_parts, read_json, sample_of, sums
-from megaspec.data.prepare_worker import Settings, part_path
+from megaspec.data.parts import Allowed, JobProgress, bad_by_kind, make_parts, read_json, sample_of, sums
+from megaspec.data.prepare_worker import PrepareSettings, part_path
 from megaspec.data.provenance import record_of
 from megaspec.data.source_sums import SUMS, SourceSums, differences
 from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
@@ -49,11 +49,11 @@ _COPY = 2**22
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """The result of a job."""
 
     prefix: str
-    manifest: Manifest
+    manifest: DataManifest
     was_there: bool
     """The files were there already, made by the same job."""
     parts_reused: int
@@ -76,8 +76,8 @@ def prepare(
     append_eod: bool = True,
     resume: bool = True,
     overwrite: bool = False,
-    progress: Callable[[Progress], None] = lambda progress: None,
-) -> Prepared:
+    progress: Callable[[JobProgress], None] = lambda progress: None,
+) -> PreparedData:
     """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, `.tokenizer.json`.
 
     inputs: files, folders, or `python` for the corpus that ships with Python. key: where JSON lines and parquet
@@ -102,38 +102,34 @@ def prepare(
     # With --overwrite the files are made again where their sources changed.
     if finished is not None and not _changed_sources(prefix, finished, found, overwrite=overwrite):
         shutil.rmtree(folder, ignore_errors=True)
-        return Prepared(prefix, finished, True, 0, passed_over)
+        return PreparedData(prefix, finished, True, 0, passed_over)
     _refuse_overwriting(prefix, folder, job, found, overwrite=overwrite)
     with _own_folder(folder, job, resume=resume):
         _remove_leftovers(prefix)
         sources = SourceSums(folder, found)
         parts = cut(found)
+        total = sum(part.bytes for part in parts)
         if isinstance(tokenizer, BpeRequest):
-            progress(Progress(0, sum(p.bytes for p in parts), 0, 0, 0, "tokenizer"))
+            progress(JobProgress(0, total, 0, 0, 0, "tokenizer"))
         tokenizer = _tokenizer_in(folder, tokenizer, parts, key)
-        settings = Settings(
-            folder=str(folder),
-            key=key,
-            eod=tokenizer.eod if append_eod else None,
-            dtype=token_dtype(tokenizer.vocab_size).str,
-            tokenizer=str(folder / "tokenizer.json") if isinstance(tokenizer, FileTokenizer) else None,
-            tokenizer_where=tokenizer.where if isinstance(tokenizer, FileTokenizer) else tokenizer.name,
-            cpu_seconds=TOKENIZER_SECONDS,
-        )
+        settings = _worker_settings(folder, tokenizer, key=key, append_eod=append_eod)
 
-        def show(now: Progress) -> None:
+        def show(now: JobProgress) -> None:
+            # as soon as the hashes are there: where an input has changed, work on its parts is for nothing
             sources.keep()
             progress(now)
 
         try:
             entries, reused = make_parts(parts, settings, workers, allowed, show)
         finally:
+            # a job that ends by an error may go on later, and has to know then what its parts were made from
             sources.keep()
         described = sources.wait()
-        if (moved := changed(found)) is not None:
+        # after the last read of the inputs, before the first byte under the final names
+        moved = changed(found)
+        if moved is not None:
             raise DataError(f"{moved}: changed while it was read; start the same command again")
-        total = sum(part.bytes for part in parts)
-        progress(Progress(total, total, *sums(entries), "files"))
+        progress(JobProgress(total, total, *sums(entries), "files"))
         description = {
             "tokenizer": record_of(tokenizer),
             "append_eod": append_eod,
@@ -142,24 +138,48 @@ def prepare(
             "job": job,
         }
         manifest = _publish(prefix, folder, parts, entries, tokenizer, description)
-    unchecked = sorted({path for entry in entries for path in entry["without_checksums"]})
-    return Prepared(prefix, manifest, False, reused, passed_over, tuple(unchecked))
+    without_checksums: set[str] = set()
+    for entry in entries:
+        without_checksums.update(entry["without_checksums"])
+    return PreparedData(prefix, manifest, False, reused, passed_over, tuple(sorted(without_checksums)))
+
+
+def _worker_settings(folder: Path, tokenizer: Tokenizer, *, key: str, append_eod: bool) -> PrepareSettings:
+    """What every worker is told; one that reads a tokenizer.json reads the folder's own copy."""
+    path = None
+    where = tokenizer.name
+    if isinstance(tokenizer, FileTokenizer):
+        path = str(folder / "tokenizer.json")
+        where = tokenizer.where
+    return PrepareSettings(
+        folder=str(folder),
+        key=key,
+        eod=tokenizer.eod if append_eod else None,
+        dtype=token_dtype(tokenizer.vocab_size).str,
+        tokenizer=path,
+        tokenizer_where=where,
+        cpu_seconds=TOKENIZER_SECONDS,
+    )
 
 
 def _job_hash(inputs: list[Input], tokenizer: Tokenizer | BpeRequest, *, key: str, append_eod: bool) -> str:
-    trained = isinstance(tokenizer, BpeRequest)
+    """Hash of all that the files depend on, but for what the inputs hold: their names, sizes and times stand for it."""
     job = {
         "format": 1,
         "inputs": [[given.name, given.files] for given in inputs],
-        "tokenizer": f"bpe:{tokenizer.vocab_size}" if trained else tokenizer.sha256,
-        "eod": None if trained else tokenizer.eod,
         "key": key,
         "append_eod": append_eod,
     }
+    if isinstance(tokenizer, BpeRequest):
+        # it is trained on the inputs
+        job |= {"tokenizer": f"bpe:{tokenizer.vocab_size}", "eod": None}
+    else:
+        job |= {"tokenizer": tokenizer.sha256, "eod": tokenizer.eod}
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
 
 
-def _finished(prefix: str, job: str, allowed: Allowed) -> Manifest | None:
+def _finished(prefix: str, job: str, allowed: Allowed) -> DataManifest | None:
+    """The manifest of files that the same job has made; None where there are none, or it would refuse them now."""
     manifest = _manifest_of(prefix)
     if manifest is None or manifest.job != job or sum(manifest.bad_lines.values()) > allowed.bad_lines:
         return None
@@ -178,13 +198,12 @@ def _find(inputs: list[str], prefix: str) -> list[Input]:
         return find_inputs(inputs)
     except DataError as error:
         made = _manifest_of(prefix)
-        names = [record.name for record in made.sources] if made is not None else []
-        if not set(names) & set(inputs):
+        if made is None or not any(record.name in inputs for record in made.sources):
             raise
         raise DataError(f"{error}; {_as_it_is(prefix)}, or put the input back") from error
 
 
-def _changed_sources(prefix: str, manifest: Manifest, found: list[Input], *, overwrite: bool) -> bool:
+def _changed_sources(prefix: str, manifest: DataManifest, found: list[Input], *, overwrite: bool) -> bool:
     """Whether inputs of the same sizes and times hold other bytes than those that the files were made from.
 
     Raises DataError for one that does, without `overwrite`, or that can't be read.
@@ -205,7 +224,7 @@ def _as_it_is(prefix: str) -> str:
     return f"train from {prefix} as it is, which was made already and needs its input no more"
 
 
-def _manifest_of(prefix: str) -> Manifest | None:
+def _manifest_of(prefix: str) -> DataManifest | None:
     """The manifest that is there; None where there is none that can be read."""
     try:
         return load_manifest(prefix)
@@ -226,13 +245,19 @@ def _made_from_other(prefix: str, found: list[Input]) -> str:
 
 
 def _refuse_overwriting(prefix: str, folder: Path, job: str, found: list[Input], *, overwrite: bool) -> None:
-    ours = read_json(folder / "job.json") == _resume_key(job) and (folder / "publishing").exists()
-    there = [f"{prefix}{ending}" for ending in (".bin", ".idx", ".manifest.json") if Path(f"{prefix}{ending}").exists()]
-    if there and not ours and not overwrite:
-        raise DataError(
-            f"--out {prefix}: {there[0]} is there, {_made_from_other(prefix, found)}; "
-            "choose another name, or replace it with --overwrite"
-        )
+    """Raises DataError where files of the final names are there that this job has not begun to publish."""
+    if overwrite:
+        return
+    is_published_by_us = read_json(folder / "job.json") == _resume_key(job) and (folder / "publishing").exists()
+    if is_published_by_us:
+        return
+    for ending in (".bin", ".idx", ".manifest.json"):
+        path = f"{prefix}{ending}"
+        if Path(path).exists():
+            raise DataError(
+                f"--out {prefix}: {path} is there, {_made_from_other(prefix, found)}; "
+                "choose another name, or replace it with --overwrite"
+            )
 
 
 @contextmanager
@@ -248,6 +273,7 @@ def _own_folder(folder: Path, job: str, *, resume: bool) -> Iterator[None]:
         if not resume or not is_same:
             for path in folder.iterdir():
                 path.unlink()
+            # after the parts of the other job are gone: what lies beside job.json is that job's
             write_atomically(folder / "job.json", [json.dumps(_resume_key(job)).encode()])
         yield
         shutil.rmtree(folder)
@@ -284,7 +310,7 @@ def _lock(folder: Path) -> int:
         os.close(lock)
 
 
-def _tokenizer_in(folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[Part], key: str) -> Tokenizer:
+def _tokenizer_in(folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[InputPart], key: str) -> Tokenizer:
     """The tokenizer with its file in the folder, trained if need be."""
     path = folder / "tokenizer.json"
     if isinstance(tokenizer, BpeRequest):
@@ -297,7 +323,7 @@ def _tokenizer_in(folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[P
     return tokenizer
 
 
-def _training_texts(parts: list[Part], key: str) -> Iterator[str]:
+def _training_texts(parts: list[InputPart], key: str) -> Iterator[str]:
     """Documents from the beginning of every part, so that all of the input has its share."""
     each = BPE_TRAINING_BYTES // max(1, len(parts))
     for part in parts:
@@ -314,53 +340,56 @@ def _training_texts(parts: list[Part], key: str) -> Iterator[str]:
 def _publish(
     prefix: str,
     folder: Path,
-    parts: list[Part],
+    parts: list[InputPart],
     entries: list[dict[str, Any]],
     tokenizer: Tokenizer,
     description: dict[str, Any],
-) -> Manifest:
+) -> DataManifest:
     """Put the parts together under the final names, the manifest last."""
     dtype = token_dtype(tokenizer.vocab_size)
-    lengths = np.concatenate(
-        [np.frombuffer(part_path(folder, part.number, ".len").read_bytes(), np.int32) for part in parts]
-        or [np.zeros(0, dtype=np.int32)]
-    )
+    # tokens of each document, of all parts one after the other
+    lengths = np.zeros(0, dtype=np.int32)
+    if parts:
+        of_parts = [part_path(folder, part.number, ".len").read_bytes() for part in parts]
+        lengths = np.frombuffer(b"".join(of_parts), np.int32)
     if not len(lengths):
         raise DataError(f"--out {prefix}: the input holds no document")
     n_bytes = sum(entry["bytes"] for entry in entries)
-    index = index_bytes(dtype, lengths)
-    idx_bytes = sum(map(len, index))
-    joined = b"".join(index)
+    index = b"".join(index_bytes(dtype, lengths))
+    # from here on what lies under the final names is ours to replace, see _refuse_overwriting
     write_atomically(folder / "publishing", [b""])
     block = block_bytes_for(n_bytes)
     bin_path = Path(f"{prefix}.bin")
     write_atomically(bin_path, _chunks(folder, parts, entries), need=n_bytes)
-    write_atomically(Path(f"{prefix}.idx"), [joined], need=idx_bytes)
+    write_atomically(Path(f"{prefix}.idx"), [index], need=len(index))
     if isinstance(tokenizer, FileTokenizer):
         write_atomically(tokenizer_path(prefix), [tokenizer.text], need=len(tokenizer.text))
     else:
         tokenizer_path(prefix).unlink(missing_ok=True)
-    manifest = Manifest(
+    manifest = DataManifest(
         tokens=n_bytes // dtype.itemsize,
         documents=len(lengths),
         sequences=len(lengths),
         dtype=dtype.name,
         bad_lines=bad_by_kind(entries),
         bin_bytes=n_bytes,
-        idx_bytes=idx_bytes,
-        idx_sha256=hashlib.sha256(joined).hexdigest(),
+        idx_bytes=len(index),
+        idx_sha256=hashlib.sha256(index).hexdigest(),
         block_bytes=block,
         bin_crc32=crc32_of_blocks(np.memmap(bin_path, dtype=np.uint8, mode="r"), block),
-        idx_crc32=crc32_of_blocks(joined, block),
+        idx_crc32=crc32_of_blocks(index, block),
         **description,
     )
+    # last: files without it, or with an older one, are refused
     write_manifest(prefix, manifest)
     return manifest
 
 
-def _chunks(folder: Path, parts: list[Part], entries: list[dict[str, Any]]) -> Iterator[bytes]:
+def _chunks(folder: Path, parts: list[InputPart], entries: list[dict[str, Any]]) -> Iterator[bytes]:
+    """The bytes of all parts' .bin, held against their checksums on the way. Raises DataError."""
     for part, entry in zip(parts, entries, strict=True):
-        path, crc = part_path(folder, part.number, ".bin"), 0
+        path = part_path(folder, part.number, ".bin")
+        crc = 0
         with open(path, "rb") as file:
             while chunk := file.read(_COPY):
                 crc = zlib.crc32(chunk, crc)

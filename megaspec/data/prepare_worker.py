@@ -21,16 +21,21 @@ import numpy as np
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_error
-from megaspec.data.inputs import Bad, Part, Slice, carries_checksums, lines_before, read_documents
+from megaspec.data.inputs import BadLine, InputPart, InputSlice, carries_checksums, lines_before, read_documents
 from megaspec.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 # Bad lines of a part that are kept with their place; all are counted.
 PLACES_KEPT = 100
-_BATCH_CHARACTERS, _BATCH_TEXTS = 2**17, 128
+# Texts that the tokenizer gets at once: until they have so many characters, or are so many.
+_BATCH_CHARACTERS = 2**17
+_BATCH_TEXTS = 128
 # The sample of a part that goes through the tokenizer and back: its first documents until they have so many characters
 # (those of the first part more, so that small inputs are tried whole), every so many-th document after them, and of a
 # long document its beginning. It depends on the input alone.
-SAMPLE_FIRST_PART, SAMPLE_CHARACTERS, SAMPLE_EVERY, SAMPLE_LENGTH = 2**17, 2**13, 128, 2**15
+SAMPLE_FIRST_PART = 2**17
+SAMPLE_CHARACTERS = 2**13
+SAMPLE_EVERY = 128
+SAMPLE_LENGTH = 2**15
 # Of what is lost, so many different characters are kept with their counts.
 LOST_KEPT = 50
 # What a tokenizer may take for a text beyond the seconds that it has in any case. Usual ones take a million a second.
@@ -38,7 +43,7 @@ _CHARACTERS_PER_SECOND = 10_000
 
 
 @dataclass(frozen=True)
-class Settings:
+class PrepareSettings:
     """What all parts share."""
 
     folder: str
@@ -64,23 +69,28 @@ def part_path(folder: str | Path, number: int, ending: str) -> Path:
 class PartWriter:
     """Tokenizes one part into NUMBER.bin, NUMBER.len (int32 lengths) and, last, NUMBER.json."""
 
-    def __init__(self, settings: Settings, tokenizer: Tokenizer, report: Any):
-        self._settings, self._tokenizer, self._report = settings, tokenizer, report
+    def __init__(self, settings: PrepareSettings, tokenizer: Tokenizer, report: Any):
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._report = report
         self._dtype = np.dtype(settings.dtype)
         self._typecode = {"u2": "H", "i4": "i"}[self._dtype.str[1:]]
 
-    def write(self, part: Part) -> None:
+    def write(self, part: InputPart) -> None:
         """Make the files of a part. Raises DataError for unreadable input, WriteError."""
-        self._lengths, self._crc, self._bytes = array("i"), 0, 0
+        self._lengths = array("i")
+        self._crc = 0
+        self._bytes = 0
         self._bad: dict[str, int] = {}
         self._places: list[tuple[int, int, str]] = []
         self._checksums: dict[str, bool] = {}
-        self._sample = Sample(SAMPLE_CHARACTERS if part.number else SAMPLE_FIRST_PART)
+        self._sample = RoundTripSample(SAMPLE_CHARACTERS if part.number else SAMPLE_FIRST_PART)
         temporary = part_path(self._settings.folder, part.number, f".{os.getpid()}.tmp")
         try:
             with open(temporary, "wb", buffering=2**20) as self._file:
                 for number, piece in enumerate(part.slices):
                     self._slice(number, piece)
+            # .json last: with it the part counts as done
             os.replace(temporary, part_path(self._settings.folder, part.number, ".bin"))
             lengths = self._lengths.tobytes()
             self._publish(part.number, ".len", lengths)
@@ -103,12 +113,12 @@ class PartWriter:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _slice(self, number: int, piece: Slice) -> None:
+    def _slice(self, number: int, piece: InputSlice) -> None:
         texts: list[str] = []
         lines: list[int] = []
         characters = 0
         for line, text in read_documents(piece, self._settings.key):
-            if isinstance(text, Bad):
+            if isinstance(text, BadLine):
                 self._count(number, line, text.kind)
                 continue
             texts.append(text)
@@ -116,13 +126,15 @@ class PartWriter:
             characters += len(text)
             if characters >= _BATCH_CHARACTERS or len(texts) >= _BATCH_TEXTS:
                 self._encode(number, piece, texts, lines)
-                texts, lines, characters = [], [], 0
+                texts = []
+                lines = []
+                characters = 0
         if texts:
             self._encode(number, piece, texts, lines)
         if piece.path not in self._checksums:
             self._checksums[piece.path] = carries_checksums(piece, self._settings.key)
 
-    def _encode(self, number: int, piece: Slice, texts: list[str], lines: list[int]) -> None:
+    def _encode(self, number: int, piece: InputSlice, texts: list[str], lines: list[int]) -> None:
         eod = self._settings.eod
         before = len(self._lengths)
         pieces = []
@@ -170,7 +182,7 @@ class PartWriter:
         os.replace(temporary, part_path(self._settings.folder, number, ending))
 
 
-class Sample:
+class RoundTripSample:
     """Documents of a part that are tokenized and put together again, to see what is lost of them."""
 
     def __init__(self, n_characters: int):
@@ -228,7 +240,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def open_tokenizer(settings: Settings) -> Tokenizer:
+def open_tokenizer(settings: PrepareSettings) -> Tokenizer:
     """The tokenizer of a worker."""
     if settings.tokenizer is None:
         return ByteTokenizer()
@@ -244,11 +256,11 @@ def main() -> int:
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
 
-    settings = Settings(**json.loads(sys.stdin.readline()))
+    settings = PrepareSettings(**json.loads(sys.stdin.readline()))
     try:
         writer = PartWriter(settings, open_tokenizer(settings), report)
         for line in sys.stdin:
-            part = Part.from_json(json.loads(line))
+            part = InputPart.from_json(json.loads(line))
             writer.write(part)
             report({"done": part.number})
     except DataError as error:

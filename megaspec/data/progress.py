@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaspec.core.terminal import Terminal, escape
-from megaspec.data.parts import Progress as JobProgress
-from megaspec.data.parts import losses
-from megaspec.data.prepare import Prepared
+from megaspec.data.parts import JobProgress, losses
+from megaspec.data.prepare import PreparedData
 
 _STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "files": "writing the files"}
 
@@ -33,7 +32,9 @@ def prepare_progress() -> Iterator[Callable[[JobProgress], None]]:
         task = bar.add_task("starting", total=None, counts="")
 
         def show(now: JobProgress) -> None:
-            counts = f"{now.documents:,} documents, {now.tokens:,} tokens" + (f", {now.bad} bad" if now.bad else "")
+            counts = f"{now.documents:,} documents, {now.tokens:,} tokens"
+            if now.bad:
+                counts += f", {now.bad} bad"
             bar.update(
                 task,
                 description=_STAGES[now.stage],
@@ -45,9 +46,10 @@ def prepare_progress() -> Iterator[Callable[[JobProgress], None]]:
         yield show
 
 
-def print_prepared(prepared: Prepared) -> None:
+def print_prepared(prepared: PreparedData) -> None:
     """One line that says what is there now, and one for everything that was left out."""
-    console, manifest = Terminal(soft_wrap=True), prepared.manifest
+    console = Terminal(soft_wrap=True)
+    manifest = prepared.manifest
     how = "was already prepared" if prepared.was_there else "prepared"
     text = (
         f"{prepared.prefix}: {how}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.dtype}, "

@@ -6,7 +6,7 @@ from pathlib import Path
 from megaspec.core.errors import DataError
 from megaspec.data import python_corpus
 from megaspec.data.inputs import PYTHON_CORPUS, Input
-from megaspec.data.manifest import SourceFile, SourceRecord, TokenizerRecord, load_manifest, sha256_of_files
+from megaspec.data.manifest import SourceFileRecord, SourceRecord, TokenizerRecord, load_manifest, sha256_of_files
 from megaspec.data.tokenizer import (
     TOKENIZER_LIMIT,
     ByteTokenizer,
@@ -26,10 +26,10 @@ def describe(given: Input) -> SourceRecord:
     if paths == [Path(given.name)]:
         return SourceRecord(name=_written(given.name), bytes=size, sha256=sha256_of_files(paths))
     root = Path(given.name)
-    files: list[SourceFile] = []
+    files: list[SourceFileRecord] = []
     for _, path, n_bytes, _ in given.files:
         name = _written(Path(path).relative_to(root).as_posix())
-        files.append(SourceFile(name=name, bytes=n_bytes, sha256=sha256_of_files([Path(path)])))
+        files.append(SourceFileRecord(name=name, bytes=n_bytes, sha256=sha256_of_files([Path(path)])))
     listed = "".join(f"{file.sha256}  {file.name}\n" for file in files)
     sha256 = hashlib.sha256(listed.encode()).hexdigest()
     return SourceRecord(name=_written(given.name), bytes=size, sha256=sha256, files=tuple(files))

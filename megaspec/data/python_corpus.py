@@ -22,7 +22,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 
 @dataclass(frozen=True)
-class Unit:
+class CorpusUnit:
     """One topic of the manual or one module of the standard library."""
 
     kind: str
@@ -34,15 +34,18 @@ class Unit:
 
 
 @cache
-def units() -> tuple[Unit, ...]:
+def units() -> tuple[CorpusUnit, ...]:
     """Everything in the corpus, in order."""
-    found = [Unit("topic", name, len(text.encode())) for name, text in topics.items()]
+    found = [CorpusUnit("topic", name, len(text.encode())) for name, text in topics.items()]
     root = _root()
     for folder, below, files in os.walk(root):
+        # os.walk goes on into what is left of this list
         below[:] = [name for name in below if name not in _LEFT_OUT]
-        for path in (Path(folder, name) for name in files if name.endswith(".py")):
-            if size := path.stat().st_size:
-                found.append(Unit("module", path.relative_to(root).as_posix(), size))
+        for name in files:
+            path = Path(folder, name)
+            size = path.stat().st_size if name.endswith(".py") else 0
+            if size:
+                found.append(CorpusUnit("module", path.relative_to(root).as_posix(), size))
     return tuple(sorted(found, key=lambda unit: hashlib.sha256(f"{unit.kind}:{unit.name}".encode()).digest()))
 
 
@@ -59,8 +62,12 @@ def documents(kind: str, name: str) -> Iterator[str]:
             tree = ast.parse(source)
     except (SyntaxError, UnicodeDecodeError, ValueError):
         return
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    docstrings = [text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+    docstrings = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                docstrings.append(text)
     if docstrings:
         yield "\n\n".join(docstrings)
     yield source

@@ -10,7 +10,9 @@ class RandomSource:
     """Sequences of independent uniform tokens, a function of (seed, split, position)."""
 
     def __init__(self, spec: RandomSpec, *, split: str, seed: int, segments: tuple[int, ...]):
-        self._spec, self._split, self._seed = spec, split, seed
+        self._spec = spec
+        self._split = split
+        self._seed = seed
         self._length = sum(segments) if split == "train" else EVALUATION_SAMPLES
 
     def __len__(self) -> int:

@@ -34,49 +34,59 @@ class RoundTrip:
 
     def lost(self, text: str) -> Counter[str]:
         """How often each character of a text does not come back."""
-        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        known = [i for i in ids if i != self._unknown_id]
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        known = [i for i in encoding.ids if i != self._unknown_id]
         back = self._decoder.decode(known, skip_special_tokens=False)
         # Tokens that the text itself names, as [SEP], come back as they are written: normal as well.
-        found = Counter(self._seen(back)) | Counter(self._seen(self._normal(back)))
-        if len(known) < len(ids):
-            for character, count in Counter(self._seen(self._normal(self._unknown))).items():
-                found[character] += count * text.count(self._unknown)
-        return Counter(self._seen(self._normal(text))) - found
+        found = self._characters(back) | self._characters(self._normal(back))
+        if len(known) < len(encoding.ids):
+            # an unknown token whose name stands in the text is no loss of that name
+            n_named = text.count(self._unknown)
+            for character, count in self._characters(self._normal(self._unknown)).items():
+                found[character] += count * n_named
+        return self._characters(self._normal(text)) - found
 
     def _normal(self, text: str) -> str:
+        """The text as the tokenizer's normalizer leaves it."""
         normalizer = self._tokenizer.normalizer
-        return text if normalizer is None else normalizer.normalize_str(text)
+        if normalizer is None:
+            return text
+        return normalizer.normalize_str(text)
 
-    def _seen(self, text: str) -> str:
+    def _characters(self, text: str) -> Counter[str]:
+        """How often each character stands in a text; of white space what the tokenizer keeps."""
         spaced = text.replace(_SPACE_SIGN, " ")
-        return spaced.strip() if self._keeps_spaces else "".join(spaced.split())
+        if self._keeps_spaces:
+            return Counter(spaced.strip())
+        return Counter("".join(spaced.split()))
 
 
 def _decoding(said: dict[str, Any], tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer with a decoder: without one, tokens would be put together with spaces between them."""
     if said.get("decoder") is not None:
         return tokenizer
-    is_bytes = any(part.get("type") == "ByteLevel" for part in _parts(said.get("pre_tokenizer")))
-    kinds = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    decoder = {"type": "ByteLevel", **kinds} if is_bytes else {"type": "Fuse"}
+    decoder: dict[str, Any] = {"type": "Fuse"}
+    if any(one.get("type") == "ByteLevel" for one in _flattened(said.get("pre_tokenizer"))):
+        decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     return Tokenizer.from_str(json.dumps(said | {"decoder": decoder}))
 
 
-def _parts(said: Any) -> list[dict[str, Any]]:
+def _flattened(said: Any) -> list[dict[str, Any]]:
     """A pre-tokenizer with all that it is a sequence of."""
+    found: list[dict[str, Any]] = []
     if isinstance(said, list):
-        return [part for one in said for part in _parts(one)]
-    if not isinstance(said, dict):
-        return []
-    return [said, *_parts(said.get("pretokenizers"))]
+        for one in said:
+            found += _flattened(one)
+    elif isinstance(said, dict):
+        found = [said, *_flattened(said.get("pretokenizers"))]
+    return found
 
 
 def _takes_spaces_away(pre_tokenizer: Any) -> bool:
-    for part in _parts(pre_tokenizer):
-        if part.get("type") in _WITHOUT_SPACES:
+    for one in _flattened(pre_tokenizer):
+        if one.get("type") in _WITHOUT_SPACES:
             return True
-        if part.get("type") == "CharDelimiterSplit" and str(part.get("delimiter")).isspace():
+        if one.get("type") == "CharDelimiterSplit" and str(one.get("delimiter")).isspace():
             return True
     return False
 

@@ -69,21 +69,22 @@ def difference(before: SourceRecord, now: SourceRecord) -> str:
         return ""
     old = {file.name: file.sha256 for file in before.files}
     new = {file.name: file.sha256 for file in now.files}
+    # an input that is one file has no list of files
     if not old or not new:
         return f"{before.name} changed: sha256={now.sha256}, it was {before.sha256}"
-    told: list[str] = []
+    changes: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         path = f"{before.name}/{name}"
         if name not in new:
-            told.append(f"{path} is missing")
+            changes.append(f"{path} is missing")
         elif name not in old:
-            told.append(f"{path} is new")
+            changes.append(f"{path} is new")
         elif old[name] != new[name]:
-            told.append(f"{path} changed: sha256={new[name]}, it was {old[name]}")
-    rest = len(told) - _MOST_TOLD
-    if rest > 0:
-        told[_MOST_TOLD:] = [f"{rest:,} more files"]
-    return ", ".join(told)
+            changes.append(f"{path} changed: sha256={new[name]}, it was {old[name]}")
+    shown = changes[:_MOST_TOLD]
+    if len(changes) > _MOST_TOLD:
+        shown.append(f"{len(changes) - _MOST_TOLD:,} more files")
+    return ", ".join(shown)
 
 
 def differences(before: Sequence[SourceRecord], found: Sequence[Input]) -> list[str]:
@@ -91,9 +92,12 @@ def differences(before: Sequence[SourceRecord], found: Sequence[Input]) -> list[
     records = {record.name: record for record in before}
     told: list[str] = []
     for given in found:
-        if given.name in records:
-            told.append(difference(records[given.name], describe(given)))
-    return [one for one in told if one]
+        if given.name not in records:
+            continue
+        change = difference(records[given.name], describe(given))
+        if change:
+            told.append(change)
+    return told
 
 
 def source_state(record: SourceRecord) -> str:
@@ -107,8 +111,10 @@ def source_state(record: SourceRecord) -> str:
         return f"can't be compared: {error}"
     if not told:
         return "as it was"
-    what = f" ({told})" if record.files else ""
-    return f"changed since: not what the data was made from{what}"
+    text = "changed since: not what the data was made from"
+    if record.files:
+        text += f" ({told})"
+    return text
 
 
 def changes_at_start(prefix: str) -> list[str]:
@@ -118,8 +124,10 @@ def changes_at_start(prefix: str) -> list[str]:
     starts at once: `megaspec data inspect` reads all of it.
     """
     manifest = load_manifest(prefix)
+    if manifest is None:
+        return []
     told: list[str] = []
-    for record in manifest.sources if manifest is not None else ():
+    for record in manifest.sources:
         # The corpus of a Python is no file that a user changes.
         if record.name == PYTHON_CORPUS or not os.path.lexists(record.name):
             continue
@@ -144,9 +152,9 @@ def _seen_change(record: SourceRecord, given: Input, manifest: Path) -> str:
     if size != record.bytes:
         return f"{record.name} changed: bytes={size:,}, it was {record.bytes:,}"
     made = manifest.stat().st_mtime_ns
-    later = [path for _, path, _, written in given.files if written > made]
-    if later:
-        return f"{later[0]} was written to since; `megaspec data inspect` says whether it is other text"
+    for _, path, _, written in given.files:
+        if written > made:
+            return f"{path} was written to since; `megaspec data inspect` says whether it is other text"
     return ""
 
 

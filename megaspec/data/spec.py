@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveFloat, PositiveInt
+from megaspec.core.kinds import Kinds
 
 # Version of the rules that make the training order of token files out of a spec. 1 divided a blend's weights by their
 # sum once, and built as much of a single weighted data set as of a bare one; 2 does both as Megatron (data/order.py).
@@ -76,4 +77,5 @@ class RandomSpec(DataSpec):
     """Token ids are below this."""
 
 
-DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec, Field(discriminator="kind")]
+SOURCE_KINDS = Kinds()
+DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec, SOURCE_KINDS]

@@ -19,7 +19,9 @@ class SyntheticSource:
     """Sequences as a function of (seed, split, position); the rule depends on the seed alone."""
 
     def __init__(self, spec: SyntheticSpec, *, split: str, seed: int, segments: tuple[int, ...]):
-        self._spec, self._split, self._seed = spec, split, seed
+        self._spec = spec
+        self._split = split
+        self._seed = seed
         self._length = sum(segments) if split == "train" else EVALUATION_SAMPLES
         bits = stream(seed, split="train", position=_TABLE_POSITION).random_raw(spec.vocab_size)
         self._table = np.argsort(bits, kind="stable").tolist()
@@ -28,11 +30,14 @@ class SyntheticSource:
         return self._length
 
     def read(self, position: int) -> Sample:
-        spec, n_tokens = self._spec, self._spec.seq_len
+        spec = self._spec
+        n_tokens = spec.seq_len
+        document_rate = DOCUMENT_RATE if spec.document_mask else 0
         random = stream(self._seed, split=self._split, position=position % len(self))
+        # the draws keep their order and number whatever the spec says: a sample is a function of its position
         drawn = (random.random_raw(n_tokens + 1) % np.uint64(spec.vocab_size)).astype(np.int64)
         noisy = uniform(random.random_raw(n_tokens + 1)) < spec.noise
-        begins = uniform(random.random_raw(n_tokens + 1)) < (DOCUMENT_RATE if spec.document_mask else 0)
+        begins = uniform(random.random_raw(n_tokens + 1)) < document_rate
         begins[0] = True
         spread, *counts = uniform(random.random_raw(n_tokens + 1))
         # Every sequence has a share of its own; over the sequences the shares average `masked`.
@@ -45,10 +50,15 @@ class SyntheticSource:
         )
 
     def _follow(self, tokens: list[int], noisy: list[bool], begins: list[bool]) -> np.ndarray:
-        table, order, first = self._table, self._spec.order, 0
+        """The drawn tokens, each replaced by what the rule makes of those before it, but for noise and beginnings."""
+        table = self._table
+        order = self._spec.order
+        first = 0
         for t in range(len(tokens)):
             if begins[t]:
                 first = t
             elif not noisy[t] and t - first >= order:
-                tokens[t] = table[tokens[t - 1 - tokens[t - 1] % order]]
+                # x[t-j], j = 1 + x[t-1] mod order
+                source = t - 1 - tokens[t - 1] % order
+                tokens[t] = table[tokens[source]]
         return np.array(tokens, dtype=np.int64)

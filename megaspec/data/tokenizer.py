@@ -116,7 +116,11 @@ class FileTokenizer:
             if found is None:
                 raise DataError(f"--eod {wanted}: {self.name} has no such token; its added tokens are {self._added()}")
             return found
-        return next((i for name in EOD_NAMES if (i := self._tokenizer.token_to_id(name)) is not None), None)
+        for name in EOD_NAMES:
+            found = self._tokenizer.token_to_id(name)
+            if found is not None:
+                return found
+        return None
 
     def _added(self) -> str:
         names = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
@@ -216,8 +220,11 @@ def _configured_eod(path: Path) -> str | None:
         token = json.loads(read_limited(path, CONFIG_LIMIT)).get("eos_token")
     except (ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: not a tokenizer configuration: {error}") from error
+    # as it is written for a token, or with its settings as an object
     content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    if not isinstance(content, str):
+        return None
+    return content
 
 
 def read_limited(path: Path, limit: int) -> bytes:

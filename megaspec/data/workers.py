@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import DataError, MegaspecError, WriteError
-from megaspec.data.inputs import Part
-from megaspec.data.prepare_worker import Settings
+from megaspec.data.inputs import InputPart
+from megaspec.data.prepare_worker import PrepareSettings
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +25,13 @@ class WorkerDied(MegaspecError):
 
 
 class _Worker:
-    def __init__(self, settings: Settings, part: Part):
-        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """A process of prepare_worker.py, and the part that it works on."""
+
+    def __init__(self, settings: PrepareSettings, part: InputPart):
+        path = str(_ROOT)
+        given = os.environ.get("PYTHONPATH")
+        if given:
+            path = f"{path}{os.pathsep}{given}"
         # One process per worker: the tokenizer's own threads would only compete with the other workers.
         environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         # What the tokenizer's library fails on becomes an error of ours; its own stack says nothing to a user.
@@ -64,7 +69,9 @@ class _Worker:
         self.process.wait()
 
 
-def run_workers(parts: Iterable[Part], settings: Settings, n_workers: int) -> Iterator[tuple[Part, dict[str, Any]]]:
+def run_workers(
+    parts: Iterable[InputPart], settings: PrepareSettings, n_workers: int
+) -> Iterator[tuple[InputPart, dict[str, Any]]]:
     """Have every part made; yields (part, event) as events come in, {"done": number} when a part is finished.
 
     Raises DataError and WriteError of the workers, and WorkerDied when one ends on its own. No worker is left behind.
@@ -85,6 +92,7 @@ def run_workers(parts: Iterable[Part], settings: Settings, n_workers: int) -> It
                     raise _death_of(worker, settings)
                 for event in events:
                     _raise_error(event)
+                    # read before the worker gets its next part: the event is of this one
                     part = worker.part
                     if "done" in event:
                         if waiting:
@@ -106,7 +114,7 @@ def _raise_error(event: dict[str, Any]) -> None:
         raise WriteError(event["write_error"])
 
 
-def _death_of(worker: _Worker, settings: Settings) -> MegaspecError:
+def _death_of(worker: _Worker, settings: PrepareSettings) -> MegaspecError:
     code = worker.process.wait()
     first = worker.part.slices[0].path
     if code == -signal.SIGPROF:
@@ -115,8 +123,12 @@ def _death_of(worker: _Worker, settings: Settings) -> MegaspecError:
             f"one more for each 10,000 characters, for a text of part {worker.part.number} ({first}): a regular "
             "expression in it backtracks, mend it or take another tokenizer"
         )
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    hint = "; when memory is short, use fewer --workers" if code == -signal.SIGKILL else ""
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    hint = ""
+    if code == -signal.SIGKILL:
+        hint = "; when memory is short, use fewer --workers"
     return WorkerDied(
         f"the worker with pid {worker.process.pid} {how} at part {worker.part.number} ({first}){hint}; "
         "the finished parts are kept, start the same command again"

@@ -36,7 +36,8 @@ def data_parallel(parallelism: ParallelismSpec) -> int:
 
 def batch_plan(train: TrainSpec, parallelism: ParallelismSpec, *, seq_len: int) -> BatchPlan:
     """The arithmetic of a recipe without open fields."""
-    schedule, dp = BatchSchedule(train), data_parallel(parallelism)
+    schedule = BatchSchedule(train)
+    dp = data_parallel(parallelism)
     sequences = schedule.consumed(train.steps)
     return BatchPlan(
         dp=dp,

@@ -27,8 +27,11 @@ class Curve(Frozen):
 
     @model_validator(mode="after")
     def _is_a_grid(self) -> Self:
-        if not self.sizes or any(not axis or list(axis) != sorted(set(axis)) for axis in self.sizes):
+        if not self.sizes:
             raise ValueError("every axis of sizes must ascend")
+        for axis in self.sizes:
+            if not axis or list(axis) != sorted(set(axis)):
+                raise ValueError("every axis of sizes must ascend")
         points = prod(len(axis) for axis in self.sizes)
         if len(self.seconds) != points:
             raise ValueError(f"{len(self.seconds)} seconds for a grid of {points} points")
@@ -36,25 +39,38 @@ class Curve(Frozen):
 
     def at(self, *wanted: float) -> float:
         """Seconds of one piece of work, a positive size for each axis."""
+        # logarithm of what sizes above the last point add
         grown = 0.0
+        # the points of the grid around the wanted one so far, each with its weight in the mean of logarithms
         corners = [(0, 1.0)]
         for axis, size in zip(self.sizes, wanted, strict=True):
             grown += max(0.0, log(size / axis[-1]))
-            inside = min(max(size, axis[0]), axis[-1])
-            left = max(0, min(bisect_right(axis, inside) - 1, len(axis) - 2))
-            share = log(inside / axis[left]) / log(axis[left + 1] / axis[left]) if len(axis) > 1 else 0.0
-            corners = [
-                (point * len(axis) + left + step, weight * part)
-                for point, weight in corners
-                for step, part in ((0, 1 - share), (1, share))
-                if part > 0
-            ]
+            left, share = _between(axis, size)
+            around = []
+            for point, weight in corners:
+                neighbour = point * len(axis) + left
+                if share < 1:
+                    around.append((neighbour, weight * (1 - share)))
+                if share > 0:
+                    around.append((neighbour + 1, weight * share))
+            corners = around
         return exp(grown + sum(weight * log(self.seconds[point]) for point, weight in corners))
+
+
+def _between(axis: tuple[float, ...], size: float) -> tuple[int, float]:
+    """The point of an axis left of a size, and how far the size is on the way to the next one, by logarithms."""
+    inside = min(max(size, axis[0]), axis[-1])
+    if len(axis) == 1:
+        return 0, 0.0
+    left = max(0, min(bisect_right(axis, inside) - 1, len(axis) - 2))
+    share = log(inside / axis[left]) / log(axis[left + 1] / axis[left])
+    return left, share
 
 
 def never_faster(sizes: tuple[tuple[float, ...], ...], seconds: list[float]) -> list[float]:
     """Measured times in which no point is below a point of smaller sizes, what noise and lucky shapes can make."""
     out = list(seconds)
+    # points of the grid between two neighbours on the axis: the last axis is fastest
     stride = len(out)
     for axis in sizes:
         stride //= len(axis)

@@ -8,9 +8,7 @@ computes and what Megatron reports; `full` counts all of them, which is what mos
 from functools import lru_cache
 from typing import Literal
 
-from megaspec.estimate.parameters import padded_vocab
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.kinds import has_experts, mla_of, moe_of
+from megaspec.nn.layer.facts import LayerFacts
 from megaspec.recipe import ModelSpec
 
 Convention = Literal["causal", "full"]
@@ -21,10 +19,13 @@ _PER_WEIGHT = 6
 @lru_cache(maxsize=4096)
 def flops_per_sequence(model: ModelSpec, *, seq_len: int, convention: Convention = "causal", tp: int = 1) -> int:
     """FLOPs of one training step for one sequence of `seq_len` tokens, over all ranks. A token passes top-k experts."""
-    weights = model.n_layers * _attention_weights(model) + model.d_model * padded_vocab(model, tp=tp)
-    weights += sum(_expert_weights(model) if one else _mlp_weights(model) for one in has_experts(model))
+    facts = model.facts
+    # weights that a token is multiplied with: the output head's [D, padded vocabulary] and those of the layers
+    weights = model.d_model * facts.padded_vocab(tp=tp)
+    weights += sum(_weights_passed(layer) for layer in facts.layers)
+    # of q kᵀ and of the scores times v, for each pair of tokens
     halves = {"causal": 1, "full": 2}[convention]
-    scores = model.n_layers * halves * _PER_WEIGHT // 2 * _score_width(model)
+    scores = halves * _PER_WEIGHT // 2 * sum(_score_width(layer) for layer in facts.layers)
     return seq_len * _PER_WEIGHT * weights + seq_len**2 * scores
 
 
@@ -33,30 +34,18 @@ def flops_per_token(model: ModelSpec, *, seq_len: int, convention: Convention = 
     return flops_per_sequence(model, seq_len=seq_len, convention=convention, tp=tp) / seq_len
 
 
-def _attention_weights(model: ModelSpec) -> int:
-    d, mla = model.d_model, mla_of(model)
-    if mla is None:
-        q, kv = model.n_heads * model.d_head, model.n_kv_heads * model.d_head
-        return d * (q + 2 * kv) + q * d
-    # Megatron counts one for the norm of each latent
-    d_query = mla.d_nope + mla.d_rope
-    queries = mla.q_rank * (d + model.n_heads * d_query + 1) if mla.q_rank else d * model.n_heads * d_query
-    keys_values = mla.kv_rank * (d + model.n_heads * (mla.d_nope + mla.d_value) + 1) + d * mla.d_rope
-    return queries + keys_values + model.n_heads * mla.d_value * d
+def _weights_passed(layer: LayerFacts) -> int:
+    """Weights that a token is multiplied with in a layer."""
+    weights = 0
+    for linear in layer.linears:
+        if linear.in_flops:
+            weights += linear.active_experts * linear.inputs.whole * linear.columns
+    return weights + sum(vector.size for vector in layer.vectors if vector.in_flops)
 
 
-def _score_width(model: ModelSpec) -> int:
+def _score_width(layer: LayerFacts) -> int:
     """Sizes of a query and a value, over all heads: the products of one pair of tokens."""
-    mla = mla_of(model)
-    if mla is None:
-        return 2 * model.n_heads * model.d_head
-    return model.n_heads * (mla.d_nope + mla.d_rope + mla.d_value)
-
-
-def _mlp_weights(model: ModelSpec) -> int:
-    return (2 if isinstance(model, GptSpec) else 3) * model.d_model * model.d_ffn
-
-
-def _expert_weights(model: ModelSpec) -> int:
-    moe = moe_of(model)
-    return 3 * model.d_model * (moe.top_k * moe.d_expert + (moe.d_shared or 0))
+    attention = layer.attention
+    if attention is None:
+        return 0
+    return attention.n_heads * (attention.d_key + attention.d_value)

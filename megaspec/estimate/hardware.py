@@ -1,6 +1,6 @@
 """What a kind of GPU and the machine around it give, from NVIDIA's data sheets. Torch-free.
 
-How much of it is reached stands in ceilings.py.
+How much of it is reached stands in throughput.py.
 """
 
 from typing import Protocol
@@ -58,6 +58,7 @@ class NamedGpu(Protocol):
 # Large products of every kind of GPU here, measured by one program, means of 100 calls; fp16 runs at bf16's rate.
 MEASURED_BY = "Bekman 2026, Machine Learning Engineering, maximum achievable matmul FLOPS"
 _MIB = 2**20
+# FLOP/s without sparsity, from NVIDIA's data sheets: A100, H100 and H200 (SXM), HGX B200, GB200 NVL72.
 _AMPERE = {"fp64": 19.5e12, "fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12}
 _HOPPER = {"fp64": 67e12, "fp32": 67e12, "bf16": 989e12, "fp16": 989e12, "fp8": 1979e12}
 _B200 = {"fp64": 40e12, "fp32": 80e12, "bf16": 2.25e15, "fp16": 2.25e15, "fp8": 4.5e15}
@@ -67,7 +68,9 @@ _GB200 = {"fp64": 45e12, "fp32": 90e12, "bf16": 2.5e15, "fp16": 2.5e15, "fp8": 5
 _AMPERE_BEST = {"bf16": 271.2e12, "fp16": 271.2e12}
 # Its H100 and H200 reach the same in bf16.
 _HOPPER_BF16 = 794.5e12
+# Bytes of a gigabit.
 _GBIT = 1e9 / 8
+# Seconds of a short message between nodes, taken to be the same of every network.
 _LATENCY = 5e-6
 
 # The SXM parts in NVIDIA's own machines (DGX, HGX, NVL72).
@@ -158,17 +161,24 @@ HARDWARE: dict[str, Hardware] = {one.name: one for one in _ALL}
 
 def hardware_named(word: str) -> Hardware:
     """The GPU that a user names, whatever the case. RecipeError: no such one, or several."""
-    plain = {name.lower(): one for name, one in HARDWARE.items()}
+    # A100-80GB is A100-80
     wanted = word.lower().removesuffix("gb")
-    if wanted in plain:
-        return plain[wanted]
-    near = [one.name for name, one in plain.items() if wanted and name.startswith(wanted)]
-    options = one_of(near if len(near) > 1 else list(HARDWARE))
-    what = "may be one of several" if len(near) > 1 else "is not known"
-    hint = "" if near else did_you_mean(word.upper(), HARDWARE)
-    raise RecipeError(
-        [Problem("hardware", f"hardware={word} {what}; {f'{hint} ' if hint else ''}choose {options}", COMMAND_LINE)]
-    )
+    near = []
+    for one in _ALL:
+        name = one.name.lower()
+        if name == wanted:
+            return one
+        if wanted and name.startswith(wanted):
+            near.append(one.name)
+    if len(near) > 1:
+        text = f"hardware={word} may be one of several; choose {one_of(near)}"
+    else:
+        text = f"hardware={word} is not known; "
+        hint = did_you_mean(word.upper(), HARDWARE)
+        if hint and not near:
+            text += f"{hint} "
+        text += f"choose {one_of(list(HARDWARE))}"
+    raise RecipeError([Problem("hardware", text, COMMAND_LINE)])
 
 
 def hardware_called(gpu: str, memory: int) -> Hardware | None:
@@ -176,16 +186,32 @@ def hardware_called(gpu: str, memory: int) -> Hardware | None:
 
     The nearest memory decides where a name has several; a GPU with another amount keeps its own.
     """
-    # longest part first: B200 is a part of GB200, H200 of GH200, whose processor is an H100's
-    parts = {"GH200": HARDWARE["H100"].gpu_names[0]} | {p: p for one in _ALL for p in one.gpu_names}
-    part = next((plain for part, plain in sorted(parts.items(), key=lambda p: -len(p[0])) if part in gpu), None)
+    part = _part_of_name(gpu)
     found = [one for one in _ALL if part in one.gpu_names]
     if not found:
         return None
-    nearest = min(found, key=lambda one: abs(one.memory - memory)) if memory else found[-1]
-    return nearest.model_copy(update={"memory": memory}) if memory else nearest
+    if not memory:
+        return found[-1]
+    nearest = min(found, key=lambda one: abs(one.memory - memory))
+    return nearest.model_copy(update={"memory": memory})
+
+
+def _part_of_name(gpu: str) -> str | None:
+    """The entry of `gpu_names` that stands in the driver's name."""
+    # a GH200's processor is an H100's
+    parts = {"GH200": "H100"}
+    for hardware in _ALL:
+        for part in hardware.gpu_names:
+            parts[part] = part
+    # longest first: B200 is a part of GB200, H200 of GH200
+    for part in sorted(parts, key=len, reverse=True):
+        if part in gpu:
+            return parts[part]
+    return None
 
 
 def hardware_of(target: NamedGpu) -> Hardware | None:
     """The entry for a target's GPUs; None without a GPU, or with one that the table does not know."""
-    return None if target.gpu is None else hardware_called(target.gpu, target.gpu_memory)
+    if target.gpu is None:
+        return None
+    return hardware_called(target.gpu, target.gpu_memory)

@@ -5,16 +5,20 @@ first layer or at the embedding: everything that is kept is there at once. The o
 counted tensor by tensor; `reserve` holds what no tensor accounts for, as measured.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil
 from typing import NamedTuple
 
+from megaspec.core.part_facts import Execution
 from megaspec.estimate.activations import LayerBytes, layer_bytes
+from megaspec.estimate.exchange_memory import ExchangeMemory, StageContents
 from megaspec.estimate.formula import sharing_ranks
-from megaspec.estimate.hidden import hidden_of_layer
-from megaspec.estimate.parameters import RankParameters, rank_parameters, table_parameters
+from megaspec.estimate.layer_run import LayerRun, layer_run
+from megaspec.estimate.muon_matrices import hidden_of_layer
+from megaspec.estimate.parameters import holds_embedding, holds_head, rank_parameters
 from megaspec.estimate.schedule import (
     Moment,
     Moments,
@@ -24,24 +28,30 @@ from megaspec.estimate.schedule import (
     messages_held,
     shape_of,
 )
-from megaspec.estimate.share import Share, share_of
-from megaspec.estimate.traffic import Contents, Traffic
-from megaspec.model.kinds import has_experts, mla_of
+from megaspec.nn.layer.facts import LayerFacts, WeightCount
+from megaspec.nn.model_facts import ModelFacts
 from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
 from megaspec.parallelism.group_memory import outside_torch
-from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
+from megaspec.parallelism.passes import Shape
+from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
 from megaspec.parallelism.stages import stages_of
-from megaspec.recipe import ModelSpec, Recipe
+from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import logits_piece
 
-# Measured on H200 with torch 2.11 and CUDA 13.
+# Bytes, measured on H200 with torch 2.11 and CUDA 13.
 _WORKSPACE = 64 * 2**20
 """Scratch of the matrix products' library; torch counts it as allocated."""
-_SLACK, _MOST_SLACK = 0.03, 1.2e9
-"""What the allocator holds and can't use, as a share of what is allocated and at most."""
+_SLACK = 0.03
+"""What the allocator holds and can't use, as a share of what is allocated; _MOST_SLACK bytes at most."""
+_MOST_SLACK = 1.2e9
 _INPUT = 17
 """Bytes of a token of a batch: number and label of 8, mask of 1."""
 _FORMAT = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of a number of the optimizer's state."""
+_ANGLE = 4
+"""Bytes of a cosine or sine: fp32."""
+_STRATEGY_LEVEL = {"replicate": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}
+"""What a strategy shares out: 1 the optimizer's states, 2 gradients too, 3 weights too."""
 
 
 @dataclass(frozen=True)
@@ -96,52 +106,118 @@ def fullest_within(recipe: Recipe, room: int) -> StageMemory | None:
 
 def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
     """See memory_of; each is weighed when it is asked for."""
-    share, own = share_of(recipe), recipe.parallelism
-    layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
-    is_cuda = device == "cuda"
-    micro_batches = recipe.train.global_batch // _data_ranks(recipe) // share.micro_batch
-    shape, table = shape_of(recipe), table_parameters(share.model, tp=own.tp)
-    beside = micro_batches * share.micro_batch * recipe.data.seq_len // share.cp * _INPUT
-    beside += _WORKSPACE if is_cuda else 0
-    outside = outside_torch(own) + _rounded(recipe, share) if is_cuda else 0
+    parallelism = recipe.parallelism
+    common = _CommonSizes(recipe, layer_run(recipe), recipe.model.facts, is_cuda=device == "cuda")
+    in_flight_of_stages = in_flight(recipe)
     # stages in the middle hold the same and differ in the micro batches in flight
-    held_always: dict[tuple[Contents, int], tuple[dict[str, int], Traffic]] = {}
-    for stage, (contents, held) in enumerate(
-        zip(_contents(recipe.model, own.pp, own.pipeline), in_flight(recipe), strict=True)
-    ):
-        messages = messages_held(shape, stage, overlap=own.overlap.p2p)
-        if (contents, messages) not in held_always:
-            sizes = _held_always(recipe, share, contents, rank_parameters(recipe, stage))
-            held_always[contents, messages] = sizes, Traffic(recipe, share, contents, messages)
-        sizes, traffic = held_always[contents, messages]
-        moments = held_by_chunk(shape, stage, alike=len(set(contents.chunks)) == 1)
-        kept, routed, elsewhere, in_backward, gone = _activations(
-            share, layers, contents, moments, splits=shape.splits_backward
-        )
-        before = traffic.before
-        if not shape.splits_backward:
-            later = held_later(shape, stage)
-            # with the backward pass before went what was kept for it
-            before = max(0, before - int((kept + routed) * (held - later.behind) / held))
-            gone = int((kept + routed) * (held - later.at_embedding) / held)
-        # the head is done before the first layer runs backward
-        at_head, at_layer = traffic.at_head(), traffic.at_layer(before)
-        if own.pipeline.schedule != "gpipe":
-            # under gpipe all forward passes come before the first backward pass
-            at_head += before
-        more = max(0, elsewhere + in_backward + at_layer - sizes["logits"] - at_head)
-        if contents.has_embedding:
-            # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
-            # deferred
-            at_table = traffic.at_table() + share.width * table - gone
-            more = max(more, elsewhere + at_table - sizes["logits"] - at_head)
-        moving = min(more, max(0, at_layer - at_head))
-        activations = kept + more - moving + beside
-        if own.pipeline.schedule == "gpipe" and contents.has_head:
-            activations += int((held - 1) * _head_waits(recipe, share))
-        used = sizes | {"activations": activations, "expert_buffers": routed, "communication": at_head + moving}
-        reserve = outside + int(min(_SLACK * sum(used.values()), _MOST_SLACK)) if is_cuda else 0
-        yield StageMemory(**used, reserve=reserve)
+    held_always: dict[tuple[StageContents, int], _HeldAlways] = {}
+    for stage, contents in enumerate(_contents_of_stages(common.facts, parallelism.pp, parallelism.pipeline)):
+        messages = messages_held(common.shape, stage, overlap=parallelism.overlap.p2p)
+        key = (contents, messages)
+        if key not in held_always:
+            held_always[key] = _held_always(common, contents, messages, rank_parameters(recipe, stage))
+        yield _of_stage(common, stage, in_flight_of_stages[stage], held_always[key])
+
+
+class _HeldAlways(NamedTuple):
+    """What does not depend on the micro batches in flight."""
+
+    exchanges: ExchangeMemory
+    weights: int
+    gradients: int
+    optimizer: int
+    logits: int
+
+
+@dataclass(frozen=True)
+class _CommonSizes:
+    """What all stages of a run have in common."""
+
+    recipe: Recipe
+    run: LayerRun
+    facts: ModelFacts
+    is_cuda: bool
+
+    @cached_property
+    def shape(self) -> Shape:
+        return shape_of(self.recipe)
+
+    @cached_property
+    def table(self) -> int:
+        """Weights of the embedding's table, or of the output head's, on one rank."""
+        return self.facts.table_on(tp=self.run.degrees.tp)
+
+    @cached_property
+    def batch_and_scratch(self) -> int:
+        """Bytes of the tokens of a rank's micro batches, and of the matrix products' library."""
+        tokens = self.run.tokens
+        micro_batches = self.recipe.train.global_batch // _data_ranks(self.recipe) // tokens.sequences
+        batch = micro_batches * tokens.sequences * tokens.seq_len // tokens.cp * _INPUT
+        if self.is_cuda:
+            return batch + _WORKSPACE
+        return batch
+
+    @cached_property
+    def outside(self) -> int:
+        """Bytes that torch does not count, whatever it allocates."""
+        if not self.is_cuda:
+            return 0
+        return outside_torch(self.recipe.parallelism) + _rounded(self.recipe, self.run)
+
+
+def _of_stage(common: _CommonSizes, stage: int, held: float, always: _HeldAlways) -> StageMemory:
+    """The peak of a stage, `held` micro batches being in flight.
+
+    What is there always and what micro batches keep is there at both moments that are compared: while the output head
+    runs, with its logits, and while layers or the embedding run backward. The larger of what comes on top counts.
+    """
+    shape = common.shape
+    exchanges = always.exchanges
+    contents = exchanges.contents
+    are_alike = len(set(contents.chunks)) == 1
+    peak = _activations(common, contents, held_by_chunk(shape, stage, alike=are_alike))
+    # bytes of gradients of the micro batch before that are still on their way
+    before = exchanges.before
+    gone = peak.gone
+    if not shape.splits_backward:
+        later = held_later(shape, stage)
+        # with the backward pass before went what was kept for it
+        kept = peak.kept + peak.routed
+        before = max(0, before - int(kept * (held - later.behind) / held))
+        gone = int(kept * (held - later.at_embedding) / held)
+    at_head = exchanges.at_head()
+    at_layer = exchanges.at_layer(before)
+    all_forward_first = shape.schedule == "gpipe"
+    if not all_forward_first:
+        at_head += before
+    # the head is done before the first layer runs backward
+    more = max(0, peak.elsewhere + peak.in_backward + at_layer - always.logits - at_head)
+    if contents.has_embedding:
+        # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
+        # deferred
+        at_table = exchanges.at_table() + common.run.width * common.table - gone
+        more = max(more, peak.elsewhere + at_table - always.logits - at_head)
+    # of what comes on top, messages are told apart from activations
+    moving = min(more, max(0, at_layer - at_head))
+    activations = peak.kept + more - moving + common.batch_and_scratch
+    if all_forward_first and contents.has_head:
+        activations += int((held - 1) * _head_waits(common.recipe, common.run, common.facts))
+    communication = at_head + moving
+    reserve = 0
+    if common.is_cuda:
+        allocated = always.weights + always.gradients + always.optimizer + always.logits
+        allocated += activations + peak.routed + communication
+        reserve = common.outside + int(min(_SLACK * allocated, _MOST_SLACK))
+    return StageMemory(
+        weights=always.weights,
+        gradients=always.gradients,
+        optimizer=always.optimizer,
+        activations=activations,
+        logits=always.logits,
+        expert_buffers=peak.routed,
+        communication=communication,
+        reserve=reserve,
+    )
 
 
 def fullest(stages: Sequence[StageMemory]) -> StageMemory:
@@ -150,30 +226,41 @@ def fullest(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 @lru_cache(maxsize=4096)
-def _contents(model: ModelSpec, pp: int, pipeline: PipelineSpec) -> tuple[Contents, ...]:
-    experts = has_experts(model)
-    stages = stages_of(model.n_layers, ParallelismSpec(pp=pp, pipeline=pipeline))
-    return tuple(
-        Contents(
-            tuple((sum(not experts[i] for i in c.layers), sum(experts[i] for i in c.layers)) for c in chunks),
-            any(c.embedding for c in chunks),
-            any(c.head for c in chunks),
+def _contents_of_stages(facts: ModelFacts, pp: int, pipeline: PipelineSpec) -> tuple[StageContents, ...]:
+    """Of each pipeline rank."""
+    found = []
+    for chunks in stages_of(len(facts.layers), ParallelismSpec(pp=pp, pipeline=pipeline)):
+        layers = []
+        for chunk in chunks:
+            layers.append(tuple(facts.layers[number] for number in chunk.layers))
+        contents = StageContents(
+            chunks=tuple(layers),
+            has_embedding=holds_embedding(chunks),
+            has_head=holds_head(chunks),
         )
-        for chunks in stages
+        found.append(contents)
+    return tuple(found)
+
+
+def _held_always(common: _CommonSizes, contents: StageContents, messages: int, count: WeightCount) -> _HeldAlways:
+    """`messages`: that the stage holds at once. `count`: weights of the rank."""
+    recipe = common.recipe
+    run = common.run
+    logits = 0
+    if contents.has_head:
+        logits = _head(recipe, run, common.facts)
+    return _HeldAlways(
+        exchanges=ExchangeMemory(recipe, run, common.facts, contents, messages),
+        weights=_weights(recipe, run, contents, count),
+        gradients=shared_out(recipe, count, from_strategy=2) * run.wide,
+        optimizer=_states(recipe, run, contents, count),
+        logits=logits,
     )
 
 
-def _held_always(recipe: Recipe, share: Share, contents: Contents, count: RankParameters) -> dict[str, int]:
-    """What does not depend on the micro batches in flight."""
-    return {
-        "weights": _weights(recipe, share, contents, count),
-        "gradients": shared_out(recipe, count, from_strategy=2) * share.wide,
-        "optimizer": _states(recipe, share, contents, count),
-        "logits": _head(recipe, share) if contents.has_head else 0,
-    }
-
-
 class _Activations(NamedTuple):
+    """Bytes of a stage at the moments of its peak."""
+
     kept: int
     """By micro batches in flight at the head, tokens of experts left out."""
     routed: int
@@ -186,173 +273,284 @@ class _Activations(NamedTuple):
     """Of a split backward pass: what its first chunk has let go at its end."""
 
 
-def _activations(
-    share: Share,
-    layers: tuple[LayerBytes, LayerBytes],
-    contents: Contents,
-    moments: Moments,
-    *,
-    splits: bool,
-) -> _Activations:
+class _ChunkActivations(NamedTuple):
+    """Bytes of one chunk and one micro batch."""
+
+    kept: int
+    """For its backward pass, tokens of experts left out."""
+    routed: int
+    """Tokens of experts."""
+    deferred: int
+    """For its weight gradients, where they are deferred."""
+    moving: int
+    """What layers that come back from the CPU take more than those that stay, when these are gone."""
+    again: int
+    """What is computed again at once before a backward pass."""
+
+
+class _Waiting(NamedTuple):
+    """Bytes that wait at a moment of a step, over all micro batches in flight."""
+
+    kept: int
+    routed: int
+
+
+def _activations(common: _CommonSizes, contents: StageContents, moments: Moments) -> _Activations:
     """Of `moments` those count that take most."""
-    own = share.recompute
-    rotary = 0 if not hasattr(share.model, "rope_base") else _angles(share.model, share.tokens // share.micro_batch)
-    kept, routed, again, moving = [], [], 0, 0
-    deferred = [sum(n * one.deferred for n, one in zip(numbers, layers, strict=True)) for numbers in contents.chunks]
-    for numbers in contents.chunks:
-        every = kept_by_layer(share, layers, numbers)
-        away, stays = every[: share.offloaded_layers], every[share.offloaded_layers :]
-        kept.append(rotary + sum(one for one, _ in stays))
-        routed.append(sum(one for _, one in stays))
-        # a layer runs backward while the one before it comes back; what stays is gone by then
-        moving = max(moving, sum(map(sum, away[-2:])) - sum(map(sum, stays)))
-        used_here = [one for one, n in zip(layers, numbers, strict=True) if n]
-        if own.kind == "full":
-            group = 1 if own.method == "block" else min(own.layers or 1, max(1, sum(numbers)))
-            largest = max(map(_whole, used_here), default=0)
-            again = max(again, group * largest + (group - 1) * layers[0].input)
-        else:
-            again = max([again, *(one.again for one in used_here)])
-    used = [one for one, n in zip(layers, map(sum, zip(*contents.chunks, strict=True)), strict=True) if n]
-    sent = max((one.sent for one in used), default=0)
-    in_backward = again + max((one.input + one.backward for one in used), default=0)
-    if contents.has_head and contents.has_embedding and share.model.tied_embeddings:
+    chunks = [_chunk_activations(common, chunk) for chunk in contents.chunks]
+    at_layers = max((_waiting_at(moment, chunks) for moment in moments.at_layers), key=sum)
+    at_head = at_layers
+    if contents.has_head:
+        at_head = max((_waiting_at(moment, chunks) for moment in moments.at_head), key=sum)
+    first = chunks[0]
+    return _Activations(
+        kept=at_head.kept,
+        routed=at_head.routed,
+        elsewhere=sum(at_layers) - sum(at_head),
+        in_backward=_in_backward(common, contents, chunks),
+        gone=first.kept + first.routed - first.deferred,
+    )
+
+
+def _waiting_at(moment: Moment, chunks: Sequence[_ChunkActivations]) -> _Waiting:
+    """Each chunk's activations, as often as micro batches wait for its backward pass or for its weight gradients."""
+    kept = 0.0
+    routed = 0.0
+    for waiting, chunk in zip(moment, chunks, strict=True):
+        kept += waiting.for_backward * chunk.kept + waiting.for_weights * chunk.deferred
+        routed += waiting.for_backward * chunk.routed
+    return _Waiting(int(kept), int(routed))
+
+
+def _chunk_activations(common: _CommonSizes, chunk: tuple[LayerFacts, ...]) -> _ChunkActivations:
+    run = common.run
+    parallelism = common.recipe.parallelism
+    sizes = {kind: layer_bytes(run, kind) for kind in dict.fromkeys(chunk)}
+    layers = kept_by_layer(parallelism.recompute, [sizes[layer] for layer in chunk])
+    offloaded = layers[: parallelism.offload.layers]
+    stays = layers[parallelism.offload.layers :]
+    kept = 0
+    routed = 0
+    for one in stays:
+        kept += one.kept
+        routed += one.routed
+    # a layer runs backward while the one before it comes back; what stays is gone by then
+    coming_back = sum(one.total for one in offloaded[-2:])
+    return _ChunkActivations(
+        kept=_angles(common.facts, run.tokens.all // run.tokens.sequences) + kept,
+        routed=routed,
+        deferred=sum(sizes[layer].deferred for layer in chunk),
+        moving=coming_back - kept - routed,
+        again=_computed_again(parallelism.recompute, list(sizes.values()), len(chunk)),
+    )
+
+
+def _computed_again(recompute: RecomputeSpec, kinds: Sequence[LayerBytes], layers: int) -> int:
+    """What a chunk of so many layers, of these `kinds`, computes again at once before a backward pass."""
+    if recompute.kind != "full":
+        return max((one.again for one in kinds), default=0)
+    # layers that are computed again together are there at once, but for the inputs between them
+    group = 1
+    if recompute.method != "block":
+        group = min(recompute.layers or 1, max(1, layers))
+    largest = 0
+    between = 0
+    for one in kinds:
+        largest = max(largest, _without_input(one))
+        between = max(between, one.input)
+    return group * largest + (group - 1) * between
+
+
+def _in_backward(common: _CommonSizes, contents: StageContents, chunks: Sequence[_ChunkActivations]) -> int:
+    """What the backward pass of a layer adds to all that is kept."""
+    # the most of each, over the chunks and over the layers
+    again = 0
+    moving = 0
+    for_weights = 0
+    for chunk in chunks:
+        again = max(again, chunk.again)
+        moving = max(moving, chunk.moving)
+        for_weights = max(for_weights, chunk.deferred - chunk.kept - chunk.routed)
+    in_layer = 0
+    sent = 0
+    for kind in contents.kinds:
+        one = layer_bytes(common.run, kind)
+        in_layer = max(in_layer, one.input + one.backward)
+        sent = max(sent, one.sent)
+    # tokens on their way to experts, and layers on their way back from the CPU, are there beside a layer's gradients
+    total = again + in_layer + sent + moving
+    if contents.has_head and contents.has_embedding and common.facts.is_tied:
         # the gradient of a tied table waits for the embedding's part of it
-        in_backward += share.width * table_parameters(share.model, tp=share.tp)
-    in_backward += sent + max(0, moving)
-    if splits:
-        # while a chunk's last layer runs backward, all that the others' weight gradients need is there; then its own
-        more = max(0, *(later - a - b for later, a, b in zip(deferred, kept, routed, strict=True)))
-        n = max(map(sum, contents.chunks))
-        in_backward = max(more, in_backward + more * (n - 1) // max(n, 1))
-
-    def taken(moment: Moment) -> tuple[int, int]:
-        whole = sum(
-            one.for_backward * a + one.for_weights * b for one, a, b in zip(moment, kept, deferred, strict=True)
-        )
-        return int(whole), int(sum(one.for_backward * size for one, size in zip(moment, routed, strict=True)))
-
-    at_layers = max(map(taken, moments.at_layers), key=sum)
-    at_head = max(map(taken, moments.at_head), key=sum) if contents.has_head else at_layers
-    elsewhere = sum(at_layers) - sum(at_head)
-    return _Activations(*at_head, elsewhere, in_backward, kept[0] + routed[0] - deferred[0])
+        total += common.run.width * common.table
+    if not common.shape.splits_backward:
+        return total
+    # while a chunk's last layer runs backward, all that the others' weight gradients need is there; then its own
+    layers = max(map(len, contents.chunks))
+    return max(for_weights, total + for_weights * (layers - 1) // max(layers, 1))
 
 
-def kept_by_layer(
-    share: Share, layers: tuple[LayerBytes, LayerBytes], numbers: tuple[int, int]
-) -> list[tuple[int, int]]:
-    """Bytes that each layer of a chunk keeps of a micro batch, tokens of experts apart. `numbers`: layers without and
-    with experts, taken in this order."""
-    own, every = share.recompute, [one for one, n in zip(layers, numbers, strict=True) for _ in range(n)]
-    if own.kind != "full":
-        return [(one.kept, one.routed) for one in every]
-    if own.method == "block":
-        return [(one.input, 0) if i < (own.layers or 1) else (one.kept, one.routed) for i, one in enumerate(every)]
-    return [(one.input if i % (own.layers or 1) == 0 else 0, 0) for i, one in enumerate(every)]
+class LayerKept(NamedTuple):
+    """Bytes that one layer keeps of a micro batch."""
+
+    kept: int
+    """Tokens of experts left out."""
+    routed: int
+    """Tokens of experts."""
+
+    @property
+    def total(self) -> int:
+        return self.kept + self.routed
 
 
-def _whole(one: LayerBytes) -> int:
+def kept_by_layer(recompute: RecomputeSpec, layers: Sequence[LayerBytes]) -> list[LayerKept]:
+    """Of each layer of a chunk, in order, after layers were dropped that are computed again as a whole."""
+    found = []
+    for number, one in enumerate(layers):
+        kept = LayerKept(one.kept, one.routed)
+        if recompute.kind == "full":
+            group = recompute.layers or 1
+            if recompute.method != "block":
+                # of a group the input of its first layer alone
+                is_first = number % group == 0
+                kept = LayerKept(one.input * is_first, 0)
+            elif number < group:
+                kept = LayerKept(one.input, 0)
+        found.append(kept)
+    return found
+
+
+def _without_input(one: LayerBytes) -> int:
     """A layer that is recomputed in full, its input left out."""
     return one.kept + one.routed + one.again - one.input
 
 
-def _angles(model: ModelSpec, positions: int) -> int:
-    """Cosine and sine of every position in fp32."""
-    mla = mla_of(model)
-    return positions * (mla.d_rope if mla else model.d_head) * 4
+def _angles(facts: ModelFacts, positions: int) -> int:
+    """Cosine and sine of every position."""
+    return positions * facts.angles * _ANGLE
 
 
-def _head(recipe: Recipe, share: Share) -> int:
-    """The last norm in fp32, its output gathered, and the loss with the gradients that it makes on the way."""
-    d, e, wide, rows = share.model.d_model, share.width, share.wide, share.tokens
-    table = table_parameters(share.model, tp=share.tp)
+def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
+    """The last norm in fp32, its output gathered, and the loss with the gradients that it makes on the way.
+
+    Legend: rows, tokens of a rank in the head; columns, classes of its part of the vocabulary; d, d_model; e and w,
+    bytes of a number in the model's format and of one in at least fp32.
+    """
+    rows = run.tokens.all
+    d = facts.d_model
+    e = run.width
+    w = run.wide
+    table = facts.table_on(tp=run.degrees.tp)
     columns = table // d
-    norm = _last_norm(share) + share.split_tokens * d * e
-    gathered = rows * d * e if share.is_sequence_split else 0
+    total = _last_norm(run, facts) + run.tokens.stream * d * e
+    if run.tokens.stream_ranks > 1:
+        total += rows * d * e
     kernel = recipe.kernels.cross_entropy
     if kernel == "reference":
-        return norm + gathered + rows * columns * 3 * wide
-    # a piece's logits are dropped when the next piece's are there
+        # logits and two more tensors as large, in at least fp32
+        return total + rows * columns * 3 * w
+    # the gradient of the norm's output [rows, d] and of the table are added up over pieces of the tokens
+    total += rows * d * e + table * w
     piece = logits_piece(rows, columns * e)
-    pieces = piece + min(piece, rows - piece)
-    softmax = 0 if kernel == "triton" else piece * columns * (2 * wide if e < wide else wide)
-    at_piece = pieces * columns * e + softmax
-    last = (rows - 1) % piece + 1
-    at_end = last * columns * e + (table * e if e < wide else 0)
-    return norm + gathered + rows * d * e + table * wide + max(at_piece, at_end)
+    # a piece's logits are dropped when the next piece's are there
+    at_piece = (piece + min(piece, rows - piece)) * columns * e
+    if kernel != "triton":
+        at_piece += _softmax_numbers(e, w) * piece * columns
+    # at the end the last piece's logits, and the table's gradient in the model's format
+    last_piece = (rows - 1) % piece + 1
+    at_end = last_piece * columns * e
+    if e < w:
+        at_end += table * e
+    return total + max(at_piece, at_end)
 
 
-def _head_waits(recipe: Recipe, share: Share) -> int:
+def _softmax_numbers(e: int, w: int) -> int:
+    """Bytes for each logit that plain operations make in at least fp32: two tensors where logits have another format,
+    else one."""
+    if e < w:
+        return 2 * w
+    return w
+
+
+def _head_waits(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
     """What the last norm and the loss keep of a micro batch whose backward pass does not follow at once; of the loss,
     both gradients that it has made on the way."""
-    d, table = share.model.d_model, table_parameters(share.model, tp=share.tp)
+    table = facts.table_on(tp=run.degrees.tp)
     if recipe.kernels.cross_entropy == "reference":
-        return _last_norm(share) + 2 * share.tokens * table // d * share.wide
-    return _last_norm(share) + (share.tokens * d + table) * share.width
+        return _last_norm(run, facts) + 2 * run.tokens.all * table // facts.d_model * run.wide
+    return _last_norm(run, facts) + (run.tokens.all * facts.d_model + table) * run.width
 
 
-def _last_norm(share: Share) -> int:
-    """What it keeps: its input and a row's statistics; of an RMS norm the input in fp32 before and after."""
-    d, is_layer_norm = share.model.d_model, not hasattr(share.model, "rope_base")
-    return share.split_tokens * (share.width * d + 8 if is_layer_norm else 2 * share.wide * d + 4)
+def _last_norm(run: LayerRun, facts: ModelFacts) -> int:
+    """What it keeps: it is outside of the compiled layers."""
+    size = 0
+    # as plain operations
+    for kept in facts.norm.kept(Execution()):
+        size += kept.times * run.tokens.stream * run.on_rank(kept.features) * run.bytes_of(kept.element)
+    return size
 
 
-def shared_out(recipe: Recipe, count: RankParameters, *, from_strategy: int) -> int:
+def shared_out(recipe: Recipe, count: WeightCount, *, from_strategy: int) -> int:
     """Weights on the rank that has most when they are shared out from a strategy on: 1 zero1, 2 zero2, 3 fsdp."""
-    level = {"replicate": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}[recipe.parallelism.dp_strategy]
-    if level < from_strategy:
+    if _STRATEGY_LEVEL[recipe.parallelism.dp_strategy] < from_strategy:
         return count.total
-    dense, expert = sharing_ranks(recipe.parallelism)
-    return ceil(count.dense / dense) + ceil(count.expert / expert)
+    ranks = sharing_ranks(recipe.parallelism)
+    return ceil(count.dense / ranks.dense) + ceil(count.expert / ranks.expert)
 
 
-def _weights(recipe: Recipe, share: Share, contents: Contents, count: RankParameters) -> int:
-    tables = _angles(share.model, share.model.max_seq_len) if hasattr(share.model, "rope_base") else 0
-    if share.is_fp8 and recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
+def _weights(recipe: Recipe, run: LayerRun, contents: StageContents, count: WeightCount) -> int:
+    """In the model's format, with copies in fp8 and tables of angles."""
+    facts = recipe.model.facts
+    tables = _angles(facts, recipe.model.max_seq_len)
+    if run.is_fp8 and recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
         # products of the blocks want both layouts of a weight
         ends = contents.has_embedding + contents.has_head
-        tables += 2 * max(0, count.total - ends * table_parameters(share.model, tp=share.tp))
-    return shared_out(recipe, count, from_strategy=3) * share.width + tables
+        tables += 2 * max(0, count.total - ends * facts.table_on(tp=run.degrees.tp))
+    return shared_out(recipe, count, from_strategy=3) * run.width + tables
 
 
-def _states(recipe: Recipe, share: Share, contents: Contents, count: RankParameters) -> int:
+def _states(recipe: Recipe, run: LayerRun, contents: StageContents, count: WeightCount) -> int:
     """Master weights and moments, those on the CPU left out."""
     here = 1.0 - recipe.parallelism.offload.optimizer
-    states = here * shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=share.width)
+    states = here * shared_out(recipe, count, from_strategy=1) * state_bytes(recipe.optim, width=run.width)
     if not isinstance(recipe.optim, MuonSpec):
         return ceil(states)
     # what is no hidden matrix has a second moment
-    dense = count.dense - sum(
-        numbers[with_experts] * hidden_of_layer(share.model, with_experts=bool(with_experts), tp=share.tp)
-        for numbers in contents.chunks
-        for with_experts in (0, 1)
-    )
-    return ceil(states) + shared_out(recipe, RankParameters(dense, 0), from_strategy=1) * share.wide
+    dense = count.dense
+    for chunk in contents.chunks:
+        for kind, layers in Counter(chunk).items():
+            dense -= layers * hidden_of_layer(kind, run.degrees).dense
+    return ceil(states) + shared_out(recipe, WeightCount(dense, 0), from_strategy=1) * run.wide
 
 
 def state_bytes(optim: OptimSpec, *, width: int) -> int:
     """Bytes of master weight and moments of one weight, under Muon of a hidden matrix, that is computed with in `width`
     bytes."""
     wide = max(4, width)
+    # weights that are computed with in at least fp32 are their own master weights
+    has_master = width < wide
     if not isinstance(optim, AdamWSpec):
-        master = wide if width < wide else 0
-        return master + optim.n_moments * wide
+        return (optim.n_moments + has_master) * wide
+    # of an fp64 model "fp32" is fp64
+    bytes_of = _FORMAT | {"fp32": wide}
     formats = optim.formats
-    master = {"fp32": wide, "fp16": 2}[formats.master] if width < wide else 0
-    return master + sum(wide if f == "fp32" else _FORMAT[f] for f in (formats.exp_avg, formats.exp_avg_sq))
+    moments = bytes_of[formats.exp_avg] + bytes_of[formats.exp_avg_sq]
+    if has_master:
+        return moments + bytes_of[formats.master]
+    return moments
 
 
-def _rounded(recipe: Recipe, share: Share) -> int:
+def _rounded(recipe: Recipe, run: LayerRun) -> int:
     """A bucket as it is sent, where gradients are rounded for their way: in memory of the stream that sends, which no
     other takes."""
-    summed = 2 if recipe.parallelism.grad_reduce == "bf16" else share.wide
-    return _bucket(recipe, share) * summed // share.wide if summed < share.wide and _data_ranks(recipe) > 1 else 0
+    if recipe.parallelism.grad_reduce != "bf16" or _data_ranks(recipe) == 1:
+        return 0
+    return _bucket(recipe, run) * _FORMAT["bf16"] // run.wide
 
 
-def _bucket(recipe: Recipe, share: Share) -> int:
+def _bucket(recipe: Recipe, run: LayerRun) -> int:
     """Bytes of the largest bucket of gradients."""
-    own = recipe.parallelism
-    return max(int(own.bucket_mb * 1e6), share.wide * table_parameters(share.model, tp=own.tp))
+    table = recipe.model.facts.table_on(tp=run.degrees.tp)
+    return max(int(recipe.parallelism.bucket_mb * 1e6), run.wide * table)
 
 
 def _data_ranks(recipe: Recipe) -> int:

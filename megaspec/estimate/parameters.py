@@ -1,14 +1,13 @@
 """Parameters of a model and of one rank of it, exactly, by what they are for."""
 
+from collections import Counter
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from math import ceil
 
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.kinds import has_experts, mla_of, moe_of
-from megaspec.nn.spec import MlaSpec
-from megaspec.parallelism.heads import local_kv_heads
-from megaspec.parallelism.stages import stages_of
+from megaspec.core.part_facts import Degrees
+from megaspec.estimate.layer_run import degrees_of
+from megaspec.nn.layer.facts import LayerFacts, WeightCount
+from megaspec.parallelism.stages import Chunk, stages_of
 from megaspec.recipe import ModelSpec, Recipe
 
 
@@ -40,36 +39,6 @@ class ParameterCount:
 
 
 @dataclass(frozen=True)
-class LayerParameters:
-    """Weights of one layer that one rank holds."""
-
-    attention: int
-    mlp: int
-    experts: int
-    shared_experts: int
-    router: int
-    norms: int
-
-    @property
-    def dense(self) -> int:
-        """All but the routed experts, which are shared out over other ranks than the rest."""
-        return self.attention + self.mlp + self.shared_experts + self.router + self.norms
-
-
-@dataclass(frozen=True)
-class RankParameters:
-    """Weights that one rank of a pipeline stage holds, padding of the vocabulary included."""
-
-    dense: int
-    expert: int
-    """Of routed experts."""
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.expert
-
-
-@dataclass(frozen=True)
 class PartialGradients:
     """Weights whose gradients tensor-parallel ranks add up: each has seen only a part of the tokens or heads."""
 
@@ -82,137 +51,112 @@ class PartialGradients:
 @lru_cache(maxsize=256)
 def count_parameters(model: ModelSpec) -> ParameterCount:
     """From a model without open fields."""
-    layers = [layer_parameters(model, with_experts=one) for one in has_experts(model)]
-    experts, moe = sum(one.experts for one in layers), moe_of(model)
-    return ParameterCount(
-        embedding=model.vocab_size * model.d_model,
-        positions=model.max_seq_len * model.d_model if isinstance(model, GptSpec) else 0,
-        attention=sum(one.attention for one in layers),
-        mlp=sum(one.mlp for one in layers),
-        experts=experts,
-        shared_experts=sum(one.shared_experts for one in layers),
-        router=sum(one.router for one in layers),
-        norms=sum(one.norms for one in layers) + _norm(model),
-        head=0 if model.tied_embeddings else model.vocab_size * model.d_model,
-        active_experts=experts // moe.n_experts * min(moe.top_k, moe.n_experts) if moe else 0,
-    )
+    facts = model.facts
+    # of all ranks together
+    whole = Degrees()
+    found: Counter[str] = Counter()
+    active = 0
+    for table in facts.tables():
+        found[table.purpose] += table.rows * table.width
+    if facts.is_tied:
+        found["head"] = 0
+    for _, vector in facts.vectors():
+        found[vector.purpose] += vector.size
+    for _, linear in facts.linears():
+        size = linear.weights_on(whole) + linear.biases_on(whole)
+        found[linear.purpose] += size
+        if linear.tokens == "routed":
+            active += size // linear.n_experts * min(linear.active_experts, linear.n_experts)
+    names = [f.name for f in fields(ParameterCount) if f.name != "active_experts"]
+    return ParameterCount(**{name: found[name] for name in names}, active_experts=active)
 
 
 @lru_cache(maxsize=8192)
-def layer_parameters(
-    model: ModelSpec, *, with_experts: bool, tp: int = 1, ep: int = 1, etp: int = 1
-) -> LayerParameters:
+def layer_weights(layer: LayerFacts, degrees: Degrees) -> WeightCount:
     """A layer on one rank: matrices split over tp, experts over ep and etp, norms and router on every rank."""
-    d, moe = model.d_model, moe_of(model)
-    norms = 2 * _norm(model) + _inner_norms(model)
-    attention = _attention(model, tp)
-    if not with_experts or moe is None:
-        return LayerParameters(attention, _mlp(model, tp), 0, 0, 0, norms)
-    return LayerParameters(
-        attention,
-        mlp=0,
-        experts=ceil(moe.n_experts / ep) * 3 * d * ceil(moe.d_expert / etp),
-        shared_experts=3 * d * ceil(moe.d_shared / tp) + (d if moe.shared_gate else 0) if moe.d_shared else 0,
-        router=d * moe.n_experts + (moe.n_experts if moe.router.bias_rate else 0),
-        norms=norms,
-    )
+    return layer.weights_on(degrees)
 
 
-def padded_vocab(model: ModelSpec, *, tp: int) -> int:
-    """Rows of the output head over all tensor-parallel ranks, padding included."""
-    multiple = model.vocab_pad_to * tp
-    return -(-model.vocab_size // multiple) * multiple
+def holds_embedding(chunks: tuple[Chunk, ...]) -> bool:
+    """Whether a rank with these chunks does."""
+    return any(chunk.embedding for chunk in chunks)
 
 
-def rank_parameters(recipe: Recipe, stage: int) -> RankParameters:
+def holds_head(chunks: tuple[Chunk, ...]) -> bool:
+    """Whether a rank with these chunks does."""
+    return any(chunk.head for chunk in chunks)
+
+
+def rank_parameters(recipe: Recipe, stage: int) -> WeightCount:
     """The weights on one rank of pipeline rank `stage`; a tied head on another rank than the embedding is a copy."""
-    model, own = recipe.model, recipe.parallelism
-    dense = expert = 0
+    facts = recipe.model.facts
+    degrees = degrees_of(recipe)
+    dense = 0
+    expert = 0
     holds_table = False
-    experts = has_experts(model)
-    for chunk in stages_of(model.n_layers, own)[stage]:
-        routed = sum(experts[number] for number in chunk.layers)
-        for with_experts, layers in ((True, routed), (False, len(chunk.layers) - routed)):
-            if layers:
-                layer = layer_parameters(model, with_experts=with_experts, tp=own.tp, ep=own.ep, etp=own.etp)
-                dense += layers * layer.dense
-                expert += layers * layer.experts
-        dense += _norm(model) if chunk.head else 0
-        dense += model.max_seq_len * model.d_model if chunk.embedding and isinstance(model, GptSpec) else 0
-        for wanted in (chunk.embedding, chunk.head):
-            if wanted and not (holds_table and model.tied_embeddings):
-                dense += table_parameters(model, tp=own.tp)
+    for chunk in stages_of(recipe.model.n_layers, recipe.parallelism)[stage]:
+        for kind, layers in facts.kinds_of(chunk.layers).items():
+            weights = layer_weights(kind, degrees)
+            dense += layers * weights.dense
+            expert += layers * weights.expert
+        if chunk.head:
+            dense += facts.norm_weights
+        if chunk.embedding:
+            dense += facts.position_weights
+        # a tied table is one weight where both ends are on one rank
+        for is_there in (chunk.embedding, chunk.head):
+            if is_there and not (holds_table and facts.is_tied):
+                dense += facts.table_on(tp=degrees.tp)
                 holds_table = True
-    return RankParameters(dense, expert)
+    return WeightCount(dense, expert)
 
 
 def partial_gradients(recipe: Recipe, stage: int) -> PartialGradients:
     """Of one rank of pipeline rank `stage`."""
-    model, own = recipe.model, recipe.parallelism
-    if own.tp == 1:
+    facts = recipe.model.facts
+    parallelism = recipe.parallelism
+    if parallelism.tp == 1:
         return PartialGradients(0, 0)
-    experts, chunks = has_experts(model), stages_of(model.n_layers, own)[stage]
-    layers = [number for chunk in chunks for number in chunk.layers]
-    routed = sum(experts[number] for number in layers)
-    # tensor-parallel ranks split heads whatever they do with tokens
-    over_tp = len(layers) * (2 * model.d_head if getattr(model, "qk_norm", False) else 0)
-    if own.sequence_parallel:
-        over_tp += len(layers) * _whole_on_each_rank(model) + routed * _routing(model)
-        over_tp += sum(_norm(model) for chunk in chunks if chunk.head)
-        if isinstance(model, GptSpec):
-            over_tp += sum(model.max_seq_len * model.d_model for chunk in chunks if chunk.embedding)
-    copied = 0
-    if own.tp > model.n_kv_heads and mla_of(model) is None:
-        copied = len(layers) * 2 * model.d_head * (model.d_model + isinstance(model, GptSpec))
-    return PartialGradients(over_tp, copied)
+    degrees = degrees_of(recipe)
+    splits_tokens = bool(parallelism.sequence_parallel)
+    over_tp = 0
+    over_copies = 0
+    for chunk in stages_of(recipe.model.n_layers, parallelism)[stage]:
+        for number in chunk.layers:
+            layer = facts.layers[number]
+            over_tp += _seen_in_part(layer, splits_tokens=splits_tokens)
+            over_copies += _copied(layer, degrees)
+        if splits_tokens and chunk.head:
+            over_tp += facts.norm_weights
+        if splits_tokens and chunk.embedding:
+            over_tp += facts.position_weights
+    return PartialGradients(over_tp, over_copies)
 
 
-def _whole_on_each_rank(model: ModelSpec) -> int:
-    """Of a layer, experts left out: norms, biases of what sums over ranks, and what makes the latents."""
-    mla, d = mla_of(model), model.d_model
-    biases = 2 * d if isinstance(model, GptSpec) else 0
-    latents = (d + 1) * (mla.kv_rank + (mla.q_rank or 0)) + d * mla.d_rope if mla else 0
-    return 2 * _norm(model) + biases + latents
+def _seen_in_part(layer: LayerFacts, *, splits_tokens: bool) -> int:
+    """Of a layer, weights that every tensor-parallel rank holds whole and whose gradient is a sum over the ranks: they
+    split heads whatever they do with tokens, tokens only under sequence parallelism."""
+    size = 0
+    for vector in layer.vectors:
+        if vector.is_trained and (splits_tokens or vector.acts_on == "heads"):
+            size += vector.size
+    if not splits_tokens:
+        return size
+    for linear in layer.linears:
+        if linear.split == "sequence":
+            size += linear.inputs.whole * linear.columns
+        if linear.split in ("sequence", "rows") and linear.bias:
+            # what is added behind a sum over ranks is on all of them
+            size += linear.columns
+    return size
 
 
-def _routing(model: ModelSpec) -> int:
-    """The router, without the bias that no gradient trains, and the gate of the shared experts."""
-    moe = moe_of(model)
-    return model.d_model * (moe.n_experts + (moe.shared_gate and moe.d_shared is not None)) if moe else 0
-
-
-def table_parameters(model: ModelSpec, *, tp: int) -> int:
-    """A rank's rows of the embedding, or of the output head."""
-    return padded_vocab(model, tp=tp) // tp * model.d_model
-
-
-def _norm(model: ModelSpec) -> int:
-    return 2 * model.d_model if isinstance(model, GptSpec) else model.d_model
-
-
-def _inner_norms(model: ModelSpec) -> int:
-    mla = mla_of(model)
-    latents = mla.kv_rank + (mla.q_rank or 0) if mla else 0
-    return latents + (2 * model.d_head if getattr(model, "qk_norm", False) else 0)
-
-
-def _attention(model: ModelSpec, tp: int) -> int:
-    d, heads, mla = model.d_model, ceil(model.n_heads / tp), mla_of(model)
-    if mla is not None:
-        return _latent_attention(d, heads, mla)
-    q, kv = heads * model.d_head, local_kv_heads(model.n_kv_heads, tp=tp) * model.d_head
-    biases = q + 2 * kv + d if isinstance(model, GptSpec) else 0
-    return d * (q + 2 * kv) + q * d + biases
-
-
-def _latent_attention(d: int, heads: int, mla: MlaSpec) -> int:
-    """What makes the latents is whole on every rank, heads are split."""
-    d_query = mla.d_nope + mla.d_rope
-    queries = mla.q_rank * (d + heads * d_query) if mla.q_rank else d * heads * d_query
-    keys_values = d * (mla.kv_rank + mla.d_rope) + mla.kv_rank * heads * (mla.d_nope + mla.d_value)
-    return queries + keys_values + heads * mla.d_value * d
-
-
-def _mlp(model: ModelSpec, tp: int) -> int:
-    d, ffn = model.d_model, ceil(model.d_ffn / tp)
-    return 2 * d * ffn + ffn + d if isinstance(model, GptSpec) else 3 * d * ffn
+def _copied(layer: LayerFacts, degrees: Degrees) -> int:
+    """Of a layer, numbers of key and value heads that other ranks hold as well."""
+    size = 0
+    for linear in layer.linears:
+        for width in linear.outputs:
+            # heads that are fewer than ranks
+            if linear.split == "columns" and width.size > 1 and degrees.tp > width.count:
+                size += width.on(degrees) * (linear.inputs.whole + linear.bias)
+    return size

@@ -1,5 +1,10 @@
-"""Pipeline schedules: what the passes of parallelism/passes.py wait for each other, and what is held in between."""
+"""Pipeline schedules: what the passes of parallelism/passes.py wait for each other, and what is held in between.
 
+Legend: pp pipeline ranks, of `virtual` chunks each; m micro batches of a step. Passes are F forward, B backward (with a
+split backward pass: of the input alone) and W weight gradient.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -23,6 +28,12 @@ from megaspec.recipe import Recipe
 
 # Steps of more passes than this, past those that only repeat, are not simulated: about a tenth of a second.
 MOST_PASSES = 60_000
+# Ranks and chunks beyond which pipelines hold the same messages in the middle.
+_FEW_RANKS = 16
+_FEW_CHUNKS = 3
+# What a rank waits for each other rank, over its busy time of a micro batch, where all stages take the same: Narayanan
+# et al. 2021 for the first two, Qi et al. 2023 for zb_h1 with F, B and W alike; zb_v as its passes are simulated.
+_IDLE_SHARE = {"gpipe": 1.0, "1f1b": 1.0, "zb_h1": 1 / 3, "zb_v": 1 / 6}
 
 
 @dataclass(frozen=True)
@@ -35,10 +46,11 @@ class Bubble:
 
 def shape_of(recipe: Recipe) -> Shape:
     """The schedule of a filled recipe, at its full batch."""
-    own, train = recipe.parallelism, recipe.train
-    micro_batches = max(1, train.global_batch // (train.micro_batch * data_parallel(own)))
-    pipeline = own.pipeline
-    return Shape(pipeline.schedule, own.pp, micro_batches, pipeline.virtual_stages, pipeline.micro_batch_group)
+    parallelism = recipe.parallelism
+    pipeline = parallelism.pipeline
+    sequences_at_once = recipe.train.micro_batch * data_parallel(parallelism)
+    micro_batches = max(1, recipe.train.global_batch // sequences_at_once)
+    return Shape(pipeline.schedule, parallelism.pp, micro_batches, pipeline.virtual_stages, pipeline.micro_batch_group)
 
 
 def in_flight(recipe: Recipe) -> tuple[float, ...]:
@@ -48,17 +60,24 @@ def in_flight(recipe: Recipe) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def held(shape: Shape) -> tuple[float, ...]:
-    """Micro batches whose activations a rank holds at the peak, a chunk counted 1 / virtual."""
-    pp, m, v = shape.pp, shape.micro_batches, shape.virtual
+    """Micro batches whose activations each rank holds at the peak, a chunk counted 1 / virtual."""
+    return tuple(_chunks_held(shape, rank) / shape.virtual for rank in range(shape.pp))
+
+
+def _chunks_held(shape: Shape, rank: int) -> int:
+    """Passes forward through a chunk of a rank that are not yet followed by theirs backward, at the peak."""
+    pp = shape.pp
+    m = shape.micro_batches
     if shape.schedule == "gpipe":
-        return (float(m),) * pp
+        return m
     if shape.schedule == "1f1b":
-        return tuple(float(min(pp - rank, m)) for rank in range(pp))
+        return min(pp - rank, m)
     if shape.schedule == "interleaved":
-        return tuple(min(m * v, warm_up(shape, rank) + 1) / v for rank in range(pp))
+        return min(m * shape.virtual, warm_up(shape, rank) + 1)
     if shape.schedule == "zb_h1":
-        return (float(min(pp, m)),) * pp
-    return tuple(min(2 * m, 2 * pp, m + 1 + rank) / v for rank in range(pp))
+        # later ranks begin as many, whose weight gradients they defer
+        return min(pp, m)
+    return min(2 * m, 2 * pp, m + 1 + rank)
 
 
 class Later(NamedTuple):
@@ -79,14 +98,22 @@ def held_later(shape: Shape, rank: int) -> Later:
     if shape.micro_batches * shape.virtual > MOST_PASSES:
         # at least as much
         return Later(held(shape)[rank], held(shape)[rank])
-    now, behind, at_embedding, is_behind = 0, 0, 0, False
+    # in chunks
+    now = 0
+    behind = 0
+    at_embedding = 0
+    is_behind_another = False
     for one in passes(shape, rank):
-        if one.kind == "B":
-            behind = max(behind, now * is_behind)
-            is_first = one.chunk == 0
-            is_behind = is_behind or rank > 0 or is_first
-            at_embedding = max(at_embedding, (now - 1) * is_first)
-        now += {"F": 1, "B": -1, "W": 0}[one.kind]
+        if one.kind == "F":
+            now += 1
+        if one.kind != "B":
+            continue
+        if is_behind_another:
+            behind = max(behind, now)
+        is_behind_another = is_behind_another or rank > 0 or one.chunk == 0
+        now -= 1
+        if one.chunk == 0:
+            at_embedding = max(at_embedding, now)
     return Later(behind / shape.virtual, at_embedding / shape.virtual)
 
 
@@ -124,7 +151,8 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
         return held_by_chunk(replace(shape, micro_batches=enough), rank, alike=alike)
     if shape.micro_batches * shape.virtual > MOST_PASSES:
         # so many that chunks hold about the same
-        of_chunk = Waiting(held(shape)[rank], rank if shape.splits_backward else 0)
+        for_weights = rank * shape.splits_backward
+        of_chunk = Waiting(held(shape)[rank], for_weights)
         every = ((of_chunk,) * shape.virtual,)
         return Moments(every, every)
     now = [Waiting(0, 0)] * shape.virtual
@@ -136,27 +164,52 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
             at_layers.add(tuple(now))
         if one.kind == "B" and is_last:
             at_head.add(tuple(now))
-        before, later = now[one.chunk]
-        deferred = int(shape.splits_backward)
-        now[one.chunk] = {
-            "F": Waiting(before + 1, later),
-            "B": Waiting(before - 1, later + deferred),
-            "W": Waiting(before, later - 1),
-        }[one.kind]
+        now[one.chunk] = _after(now[one.chunk], one, defers=shape.splits_backward)
         if one.kind == "F" and is_last:
             at_head.add(tuple(now))
     return Moments(_fullest(at_head, alike=alike), _fullest(at_layers, alike=alike))
 
 
+def _after(waiting: Waiting, one: Pass, *, defers: bool) -> Waiting:
+    """What a chunk holds after one of its passes."""
+    if one.kind == "F":
+        return Waiting(waiting.for_backward + 1, waiting.for_weights)
+    if one.kind == "B":
+        return Waiting(waiting.for_backward - 1, waiting.for_weights + defers)
+    return Waiting(waiting.for_backward, waiting.for_weights - 1)
+
+
+def _over_chunks(moment: Moment) -> Waiting:
+    """The sum of what the chunks hold."""
+    for_backward = sum(one.for_backward for one in moment)
+    for_weights = sum(one.for_weights for one in moment)
+    return Waiting(for_backward, for_weights)
+
+
+# Which of two moments holds more depends on what a deferred weight gradient takes, against what waits for a backward
+# pass: much more, as much, or much less.
+_ORDERS: tuple[Callable[[Waiting], tuple[float, float]], ...] = (
+    lambda one: (one.for_weights, one.for_backward),
+    lambda one: (one.for_backward + one.for_weights, one.for_backward),
+    lambda one: (one.for_backward, one.for_weights),
+)
+
+
 def _fullest(moments: set[Moment], *, alike: bool) -> tuple[Moment, ...]:
     """Those that hold most in one of three ways."""
+    sums = {moment: _over_chunks(moment) for moment in moments}
     found: set[Moment] = set()
-    sums = {moment: tuple(map(sum, zip(*moment, strict=True))) for moment in moments}
-    for size in (lambda a, b: (b, a), lambda a, b: (a + b, a), lambda a, b: (a, b)):
-        most = max(size(*one) for one in sums.values())
-        found |= {moment for moment, one in sums.items() if size(*one) == most}
+    for size in _ORDERS:
+        most = max(map(size, sums.values()))
+        for moment, one in sums.items():
+            if size(one) == most:
+                found.add(moment)
+    # in an order that does not depend on the set's
     every = sorted(found)
-    return tuple({sums[moment]: moment for moment in every}.values() if alike else every)
+    if not alike:
+        return tuple(every)
+    one_of_each_sum = {sums[moment]: moment for moment in every}
+    return tuple(one_of_each_sum.values())
 
 
 @lru_cache(maxsize=4096)
@@ -165,13 +218,23 @@ def catch_ups(shape: Shape, rank: int) -> tuple[int, ...]:
     steps each further micro batch adds the same."""
     enough = 4 * shape.pp
     if shape.micro_batches > enough:
-        some, more = (catch_ups(replace(shape, micro_batches=enough + n), rank) for n in (-1, 0))
+        short = catch_ups(replace(shape, micro_batches=enough - 1), rank)
+        longer = catch_ups(replace(shape, micro_batches=enough), rank)
         further = shape.micro_batches - enough
-        return tuple(b + further * (b - a) for a, b in zip(some, more, strict=True))
-    late, times = [0] * shape.virtual, [0] * shape.virtual
+        return tuple(b + further * (b - a) for a, b in zip(short, longer, strict=True))
+    # by chunk: weight gradients that are deferred now, and how often none was left
+    late = [0] * shape.virtual
+    times = [0] * shape.virtual
     for one in passes(shape, rank):
-        late[one.chunk] += {"F": 0, "B": int(shape.splits_backward), "W": -1}[one.kind]
-        times[one.chunk] += one.kind == ("W" if shape.splits_backward else "B") and not late[one.chunk]
+        if one.kind == "F":
+            continue
+        if not shape.splits_backward:
+            times[one.chunk] += 1
+        elif one.kind == "B":
+            late[one.chunk] += 1
+        else:
+            late[one.chunk] -= 1
+            times[one.chunk] += late[one.chunk] == 0
     return tuple(times)
 
 
@@ -185,13 +248,18 @@ def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
         return messages_held(replace(shape, micro_batches=enough), rank, overlap=overlap)
     if shape.pp * shape.virtual * shape.micro_batches > MOST_PASSES:
         return _messages_of_a_shorter(shape, rank, overlap=overlap)
-    now = most = 0
+    now = 0
+    most = 0
     targets = set()
     for one, due in zip(order(shape, rank), receives(shape, rank, overlap=overlap), strict=True):
-        wanted, message = needed(shape, rank, one), made(shape, rank, one)
-        now += len(due.before) - (wanted is not None and source(shape, wanted) != rank)
+        now += len(due.before)
+        # the pass takes what it needs, which another rank has sent
+        wanted = needed(shape, rank, one)
+        if wanted is not None and source(shape, wanted) != rank:
+            now -= 1
         most = max(most, now)
         now += len(due.behind)
+        message = made(shape, rank, one)
         if message is not None:
             targets.add(rank_of_stage(shape, message.stage))
     return most + MESSAGES_KEPT * len(targets - {rank})
@@ -200,34 +268,46 @@ def messages_held(shape: Shape, rank: int, *, overlap: bool) -> int:
 def _messages_of_a_shorter(shape: Shape, rank: int, *, overlap: bool) -> int:
     """Chunks behind the third add nothing, ranks in the middle hold the same, and groups that are longer by one at most
     one message more."""
-    pp, group, few = shape.pp, shape.group, 16
-    if shape.virtual > 3:
-        return messages_held(replace(shape, virtual=3), rank, overlap=overlap)
-    if pp > few:
-        near = rank if rank < few // 2 else max(few // 2, few - (pp - rank))
-        if shape.schedule == "interleaved":
-            shorter = few + group - pp
-            smaller = replace(
-                shape, pp=few, group=shorter, micro_batches=shorter * min(2, shape.micro_batches // group)
-            )
-        else:
-            smaller = replace(shape, pp=few, group=few, micro_batches=max(1, shape.micro_batches * few // pp))
-        return messages_held(smaller, near, overlap=overlap)
-    some, more = (
-        messages_held(replace(shape, group=n * pp, micro_batches=2 * n * pp), rank, overlap=overlap) for n in (3, 4)
-    )
-    return more + (more - some) * (group - 4 * pp) // pp
+    pp = shape.pp
+    if shape.virtual > _FEW_CHUNKS:
+        return messages_held(replace(shape, virtual=_FEW_CHUNKS), rank, overlap=overlap)
+    if pp > _FEW_RANKS:
+        return messages_held(_of_few_ranks(shape), _rank_among_few(rank, pp), overlap=overlap)
+    # a longer group, by as much for each pp micro batches
+    at_three = messages_held(replace(shape, group=3 * pp, micro_batches=6 * pp), rank, overlap=overlap)
+    at_four = messages_held(replace(shape, group=4 * pp, micro_batches=8 * pp), rank, overlap=overlap)
+    return at_four + (at_four - at_three) * (shape.group - 4 * pp) // pp
+
+
+def _of_few_ranks(shape: Shape) -> Shape:
+    """A pipeline of _FEW_RANKS ranks whose groups and steps are as much longer than it."""
+    if shape.schedule == "interleaved":
+        group = _FEW_RANKS + shape.group - shape.pp
+        groups = min(2, shape.micro_batches // shape.group)
+        return replace(shape, pp=_FEW_RANKS, group=group, micro_batches=group * groups)
+    micro_batches = max(1, shape.micro_batches * _FEW_RANKS // shape.pp)
+    return replace(shape, pp=_FEW_RANKS, group=_FEW_RANKS, micro_batches=micro_batches)
+
+
+def _rank_among_few(rank: int, pp: int) -> int:
+    """The rank of _FEW_RANKS that is as near to either end."""
+    middle = _FEW_RANKS // 2
+    if rank < middle:
+        return rank
+    return max(middle, _FEW_RANKS - (pp - rank))
 
 
 def bubble_formula(shape: Shape) -> float:
-    """Idle over busy time where all stages take the same, and of a split backward B and W each as long as F; zb_v from
-    2 pp - 1 micro batches on."""
+    """Idle over busy time, share · (pp - 1) / m, where all stages take the same, and of a split backward B and W each
+    as long as F; zb_v from 2 pp - 1 micro batches on."""
     return _idle(shape) * (shape.pp - 1) / shape.micro_batches
 
 
 def _idle(shape: Shape) -> float:
     """The part of another rank's passes of a micro batch that a rank waits for."""
-    return {"gpipe": 1.0, "1f1b": 1.0, "interleaved": 1 / shape.virtual, "zb_h1": 1 / 3, "zb_v": 1 / 6}[shape.schedule]
+    if shape.schedule == "interleaved":
+        return 1 / shape.virtual
+    return _IDLE_SHARE[shape.schedule]
 
 
 def bubble(shape: Shape, durations: Durations, *, overlap: bool = True) -> Bubble:
@@ -237,7 +317,9 @@ def bubble(shape: Shape, durations: Durations, *, overlap: bool = True) -> Bubbl
         return Bubble(0.0, 0.0)
     busiest = max(busy_per_micro_batch(shape, durations)) * shape.micro_batches
     lost = max(0.0, _makespan(shape, durations, overlap=overlap) - busiest)
-    return Bubble(lost / busiest if busiest else 0.0, lost)
+    if not busiest:
+        return Bubble(0.0, lost)
+    return Bubble(lost / busiest, lost)
 
 
 def chart(shape: Shape, *, width: int = 72, most_ranks: int = 16) -> list[str]:
@@ -247,50 +329,78 @@ def chart(shape: Shape, *, width: int = 72, most_ranks: int = 16) -> list[str]:
     # what is shown of more ranks than this is the same: the first are still in their first passes, the last has none
     few = replace(shape, pp=min(shape.pp, 2 * width))
     stages = few.pp * few.virtual
-    backward = 1.0 if shape.splits_backward else 2.0
-    durations = Durations((1.0,) * stages, (backward,) * stages, (2.0 - backward,) * stages)
+    # columns: F takes one, B and W together two
+    columns = {"F": 1, "B": 2, "W": 0}
+    if shape.splits_backward:
+        columns = {"F": 1, "B": 1, "W": 1}
+    durations = Durations(
+        forward=(float(columns["F"]),) * stages,
+        backward=(float(columns["B"]),) * stages,
+        weight=(float(columns["W"]),) * stages,
+    )
     starts = simulate(few, durations, until=width + 1.0).starts
-    shown = [r for r in range(shape.pp) if shape.pp <= most_ranks or r < most_ranks - 2 or r == shape.pp - 1]
+    shown = list(range(shape.pp))
+    if shape.pp > most_ranks:
+        shown = [*range(most_ranks - 2), shape.pp - 1]
     lines = []
     for rank in shown:
+        row = min(rank, few.pp - 1)
         cells: list[str] = []
-        here = min(rank, few.pp - 1)
-        for start, one in zip(starts[here], passes(few, here), strict=False):
+        for start, one in zip(starts[row], passes(few, row), strict=False):
             cells += ["."] * (round(start) - len(cells))
-            cells += [_cell(one)] * (round(backward) if one.kind == "B" else 1)
-        lines.append(f"{rank:>4} {''.join(cells[:width])}{'>' if len(cells) > width else ''}")
-    return [*lines[:-1], " ...", lines[-1]] if len(shown) < shape.pp else lines
+            cells += [_cell(one)] * columns[one.kind]
+        line = "".join(cells[:width])
+        if len(cells) > width:
+            line += ">"
+        lines.append(f"{rank:>4} {line}")
+    if len(shown) < shape.pp:
+        lines.insert(-1, " ...")
+    return lines
 
 
 def _cell(one: Pass) -> str:
-    return {"F": str(one.micro % 10), "B": chr(ord("a") + one.micro % 26), "W": "+"}[one.kind]
+    if one.kind == "F":
+        return str(one.micro % 10)
+    if one.kind == "B":
+        return chr(ord("a") + one.micro % 26)
+    return "+"
 
 
 def _makespan(shape: Shape, durations: Durations, *, overlap: bool) -> float:
-    passes_a_chunk = 3 if shape.splits_backward else 2
+    """Seconds of a step, simulated where that is quick."""
+    passes_a_chunk = 2
+    if shape.splits_backward:
+        passes_a_chunk = 3
     count = shape.pp * shape.virtual * _shorter(shape).micro_batches * passes_a_chunk
-    return _simulated(shape, durations, overlap) if count <= MOST_PASSES else makespan_formula(shape, durations)
+    if count > MOST_PASSES:
+        return makespan_formula(shape, durations)
+    return _simulated(shape, durations, overlap)
 
 
 @lru_cache(maxsize=2048)
 def _simulated(shape: Shape, durations: Durations, overlap: bool) -> float:
     def seconds(of: Shape) -> float:
-        return simulate(of, durations).seconds if overlap else seconds_if_late(of, durations)
+        if overlap:
+            return simulate(of, durations).seconds
+        return seconds_if_late(of, durations)
 
     short = _shorter(shape)
     first = seconds(short)
     if short == shape:
         return first
-    step = _period(shape)
-    longer = replace(short, micro_batches=short.micro_batches + step)
-    second = seconds(longer)
-    return first + (second - first) * (shape.micro_batches - short.micro_batches) / step
+    # each further round adds the same
+    period = _period(shape)
+    second = seconds(replace(short, micro_batches=short.micro_batches + period))
+    return first + (second - first) * (shape.micro_batches - short.micro_batches) / period
 
 
 def makespan_formula(shape: Shape, durations: Durations) -> float:
     """A step without simulating it: the busiest rank's passes, what it waits for while the pipeline fills and empties,
     and the way between ranks. Exact for gpipe and 1f1b with equal stages; for all else see its test."""
-    pp, m, transfer = shape.pp, shape.micro_batches, durations.transfer
+    pp = shape.pp
+    m = shape.micro_batches
+    transfer = durations.transfer
+    # seconds of a micro batch, by rank
     busy = busy_per_micro_batch(shape, durations)
     top = max(busy)
     seconds = m * top + _idle(shape) * (sum(busy) - top)
@@ -300,16 +410,19 @@ def makespan_formula(shape: Shape, durations: Durations) -> float:
         way = sum(durations.forward) + sum(durations.backward)
         seconds = max(seconds, way + (m - 1) * most)
     if shape.schedule == "1f1b" and m > pp:
-        # a rank has no more micro batches on their way than there are ranks from it on
+        # A rank has no more micro batches on their way than there are ranks from it on: the last n ranks let n pass in
+        # the time of one's way through them and back.
         behind = list(accumulate(reversed(busy), initial=0.0))
         slowest = max((behind[n] + 2 * (n - 1) * transfer) / n for n in range(1, pp + 1))
-        seconds += (m - pp) * (slowest - top if slowest > top else 0.0)
+        seconds += (m - pp) * max(0.0, slowest - top)
     return seconds + 2 * (pp - 1) * transfer
 
 
 def _period(shape: Shape) -> int:
     """Micro batches after which an order repeats itself."""
-    return shape.group if shape.schedule == "interleaved" else 1
+    if shape.schedule == "interleaved":
+        return shape.group
+    return 1
 
 
 def _shorter(shape: Shape) -> Shape:

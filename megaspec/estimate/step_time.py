@@ -1,35 +1,32 @@
 """How long a training step takes, from what each rank computes and sends and from how fast the hardware was measured.
 
-Counted, but for six constants of the runtime that hold for every model: SUSTAINED, GAPS_SECONDS and HIDDEN_COST in
+Counted, but for six constants of the runtime that hold for every model: SUSTAINED, GAPS_SECONDS and OVERLAPPED_COST in
 layer_time.py, TURNING in work.py, _UPDATE_REACHES and BESIDE_PASSES below. They were set where runs of 1B and 8B layers
 were measured.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 from megaspec.estimate.activations import layer_bytes
-from megaspec.estimate.ceilings import Ceilings
-from megaspec.estimate.communication import (
-    Collective,
-    Topology,
-    gradient_width,
-    step_collectives,
-    transfer_of,
-    transfers,
-)
+from megaspec.estimate.communication import transfer_of, transfers
 from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.hardware import Hardware
-from megaspec.estimate.hidden import orthogonalising_seconds
+from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
 from megaspec.estimate.memory import kept_by_layer
-from megaspec.estimate.parameters import RankParameters
+from megaspec.estimate.muon_matrices import orthogonalising_seconds
+from megaspec.estimate.parameters import holds_embedding
 from megaspec.estimate.schedule import bubble, shape_of
-from megaspec.estimate.share import share_of
-from megaspec.model.kinds import has_experts
+from megaspec.estimate.step_communication import gradient_width, step_collectives
+from megaspec.estimate.throughput import MeasuredThroughput
+from megaspec.estimate.topology import Collective, Topology
+from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.parallelism.passes import PAIR_CTAS, Shape, stage_number
 from megaspec.parallelism.stages import Chunk, stages_of
@@ -42,15 +39,22 @@ _USEFUL = ("matrix products", "attention")
 _UPDATE_REACHES = 0.81
 # Bytes a second that a GPU and the CPU's memory exchange in each direction, and that a rank's cores move while they
 # update weights: what the data sheets of PCIe 5 x16 and of a server with 8 GPUs leave after some loss. Not measured.
-_HOST_LINK, _HOST_UPDATES = 50e9, 40e9
+_HOST_LINK = 50e9
+_HOST_UPDATES = 40e9
+# Bytes of a number of the optimizer's state, by its format.
 _STATE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-
+# Passes over a gradient, in its width, of optimizers that work on one tensor after the other, operation by operation.
+_EAGER_UPDATE_PASSES = 10
+_MUON_UPDATE_PASSES = 32
 
 # Seconds that a message between stages costs the passes beside it, at either end and no more than it takes: a kernel
 # ends later where another one begins to hold SMs. Set on 2 and 4 H200 over NVLink: 8B, five schedules.
 BESIDE_PASSES = 0.35e-3
 # While it is under way it holds so many of an H200's 132 SMs.
 _HELD_BY_A_MESSAGE = PAIR_CTAS / 132
+# Durations of passes are rounded to one of so many parts of the busiest rank's time for a chunk, so that pipelines that
+# are alike are simulated once: half a per cent of a forward pass, which takes about a third of that time.
+_PARTS_OF_A_CHUNK = 600
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,21 @@ class StepTime:
         return {kind: seconds for kind, seconds in self.parts.items() if kind not in _USEFUL}
 
 
+class ExposedCollective(NamedTuple):
+    """A collective, and how long a step waits for it."""
+
+    collective: Collective
+    seconds: float
+
+
 @dataclass(frozen=True)
-class _Passes:
+class _PipelinePasses:
     """A micro batch's passes on every pipeline rank."""
 
     times: LayerTimes
     shape: Shape
     stages: tuple[tuple[Chunk, ...], ...]
+    """Chunks by pipeline rank."""
     costs: list[list[Cost]]
     """By pipeline rank and chunk."""
 
@@ -90,180 +102,314 @@ class _Passes:
     @cached_property
     def busiest(self) -> int:
         """The rank that has most to do."""
-        return max(range(self.shape.pp), key=lambda rank: self.busy[rank])
+        return self.busy.index(max(self.busy))
+
+    def of_micro_batch(self, rank: int) -> Cost:
+        """A micro batch through all chunks of a rank."""
+        return added((cost, 1) for cost in self.costs[rank])
 
 
-def _passes(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> _Passes:
-    times, stages = layer_times(recipe, hardware, ceilings), stages_of(recipe.model.n_layers, recipe.parallelism)
-    return _Passes(times, shape_of(recipe), stages, [[times.chunk(chunk) for chunk in rank] for rank in stages])
+@dataclass(frozen=True)
+class _StepEnd:
+    """What a pipeline rank does for the step as a whole."""
+
+    exchange: list[ExposedCollective]
+    """Gradients, weights and sums, with the seconds that they add."""
+    update_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(one.seconds for one in self.exchange) + self.update_seconds
 
 
-def step_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> StepTime:
+def _pipeline_passes(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> _PipelinePasses:
+    times = layer_times(recipe, hardware, throughput)
+    stages = stages_of(recipe.model.n_layers, recipe.parallelism)
+    costs = []
+    for chunks in stages:
+        costs.append([times.chunk(chunk) for chunk in chunks])
+    return _PipelinePasses(times, shape_of(recipe), stages, costs)
+
+
+def step_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> StepTime:
     """Of a filled recipe at its full batch."""
-    passes = _passes(recipe, hardware, ceilings)
-    times, shape, stages = passes.times, passes.shape, passes.stages
-    waiting = _waiting(recipe, passes, _sending(recipe, times.topology, ceilings))
-    whole = added((cost, shape.micro_batches) for cost in passes.costs[passes.busiest])
-    parts = {kind: sum(seconds) for kind, seconds in zip(KINDS, zip(*whole, strict=True), strict=True)}
-    parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * shape.micro_batches
-    if shape.pp > 1:
-        sending = _sending(recipe, times.topology, ceilings)
-        each = min(sending, BESIDE_PASSES) + _HELD_BY_A_MESSAGE * sending
-        parts["pipeline messages"] = 4 * shape.virtual * shape.micro_batches * each
-    exchange, parts["optimizer"] = _longest_end(recipe, passes, ceilings)
+    passes = _pipeline_passes(recipe, hardware, throughput)
+    topology = passes.times.topology
+    micro_batches = passes.shape.micro_batches
+    sending = _sending_seconds(recipe, topology, throughput)
+    waiting = _waiting(recipe, passes, sending)
+
+    parts = _seconds_of_passes(passes)
+    parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * micro_batches
+    if passes.shape.pp > 1:
+        parts["pipeline messages"] = _seconds_beside_messages(passes.shape, sending)
+    end = _longest_end(recipe, passes, throughput)
+    parts["optimizer"] = end.update_seconds
     if recipe.parallelism.offload.layers:
-        parts["offload"] = _offloading(recipe, passes)
+        parts["offload"] = _offload_seconds(recipe, passes)
     parts["data parallel"] = 0.0
-    for one, seconds in exchange:
-        parts["tensor parallel" if one.group == "tp" else "data parallel"] += seconds
-    layers = max(sum(len(chunk.layers) for chunk in rank) for rank in stages)
-    host = ceilings.launch_seconds + ceilings.layer_seconds * layers * shape.micro_batches
+    for one in end.exchange:
+        kind = "data parallel"
+        if one.collective.group == "tp":
+            kind = "tensor parallel"
+        parts[kind] += one.seconds
+    # the last, since the host works beside all of the above: what it takes longer than the GPU
+    layers = max(map(_layers_in, passes.stages))
+    host = throughput.launch_seconds + throughput.layer_seconds * layers * micro_batches
     parts["host"] = max(0.0, host - sum(parts.values()))
-    return _step_time(recipe, hardware, parts, times.topology.world, waiting)
+    return _rates(recipe, hardware, parts, topology.world, waiting)
 
 
-def least_seconds(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> float:
+def _seconds_of_passes(passes: _PipelinePasses) -> dict[str, float]:
+    """All micro batches through the busiest rank, by kind."""
+    cost = passes.of_micro_batch(passes.busiest)
+    parts = {}
+    for number, kind in enumerate(KINDS):
+        seconds = cost.forward[number] + cost.backward[number] + cost.weight[number]
+        parts[kind] = seconds * passes.shape.micro_batches
+    return parts
+
+
+def _layers_in(chunks: tuple[Chunk, ...]) -> int:
+    return sum(len(chunk.layers) for chunk in chunks)
+
+
+def _seconds_beside_messages(shape: Shape, sending: float) -> float:
+    """What messages between stages take away from the passes beside them. Of each micro batch a chunk receives and
+    sends in either pass."""
+    each = min(sending, BESIDE_PASSES) + _HELD_BY_A_MESSAGE * sending
+    return 4 * shape.virtual * shape.micro_batches * each
+
+
+def least_seconds(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> float:
     """What a step takes at least: the passes of the busiest pipeline rank."""
-    passes = _passes(recipe, hardware, ceilings)
+    passes = _pipeline_passes(recipe, hardware, throughput)
     return passes.busy[passes.busiest] * passes.shape.micro_batches
 
 
-def exposed_collectives(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> tuple[tuple[Collective, float], ...]:
+def exposed_collectives(
+    recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput
+) -> tuple[ExposedCollective, ...]:
     """Every collective with the seconds that a step waits for it, as its parts count them: those of micro batches on
     the busiest pipeline rank, and those of the step's end on the rank where that takes longest. What stages send is a
     part of the pipeline's bubble: as much as the bubble is longer than if it took no time."""
-    passes = _passes(recipe, hardware, ceilings)
-    times, shape, rank = passes.times, passes.shape, passes.busiest
-    found = [
-        (replace(one, times=one.times * shape.micro_batches), seconds * shape.micro_batches)
-        for chunk in passes.stages[rank]
-        for one, seconds in times.messages(chunk)
-    ]
-    sends = list(transfers(recipe, times.topology, shape, rank))
-    if sends:
-        longer = _waiting(recipe, passes, _sending(recipe, times.topology, ceilings)) - _waiting(recipe, passes, 0.0)
-        each = max(0.0, longer) * passes.busy[rank] * shape.micro_batches / sum(one.times for one in sends)
-        found += [(one, each * one.times) for one in sends]
-    together: dict[Collective, tuple[int, float]] = {}
-    for one, seconds in (*found, *_longest_end(recipe, passes, ceilings)[0]):
-        before = together.get(replace(one, times=1), (0, 0.0))
-        together[replace(one, times=1)] = before[0] + one.times, before[1] + seconds
-    return tuple((replace(one, times=often), seconds) for one, (often, seconds) in together.items())
+    passes = _pipeline_passes(recipe, hardware, throughput)
+    micro_batches = passes.shape.micro_batches
+    found = []
+    for chunk in passes.stages[passes.busiest]:
+        for one, seconds in passes.times.messages(chunk):
+            of_step = replace(one, times=one.times * micro_batches)
+            found.append(ExposedCollective(of_step, seconds * micro_batches))
+    found += _exposed_transfers(recipe, passes, throughput)
+    found += _longest_end(recipe, passes, throughput).exchange
+    return _merged(found)
 
 
-def _step_time(recipe: Recipe, hardware: Hardware, parts: dict[str, float], world: int, waiting: float) -> StepTime:
-    seconds, batch, seq_len = sum(parts.values()), recipe.train.global_batch, recipe.data.seq_len
-    peak, tp = hardware.peak[recipe.precision.kind] * world, recipe.parallelism.tp
-    mfu = {
-        name: batch * flops_per_sequence(recipe.model, seq_len=seq_len, convention=name, tp=tp) / (seconds * peak)
-        for name in ("causal", "full")
-    }
-    rate = batch * seq_len / seconds
-    return StepTime(seconds, parts, rate, rate / world, mfu, waiting)
+def _exposed_transfers(
+    recipe: Recipe, passes: _PipelinePasses, throughput: MeasuredThroughput
+) -> list[ExposedCollective]:
+    """What the busiest rank sends to other stages, with what it lengthens the bubble by."""
+    rank = passes.busiest
+    topology = passes.times.topology
+    sends = list(transfers(recipe, topology, passes.shape, rank))
+    if not sends:
+        return []
+    with_sending = _waiting(recipe, passes, _sending_seconds(recipe, topology, throughput))
+    longer = with_sending - _waiting(recipe, passes, 0.0)
+    messages = sum(one.times for one in sends)
+    each = max(0.0, longer) * passes.busy[rank] * passes.shape.micro_batches / messages
+    return [ExposedCollective(one, each * one.times) for one in sends]
 
 
-def _sending(recipe: Recipe, topology: Topology, ceilings: Ceilings) -> float:
-    """Seconds of a micro batch from one stage to the next."""
+def _merged(exposed_ones: list[ExposedCollective]) -> tuple[ExposedCollective, ...]:
+    """Those that differ only in how often they occur, put together."""
+    times: Counter[Collective] = Counter()
+    seconds: dict[Collective, float] = {}
+    for one in exposed_ones:
+        key = replace(one.collective, times=1)
+        times[key] += one.collective.times
+        seconds[key] = seconds.get(key, 0.0) + one.seconds
+    return tuple(ExposedCollective(replace(key, times=times[key]), seconds[key]) for key in times)
+
+
+def _rates(recipe: Recipe, hardware: Hardware, parts: dict[str, float], world: int, waiting: float) -> StepTime:
+    """Throughput, and MFU = FLOPs of a step / (seconds · peak of all GPUs)."""
+    seconds = sum(parts.values())
+    batch = recipe.train.global_batch
+    seq_len = recipe.data.seq_len
+    peak = hardware.peak[recipe.precision.kind] * world
+    mfu = {}
+    for convention in ("causal", "full"):
+        flops = flops_per_sequence(recipe.model, seq_len=seq_len, convention=convention, tp=recipe.parallelism.tp)
+        mfu[convention] = batch * flops / (seconds * peak)
+    tokens_per_second = batch * seq_len / seconds
+    return StepTime(seconds, parts, tokens_per_second, tokens_per_second / world, mfu, waiting)
+
+
+def _sending_seconds(recipe: Recipe, topology: Topology, throughput: MeasuredThroughput) -> float:
+    """Of a micro batch from one stage to the next."""
     transfer = transfer_of(recipe, topology)
-    return collective_seconds(transfer, ceilings) if transfer else 0.0
+    if transfer is None:
+        return 0.0
+    return collective_seconds(transfer, throughput)
 
 
-def _waiting(recipe: Recipe, passes: _Passes, sending: float) -> float:
-    """Share of the busiest rank's time that it waits. Durations are rounded to a half per cent of a pass, so that
-    cases that are alike are simulated once."""
-    shape, busiest = passes.shape, passes.busy[passes.busiest]
+def _waiting(recipe: Recipe, passes: _PipelinePasses, sending: float) -> float:
+    """Share of the busiest rank's time that it waits."""
+    shape = passes.shape
     if shape.pp == 1:
         return 0.0
-    n = shape.pp * shape.virtual
-    forward, backward, weight = ([0.0] * n for _ in range(3))
+    busiest = passes.busy[passes.busiest]
+    stages = shape.pp * shape.virtual
+    forward = [0.0] * stages
+    backward = [0.0] * stages
+    weight = [0.0] * stages
 
-    def rough(seconds: float) -> float:
-        return round(600 * seconds * shape.virtual / busiest) / 600
+    def rounded(seconds: float) -> float:
+        """In units of what the busiest rank takes for a chunk."""
+        return round(_PARTS_OF_A_CHUNK * seconds * shape.virtual / busiest) / _PARTS_OF_A_CHUNK
 
     for rank, chunks in enumerate(passes.costs):
         for number, cost in enumerate(chunks):
             stage = stage_number(rank, number, pp=shape.pp, is_v=shape.is_v)
-            seconds = [sum(one) for one in cost]
-            if not shape.splits_backward:
-                seconds = [seconds[0], seconds[1] + seconds[2], 0.0]
-            forward[stage], backward[stage], weight[stage] = map(rough, seconds)
-    durations = Durations(tuple(forward), tuple(backward), tuple(weight), rough(sending))
+            forward[stage] = rounded(sum(cost.forward))
+            if shape.splits_backward:
+                backward[stage] = rounded(sum(cost.backward))
+                weight[stage] = rounded(sum(cost.weight))
+            else:
+                backward[stage] = rounded(sum(cost.backward) + sum(cost.weight))
+    durations = Durations(tuple(forward), tuple(backward), tuple(weight), rounded(sending))
     return bubble(shape, durations, overlap=recipe.parallelism.overlap.p2p).ratio
 
 
-def _longest_end(recipe: Recipe, passes: _Passes, ceilings: Ceilings) -> tuple[list[tuple[Collective, float]], float]:
-    """What data-parallel ranks exchange, with the seconds that it adds, and the update's seconds, of the pipeline rank
-    where both together take longest."""
-    ends = []
-    for rank in {0, passes.busiest, passes.shape.pp - 1}:
-        count = passes.times.parameters(recipe, rank, passes.stages[rank])
-        whole = added((cost, 1) for cost in passes.costs[rank])
-        exchange = step_collectives(recipe, passes.times.topology, rank, count)
-        shared = _sharing(recipe, exchange, passes.stages[rank], whole, ceilings)
-        update = _update(recipe, count, ceilings)
-        if isinstance(recipe.optim, MuonSpec):
-            update += orthogonalising_seconds(recipe, recipe.optim, passes.stages[rank], ceilings)
-        ends.append((shared, update))
-    return max(ends, key=lambda end: sum(seconds for _, seconds in end[0]) + end[1])
+def _longest_end(recipe: Recipe, passes: _PipelinePasses, throughput: MeasuredThroughput) -> _StepEnd:
+    """Of the pipeline rank where the exchange among data-parallel ranks and the update together take longest."""
+    # the first has the embedding, the last the head, the busiest most to do
+    ends = [_step_end(recipe, passes, rank, throughput) for rank in {0, passes.busiest, passes.shape.pp - 1}]
+    return max(ends, key=lambda end: end.seconds)
 
 
-def _sharing(
-    recipe: Recipe, exchange: Iterable[Collective], chunks: Sequence[Chunk], cost: Cost, ceilings: Ceilings
-) -> list[tuple[Collective, float]]:
+def _step_end(recipe: Recipe, passes: _PipelinePasses, rank: int, throughput: MeasuredThroughput) -> _StepEnd:
+    chunks = passes.stages[rank]
+    count = passes.times.parameters(recipe, rank, chunks)
+    exchange = step_collectives(recipe, passes.times.topology, rank, count)
+    update = _update_seconds(recipe, count, throughput)
+    if isinstance(recipe.optim, MuonSpec):
+        update += orthogonalising_seconds(recipe, recipe.optim, chunks, throughput)
+    return _StepEnd(_exposed_exchange(recipe, exchange, chunks, passes.of_micro_batch(rank), throughput), update)
+
+
+@dataclass(frozen=True)
+class _Overlapped:
+    """An exchange that runs beside passes."""
+
+    collective: Collective
+    seconds: float
+    """That can overlap with them."""
+    tail: float
+    """Seconds of its last bucket: there is nothing left to run beside."""
+
+
+def _exposed_exchange(
+    recipe: Recipe,
+    exchange: Iterable[Collective],
+    chunks: tuple[Chunk, ...],
+    cost: Cost,
+    throughput: MeasuredThroughput,
+) -> list[ExposedCollective]:
     """What each exchange of gradients and weights among data-parallel ranks adds to a step. They run beside the passes
-    of as many micro batches as they are sent for, but for the last bucket of gradients: there is nothing left to run
-    beside. Those that run beside the same passes share what is hidden."""
-    beside = {"forward": sum(cost.forward), "backward": sum(cost.backward) + sum(cost.weight), "step": 0.0}
-    layers, bucket = sum(len(chunk.layers) for chunk in chunks), recipe.parallelism.bucket_mb * 1e6
-    table = share_of(recipe).vocab * recipe.model.d_model * gradient_width(recipe)
-    last = table if any(chunk.embedding for chunk in chunks) else bucket
-    found: list[tuple[Collective, float]] = []
-    together: dict[tuple[str, int], list[tuple[Collective, float, float]]] = {}
+    of as many micro batches as they are sent for, but for the last bucket of gradients. Those that run beside the same
+    passes share what overlaps."""
+    # seconds of a micro batch's passes, by phase; after the last one there is nothing to run beside
+    passes = {"forward": sum(cost.forward), "backward": sum(cost.backward) + sum(cost.weight), "step": 0.0}
+    found: list[ExposedCollective] = []
+    by_passes: dict[tuple[str, int], list[_Overlapped]] = {}
     for one in exchange:
-        messages = max(layers, 1) if one.kind == "all_gather" else max(1, ceil(one.bytes / bucket))
-        if not one.hidden:
-            found.append((one, one.times * collective_seconds(one, ceilings)))
-            continue
-        seconds = one.times * collective_seconds(one, ceilings, messages=messages)
-        tail = 0.0 if one.kind == "all_gather" else seconds / one.times * min(1.0, last / one.bytes)
-        together.setdefault((one.phase, one.times), []).append((one, seconds - tail, tail))
-    for (phase, times), several in together.items():
-        whole = sum(seconds for _, seconds, _ in several)
-        share = exposed(whole, beside[phase] * times) / whole if whole else 0.0
-        found += [(one, share * seconds + tail) for one, seconds, tail in several]
+        if one.overlapped:
+            in_buckets = _in_buckets(recipe, one, chunks, throughput)
+            by_passes.setdefault((one.phase, one.times), []).append(in_buckets)
+        else:
+            found.append(ExposedCollective(one, one.times * collective_seconds(one, throughput)))
+    for (phase, micro_batches), several in by_passes.items():
+        whole = sum(one.seconds for one in several)
+        share = 0.0
+        if whole:
+            share = exposed(whole, passes[phase] * micro_batches) / whole
+        for one in several:
+            found.append(ExposedCollective(one.collective, share * one.seconds + one.tail))
     return found
 
 
-def _offloading(recipe: Recipe, passes: _Passes) -> float:
+def _in_buckets(
+    recipe: Recipe, one: Collective, chunks: tuple[Chunk, ...], throughput: MeasuredThroughput
+) -> _Overlapped:
+    """Weights are gathered layer by layer, gradients are reduced in buckets."""
+    if one.kind == "all_gather":
+        seconds = one.times * collective_seconds(one, throughput, messages=max(_layers_in(chunks), 1))
+        return _Overlapped(one, seconds, tail=0.0)
+    # the last bucket of gradients is the embedding's table, where a rank has it
+    bucket = recipe.parallelism.bucket_mb * 1e6
+    last = bucket
+    if holds_embedding(chunks):
+        last = recipe.model.facts.table_on(tp=recipe.parallelism.tp) * gradient_width(recipe)
+    messages = max(1, ceil(one.bytes / bucket))
+    seconds = one.times * collective_seconds(one, throughput, messages=messages)
+    tail = seconds / one.times * min(1.0, last / one.bytes)
+    return _Overlapped(one, seconds - tail, tail)
+
+
+def _offload_seconds(recipe: Recipe, passes: _PipelinePasses) -> float:
     """What transfers of activations take longer than the passes that they run beside, on the busiest rank."""
-    share, count = share_of(recipe), recipe.parallelism.offload.layers
-    layers = layer_bytes(share, with_experts=False), layer_bytes(share, with_experts=True)
-    experts, rank, waited = has_experts(recipe.model), passes.busiest, 0.0
+    run = layer_run(recipe)
+    facts = recipe.model.facts
+    parallelism = recipe.parallelism
+    rank = passes.busiest
+    waited = 0.0
     for chunk, cost in zip(passes.stages[rank], passes.costs[rank], strict=True):
-        moe = sum(experts[layer] for layer in chunk.layers)
-        away = kept_by_layer(share, layers, (len(chunk.layers) - moe, moe))[:count]
-        seconds = sum(map(sum, away)) / _HOST_LINK
-        waited += max(0.0, seconds - sum(cost.forward)) + max(0.0, seconds - sum(cost.backward) - sum(cost.weight))
+        layers = [layer_bytes(run, facts.layers[number]) for number in chunk.layers]
+        offloaded = kept_by_layer(parallelism.recompute, layers)[: parallelism.offload.layers]
+        seconds = sum(one.total for one in offloaded) / _HOST_LINK
+        # away beside the forward pass, back beside the backward pass
+        waited += max(0.0, seconds - sum(cost.forward))
+        waited += max(0.0, seconds - sum(cost.backward) - sum(cost.weight))
     return waited * passes.shape.micro_batches
 
 
-def _update(recipe: Recipe, count: RankParameters, ceilings: Ceilings) -> float:
-    """The gradients' norm, the update and the copy into the model's format: bytes of each parameter's states. A share
-    that lies on the CPU is updated beside the transfer of its gradients and weights, and beside the GPU's share."""
-    optim, own = recipe.optim, recipe.parallelism
-    shards, expert_shards = sharing_ranks(own) if own.dp_strategy != "replicate" else (1, 1)
-    wide, narrow = gradient_width(recipe), share_of(recipe).width
-    if isinstance(optim, AdamWSpec):
-        states = _STATE_BYTES[optim.formats.exp_avg] + _STATE_BYTES[optim.formats.exp_avg_sq]
-        moved = wide + 2 * _STATE_BYTES[optim.formats.master] + 2 * states
-    else:
-        # one tensor after the other, operation by operation
-        moved = (32 if isinstance(optim, MuonSpec) else 10) * wide
-    copied = 4 + narrow if narrow < 4 else 0
-    parameters, away = count.dense / shards + count.expert / expert_shards, own.offload.optimizer
-    here = wide + (1 - away) * (moved + copied)
-    on_gpu = ceilings.memory_seconds(here * parameters / _UPDATE_REACHES)
+def _update_seconds(recipe: Recipe, count: WeightCount, throughput: MeasuredThroughput) -> float:
+    """The gradients' norm, the update and the copy into the model's format: bytes of each parameter's states over the
+    bandwidth of memory. A share that lies on the CPU is updated beside the transfer of its gradients and weights, and
+    beside the GPU's share."""
+    parallelism = recipe.parallelism
+    parameters = float(count.dense + count.expert)
+    if parallelism.dp_strategy != "replicate":
+        shards = sharing_ranks(parallelism)
+        parameters = count.dense / shards.dense + count.expert / shards.expert
+    # bytes of one parameter: its gradient, what the update reads and writes, and the copy of a master weight
+    wide = gradient_width(recipe)
+    narrow = layer_run(recipe).width
+    updated = _updated_bytes(recipe, wide)
+    copied = 0
+    if narrow < 4:
+        copied = 4 + narrow
+    away = parallelism.offload.optimizer
+    # the norm reads every gradient
+    here = wide + (1 - away) * (updated + copied)
+    on_gpu = throughput.memory_seconds(here * parameters / _UPDATE_REACHES)
     if not away:
         return on_gpu
-    on_cpu = max((wide + moved + copied) / _HOST_UPDATES, wide / _HOST_LINK, narrow / _HOST_LINK)
+    # gradients come, cores update, weights go back: at once, so that the slowest counts
+    on_cpu = max((wide + updated + copied) / _HOST_UPDATES, wide / _HOST_LINK, narrow / _HOST_LINK)
     return max(on_gpu, away * parameters * on_cpu)
+
+
+def _updated_bytes(recipe: Recipe, wide: int) -> int:
+    """Bytes that the update of one parameter reads and writes, with a gradient of `wide` bytes."""
+    optim = recipe.optim
+    if isinstance(optim, AdamWSpec):
+        # master weight and both moments are read and written
+        formats = optim.formats
+        moments = _STATE_BYTES[formats.exp_avg] + _STATE_BYTES[formats.exp_avg_sq]
+        return wide + 2 * _STATE_BYTES[formats.master] + 2 * moments
+    if isinstance(optim, MuonSpec):
+        return _MUON_UPDATE_PASSES * wide
+    return _EAGER_UPDATE_PASSES * wide

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 try:
     import pynvml  # the extra `gpu`; nvidia-smi answers where it is not installed
@@ -19,6 +20,16 @@ from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
 from megaspec.estimate.hardware import hardware_of
 
 _PACKAGES = ("megaspec", "torch", "numpy", "pydantic", "safetensors", "tokenizers", "triton", "tensorboard")
+
+
+class DetectedGpu(NamedTuple):
+    """A GPU as its driver describes it."""
+
+    name: str
+    sm: int
+    """Compute capability, 90 for Hopper."""
+    memory: int
+    """Bytes."""
 
 
 class Target(Frozen):
@@ -44,33 +55,39 @@ class Target(Frozen):
     @property
     def device(self) -> str:
         """`cuda` where there are GPUs and a torch that can use them, else `cpu`."""
-        return "cuda" if self.gpus and "+cpu" not in self.versions.get("torch", "") else "cpu"
+        if self.gpus and "+cpu" not in self.versions.get("torch", ""):
+            return "cuda"
+        return "cpu"
 
     def peak_flops(self, precision: str) -> float | None:
         """Peak of one GPU in FLOP/s for a precision's matrix products; None where it is not known."""
-        hardware = hardware_of(self) if self.device == "cuda" else None
-        return None if hardware is None else hardware.peak.get(precision)
+        if self.device != "cuda":
+            return None
+        hardware = hardware_of(self)
+        if hardware is None:
+            return None
+        return hardware.peak.get(precision)
 
 
 def detect_target(environment: Mapping[str, str] | None = None) -> Target:
     """This machine. Imports no torch: GPUs are asked through NVML or nvidia-smi, cores through the scheduler."""
-    environment = os.environ if environment is None else environment
+    if environment is None:
+        environment = os.environ
+    found: dict[str, object] = {"cores": _cores(), "versions": _versions()}
     gpus = _visible(_gpus_by_nvml() or _gpus_by_command(), environment.get("CUDA_VISIBLE_DEVICES"))
+    if gpus:
+        # those of one machine are taken to be alike
+        first = gpus[0]
+        found |= {"gpus": len(gpus), "gpu": first.name, "sm": first.sm, "gpu_memory": first.memory}
     in_torchrun = "RANK" in environment and "WORLD_SIZE" in environment
-    name, sm, memory = gpus[0] if gpus else (None, 0, 0)
-    return Target(
-        gpus=len(gpus),
-        gpu=name,
-        sm=sm,
-        gpu_memory=memory,
-        cores=_cores(),
-        world_size=int(environment["WORLD_SIZE"]) if in_torchrun else None,
-        local_ranks=int(environment["LOCAL_WORLD_SIZE"]) if in_torchrun and "LOCAL_WORLD_SIZE" in environment else None,
-        versions=_versions(),
-    )
+    if in_torchrun:
+        found["world_size"] = int(environment["WORLD_SIZE"])
+    if in_torchrun and "LOCAL_WORLD_SIZE" in environment:
+        found["local_ranks"] = int(environment["LOCAL_WORLD_SIZE"])
+    return Target(**found)
 
 
-def _gpus_by_nvml() -> list[tuple[str, int, int]]:
+def _gpus_by_nvml() -> list[DetectedGpu]:
     if pynvml is None:
         return []
     try:
@@ -82,12 +99,13 @@ def _gpus_by_nvml() -> list[tuple[str, int, int]]:
         handle = pynvml.nvmlDeviceGetHandleByIndex(number)
         major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
         name = pynvml.nvmlDeviceGetName(handle)
-        found.append((str(name), major * 10 + minor, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)))
+        memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
+        found.append(DetectedGpu(str(name), major * 10 + minor, memory))
     pynvml.nvmlShutdown()
     return found
 
 
-def _gpus_by_command() -> list[tuple[str, int, int]]:
+def _gpus_by_command() -> list[DetectedGpu]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -99,25 +117,30 @@ def _gpus_by_command() -> list[tuple[str, int, int]]:
     return parse_gpu_lines(lines)
 
 
-def parse_gpu_lines(lines: list[str]) -> list[tuple[str, int, int]]:
-    """`name, capability, MiB` lines of nvidia-smi -> (name, sm, bytes); a line that can't be read is left out."""
+def parse_gpu_lines(lines: list[str]) -> list[DetectedGpu]:
+    """`name, capability, MiB` lines of nvidia-smi; a line that can't be read is left out."""
     found = []
     for line in lines:
+        # a name may hold a comma
         parts = [p.strip() for p in line.rsplit(",", 2)]
         if len(parts) == 3 and parts[1].replace(".", "").isdigit() and parts[2].isdigit():
-            found.append((parts[0], int(parts[1].replace(".", "")), int(parts[2]) * 2**20))
+            found.append(DetectedGpu(parts[0], int(parts[1].replace(".", "")), int(parts[2]) * 2**20))
     return found
 
 
-def _visible(gpus: list[tuple[str, int, int]], visible: str | None) -> list[tuple[str, int, int]]:
+def _visible(gpus: list[DetectedGpu], visible: str | None) -> list[DetectedGpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves: numbers or identifiers, up to the first that does not exist."""
     if visible is None:
         return gpus
     chosen = []
-    for entry in filter(None, (e.strip() for e in visible.split(","))):
+    for part in visible.split(","):
+        entry = part.strip()
+        if not entry:
+            continue
         if entry.isdigit() and int(entry) < len(gpus):
             chosen.append(gpus[int(entry)])
         elif entry.startswith(("GPU-", "MIG-")) and gpus:
+            # which one it is makes no difference among GPUs that are alike
             chosen.append(gpus[0])
         else:
             break
@@ -126,7 +149,10 @@ def _visible(gpus: list[tuple[str, int, int]], visible: str | None) -> list[tupl
 
 def _cores() -> int:
     """Cores of this process, or the control group's quota where that is lower."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    # "200000 100000": microseconds of CPU time in each period; "max 100000" without a limit
     quota_file = Path("/sys/fs/cgroup/cpu.max")
     if quota_file.is_file():
         quota, _, period = quota_file.read_text().strip().partition(" ")

@@ -1,25 +1,36 @@
 """What one rank computes for one micro batch: matrix products, attention, and the bytes that all else moves.
 
-Counted from the modules in nn/ as they run compiled block by block: everything between matrix products is limited by
+Counted from the facts of a layer's parts as layers run compiled: everything between matrix products is limited by
 memory, so that its time is the bytes that its kernels read and write.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from megaspec.estimate.share import Share, share_of
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.kinds import mla_of
+from megaspec.core.part_facts import AttentionProducts, Linear, Moved, PartFacts
+from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
+from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec
 from megaspec.recipe import Recipe
 
-# Elements of the residual stream that a norm's backward reads and writes. The sum over tokens for the norm's weight
-# is a second pass, and both passes reach about half of the bandwidth (measured: 1.6 of 4.2 TB/s for 3 elements).
-NORM_BACKWARD = 8
-# A final norm outside the compiled blocks works in fp32 and step by step: bytes per element, forward and backward.
-LOOSE_NORM = (30, 60)
-# A copy that turns [sequence, token] round takes so much longer than its bytes (tensor parallel on 2 and 4 H200).
+# Times that plain operations read and write what a compiled kernel reads and writes once: each does it alone.
+EAGER_PASSES = 3
+# Bytes per element of the final norm, forward and backward: outside the compiled blocks it works in fp32, step by step.
+LOOSE_NORM_FORWARD = 30
+LOOSE_NORM_BACKWARD = 60
+# A copy that turns [sequence, token] round takes so much longer than its bytes. Set on tensor parallel runs on 2 and 4
+# H200.
 TURNING = 2.6
+
+
+class PassBytes(NamedTuple):
+    """What is read and written in each pass."""
+
+    forward: float
+    backward: float
+
+
+NO_BYTES = PassBytes(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -45,157 +56,223 @@ class AttentionWork:
     share: float = 1.0
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a layer that can be recomputed on its own."""
+@dataclass
+class RecomputablePart:
+    """What of a layer can be recomputed on its own, or an end of the model."""
 
     name: str
-    products: tuple[Product, ...] = ()
+    products: list[Product] = field(default_factory=list)
     attention: AttentionWork | None = None
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
 
 
-def layer_parts(recipe: Recipe, *, has_experts: bool, in_fp8: bool) -> tuple[Part, ...]:
+@dataclass(frozen=True)
+class HeadSizes:
+    """Features of a token in attention on one rank."""
+
+    queries: int
+    keys_and_values: int
+    outputs: int
+
+
+def head_sizes(run: LayerRun, attention: AttentionProducts) -> HeadSizes:
+    """Of one rank, before context parallelism swaps heads."""
+    keys_and_values = run.on_rank((attention.keys, attention.values))
+    return HeadSizes(attention.queries.on(run.degrees), keys_and_values, attention.outputs.on(run.degrees))
+
+
+def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[RecomputablePart, ...]:
     """The parts of one layer. `in_fp8`: its matrix products take fp8."""
-    share = share_of(recipe)
-    kind = recipe.precision.kind
-    precision = "fp8" if in_fp8 else "bf16" if kind == "fp8" else kind
-    parts = [*_attention_parts(recipe, share, precision)]
-    parts += _expert_parts(share, precision) if has_experts else _mlp_parts(share, precision)
-    return (*parts, _norms(share))
+    run = layer_run(recipe)
+    precision = "fp8" if in_fp8 else precision_outside_fp8(recipe)
+    products: dict[str, RecomputablePart] = {}
+    for linear in layer.linears:
+        if linear.in_time:
+            part = products.setdefault(linear.recomputed_with, RecomputablePart(linear.recomputed_with))
+            part.products.append(_product(linear, run, layer, precision))
+    between = [_between_products(recipe, run, layer, moved) for moved in layer.moved]
+    return (*products.values(), *between)
 
 
-def _attention_parts(recipe: Recipe, share: Share, precision: str) -> Iterator[Part]:
-    model, own, t = recipe.model, recipe.parallelism, share.tokens
-    mla, d, e = mla_of(model), model.d_model, share.width * share.passes
-    if mla:
-        q_out, kv_out = share.q_size, share.heads * (mla.d_nope + mla.d_value)
-        down = [Product(t, mla.kv_rank + mla.d_rope, d, precision)]
-        down += [Product(t, mla.q_rank, d, precision)] if mla.q_rank else [Product(t, q_out, d, precision)]
-        up = [Product(t, kv_out, mla.kv_rank, precision)]
-        up += [Product(t, q_out, mla.q_rank, precision)] if mla.q_rank else []
-        yield Part("projections", (*down, Product(t, d, share.v_size, precision)), None, 0.0, 0.0)
-        yield Part("mla_up", tuple(up), None, e * t * (kv_out + q_out), 2 * e * t * (kv_out + q_out))
-        head_size, rotated = (model.d_head + mla.d_value) // 2, share.heads * mla.d_rope
-    else:
-        products = (Product(t, share.q_size + share.kv_size, d, precision), Product(t, d, share.q_size, precision))
-        yield Part("projections", products)
-        head_size = model.d_head
-        rotated = 0 if isinstance(model, GptSpec) else share.q_size + share.kv_size // 2
-    norms = 2 * rotated if getattr(model, "qk_norm", False) else 0
-    heads_split = own.cp if own.context.kind == "all_to_all" else 1
-    if own.context.kind == "hierarchical" and own.context.factors:
-        heads_split = own.context.factors[0]
-    work = AttentionWork(
-        tokens=t * own.cp,
-        seq_len=recipe.data.seq_len,
-        heads=max(1, share.heads // heads_split),
-        kv_heads=max(1, share.heads if mla else share.kv_heads // heads_split),
-        head_size=head_size,
-        share=heads_split / own.cp,
+def precision_outside_fp8(recipe: Recipe) -> str:
+    """Of products that fp8 leaves alone: attention, the output head, shared experts, layers that stay in bf16."""
+    if recipe.precision.kind == "fp8":
+        return "bf16"
+    return recipe.precision.kind
+
+
+def _between_products(recipe: Recipe, run: LayerRun, layer: LayerFacts, moved: Moved) -> RecomputablePart:
+    """What one kernel or a few behind each other read and write; attention with what is around it."""
+    alone = _moved_bytes(moved, run, layer)
+    part = RecomputablePart(moved.part, forward_bytes=alone.forward, backward_bytes=alone.backward)
+    if moved.part == "norm":
+        turned = _turned_bytes(run, layer)
+        part.forward_bytes += turned
+        part.backward_bytes += turned
+    if moved.part == "core_attention":
+        part.attention = _attention_work(recipe, run, layer.attention)
+        merged = _merged_bytes(run, layer.attention, recipe.parallelism.context)
+        part.forward_bytes += merged.forward
+        part.backward_bytes += merged.backward
+    return part
+
+
+def _product(linear: Linear, run: LayerRun, layer: LayerFacts, precision: str) -> Product:
+    groups = 0
+    if linear.tokens == "routed":
+        # experts of a rank
+        groups = max(1, linear.n_experts // run.degrees.ep)
+    if linear.in_fp32:
+        precision = "fp32"
+    return Product(
+        m=run.count(linear.tokens, layer.routing),
+        n=run.on_rank(linear.outputs),
+        k=linear.inputs.on(run.degrees),
+        precision=precision,
+        groups=groups,
     )
-    moved = e * t * (2 * rotated + norms)
-    merged, merged_backward = _merged_bytes(share, own.context)
-    backward = moved + e * t * (share.q_size + share.kv_size) + merged_backward
-    yield Part("core_attention", (), work, moved + merged, backward)
 
 
-def _merged_bytes(share: Share, context: ContextSpec) -> tuple[float, float]:
-    """Forward and backward bytes of putting blocks of attention together, in at least fp32, on the rank that has most
-    of it: the last one, all of whose queries see a part of every other rank's keys."""
-    ring = {"ring": share.cp, "hierarchical": (context.factors or (1, 1))[1]}.get(context.kind, 1)
-    narrow, wide = share.width, max(4, share.width)
-    cast, add = narrow + wide, narrow + 2 * wide
-    q, kv = share.tokens * share.q_size, share.tokens * share.kv_size
+def _moved_bytes(moved: Moved, run: LayerRun, layer: LayerFacts) -> PassBytes:
+    """tokens · e · features, as often as they are read or written."""
+    passes = EAGER_PASSES
+    if moved.is_fused or run.execution.is_compiled:
+        passes = 1
+    per_feature = run.count(moved.tokens, layer.routing) * run.width * passes
+    forward = sum(times * width.on(run.degrees) for times, width in moved.forward)
+    backward = sum(times * width.on(run.degrees) for times, width in moved.backward)
+    return PassBytes(forward * per_feature, backward * per_feature)
+
+
+def _turned_bytes(run: LayerRun, layer: LayerFacts) -> float:
+    """Under tensor parallel a gather or scatter of several sequences turns them round, which is a copy each: two
+    gathers and two scatters around each pair of products."""
+    if run.tokens.stream_ranks == 1 or run.tokens.sequences == 1:
+        return 0.0
+    copied = 4 * run.tokens.all + 2 * run.tokens.stream
+    return TURNING * run.width * layer.d_model * len(layer.sublayers) * copied
+
+
+def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts) -> AttentionWork:
+    """With whole sequences of fewer heads where context parallelism swaps them, else with a part of each sequence."""
+    cp = recipe.parallelism.cp
+    heads_split = context_split(recipe.parallelism.context, cp).heads
+    heads = attention.queries.on(run.degrees) // attention.d_key
+    kv_heads = attention.keys.on(run.degrees) // attention.d_key
+    if not attention.makes_latents:
+        kv_heads = max(1, kv_heads // heads_split)
+    return AttentionWork(
+        tokens=run.tokens.all * cp,
+        seq_len=run.tokens.seq_len,
+        heads=max(1, heads // heads_split),
+        kv_heads=max(1, kv_heads),
+        head_size=(attention.d_key + attention.d_value) // 2,
+        share=heads_split / cp,
+    )
+
+
+def _merged_bytes(run: LayerRun, attention: AttentionProducts, context: ContextSpec) -> PassBytes:
+    """Of putting blocks of attention together, in at least fp32, on the rank that has most of it: the last one, all of
+    whose queries see a part of every other rank's keys."""
+    cp = run.tokens.cp
+    ring = context_split(context, cp).ring
+    narrow = run.width
+    wide = run.wide
+    # bytes of a number that changes its format, and of one that is added to another in at least fp32
+    cast = narrow + wide
+    add = narrow + 2 * wide
+    # numbers of this rank's queries, and of its keys and values
+    sizes = head_sizes(run, attention)
+    q = run.tokens.all * sizes.queries
+    kv = run.tokens.all * sizes.keys_and_values
     if ring > 1:
-        forward = q * (2 * cast + (ring - 1) * add)
+        # the sum of outputs begins and ends with a cast, each block that comes is added, and keys and values are copied
+        forward = q * (2 * cast + (ring - 1) * add) + 2 * narrow * kv
         # the causal part, that of every other rank, the rest of its own; the sum that comes home
         backward = (q + kv) * (2 * cast + add / 2) + (ring - 1) * add * (q + kv / 2) + 4 * wide * kv
-        return forward + 2 * narrow * kv, backward
-    if share.cp > 1 and context.kind == "all_gather":
+        return PassBytes(forward, backward)
+    if cp > 1 and context.kind == "all_gather":
         # keys are put in the order of the sequence and their gradients back
-        whole, seen = share.cp * kv, share.cp * kv - kv / 2
+        whole = cp * kv
+        seen = whole - kv / 2
         forward = q * (2 * cast + add) + 2 * narrow * (kv + whole)
         backward = q * (wide + 2 * add + cast) + kv * (add + cast) + seen * add + whole * (5 * wide + 2 * narrow)
-        return forward, backward
-    return 0.0, 0.0
-
-
-def _mlp_parts(share: Share, precision: str) -> Iterator[Part]:
-    yield from _feed_forward(share, "mlp", share.tokens, share.model.d_ffn // share.tp, precision)
-
-
-def _feed_forward(share: Share, name: str, rows: int, width: int, precision: str, groups: int = 0) -> Iterator[Part]:
-    model, e = share.model, share.width * share.passes
-    gates = 1 if isinstance(model, GptSpec) else 2
-    up = Product(rows, gates * width, model.d_model, precision, groups)
-    yield Part(name, (up, Product(rows, model.d_model, width, precision, groups)))
-    yield Part("activation", (), None, e * rows * width * (gates + 1), e * rows * width * (2 * gates + 1))
-
-
-def _expert_parts(share: Share, precision: str) -> Iterator[Part]:
-    moe, d, e = share.model.moe, share.model.d_model, share.width
-    rows = share.expert_tokens
-    local = max(1, moe.n_experts // share.ep)
-    yield Part("router", (Product(share.split_tokens, moe.n_experts, d, "fp32"),))
-    yield from _feed_forward(share, "moe", rows, moe.d_expert // share.etp, precision, groups=local)
-    # rows are sorted by expert and put back in order, each time read and written
-    yield Part("moe", (), None, 4 * e * d * rows, 4 * e * d * rows)
-    if moe.d_shared:
-        yield from _feed_forward(share, "shared_experts", share.tokens, moe.d_shared // share.tp, precision)
-
-
-def _norms(share: Share) -> Part:
-    """Both norms and the residual stream: 9 elements a token forward, read or written. Under tensor parallel a gather
-    or scatter of several sequences turns them round, which is a copy each."""
-    d, e = share.model.d_model, share.width * share.passes
-    turned = 0
-    if share.is_sequence_split and share.micro_batch > 1:
-        turned = TURNING * share.width * d * (8 * share.tokens + 4 * share.split_tokens)
-    forward = 9 * e * d * share.split_tokens
-    return Part("norm", (), None, forward + turned, 2 * NORM_BACKWARD * e * d * share.split_tokens + turned)
+        return PassBytes(forward, backward)
+    return NO_BYTES
 
 
 def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
     """Bytes that the softmax of attention written out reads and writes, in either direction: a number of the model's
     format in and one out, and one in fp32 that the forward pass keeps and the backward pass reads."""
-    share = share_of(recipe)
-    return work.tokens * work.heads * work.seq_len * (2.0 * share.width + 4) * share.passes
+    run = layer_run(recipe)
+    passes = EAGER_PASSES
+    if run.execution.is_compiled:
+        passes = 1
+    return work.tokens * work.heads * work.seq_len * (2.0 * run.width + 4) * passes
 
 
-def fp8_bytes(products: tuple[Product, ...]) -> tuple[float, float]:
-    """Forward and backward bytes of turning the factors of products into fp8, in both layouts."""
-    cast = [p for p in products if p.precision == "fp8"]
-    return sum(4.0 * p.m * p.k for p in cast), sum(4.0 * p.m * p.n for p in cast)
+def fp8_bytes(products: list[Product]) -> PassBytes:
+    """Of turning the factors of products into fp8, in both layouts: 2 bytes in and 1 out for each of two, of the input
+    [m, k] in the forward pass and of the output's gradient [m, n] in the backward pass; the input is read once."""
+    forward = 0.0
+    backward = 0.0
+    for product in products:
+        if product.precision == "fp8":
+            forward += 4.0 * product.m * product.k
+            backward += 4.0 * product.m * product.n
+    return PassBytes(forward, backward)
 
 
-def embedding_part(recipe: Recipe) -> Part:
+def embedding_part(recipe: Recipe) -> RecomputablePart:
     """Rows are read and written; the gradient is as large as the whole table and is added to its sum."""
-    share = share_of(recipe)
-    d, e = recipe.model.d_model, share.width
-    table = share.vocab * d
-    return Part("embedding", (), None, 2 * e * d * share.tokens, 2 * e * d * share.tokens + (e + e + 8) * table)
+    run = layer_run(recipe)
+    facts = recipe.model.facts
+    table = facts.table_on(tp=run.degrees.tp)
+    rows = 2 * run.width * facts.d_model * run.tokens.all
+    return RecomputablePart("embedding", forward_bytes=rows, backward_bytes=rows + (2 * run.width + 8) * table)
 
 
-def head_part(recipe: Recipe) -> Part:
+def head_part(recipe: Recipe) -> RecomputablePart:
     """The last norm, the output head and the loss, whose backward pass runs with its forward, piece by piece."""
-    share = share_of(recipe)
-    d, e, t = recipe.model.d_model, share.width, share.tokens
-    table = share.vocab * d
-    precision = "bf16" if recipe.precision.kind == "fp8" else recipe.precision.kind
-    logits = share.vocab * t
-    passes = 3 * e if recipe.kernels.cross_entropy == "triton" else 8 * e
-    norm_forward, norm_backward = (each * d * share.split_tokens for each in LOOSE_NORM)
-    product = Product(t, share.vocab, d, precision)
+    run = layer_run(recipe)
+    facts = recipe.model.facts
+    tokens = run.tokens.all
+    d_model = facts.d_model
+    # e: bytes of a number in the model's format
+    e = run.width
+    table = facts.table_on(tp=run.degrees.tp)
+    # classes of this rank
+    vocab = table // d_model
+    # how often the loss reads or writes a number as large as a logit: in one kernel, or operation by operation
+    passes_over_logits = 8
+    if recipe.kernels.cross_entropy == "triton":
+        passes_over_logits = 3
+    logits = passes_over_logits * e * vocab * tokens
+    norm_forward = LOOSE_NORM_FORWARD * d_model * run.tokens.stream
+    norm_backward = LOOSE_NORM_BACKWARD * d_model * run.tokens.stream
     # the gradient of the table: to the model's format, scaled, added to its sum
-    backward = norm_backward + (4 + e + 2 * e + e + 8) * table + 2 * e * d * t
-    return Part("head", (product,), None, norm_forward + passes * logits, backward)
+    table_gradient = (4 + e + 2 * e + e + 8) * table
+    return RecomputablePart(
+        "head",
+        [Product(tokens, vocab, d_model, precision_outside_fp8(recipe))],
+        forward_bytes=norm_forward + logits,
+        backward_bytes=norm_backward + table_gradient + 2 * e * d_model * tokens,
+    )
+
+
+def shared_products(recipe: Recipe, facts: PartFacts, layer: LayerFacts) -> list[Product]:
+    """Products of experts that every token takes."""
+    run = layer_run(recipe)
+    precision = precision_outside_fp8(recipe)
+    return [_product(linear, run, layer, precision) for linear in facts.linears]
 
 
 def recomputed_layers(recipe: Recipe, layers: int) -> int:
     """Of a chunk of so many layers, those that the backward pass computes again as a whole."""
-    own = recipe.parallelism.recompute
-    if own.kind != "full":
+    recompute = recipe.parallelism.recompute
+    if recompute.kind != "full":
         return 0
-    return min(layers, own.layers or 1) if own.method == "block" else layers
+    if recompute.method == "block":
+        return min(layers, recompute.layers or 1)
+    return layers

@@ -24,7 +24,9 @@ from megaspec.core.errors import printable
 from megaspec.core.regular_files import open_inside, read_inside
 
 EXIT_FILE = "exit_code.json"
-INTERNAL, HANG = 70, 74
+# Exit codes of core/errors.py that are treated in their own way here.
+INTERNAL = 70
+HANG = 74
 MOST_IN_A_ROW = 3
 """So many failures without progress, and a scheduler that starts again after 74 is told 70: a person has to look."""
 MEANINGS = {
@@ -58,9 +60,8 @@ class Exit:
 
 def begin(run_dir: Path, *, step: int) -> None:
     """Says that a start is under way, in place of how the one before it ended."""
-    former = read_exit(run_dir)
     # a scheduler's own stop between two failures says nothing against a third
-    failed = former.in_a_row if former is not None and former.step == step else 0
+    failed = _failed_before(read_exit(run_dir), step)
     _write(run_dir, Exit(None, "under way, or ended without a word", step, failed, _now()))
 
 
@@ -74,7 +75,7 @@ def end(run_dir: Path, code: int, *, step: int) -> int:
         return code
     failed = 0
     if code in (INTERNAL, HANG):
-        failed = 1 + (former.in_a_row if former is not None and former.step == step else 0)
+        failed = 1 + _failed_before(former, step)
     meaning = MEANINGS.get(code, MEANINGS[INTERNAL])
     if code == HANG and failed >= MOST_IN_A_ROW:
         code = INTERNAL
@@ -85,12 +86,20 @@ def end(run_dir: Path, code: int, *, step: int) -> int:
     return code
 
 
+def _failed_before(former: Exit | None, step: int) -> int:
+    """How many starts in a row failed up to the last one, where none has saved another step than `step`."""
+    if former is None or former.step != step:
+        return 0
+    return former.in_a_row
+
+
 def _weight(code: int) -> int:
     """How much a code says about the cause; an end replaces only one that says less."""
     if code in _WEAK:
         return 0
-    # ranks that hear of another's failure through a collective end so, too
-    return 1 if code == INTERNAL else 2
+    if code == INTERNAL:
+        return 1  # ranks that hear of another's failure through a collective end so, too
+    return 2
 
 
 def read_exit(run_dir: Path) -> Exit | None:

@@ -52,7 +52,10 @@ class ConsoleSink:
                 text = printable(event.prompt + event.text, keep="\n\t")
                 self._line(f"step {event.step}  sample:\n{text}")
             case RunEnded():
-                self._line("" if event.how == "done" else f"ended after step {event.step}: {event.how}")
+                text = ""
+                if event.how != "done":
+                    text = f"ended after step {event.step}: {event.how}"
+                self._line(text)
 
     def close(self) -> None:
         """Leaves the terminal at the start of a line."""
@@ -78,14 +81,18 @@ class ConsoleSink:
 
     def _line(self, text: str) -> None:
         """A line that stays, above the live one."""
+        if text:
+            text += "\n"
         if not self._live:
             if text:
-                self._write(text + "\n")
+                self._write(text)
             return
-        # the step's own numbers stay where something else happened
-        kept = f"{CLEAR_LINE}{self._live_text}\n" if self._live_text else CLEAR_LINE
+        kept = CLEAR_LINE
+        if self._live_text:
+            # the step's own numbers stay where something else happened
+            kept = f"{CLEAR_LINE}{self._live_text}\n"
         self._live_text = ""
-        self._write(kept + (text + "\n" if text else ""))
+        self._write(kept + text)
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -101,17 +108,21 @@ def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted, routers
         f"lr {event.lr:.2e}",
         f"grad norm {event.grad_norm:.3f}",
     ]
-    seconds = sum(e.seconds for e in recent)
+    seconds = sum(step.seconds for step in recent)
     if seconds > 0:
-        speed = sum(e.sequence_tokens for e in recent) / seconds
-        parts.append(f"{quantity(speed)} tokens/s")
+        tokens_per_second = sum(step.sequence_tokens for step in recent) / seconds
+        parts.append(f"{quantity(tokens_per_second)} tokens/s")
         if run.flops_per_token is not None and run.peak_flops is not None:
-            parts.append(f"MFU {100 * speed * run.flops_per_token / (run.world_size * run.peak_flops):.1f} %")
+            # model FLOPs utilisation, in percent: FLOP/s of the model over the peak of all GPUs
+            mfu = 100 * tokens_per_second * run.flops_per_token / (run.world_size * run.peak_flops)
+            parts.append(f"MFU {mfu:.1f} %")
     if event.memory_bytes is not None:
         parts.append(f"{event.memory_bytes / 1e9:.1f} GB")
     if routers is not None:
-        drops = f", {100 * max(routers.drops):.1f} % dropped" if any(routers.drops) else ""
-        parts.append(f"expert load up to {1 + max(routers.max_violation):.2f}x{drops}")
+        load = f"expert load up to {1 + max(routers.max_violation):.2f}x"
+        if any(routers.drops):
+            load += f", {100 * max(routers.drops):.1f} % dropped"
+        parts.append(load)
     if event.loss_scale is not None:
         parts.append(f"loss scale {event.loss_scale:g}")
     if event.skipped:
@@ -124,8 +135,10 @@ def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted, routers
 def quantity(number: float) -> str:
     """Three digits and a power of ten: 41.2k."""
     for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= 1000 * limit:
+            return f"{number / limit:.0f}{suffix}"  # past the largest power: .3g would write 1e+03
         if number >= limit:
-            return f"{number / limit:.3g}{suffix}" if number < 1000 * limit else f"{number / limit:.0f}{suffix}"
+            return f"{number / limit:.3g}{suffix}"
     return f"{number:.0f}"
 
 
@@ -133,9 +146,13 @@ def duration(seconds: float) -> str:
     """h:mm:ss, or m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
 
 
 def perplexity(loss: float) -> str:
     """exp(loss), the number of equally likely tokens that the model hesitates between."""
-    return f"perplexity {math.exp(loss):.2f}" if loss < 20 else "perplexity over 10^8"
+    if loss >= 20:
+        return "perplexity over 10^8"
+    return f"perplexity {math.exp(loss):.2f}"

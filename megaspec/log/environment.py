@@ -50,7 +50,7 @@ def write_environment(
         "command": harmless(command, words=words, sections=sections),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": _cores(),
         "versions": versions(),
         "gpus": gpus(),
         "source": commit(Path(megaspec.__file__)),
@@ -64,6 +64,13 @@ def write_environment(
     return path
 
 
+def _cores() -> int | None:
+    """Cores that the process may use; all of the machine's where the system doesn't tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
 def harmless(command: Sequence[str], *, words: Collection[str], sections: Collection[str]) -> list[str]:
     """A command line without what could be a secret.
 
@@ -71,9 +78,9 @@ def harmless(command: Sequence[str], *, words: Collection[str], sections: Collec
     `sections` (a recipe holds no secrets), without user, password and query of an address.
     """
     kept = []
-    for i, word in enumerate(command):
+    for number, word in enumerate(command):
         key, equals, value = word.partition("=")
-        if i == 0:
+        if number == 0:
             kept.append(Path(word).name)
         elif word in words:
             kept.append(word)
@@ -101,8 +108,12 @@ def gpus() -> list[dict[str, str]]:
     """Name, memory and driver of each GPU, as nvidia-smi tells; empty where there is none."""
     fields = ("name", "memory.total", "driver_version")
     out = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
-    lines = [line.split(", ") for line in (out or "").splitlines()]
-    return [dict(zip(fields, parts, strict=True)) for parts in lines if len(parts) == len(fields)]
+    found = []
+    for line in (out or "").splitlines():
+        values = line.split(", ")
+        if len(values) == len(fields):
+            found.append(dict(zip(fields, values, strict=True)))
+    return found
 
 
 def commit(path: Path) -> dict[str, Any] | None:
@@ -115,7 +126,9 @@ def commit(path: Path) -> dict[str, Any] | None:
         return None
     head = _output("git", "-C", str(folder), "rev-parse", "HEAD")
     changes = _output("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
-    return None if head is None or changes is None else {"commit": head.strip(), "changed": bool(changes)}
+    if head is None or changes is None:
+        return None
+    return {"commit": head.strip(), "changed": bool(changes)}
 
 
 def _output(*command: str) -> str | None:

@@ -47,7 +47,7 @@ class JsonlSink:
 
     def __call__(self, event: Event) -> None:
         line = {"event": NAMES[type(event)], "time": round(time.time(), 3), **asdict(event)}
-        text = json.dumps({k: _plain(v) for k, v in line.items()}, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_plain(line), ensure_ascii=False, allow_nan=False)
         self._waiting.append(text.encode(errors="backslashreplace") + b"\n")
         self._write_waiting()
 
@@ -120,13 +120,20 @@ def _step_of(line: bytes) -> int | None:
         found = parse_json(line)
     except ValueError:
         return None
-    step = found.get("step") if isinstance(found, dict) else None
-    return step if type(step) is int else None
+    if not isinstance(found, dict):
+        return None
+    step = found.get("step")
+    if type(step) is not int:  # True is an int, too
+        return None
+    return step
 
 
 def _plain(value: Any) -> Any:
+    """A value of an event with texts for numbers that are not finite."""
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,11 +1,12 @@
 """Where events go. A sink that fails is warned about once and never stops a training."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from megaspec.core.errors import printable
 from megaspec.core.frozen import Frozen
@@ -53,8 +54,8 @@ SINKS: dict[str, Callable[[LogSpec, Path, int], Sink | None]] = {
 }
 
 
-# Type of an entry of log.sinks -> opener of its sink; plugins fill it.
-OPENERS: dict[type[Frozen], Callable[[Frozen, Path, int], Sink]] = {}
+SinkBuilder = Callable[[Any, Path, int], Sink]
+"""(an entry of log.sinks, run folder, the step that a run goes on at) -> its sink"""
 
 
 def nothing_to_check() -> None:
@@ -63,9 +64,15 @@ def nothing_to_check() -> None:
 
 @contextmanager
 def open_sinks(
-    log: LogSpec, run_dir: Path, *, step: int, check: Callable[[], None] = nothing_to_check
+    log: LogSpec,
+    run_dir: Path,
+    *,
+    step: int,
+    check: Callable[[], None] = nothing_to_check,
+    builders: Mapping[type[Frozen], SinkBuilder] = MappingProxyType({}),
 ) -> Iterator[Emit]:
     """A function that takes events. `step`: where the run goes on, 0 for a new one.
+    `builders`: of the entries of log.sinks.
 
     A sink that can't be opened, written or closed gets one warning on stderr; training goes on. `check` is called
     before each of these; what it raises, because the folder is another job's now, is raised here: nothing is written.
@@ -89,7 +96,7 @@ def open_sinks(
             sinks[name] = sink
 
     def open_added(name: str, entry: Frozen) -> None:
-        sinks[name] = OPENERS[type(entry)](entry, run_dir, step)
+        sinks[name] = builders[type(entry)](entry, run_dir, step)
 
     def emit(event: Event) -> None:
         check()
@@ -99,7 +106,7 @@ def open_sinks(
     check()
     for name in SINKS:
         fails(name, lambda name=name: open_one(name))
-    for number, entry in enumerate(getattr(log, "sinks", ())):
+    for number, entry in enumerate(log.sinks):
         name = f"log.sinks.{number}"
         fails(name, lambda name=name, entry=entry: open_added(name, entry))
     try:

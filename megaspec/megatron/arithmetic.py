@@ -39,7 +39,9 @@ def compute(text: str, value_of: Callable[[str], str | None]) -> int | None:
         position = match.end()
     reading = _Expression(tokens, value_of)
     result = reading.level(0)
-    return result if reading.at == len(tokens) else None
+    if reading.at != len(tokens):
+        return None  # something stands behind the expression
+    return result
 
 
 class _Expression:
@@ -50,7 +52,10 @@ class _Expression:
         self.depth = 0
 
     def token(self) -> str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        """The token that comes next; "" at the end."""
+        if self.at < len(self.tokens):
+            return self.tokens[self.at]
+        return ""
 
     def level(self, n: int) -> int | None:
         """An expression whose operators are those of level `n` and of the ones that bind more tightly."""
@@ -97,32 +102,36 @@ class _Expression:
             result = _number(token)
         elif token[:1].isalpha() or token[:1] == "_":
             written = self.value_of(token)
-            result = None if written is None else _number(written.strip() or "0")
+            if written is not None:
+                result = _number(written.strip() or "0")
         self.depth -= 1
         return result
 
 
 def _number(text: str) -> int | None:
+    """A plain whole number; None for every other text."""
     digits = text.removeprefix("-")
-    # a leading 0 makes a number octal
     if not digits.isascii() or not digits.isdecimal() or len(digits) > _MOST_DIGITS:
         return None
-    return None if digits != "0" and digits.startswith("0") else _bounded(int(text))
+    # a leading 0 makes a number octal
+    if digits != "0" and digits.startswith("0"):
+        return None
+    return _bounded(int(text))
 
 
 def _bounded(value: int) -> int | None:
-    return value if -_MOST <= value < _MOST else None
+    """None for what 64 bits with a sign do not hold: shells wrap around."""
+    if -_MOST <= value < _MOST:
+        return value
+    return None
 
 
 def _combined(operator: str, left: int | None, right: int | None) -> int | None:
+    """The value of `left operator right`."""
     if left is None or right is None:
         return None
     if operator in ("/", "%"):
-        if right == 0:
-            return None
-        # towards zero
-        quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-        return quotient if operator == "/" else left - quotient * right
+        return _divided(operator, left, right)
     results: dict[str, Callable[[int, int], int]] = {
         "||": lambda a, b: int(bool(a or b)),
         "&&": lambda a, b: int(bool(a and b)),
@@ -137,3 +146,15 @@ def _combined(operator: str, left: int | None, right: int | None) -> int | None:
         "*": lambda a, b: a * b,
     }
     return _bounded(results[operator](left, right))
+
+
+def _divided(operator: str, left: int, right: int) -> int | None:
+    """`/` and `%` as C has them: towards zero, where Python's `//` rounds down. None: by zero."""
+    if right == 0:
+        return None
+    quotient = abs(left) // abs(right)
+    if (left < 0) != (right < 0):
+        quotient = -quotient
+    if operator == "%":
+        return left - quotient * right
+    return quotient

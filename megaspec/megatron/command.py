@@ -49,7 +49,9 @@ class Command:
 
 
 @dataclass
-class _Reading:
+class _FlagReading:
+    """What was read of the flags so far."""
+
     values: dict[str, Any] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     repeated: list[str] = field(default_factory=list)
@@ -66,33 +68,44 @@ def read_command(words: Sequence[str]) -> Command:
     ranks. RecipeError: a program that trains something else, or everything that is wrong with the flags, at once.
     """
     script = _spelled_out(words)
-    words = [w for w in script.words if w.strip() and w.strip() != "\\"]
-    n_assigned = next((n for n, w in enumerate(words) if not _ASSIGNED.fullmatch(w)), len(words))
-    settings = words[:n_assigned]
-    words = words[n_assigned:]
+    settings, words = _split_settings([word for word in script.words if word.strip() and word.strip() != "\\"])
     line = read_line(words)
     why = what_is_refused(words, line)
     if why:
         raise RecipeError([Problem("", why, "", "megatron-program")])
     program = line.program
-    if program is None and words and not words[0].startswith(("-", "$")):
-        raise RecipeError([Problem("", _no_program(words), "", "megatron-program")])
-    notes = script.notes
+    notes = list(script.notes)
+    flags = words
     if program is not None:
-        notes = [*notes, *filter(None, [check_program(program)])]
-    reading = _Reading()
-    _read_flags(words[program.end :] if program else words, reading)
+        flags = words[program.end :]
+        notes += filter(None, [check_program(program)])
+    elif words and not words[0].startswith(("-", "$")):
+        raise RecipeError([Problem("", _no_program(words), "", "megatron-program")])
+    reading = _FlagReading()
+    _read_flags(flags, reading)
     if not reading.problems and not reading.values:
         reading.refuse("from-megatron", "no flags; give those of pretrain_gpt.py after --, or a file with the command")
     if reading.problems:
-        rest = len(reading.problems) - MOST_PROBLEMS
-        if rest > 0:
-            reading.problems[MOST_PROBLEMS:] = [
-                Problem("", f"{rest} more are wrong; mend these first", "", "megatron-flag")
-            ]
-        raise RecipeError(reading.problems)
+        raise RecipeError(_first_problems(reading.problems))
     ranks = count_ranks(words, line, settings=settings, directives=script.directives)
     return Command(reading.values, reading.written, ranks, tuple(dict.fromkeys(reading.repeated)), tuple(notes))
+
+
+def _split_settings(words: list[str]) -> tuple[list[str], list[str]]:
+    """The NAME=VALUE in front, and the words behind them."""
+    for number, word in enumerate(words):
+        if not _ASSIGNED.fullmatch(word):
+            return words[:number], words[number:]
+    return words, []
+
+
+def _first_problems(problems: list[Problem]) -> list[Problem]:
+    """As many as are read, and how many more there are."""
+    rest = len(problems) - MOST_PROBLEMS
+    if rest <= 0:
+        return problems
+    more = Problem("", f"{rest} more are wrong; mend these first", "", "megatron-flag")
+    return [*problems[:MOST_PROBLEMS], more]
 
 
 def _spelled_out(words: Sequence[str]) -> Script:
@@ -119,10 +132,11 @@ def _spelled_out(words: Sequence[str]) -> Script:
 
 def _no_program(words: Sequence[str]) -> str:
     """Why words are no command: they neither begin with a flag nor start a Python file or module."""
-    script = next((word for word in words if word.endswith((".sh", ".bash", ".sbatch", ".slurm"))), None)
-    if script is None:
-        return f"{show(words[0])}: starts no Python file; give the flags alone, or the command with its pretrain_gpt.py"
-    return f"{show(script)}: is a script, which is not run; to have it read give @{script} with its arguments behind it"
+    for word in words:
+        if word.endswith((".sh", ".bash", ".sbatch", ".slurm")):
+            way_out = f"to have it read give @{word} with its arguments behind it"
+            return f"{show(word)}: is a script, which is not run; {way_out}"
+    return f"{show(words[0])}: starts no Python file; give the flags alone, or the command with its pretrain_gpt.py"
 
 
 def _script(path: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Script:
@@ -138,26 +152,31 @@ def _script(path: str, arguments: Sequence[str], environment: Mapping[str, str])
     return script_words(text, label=path, arguments=arguments, environment=environment)
 
 
-def _read_flags(words: list[str], reading: _Reading) -> None:
+def _read_flags(words: list[str], reading: _FlagReading) -> None:
+    """`--name value ...` and `--name=value`, one flag after another."""
     position = 0
     while position < len(words):
-        name, equals, attached = words[position].partition("=")
+        word = words[position]
         position += 1
-        if not name.startswith("--"):
-            reading.refuse(words[position - 1], f"belongs to no flag{_why_not(words[position - 1])}")
+        if not word.startswith("--"):
+            reading.refuse(word, f"belongs to no flag{_why_not(word)}")
             continue
-        behind = []
+        name, equals, attached = word.partition("=")
+        values = []
+        if equals:
+            values.append(attached)
+        # the words up to the next flag
         while position < len(words) and not words[position].startswith("--"):
-            behind.append(words[position])
+            values.append(words[position])
             position += 1
         flag = BY_NAME.get(name)
         if flag is None:
             reading.refuse(name, f"no flag of pretrain_gpt.py; {_nearest(name, reading) or 'drop it'}")
         else:
-            _read_values(flag, name, [*([attached] if equals else []), *behind], reading, attached=bool(equals))
+            _read_values(flag, name, values, reading, attached=bool(equals))
 
 
-def _nearest(name: str, reading: _Reading) -> str:
+def _nearest(name: str, reading: _FlagReading) -> str:
     if len(reading.problems) > MOST_PROBLEMS or len(name) > _LONGEST_HINT:
         return ""
     return hint(name)
@@ -165,20 +184,23 @@ def _nearest(name: str, reading: _Reading) -> str:
 
 def _why_not(word: str) -> str:
     """What to do about a variable that stands where a flag could."""
-    return f", and {_UNSET}" if "$" in word else ""
+    if "$" not in word:
+        return ""
+    return f", and {_UNSET}"
 
 
-def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, attached: bool) -> None:
-    separator = "=" if attached else " "
-    most = 0 if flag.type is None else len(words) if flag.many and not attached else 1
-    taken, left = words[:most], words[most:]
+def _read_values(flag: Flag, name: str, words: list[str], reading: _FlagReading, *, attached: bool) -> None:
+    """A flag and the words behind it. `name`: as it was written; `attached`: its first value stands behind `=`."""
     if flag.type is None and attached:
         return reading.refuse(f"{name}={words[0]}", f"takes no value; give {name} or leave it out")
+    most = _most_values(flag, words, attached=attached)
+    taken = words[:most]
     takes = "one value (quotes keep blanks in it)" if most else "none"
-    for word in left:
+    for word in words[most:]:
         reading.refuse(word, f"belongs to no flag: {name} takes {takes}{_why_not(word)}")
     if flag.type is not None and flag.many != "*" and not taken:
         return reading.refuse(name, "its value is missing")
+    separator = "=" if attached else " "
     values = []
     for word in taken:
         is_read = flag.fate is Fate.TRANSLATED and flag.name not in _ONLY_NAMED
@@ -195,6 +217,26 @@ def _read_values(flag: Flag, name: str, words: list[str], reading: _Reading, *, 
             reading.refuse(f"{name}{separator}{word}", f"must be {error}")
     if flag.name in reading.values:
         reading.repeated.append(flag.name)
-    reading.values[flag.name] = True if flag.type is None else values if flag.many else (values or [None])[0]
+    reading.values[flag.name] = _value_of(flag, values)
     reading.written[flag.name] = separator.join([name, " ".join(taken)]) if taken else name
     return None
+
+
+def _most_values(flag: Flag, words: Sequence[str], *, attached: bool) -> int:
+    """How many of the words behind a flag may be its values; argparse gives a flag with `=` that one value alone."""
+    if flag.type is None:
+        return 0
+    if flag.many and not attached:
+        return len(words)
+    return 1
+
+
+def _value_of(flag: Flag, values: list[Any]) -> Any:
+    """True for a flag without a value, a list for one with several; None where its only value is refused."""
+    if flag.type is None:
+        return True
+    if flag.many:
+        return values
+    if not values:
+        return None
+    return values[0]

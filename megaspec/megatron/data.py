@@ -3,13 +3,15 @@
 import re
 from typing import Any
 
-from megaspec.megatron.draft import Draft
+from megaspec.megatron.draft import RecipeDraft
 
+# What keeps documents apart: their positions, what they attend to, the token between them in the loss.
 _MASKS = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+# With one of these a checkpoint is not gone on with: a training starts from its weights, or from another step.
 _STARTS = ("--load-main-params-from-ckpt", "--finetune", "--ckpt-step", "--override-ckpt-iteration")
 
 
-def translate_data(draft: Draft) -> None:
+def translate_data(draft: RecipeDraft) -> None:
     """Where tokens come from, how documents are kept apart."""
     blend, name = _blend(draft)
     if draft["--mock-data"]:
@@ -32,25 +34,30 @@ def translate_data(draft: Draft) -> None:
             draft.put("data.split", _split(draft), "--split", ours=[969.0, 30.0, 1.0])
         if draft.is_given("--data-cache-path"):
             draft.put("data.cache", draft["--data-cache-path"], "--data-cache-path")
-    seq = "--seq-length" if draft.is_given("--seq-length") else "--encoder-seq-length"
-    draft.put("data.seq_len", draft.seq_len, seq)
+    name = "--seq-length" if draft.is_given("--seq-length") else "--encoder-seq-length"
+    draft.put("data.seq_len", draft.seq_len, name)
     _masks(draft)
 
 
-def _blend(draft: Draft) -> tuple[list[dict[str, Any]], str]:
-    """Data sets: prefixes, or weights and prefixes in turn."""
+def _blend(draft: RecipeDraft) -> tuple[list[dict[str, Any]], str]:
+    """Data sets, of prefixes, or of weights and prefixes in turn; and the flag that says them."""
     name = "--train-data-path" if draft.is_given("--train-data-path") else "--data-path"
     words = draft[name] or []
+    prefixes = words[1::2]
     weights = [_number(word) for word in words[::2]]
-    if len(words) % 2 == 1 or all(weight is None for weight in weights):
+    has_no_weights = all(weight is None for weight in weights)
+    if len(words) % 2 == 1 or has_no_weights:
         return [{"prefix": prefix} for prefix in words], name
     if None in weights:
         draft.refuse(name, "must be weights and prefixes in turn, or prefixes only")
         return [], name
     if name == "--train-data-path" and len(weights) == 1:
         # Megatron drops the weight here and keeps it in --data-path, where it changes the order (data/order.py).
-        return [{"prefix": words[1]}], name
-    return [{"prefix": p, "weight": w} for w, p in zip(weights, words[1::2], strict=True)], name
+        return [{"prefix": prefixes[0]}], name
+    blend = []
+    for weight, prefix in zip(weights, prefixes, strict=True):
+        blend.append({"prefix": prefix, "weight": weight})
+    return blend, name
 
 
 def _number(word: str) -> float | None:
@@ -60,35 +67,41 @@ def _number(word: str) -> float | None:
         return None
 
 
-def _split(draft: Draft) -> list[float]:
+def _split(draft: RecipeDraft) -> list[float]:
+    """Shares of training, validation and test data, 0 for those that are not given."""
     numbers = re.findall(r"\d*\.?\d+|\d+", draft["--split"])
     if not 1 <= len(numbers) <= 3:
         draft.refuse("--split", "must be up to three shares, such as 969,30,1")
     return [*map(float, numbers), 0.0, 0.0][:3]
 
 
-def _masks(draft: Draft) -> None:
-    given = [n for n in _MASKS if draft[n]]
+def _masks(draft: RecipeDraft) -> None:
+    """How documents of one sequence are kept apart: Megatron's three switches are one key here."""
+    given = [name for name in _MASKS if draft[name]]
     if not given:
         draft.note("--calculate-per-token-loss", "the loss is always a mean over the valid tokens of the global batch")
         return
     draft.put("data.document_mask", True, *_MASKS, "--calculate-per-token-loss")
     if len(given) < len(_MASKS):
-        absent = ", ".join(n for n in _MASKS if n not in given)
+        absent = ", ".join(name for name in _MASKS if name not in given)
         draft.lose(given[0], f"without {absent}; data.document_mask does all three")
     if not draft["--calculate-per-token-loss"]:
         what = "without --calculate-per-token-loss; each valid token of a global batch weighs the same here"
         draft.lose("--eod-mask-loss", what)
 
 
-def translate_evaluation(draft: Draft) -> None:
+def translate_evaluation(draft: RecipeDraft) -> None:
     """How often and on how much the validation split is evaluated."""
-    every, iterations = draft["--eval-interval"] or 0, draft["--eval-iters"]
+    every = draft["--eval-interval"] or 0
+    iterations = draft["--eval-iters"]
     split = draft.content["data"].get("split")
+    has_no_data = split is not None and split[1] == 0 and not draft["--mock-data"]
     remark = ""
-    if every and iterations and not draft["--mock-data"] and split is not None and split[1] == 0:
-        every, remark = 0, _tell_no_evaluation(draft)
-    every = every if iterations else 0
+    if not iterations:
+        every = 0
+    if every and has_no_data:
+        every = 0
+        remark = _tell_no_evaluation(draft)
     draft.put("train.eval_every", every, "--eval-interval", ours=0, remark=remark)
     batch = _evaluation_batch(draft)
     if every and batch:
@@ -96,7 +109,7 @@ def translate_evaluation(draft: Draft) -> None:
         draft.put("train.eval_samples", iterations * batch, "--eval-iters", "--eval-global-batch-size", remark=remark)
 
 
-def _evaluation_batch(draft: Draft) -> int | None:
+def _evaluation_batch(draft: RecipeDraft) -> int | None:
     """Sequences of a batch of the evaluation."""
     if draft.is_given("--eval-global-batch-size"):
         return draft["--eval-global-batch-size"]
@@ -106,7 +119,7 @@ def _evaluation_batch(draft: Draft) -> int | None:
     return draft.content["train"].get("global_batch")
 
 
-def _tell_no_evaluation(draft: Draft) -> str:
+def _tell_no_evaluation(draft: RecipeDraft) -> str:
     """Why there is no data for it, as what stands behind the key; told where Megatron does without, too."""
     name = "--eval-interval"
     if draft.is_given("--valid-data-path"):
@@ -118,32 +131,35 @@ def _tell_no_evaluation(draft: Draft) -> str:
     return "there is nothing to evaluate"
 
 
-def translate_output(draft: Draft) -> None:
+def translate_output(draft: RecipeDraft) -> None:
     """Checkpoints and the log."""
     _checkpoints(draft)
     draft.note("--tensorboard-dir", "TensorBoard's files lie in the run folder, where tensorboard is installed")
     if draft.is_given("--load"):
-        is_own = draft["--load"] == draft["--save"] and not any(draft.is_given(n) for n in _STARTS)
-        if is_own:
+        starts_anew = any(draft.is_given(name) for name in _STARTS)
+        goes_on = draft["--load"] == draft["--save"] and not starts_anew
+        if goes_on:
             draft.note("--load", "a run goes on with `megaspec train ... resume=auto`, or `megaspec resume RUN`")
         else:
             draft.lose("--load", "weights are made from the seed; Megatron's checkpoints are not read")
     draft.put("log.every", draft["--log-interval"], "--log-interval")
 
 
-def _checkpoints(draft: Draft) -> None:
+def _checkpoints(draft: RecipeDraft) -> None:
     """When checkpoints are written, and which of them stay."""
-    interval, retained = "--save-interval", "--save-retain-interval"
+    interval = "--save-interval"
+    retained = "--save-retain-interval"
     if draft.is_given(interval):
         draft.put("checkpoint.every", draft[interval], interval)
-    if draft.is_given(interval) and not draft.is_given("--save"):
-        draft.change(interval, "writes nothing without --save; here checkpoints lie in the run folder")
+        if not draft.is_given("--save"):
+            draft.change(interval, "writes nothing without --save; here checkpoints lie in the run folder")
+    remark = "Megatron deletes none"
     if draft.is_given(retained):
         what = "there the newest checkpoint and every multiple of it stay; here all, since a recipe counts the newest"
         draft.note(retained, what)
+        remark = ""
     given = [name for name in (interval, "--save") if draft.is_given(name)]
     if given:
-        remark = "" if draft.is_given(retained) else "Megatron deletes none"
         draft.put("checkpoint.keep", "all", *given, remark=remark)
     draft.note("--save", "checkpoints lie in the run folder: run_dir=")
     draft.note("--async-save", "how a checkpoint is written is the store's")

@@ -1,9 +1,9 @@
 """Flags that Megatron parses and reads nowhere, and flags that it refuses."""
 
-from megaspec.megatron.flag import Fate, Group
+from megaspec.megatron.flag import Fate, FlagGroup
 
 GROUPS = (
-    Group(
+    FlagGroup(
         Fate.DEAD,
         "Megatron parses it and reads it nowhere",
         """
@@ -23,35 +23,35 @@ GROUPS = (
         --inprocess-progress-watchdog-interval text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DEAD,
         "only models of before Megatron-core read it, which are gone since core_v0.18.0 (June 2026)",
         """
         --apply-residual-connection-post-layernorm, --openai-gelu
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.REMOVED,
         "--micro-batch-size",
         """
         --batch-size text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.REMOVED,
         "--lr-warmup-fraction",
         """
         --warmup text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.REMOVED,
         "--tensor-model-parallel-size",
         """
         --model-parallel-size text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.REMOVED,
         "--recompute-activations",
         """

@@ -1,5 +1,6 @@
 """A recipe while it is made from flags: values, the flags that they are from, and what has to be told."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -22,7 +23,7 @@ class GpusFrom(Enum):
 
 
 @dataclass
-class Draft:
+class RecipeDraft:
     """What a command becomes."""
 
     command: Command
@@ -51,7 +52,9 @@ class Draft:
     def __getitem__(self, name: str) -> Any:
         """A flag's value, else Megatron's default: None where it has none, False for a flag without a value."""
         value = self.command.values.get(name)
-        return BY_NAME[name].default_value if value is None else value
+        if value is None:
+            return BY_NAME[name].default_value
+        return value
 
     def is_given(self, name: str) -> bool:
         """True when the command has the flag."""
@@ -63,19 +66,28 @@ class Draft:
 
     def put(self, key: str, value: Any, *names: str, ours: Any = ..., remark: str = "") -> None:
         """Sets a key from flags. Left out where none of them was given and `ours`, a recipe's own default, is equal."""
-        given = [n for n in names if self.is_given(n)]
+        given = [name for name in names if self.is_given(name)]
         self.used.update(given)
-        written = ", ".join(self.command.written[n] for n in given)
-        self.sources[key] = written or (f"{names[0]}, which is not given" if names else remark)
+        self.sources[key] = self._source(given, names, remark)
         if not given and ours is not ... and value == ours:
             return
         *above, last = key.split(".")
-        where = self.content
+        section = self.content
         for part in above:
-            where = where.setdefault(part, {})
-        where[last] = value
-        said = ", ".join(given) or (DEFAULT if names and not remark else "")
-        self.remarks[key] = "; ".join(filter(None, (said, remark)))
+            section = section.setdefault(part, {})
+        section[last] = value
+        said_by = ", ".join(given)
+        if not given and names and not remark:
+            said_by = DEFAULT
+        self.remarks[key] = "; ".join(filter(None, (said_by, remark)))
+
+    def _source(self, given: Sequence[str], names: Sequence[str], remark: str) -> str:
+        """What a key is from: the flags as they were written, else the one that would have said it, else the remark."""
+        if given:
+            return ", ".join(self.command.written[name] for name in given)
+        if names:
+            return f"{names[0]}, which is not given"
+        return remark
 
     def note(self, name: str, why: str) -> None:
         """Tells why a flag, where it was given, sets no key."""
@@ -86,10 +98,12 @@ class Draft:
     def lose(self, name: str, what: str) -> None:
         """Tells that a flag, or Megatron's default of it, can't be said here."""
         self.used.add(name)
-        written = self.command.written.get(name)
-        word = written or f"{name} {BY_NAME[name].default or ''}".strip()
-        text = f"{word}: {what}" if written else f"{word} ({DEFAULT}): {what}"
-        self.lost.append(Problem(BY_NAME[name].text, text, "", "megatron-lost"))
+        flag = BY_NAME[name]
+        said = self.command.written.get(name)
+        if not said:
+            default = f"{name} {flag.default or ''}".strip()
+            said = f"{default} ({DEFAULT})"
+        self.lost.append(Problem(flag.text, f"{said}: {what}", "", "megatron-lost"))
 
     def refuse(self, name: str, what: str) -> None:
         """Tells that the command can't be translated."""
@@ -112,11 +126,17 @@ class Draft:
 
     @property
     def n_layers(self) -> int | None:
-        return self["--num-layers"] if self.is_given("--num-layers") else self["--encoder-num-layers"]
+        return self._first_given("--num-layers", "--encoder-num-layers")
 
     @property
     def seq_len(self) -> int | None:
-        return self["--seq-length"] if self.is_given("--seq-length") else self["--encoder-seq-length"]
+        return self._first_given("--seq-length", "--encoder-seq-length")
+
+    def _first_given(self, name: str, other: str) -> Any:
+        """The value of a flag, or of the one that stands in for it."""
+        if self.is_given(name):
+            return self[name]
+        return self[other]
 
     @property
     def n_experts(self) -> int:
@@ -124,12 +144,19 @@ class Draft:
 
     @property
     def etp(self) -> int:
-        return self["--expert-tensor-parallel-size"] or (self.tp if self.n_experts else 1)
+        """Megatron splits experts as everything else, unless it is told otherwise."""
+        given = self["--expert-tensor-parallel-size"]
+        if given:
+            return given
+        if self.n_experts:
+            return self.tp
+        return 1
 
     @property
     def dp(self) -> int:
         """Data-parallel ranks, rounded down."""
-        return max(1, self.gpus // max(1, self.tp * self.pp * self["--context-parallel-size"]))
+        ranks_of_a_replica = self.tp * self.pp * self["--context-parallel-size"]
+        return max(1, self.gpus // max(1, ranks_of_a_replica))
 
     @property
     def unit(self) -> int:
@@ -139,6 +166,12 @@ class Draft:
 
 def fewest_of(command: Command) -> int:
     """GPUs that the degrees of a command need at least."""
-    draft = Draft(command, 1)
-    degrees = {"tp": draft.tp, "pp": draft.pp, "cp": draft["--context-parallel-size"], "etp": draft.etp}
-    return fewest_gpus(**{k: max(1, n) for k, n in degrees.items()}, ep=max(1, draft["--expert-model-parallel-size"]))
+    draft = RecipeDraft(command, 1)
+    # degrees of 0 or less are refused elsewhere
+    return fewest_gpus(
+        tp=max(1, draft.tp),
+        pp=max(1, draft.pp),
+        cp=max(1, draft["--context-parallel-size"]),
+        ep=max(1, draft["--expert-model-parallel-size"]),
+        etp=max(1, draft.etp),
+    )

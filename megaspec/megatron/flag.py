@@ -56,7 +56,9 @@ class Flag:
     @property
     def reason(self) -> str:
         """Why no key is from it, with whose flag it is."""
-        return f"{self.origin}: {self.text}" if self.origin else self.text
+        if not self.origin:
+            return self.text
+        return f"{self.origin}: {self.text}"
 
     @property
     def name(self) -> str:
@@ -65,11 +67,10 @@ class Flag:
 
     def read(self, word: str) -> Any:
         """A value with its type. ValueError: it has another, in words."""
-        if self.type in ("int", "float"):
-            try:
-                return int(word) if self.type == "int" else float(word)
-            except ValueError:
-                raise ValueError(f"a {'whole ' if self.type == 'int' else ''}number") from None
+        if self.type == "int":
+            return _number(int, word, "a whole number")
+        if self.type == "float":
+            return _number(float, word, "a number")
         words = (self.type or "").split("|")
         if len(words) > 1 and word not in words:
             raise ValueError(" or ".join([", ".join(words[:-1]), words[-1]]))
@@ -82,11 +83,20 @@ class Flag:
             return False
         if self.default is None:
             return None
-        return [self.read(w) for w in self.default.split(",")] if self.many else self.read(self.default)
+        if self.many:
+            return [self.read(word) for word in self.default.split(",")]
+        return self.read(self.default)
+
+
+def _number(read: type[int] | type[float], word: str, in_words: str) -> int | float:
+    try:
+        return read(word)
+    except ValueError:
+        raise ValueError(in_words) from None
 
 
 @dataclass(frozen=True)
-class Group:
+class FlagGroup:
     """Flags that share a fate and its reason, as a table: `--name [--alias] [type[+|*]] [= default] [-> key]`, commas
     or new lines between them."""
 
@@ -108,8 +118,8 @@ class Group:
             yield Flag(tuple(names.split()), kind, many or "", default, self.fate, key or self.text, self.origin)
 
 
-def others(origin: str, fate: Fate, text: str, names: str) -> Group:
+def others(origin: str, fate: Fate, text: str, names: str) -> FlagGroup:
     """Flags that pretrain_gpt.py at COMMIT does not have. How many values they take is not kept: each takes the words
     up to the next flag."""
     table = "\n".join(f"{name} text*" for name in names.replace(",", " ").split())
-    return Group(fate, text, table, origin)
+    return FlagGroup(fate, text, table, origin)

@@ -1,20 +1,46 @@
 """Every flag of Megatron's pretrain_gpt.py, and those of its older releases and forks, by each of their names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cache
+from types import ModuleType
 
 from megaspec.core.problems import one_of
 from megaspec.megatron import dead, forks, idle, lost, older, translated
 from megaspec.megatron.flag import Flag
 
-FLAGS: tuple[Flag, ...] = tuple(
-    flag for table in (translated, idle, lost, dead) for group in table.GROUPS for flag in group.flags()
-)
+
+def _flags_of(*tables: ModuleType) -> tuple[Flag, ...]:
+    """The flags of all groups of these files."""
+    flags: list[Flag] = []
+    for table in tables:
+        for group in table.GROUPS:
+            flags += group.flags()
+    return tuple(flags)
+
+
+def _by_name(flags: Iterable[Flag]) -> dict[str, Flag]:
+    """Each of a flag's names -> the flag."""
+    named = {}
+    for flag in flags:
+        named |= dict.fromkeys(flag.names, flag)
+    return named
+
+
+def _words_of(flags: Iterable[Flag]) -> frozenset[str]:
+    """The words between the dashes of their names."""
+    words: set[str] = set()
+    for flag in flags:
+        for name in flag.names:
+            words.update(name.removeprefix("--").split("-"))
+    return frozenset(words)
+
+
+FLAGS = _flags_of(translated, idle, lost, dead)
 """Of pretrain_gpt.py."""
-OTHERS: tuple[Flag, ...] = tuple(flag for table in (older, forks) for group in table.GROUPS for flag in group.flags())
+OTHERS = _flags_of(older, forks)
 """Of older releases and of forks."""
-BY_NAME: dict[str, Flag] = {name: flag for flag in (*FLAGS, *OTHERS) for name in flag.names}
+BY_NAME = _by_name([*FLAGS, *OTHERS])
 
 _NEGATIONS = ("no", "not", "non", "un", "never", "dont", "off", "skip", "ignore", "exclude", "omit")
 # In one word with what they deny: --noswiglu.
@@ -28,7 +54,7 @@ _MOST = 3
 # Of a name whose words a flag has, so that --use is not --use-mup and --hidden is --hidden-dropout.
 _SHORTEST = 4
 _MUCH_LONGER = 2.4
-_WORDS = frozenset(word for flag in FLAGS for name in flag.names for word in name.removeprefix("--").split("-"))
+_WORDS = _words_of(FLAGS)
 
 
 def hint(name: str) -> str:
@@ -46,17 +72,19 @@ def hint(name: str) -> str:
     else:
         near = get_close_matches(written, options, n=_MOST, cutoff=_NEAR_NAMES)
         near = list(dict.fromkeys([*near, *_with_its_words(written, options)]))[:_MOST]
-    return f"did you mean {one_of([f'--{one}' for one in near])}?" if near else ""
+    if not near:
+        return ""
+    return f"did you mean {one_of([f'--{one}' for one in near])}?"
 
 
 def _with_its_words(written: str, options: Sequence[str]) -> list[str]:
     """Flags that have every word of a name, or one that begins so, and are not much longer: shortest first."""
-    found: list[str] = []
     if len(written) < _SHORTEST:
-        return found
+        return []
+    found: list[str] = []
     for option in options:
-        words = option.split("-")
-        has_all = all(any(word.startswith(part) for word in words) for part in written.split("-"))
+        # with a dash in front of the first word, too, a word begins behind each dash
+        has_all = all(f"-{part}" in f"-{option}" for part in written.split("-"))
         if has_all and len(option) <= _MUCH_LONGER * len(written):
             found.append(option)
     return sorted(found, key=len)[:_MOST]

@@ -166,8 +166,14 @@ GROUPS = (
     others(
         _BIGSCIENCE,
         Fate.LOST,
-        "no such norm or activation",
-        "--embed-layernorm --glu-activation",
+        "no such norm",
+        "--embed-layernorm",
+    ),
+    others(
+        _BIGSCIENCE,
+        Fate.LOST,
+        "give --swiglu for swiglu; in the recipe, model.mlp={kind: gated, activation: gelu} says geglu, relu reglu",
+        "--glu-activation",
     ),
     others(_BIGSCIENCE, Fate.LOST, "optim.kind is adamw or sgd", "--use-bnb-optimizer"),
     others(
@@ -222,7 +228,12 @@ GROUPS = (
     ),
     others(_PAI, Fate.LOST, "give --use-rotary-position-embeddings", "--use-llama2-rotary-position-embeddings"),
     others(_PAI, Fate.LOST, "give --qk-head-dim and --qk-pos-emb-head-dim", "--qk-nope-head-dim --qk-rope-head-dim"),
-    others(_PAI, Fate.LOST, "give --disable-bias-linear", "--disable-bias-linear-fc --disable-bias-attn-fc"),
+    others(
+        _PAI,
+        Fate.LOST,
+        "give --disable-bias-linear; in the recipe, model.mlp.bias and model.attention.out_bias say them apart",
+        "--disable-bias-linear-fc --disable-bias-attn-fc",
+    ),
     others(
         _PAI,
         Fate.LOST,
@@ -246,14 +257,33 @@ GROUPS = (
         """
         --first-k-dense-replace --norm-topk-prob --n-shared-experts --seq-aux --shared-expert-gate
         --moe-intermediate-size --rope-scaling-type --rope-scaling-original-max-position-embeddings --beta-fast
-        --beta-slow --rope-scaling-mscale --rope-scaling-mscale-all-dim --post-norm --use-glm-rope --noop-layers
-        --num-layer-list --add-rmsnorm-offset --sliding-window-size --interleave-sliding-window
-        --output-logit-softcapping --input-embeds-norm --gelu-tanh --query-pre-attn-scalar --partial-rotary-factor
-        --enable-mla-scale-q-lora --enable-mla-scale-kv-lora --num-zero-experts --enable-dsa-indexer --index-topk
-        --index-n-heads --index-head-dim --indexer-loss-coeff --add-output-layer-bias --add-dense-bias --fix-router
-        --attention-mask-type
+        --beta-slow --rope-scaling-mscale --rope-scaling-mscale-all-dim --use-glm-rope --noop-layers --num-layer-list
+        --sliding-window-size --interleave-sliding-window --output-logit-softcapping --query-pre-attn-scalar
+        --partial-rotary-factor --enable-mla-scale-q-lora --enable-mla-scale-kv-lora --num-zero-experts
+        --enable-dsa-indexer --index-topk --index-n-heads --index-head-dim --indexer-loss-coeff
+        --add-output-layer-bias --fix-router --attention-mask-type
         """,
     ),
+    others(
+        _MINDSPEED,
+        Fate.LOST,
+        "in the recipe, model.layer={kind: sequential, norms: sandwich} says it",
+        "--post-norm",
+    ),
+    others(_MINDSPEED, Fate.LOST, "give --apply-layernorm-1p", "--add-rmsnorm-offset"),
+    others(
+        _MINDSPEED,
+        Fate.LOST,
+        "in the recipe, model.embedding_scale, here the root of model.d_model, says it",
+        "--input-embeds-norm",
+    ),
+    others(
+        _MINDSPEED,
+        Fate.LOST,
+        "in the recipe, model.mlp={kind: gated, activation: gelu_tanh} says it, activation gelu --geglu",
+        "--gelu-tanh --geglu",
+    ),
+    others(_MINDSPEED, Fate.LOST, "in the recipe, model.attention.out_bias says it", "--add-dense-bias"),
     others(
         _MINDSPEED,
         Fate.IDLE,
@@ -319,10 +349,16 @@ GROUPS = (
         Fate.LOST,
         "no such norm, activation or start of weights",
         """
-        --xielu --xiprelu --xiprelup --no-attn-layernorm --no-mlp-layernorm --no-final-layernorm --post-layer-norm
-        --input-embeddings-multiplier --layernorm-init
+        --xielu --xiprelu --xiprelup --no-attn-layernorm --no-mlp-layernorm --no-final-layernorm --layernorm-init
         """,
     ),
+    others(
+        _SWISS_AI,
+        Fate.LOST,
+        "in the recipe, model.layer={kind: sequential, norms: post} says it",
+        "--post-layer-norm",
+    ),
+    others(_SWISS_AI, Fate.LOST, "in the recipe, model.embedding_scale says it", "--input-embeddings-multiplier"),
     others(
         _SWISS_AI,
         Fate.LOST,

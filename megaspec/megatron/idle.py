@@ -1,9 +1,9 @@
 """Flags that have no meaning here, by what decides instead."""
 
-from megaspec.megatron.flag import Fate, Group
+from megaspec.megatron.flag import Fate, FlagGroup
 
 GROUPS = (
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "kernels and fusions are chosen from the GPU: kernels.*",
         """
@@ -13,28 +13,28 @@ GROUPS = (
         --kitchen-attention-backend text, --use-grouped-gemm-for-shared-expert, --use-grouped-gemm-for-dense-mlp,
         --moe-grouped-gemm, --moe-use-grouped-tensor, --moe-single-grouped-weight, --moe-single-grouped-bias,
         --moe-permute-fusion, --moe-permute-fusion-into-hybridep, --moe-router-fusion,
-        --moe-mlp-glu-interleave-size text, --moe-shared-expert-glu-interleave-size text, --use-te-activation-func,
-        --transformer-impl text, --no-masked-softmax-fusion, --no-bias-gelu-fusion, --no-bias-swiglu-fusion,
+        --moe-mlp-glu-interleave-size text, --moe-shared-expert-glu-interleave-size text,
+        --transformer-impl text, --no-masked-softmax-fusion, --no-bias-swiglu-fusion,
         --no-bias-dropout-fusion, --no-rope-fusion, --no-persist-layer-norm, --no-gradient-accumulation-fusion,
         --disable-jit-fuser, --mla-down-proj-fusion, --moe-router-padding-for-quantization,
         --moe-router-padding-for-fp8, --batch-invariant-mode, --batch-invariant-backend text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "how a product is rounded inside is left to torch and cuBLAS",
         """
         --disable-bf16-reduced-precision-matmul
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "permits or names what is the only way here",
         """
         --use-mcore-models, --enable-experimental, --lazy-mpu-init
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "what runs beside computation is said by parallelism.overlap, in which order by the runtime",
         """
@@ -46,7 +46,7 @@ GROUPS = (
         --no-align-param-gather, --no-align-grad-reduce --disable-align-grad-reduce
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "process groups are made by the runtime and left to the defaults of torch and NCCL",
         """
@@ -56,14 +56,14 @@ GROUPS = (
         --use-nccl-ub, --disable-symmetric-registration, --fsdp-manual-registration, --symmetric-ar-type text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "launcher.timeout_seconds holds for the whole run",
         """
         --distributed-timeout-seconds-after-init text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "buckets of gradients, and what is gathered at a time, are the runtime's: parallelism.bucket_mb",
         """
@@ -73,14 +73,14 @@ GROUPS = (
         --fsdp-double-buffer, --megatron-fsdp-max-pool-double-buffer, --fsdp-db-use-persist-buf-on-alloc-fail
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "weights are made on the meta device and depend on the seed, name and index alone",
         """
         --no-initialization, --use-cpu-initialization, --init-model-with-meta-device, --data-parallel-random-init
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "a rank adds up gradients in at least fp32; between ranks parallelism.grad_reduce says the format",
         """
@@ -88,7 +88,7 @@ GROUPS = (
         --megatron-fsdp-main-grads-dtype text, --megatron-fsdp-grad-comm-dtype text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "master weights, softmax, router and losses are at least fp32 here",
         """
@@ -96,28 +96,28 @@ GROUPS = (
         --megatron-fsdp-main-params-dtype text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "it scales q·k and takes the scale back in the softmax, which is at least fp32 here anyway",
         """
         --apply-query-key-layer-scaling
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "a loss or gradient that is NaN or infinite is always looked for",
         """
         --no-check-for-nan-in-loss-and-grad
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "`megaspec plan` tells memory and time without GPUs",
         """
         --fake-process-group
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "tokens are made beforehand by `megaspec data prepare`, whose manifest names the tokenizer",
         """
@@ -129,14 +129,14 @@ GROUPS = (
         --no-save-tokenizer-assets --disable-save-tokenizer-assets
         """,  # noqa: E501
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "padding of the vocabulary takes no part in the loss and is never saved: model.vocab_pad_to",
         """
         --no-pad-vocab-size --disable-pad-vocab-size
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "how data is read is the loader's; the order of samples does not depend on it",
         """
@@ -145,7 +145,7 @@ GROUPS = (
         --per-dataset-sequences-path text, --enable-msc, --disable-msc
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "checkpoints have one format that is verified, loads into any layout and is written from all ranks",
         """
@@ -163,7 +163,7 @@ GROUPS = (
         --ckpt-drop-redundant-extra-state
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "ranks that die or hang are ended and told by the launcher, which starts them again: launcher.max_restarts",
         """
@@ -181,7 +181,7 @@ GROUPS = (
         --inprocess-active-world-size text, --inprocess-empty-cuda-cache
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "loss, rate, gradient norm, tokens, time and memory of every step, and routers' loads, are in metrics.jsonl",
         """
@@ -191,14 +191,14 @@ GROUPS = (
         --log-world-size-to-tensorboard, --moe-per-layer-logging
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "what the console shows is said by log.console",
         """
         --logging-level text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "memory, the garbage collector and how far the host runs ahead of the GPU are the runtime's",
         """
@@ -208,7 +208,7 @@ GROUPS = (
         --no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding, --train-sync-interval text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "settings of a server say nothing to a training",
         """
@@ -243,7 +243,7 @@ GROUPS = (
         --cache-mla-latents
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.IDLE,
         "belongs to another entry point than pretrain_gpt.py",
         """

@@ -219,7 +219,9 @@ def _read_unknown(
     is_value = bool(behind) and not behind[0].startswith("-")
     if is_closed or not is_value:
         return
-    way_out = f"write {written}={behind[0]}, or leave it out" if written.startswith("--") else "leave it out"
+    way_out = "leave it out"
+    if written.startswith("--"):
+        way_out = f"write {written}={behind[0]}, or leave it out"
     if kind == "torchrun" and written.startswith(("--ft-", "--ft_")):
         # options of ft_launcher, each with a value
         read.end += 1
@@ -259,7 +261,9 @@ def _names(kind: str, written: str) -> list[str]:
     table = OPTIONS[kind]
     if not _is_long(kind, written):
         letter = written[1:]
-        return [letter] if len(letter) == 1 and letter in table else []
+        if len(letter) == 1 and letter in table:
+            return [letter]
+        return []
     name = written.lstrip("-").replace("_", "-")
     if name in table and (len(name) > 1 or kind == "mpirun"):
         return [name]

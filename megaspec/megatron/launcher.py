@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from megaspec.core.units import plural
 from megaspec.megatron.launch_options import read_options
-from megaspec.megatron.program import Launch, Line
+from megaspec.megatron.program import CommandLine, Launch
 
 _WAY_OUT = "give --gpus N"
 # Variables that launchers take for options which are not given: torch.distributed.run and srun.
@@ -52,7 +53,7 @@ class Ranks:
 
 
 def count_ranks(
-    words: Sequence[str], line: Line, *, settings: Sequence[str] = (), directives: Sequence[str] = ()
+    words: Sequence[str], line: CommandLine, *, settings: Sequence[str] = (), directives: Sequence[str] = ()
 ) -> Ranks:
     """The ranks that the words in front of a program start.
 
@@ -62,11 +63,13 @@ def count_ranks(
     if line.program is None:
         return Ranks(None, "", "")
     front = words[: line.program.begin]
-    defaults = read_options("srun", directives, 0).values
-    counts: list[_Count] = []
+    counts: list[_RankCount] = []
     for launch in line.launches:
-        set_there = _variables(launch.kind, [*settings, *words[: launch.begin]])
-        counts.append(_Count(launch, set_there, defaults if launch.kind == "srun" else {}))
+        variables = _variables(launch.kind, [*settings, *words[: launch.begin]])
+        defaults: dict[str, str] = {}
+        if launch.kind == "srun":
+            defaults = read_options("srun", directives, 0).values
+        counts.append(_RankCount(launch, variables, defaults))
     if not counts:
         return Ranks(None, "", _who_starts(front))
     innermost = counts[-1]
@@ -74,13 +77,14 @@ def count_ranks(
     if ranks.count is None:
         return ranks
     why = _several_times(counts[:-1], innermost, ranks.count)
-    first = front[0] if front else ""
-    if not why and first.startswith("$") and not innermost.says_nodes:
-        why = f"{first} is not set, and may start {innermost.name} several times; {_WAY_OUT}"
-    return Ranks(None, innermost.name, why) if why else ranks
+    if not why and front and front[0].startswith("$") and not innermost.says_nodes:
+        why = f"{front[0]} is not set, and may start {innermost.name} several times; {_WAY_OUT}"
+    if why:
+        return Ranks(None, innermost.name, why)
+    return ranks
 
 
-def what_is_refused(words: Sequence[str], line: Line) -> str:
+def what_is_refused(words: Sequence[str], line: CommandLine) -> str:
     """Why it can't be known which program a launcher starts with which flags; "" where it can."""
     for launch in line.launches:
         if launch.options.refused:
@@ -90,34 +94,37 @@ def what_is_refused(words: Sequence[str], line: Line) -> str:
     return ""
 
 
-def _several_times(outer: Sequence["_Count"], innermost: "_Count", count: int) -> str:
+def _several_times(outer: Sequence["_RankCount"], innermost: "_RankCount", count: int) -> str:
     """What is wrong with launchers that start the innermost one; "" where it is started once on each of its nodes."""
     if not outer:
         return ""
+    who = " and ".join(one.name for one in outer)
     started = 1
-    names: list[str] = []
-    unknown = ""
+    unknown = ""  # why it can't be known how often, of the first of which it can't
     for one in outer:
-        names.append(one.name)
         times, why = one.times()
-        if times is None:
-            unknown = unknown or why
-        else:
+        if times is not None:
             started *= times
+        elif not unknown:
+            unknown = why
     nodes = innermost.number("nodes") or 1
-    who = " and ".join(names)
+    # by which the innermost one is told for how many nodes it is
     option = _SHOWN[innermost.kind].get("nodes", "")
     if unknown:
         if innermost.says_nodes:
             return ""
-        way_out = f"give {option} to {innermost.name}, or {_WAY_OUT}" if option else _WAY_OUT
+        way_out = _WAY_OUT
+        if option:
+            way_out = f"give {option} to {innermost.name}, or {_WAY_OUT}"
         why = f"how often {who} starts {innermost.name} can't be known: {unknown}"
         return f"{why}; each would train alone; {way_out}"
     if started == nodes:
         return ""
     if nodes == 1:
-        what = f"{started} separate trainings of {count:,} rank{'' if count == 1 else 's'}"
-        way_out = f"give {option} {started}, or for one of them {_WAY_OUT}" if option else f"for one of them {_WAY_OUT}"
+        what = f"{started} separate trainings of {count:,} {plural('rank', count)}"
+        way_out = f"for one of them {_WAY_OUT}"
+        if option:
+            way_out = f"give {option} {started}, or {way_out}"
         return f"{who} starts {started} times {innermost.name}, each for 1 node: {what}; {way_out}"
     return f"{who} starts {started} times {innermost.name}, which is for {nodes} nodes; {_WAY_OUT}"
 
@@ -153,14 +160,14 @@ def _variables(kind: str, words: Sequence[str]) -> dict[str, tuple[str, str]]:
     return found
 
 
-class _Count:
+class _RankCount:
     """What one launcher says about the number of ranks: in its words, else in variables, else in its defaults."""
 
     def __init__(self, launch: Launch, variables: Mapping[str, tuple[str, str]], defaults: Mapping[str, str]):
         self.launch = launch
         self.kind = launch.kind
         self.name = launch.name
-        own = launch.options.values
+        said = launch.options.values
         self.values = dict(defaults)
         """What is said -> its value."""
         self.written = {what: f"#SBATCH {_SHOWN['srun'].get(what, what)} {text}" for what, text in defaults.items()}
@@ -168,10 +175,11 @@ class _Count:
         for what, (name, text) in variables.items():
             self.values[what] = text
             self.written[what] = f"{name}={text}"
+        # its own words win over variables, and these over its defaults;
         # -N 2 among its own words asks for other ranks than the -n 32 of the job
-        if "ranks" not in own and ("nodes" in own or "nproc" in own):
+        if "ranks" not in said and ("nodes" in said or "nproc" in said):
             self.values.pop("ranks", None)
-        self.values.update(own)
+        self.values.update(said)
         self.written.update(launch.options.written)
 
     @property
@@ -185,7 +193,9 @@ class _Count:
         lowest, _, highest = text.replace("-", ":").partition(":")
         if highest == lowest:
             text = lowest
-        return int(text) if re.fullmatch(r"0*[1-9][0-9]{0,8}", text) else None
+        if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
+            return None
+        return int(text)
 
     def ranks(self) -> Ranks:
         """The ranks of the program that it starts."""

@@ -1,9 +1,9 @@
 """Flags without a counterpart: those that change nothing that is computed, those that do, and their details."""
 
-from megaspec.megatron.flag import Fate, Group
+from megaspec.megatron.flag import Fate, FlagGroup
 
 GROUPS = (
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "what goes to the CPU's memory is said by parallelism.offload; what is computed stays the same",
         """
@@ -17,7 +17,7 @@ GROUPS = (
         --moe-paged-stash-buffer-size-factor-cpu text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "this division of the work has no counterpart; what is computed stays the same",
         """
@@ -29,7 +29,7 @@ GROUPS = (
         --distribute-saved-activations, --mtp-standalone, --mlp-chunks-for-training text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "no CUDA graphs are captured here; what is computed stays the same",
         """
@@ -37,7 +37,7 @@ GROUPS = (
         --cuda-graph-scope text+, --cuda-graph-modules text+, --optimizer-cuda-graph, --te-rng-tracker
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "nothing overlaps in this way here; what is computed stays the same",
         """
@@ -46,7 +46,7 @@ GROUPS = (
         --overlap-param-gather-with-optimizer-step, --overlap-p2p-communication-warmup-flush
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "tokens reach experts through the collectives of torch.distributed; what is computed stays the same",
         """
@@ -56,7 +56,7 @@ GROUPS = (
         --moe-hybridep-pad-uneven-dispatch-inputs, --moe-ncclep-zero-copy, --high-priority-a2a-comm-stream
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "not measured or written here; what is trained stays the same",
         """
@@ -73,7 +73,7 @@ GROUPS = (
         --log-straggler, --straggler-ctrlr-port text, --straggler-minmax-count text, --disable-straggler-on-startup
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "a recipe starts no profiler; what is trained stays the same",
         """
@@ -82,7 +82,7 @@ GROUPS = (
         --profile-ranks text+, --record-memory-history, --memory-snapshot-path text, --record-shapes, --nvtx-ranges
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "no such check of results, gradients or GPUs here; what is trained stays the same",
         """
@@ -95,7 +95,7 @@ GROUPS = (
         --run-workload-inspector-server
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "a run goes on to train.steps, or until SIGTERM or Ctrl-C, which saves first",
         """
@@ -103,7 +103,7 @@ GROUPS = (
         --exit-signal-handler-for-training, --adlr-autoresume, --adlr-autoresume-interval text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "checkpoints are full ones in the run folder: checkpoint.every, checkpoint.keep",
         """
@@ -113,7 +113,7 @@ GROUPS = (
         --no-save-optim, --no-save-rng
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.ABSENT,
         "evaluation takes train.eval_samples of one validation split every train.eval_every steps",
         """
@@ -121,14 +121,14 @@ GROUPS = (
         --multiple-validation-sets, --validation-set-names text+, --test-data-path text*
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "weights are made from the seed and all of them are trained",
         """
         --pretrained-checkpoint text, --moe-use-upcycling, --freeze-all-layers
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--load",
         """
@@ -140,7 +140,7 @@ GROUPS = (
         --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such attention",
         """
@@ -148,7 +148,7 @@ GROUPS = (
         --experimental-attention-variant text, --linear-attention-freq text, --no-rope-freq text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such positions",
         """
@@ -156,15 +156,15 @@ GROUPS = (
         --mrope-section text+, --yarn-original-max-position-embeddings text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
-        "no such norm, activation or residual stream",
+        "no such activation or residual stream",
         """
-        --apply-layernorm-1p, --fp32-residual-connection, --glu-linear-offset text = 0.0,
-        --activation-func-clamp-value text, --squared-relu, --quick-geglu, --enable-mhc-connections
+        --fp32-residual-connection, --glu-linear-offset text = 0.0, --activation-func-clamp-value text,
+        --enable-mhc-connections
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such layers",
         """
@@ -173,14 +173,14 @@ GROUPS = (
         --decoder-num-layers text, --moe-latent-size text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "weights start differently",
         """
         --init-method-xavier-uniform, --use-mup
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such routing of tokens to experts",
         """
@@ -188,7 +188,7 @@ GROUPS = (
         --moe-apply-probs-on-input, --moe-expert-rank-capacity-factor text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such number format",
         """
@@ -197,28 +197,28 @@ GROUPS = (
         --moe-dispatch-fwd-dtype text = bf16, --moe-combine-bwd-dtype text = bf16
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "the loss scale of fp16 is dynamic here, and the other formats have none",
         """
         --loss-scale text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "the file is not read; give what it says as flags",
         """
         --yaml-cfg text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such learning rate or weight decay",
         """
         --decoupled-lr text, --decoupled-min-lr text, --apply-wd-to-qk-layernorm, --no-weight-decay-cond-type text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such data, or order of it",
         """
@@ -228,21 +228,21 @@ GROUPS = (
         --iterations-to-skip text+, --mid-level-dataset-surplus text = 0.005
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "labels that are the tokenizer's padding are left out of the loss there; here all labels count",
         """
         --allow-ambiguous-pad-tokens
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.LOST,
         "no such training",
         """
         --perform-rl-step, --vision-pretraining, --skip-train, --logits-save-dir text, --logits-load-dir text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--experimental-attention-variant",
         """
@@ -255,14 +255,14 @@ GROUPS = (
         --linear-value-head-dim text, --linear-num-key-heads text, --linear-num-value-heads text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--qk-clip",
         """
         --qk-clip-alpha text, --qk-clip-threshold text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--mtp-num-layers",
         """
@@ -270,7 +270,7 @@ GROUPS = (
         --mtp-hybrid-override-pattern text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--use-mup",
         """
@@ -278,21 +278,21 @@ GROUPS = (
         --mup-base-head-dim text, --mup-attn-scale-power text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--fp8-recipe",
         """
         --fp8-margin text, --fp8-interval text, --fp8-amax-history-len text, --fp8-amax-compute-algo text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--fp4-format",
         """
         --fp4-recipe text, --fp4-quantizer-factory text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--enable-mhc-connections",
         """
@@ -300,7 +300,7 @@ GROUPS = (
         --mhc-recompute-layer-num text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--hybrid-layer-pattern",
         """
@@ -309,7 +309,7 @@ GROUPS = (
         --gdp-num-chunk-states-to-recompute text, --mamba-training-ssm-states-dtype text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--optimizer",
         """
@@ -319,7 +319,7 @@ GROUPS = (
         --lion-beta2 text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--fim-data",
         """
@@ -328,7 +328,7 @@ GROUPS = (
         --fim-eod-token text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--position-embedding-type",
         """
@@ -337,49 +337,49 @@ GROUPS = (
         --relative-attention-max-distance text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--rotary-scaling-factor",
         """
         --mscale text, --mscale-all-dim text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--window-size",
         """
         --window-attn-skip-freq text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--moe-use-upcycling",
         """
         --moe-upcycling-granularity text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--moe-router-load-balancing-type",
         """
         --moe-router-quantile-balancing-ema text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--sft",
         """
         --sft-tokenizer-prompt-format text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--logits-save-dir",
         """
         --logits-save-top-k text, --logits-save-top-p text, --logits-save-top-p-min-k text, --logits-save-dtype text
         """,
     ),
-    Group(
+    FlagGroup(
         Fate.DETAIL,
         "--logits-load-dir",
         """

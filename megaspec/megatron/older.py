@@ -4,7 +4,7 @@ Facts of the history of Megatron's arguments.py and of its releases' tags: the r
 says it, since which a flag is gone.
 """
 
-from megaspec.megatron.flag import Fate, Group, others
+from megaspec.megatron.flag import Fate, FlagGroup, others
 
 _2020_APRIL = "April 2020"
 _2020_DECEMBER = "December 2020"
@@ -38,7 +38,7 @@ _READING = "how data is read is the loader's"
 _OTHER = "of another entry point than pretrain_gpt.py"
 
 
-def _older(gone: str, fate: Fate, text: str, names: str) -> Group:
+def _older(gone: str, fate: Fate, text: str, names: str) -> FlagGroup:
     return others(f"a flag of older releases, gone since {gone}", fate, text, names)
 
 

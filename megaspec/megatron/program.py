@@ -94,8 +94,12 @@ class Program:
         named = parts[-1:]
         if self.stem in _SAYS_NOTHING:
             named = parts[-2:]
-        words = [word for part in reversed(named) for word in re.split(r"[^a-z0-9]+", part)]
-        return next((_OTHERS[word] for word in words if word in _OTHERS), "")
+        # the file's own name says more than its folder's
+        for part in reversed(named):
+            for word in re.split(r"[^a-z0-9]+", part):
+                if word in _OTHERS:
+                    return _OTHERS[word]
+        return ""
 
     def _parts(self) -> list[str]:
         name = self.name.lower()
@@ -118,7 +122,7 @@ class Launch:
 
 
 @dataclass
-class Line:
+class CommandLine:
     """What the words of a command are."""
 
     launches: list[Launch] = field(default_factory=list)
@@ -131,10 +135,10 @@ def find_program(words: Sequence[str]) -> Program | None:
     return read_line(words).program
 
 
-def read_line(words: Sequence[str]) -> Line:
+def read_line(words: Sequence[str]) -> CommandLine:
     """The launchers of a command and its program. Their options are read as they read them, so that a value of an
     option is taken for neither; of what else stands in front, such as a profiler, the options are not known."""
-    line = Line()
+    line = CommandLine()
     if words and words[0].startswith("--"):
         return line
     at = 0
@@ -157,7 +161,7 @@ def read_line(words: Sequence[str]) -> Line:
     return line
 
 
-def _read_launch(line: Line, kind: str, name: str, words: Sequence[str], begin: int) -> int:
+def _read_launch(line: CommandLine, kind: str, name: str, words: Sequence[str], begin: int) -> int:
     """Adds a launcher and, where it says it, its program; where the words behind its options begin."""
     options = read_options(kind, words, begin + 1)
     line.launches.append(Launch(kind, name, begin, options))
@@ -173,7 +177,7 @@ def _read_launch(line: Line, kind: str, name: str, words: Sequence[str], begin: 
     return at
 
 
-def _read_python(line: Line, words: Sequence[str], at: int) -> int:
+def _read_python(line: CommandLine, words: Sequence[str], at: int) -> int:
     """Passes over python's own options; where what it runs begins."""
     while at < len(words) and words[at].startswith("-"):
         match = _PYTHON_OPTIONS.fullmatch(words[at])
@@ -192,7 +196,7 @@ def _read_python(line: Line, words: Sequence[str], at: int) -> int:
     return at
 
 
-def _read_module(line: Line, module: str, words: Sequence[str], begin: int, end: int) -> int:
+def _read_module(line: CommandLine, module: str, words: Sequence[str], begin: int, end: int) -> int:
     kind = _LAUNCHING_MODULES.get(module, "")
     if kind:
         return _read_launch(line, kind, module, words, end - 1)

@@ -34,7 +34,6 @@ from megaspec.megatron.shell import (
     If,
     Literal,
     Parameter,
-    Part,
     Pipeline,
     Simple,
     Source,
@@ -45,10 +44,11 @@ from megaspec.megatron.shell import (
     Unreadable,
     While,
     Word,
+    WordPart,
     parse,
     sets_inside,
 )
-from megaspec.megatron.shell_starts import MAKE_WORDS, Launch, Start, find_start, read_launch, ssh_command
+from megaspec.megatron.shell_starts import MAKE_WORDS, ShellLaunch, Start, find_start, read_launch, ssh_command
 from megaspec.megatron.shell_state import SET_BY_THE_SHELL, ShellState, set_options
 from megaspec.megatron.unknowns import BEGINS, END, MARKED, PATTERN, is_marked, known, missing, pattern, shown, unknown
 
@@ -130,7 +130,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundCommand:
     words: list[str]
     program: Program | None
     line: int
@@ -210,7 +210,7 @@ class _Follower:
             if name != "IFS":
                 self.state.variables[name] = [shown(text)]
                 self.state.exported.add(name)
-        self.found: list[_Found] = []
+        self.found: list[_FoundCommand] = []
         self.nameless: list[int] = []
         """Lines of commands with flags, but with no program that could be known."""
         self.prefix: list[str] = []
@@ -239,25 +239,36 @@ class _Follower:
             notes.append(f"{self.source.label}: not set, so that its own defaults are taken: {taken}")
         return notes
 
-    def training(self) -> _Found:
+    def training(self) -> _FoundCommand:
         """The one command that trains."""
-        with_program = [f for f in self.found if f.program is not None]
-        alone = [f for f in self.found if f.program is None]
+        with_program: list[_FoundCommand] = []
+        alone: list[_FoundCommand] = []
+        gpt: list[_FoundCommand] = []
+        training: list[_FoundCommand] = []
+        for found in self.found:
+            if found.program is None:
+                alone.append(found)
+                continue
+            with_program.append(found)
+            if found.program.is_gpt:
+                gpt.append(found)
+            if not found.program.is_tool:
+                training.append(found)
         if with_program and alone:
             why = "it begins with a flag: a comment, or a backslash with a blank behind it, ends the command above"
             self.refuse(why, alone[0].line)
-        gpt = [f for f in with_program if f.program is not None and f.program.is_gpt]
-        training = [f for f in with_program if f.program is not None and not f.program.is_tool]
+        # the more a command looks like a training, the sooner it is the one that is meant
         several = gpt or training or with_program or alone
         if not several:
             if self.nameless:
                 self.refuse("its program can't be known; give NAME=VALUE in front of @FILE", self.nameless[0])
             text = f"{self.source.label}: no command in it starts pretrain_gpt.py with its flags"
             raise RecipeError([Problem("", text, "", "megatron-script")])
-        other = next((f for f in several if f.words != several[0].words), None)
-        if other is not None:
-            self.refuse(f"another training starts in line {several[0].line}; give a script with one", other.line)
-        return several[0]
+        first = several[0]
+        for other in several[1:]:
+            if other.words != first.words:
+                self.refuse(f"another training starts in line {first.line}; give a script with one", other.line)
+        return first
 
     # Statements. Each gives its status: True, False, or None where it can't be known.
 
@@ -277,6 +288,7 @@ class _Follower:
         if self.n_statements > MOST_STATEMENTS:
             self.refuse(f"more than {MOST_STATEMENTS:,} commands are done until here")
         status = self.done(statement)
+        # those whose failure `set -e` ends the script at
         ends = isinstance(statement, Simple | Test | ArithmeticTest)
         ends |= isinstance(statement, Pipeline) and not statement.negated
         ends |= isinstance(statement, Block) and statement.is_subshell
@@ -316,13 +328,15 @@ class _Follower:
     def apart(self, follow: Callable[[], bool | None]) -> bool | None:
         """Follows what runs in a shell of its own: what it sets is gone behind it, and `exit` ends only it."""
         self.charge("", times=self.state.size)
-        outer, depth = self.state, self.depth
+        outer = self.state
+        depth = self.depth
         self.state = outer.copy()
         try:
             status = follow()
         except _Ended as ended:
             status = ended.status
-        self.state, self.depth = outer, depth
+        self.state = outer
+        self.depth = depth
         return status
 
     @contextmanager
@@ -440,9 +454,10 @@ class _Follower:
     def words_perhaps(self, statement: Simple) -> list[str]:
         """The words of a command that may not be done, as they are written; nothing that they set stays."""
         self.charge("", times=self.state.size)
-        outer, self.state = self.state, self.state.copy()
+        outer = self.state
+        self.state = outer.copy()
         with self.perhaps():
-            words = [shown(text) for word in statement.words for text in self.expanded(word)]
+            words = _all_shown(self.all_expanded(statement.words))
         self.state = outer
         return words
 
@@ -495,9 +510,8 @@ class _Follower:
         self.apart(follow)
 
     def weigh_simple(self, statement: Simple, line: int, flags: list[str]) -> None:
-        texts = [text for word in statement.words for text in self.expanded(word)]
-        texts = _behind_prefix(texts)
-        words = [shown(text) for text in texts]
+        texts = _behind_prefix(self.all_expanded(statement.words))
+        words = _all_shown(texts)
         name = words[0] if words else ""
         if self.matters(words) or (statement.reads_text and name not in ("", "cat", "tee")):
             self.undecided(line)
@@ -513,18 +527,22 @@ class _Follower:
             self.state.leave_folder()
         elif name in DECLARATIONS:
             self.declare(name, texts, ())
-            if name == "readonly" or any("r" in word for word in words[1:] if word.startswith("-")):
+            letters = "".join(word for word in words[1:] if word.startswith("-"))
+            if name == "readonly" or "r" in letters:
                 self.state.readonly |= {one.name for one in statement.assignments}
         if name and name not in DECLARATIONS:
             for assignment in statement.assignments:
                 self.joined(assignment.value, tildes=":")
             return
         for assignment in statement.assignments:
-            values = [assignment.value] if assignment.elements is None else assignment.elements
-            texts = [text for one in values for text in self.expanded(one)]
-            words = [word for text in texts for word in shown(text).split()]
+            values: Sequence[Word] = [assignment.value]
+            if assignment.elements is not None:
+                values = assignment.elements
+            words = " ".join(_all_shown(self.all_expanded(values))).split()
             given = [word.partition("=")[0] for word in words if word.startswith("--")]
-            if given and assignment.adds and words[0].startswith("--") and all(map(_says_nothing, given)):
+            # `ARGS+=" --no-op"`: flags that say nothing, added to a list of flags
+            adds_flags = assignment.adds and bool(given) and words[0].startswith("--")
+            if adds_flags and all(map(_says_nothing, given)):
                 flags += given
             elif given or assignment.elements is not None or assignment.index:
                 self.undecided(line)
@@ -582,7 +600,10 @@ class _Follower:
         return status
 
     def trains(self, statement: Statement) -> bool:
-        first = statement.stages[0] if isinstance(statement, Pipeline) else statement
+        """True for a program, or a pipeline that begins with one."""
+        first = statement
+        if isinstance(statement, Pipeline):
+            first = statement.stages[0]
         if not isinstance(first, Simple):
             return False
         return find_program(self.words_perhaps(first)) is not None
@@ -591,26 +612,29 @@ class _Follower:
         if len(statement.stages) == 1:
             with self.failing(may_fail=statement.negated):
                 status = self.statement(statement.stages[0])
-            return negation(status) if statement.negated else status
-        statuses: list[bool | None] = []
-        for stage in statement.stages:
-            statuses.append(self.stage(stage))
-        status = statuses[-1]
-        if "pipefail" in self.state.options:
-            for one in statuses:
-                status = both(status, one)
-        return negation(status) if statement.negated else status
+        else:
+            statuses = [self.stage(stage) for stage in statement.stages]
+            status = statuses[-1]
+            if "pipefail" in self.state.options:
+                for one in statuses:
+                    status = both(status, one)
+        if statement.negated:
+            return negation(status)
+        return status
 
     def stage(self, statement: Statement) -> bool | None:
         """A part of a pipeline, in a shell of its own."""
         return self.apart(lambda: self.statement(statement))
 
     def arithmetic_test(self, statement: ArithmeticTest) -> bool | None:
+        """`(( ))`: any number but 0 is true."""
         number = known(self.computed(statement.arithmetic))
-        return None if number is None else number != "0"
+        if number is None:
+            return None
+        return number != "0"
 
     def simple(self, statement: Simple) -> bool | None:
-        texts = [text for word in statement.words for text in self.expanded(word)]
+        texts = self.all_expanded(statement.words)
         if len(texts) > MOST_WORDS:
             self.refuse(f"it has more than {MOST_WORDS:,} words")
         name = shown(texts[0]) if texts else ""
@@ -631,8 +655,10 @@ class _Follower:
         if texts:
             return self.command(texts, given)
         # `name=$(command)` ends as the command does
-        is_made = any(isinstance(part, Unreadable) for one in statement.assignments for part in one.value)
-        return None if is_made else True
+        for assignment in statement.assignments:
+            if any(isinstance(part, Unreadable) for part in assignment.value):
+                return None
+        return True
 
     def in_front(self, name: str, assignments: Sequence[Assignment]) -> dict[str, str]:
         """`A=1 command`: what the command gets in its environment; a later value sees an earlier one."""
@@ -651,7 +677,8 @@ class _Follower:
             value = self.assigned(one)[0]
             given[one.name] = value
             self.state.variables[one.name] = [value]
-        inside, self.state = self.state, outer
+        inside = self.state
+        self.state = outer
         # `A=${B:=x} command` sets B here
         for name, elements in inside.variables.items():
             if name not in given and outer.variables.get(name) is not elements:
@@ -667,7 +694,7 @@ class _Follower:
 
     def known_command(self, texts: list[str], given: Mapping[str, str]) -> bool | None:
         """A command of the shell's, or a program. `given`: variables that are set for it alone."""
-        words = [shown(text) for text in texts]
+        words = _all_shown(texts)
         name = words[0]
         if name in _UNFOLLOWED:
             self.refuse(f"{_UNFOLLOWED[name]}, which is not followed; write out what it makes")
@@ -678,7 +705,9 @@ class _Follower:
         if name in ("[", "test"):
             return self.bracket_test(texts)
         if name == "exit":
-            status = words[1] == "0" if len(words) > 1 and words[1].isdecimal() else None
+            status = None  # that of the command before it
+            if len(words) > 1 and words[1].isdecimal():
+                status = words[1] == "0"
             raise _Ended(self.line, status)
         if name == "exec":
             return self.exec(texts, given)
@@ -710,7 +739,7 @@ class _Follower:
 
     def program(self, texts: list[str], given: Mapping[str, str]) -> bool | None:
         """A program: one that is given a string to follow, the one that trains, or another, which is passed over."""
-        words = [shown(text) for text in texts]
+        words = _all_shown(texts)
         place = ssh_command(words)
         if place is not None and any(_may_train(word) for word in words[place:]):
             # ssh joins its words, and a shell of the other machine reads them again
@@ -756,8 +785,12 @@ class _Follower:
         """Text that is followed here, in the same shell."""
         if any(PATTERN in text for text in texts):
             self.refuse("the names of files or several words may be in what it does; write out what it makes")
-        text = " ".join(texts[2:] if texts[1:2] == ["--"] else texts[1:])
-        return self.read_again(text, [], is_posix=self.source.is_posix, follow=lambda body: self.body(body))
+        followed = texts[1:]
+        if followed[:1] == ["--"]:
+            followed = followed[1:]
+        return self.read_again(
+            " ".join(followed), [], is_posix=self.source.is_posix, follow=lambda body: self.body(body)
+        )
 
     def bracket_test(self, texts: list[str]) -> bool | None:
         operands = [known(text) for text in texts[1:]]
@@ -782,10 +815,17 @@ class _Follower:
         return True
 
     def shopt(self, words: list[str]) -> None:
-        options = [word for word in words[1:] if not word.startswith("-")]
-        is_set = any(word.startswith("-") and set(word) & {"s", "u"} for word in words[1:])
-        other = [one for one in options if one not in _HARMLESS_SHOPT]
-        if is_set and (other or any("o" in word for word in words[1:] if word.startswith("-"))):
+        """RecipeError: it sets an option by which what comes behind it is read in another way."""
+        names = []
+        letters = ""
+        for word in words[1:]:
+            if word.startswith("-"):
+                letters += word[1:]
+            else:
+                names.append(word)
+        is_set = "s" in letters or "u" in letters
+        is_harmless = "o" not in letters and all(name in _HARMLESS_SHOPT for name in names)
+        if is_set and not is_harmless:
             self.refuse(f"`shopt` with {' '.join(words[1:])} changes how the script is read, which is not followed")
 
     def unset(self, texts: list[str]) -> None:
@@ -881,7 +921,9 @@ class _Follower:
 
     def started(self, texts: list[str], start: Start, given: Mapping[str, str]) -> bool | None:
         """A string that another shell is given, with arguments and an environment of its own."""
-        launch = read_launch(["" if text[:1] in BEGINS else text for text in texts[: start.begin]])
+        # an option that can't be known is none of those that are read
+        front = ["" if text[:1] in BEGINS else text for text in texts[: start.begin]]
+        launch = read_launch(front)
         inside = self.state.child()
         for name, value in given.items():
             inside.variables[name] = [value]
@@ -907,7 +949,7 @@ class _Follower:
             self.refuse("the names of files or several words may be in what it is given; write out what it makes")
         return self.inner(texts[start.string], texts[: start.string], inside, is_posix=is_posix)
 
-    def launch(self, inside: ShellState, launch: Launch) -> None:
+    def launch(self, inside: ShellState, launch: ShellLaunch) -> None:
         """What the words in front of a shell change for it."""
         if not launch.is_handed_on:
             folder = inside.folder
@@ -930,7 +972,9 @@ class _Follower:
         def follow(body: Body) -> bool | None:
             return self.apart(lambda: self.in_state(inside, body))
 
-        n_conditions, self.n_conditions = self.n_conditions, 0
+        # an `if` around it says nothing about `set -e` inside
+        n_conditions = self.n_conditions
+        self.n_conditions = 0
         status = self.read_again(text, prefix, is_posix=is_posix, follow=follow)
         self.n_conditions = n_conditions
         return status
@@ -944,9 +988,14 @@ class _Follower:
     ) -> bool | None:
         """Reads the text of a string. What is found in it has the line of the string."""
         self.charge(text, times=_READING_COST)
-        outer, outer_line, outer_prefix = self.source, self.line, self.prefix
-        n_found, n_nameless = len(self.found), len(self.nameless)
-        label = outer.label if self.strings else f"{outer.label}:{outer_line}, its string"
+        outer = self.source
+        outer_line = self.line
+        outer_prefix = self.prefix
+        n_found = len(self.found)
+        n_nameless = len(self.nameless)
+        label = outer.label
+        if not self.strings:
+            label = f"{outer.label}:{outer_line}, its string"
         self.source = Source(text, label, is_posix)
         self.strings += 1
         self.prefix = [*outer_prefix, *prefix]
@@ -959,11 +1008,13 @@ class _Follower:
             self.found[n_found:] = [replace(one, line=outer_line) for one in self.found[n_found:]]
             self.nameless[n_nameless:] = [outer_line] * len(self.nameless[n_nameless:])
             self.strings -= 1
-            self.source, self.line, self.prefix = outer, outer_line, outer_prefix
+            self.source = outer
+            self.line = outer_line
+            self.prefix = outer_prefix
 
     def find(self, texts: list[str], given: Mapping[str, str]) -> None:
         """Keeps a command that could be the one that trains."""
-        words = [shown(text) for text in texts]
+        words = _all_shown(texts)
         if find_program(words) is not None or words[0].startswith("--"):
             if re.search(r"\s", words[0]):
                 self.refuse("the name of its program has blanks in it; leave out the quotes around the command")
@@ -973,11 +1024,11 @@ class _Follower:
             whole = [*self.prefix, *texts]
             for text in whole:
                 self.refuse_pattern(text)
-            words = [shown(text) for text in whole]
+            words = _all_shown(whole)
             program = find_program(words)
             if program is not None:
                 words = [*self.launcher_settings(given), *words]
-            self.found.append(_Found(words, program, self.line))
+            self.found.append(_FoundCommand(words, program, self.line))
         elif any("$" in word for word in words) and any(word.startswith("--") for word in words):
             self.nameless.append(self.line)
 
@@ -1022,7 +1073,8 @@ class _Follower:
     def expanded(self, word: Word) -> list[str]:
         """The words that a word becomes."""
         fields = _Fields("noglob" not in self.state.options)
-        holds_list, n_elements = False, 0
+        holds_list = False
+        n_elements = 0
         for n_part, part in enumerate(word):
             if isinstance(part, Literal) and part.quoted:
                 self.charge(part.text)
@@ -1054,6 +1106,13 @@ class _Follower:
             return []
         return fields.done
 
+    def all_expanded(self, words: Sequence[Word]) -> list[str]:
+        """The words that several words become."""
+        texts: list[str] = []
+        for word in words:
+            texts += self.expanded(word)
+        return texts
+
     def add_unquoted(self, fields: _Fields, text: str, n_part: int, word: Word) -> None:
         """Adds what is written without quotes. `~` in front of it is a folder."""
         begins = text.startswith("~") and n_part == 0
@@ -1077,17 +1136,19 @@ class _Follower:
         if written != "~":
             return pattern(written)
         held = self.state.variables.get("HOME")
-        return held[0] if held else unknown("$HOME")
+        if not held:
+            return unknown("$HOME")
+        return held[0]
 
     def has_braces(self, word: Word) -> bool:
         """True where braces outside of quotes make several words of one: `{a,b}`, `{1..3}`."""
-        if not any(isinstance(part, Literal) and not part.quoted and "{" in part.text for part in word):
-            return False
-        texts: list[str] = []
+        text = ""
         for part in word:
-            is_read = isinstance(part, Literal) and not part.quoted
-            texts.append(part.text if is_read else _HOLE)
-        return _BRACES.search("".join(texts)) is not None
+            if isinstance(part, Literal) and not part.quoted:
+                text += part.text
+            else:
+                text += _HOLE
+        return _BRACES.search(text) is not None
 
     def joined(self, word: Word, *, tildes: str = "") -> str:
         """A word as an assignment takes it: not split.
@@ -1114,7 +1175,7 @@ class _Follower:
                     pieces[n] = folder + piece[_behind_tilde(piece) :]
         return ":".join(pieces)
 
-    def values(self, part: Part, *, is_whole: bool) -> tuple[list[str], bool]:
+    def values(self, part: WordPart, *, is_whole: bool) -> tuple[list[str], bool]:
         """What a part stands for, an element each, and whether blanks in it end words.
 
         `is_whole`: True where they don't, in quotes and behind `name=`.
@@ -1151,11 +1212,15 @@ class _Follower:
             return unknown(part.written)
         if "@" in (part.name, part.index) or "*" in (part.name, part.index):
             # what can't be known may be several elements, or none
-            return unknown(part.written) if any(map(is_marked, held)) else str(len(held))
+            if any(map(is_marked, held)):
+                return unknown(part.written)
+            return str(len(held))
         if not held:
             self.refuse_unset(part)
         text = known("".join(held))
-        return unknown(part.written) if text is None else str(len(text))
+        if text is None:
+            return unknown(part.written)
+        return str(len(text))
 
     def parameter(self, part: Parameter, *, is_whole: bool) -> tuple[list[str], bool]:
         """A variable with what is done where it is not set."""
@@ -1240,15 +1305,18 @@ class _Follower:
             return [*self.state.arguments]
         if name == "#":
             # what can't be known may be several arguments, or none
-            is_certain = not any(map(is_marked, self.state.arguments))
-            return [str(len(self.state.arguments)) if is_certain else unknown(part.written)]
+            if any(map(is_marked, self.state.arguments)):
+                return [unknown(part.written)]
+            return [str(len(self.state.arguments))]
         if name == "0":
             return [self.state.zero]
         if name.isdecimal():
             place = int(name[:6]) - 1
             if any(map(is_marked, self.state.arguments[:place])):
                 return [unknown(part.written)]
-            return [self.state.arguments[place]] if place < len(self.state.arguments) else None
+            if place >= len(self.state.arguments):
+                return None
+            return [self.state.arguments[place]]
         if name in ("?", "$", "!", "-"):
             return [unknown(part.written)]
         elements = self.state.variables.get(name)
@@ -1263,9 +1331,11 @@ class _Follower:
         return elements[place : place + 1]
 
     def computed(self, part: Arithmetic) -> str:
-        joined = self.joined(part.word)
-        number = self.number(joined)
-        return unknown(part.written) if number is None else str(number)
+        """The number of `$(( ))`."""
+        number = self.number(self.joined(part.word))
+        if number is None:
+            return unknown(part.written)
+        return str(number)
 
     def number(self, text: str) -> int | None:
         """What an expression comes to; None: it can't be known. RecipeError: it sets a variable."""
@@ -1279,7 +1349,9 @@ class _Follower:
                 self.refuse(f"{name} is not set, so that `set -u` ends it here; give it with @FILE")
             if held and sets_variable(shown(held[0])):
                 self.refuse(f"arithmetic sets a variable by what {name} holds; write out what it makes")
-            return known(held[0]) if held else None
+            if not held:
+                return None
+            return known(held[0])
 
         if expression is None or (self.source.is_posix and "**" in expression):
             return None
@@ -1319,7 +1391,9 @@ class _Follower:
         # its own value may set it: `A+=${A:=x}`
         before = self.state.variables.get(name)
         if assignment.adds:
-            start = "".join(before[:1]) if before is not None else unknown(f"${name}")
+            start = unknown(f"${name}")
+            if before is not None:
+                start = "".join(before[:1])
             self.charge(start)
             text = start + text
         return [text, *(before or [])[1:]]
@@ -1337,11 +1411,17 @@ class _Condition:
         """Above 0 behind `&&` and `||` by which nothing more is asked."""
 
     def whole(self) -> bool | None:
+        """What all of it says; None where something stands behind it."""
         status = self.either()
-        return status if self.at == len(self.tokens) else None
+        if self.at != len(self.tokens):
+            return None
+        return status
 
     def token(self) -> Word | str:
-        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+        """The token that comes next; "" at the end."""
+        if self.at < len(self.tokens):
+            return self.tokens[self.at]
+        return ""
 
     def either(self) -> bool | None:
         status = self.both()
@@ -1391,13 +1471,17 @@ class _Condition:
             return None
         words = [token for token in tokens if not isinstance(token, str)]
         asks_pattern = len(words) == 3 and _plain_text(words[1]) in ("=", "==", "!=")
-        texts = [self.follower.joined(word, tildes="~") for word in (words[:2] if asks_pattern else words)]
+        # a pattern is no text: it is read part by part, below
+        plain_words = words[:2] if asks_pattern else words
+        texts = [self.follower.joined(word, tildes="~") for word in plain_words]
         values = [known(text) for text in texts]
         if len(words) != len(tokens):
             return None
         if asks_pattern:
-            same = self.follower.is_like(values[0], words[2])
-            return negation(same) if values[1] == "!=" else same
+            is_like = self.follower.is_like(values[0], words[2])
+            if values[1] == "!=":
+                return negation(is_like)
+            return is_like
         if len(words) == 3 and values[1] in COMPARISONS:
             return self.compared(texts[0], texts[1], texts[2])
         return decide(values)
@@ -1421,7 +1505,7 @@ def _ends(body: Body) -> bool:
     return False
 
 
-def _is_list(part: Part) -> bool:
+def _is_list(part: WordPart) -> bool:
     return isinstance(part, Parameter) and not part.counts and "@" in (part.name, part.index)
 
 
@@ -1436,10 +1520,17 @@ def _plain_text(word: Word) -> str:
     return "".join(part.text for part in word if isinstance(part, Literal))
 
 
+def _all_shown(texts: Sequence[str]) -> list[str]:
+    """Words as they are written, without the marks of what can't be known."""
+    return [shown(text) for text in texts]
+
+
 def _behind_tilde(text: str) -> int:
     """Where `~user` ends that stands in front of a text."""
     match = _TILDE.match(text)
-    return match.end() if match is not None else 0
+    if match is None:
+        return 0
+    return match.end()
 
 
 def _has_index(word: Word) -> bool:

@@ -92,8 +92,8 @@ class Unknown:
     quoted: bool
 
 
-Part = Literal | Parameter | Arithmetic | Unreadable | Unknown
-Word = tuple[Part, ...]
+WordPart = Literal | Parameter | Arithmetic | Unreadable | Unknown
+Word = tuple[WordPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,13 @@ class Source:
 
     def quote(self, line: int) -> str:
         """A line with its number, as errors and notes name it."""
-        begin = self.ends[line - 2] + 1 if line > 1 else 0
-        end = self.ends[line - 1] if line <= len(self.ends) else len(self.text)
+        # line n lies between the ends of line n - 1 and of its own; the last one may have none
+        begin = 0
+        if line > 1:
+            begin = self.ends[line - 2] + 1
+        end = len(self.text)
+        if line <= len(self.ends):
+            end = self.ends[line - 1]
         text = shown(self.text[begin:end]).strip()
         if len(text) > _LONGEST_QUOTE:
             text = f"{text[:_LONGEST_QUOTE]}..."
@@ -295,8 +300,10 @@ class _Parser:
         return body
 
     def refuse(self, why: str, at: int | None = None) -> NoReturn:
-        position = self.at if at is None else at
-        self.source.refuse(self.source.line_at(min(position, len(self.text))), why)
+        """RecipeError with the line of a position; without one, of where it reads."""
+        if at is None:
+            at = self.at
+        self.source.refuse(self.source.line_at(min(at, len(self.text))), why)
 
     @property
     def line(self) -> int:
@@ -322,29 +329,39 @@ class _Parser:
             elif self.text.startswith("\\\n", self.at):
                 self.at += 2
             elif self.text[self.at] == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
+                self.at = self.end_of_line()
             else:
                 return
+
+    def end_of_line(self) -> int:
+        """Where the line ends that is read; the last one ends with the text."""
+        end = self.text.find("\n", self.at)
+        if end < 0:
+            return len(self.text)
+        return end
 
     def take_line_end(self) -> None:
         """A line end, with the here-documents behind it."""
         self.at += 1
         for delimiter in self.delimiters:
             begin = self.at
-            while self.at < len(self.text):
-                line_begin = self.at
-                end = self.text.find("\n", self.at)
-                end = len(self.text) if end < 0 else end
-                line = self.text[self.at : end]
-                self.at = min(end + 1, len(self.text))
-                if (line.lstrip("\t") if delimiter.strips else line) == delimiter.text:
-                    break
-            else:
-                line_begin = self.at
-            if not delimiter.is_quoted and sets_inside(self.text[begin:line_begin]):
+            end = self.here_document(delimiter)
+            if not delimiter.is_quoted and sets_inside(self.text[begin:end]):
                 self.refuse("the lines behind it set a variable, which can't be followed; set it above", begin - 1)
         self.delimiters = []
+
+    def here_document(self, delimiter: _Delimiter) -> int:
+        """Takes the lines of a here-document and its delimiter, which may be missing at the end. -> where they end"""
+        while self.at < len(self.text):
+            begin = self.at
+            end = self.end_of_line()
+            line = self.text[begin:end]
+            if delimiter.strips:
+                line = line.lstrip("\t")
+            self.at = min(end + 1, len(self.text))
+            if line == delimiter.text:
+                return begin
+        return self.at
 
     def skip_lines(self) -> None:
         self.skip_blanks()
@@ -354,13 +371,18 @@ class _Parser:
 
     def operator(self) -> str:
         """The operator that stands here; not taken."""
-        match = _OPERATOR.match(self.text, self.at)
-        return match.group() if match else ""
+        return self.match_here(_OPERATOR)
 
     def reserved(self) -> str:
         """The word that stands here where it could be a reserved one; not taken."""
-        match = _RESERVED.match(self.text, self.at)
-        return match.group() if match else ""
+        return self.match_here(_RESERVED)
+
+    def match_here(self, pattern: re.Pattern[str]) -> str:
+        """What a pattern matches here; "" where it matches nothing."""
+        match = pattern.match(self.text, self.at)
+        if match is None:
+            return ""
+        return match.group()
 
     def expect(self, word: str, begin: int) -> None:
         self.skip_lines()
@@ -392,6 +414,7 @@ class _Parser:
             statements.append(statement)
 
     def chain(self) -> Statement:
+        """Pipelines with `&&` and `||` between them; a single one stands for itself."""
         line = self.line
         first = self.pipeline()
         rest: list[tuple[str, Statement]] = []
@@ -401,7 +424,9 @@ class _Parser:
             self.skip_lines()
             rest.append((operator, self.pipeline()))
             self.skip_blanks()
-        return Chain(first, tuple(rest), line) if rest else first
+        if not rest:
+            return first
+        return Chain(first, tuple(rest), line)
 
     def pipeline(self) -> Statement:
         line = self.line
@@ -421,7 +446,9 @@ class _Parser:
                 self.refuse(f"`{self.reserved()}` can't stand behind `{operator}`")
             stages.append(self.command())
             self.skip_blanks()
-        return Pipeline(tuple(stages), negated, line) if negated or len(stages) > 1 else stages[0]
+        if len(stages) == 1 and not negated:
+            return stages[0]
+        return Pipeline(tuple(stages), negated, line)
 
     def command(self) -> Statement:
         self.deeper()
@@ -457,7 +484,8 @@ class _Parser:
         return statement
 
     def if_block(self) -> Statement:
-        line, begin = self.line, self.at
+        line = self.line
+        begin = self.at
         branches: list[tuple[Body, Body]] = []
         otherwise: Body = ()
         word = "if"
@@ -474,7 +502,8 @@ class _Parser:
         return If(tuple(branches), otherwise, line)
 
     def while_block(self) -> Statement:
-        line, begin = self.line, self.at
+        line = self.line
+        begin = self.at
         negated = self.reserved() == "until"
         self.at += len("while")
         condition = self.body(("do",))
@@ -484,18 +513,20 @@ class _Parser:
         return While(condition, body, negated, line)
 
     def for_block(self) -> Statement:
-        line, begin = self.line, self.at
-        end = self.text.find("\n", self.at)
+        line = self.line
+        begin = self.at
         head = re.compile(r"[^;\n]*").match(self.text, self.at)
         assert head is not None
         # `for ((i=0; i<n; i++))` has semicolons of its own
         is_counted = "((" in head.group()
-        self.at = (len(self.text) if end < 0 else end) if is_counted else head.end()
         if is_counted:
+            self.at = self.end_of_line()
             closed = self.text.find("))", begin, self.at)
             if closed < 0:
                 self.refuse("its `))` is missing", begin)
             self.at = closed + 2
+        else:
+            self.at = head.end()
         self.skip_lines()
         if self.operator() == ";":
             self.at += 1
@@ -505,7 +536,8 @@ class _Parser:
         return Unfollowed("a loop over a list", line)
 
     def case_block(self) -> Statement:
-        line, begin = self.line, self.at
+        line = self.line
+        begin = self.at
         self.at += len("case")
         self.skip_lines()
         subject = self.word()
@@ -541,14 +573,16 @@ class _Parser:
         return word
 
     def brace_block(self) -> Statement:
-        line, begin = self.line, self.at
+        line = self.line
+        begin = self.at
         self.at += 1
         body = self.body(("}",))
         self.expect("}", begin)
         return Block(body, False, line)
 
     def subshell(self) -> Statement:
-        line, begin = self.line, self.at
+        line = self.line
+        begin = self.at
         self.at += 1
         body = self.body((")",))
         self.expect(")", begin)
@@ -576,14 +610,17 @@ class _Parser:
         return ArithmeticTest(self.arithmetic(self.at, self.at, quoted=True), line)
 
     def test(self) -> Statement:
-        line, begin = self.line, self.at
+        line = self.line
+        begin = self.at
         self.at += len("[[")
         tokens: list[Word | str] = []
         while True:
             self.skip_lines()
             if self.at >= len(self.text):
                 self.refuse("its `]]` is missing", begin)
-            operator = self.operator() or (self.text[self.at] if self.text[self.at] in "<>" else "")
+            operator = self.operator()
+            if not operator and self.text[self.at] in "<>":
+                operator = self.text[self.at]  # they compare in `[[ ]]`
             if self.reserved() == "" and re.match(r"\]\](?=[\s;&|)]|$)", self.text[self.at : self.at + 3]):
                 self.at += len("]]")
                 return Test(tuple(tokens), line)
@@ -607,7 +644,10 @@ class _Parser:
                 continue
             if self.at >= len(self.text) or self.operator():
                 break
-            match = _ASSIGNED.match(self.text, self.at) if declares or not words else None
+            # an assignment stands in front of the command, or behind `export`
+            match = None
+            if declares or not words:
+                match = _ASSIGNED.match(self.text, self.at)
             if match is not None:
                 assignments.append(self.assignment(match))
                 continue
@@ -620,23 +660,28 @@ class _Parser:
     def assignment(self, match: re.Match[str]) -> Assignment:
         name, index, adds = match.groups()
         self.at = match.end()
-        elements: list[Word] | None = None
+        elements: tuple[Word, ...] | None = None
         value: Word = ()
         if index or adds or self.text.startswith("(", self.at):
             self.bash_only(f"`{match.group()}`")
         if self.text.startswith("(", self.at):
-            elements = []
-            self.at += 1
-            self.skip_lines()
-            while self.at < len(self.text) and not self.operator():
-                elements.append(self.word())
-                self.skip_lines()
-            if self.operator() != ")":
-                self.refuse("its `)` is missing", match.start())
-            self.at += 1
+            elements = self.array(match.start())
         elif self.at < len(self.text) and not self.operator() and self.text[self.at] not in " \t<>":
             value = self.word()
-        return Assignment(name, index or "", bool(adds), value, None if elements is None else tuple(elements))
+        return Assignment(name, index or "", bool(adds), value, elements)
+
+    def array(self, begin: int) -> tuple[Word, ...]:
+        """The words in the brackets of `name=(...)`, which begins at `begin`."""
+        elements: list[Word] = []
+        self.at += 1
+        self.skip_lines()
+        while self.at < len(self.text) and not self.operator():
+            elements.append(self.word())
+            self.skip_lines()
+        if self.operator() != ")":
+            self.refuse("its `)` is missing", begin)
+        self.at += 1
+        return tuple(elements)
 
     def redirection(self) -> str | None:
         """Takes a redirection with its file. -> its operator, None where none stands here."""
@@ -651,13 +696,20 @@ class _Parser:
         self.at = match.end()
         self.skip_blanks()
         begin = self.at
-        target = self.word() if self.at < len(self.text) and not self.operator() else ()
+        target: Word = ()
+        if self.at < len(self.text) and not self.operator():
+            target = self.word()
         if not target:
             self.refuse("an arrow without a file behind it; is a <place holder> left?", match.start())
         if operator in ("<<", "<<-"):
-            texts = [part.text if isinstance(part, Literal) else self.text[begin : self.at] for part in target]
+            delimiter = ""
+            for part in target:
+                if isinstance(part, Literal):
+                    delimiter += part.text
+                else:
+                    delimiter += self.text[begin : self.at]  # nothing in it is expanded
             is_quoted = any(part.quoted for part in target)
-            self.delimiters.append(_Delimiter("".join(texts), operator == "<<-", is_quoted))
+            self.delimiters.append(_Delimiter(delimiter, operator == "<<-", is_quoted))
         elif sets_inside(self.text[begin : self.at]):
             self.refuse("the name of its file sets a variable, which can't be followed; set it above", match.start())
         return operator
@@ -677,7 +729,7 @@ class _Parser:
 
         `in_quotes`: True for the default in `"${A:-'b c'}"`, where single quotes stay in the text.
         """
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == closed_by:
@@ -718,11 +770,11 @@ class _Parser:
                 break
         return tuple(parts)
 
-    def single_quoted(self, begin: int) -> list[Part]:
+    def single_quoted(self, begin: int) -> list[WordPart]:
         end = self.text.find("'", begin + 1)
         if end < 0:
             self.refuse("a quote is missing", begin)
-        parts: list[Part] = []
+        parts: list[WordPart] = []
         self.at = begin + 1
         for match in MARKED.finditer(self.text, begin + 1, end):
             parts.append(Literal(self.text[self.at : match.start()], quoted=True))
@@ -732,7 +784,7 @@ class _Parser:
         self.at = end + 1
         return parts
 
-    def marked(self, *, quoted: bool) -> Part:
+    def marked(self, *, quoted: bool) -> WordPart:
         """What could not be known where the string was made that is read."""
         match = MARKED.match(self.text, self.at)
         if match is None:
@@ -740,18 +792,18 @@ class _Parser:
         self.at = match.end()
         return Unknown(match.group(), quoted)
 
-    def double_quoted(self) -> list[Part]:
+    def double_quoted(self) -> list[WordPart]:
         """What stands in double quotes, with one empty literal, so that nothing in quotes is a word, too."""
         begin = self.at
         self.at += 1
-        parts: list[Part] = [Literal("", quoted=True), *self.quoted_parts('"')]
+        parts: list[WordPart] = [Literal("", quoted=True), *self.quoted_parts('"')]
         if self.at >= len(self.text):
             self.refuse("a quote is missing", begin)
         self.at += 1
         return parts
 
-    def quoted_parts(self, closed_by: str) -> list[Part]:
-        parts: list[Part] = []
+    def quoted_parts(self, closed_by: str) -> list[WordPart]:
+        parts: list[WordPart] = []
         while self.at < len(self.text) and self.text[self.at] != closed_by:
             match = _PLAIN_IN_QUOTES.match(self.text, self.at)
             char = self.text[self.at]
@@ -763,8 +815,11 @@ class _Parser:
             elif char == "\\":
                 escaped = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
+                # in quotes a backslash takes away the meaning of these alone; elsewhere it is a character itself
+                if escaped not in '"\\$`\n':
+                    escaped = f"\\{escaped}"
                 if escaped != "\n":
-                    parts.append(Literal(escaped if escaped in '"\\$`' else f"\\{escaped}", quoted=True))
+                    parts.append(Literal(escaped, quoted=True))
             elif char == "$":
                 parts.append(self.dollar(quoted=True))
             elif char == "`":
@@ -774,7 +829,7 @@ class _Parser:
                 self.at += 1
         return parts
 
-    def back_quoted(self, *, quoted: bool) -> Part:
+    def back_quoted(self, *, quoted: bool) -> WordPart:
         begin = self.at
         match = re.compile(r"`(?:[^`\\]|\\.)*`", re.DOTALL).match(self.text, self.at)
         if match is None:
@@ -782,7 +837,7 @@ class _Parser:
         self.at = match.end()
         return Unreadable(f"$({match.group()[1:-1]})", quoted)
 
-    def dollar(self, *, quoted: bool) -> Part:
+    def dollar(self, *, quoted: bool) -> WordPart:
         """A part that begins with `$`."""
         begin = self.at
         behind = self.text[begin + 1 : begin + 2]
@@ -800,7 +855,9 @@ class _Parser:
         if behind == "'" and not quoted:
             end = begin + 2
             while end < len(self.text) and self.text[end] != "'":
-                end += 2 if self.text[end] == "\\" else 1
+                if self.text[end] == "\\":
+                    end += 1  # what it stands in front of does not end the text
+                end += 1
             if end >= len(self.text):
                 self.refuse("a quote is missing", begin)
             self.at = end + 1
@@ -811,20 +868,21 @@ class _Parser:
         match = _SHORT_PARAMETER.match(self.text, begin + 1)
         if match is None:
             self.at = begin + 1
-            # `$"text"` is text in the user's language
-            is_translated = behind == '"' and not quoted
-            return Literal("" if is_translated else "$", quoted=True)
+            if behind == '"' and not quoted:
+                # `$"text"` is text in the user's language
+                return Literal("", quoted=True)
+            return Literal("$", quoted=True)
         self.at = match.end()
         written = self.text[begin : self.at]
         return Parameter(match.group(), "", "", (), counts=False, written=written, quoted=quoted)
 
-    def braces(self, *, quoted: bool) -> Part:
+    def braces(self, *, quoted: bool) -> WordPart:
         """`${...}`."""
         self.deeper()
         begin = self.at
         count = _COUNT.match(self.text, begin + 2)
         match = _PARAMETER.match(self.text, begin + 2)
-        part: Part | None = None
+        part: WordPart | None = None
         if count is not None:
             self.at = count.end()
             written = self.text[begin : self.at]
@@ -869,7 +927,9 @@ class _Parser:
         is_quoted = False
         while position < len(self.text):
             char = self.text[position]
-            marked = MARKED.match(self.text, position) if char in BEGINS else None
+            marked = None
+            if char in BEGINS:
+                marked = MARKED.match(self.text, position)
             if marked is not None:
                 position = marked.end() - 1
             elif char == "\\":

@@ -59,7 +59,7 @@ class Start:
 
 
 @dataclass
-class Launch:
+class ShellLaunch:
     """What the words in front of a shell do to the environment that it gets."""
 
     is_handed_on: bool = True
@@ -109,9 +109,9 @@ def _options(words: Sequence[str], begin: int, name: str) -> Start | None:
     return Start(begin, at, tuple(options), name)
 
 
-def read_launch(words: Sequence[str]) -> Launch:
+def read_launch(words: Sequence[str]) -> ShellLaunch:
     """What launchers make of the environment. Words that can't be known are empty here, since they may be any."""
-    launch = Launch()
+    launch = ShellLaunch()
     at = 0
     begins_command = True
     while at < len(words):
@@ -133,7 +133,7 @@ def read_launch(words: Sequence[str]) -> Launch:
     return launch
 
 
-def _read_env(words: Sequence[str], at: int, launch: Launch) -> int:
+def _read_env(words: Sequence[str], at: int, launch: ShellLaunch) -> int:
     """Takes options and assignments of `env`. -> Where the command stands that it starts."""
     while at < len(words) and words[at].startswith("-"):
         word = words[at]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megaspec.megatron.draft import Draft
+from megaspec.megatron.draft import RecipeDraft
 
 _EMERGING = ("muon", "dist_muon", "lion", "soap", "adaptive_muon")
 # Tokenizers that take --vocab-size.
@@ -21,21 +21,21 @@ class Silent:
 
     flag: str
     """The flag that is changed, or stands for what is."""
-    happens: Callable[[Draft], bool]
+    happens: Callable[[RecipeDraft], bool]
     what: str
 
 
-def _virtual_one(draft: Draft) -> bool:
+def _virtual_one(draft: RecipeDraft) -> bool:
     layers = draft["--num-layers-per-virtual-pipeline-stage"]
     by_layers = layers is not None and draft.pp > 0 and (draft.n_layers or 0) == layers * draft.pp
     return by_layers or draft["--num-virtual-stages-per-pipeline-rank"] == 1
 
 
-def _sums_in_fp32(draft: Draft) -> bool:
+def _sums_in_fp32(draft: RecipeDraft) -> bool:
     return draft["--accumulate-allreduce-grads-in-fp32"] or (draft["--bf16"] and not draft["--grad-reduce-in-bf16"])
 
 
-def _half_graph(draft: Draft) -> bool:
+def _half_graph(draft: RecipeDraft) -> bool:
     return draft.value("--cuda-graph-impl", "none") == "local" and (
         ("moe_router" in draft.value("--cuda-graph-modules", ""))
         != ("moe_preprocess" in draft.value("--cuda-graph-modules", ""))
@@ -217,6 +217,25 @@ SILENT: tuple[Silent, ...] = (
         "ignored with this --tokenizer-type, whose own size counts; here it counts, and has to hold the data's tokens",
     ),
     Silent(
+        "--rope-scaling-factor",
+        lambda d: d["--use-rope-scaling"] and not d["--multi-latent-attention"] and d["--rope-scaling-factor"] != 8.0,
+        "ignored: pretrain_gpt.py hands --use-rope-scaling alone to its model, whose factor is 8; so it is here",
+    ),
+    Silent(
+        "--use-rope-scaling",
+        lambda d: d["--use-rope-scaling"] and d["--multi-latent-attention"],
+        "ignored with --multi-latent-attention; so it is here",
+    ),
+    Silent(
+        "--position-embedding-type",
+        lambda d: (
+            d["--position-embedding-type"] == "relative"
+            and not d["--use-rotary-position-embeddings"]
+            and not d["--multi-latent-attention"]
+        ),
+        "relative: the model of pretrain_gpt.py has no relative positions, and none in their place; so it is here",
+    ),
+    Silent(
         "--num-query-groups",
         lambda d: d.is_given("--num-query-groups") and not d["--group-query-attention"],
         "ignored without --group-query-attention; so it is here",
@@ -229,7 +248,7 @@ SILENT: tuple[Silent, ...] = (
 )
 
 
-def tell_silent_changes(draft: Draft) -> None:
+def tell_silent_changes(draft: RecipeDraft) -> None:
     """Adds every change that happens to this command."""
     for one in SILENT:
         if one.happens(draft):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
 
-from megaspec.megatron.draft import Draft
+from megaspec.megatron.draft import RecipeDraft
 from megaspec.train.batch_schedule import BatchSchedule
 from megaspec.train.spec import BatchRamp, TrainSpec
 
@@ -16,17 +16,20 @@ _STYLES = {"inverse-square-root": "inverse_sqrt", "WSD": "wsd"}
 _MAX_SAMPLES = 10**15
 
 
-def translate_training(draft: Draft) -> None:
+def translate_training(draft: RecipeDraft) -> None:
     """Everything that says how long is trained, on how much at a time, and with which updates."""
     draft.put("train.micro_batch", draft["--micro-batch-size"], "--micro-batch-size")
     batch, ramp = _batch(draft)
     names = ("--global-batch-size", "--decrease-batch-size-if-needed", "--step-batch-size-schedule")
-    both = draft.is_given(names[0]) and draft.is_given(names[2])
-    draft.put("train.global_batch", batch, *names, remark="Megatron refuses both together" if both else "")
+    remark = ""
+    if draft.is_given("--global-batch-size") and draft.is_given("--step-batch-size-schedule"):
+        remark = "Megatron refuses both together"
+    draft.put("train.global_batch", batch, *names, remark=remark)
     if ramp is not None:
         draft.put("train.batch_ramp", ramp, "--step-batch-size-schedule")
     schedule = _schedule(batch, ramp)
-    steps, remark = draft["--train-iters"], ""
+    steps = draft["--train-iters"]
+    remark = ""
     if steps is None and draft.is_given("--train-samples"):
         steps, remark = _length_of_training(draft, schedule)
     draft.put("train.steps", steps, "--train-iters", "--train-samples", remark=remark)
@@ -40,25 +43,27 @@ def translate_training(draft: Draft) -> None:
     _precision(draft)
 
 
-def _batch(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
+def _batch(draft: RecipeDraft) -> tuple[int | None, dict[str, int] | None]:
     """The global batch, and the ramp to it."""
     if draft.is_given("--step-batch-size-schedule"):
         return _from_schedule(draft)
     _tell_rampup(draft)
-    batch, micro = draft["--global-batch-size"], draft["--micro-batch-size"]
-    if micro is None or micro < 1:
+    batch = draft["--global-batch-size"]
+    micro_batch = draft["--micro-batch-size"]
+    if micro_batch is None or micro_batch < 1:
         return batch, None
     unit = draft.unit
     if batch is None:
         draft.change("--global-batch-size", f"not given: becomes --micro-batch-size times data-parallel ranks, {unit}")
         return unit, None
     if draft["--decrease-batch-size-if-needed"] and batch % unit and batch > unit:
-        draft.change("--decrease-batch-size-if-needed", f"{batch} becomes {batch // unit * unit}, a multiple of {unit}")
-        return batch // unit * unit, None
+        smaller = batch // unit * unit
+        draft.change("--decrease-batch-size-if-needed", f"{batch} becomes {smaller}, a multiple of {unit}")
+        return smaller, None
     return batch, None
 
 
-def _from_schedule(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
+def _from_schedule(draft: RecipeDraft) -> tuple[int | None, dict[str, int] | None]:
     """`0:768 250B:1536`: batches of 768, and of 1536 from 250 billion tokens on."""
     stages = _stages(draft)
     if stages is None:
@@ -77,7 +82,7 @@ def _from_schedule(draft: Draft) -> tuple[int | None, dict[str, int] | None]:
     return stages[-1].batch, ramp
 
 
-def _check_last(draft: Draft, last: int) -> None:
+def _check_last(draft: RecipeDraft, last: int) -> None:
     """Megatron refuses a batch beside a schedule, in its own example for GPT-3, too; where both say the same it is
     taken here."""
     name = "--global-batch-size"
@@ -86,7 +91,7 @@ def _check_last(draft: Draft, last: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _BatchStage:
     """A part of --step-batch-size-schedule."""
 
     first_sample: int
@@ -95,7 +100,7 @@ class _Stage:
     """Sequences of a step."""
 
 
-def _stages(draft: Draft) -> list[_Stage] | None:
+def _stages(draft: RecipeDraft) -> list[_BatchStage] | None:
     """The stages of --step-batch-size-schedule, in order. None: it is wrong, which is told.
 
     Thresholds are tokens, with and without a suffix, since Megatron passes the sequence length along; they become
@@ -105,24 +110,31 @@ def _stages(draft: Draft) -> list[_Stage] | None:
     stages = []
     for word in draft[name].replace(",", " ").split():
         threshold, _, batch = word.strip("'\"").partition(":")
-        tokens, size = _whole(threshold), _whole(batch)
-        if tokens is None or not size:
+        tokens = _whole(threshold)
+        sequences = _whole(batch)
+        if tokens is None or not sequences:
             draft.refuse(name, f"{word}: must be THRESHOLD:BATCH, such as 0:768 or 2.4B:1536")
             return None
-        stages.append(_Stage(tokens // max(1, draft.seq_len or 1), size))
+        stages.append(_BatchStage(tokens // max(1, draft.seq_len or 1), sequences))
     stages.sort(key=lambda stage: stage.first_sample)
+    what = _wrong_stages(stages, draft.seq_len)
+    if what:
+        draft.refuse(name, what)
+        return None
+    return stages
+
+
+def _wrong_stages(stages: list[_BatchStage], seq_len: int | None) -> str:
+    """What is wrong with stages in order; "" where nothing is."""
     if not stages or stages[0].first_sample != 0:
-        draft.refuse(name, "its first threshold must be 0")
-        return None
+        return "its first threshold must be 0"
     if len(stages) > _MAX_STAGES:
-        draft.refuse(name, f"{len(stages):,} batch sizes; {_MAX_STAGES:,} at most")
-        return None
+        return f"{len(stages):,} batch sizes; {_MAX_STAGES:,} at most"
     for before, after in pairwise(stages):
         if before.first_sample == after.first_sample:
-            where = f"sample {after.first_sample:,} (of {draft.seq_len:,} tokens each)"
-            draft.refuse(name, f"batches {before.batch} and {after.batch} both begin at {where}; give one")
-            return None
-    return stages
+            where = f"sample {after.first_sample:,} (of {seq_len:,} tokens each)"
+            return f"batches {before.batch} and {after.batch} both begin at {where}; give one"
+    return ""
 
 
 def _whole(text: str) -> int | None:
@@ -135,7 +147,7 @@ def _whole(text: str) -> int | None:
     return int(float(number) * _SCALE[suffix])
 
 
-def _as_ramp(stages: list[_Stage]) -> dict[str, int] | None:
+def _as_ramp(stages: list[_BatchStage]) -> dict[str, int] | None:
     """The ramp that takes each batch from the same step on as the stages. None: there is none."""
     batches = [stage.batch for stage in stages]
     increments = {after - before for before, after in pairwise(batches)}
@@ -150,40 +162,47 @@ def _as_ramp(stages: list[_Stage]) -> dict[str, int] | None:
     return None
 
 
-def _makes(schedule: BatchSchedule | None, stages: list[_Stage]) -> bool:
+def _makes(schedule: BatchSchedule | None, stages: list[_BatchStage]) -> bool:
     """Whether each stage begins with the step with which Megatron begins it: the first one behind its threshold."""
     assert schedule is not None, stages
-    step = sample = 0
+    step = 0  # the first of the stage
+    sample = 0  # what the steps before it have taken
     for stage, following in pairwise(stages):
+        # a last step may go past the threshold: rounded up
         n_steps = max(0, -(-(following.first_sample - sample) // stage.batch))
-        if n_steps and (schedule.batch(step) != stage.batch or schedule.batch(step + n_steps - 1) != stage.batch):
-            return False
-        step, sample = step + n_steps, sample + n_steps * stage.batch
+        if n_steps:
+            # between its ends a batch that only grows is the same
+            first = schedule.batch(step)
+            last = schedule.batch(step + n_steps - 1)
+            if first != stage.batch or last != stage.batch:
+                return False
+        step += n_steps
+        sample += n_steps * stage.batch
     return schedule.batch(step) == stages[-1].batch
 
 
-def _tell_rampup(draft: Draft) -> None:
+def _tell_rampup(draft: RecipeDraft) -> None:
     """--rampup-batch-size START INCREMENT SAMPLES, which says two things, by the release."""
     name = "--rampup-batch-size"
     if not draft.is_given(name):
         return
-    what = "read nowhere since core_v0.18.0 (21 April 2026), where --global-batch-size counts from the first step; "
-    what += "older releases grow the batch by it. Drop it, and "
+    ramp = "train.batch_ramp"
     words = draft.command.values[name]
-    if len(words) == 3 and all(re.fullmatch(r"\d[\d_]*", w) for w in words):
-        start, increment, samples = (w.replace("_", "") for w in words)
-        ramp = f"{{start: {start}, increment: {increment}, samples: {samples}}}"
-        what += f"for what they do set train.batch_ramp={ramp} in the recipe"
-    else:
-        what += "for what they do set train.batch_ramp in the recipe"
+    if len(words) == 3 and all(re.fullmatch(r"\d[\d_]*", word) for word in words):
+        start, increment, samples = (word.replace("_", "") for word in words)
+        ramp += f"={{start: {start}, increment: {increment}, samples: {samples}}}"
+    what = "read nowhere since core_v0.18.0 (21 April 2026), where --global-batch-size counts from the first step; "
+    what += f"older releases grow the batch by it. Drop it, and for what they do set {ramp} in the recipe"
     draft.lose(name, what)
 
 
 def _schedule(batch: int | None, ramp: dict[str, int] | None) -> BatchSchedule | None:
+    """The batch of each step. None: there is no batch."""
     if batch is None or batch < 1:
         return None
-    made = None if ramp is None else BatchRamp(**ramp)
-    return BatchSchedule(TrainSpec(steps=1, global_batch=batch, batch_ramp=made))
+    batch_ramp = None if ramp is None else BatchRamp(**ramp)
+    # its number of steps says nothing about their batches
+    return BatchSchedule(TrainSpec(steps=1, global_batch=batch, batch_ramp=batch_ramp))
 
 
 def _steps(schedule: BatchSchedule | None, samples: int) -> int | None:
@@ -194,7 +213,7 @@ def _steps(schedule: BatchSchedule | None, samples: int) -> int | None:
     return bisect_right(range(most + 1), most, key=schedule.consumed) - 1
 
 
-def _length_of_training(draft: Draft, schedule: BatchSchedule | None) -> tuple[int | None, str]:
+def _length_of_training(draft: RecipeDraft, schedule: BatchSchedule | None) -> tuple[int | None, str]:
     """Steps of --train-samples, and what is said beside them."""
     samples = draft["--train-samples"]
     steps = _steps(schedule, samples)
@@ -208,15 +227,18 @@ def _length_of_training(draft: Draft, schedule: BatchSchedule | None) -> tuple[i
 
 def _of_samples(schedule: BatchSchedule | None, samples: int) -> str:
     """What is said beside a number of steps that is from one of samples: steps are whole."""
+    text = f"{samples:,} samples"
     steps = _steps(schedule, samples)
-    more = samples - schedule.consumed(steps) if schedule is not None and steps is not None else 0
-    if more <= 0:
-        return f"{samples:,} samples"
-    hundredths = 100 * more // schedule.batch(steps)
-    return f"{samples:,} samples: {steps:,}.{hundredths:02} steps, rounded down"
+    if schedule is None or steps is None:
+        return text
+    left_over = samples - schedule.consumed(steps)
+    if left_over <= 0:
+        return text
+    hundredths = 100 * left_over // schedule.batch(steps)
+    return f"{text}: {steps:,}.{hundredths:02} steps, rounded down"
 
 
-def _optimizer(draft: Draft) -> None:
+def _optimizer(draft: RecipeDraft) -> None:
     kind = draft["--optimizer"]
     if kind not in ("adam", "sgd"):
         draft.lose("--optimizer", "optim.kind is adamw or sgd")
@@ -239,7 +261,7 @@ def _optimizer(draft: Draft) -> None:
     draft.put("optim.clip", draft["--clip-grad"] or None, "--clip-grad", ours=1.0)
 
 
-def _formats(draft: Draft) -> None:
+def _formats(draft: RecipeDraft) -> None:
     if not draft["--use-precision-aware-optimizer"]:
         return
     draft.used.add("--use-precision-aware-optimizer")
@@ -251,18 +273,14 @@ def _formats(draft: Draft) -> None:
         draft.put(f"optim.formats.{key}", draft[name], name, ours="fp32")
 
 
-def _learning_rate(draft: Draft, schedule: BatchSchedule | None, steps: int | None) -> None:
-    key, style = "optim.schedule.", draft["--lr-decay-style"]
+def _learning_rate(draft: RecipeDraft, schedule: BatchSchedule | None, steps: int | None) -> None:
+    """The learning rate over the steps: warm-up, decay, and where they end."""
+    key = "optim.schedule."
+    style = draft["--lr-decay-style"]
     draft.put(f"{key}kind", _STYLES.get(style, style), "--lr-decay-style")
     decay = _length(draft, f"{key}decay_steps", ("--lr-decay-iters", "--lr-decay-samples"), schedule) or steps
-    if draft.is_given("--lr-warmup-fraction") and not isfinite(draft["--lr-warmup-fraction"]):
-        draft.refuse("--lr-warmup-fraction", "a share of the decay is a finite number")
-    elif draft.is_given("--lr-warmup-fraction"):
-        exact = draft["--lr-warmup-fraction"] * (decay or 0)
-        warmup = round(exact)
-        remark = f"of {decay:,} steps" if decay else ""
-        remark += f", rounded from {exact:,.2f}" if abs(exact - warmup) >= 0.005 else ""
-        draft.put(f"{key}warmup_steps", warmup, "--lr-warmup-fraction", remark=remark)
+    if draft.is_given("--lr-warmup-fraction"):
+        _warmup_fraction(draft, decay)
     else:
         _length(draft, f"{key}warmup_steps", ("--lr-warmup-iters", "--lr-warmup-samples"), schedule)
     draft.put(f"{key}init_lr", draft["--lr-warmup-init"], "--lr-warmup-init", ours=0.0)
@@ -275,32 +293,50 @@ def _learning_rate(draft: Draft, schedule: BatchSchedule | None, steps: int | No
         draft.put(f"{key}wsd_decay", draft["--lr-wsd-decay-style"], "--lr-wsd-decay-style", ours="linear")
 
 
-def _tell_lengths(draft: Draft, schedule: BatchSchedule | None, steps: int | None) -> None:
+def _warmup_fraction(draft: RecipeDraft, decay: int | None) -> None:
+    """A warm-up that is a share of the decay's steps; a recipe has whole ones."""
+    name = "--lr-warmup-fraction"
+    if not isfinite(draft[name]):
+        draft.refuse(name, "a share of the decay is a finite number")
+        return
+    exact = draft[name] * (decay or 0)
+    warmup = round(exact)
+    remark = ""
+    if decay:
+        remark = f"of {decay:,} steps"
+    # what two digits show
+    if abs(exact - warmup) >= 0.005:
+        remark += f", rounded from {exact:,.2f}"
+    draft.put("optim.schedule.warmup_steps", warmup, name, remark=remark)
+
+
+def _tell_lengths(draft: RecipeDraft, schedule: BatchSchedule | None, steps: int | None) -> None:
     """Megatron's learning rate follows samples, ours follows steps: not the same where the batch changes."""
-    warms_up = any(draft[n] for n in ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"))
-    if schedule is None or steps is None or (draft["--lr-decay-style"] == "constant" and not warms_up):
+    warms_up = any(draft[name] for name in ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"))
+    is_constant = draft["--lr-decay-style"] == "constant" and not warms_up
+    if schedule is None or steps is None or is_constant:
         return
     if draft.is_given("--train-iters"):
         unit = draft.unit
         if schedule.batches == (unit,):
             return
         decay = draft["--lr-decay-iters"] or steps
+        # the first step behind decay · unit samples
         end = _steps(schedule, decay * unit)
         assert end is not None, schedule
-        end += schedule.consumed(end) < decay * unit
+        if schedule.consumed(end) < decay * unit:
+            end += 1
         what = "with --step-batch-size-schedule lengths of the learning rate, given in steps, are taken times "
         what += f"--micro-batch-size and data-parallel ranks, {unit:,}, and counted in samples: a decay over {decay:,} "
         what += f"steps ends at step {end:,} there, at {decay:,} here; with --train-samples it would not"
         draft.change("--lr-decay-iters", what)
     elif len(schedule.batches) > 1:
-        what = (
-            "the learning rate follows samples, here steps: its ends are the same, between them it differs while the "
-        )
-        what += "batch grows"
+        what = "the learning rate follows samples, here steps: its ends are the same, between them it differs "
+        what += "while the batch grows"
         draft.change("--lr-decay-style", what)
 
 
-def _leave_out_decay(draft: Draft, key: str) -> None:
+def _leave_out_decay(draft: RecipeDraft, key: str) -> None:
     """A constant rate has no decay and no lowest value: Megatron takes the flags and reads neither."""
     draft.content["optim"]["schedule"].pop("decay_steps", None)
     draft.remarks.pop(f"{key}decay_steps", None)
@@ -309,7 +345,7 @@ def _leave_out_decay(draft: Draft, key: str) -> None:
             draft.note(name, "a constant rate stays: it is not read")
 
 
-def _length(draft: Draft, key: str, names: tuple[str, str], schedule: BatchSchedule | None) -> int | None:
+def _length(draft: RecipeDraft, key: str, names: tuple[str, str], schedule: BatchSchedule | None) -> int | None:
     """A length in steps, from a flag in steps or one in samples. None: neither was given."""
     in_steps, in_samples = names
     if draft.is_given(in_steps):
@@ -322,40 +358,62 @@ def _length(draft: Draft, key: str, names: tuple[str, str], schedule: BatchSched
     return None
 
 
-def _weight_decay(draft: Draft, steps: int | None) -> None:
-    start, kind = draft["--start-weight-decay"], draft["--weight-decay-incr-style"]
-    first = draft["--weight-decay"] if start is None or kind == "constant" else start
-    draft.put("optim.weight_decay", first, "--weight-decay", *(["--start-weight-decay"] if first == start else []))
-    if kind != "constant":
+def _weight_decay(draft: RecipeDraft, steps: int | None) -> None:
+    """The weight decay, and its ramp over the whole run where it has one."""
+    style = draft["--weight-decay-incr-style"]
+    start = draft["--start-weight-decay"]
+    names = ["--weight-decay"]
+    first = draft["--weight-decay"]
+    if style != "constant" and start is not None:
+        first = start
+    if first == start:
+        names.append("--start-weight-decay")
+    draft.put("optim.weight_decay", first, *names)
+    if style != "constant":
         ramp = "optim.weight_decay_ramp."
-        draft.put(f"{ramp}kind", kind, "--weight-decay-incr-style")
+        draft.put(f"{ramp}kind", style, "--weight-decay-incr-style")
         draft.put(f"{ramp}end", draft["--end-weight-decay"], "--end-weight-decay")
         draft.put(f"{ramp}steps", steps, remark="the whole run")
 
 
-def _precision(draft: Draft) -> None:
+def _precision(draft: RecipeDraft) -> None:
+    """The number format of weights and products."""
     if draft["--fp8-format"] is not None:
         return _fp8(draft)
     if draft["--fp16"] and draft["--bf16"]:
         draft.refuse("--fp16", "with --bf16; give one")
-    kind = "fp16" if draft["--fp16"] else "bf16" if draft["--bf16"] else "fp32"
+    kind = "fp32"
+    name = "--bf16"  # which says fp32 by being absent
+    if draft["--bf16"]:
+        kind = "bf16"
+    if draft["--fp16"]:
+        kind = "fp16"
+        name = "--fp16"
     if kind != "bf16":
         draft.choices["precision"] = kind
-    draft.put("precision.kind", kind, f"--{kind}" if kind != "fp32" else "--bf16")
+    draft.put("precision.kind", kind, name)
     if kind == "fp16":
-        for name, key in (
-            ("--initial-loss-scale", "initial_scale"),
-            ("--min-loss-scale", "min_scale"),
-            ("--loss-scale-window", "growth_interval"),
-            ("--hysteresis", "hysteresis"),
-        ):
-            value = draft[name]
-            draft.put(f"precision.{key}", int(value) if key == "growth_interval" else value, name)
+        _loss_scale(draft)
     return None
 
 
-def _fp8(draft: Draft) -> None:
-    recipe, remark = draft["--fp8-recipe"], ""
+def _loss_scale(draft: RecipeDraft) -> None:
+    """How the loss is scaled, so that small gradients don't become 0 in fp16."""
+    for name, key in (
+        ("--initial-loss-scale", "initial_scale"),
+        ("--min-loss-scale", "min_scale"),
+        ("--loss-scale-window", "growth_interval"),
+        ("--hysteresis", "hysteresis"),
+    ):
+        value = draft[name]
+        if key == "growth_interval":
+            value = int(value)  # Megatron reads its number of steps as a float
+        draft.put(f"precision.{key}", value, name)
+
+
+def _fp8(draft: RecipeDraft) -> None:
+    recipe = draft["--fp8-recipe"]
+    remark = ""
     if recipe in ("delayed", "custom"):
         draft.lose("--fp8-recipe", "precision.recipe is tensorwise, blockwise or mxfp8")
         remark = f"in place of {recipe}, which is lost"

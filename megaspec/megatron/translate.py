@@ -11,7 +11,7 @@ from megaspec.core.frozen import AUTO
 from megaspec.estimate.target import Target
 from megaspec.megatron.command import Command
 from megaspec.megatron.data import translate_data, translate_evaluation, translate_output
-from megaspec.megatron.draft import Draft, GpusFrom, fewest_of
+from megaspec.megatron.draft import GpusFrom, RecipeDraft, fewest_of
 from megaspec.megatron.flag import Fate
 from megaspec.megatron.flags import BY_NAME
 from megaspec.megatron.layout import translate_layout
@@ -40,17 +40,22 @@ _EITHER = (
 )
 # Stands for the vocabulary of data that are not there.
 _VOCABULARY = 32_000
-_BLACKWELL, _HOPPER = ("B200", 100, 180), ("H100", 90, 80)
+# GPUs on which a recipe is tried: name, compute capability, GB of memory.
+_BLACKWELL = ("B200", 100, 180)
+_HOPPER = ("H100", 90, 80)
 
 
-def translate(command: Command, *, gpus: int | None = None) -> Draft:
+def translate(command: Command, *, gpus: int | None = None) -> RecipeDraft:
     """The draft of a recipe. `gpus`: world size, where the command does not say it; else the fewest that it needs.
 
     RecipeError: flags that are missing or exclude each other, or a launcher whose ranks can't be known.
     """
-    missing = [names for names in _NEEDED if not any(n in command.values for n in names)]
+    missing = []
+    for names in _NEEDED:
+        if not any(name in command.values for name in names):
+            missing.append(Problem("", f"{' or '.join(names)} is missing; give it", "", "megatron-flag"))
     if missing:
-        raise RecipeError([Problem("", f"{' or '.join(n)} is missing; give it", "", "megatron-flag") for n in missing])
+        raise RecipeError(missing)
     ranks = command.ranks
     if gpus is not None and ranks.count not in (None, gpus):
         way_out = f"drop --gpus, or {ranks.launcher}'s numbers"
@@ -58,13 +63,13 @@ def translate(command: Command, *, gpus: int | None = None) -> Draft:
     if gpus is None and ranks.why:
         raise RecipeError([Problem("", ranks.why, "", "megatron-flag")])
     if ranks.count is not None:
-        draft = Draft(command, ranks.count, GpusFrom.COMMAND)
+        draft = RecipeDraft(command, ranks.count, GpusFrom.COMMAND)
     elif gpus is not None:
-        draft = Draft(command, gpus, GpusFrom.OPTION)
+        draft = RecipeDraft(command, gpus, GpusFrom.OPTION)
     else:
-        draft = Draft(command, fewest_of(command), GpusFrom.FEWEST)
+        draft = RecipeDraft(command, fewest_of(command), GpusFrom.FEWEST)
     for names in _EITHER:
-        given = [n for n in names if draft.is_given(n)]
+        given = [name for name in names if draft.is_given(name)]
         if len(given) > 1:
             draft.refuse(given[0], f"with {' and '.join(given[1:])}; give one")
     translate_model(draft)
@@ -80,7 +85,7 @@ def translate(command: Command, *, gpus: int | None = None) -> Draft:
     return draft
 
 
-def _tell_lost(draft: Draft) -> None:
+def _tell_lost(draft: RecipeDraft) -> None:
     """Every given flag that can't be said here, unless it says what Megatron does anyway."""
     for name, value in draft.command.values.items():
         flag = BY_NAME[name]
@@ -111,8 +116,9 @@ def check(text: str, sources: Mapping[str, str]) -> list[Problem]:
         file.write_text(text, encoding="utf-8")
         try:
             recipe = compose(name, (), [folder]).recipe
-            is_new = getattr(recipe.precision, "recipe", None) == "mxfp8"
-            gpu, sm, gigabytes = _BLACKWELL if is_new else _HOPPER
+            # only newer GPUs have the format
+            is_mxfp8 = getattr(recipe.precision, "recipe", None) == "mxfp8"
+            gpu, sm, gigabytes = _BLACKWELL if is_mxfp8 else _HOPPER
             ranks = recipe.launcher.ranks
             target = Target(gpus=ranks, gpu=gpu, sm=sm, gpu_memory=gigabytes * 10**9, versions={"tensorboard": ""})
             vocabulary = _VOCABULARY if recipe.model.vocab_size == AUTO else None

@@ -1,6 +1,6 @@
 """Flags that a recipe can say, and where it says them."""
 
-from megaspec.megatron.flag import Fate, Group
+from megaspec.megatron.flag import Fate, FlagGroup
 
 _MODEL = """
 --num-layers int -> model.n_layers
@@ -12,19 +12,24 @@ _MODEL = """
 --ffn-hidden-size int -> model.d_ffn
 --kv-channels int -> model.d_head
 --hidden-dropout float = 0.1 -> model.dropout
---attention-dropout float = 0.1 -> model.attention_dropout
---norm-epsilon float = 1e-05 -> model.norm_eps
---normalization LayerNorm|RMSNorm = LayerNorm -> model.kind
---swiglu -> model.kind
---disable-bias-linear -> model.kind
---add-qkv-bias -> model.kind
---position-embedding-type learned_absolute|rope|yarn|mrope|relative|none = learned_absolute -> model.kind
---use-rotary-position-embeddings -> model.kind
---no-position-embedding -> model.kind
---rotary-base int = 10000 -> model.rope_base
---use-rope-scaling -> model.rope_scaling
---rope-scaling-factor float = 8.0 -> model.rope_scaling.factor
---qk-layernorm -> model.qk_norm
+--attention-dropout float = 0.1 -> model.attention.dropout
+--norm-epsilon float = 1e-05 -> model.norm.eps
+--normalization LayerNorm|RMSNorm = LayerNorm -> model.norm.kind
+--apply-layernorm-1p -> model.norm.weight
+--swiglu -> model.mlp.kind
+--squared-relu -> model.mlp.activation
+--quick-geglu -> model.mlp.activation
+--no-bias-gelu-fusion -> model.mlp.activation
+--use-te-activation-func -> model.mlp.activation
+--disable-bias-linear -> model.mlp.bias
+--add-qkv-bias -> model.attention.qkv_bias
+--position-embedding-type learned_absolute|rope|yarn|mrope|relative|none = learned_absolute -> model.positions.kind
+--use-rotary-position-embeddings -> model.positions.kind
+--no-position-embedding -> model.positions.kind
+--rotary-base int = 10000 -> model.positions.base
+--use-rope-scaling -> model.positions.scaling.kind
+--rope-scaling-factor float = 8.0 -> model.positions.scaling.factor
+--qk-layernorm -> model.attention.qk_norm
 --untie-embeddings-and-output-weights -> model.tied_embeddings
 --max-position-embeddings int -> model.max_seq_len
 --init-method-std float = 0.02 -> model.init_std
@@ -34,14 +39,14 @@ _MODEL = """
 --tokenizer-type text -> model.vocab_size
 --tokenizer-model text -> model.vocab_size
 --make-vocab-size-divisible-by int = 128 -> model.vocab_pad_to
---multi-latent-attention -> model.mla
---q-lora-rank int -> model.mla.q_rank
---kv-lora-rank int = 32 -> model.mla.kv_rank
---qk-head-dim int = 128 -> model.mla.d_nope
---qk-pos-emb-head-dim int = 64 -> model.mla.d_rope
---v-head-dim int = 128 -> model.mla.d_value
---rope-type rope|yarn -> model.rope_scaling
---rotary-scaling-factor float = 1.0 -> model.rope_scaling
+--multi-latent-attention -> model.attention.kind
+--q-lora-rank int -> model.attention.q_rank
+--kv-lora-rank int = 32 -> model.attention.kv_rank
+--qk-head-dim int = 128 -> model.attention.d_nope
+--qk-pos-emb-head-dim int = 64 -> model.attention.d_rope
+--v-head-dim int = 128 -> model.attention.d_value
+--rope-type rope|yarn -> model.positions.scaling
+--rotary-scaling-factor float = 1.0 -> model.positions.scaling
 """
 _EXPERTS = """
 --num-experts int -> model.moe.n_experts
@@ -182,4 +187,4 @@ _RUN = """
 --tensorboard-dir text -> log.tensorboard
 """
 
-GROUPS = tuple(Group(Fate.TRANSLATED, "", t) for t in (_MODEL, _EXPERTS, _LAYOUT, _PRECISION, _OPTIMIZER, _RUN))
+GROUPS = tuple(FlagGroup(Fate.TRANSLATED, "", t) for t in (_MODEL, _EXPERTS, _LAYOUT, _PRECISION, _OPTIMIZER, _RUN))

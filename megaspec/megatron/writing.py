@@ -5,83 +5,131 @@ from typing import Any
 
 import yaml
 
-from megaspec.megatron.draft import Draft
+from megaspec.core.units import plural
+from megaspec.megatron.draft import RecipeDraft
 from megaspec.megatron.flag import COMMIT, COMMIT_DATE, Fate
 from megaspec.megatron.flags import BY_NAME
 
+# Characters of a line of comments, without its indent.
 _WIDTH = 110
 _ORDER = ("model", "parallelism", "precision", "data", "train", "optim", "checkpoint", "log", "launcher")
+# Why flags set no key, where the table of flags gives no reason.
 _ANYWAY = "what is done here anyway"
 _SOURCE = f"Flags of a Megatron-LM command, read as at commit {COMMIT[:8]} ({COMMIT_DATE})"
 _NO_EFFECT = "says nothing in this command"
 
 
-def recipe_text(draft: Draft, *, name: str | None = None) -> str:
+def recipe_text(draft: RecipeDraft, *, name: str | None = None) -> str:
     """The recipe. `name`: of the run; None: that of the file."""
-    gpus = f"{draft.gpus:,} GPU{'' if draft.gpus == 1 else 's'}"
+    gpus = f"{draft.gpus:,} {plural('GPU', draft.gpus)}"
     lines = [
         f"# From the flags of a pretrain_gpt.py command, for {gpus}. {_counted(draft)}",
         f"# What flags mean, and their defaults: those of NVIDIA/Megatron-LM at commit {COMMIT[:8]} ({COMMIT_DATE}).",
     ]
     lines += _told("How the command was read", [(note, "") for note in draft.command.notes])
     lines += _told("What Megatron changes without a word", draft.silent)
-    lines += _told("Lost: this recipe trains something else", [(p.message, "") for p in draft.lost])
+    lines += _told("Lost: this recipe trains something else", [(problem.message, "") for problem in draft.lost])
     lines += _told("No key of this recipe", _without_key(draft))
-    lines += ["defaults:"] if draft.choices else []
-    lines += [f"  - override /{group}: {choice}" for group, choice in sorted(draft.choices.items())]
-    lines += [f"name: {name}"] if name else []
+    if draft.choices:
+        lines.append("defaults:")
+        for group, choice in sorted(draft.choices.items()):
+            lines.append(f"  - override /{group}: {choice}")
+    if name:
+        lines.append(f"name: {name}")
     for section in _ORDER:
         if section in draft.content:
             lines += [f"{section}:", *_section(draft, section, draft.content[section], 1)]
     return "\n".join([*lines, "about:", f"  source: {_SOURCE}", ""])
 
 
-def _counted(draft: Draft) -> str:
-    n_lost = f", {len(draft.lost)} lost" if draft.lost else ""
-    return f"{len(draft.command.values)} flags{n_lost}; {len(_without_key(draft))} set no key."
+def _counted(draft: RecipeDraft) -> str:
+    """`31 flags, 2 lost; 5 set no key.`"""
+    text = f"{len(draft.command.values)} flags"
+    if draft.lost:
+        text += f", {len(draft.lost)} lost"
+    return f"{text}; {len(_without_key(draft))} set no key."
 
 
 def _told(heading: str, entries: list[tuple[str, str]]) -> list[str]:
-    """A list in comments; flags with the same reason share a line."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in entries:
-        by_reason.setdefault(why, []).append(name)
+    """A list in comments, of names and reasons; names with the same reason share a line. Without a reason "", a name is
+    a line of its own."""
+    names_of: dict[str, list[str]] = {}
+    for name, reason in entries:
+        names_of.setdefault(reason, []).append(name)
+    lines: list[str] = []
+    for reason, names in names_of.items():
+        if reason:
+            lines += _comment(f"{', '.join(names)}: {reason}")
+            continue
+        for name in names:
+            lines += _comment(name)
+    if not lines:
+        return []
+    return [f"# {heading}:", *lines]
+
+
+def _comment(text: str) -> list[str]:
+    """A text as lines of a comment, those behind the first one further in."""
+    # a line break from a command line must not end the comment
+    plain = "".join(character if character.isprintable() else "?" for character in text)
     lines = []
-    for why, names in by_reason.items():
-        for text in [", ".join(names) + f": {why}"] if why else names:
-            plain = "".join(c if c.isprintable() else "?" for c in text)
-            wrapped = textwrap.wrap(plain, _WIDTH, break_long_words=False, break_on_hyphens=False)
-            lines += [f"#   {'  ' if n else ''}{line}" for n, line in enumerate(wrapped)]
-    return [f"# {heading}:", *lines] if lines else []
+    indent = "#   "
+    for line in textwrap.wrap(plain, _WIDTH, break_long_words=False, break_on_hyphens=False):
+        lines.append(f"{indent}{line}")
+        indent = "#     "
+    return lines
 
 
-def _without_key(draft: Draft) -> list[tuple[str, str]]:
+def _without_key(draft: RecipeDraft) -> list[tuple[str, str]]:
     """Given flags that set no key, and why; those that are told elsewhere left out."""
-    told = {name for name, _ in draft.silent} | {p.message.split()[0].rstrip(":") for p in draft.lost}
-    told |= {word.rstrip(",;") for remark in draft.remarks.values() for word in remark.split()}
+    told = _told_elsewhere(draft)
     entries = []
     for name in draft.command.values:
-        flag = BY_NAME[name]
-        if name in told:
-            continue
-        if flag.fate is Fate.TRANSLATED:
-            entries.append((name, draft.notes.get(name) or (_ANYWAY if name in draft.used else _NO_EFFECT)))
-        elif flag.fate is Fate.DETAIL:
-            entries.append((name, f"belongs to {flag.text}"))
-        else:
-            entries.append((name, _ANYWAY if flag.fate is Fate.LOST else flag.reason))
+        if name not in told:
+            entries.append((name, _why_no_key(draft, name)))
     return entries
 
 
-def _section(draft: Draft, path: str, content: dict[str, Any], depth: int) -> list[str]:
+def _told_elsewhere(draft: RecipeDraft) -> set[str]:
+    """The flags that stand in another list, or behind a value of the recipe."""
+    told = {name for name, _ in draft.silent}
+    told |= {problem.message.split()[0].rstrip(":") for problem in draft.lost}
+    for remark in draft.remarks.values():
+        told |= {word.rstrip(",;") for word in remark.split()}
+    return told
+
+
+def _why_no_key(draft: RecipeDraft, name: str) -> str:
+    """Why a flag sets no key."""
+    flag = BY_NAME[name]
+    if flag.fate is Fate.DETAIL:
+        return f"belongs to {flag.text}"
+    if flag.fate is Fate.LOST:
+        return _ANYWAY
+    if flag.fate is not Fate.TRANSLATED:
+        return flag.reason
+    note = draft.notes.get(name)
+    if note:
+        return note
+    if name in draft.used:
+        return _ANYWAY
+    return _NO_EFFECT
+
+
+def _section(draft: RecipeDraft, path: str, content: dict[str, Any], depth: int) -> list[str]:
+    """The lines of a section, with what is remarked about a key behind its value."""
+    indent = "  " * depth
     lines = []
     for name, value in content.items():
-        key, indent = f"{path}.{name}", "  " * depth
-        if isinstance(value, dict) and key not in draft.remarks:
+        key = f"{path}.{name}"
+        remark = draft.remarks.get(key)
+        if isinstance(value, dict) and remark is None:
             lines += [f"{indent}{name}:", *_section(draft, key, value, depth + 1)]
-        else:
-            remark = draft.remarks.get(key, "")
-            lines.append(f"{indent}{name}: {_flow(value)}{f'  # {remark}' if remark else ''}")
+            continue
+        line = f"{indent}{name}: {_flow(value)}"
+        if remark:
+            line += f"  # {remark}"
+        lines.append(line)
     return lines
 
 

@@ -5,18 +5,19 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from megaspec.core.errors import UsageError
 from megaspec.core.placement import Row
-from megaspec.nn.attention import CausalCore, SequenceContext
+from megaspec.nn.attention.module import CausalCore, SequenceContext
 from megaspec.nn.dropout import Dropout, Noise
-from megaspec.nn.loss import OutputHead
-from megaspec.nn.rope import Rope
-from megaspec.nn.router import Router
+from megaspec.nn.head.module import OutputHead
+from megaspec.nn.model_facts import ModelFacts
+from megaspec.nn.moe.router import Router
+from megaspec.nn.rope.module import Rope
 
 
 def fill_buffers(model: nn.Module) -> None:
@@ -34,16 +35,22 @@ def document_positions(documents: Tensor) -> Tensor:
     return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
+Role = Literal["embedding", "layer", "head"]
+"""Of a unit. The first one looks tokens up; the last one ends in the loss, so its backward pass follows at once."""
+
+
 @dataclass
 class Unit:
     """Consecutive modules that are run, recomputed and sharded together. Strategies wrap `run`.
 
-    embed:  run(tokens_BT, context) -> x_BTD
-    a layer (or several): run(x_BTD, context) -> x_BTD
-    head:   run(x_BTD, finish) -> finish(normed x_BTD)
+    embedding: run(tokens_BT, context) -> x_BTD
+    layer (or several): run(x_BTD, context) -> x_BTD
+    head: run(x_BTD, finish) -> finish(normed x_BTD)
     """
 
     name: str
+    """For reports: strategies ask for the role."""
+    role: Role
     modules: tuple[nn.Module, ...]
     run: Callable[..., Tensor]
 
@@ -52,27 +59,58 @@ class Decoder(nn.Module):
     """A model, or the chunk of it that lies on one pipeline stage: `embed`, `norm` and `head` are None elsewhere, and
     `layers` holds the chunk's, by their numbers in the model.
 
-    `embed_tokens` and `angles` are the families' own, the rest is the same.
+    `facts`: what its parts say of themselves. `positions`: learned ones, `rope`: angles of rotary ones, None where
+    there are none.
     """
 
-    embed: nn.Module | None
-    layers: nn.ModuleDict
-    norm: nn.Module | None
-    head: OutputHead | None
-    placement: tuple[Row, ...]
-    tied: bool = False
-    """The output head's weight is the embedding's."""
-    embedding_names: tuple[str, ...] = ("embed", "embed_dropout")
+    embedding_names: tuple[str, ...] = ("embed", "positions", "embed_dropout")
     """The modules of the first unit."""
     _units: list[Unit] | None = None
 
+    def __init__(
+        self,
+        *,
+        facts: ModelFacts,
+        embed: nn.Module,
+        positions: nn.Module | None,
+        embed_dropout: Dropout,
+        rope: Rope | None,
+        layers: nn.ModuleDict,
+        norm: nn.Module,
+        head: OutputHead,
+    ):
+        super().__init__()
+        self.facts = facts
+        self.embed: nn.Module | None = embed
+        self.positions = positions
+        self.embed_dropout: nn.Module | None = embed_dropout
+        self.rope = rope
+        self.layers = layers
+        self.norm: nn.Module | None = norm
+        self.head: OutputHead | None = head
+        if self.tied:
+            head.weight = embed.weight
+
+    @property
+    def tied(self) -> bool:
+        """The output head's weight is the embedding's."""
+        return self.facts.is_tied
+
+    @property
+    def placement(self) -> tuple[Row, ...]:
+        """How parameters may be split."""
+        return self.facts.placement
+
     def embed_tokens(self, tokens_BT: Tensor, context: SequenceContext) -> Tensor:
         """-> [B, T, D]"""
-        raise NotImplementedError
+        x_BTD = self.embed(tokens_BT)
+        if self.positions is not None:
+            x_BTD = self.positions(x_BTD, context.positions)
+        return self.embed_dropout(x_BTD, context.noise)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine at int64 [T] or [B, T]; None without rotary embedding."""
-        return None
+        """Cosine and sine at int64 [T] or [B, T]; None without rotary positions."""
+        return None if self.rope is None else self.rope.angles(positions)
 
     def context(
         self,
@@ -91,7 +129,7 @@ class Decoder(nn.Module):
     def body(self, x: Tensor, context: SequenceContext) -> Tensor:
         """tokens [B, T] on the first stage, activations [B, T, D] on others -> activations [B, T, D]"""
         for unit in self.units:
-            if unit.name != "head":
+            if unit.role != "head":
                 x = unit.run(x, context)
         return x
 
@@ -156,9 +194,10 @@ class Decoder(nn.Module):
     def _make_units(self) -> list[Unit]:
         units = []
         if self.embed is not None:
-            modules = tuple(self._modules[name] for name in self.embedding_names)
-            units.append(Unit("embed", modules, self.embed_tokens))
-        units += [Unit(f"layers.{n}", (layer,), layer) for n, layer in self.layers.items()]
+            modules = tuple(m for m in map(self._modules.get, self.embedding_names) if m is not None)
+            units.append(Unit("embed", "embedding", modules, self.embed_tokens))
+        units += [Unit(f"layers.{n}", "layer", (layer,), layer) for n, layer in self.layers.items()]
         if self.head is not None:
-            units.append(Unit("head", (self.norm, self.head), lambda x_BTD, finish: finish(self.norm(x_BTD))))
+            modules = (self.norm, self.head)
+            units.append(Unit("head", "head", modules, lambda x_BTD, finish: finish(self.norm(x_BTD))))
         return units

@@ -5,8 +5,9 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from megaspec.nn.by_position import ByPosition
 from megaspec.nn.hashing import keep_mask, mix, site_key
 
 
@@ -25,17 +26,16 @@ class Noise:
         return mix(site ^ self.seed)
 
 
-class Dropout(nn.Module):
+class Dropout(ByPosition):
     """Zeroes features with `probability` and scales the rest, [B, T, D] -> [B, T, D].
 
-    `site` is a name that is unique in the model. `part` is (index, count) when this rank holds one of `count` equal
-    parts of the sequence.
+    `site` is a name that is unique in the model.
     """
 
     def __init__(self, probability: float, site: str):
         super().__init__()
-        self.probability, self.site = probability, site
-        self.part = (0, 1)
+        self.probability = probability
+        self.site = site
         self.register_buffer("site_key", site_key(site), persistent=False)
 
     def fill_buffers(self) -> None:
@@ -46,7 +46,7 @@ class Dropout(nn.Module):
         if noise is None or self.probability == 0.0:
             return x_BTD
         _, T, D = x_BTD.shape
-        position = noise.index[self.part[0] * T : (self.part[0] + 1) * T]
+        position = self.places_here(noise.index, T)
         feature = torch.arange(D, device=x_BTD.device)
         counters = (noise.ids[:, None, None], position[None, :, None], feature[None, None, :])
         keep = keep_mask(noise.key(self.site_key), counters, 1.0 - self.probability)

@@ -13,15 +13,20 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
+# Numbers that are drawn at a time.
 _INIT_CHUNK = 1 << 24
 
 
 def _signed(value: int) -> int:
+    """The int64 of the same 64 bits, since tensors have no unsigned one."""
     value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
+    if value >> 63:
+        return value - (1 << 64)
+    return value
 
 
 def _shift_right(x: Tensor, n: int) -> Tensor:
+    """As of unsigned numbers: zeros come in from the left."""
     return (x >> n) & ((1 << (64 - n)) - 1)
 
 
@@ -43,6 +48,7 @@ def normal(key: int, index: Tensor) -> Tensor:
     """float64 standard normals, one for each int64 counter (Box and Muller 1958)."""
     first = mix(index + key)
     second = mix(first ^ _signed(_GOLDEN))
+    # 53 bits each, all that a float64 holds; u1 is in (0, 1], since 0 has no logarithm, u2 in [0, 1)
     u1 = (_shift_right(first, 11).to(torch.float64) + 1.0) * 2.0**-53
     u2 = _shift_right(second, 11).to(torch.float64) * 2.0**-53
     return torch.sqrt(-2.0 * torch.log(u1)) * torch.cos(2.0 * math.pi * u2)
@@ -51,15 +57,20 @@ def normal(key: int, index: Tensor) -> Tensor:
 def fill_normal_(out: Tensor, *, key: int, start: tuple[int, ...], shape: tuple[int, ...], std: float) -> None:
     """Fills `out`, the rectangle of a global tensor of `shape` that begins at `start`, with N(0, std²)."""
     device = out.device
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    rows = max(1, _INIT_CHUNK // max(1, math.prod(out.shape[1:])))
-    for row in range(0, out.shape[0], rows):
-        part = out[row : row + rows]
+    # of the global tensor, in row-major order: an element's counter is its place there, whoever holds it
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # some rows at a time, since counters and float64 take many times the memory of the weights
+    n_rows = max(1, _INIT_CHUNK // max(1, math.prod(out.shape[1:])))
+    for row in range(0, out.shape[0], n_rows):
+        part = out[row : row + n_rows]
+        part_start = (start[0] + row, *start[1:])
         index = torch.zeros((), dtype=torch.int64, device=device)
         for dim, stride in enumerate(strides):
-            first = start[dim] + (row if dim == 0 else 0)
-            along = torch.arange(first, first + part.shape[dim], device=device) * stride
-            index = index + along.view([-1 if d == dim else 1 for d in range(part.dim())])
+            along = torch.arange(part_start[dim], part_start[dim] + part.shape[dim], device=device) * stride
+            # lies along its own dimension, and is the same along the others
+            view = [1] * part.dim()
+            view[dim] = -1
+            index = index + along.view(view)
         part.copy_(normal(key, index) * std)
 
 

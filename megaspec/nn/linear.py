@@ -4,7 +4,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from itertools import count
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -14,56 +15,101 @@ from torch import Tensor, nn
 from megaspec_kernels.product import add_product_
 
 Product = Callable[[Tensor, bool], None]
-"""(main_grad, overwrite) -> nothing: adds a gradient to main_grad, or overwrites it"""
+"""(buffer, overwrite) -> nothing: adds a gradient to the buffer, or overwrites it"""
+
+
+class MainGrad(NamedTuple):
+    """Where a layer's weight gradient goes, as tensors: what compiled code can hand on. See the note "Tickets"."""
+
+    buffer: Tensor
+    """[O, I], in at least fp32."""
+    ticket: Tensor
+    """int64 [1] on the CPU: the number of the WeightGradientSum."""
 
 
 class WeightGradientSum:
-    """Where a layer's weight gradients are summed up by the matrix product itself, in at least fp32.
+    """A layer's weight gradient, summed up in `buffer` by the matrix product itself.
 
-    `main_grad`: [O, I]. The first product after `start` overwrites it, later ones add. `done` is called after each.
-    Compiled graphs hand on nothing but tensors, so a product finds its sum by the address of `main_grad`.
+    The first product after `start` overwrites it, later ones add, and `done` is called after each. After `stop` the
+    buffer has no memory: a product that comes then is a bug, and is told so.
     """
 
-    _by_address: ClassVar[WeakValueDictionary[int, "WeightGradientSum"]] = WeakValueDictionary()
-    _queue: ClassVar["WeightGradientQueue | None"] = None
-
-    def __init__(self, main_grad: Tensor, done: Callable[[], None]):
-        self.main_grad, self._done, self._fresh = main_grad, done, True
-        self._by_address[main_grad.data_ptr()] = self
+    def __init__(self, owner: "WeightGradientSums", buffer: Tensor, done: Callable[[], None]):
+        self._owner, self._buffer, self._done = owner, buffer, done
+        self._is_open = True
+        self._is_fresh = True
 
     def start(self) -> None:
         """Forgets what was summed up."""
-        self._fresh = True
+        self._is_open = True
+        self._is_fresh = True
 
-    @classmethod
-    def add(cls, main_grad: Tensor, product: Product) -> None:
-        """`product(main_grad, overwrite)` adds to it, or overwrites it where it is the first since `start`.
+    def stop(self) -> None:
+        """Takes no product until the next `start`."""
+        self._is_open = False
 
-        Inside `defer` that waits until the queue runs.
+    def add(self, product: Product) -> None:
+        """`product(buffer, overwrite)` adds to the buffer, or overwrites it where it is the first since `start`.
+
+        Inside `WeightGradientSums.defer` that waits until the queue runs.
         """
-        if cls._queue is None:
-            cls.add_now(main_grad, product)
+        queue = self._owner.queue
+        if queue is None:
+            self.add_now(product)
         else:
-            cls._queue.put(main_grad, product)
+            queue.put(self, product)
 
-    @classmethod
-    def add_now(cls, main_grad: Tensor, product: Product) -> None:
+    def add_now(self, product: Product) -> None:
         """`add`, deferred or not."""
-        sum_ = cls._by_address[main_grad.data_ptr()]
-        product(main_grad, sum_._fresh)
-        sum_._fresh = False
-        sum_._done()
+        assert self._is_open, f"a weight gradient {tuple(self._buffer.shape)} came while its sum has no memory"
+        product(self._buffer, self._is_fresh)
+        self._is_fresh = False
+        self._done()
 
-    @classmethod
+
+class WeightGradientSums:
+    """The weight gradients of one built model, which its linear layers and the pipeline's queues agree on.
+
+    Note "Tickets". A product has to find its sum: to know whether it is the first, and whom to tell. Compiled graphs
+    hand on nothing but tensors, so it can't be given the sum itself; a Python number would be a constant of the graph,
+    and each layer would be compiled anew, where one compiled block serves all. So the number of the sum travels in a
+    tensor beside its buffer. That tensor is on the CPU: reading it waits for no GPU. Numbers are given once in a
+    process, whichever model asks, so that models side by side never meet, and a sum that is gone leaves its number to
+    nobody (as an address would). The table below holds sums weakly: they live as long as the model that owns them.
+    """
+
+    def __init__(self) -> None:
+        self.queue: WeightGradientQueue | None = None
+        """Where products wait; None: they are computed at once."""
+        self._sums: list[WeightGradientSum] = []
+
+    def connect(self, layer: "Linear", buffer: Tensor, done: Callable[[], None]) -> WeightGradientSum:
+        """From now on the layer's weight gradients are summed in `buffer`; `done` is called after each."""
+        one = WeightGradientSum(self, buffer, done)
+        number = next(_numbers)
+        _sum_of_number[number] = one
+        self._sums.append(one)
+        layer.main_grad = MainGrad(buffer, torch.tensor([number], dtype=torch.int64, device="cpu"))
+        return one
+
     @contextmanager
-    def defer(cls, queue: "WeightGradientQueue | None") -> Iterator[None]:
+    def defer(self, queue: "WeightGradientQueue | None") -> Iterator[None]:
         """A backward pass in here leaves its products to the queue, where there is one. They keep what they multiply:
         nothing may reuse that memory, see COMPILED_FOR_LATER."""
-        cls._queue = queue
+        self.queue = queue
         try:
             yield
         finally:
-            cls._queue = None
+            self.queue = None
+
+
+_numbers = count()
+_sum_of_number: WeakValueDictionary[int, WeightGradientSum] = WeakValueDictionary()
+
+
+def sum_of(ticket: Tensor) -> WeightGradientSum:
+    """The sum that a ticket stands for."""
+    return _sum_of_number[int(ticket)]
 
 
 # What torch.compile must not do where products may be deferred: give the memory of a buffer to another one after the
@@ -71,18 +117,19 @@ class WeightGradientSum:
 COMPILED_FOR_LATER = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 
-@torch.library.custom_op("megaspec::add_weight_gradient", mutates_args=("main_grad",))
-def add_weight_gradient(main_grad: Tensor, grad_out: Tensor, x: Tensor) -> None:
-    """main_grad += grad_outᵀ x, now or later, in one operation that torch.compile leaves whole.
+@torch.library.custom_op("megaspec::add_weight_gradient", mutates_args=("buffer",))
+def add_weight_gradient(buffer: Tensor, ticket: Tensor, grad_out: Tensor, x: Tensor) -> None:
+    """buffer += grad_outᵀ x, now or later, in one operation that torch.compile leaves whole.
 
-    [O, I], [..., O], [..., I]
+    [O, I], [1], [..., O], [..., I]
     """
-    a, b = grad_out.flatten(0, -2).t(), x.flatten(0, -2)
-    WeightGradientSum.add(main_grad, lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite))
+    a = grad_out.flatten(0, -2).t()
+    b = x.flatten(0, -2)
+    sum_of(ticket).add(lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite))
 
 
 @add_weight_gradient.register_fake
-def _(main_grad: Tensor, grad_out: Tensor, x: Tensor) -> None:
+def _(buffer: Tensor, ticket: Tensor, grad_out: Tensor, x: Tensor) -> None:
     pass
 
 
@@ -90,21 +137,21 @@ class WeightGradientQueue:
     """Products that were deferred: the weight gradients of one backward pass."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Tensor, Product]] = []
+        self._pending: list[tuple[WeightGradientSum, Product]] = []
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def put(self, main_grad: Tensor, product: Product) -> None:
+    def put(self, one: WeightGradientSum, product: Product) -> None:
         """See WeightGradientSum.add."""
-        self._pending.append((main_grad, product))
+        self._pending.append((one, product))
 
     @torch.no_grad()
     def run(self) -> None:
         """Computes them, the oldest first."""
         pending, self._pending = self._pending, []
-        for main_grad, product in pending:
-            WeightGradientSum.add_now(main_grad, product)
+        for one, product in pending:
+            one.add_now(product)
 
 
 def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:
@@ -112,13 +159,13 @@ def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:
     return grad_out @ weight
 
 
-def weight_gradient(main_grad: Tensor | None, grad_out: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(main_grad: MainGrad | None, grad_out: Tensor, x: Tensor) -> Tensor | None:
     """[..., O], [..., I] -> [O, I], the one place where weight gradients of linear layers are made.
 
     Added to `main_grad` when there is one, now or later (then None), else handed to autograd.
     """
     if main_grad is not None:
-        add_weight_gradient(main_grad, grad_out, x)
+        add_weight_gradient(main_grad.buffer, main_grad.ticket, grad_out, x)
         return None
     return grad_out.flatten(0, -2).t() @ x.flatten(0, -2)
 
@@ -146,7 +193,7 @@ class Linear(nn.Module):
 
     `parts` are the sizes of outputs that are computed together (query, key, value; gate, up): O is their sum, and
     each is initialised and split on its own. `residual` marks a layer that writes into the residual stream.
-    `main_grad`, when set, is where the weight gradient goes: see weight_gradient.
+    `main_grad`, when set, is where the weight gradient goes: see WeightGradientSums.connect.
     """
 
     def __init__(self, n_in: int, *parts: int, bias: bool = False, residual: bool = False):
@@ -154,7 +201,7 @@ class Linear(nn.Module):
         self.n_in, self.parts, self.residual = n_in, parts, residual
         self.weight = nn.Parameter(torch.empty(sum(parts), n_in))
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
-        self.main_grad: Tensor | None = None
+        self.main_grad: MainGrad | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return LinearOp.apply(x, self.weight, self.bias, self.main_grad)

@@ -14,7 +14,9 @@ class Side:
     """
 
     def __init__(self, device: torch.device, *, priority: int = 0):
-        self.stream = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
+        self.stream = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=priority)
 
     def after_now(self) -> Any:
         """A context in which work starts once what the computation has been given so far is done."""
@@ -25,7 +27,9 @@ class Side:
 
     def done(self) -> "torch.cuda.Event | None":
         """When what it was given so far is done."""
-        return None if self.stream is None else self.stream.record_event()
+        if self.stream is None:
+            return None
+        return self.stream.record_event()
 
 
 def wait_for(event: "torch.cuda.Event | None") -> None:

@@ -14,27 +14,33 @@ class AdamW(MasterOptimizer):
 
     def __init__(self, weights: Mapping[str, Tensor], spec: AdamWSpec | MuonSpec):
         super().__init__(weights)
-        self._moments = {
-            kind: {name: torch.zeros_like(m) for name, m in self.masters.items()} for kind in ("exp_avg", "exp_avg_sq")
-        }
+        self._moments = {"exp_avg": self._zeros(), "exp_avg_sq": self._zeros()}
+        # a share may have no elements, which torch's kernel refuses
         held = {name: master for name, master in self.masters.items() if master.numel()}
-        groups = [
-            {"params": [m for m in held.values() if decays(m)], "decay": True},
-            {"params": [m for m in held.values() if not decays(m)], "decay": False},
-        ]
-        groups = [g for g in groups if g["params"]]
+        matrices = [master for master in held.values() if decays(master)]
+        vectors = [master for master in held.values() if not decays(master)]
+        groups = []
+        if matrices:
+            groups.append({"params": matrices, "decay": True})
+        if vectors:
+            groups.append({"params": vectors, "decay": False})
         self._torch = None
         if groups:
             self._torch = torch.optim.AdamW(
                 groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True
             )
+        # torch's state is made here, from our moments, so that both are the same tensors
         self._steps = {}
         for name, master in held.items():
             self._steps[name] = torch.zeros((), dtype=torch.float32, device=master.device)
             self._torch.state[master] = {
                 "step": self._steps[name],
-                **{kind: moments[name] for kind, moments in self._moments.items()},
+                "exp_avg": self._moments["exp_avg"][name],
+                "exp_avg_sq": self._moments["exp_avg_sq"][name],
             }
+
+    def _zeros(self) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(master) for name, master in self.masters.items()}
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         return dict(self._moments)
@@ -53,13 +59,16 @@ class AdamW(MasterOptimizer):
         if self._torch is None:
             return
         for group in self._torch.param_groups:
-            group["lr"], group["weight_decay"] = lr, weight_decay if group["decay"] else 0.0
+            group["lr"] = lr
+            group["weight_decay"] = weight_decay if group["decay"] else 0.0
         for name in self._steps:
             self.masters[name].grad = gradients[name]
         if divide_by.device.type == "cuda" and divide_by.dtype == torch.float32:
-            self._torch.grad_scale, self._torch.found_inf = divide_by, skip
+            self._torch.grad_scale = divide_by
+            self._torch.found_inf = skip
         else:  # the CPU kernel reads the scale in fp32 only
             torch._foreach_div_([gradients[name] for name in self._steps], divide_by)
-            self._torch.grad_scale, self._torch.found_inf = None, skip.to(torch.float32)
+            self._torch.grad_scale = None
+            self._torch.found_inf = skip.to(torch.float32)
         self._torch.step()
         self.write_back()

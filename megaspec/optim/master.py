@@ -28,7 +28,10 @@ class MasterOptimizer:
 
     def _start(self) -> Mapping[str, Tensor]:
         """The master weights, from the model's."""
-        return {n: w.to(torch.promote_types(w.dtype, torch.float32)) for n, w in self.weights.items()}
+        masters = {}
+        for name, weight in self.weights.items():
+            masters[name] = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return masters
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Kind -> parameter name -> tensor of the share's shape, in the master's dtype."""
@@ -40,7 +43,8 @@ class MasterOptimizer:
 
         The way to change any of them; what `masters` and `state` return may be copies. `write_back` afterwards.
         """
-        (self.masters if kind == "master" else self.state()[kind])[name].copy_(value)
+        tensors = self.masters if kind == "master" else self.state()[kind]
+        tensors[name].copy_(value)
 
     @property
     def updates(self) -> int:
@@ -68,7 +72,14 @@ class MasterOptimizer:
     @torch.no_grad()
     def write_back(self, names: Iterable[str] | None = None) -> None:
         """Copies the master weights, or those of `names`, into the model's."""
-        chosen = self.masters if names is None else names
-        pairs = [(self.weights[n], self.masters[n]) for n in chosen if self.masters[n].dtype != self.weights[n].dtype]
-        if pairs:
-            torch._foreach_copy_([w for w, _ in pairs], [m for _, m in pairs])
+        if names is None:
+            names = self.masters
+        # a master of the weight's own dtype is that weight
+        weights: list[Tensor] = []
+        masters: list[Tensor] = []
+        for name in names:
+            if self.masters[name].dtype != self.weights[name].dtype:
+                weights.append(self.weights[name])
+                masters.append(self.masters[name])
+        if weights:
+            torch._foreach_copy_(weights, masters)

@@ -62,12 +62,15 @@ class Muon(MasterOptimizer):
     def __init__(self, weights: Mapping[str, Tensor], spec: MuonSpec, matrices: Matrices, *, adamw: str):
         hidden = {name: weight for name, weight in weights.items() if name in matrices.names}
         super().__init__(hidden)
-        self._spec, self._matrices = spec, matrices
+        self._spec = spec
+        self._matrices = matrices
         self._momentum = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         rest = {name: weight for name, weight in weights.items() if name not in hidden}
         self._rest = build_adamw(rest, spec, kernel=adamw)
         masters = {**self.masters, **self._rest.masters}
-        self.weights, self.masters = dict(weights), {name: masters[name] for name in weights}
+        # in the order of the model's weights, whichever of the two updates them
+        self.weights = dict(weights)
+        self.masters = {name: masters[name] for name in weights}
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         return {"momentum": self._momentum, **self._rest.state()}
@@ -81,18 +84,24 @@ class Muon(MasterOptimizer):
     def update(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divide_by: Tensor, skip: Tensor
     ) -> None:
-        apply, momentum, nesterov = skip == 0, self._spec.momentum, self._spec.nesterov
+        apply = skip == 0  # on the device: the host does not read it
+        momentum = self._spec.momentum
+        # v, in place; the gradient stays for Nesterov's u
         for name, velocity in self._momentum.items():
             gradient = gradients[name].div_(divide_by)
             velocity.copy_(torch.where(apply, velocity.lerp(gradient, 1 - momentum), velocity))
 
+        # u of a part of a share, and what is done to the part with the orthogonalised u
         def direction(name: str, where: Slices) -> Tensor:
             velocity = self._momentum[name][where]
-            return velocity.lerp(gradients[name][where], 1 - momentum) if nesterov else velocity
+            if not self._spec.nesterov:
+                return velocity
+            return velocity.lerp(gradients[name][where], 1 - momentum)
 
         def step(name: str, where: Slices, change: Tensor) -> None:
             master = self.masters[name][where]
-            master.copy_(torch.where(apply, master - lr * (change.to(master.dtype) + weight_decay * master), master))
+            stepped = master - lr * (change.to(master.dtype) + weight_decay * master)
+            master.copy_(torch.where(apply, stepped, master))
 
         like = next(iter(self.masters.values()), skip)
         self._matrices.transform(
@@ -104,5 +113,6 @@ class Muon(MasterOptimizer):
 
 
 def _steps(spec: MuonSpec, wholes: list[Tensor]) -> list[Tensor]:
+    """Whole directions -> whole steps."""
     results = orthogonalised_all(wholes, steps=spec.ns_steps, coefficients=spec.coefficients)
     return [result * step_scale(spec, tuple(result.shape)) for result in results]

@@ -29,7 +29,8 @@ class Decoded(Mapping[str, Tensor]):
     """Tensors that are decoded when they are asked for: what is written into one is lost, see MasterOptimizer.put."""
 
     def __init__(self, names: Mapping[str, Tensor], read: Callable[[str], Tensor]):
-        self._names, self._read = names, read
+        self._names = names
+        self._read = read
 
     def __getitem__(self, name: str) -> Tensor:
         return self._read(name)
@@ -60,53 +61,66 @@ class NarrowAdamW(MasterOptimizer):
     def __init__(
         self, weights: Mapping[str, Tensor], spec: AdamWSpec | MuonSpec, *, formats: StateFormats, kernel: AdamWKernel
     ):
-        self._splits = formats.master == "fp16"
+        # before the base class makes the masters
+        self._is_split = formats.master == "fp16"
         super().__init__(weights)
-        self._spec, self._kernel = spec, kernel
-        self._held = {name: i for i, name in enumerate(n for n, w in self.weights.items() if w.numel())}
+        self._spec = spec
+        self._kernel = kernel
+        # Parameters of which this rank holds anything, by their number: the kernel takes lists.
+        held = [name for name, weight in self.weights.items() if weight.numel()]
+        self._number = {name: number for number, name in enumerate(held)}
         self._moments = {
             "exp_avg": self._moment(FORMATS.get(formats.exp_avg)),
             "exp_avg_sq": self._moment(FORMATS.get(formats.exp_avg_sq)),
         }
-        device = self._updates.device
-        self._keys = torch.tensor([crc32(n.encode()) for n in self._held], dtype=torch.int64, device=device)
+        # Random numbers depend on the parameter's name, so that copies of a share are rounded alike.
+        keys = [crc32(name.encode()) for name in held]
+        self._keys = torch.tensor(keys, dtype=torch.int64, device=self._updates.device)
 
     def _start(self) -> Mapping[str, Tensor]:
-        if not self._splits:
+        """Fills `_kept`: the masters, or the 16 bits of each that the model's weights lack of them."""
+        if not self._is_split:
             self._kept = dict(super()._start())
             return self._kept
-        others = sorted({str(w.dtype) for w in self.weights.values()} - {"torch.bfloat16"})
+        others = sorted({str(weight.dtype) for weight in self.weights.values()} - {"torch.bfloat16"})
         assert not others, f"optim.formats.master=fp16 is the rest of bf16 weights, these are {others}"
-        self._kept = {name: torch.zeros_like(w, dtype=torch.int16) for name, w in self.weights.items()}
+        self._kept = {name: torch.zeros_like(weight, dtype=torch.int16) for name, weight in self.weights.items()}
         return Decoded(self.weights, lambda name: joined(self.weights[name], self._kept[name]))
 
     def _wide(self, name: str) -> torch.dtype:
+        """What a weight is computed in: at least fp32."""
         return torch.promote_types(self.weights[name].dtype, torch.float32)
 
     def _moment(self, form: Format | None) -> Moments:
-        wides = {name: self._wide(name) for name in self._held}
-        values = [torch.zeros_like(self.weights[n], dtype=form.dtype if form else wide) for n, wide in wides.items()]
-        wide = next(iter(wides.values()), torch.float32)
-        zeros = torch.zeros(len(values), dtype=wide, device=self._updates.device)
-        return Moments(values, form, torch.ones_like(zeros), zeros)
+        """Zeros in a format; None: in what the weight is computed in."""
+        values: list[Tensor] = []
+        for name in self._number:
+            dtype = self._wide(name) if form is None else form.dtype
+            values.append(torch.zeros_like(self.weights[name], dtype=dtype))
+        # one scale and one largest value for each parameter
+        wide = next((self._wide(name) for name in self._number), torch.float32)
+        largest = torch.zeros(len(values), dtype=wide, device=self._updates.device)
+        return Moments(values, form, torch.ones_like(largest), largest)
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
         """Decoded: any other formats and shares can take it."""
         return {kind: Decoded(self.weights, lambda name, kind=kind: self._read(kind, name)) for kind in self._moments}
 
     def _read(self, kind: str, name: str) -> Tensor:
-        moment, i, wide = self._moments[kind], self._held.get(name), self._wide(name)
-        if i is None:
+        moment = self._moments[kind]
+        number = self._number.get(name)
+        wide = self._wide(name)
+        if number is None:
             return torch.zeros_like(self.weights[name], dtype=wide)
         if kind == "exp_avg":
-            return decoded(moment.values[i], moment.scale[i], wide)
-        return decoded_square(moment.values[i], moment.form, moment.scale[i], wide)
+            return decoded(moment.values[number], moment.scale[number], wide)
+        return decoded_square(moment.values[number], moment.form, moment.scale[number], wide)
 
     @torch.no_grad()
     def put(self, kind: str, name: str, value: Tensor) -> None:
         if kind != "master":
             self._put_moment(kind, name, value)
-        elif self._splits:
+        elif self._is_split:
             high, low = split(value.to(torch.float32))
             self.weights[name].copy_(high)
             self._kept[name].copy_(low)
@@ -114,38 +128,52 @@ class NarrowAdamW(MasterOptimizer):
             super().put(kind, name, value)
 
     def _put_moment(self, kind: str, name: str, value: Tensor) -> None:
-        moment, i = self._moments[kind], self._held.get(name)
-        if i is None:
+        moment = self._moments[kind]
+        number = self._number.get(name)
+        if number is None:
             return
         value = value.to(self._wide(name))
-        is_root = kind == "exp_avg_sq" and moment.form is not None and moment.form.has_scale
-        scale = scale_for((value.sqrt() if is_root else value.abs()).max(), moment.form)
-        encode = encoded if kind == "exp_avg" else encoded_square
-        moment.values[i].copy_(encode(value, moment.form, scale, None))
-        moment.scale[i] = scale
-        moment.largest[i] = decoded(moment.values[i], scale, value.dtype).abs().max()
+        # Formats with a scale keep the square root of the second moment: half the range of exponents.
+        if kind == "exp_avg":
+            encode = encoded
+            magnitude = value.abs()
+        else:
+            encode = encoded_square
+            is_root = moment.form is not None and moment.form.has_scale
+            magnitude = value.sqrt() if is_root else value.abs()
+        scale = scale_for(magnitude.max(), moment.form)
+        moment.values[number].copy_(encode(value, moment.form, scale, None))
+        moment.scale[number] = scale
+        # the next update chooses its scale by it
+        moment.largest[number] = decoded(moment.values[number], scale, value.dtype).abs().max()
 
     @torch.no_grad()
     def write_back(self, names: Iterable[str] | None = None) -> None:
         """Copies the master weights into the model's, which hold them already where they are half of them."""
-        if not self._splits:
+        if not self._is_split:
             super().write_back(names)
 
     @torch.no_grad()
     def update(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divide_by: Tensor, skip: Tensor
     ) -> None:
-        if self._held:
-            weights = [self.weights[name] for name in self._held]
+        if self._number:
             spec = self._spec
+            weights = self._listed(self.weights)
+            # another key for each parameter and update, 32 bits; the golden ratio keeps keys of neighbours apart
+            keys = hashed((self._keys + self._updates * 0x9E3779B9) & 0xFFFFFFFF)
             self._kernel(
                 weights,
-                [self._kept[name] for name in self._held],
+                self._listed(self._kept),
                 self._moments["exp_avg"],
                 self._moments["exp_avg_sq"],
-                [gradients[name] for name in self._held],
-                [decays(weight) for weight in weights],
-                hashed((self._keys + self._updates * 0x9E3779B9) & 0xFFFFFFFF),
+                self._listed(gradients),
+                list(map(decays, weights)),
+                keys,
                 Step(lr, weight_decay, spec.beta1, spec.beta2, spec.eps, divide_by, skip, self._updates),
             )
         self.count_update(skip)
+
+    def _listed(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Of the parameters that this rank holds, in the order of their numbers."""
+        return [tensors[name] for name in self._number]

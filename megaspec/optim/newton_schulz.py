@@ -29,20 +29,26 @@ def working_dtype(like: Tensor) -> torch.dtype:
 
     The iteration forgives the rounding of bf16 (Jordan et al. 2024).
     """
-    is_wide = torch.promote_types(like.dtype, torch.float32) == torch.float64
-    return torch.float64 if is_wide else torch.bfloat16 if like.is_cuda else torch.float32
+    if torch.promote_types(like.dtype, torch.float32) == torch.float64:
+        return torch.float64
+    if like.is_cuda:
+        return torch.bfloat16
+    return torch.float32
 
 
 def orthogonalised(x_GOI: Tensor, *, steps: int, coefficients: Literal["simple", "quintic"]) -> Tensor:
     """Each matrix U S Vᵀ -> about U Vᵀ in the same dtype; zero stays zero (Bernstein and Newhouse 2024)."""
+    # the iteration multiplies by x xᵀ, which is smaller for a wide matrix than for a tall one
     is_tall = x_GOI.shape[-2] > x_GOI.shape[-1]
     x = x_GOI.mT if is_tall else x_GOI
+    # the iteration begins with singular values of at most 1, and the Frobenius norm bounds them
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide).clamp(min=_SMALLEST_NORM)
     x = (x / norm).to(x_GOI.dtype)
     table = COEFFICIENTS[coefficients]
     for step in range(steps):
         a, b, c = table[min(step, len(table) - 1)]
+        # a x + (b x xᵀ + c (x xᵀ)²) x
         square = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x

@@ -32,12 +32,16 @@ def local_norms(
         return LocalNorms(nothing, nothing.sum())
     held = list(gradients.values())
     each = torch.stack(torch._foreach_norm(held)).to(torch.float64)
-    counted, parts = [], []
+    # A gradient of which this rank counts everything takes part by its norm in `each`, which is there already. Of the
+    # others the rectangles that count here are `parts`, with norms of their own.
+    counted: list[float] = []
+    parts: list[Tensor] = []
     for name, gradient in gradients.items():
         first = [piece for piece in layouts[name].pieces if piece.replica == 0]
         is_whole = len(first) == len(layouts[name].pieces)
         counted.append(float(is_whole))
-        parts += [] if is_whole else [gradient[piece.local_slices] for piece in first]
+        if not is_whole:
+            parts += [gradient[piece.local_slices] for piece in first]
     # from page-locked memory, so that the host does not wait for the GPU
     weights = torch.tensor(counted, dtype=torch.float64, pin_memory=each.is_cuda).to(each.device, non_blocking=True)
     # where, since 0 · inf is not 0

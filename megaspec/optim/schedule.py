@@ -21,7 +21,8 @@ def learning_rate(schedule: ScheduleSpec, lr: float, step: int) -> float:
 
     Every kind but constant is min_lr after decay_steps.
     """
-    warmup, end = schedule.warmup_steps, schedule.decay_steps
+    warmup = schedule.warmup_steps
+    end = schedule.decay_steps
     assert end != "auto", "optim.schedule.decay_steps was left open by the resolver"
     if step <= warmup and warmup > 0:
         return schedule.init_lr + (lr - schedule.init_lr) * step / warmup
@@ -51,12 +52,17 @@ def weight_decay(optim: OptimizerSpec, step: int) -> float:
 
 def _height(schedule: ScheduleSpec, step: int) -> float:
     """Where the rate stands between min_lr (0) and lr (1)."""
-    warmup, end = schedule.warmup_steps, schedule.decay_steps
+    warmup = schedule.warmup_steps
+    end = schedule.decay_steps
     if schedule.kind == "wsd":
         assert schedule.wsd_decay_steps is not None, "optim.schedule.wsd_decay_steps is not set"
         behind = step - (end - schedule.wsd_decay_steps)
-        return 1.0 if behind <= 0 else _decay(schedule.wsd_decay, behind / schedule.wsd_decay_steps)
-    return _decay(schedule.kind, (step - warmup) / (end - warmup) if end > warmup else 0.0)
+        if behind <= 0:
+            return 1.0
+        return _decay(schedule.wsd_decay, behind / schedule.wsd_decay_steps)
+    # a schedule may end with its warm-up
+    part = (step - warmup) / (end - warmup) if end > warmup else 0.0
+    return _decay(schedule.kind, part)
 
 
 def _decay(shape: str, part: float) -> float:

@@ -15,10 +15,14 @@ class Sgd(MasterOptimizer):
     def __init__(self, weights: Mapping[str, Tensor], spec: SgdSpec):
         super().__init__(weights)
         self._momentum = spec.momentum
-        self._velocity = {n: torch.zeros_like(m) for n, m in self.masters.items()} if spec.momentum else {}
+        self._velocity: dict[str, Tensor] = {}
+        if spec.momentum:
+            self._velocity = {name: torch.zeros_like(master) for name, master in self.masters.items()}
 
     def state(self) -> dict[str, Mapping[str, Tensor]]:
-        return {"velocity": self._velocity} if self._momentum else {}
+        if not self._momentum:
+            return {}
+        return {"velocity": self._velocity}
 
     @torch.no_grad()
     def update(

@@ -2,8 +2,6 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
 from megaspec.core.frozen import (
     Auto,
     Degree,
@@ -14,6 +12,7 @@ from megaspec.core.frozen import (
     PositiveFloat,
     Probability,
 )
+from megaspec.core.kinds import Kinds
 
 
 class ScheduleSpec(Frozen):
@@ -145,7 +144,8 @@ class MuonSpec(OptimizerSpec):
         return 1
 
 
-OptimSpec = Annotated[AdamWSpec | SgdSpec | MuonSpec, Field(discriminator="kind")]
+OPTIMIZER_KINDS = Kinds()
+OptimSpec = Annotated[AdamWSpec | SgdSpec | MuonSpec, OPTIMIZER_KINDS]
 
 
 def has_narrow_states(spec: OptimSpec) -> bool:

@@ -25,11 +25,16 @@ class ShardGroup:
 
     shards: int
     index: int
+    """Of this rank's shard."""
     replicas: int
     replica: int
+    """Which of its replicas this rank's is."""
     scatter: dist.ProcessGroup | None
+    """Sums gradients to the ranks of the shards. None: every rank holds all."""
     gather: dist.ProcessGroup | None
+    """Gathers weights from the ranks of the shards."""
     sum: dist.ProcessGroup | None
+    """Sums gradients over the replicas of a shard. None: there is one."""
 
     @classmethod
     def of(cls, mesh: Mesh, strategy: DpStrategy, *, experts: bool) -> "ShardGroup":
@@ -38,7 +43,8 @@ class ShardGroup:
             name = "edp" if experts else "dp-cp"
             group = mesh.group(name, line="reduce")
             return cls(1, 0, mesh.size(name), mesh.index(name), None, None, group)
-        shard, replicas = ("expert-shard", "expert-replicas") if experts else ("shard", "replicas")
+        shard = "expert-shard" if experts else "shard"
+        replicas = "expert-replicas" if experts else "replicas"
         return cls(
             mesh.size(shard),
             mesh.index(shard),
@@ -53,22 +59,23 @@ class ShardGroup:
 class Buffer:
     """A flat buffer [numel] of which this rank owns a shard.
 
-    Where it is not `kept` the shard has memory of its own, and the whole has memory until `drop` and from each `take`
-    to the next `drop`. Views of the whole, which are made while it has, see what it holds then.
+    Where it is not `kept` the shard has memory of its own, and the whole has memory until `free` and from each
+    `allocate` to the next `free`. Views of the whole, which are made while it has, see what it holds then.
     """
 
     def __init__(self, division: Division, index: int, *, dtype: torch.dtype, device: torch.device, kept: bool):
         self.whole = torch.zeros(division.numel, dtype=dtype, device=device)
         self.kept = kept
         self._bytes = self.whole.untyped_storage().nbytes()
-        own = division.own(self.whole, index)
-        self.own = own if kept else own.clone()
+        self.own = division.own(self.whole, index)
+        if not kept:
+            self.own = self.own.clone()
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Memory for the whole, with any contents."""
         self.whole.untyped_storage().resize_(self._bytes)
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Gives the memory of the whole back."""
         self.whole.untyped_storage().resize_(0)
 
@@ -81,7 +88,9 @@ class Bucket:
     """
 
     def __init__(self, division: Division, shard_group: ShardGroup, *, chunk: int | None):
-        self.division, self.shard_group, self.chunk = division, shard_group, chunk
+        self.division = division
+        self.shard_group = shard_group
+        self.chunk = chunk
         self.names = list(division.shapes)
         self.weights: Buffer | None = None
         self.sums: Buffer
@@ -116,14 +125,15 @@ class Bucket:
             parameters[name].data = place
         if not kept:
             self.weights.own.copy_(self.division.own(self.weights.whole, index))
-            self.weights.drop()
+            self.weights.free()
 
     def hold_sums(self, *, dtype: torch.dtype, device: torch.device, kept: bool) -> None:
         self.sums = Buffer(self.division, self.shard_group.index, dtype=dtype, device=device, kept=kept)
 
     def gather(self) -> None:
         """Fills the whole weights from all ranks' shards."""
-        whole, own = self.weights.whole, self.weights.own
+        whole = self.weights.whole
+        own = self.weights.own
         if self.shard_group.gather is not None:
             _all_gather(whole, own, group=self.shard_group.gather)
         elif not self.weights.kept:
@@ -131,11 +141,14 @@ class Bucket:
 
     def scatter(self, form: torch.dtype | None, *, add: bool) -> None:
         """The sum over ranks of the shard's gradients into `sums.own`; rounded to `form` on their way."""
-        whole, index = self.sums.whole, self.shard_group.index
+        whole = self.sums.whole
+        index = self.shard_group.index
         if self.shard_group.scatter is not None:
             whole = whole.to(form or whole.dtype)
+            # in place: the sum of this rank's shard takes the place of its part
             _reduce_scatter(self.division.own(whole, index), whole, group=self.shard_group.scatter)
         if whole is self.sums.whole and self.sums.kept:
+            # the shard is a view of what was summed
             return
         mine = self.division.own(whole, index)
         if add:

@@ -9,8 +9,8 @@ compute: all of its queries see the first chunk of an earlier rank and nothing o
 queries sees both chunks of a later rank while the first sees nothing.
 """
 
-# B sequences, T tokens of this rank, S tokens of the whole sequence, C tokens of a chunk,
-# N query heads, K key and value heads, H head size; 2 in front: keys and values
+# B sequences, T tokens of this rank, S tokens of the whole sequence,
+# N query heads, K key and value heads, H head size; 2 in front: keys and values; lse: log-sum-exp of a query's scores
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megaspec.nn.attention import Attention, CausalCore, SequenceContext, drop_attention
+from megaspec.nn.attention.module import Attention, CausalCore, SequenceContext, drop_attention
 from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
@@ -45,15 +45,17 @@ def token_index(
     """
     chunks = 1 if cp == 1 or kind == "all_to_all" else 2
     assert length % (chunks * cp) == 0, f"{length} tokens don't divide into {chunks} chunks on each of {cp} ranks"
-    own = length // cp
+    tokens_here = length // cp
     if kind == "hierarchical" and cp > 1:
         a, b = factors
         assert a * b == cp, f"factors {factors}, cp {cp}"
-        pair = token_index("ring", length, b, rank // a, device=device)
-        return pair[rank % a * own : (rank % a + 1) * own]
+        of_neighbours = token_index("ring", length, b, rank // a, device=device)
+        first = rank % a * tokens_here
+        return of_neighbours[first : first + tokens_here]
     if chunks == 1:
-        return torch.arange(rank * own, (rank + 1) * own, device=device)
-    chunk = own // 2
+        return torch.arange(rank * tokens_here, (rank + 1) * tokens_here, device=device)
+    # see the note on balance: one early, one late
+    chunk = tokens_here // 2
     starts = (rank * chunk, (2 * cp - 1 - rank) * chunk)
     return torch.cat([torch.arange(start, start + chunk, device=device) for start in starts])
 
@@ -63,7 +65,7 @@ Places = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionBlock:
     """Queries against keys, as slices of what is at hand; `causal`: they are the same tokens."""
 
     queries: slice
@@ -72,12 +74,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What attention needs beside q, k and v: its kernels, which keys a query may see, and dropout."""
+class BlockAttention:
+    """Attention block by block: its kernels, and beside q, k and v which keys a query may see, and dropout."""
 
     attention: AttentionKernel
     merging: AttentionMergeKernel
     length: int
+    """S"""
     documents: Tensor | None
     """int32 [B, S]"""
     drop: Callable[..., Tensor] | None
@@ -88,14 +91,14 @@ class Sight:
         """Whether blocks depend on where in the sequence their tokens are."""
         return self.documents is not None or self.drop is not None
 
-    def forward(self, part: Part, places: Places, q_BTNH: Tensor, kv_2BSKH: Tensor) -> tuple[Tensor, Tensor]:
-        """-> output and log-sum-exp of the queries of `part`"""
-        k, v = kv_2BSKH[:, :, part.keys]
-        return self.attention.block_forward(q_BTNH[:, part.queries], k, v, **self._options(part, *places))
+    def forward(self, block: AttentionBlock, places: Places, q_BTNH: Tensor, kv_2BSKH: Tensor) -> tuple[Tensor, Tensor]:
+        """-> output and log-sum-exp of the block's queries"""
+        k, v = kv_2BSKH[:, :, block.keys]
+        return self.attention.block_forward(q_BTNH[:, block.queries], k, v, **self._options(block, *places))
 
     def backward(
         self,
-        part: Part,
+        block: AttentionBlock,
         places: Places,
         grad_BTNH: Tensor,
         q_BTNH: Tensor,
@@ -103,11 +106,13 @@ class Sight:
         out_BTNH: Tensor,
         lse_BNT: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """-> what `part` adds to the gradients of its queries, keys and values"""
-        grad, q, out = (x[:, part.queries] for x in (grad_BTNH, q_BTNH, out_BTNH))
-        k, v = kv_2BSKH[:, :, part.keys]
-        options = self._options(part, *places)
-        return self.attention.block_backward(grad, q, k, v, out, lse_BNT[:, :, part.queries], **options)
+        """-> what the block adds to the gradients of its queries, keys and values"""
+        grad = grad_BTNH[:, block.queries]
+        q = q_BTNH[:, block.queries]
+        k, v = kv_2BSKH[:, :, block.keys]
+        out = out_BTNH[:, block.queries]
+        lse = lse_BNT[:, :, block.queries]
+        return self.attention.block_backward(grad, q, k, v, out, lse, **self._options(block, *places))
 
     def causal_halves(
         self, grad_BTNH: Tensor, q_BTNH: Tensor, kv_2BTKH: Tensor, out_BTNH: Tensor, lse_BNT: Tensor
@@ -116,26 +121,34 @@ class Sight:
 
         Where blocks depend on no places.
         """
-        grad, q, k, v, out = (x.unflatten(1, (2, -1)).flatten(0, 1) for x in (grad_BTNH, q_BTNH, *kv_2BTKH, out_BTNH))
+        # [B, T, ...] -> [2 B, T / 2, ...]
+        halves = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in (grad_BTNH, q_BTNH, *kv_2BTKH, out_BTNH)]
         lse = lse_BNT.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
-        grads = self.attention.block_backward(grad, q, k, v, out, lse, causal=True, mask=None, drop=None)
+        grads = self.attention.block_backward(*halves, lse, causal=True, mask=None, drop=None)
         return tuple(x.unflatten(0, (-1, 2)).flatten(1, 2) for x in grads)
 
-    def _options(self, part: Part, queries: Tensor | None, keys: Tensor | None) -> dict[str, Any]:
-        mask = drop = None
+    def _options(self, block: AttentionBlock, queries: Tensor | None, keys: Tensor | None) -> dict[str, Any]:
+        """What the kernels take besides. `queries`, `keys`: places of those at hand."""
+        mask = None
+        drop = None
         if self.needs_places:
-            queries, keys = queries[part.queries], keys[part.keys]
+            keys = keys[block.keys]
+            queries = queries[block.queries]
         if self.documents is not None:
-            mask = (self.documents[:, queries][:, :, None] == self.documents[:, keys][:, None, :])[:, None]
+            query_documents = self.documents[:, queries][:, :, None]
+            key_documents = self.documents[:, keys][:, None, :]
+            # for all heads: [B, 1, queries, keys]
+            mask = (query_documents == key_documents)[:, None]
         if self.drop is not None:
             drop = partial(self.drop, queries=queries, keys=keys)
-        return {"causal": part.causal, "mask": mask, "drop": drop}
+        return {"causal": block.causal, "mask": mask, "drop": drop}
 
 
-class Rows:
-    """Output and log-sum-exp of this rank's queries, merged in at least fp32 from the parts seen so far.
+class OnlineSoftmax:
+    """Output and log-sum-exp of this rank's queries, merged in at least fp32 from the blocks seen so far (Milakov and
+    Gimelshein 2018; Liu et al. 2023).
 
-    The causal part of a query comes first: there it sees itself at least, and its log-sum-exp is finite from then on.
+    The causal block of a query comes first: there it sees itself at least, and its log-sum-exp is finite from then on.
     """
 
     def __init__(self, q_BTNH: Tensor, merging: AttentionMergeKernel):
@@ -145,32 +158,37 @@ class Rows:
         self.out_BTNH = torch.empty(q_BTNH.shape, dtype=wide, device=q_BTNH.device)
         self.lse_BNT = torch.empty(B, N, T, dtype=wide, device=q_BTNH.device)
 
-    def merge(self, part: Part, out_BTNH: Tensor, lse_BNT: Tensor) -> None:
-        """Takes in what the queries of `part` see of its keys."""
-        out, lse = self.out_BTNH[:, part.queries], self.lse_BNT[:, :, part.queries]
-        if part.causal:
+    def merge(self, block: AttentionBlock, out_BTNH: Tensor, lse_BNT: Tensor) -> None:
+        """Takes in what the block's queries see of its keys."""
+        out = self.out_BTNH[:, block.queries]
+        lse = self.lse_BNT[:, :, block.queries]
+        if block.causal:
             out.copy_(out_BTNH)
             lse.copy_(lse_BNT)
         else:
             self.merging.merge(out, lse, out_BTNH, lse_BNT)
 
 
-def ring_part(rank: int, source: int, tokens: int) -> Part:
+def ring_block(rank: int, source: int, tokens: int) -> AttentionBlock:
     """What a rank's queries see of the keys of rank `source`; see the note on balance."""
-    every, (first, second) = slice(0, tokens), _halves(tokens)
+    every = slice(0, tokens)
+    early, late = _halves(tokens)
     if source == rank:
-        return Part(every, every, causal=True)
-    return Part(every, first) if source < rank else Part(second, every)
+        return AttentionBlock(every, every, causal=True)
+    if source < rank:
+        return AttentionBlock(every, early)
+    return AttentionBlock(late, every)
 
 
-def gathered_parts(rank: int, size: int, tokens: int) -> Iterator[Part]:
+def gathered_blocks(rank: int, size: int, tokens: int) -> Iterator[AttentionBlock]:
     """What a rank's queries see of the keys of the whole sequence in order."""
     chunk = tokens // 2
-    for own, number in enumerate((rank, 2 * size - 1 - rank)):
-        queries, start = slice(own * chunk, (own + 1) * chunk), number * chunk
-        yield Part(queries, slice(start, start + chunk), causal=True)
+    numbers = (rank, 2 * size - 1 - rank)
+    for queries, number in zip(_halves(tokens), numbers, strict=True):
+        start = number * chunk
+        yield AttentionBlock(queries, slice(start, start + chunk), causal=True)
         if start:
-            yield Part(queries, slice(0, start))
+            yield AttentionBlock(queries, slice(0, start))
 
 
 @dataclass
@@ -190,141 +208,177 @@ class SendRecv:
 
 def send_recv(group: dist.ProcessGroup, *outgoing: Tensor) -> SendRecv:
     """Starts to send tensors to the next rank and to receive the previous one's."""
-    rank, size = group.rank(), group.size()
-    following, previous = (dist.get_global_rank(group, r % size) for r in (rank + 1, rank - 1))
+    following = dist.get_global_rank(group, (group.rank() + 1) % group.size())
+    previous = dist.get_global_rank(group, (group.rank() - 1) % group.size())
     incoming = tuple(torch.empty_like(x) for x in outgoing)
     ops = [dist.P2POp(dist.isend, x, following, group, tag) for tag, x in enumerate(outgoing)]
     ops += [dist.P2POp(dist.irecv, x, previous, group, tag) for tag, x in enumerate(incoming)]
-    return SendRecv(outgoing, incoming, dist.batch_isend_irecv(ops) if ops else [])
+    works = dist.batch_isend_irecv(ops) if ops else []
+    return SendRecv(outgoing, incoming, works)
 
 
 class _RingAttention(torch.autograd.Function):
     """Forward: k and v go round. Backward: they go round again, their gradients one step behind them."""
 
     @staticmethod
-    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, own = Rows(q_BTNH, sight.merging), torch.stack((k_BTKH, v_BTKH))
-        kv = own
-        for source, places in _round(q_BTNH, sight, group):
-            last = source == (group.rank() + 1) % group.size()
-            handle = send_recv(group, *(() if last else (kv,)))
-            part = ring_part(group.rank(), source, q_BTNH.shape[1])
-            rows.merge(part, *sight.forward(part, places, q_BTNH, kv))
-            if not last:
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, attention, group):
+        softmax = OnlineSoftmax(q_BTNH, attention.merging)
+        own_kv = torch.stack((k_BTKH, v_BTKH))
+        # of the rank whose turn it is
+        kv = own_kv
+        for source, places in _ring_sources(q_BTNH, attention, group):
+            is_last = _is_last(source, group)
+            # before the block is computed, so that it hides behind it
+            handle = None if is_last else send_recv(group, kv)
+            block = ring_block(group.rank(), source, q_BTNH.shape[1])
+            softmax.merge(block, *attention.forward(block, places, q_BTNH, kv))
+            if not is_last:
                 (kv,) = handle.wait()
-        out_BTNH = rows.out_BTNH.to(q_BTNH.dtype)
-        ctx.save_for_backward(q_BTNH, own, out_BTNH, rows.lse_BNT)
-        ctx.sight, ctx.group = sight, group
+        out_BTNH = softmax.out_BTNH.to(q_BTNH.dtype)
+        ctx.save_for_backward(q_BTNH, own_kv, out_BTNH, softmax.lse_BNT)
+        ctx.attention = attention
+        ctx.group = group
         return out_BTNH
 
     @staticmethod
     def backward(ctx, grad_BTNH):
-        q_BTNH, own, out_BTNH, lse_BNT = ctx.saved_tensors
-        sight, group, T, wide = ctx.sight, ctx.group, q_BTNH.shape[1], lse_BNT.dtype
-        kv, d_kv = own, None
-        (_, here), *others = _round(q_BTNH, sight, group)
+        q_BTNH, own_kv, out_BTNH, lse_BNT = ctx.saved_tensors
+        attention = ctx.attention
+        group = ctx.group
+        wide = lse_BNT.dtype
+        early, late = _halves(q_BTNH.shape[1])
+        (_, here), *others = _ring_sources(q_BTNH, attention, group)
 
-        def gradients(part: Part, places: Places) -> tuple[Tensor, Tensor, Tensor]:
-            return sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT)
+        def gradients(block: AttentionBlock, places: Places, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return attention.backward(block, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT)
 
-        # the block on the diagonal comes in parts: what is causal, behind which the first transfer hides, and the rest,
-        # behind which the last one does
-        handle = send_recv(group, kv)
-        d_q, d_own = torch.empty_like(q_BTNH, dtype=wide), torch.empty_like(own, dtype=wide)
-        if sight.needs_places:
-            for half in _halves(T):
-                grads = gradients(Part(half, half, causal=True), here)
-                _place(grads, d_q[:, half], d_own[:, :, half])
+        # The block on the diagonal comes in two: what is causal, behind which the first transfer hides, and the rest,
+        # behind which the last one does.
+        handle = send_recv(group, own_kv)
+        d_q = torch.empty_like(q_BTNH, dtype=wide)
+        d_own_kv = torch.empty_like(own_kv, dtype=wide)
+        if attention.needs_places:
+            for half in (early, late):
+                grads = gradients(AttentionBlock(half, half, causal=True), here, own_kv)
+                _put_gradients(grads, d_q[:, half], d_own_kv[:, :, half])
         else:
-            grads = sight.causal_halves(grad_BTNH, q_BTNH, own, out_BTNH, lse_BNT)
-            _place(grads, d_q, d_own)
+            grads = attention.causal_halves(grad_BTNH, q_BTNH, own_kv, out_BTNH, lse_BNT)
+            _put_gradients(grads, d_q, d_own_kv)
         (kv,) = handle.wait()
+        # of the keys and values at hand, one step behind them; there are none before the first block
+        d_kv: Tensor | None = None
         for source, places in others:
-            last = source == (group.rank() + 1) % group.size()
-            handle = send_recv(group, *(() if last else (kv,)), *(() if d_kv is None else (d_kv,)))
-            part = ring_part(group.rank(), source, T)
-            grads = gradients(part, places)
+            is_last = _is_last(source, group)
+            outgoing = [] if is_last else [kv]
+            if d_kv is not None:
+                outgoing.append(d_kv)
+            handle = send_recv(group, *outgoing)
+            block = ring_block(group.rank(), source, q_BTNH.shape[1])
+            grads = gradients(block, places, kv)
             arrived = handle.wait()
-            d_kv = torch.zeros_like(d_own) if d_kv is None else arrived[-1]
-            _collect(sight.merging, part, grads, d_q, d_kv)
-            kv = own if last else arrived[0]
+            d_kv = torch.zeros_like(d_own_kv) if d_kv is None else arrived[-1]
+            _add_gradients(attention.merging, block, grads, d_q, d_kv)
+            if not is_last:
+                kv = arrived[0]
+        # the last hop takes the gradients home
         handle = send_recv(group, d_kv)
-        early, late = _halves(T)
-        part = Part(late, early)
-        _collect(sight.merging, part, gradients(part, here), d_q, d_own)
-        d_own += handle.wait()[0]
-        return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
+        block = AttentionBlock(late, early)
+        _add_gradients(attention.merging, block, gradients(block, here, own_kv), d_q, d_own_kv)
+        d_own_kv += handle.wait()[0]
+        return d_q.to(q_BTNH.dtype), *d_own_kv.to(own_kv.dtype), None, None
 
 
 def _halves(tokens: int) -> tuple[slice, slice]:
+    """The early and the late chunk of a rank's tokens."""
     return slice(0, tokens // 2), slice(tokens // 2, tokens)
 
 
-def _place(grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
+def _put_gradients(grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor) -> None:
     """The first gradients of queries, keys and values."""
-    for total, grad in zip((d_q, *d_kv), grads, strict=True):
-        total.copy_(grad)
+    for buffer, grad in zip((d_q, *d_kv), grads, strict=True):
+        buffer.copy_(grad)
 
 
-def _collect(
-    merging: AttentionMergeKernel, part: Part, grads: tuple[Tensor, Tensor, Tensor], d_q: Tensor, d_kv: Tensor
+def _add_gradients(
+    merging: AttentionMergeKernel,
+    block: AttentionBlock,
+    grads: tuple[Tensor, Tensor, Tensor],
+    d_q: Tensor,
+    d_kv: Tensor,
 ) -> None:
-    """Adds a part's gradients to those of all queries and of the keys and values at hand."""
-    for total, grad in zip((d_q[:, part.queries], *d_kv[:, :, part.keys]), grads, strict=True):
-        merging.add(total, grad)
+    """Adds a block's gradients to those of all queries and of the keys and values at hand."""
+    for buffer, grad in zip((d_q[:, block.queries], *d_kv[:, :, block.keys]), grads, strict=True):
+        merging.add(buffer, grad)
 
 
-def _round(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> Iterator[tuple[int, Places]]:
+def _ring_sources(q_BTNH: Tensor, attention: BlockAttention, group: dist.ProcessGroup) -> Iterator[tuple[int, Places]]:
     """The ranks whose keys come by, this rank first, with the places of the queries and of those keys."""
-    rank, size = group.rank(), group.size()
-    place = partial(token_index, "ring", sight.length, size, device=q_BTNH.device)
-    queries = place(rank) if sight.needs_places else None
+    rank = group.rank()
+    size = group.size()
+    places_of = partial(token_index, "ring", attention.length, size, device=q_BTNH.device)
+    queries = places_of(rank) if attention.needs_places else None
     for step in range(size):
         source = (rank - step) % size
-        yield source, (queries, place(source) if sight.needs_places else None)
+        keys = places_of(source) if attention.needs_places else None
+        yield source, (queries, keys)
+
+
+def _is_last(source: int, group: dist.ProcessGroup) -> bool:
+    """The keys of the next rank come last: they have gone round."""
+    return source == (group.rank() + 1) % group.size()
 
 
 class _GatheredAttention(torch.autograd.Function):
     """Forward: k and v are gathered. Backward: gathered again, their gradients summed to the ranks they are of."""
 
     @staticmethod
-    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sight, group):
-        rows, own = Rows(q_BTNH, sight.merging), torch.stack((k_BTKH, v_BTKH))
-        kv, places = _gather_chunks(own, group), _gathered_places(q_BTNH, sight, group)
-        for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
-            rows.merge(part, *sight.forward(part, places, q_BTNH, kv))
-        out_BTNH = rows.out_BTNH.to(q_BTNH.dtype)
-        ctx.save_for_backward(q_BTNH, own, out_BTNH, rows.lse_BNT)
-        ctx.sight, ctx.group = sight, group
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, attention, group):
+        softmax = OnlineSoftmax(q_BTNH, attention.merging)
+        own_kv = torch.stack((k_BTKH, v_BTKH))
+        kv_2BSKH = _gather_chunks(own_kv, group)
+        places = _gathered_places(q_BTNH, attention, group)
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1]):
+            softmax.merge(block, *attention.forward(block, places, q_BTNH, kv_2BSKH))
+        out_BTNH = softmax.out_BTNH.to(q_BTNH.dtype)
+        # the gathered ones are not kept: they are as large as all ranks' together
+        ctx.save_for_backward(q_BTNH, own_kv, out_BTNH, softmax.lse_BNT)
+        ctx.attention = attention
+        ctx.group = group
         return out_BTNH
 
     @staticmethod
     def backward(ctx, grad_BTNH):
-        q_BTNH, own, out_BTNH, lse_BNT = ctx.saved_tensors
-        group, sight, wide = ctx.group, ctx.sight, lse_BNT.dtype
-        kv, places = _gather_chunks(own, group), _gathered_places(q_BTNH, sight, group)
-        d_q, d_kv = torch.zeros_like(q_BTNH, dtype=wide), torch.zeros_like(kv, dtype=wide)
-        for part in gathered_parts(group.rank(), group.size(), q_BTNH.shape[1]):
-            grads = sight.backward(part, places, grad_BTNH, q_BTNH, kv, out_BTNH, lse_BNT)
-            _collect(sight.merging, part, grads, d_q, d_kv)
-        d_own = _reduce_scatter_chunks(d_kv, group)
-        return d_q.to(q_BTNH.dtype), *d_own.to(own.dtype), None, None
+        q_BTNH, own_kv, out_BTNH, lse_BNT = ctx.saved_tensors
+        attention = ctx.attention
+        group = ctx.group
+        kv_2BSKH = _gather_chunks(own_kv, group)
+        places = _gathered_places(q_BTNH, attention, group)
+        d_q = torch.zeros_like(q_BTNH, dtype=lse_BNT.dtype)
+        d_kv = torch.zeros_like(kv_2BSKH, dtype=lse_BNT.dtype)
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1]):
+            grads = attention.backward(block, places, grad_BTNH, q_BTNH, kv_2BSKH, out_BTNH, lse_BNT)
+            _add_gradients(attention.merging, block, grads, d_q, d_kv)
+        d_own_kv = _reduce_scatter_chunks(d_kv, group)
+        return d_q.to(q_BTNH.dtype), *d_own_kv.to(own_kv.dtype), None, None
 
 
-def _gathered_places(q_BTNH: Tensor, sight: Sight, group: dist.ProcessGroup) -> tuple[Tensor | None, Tensor | None]:
+def _gathered_places(q_BTNH: Tensor, attention: BlockAttention, group: dist.ProcessGroup) -> Places:
     """The places of the queries and of the keys of the whole sequence."""
-    if not sight.needs_places:
+    if not attention.needs_places:
         return None, None
     device = q_BTNH.device
-    queries = token_index("all_gather", sight.length, group.size(), group.rank(), device=device)
-    return queries, torch.arange(sight.length, device=device)
+    queries = token_index("all_gather", attention.length, group.size(), group.rank(), device=device)
+    return queries, torch.arange(attention.length, device=device)
 
 
 def _gather_chunks(kv_2BTKH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[2, B, T, K, H] of each rank -> [2, B, S, K, H] in the order of the sequence."""
     chunk = kv_2BTKH.shape[2] // 2
-    parts = wait(all_gather(kv_2BTKH[None], group))
-    early, late = parts[:, :, :, :chunk], parts[:, :, :, chunk:]
+    # [ranks, 2, B, T, K, H]
+    of_ranks = wait(all_gather(kv_2BTKH[None], group))
+    early = of_ranks[:, :, :, :chunk]
+    late = of_ranks[:, :, :, chunk:]
+    # the last rank's late chunk is the first one of the second half
     return torch.cat((*early, *reversed(late.unbind())), dim=2)
 
 
@@ -332,8 +386,10 @@ def _reduce_scatter_chunks(whole_2BSKH: Tensor, group: dist.ProcessGroup) -> Ten
     """The sum over the ranks of [2, B, S, K, H] in the order of the sequence -> each rank's own [2, B, T, K, H]."""
     size = group.size()
     chunks = whole_2BSKH.chunk(2 * size, dim=2)
-    parts = torch.stack([torch.cat((chunks[r], chunks[2 * size - 1 - r]), dim=2) for r in range(size)])
-    return wait(reduce_scatter(parts, group))[0]
+    of_ranks = []
+    for rank in range(size):
+        of_ranks.append(torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=2))
+    return wait(reduce_scatter(torch.stack(of_ranks), group))[0]
 
 
 class _Exchange(torch.autograd.Function):
@@ -350,6 +406,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # of dimension 0 each rank gets one
     ones = [1] * group.size()
     return wait(all_to_all(x, ones, ones, group))
 
@@ -357,16 +414,20 @@ def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def tokens_to_heads(group: dist.ProcessGroup, *xs_BTNH: Tensor) -> tuple[Tensor, ...]:
     """Forward: [B, T, N, H] of each of n ranks -> its N/n heads of all n T tokens. Backward: heads to tokens."""
     size = group.size()
-    mine = [x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4) for x in xs_BTNH]
-    theirs = _Exchange.apply(torch.cat(mine, dim=3), group)
-    whole = theirs.transpose(0, 1).flatten(1, 2)
-    return whole.split([x.shape[3] for x in mine], dim=2)
+    # each [n, B, T, N/n, H], by the rank that gets the heads; all in one message
+    by_heads = [x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4) for x in xs_BTNH]
+    # [n, B, T, heads, H], by the rank whose tokens they are
+    by_tokens = _Exchange.apply(torch.cat(by_heads, dim=3), group)
+    all_tokens = by_tokens.transpose(0, 1).flatten(1, 2)
+    return all_tokens.split([x.shape[3] for x in by_heads], dim=2)
 
 
 def heads_to_tokens(group: dist.ProcessGroup, x_BTNH: Tensor) -> Tensor:
     """Forward: N/n heads of n T tokens of each of n ranks -> its T tokens of N heads. Backward: tokens to heads."""
-    mine = x_BTNH.unflatten(1, (group.size(), -1)).transpose(0, 1)
-    return _Exchange.apply(mine, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    # [n, B, T, N/n, H], by the rank that gets the tokens
+    by_tokens = x_BTNH.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    by_heads = _Exchange.apply(by_tokens, group)
+    return by_heads.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 @dataclass(frozen=True)
@@ -384,14 +445,31 @@ class Way:
 
 
 class ContextCore(CausalCore):
-    """A CausalCore whose queries, keys and values are those of this rank's tokens; see token_index."""
+    """A CausalCore whose queries, keys and values are those of this rank's tokens; see token_index.
 
-    merging: AttentionMergeKernel
-    """How blocks of attention are put together."""
+    `merging`: how blocks of attention are put together.
+    """
+
+    def __init__(
+        self,
+        kernel: AttentionKernel,
+        dropout: float,
+        site: str,
+        *,
+        first_head: int,
+        merging: AttentionMergeKernel,
+    ):
+        super().__init__(kernel, dropout, site)
+        self.first_head = first_head
+        self.merging = merging
+        # here, and not around the method: it loads the compiler
+        why = "messages between two ranks, and blocks whose order depends on the rank"
+        self._attend_in_blocks = torch.compiler.disable(self._attend_in_blocks, reason=why)
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
         """-> [B, T, N, H]"""
-        way, first_head = context.way, self.first_head
+        way = context.way
+        first_head = self.first_head
         if way is None:
             here = q_BTNH.shape[1]
             assert here == context.length, f"{here} of {context.length} tokens, and no way to the others"
@@ -413,16 +491,18 @@ class ContextCore(CausalCore):
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext, first_head: int
     ) -> Tensor:
         drop = self._drop(context, first_head)
-        sight = Sight(self.kernel, self.merging, context.length, context.documents, drop)
+        attention = BlockAttention(self.kernel, self.merging, context.length, context.documents, drop)
         if context.way.ring is not None:
-            return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, context.way.ring)
-        return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sight, context.way.gather)
+            return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, attention, context.way.ring)
+        return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, attention, context.way.gather)
 
     def _drop(self, context: SequenceContext, first_head: int) -> Callable[..., Tensor] | None:
         noise = context.noise
         if noise is None or self.dropout == 0:
             return None
-        key, ids, probability = noise.key(self.site_key), noise.ids, self.dropout
+        key = noise.key(self.site_key)
+        ids = noise.ids
+        probability = self.dropout
 
         def drop(weights_BNTS: Tensor, *, queries: Tensor, keys: Tensor) -> Tensor:
             return drop_attention(
@@ -440,37 +520,53 @@ class ContextParallel:
     """
 
     def __init__(self, mesh: Mesh, spec: ContextSpec, merging: AttentionMergeKernel):
-        self.mesh, self.spec, self.merging = mesh, spec, merging
+        self.mesh = mesh
+        self.spec = spec
+        self.merging = merging
+        self.way = self._make_way()
         self._indices: dict[tuple[int, int], Tensor] = {}
-        group = mesh.group("cp")
+        """By length and rank."""
+
+    def _make_way(self) -> Way | None:
+        """All ranks must call it together: it makes groups. None: each rank has whole sequences."""
+        group = self.mesh.group("cp")
         if group is None:
-            self.way = None
-        elif spec.kind == "all_gather":
-            self.way = Way(gather=group)
-        elif spec.kind == "hierarchical":
-            a, b = spec.factors
-            assert a * b == mesh.size("cp"), f"factors {spec.factors}, cp {mesh.size('cp')}"
-            self.way = Way(heads=mesh.neighbours("cp", a), ring=mesh.strided("cp", a))
-        else:
-            self.way = Way(heads=group) if spec.kind == "all_to_all" else Way(ring=group)
+            return None
+        if self.spec.kind == "hierarchical":
+            a, b = self.spec.factors
+            assert a * b == self.mesh.size("cp"), f"factors {self.spec.factors}, cp {self.mesh.size('cp')}"
+            return Way(heads=self.mesh.neighbours("cp", a), ring=self.mesh.strided("cp", a))
+        if self.spec.kind == "all_gather":
+            return Way(gather=group)
+        if self.spec.kind == "all_to_all":
+            return Way(heads=group)
+        return Way(ring=group)
 
     def split_model(self, model: nn.Module) -> None:
-        """Puts a ContextCore in the place of every CausalCore, its settings and buffers kept."""
+        """Puts a ContextCore with the same settings in the place of every CausalCore."""
         if self.way is None:
             return
         for module in model.modules():
             if isinstance(module, Attention):
-                assert type(module.core) is CausalCore, f"{type(module.core).__name__} has no context parallel twin"
-                module.core.__class__ = ContextCore
-                module.core.merging = self.merging
-                # here, and not around the method: it loads the compiler
-                why = "messages between two ranks, and blocks whose order depends on the rank"
-                module.core._attend_in_blocks = torch.compiler.disable(module.core._attend_in_blocks, reason=why)
+                core = module.core
+                assert type(core) is CausalCore, f"{type(core).__name__} has no context parallel twin"
+                with core.site_key.device:
+                    module.core = ContextCore(
+                        core.kernel, core.dropout, core.site, first_head=core.first_head, merging=self.merging
+                    )
+
+    def split_batch(self, x_BS: Tensor) -> Tensor:
+        """Whole sequences, [B, S] -> this rank's tokens of them, [B, T]."""
+        index_T = self.index(x_BS.shape[1])
+        if x_BS.shape[1] == index_T.shape[0]:
+            return x_BS
+        return x_BS[:, index_T]
 
     def index(self, length: int, rank: int | None = None) -> Tensor:
         """int64 [T]: the places of the tokens of a cp rank, by default this one, in a sequence of `length`, on the
         mesh's device."""
-        rank = self.mesh.index("cp") if rank is None else rank
+        if rank is None:
+            rank = self.mesh.index("cp")
         if (length, rank) not in self._indices:
             self._indices[length, rank] = token_index(
                 self.spec.kind,

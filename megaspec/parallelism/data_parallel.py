@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,9 @@ from torch.autograd import Variable
 
 from megaspec.core.layout import Layout, replicated
 from megaspec.core.layout import rows as rows_of
+from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, Unit
-from megaspec.nn.embedding import Embedding, LearnedPositions
-from megaspec.nn.linear import Linear
+from megaspec.nn.linear import Linear, WeightGradientSums
 from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
 from megaspec.parallelism.flat import divide
@@ -55,120 +54,185 @@ class Sharing:
 
 
 @dataclass
-class _Part:
+class _ShardedUnit:
     """A unit, and the buckets that its parameters lie in."""
 
     unit: Unit
     names: list[str]
+    is_table: bool
+    """Nothing but rows to look up, which the backward pass does not read."""
     buckets: list[Bucket] = field(default_factory=list)
 
     @property
     def stays(self) -> bool:
         """Its backward pass follows its forward pass at once."""
-        return self.unit.name == "head"
-
-    @cached_property
-    def is_table(self) -> bool:
-        """Nothing but rows to look up, which the backward pass does not read."""
-        inside = [m for top in _modules(self.unit) for m in top.modules()]
-        return all(isinstance(m, Embedding | LearnedPositions) for m in inside if m._parameters)
+        return self.unit.role == "head"
 
 
 class DataParallel:
-    """The sums of gradients over micro batches and ranks, in at least fp32, and what this rank updates of the weights.
+    """The strategy. The sums of gradients over micro batches and ranks, in at least fp32, and what this rank updates of
+    the weights.
 
-    `parameters`: the model's on this rank, by global name; with fsdp and hsdp they have memory inside `full_weights`
-    and while their unit runs. `gradients`, `weights`, `shards`: what the optimizer works on: this rank's rows of each
-    parameter's gradient, of the parameter itself, and where they lie in the global one.
+    `apply` makes what follows. `parameters`: the model's on this rank, by global name; with fsdp and hsdp they have
+    memory inside `full_weights` and while their unit runs. `gradients`, `weights`, `shards`: what the optimizer works
+    on: this rank's rows of each parameter's gradient, of the parameter itself, and where they lie in the global one.
 
     Buckets are filled from the last parameter to the first, the order in which the backward pass makes gradients.
     Linear layers add to them inside the matrix product; other parameters through a hook on their `.grad`, which a
     compiled block calls at its end: theirs are behind those of the unit's linear layers.
     """
 
-    def __init__(
+    def __init__(self, mesh: Mesh, sharing: Sharing, *, facts: Mapping[str, WeightFacts]):
+        """`facts`: of the whole model's parameters, by global name."""
+        self._mesh = mesh
+        self._sharing = sharing
+        self._facts = facts
+        self._shards_weights = sharing.strategy in ("fsdp", "hsdp")
+        self._keeps_sums = sharing.strategy in ("replicate", "zero1")
+
+    def apply(
         self,
         chunks: Sequence[Decoder],
         *,
         layouts: Mapping[str, Layout],
-        mesh: Mesh,
-        sharing: Sharing,
-        experts: frozenset[str] = frozenset(),
+        sums: WeightGradientSums,
         shared: frozenset[str] = frozenset(),
-    ):
-        """`experts`: parameters that lie on the expert grid. `shared`: those that another pipeline rank holds as well,
-        to be divided alike there. All ranks must call this together."""
-        strategy = sharing.strategy
-        self._shards_weights = strategy in ("fsdp", "hsdp")
-        self._keeps_sums = strategy in ("replicate", "zero1")
+    ) -> None:
+        """Moves the parameters into buckets and wraps the units that use them. All ranks must call it together.
+
+        `layouts`: of the parameters as they lie on this rank. `sums`: of this model's weight gradients. `shared`:
+        parameters that another pipeline rank holds as well, to be divided alike there.
+        """
+        is_shared_out = self._sharing.strategy != "replicate"
         held = [chunk.global_parameters() for chunk in chunks]
-        self.parameters: dict[str, nn.Parameter] = {n: p for parameters in held for n, p in parameters.items()}
-        self._parts = [
-            [_Part(unit, _names_of(unit, parameters)) for unit in chunk.units]
-            for chunk, parameters in zip(chunks, held, strict=True)
-        ]
-        missing = self.parameters.keys() - {n for parts in self._parts for part in parts for n in part.names}
-        assert not missing, f"{sorted(missing)} belong to no unit of the model"
-        # a weight that has its name from another module leaves its gradient to autograd
-        modules = {f"{n}.weight": m for c in chunks for n, m in c.named_modules() if isinstance(m, Linear)}
-        self._linears = {n: m for n, m in modules.items() if n in self.parameters}
-        shard_groups = {is_expert: ShardGroup.of(mesh, strategy, experts=is_expert) for is_expert in (False, True)}
-        self.buckets: list[Bucket] = []
-        for chunk, names in self._groups(held, experts, shared, sharing.bucket_bytes):
-            kind = shard_groups[names[0] in experts]
-            shapes = {name: tuple(self.parameters[name].shape) for name in names}
-            self.buckets.append(Bucket(divide(shapes, shards=kind.shards), kind, chunk=chunk))
-        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
-        for part in (part for parts in self._parts for part in parts):
-            part.buckets = list(dict.fromkeys(self._bucket_of[name] for name in part.names))
-        self._reductions = Reductions(
+        self.parameters: dict[str, nn.Parameter] = {}
+        for parameters in held:
+            self.parameters |= parameters
+        self._units = [self._units_of(chunk, parameters) for chunk, parameters in zip(chunks, held, strict=True)]
+        self._linears = self._linears_of(chunks)
+        self._make_buckets(held, shared)
+        self._reductions = self._make_reductions()
+        if is_shared_out:
+            for bucket in self.buckets:
+                bucket.hold_weights(self.parameters, kept=not self._shards_weights)
+        self._gathers = self._make_gathers(self.buckets if is_shared_out else [])
+        self._reductions.connect(self._linears, sums)
+        self._share_out(layouts)
+        self._backward_at: list[_ShardedUnit | None] = [None] * len(chunks)
+        """The unit of each chunk whose backward pass runs."""
+        if is_shared_out:
+            self._wrap_units()
+
+    def _make_reductions(self) -> Reductions:
+        return Reductions(
             self.buckets,
             self.parameters,
             # first in line, since other ranks wait for what it sends
-            side=Side(mesh.device, priority=-1),
-            form=torch.bfloat16 if sharing.grad_reduce == "bf16" else None,
+            side=Side(self._mesh.device, priority=-1),
+            form=torch.bfloat16 if self._sharing.grad_reduce == "bf16" else None,
             kept=self._keeps_sums,
-            overlap=sharing.overlap_grad_reduce,
+            overlap=self._sharing.overlap_grad_reduce,
         )
-        if strategy != "replicate":
-            for bucket in self.buckets:
-                bucket.hold_weights(self.parameters, kept=not self._shards_weights)
-        self._gathers = Gathers(
-            [] if strategy == "replicate" else self.buckets[::-1],
-            side=Side(mesh.device, priority=-1),
+
+    def _make_gathers(self, buckets: Sequence[Bucket]) -> Gathers:
+        return Gathers(
+            # weights are needed from the first unit to the last, gradients are made the other way round
+            buckets[::-1],
+            side=Side(self._mesh.device, priority=-1),
             kept=not self._shards_weights,
-            overlap=sharing.overlap_param_gather,
+            overlap=self._sharing.overlap_param_gather,
         )
-        self._reductions.connect(self._linears)
-        self._share_out(layouts)
-        self._backward_at: list[_Part | None] = [None] * len(chunks)
-        if strategy != "replicate":
-            for chunk, parts in enumerate(self._parts):
-                for index, part in enumerate(parts):
-                    part.unit.run = self._wrapped(part.unit.run, chunk, index)
+
+    def _units_of(self, chunk: Decoder, parameters: Mapping[str, nn.Parameter]) -> list["_ShardedUnit"]:
+        """The units of a chunk, which together use all of its parameters."""
+        units = []
+        missing = set(parameters)
+        for unit in chunk.units:
+            names = _names_of(unit, parameters)
+            # the head multiplies by a table that it shares with the embedding
+            is_table = unit.role != "head" and all(self._facts[name].is_table for name in names)
+            units.append(_ShardedUnit(unit, names, is_table))
+            missing -= set(names)
+        assert not missing, f"{sorted(missing)} belong to no unit of the model"
+        return units
+
+    def _linears_of(self, chunks: Sequence[Decoder]) -> dict[str, Linear]:
+        """The linear layers by the names of their weights."""
+        found = {}
+        for chunk in chunks:
+            for name, module in chunk.named_modules():
+                # a weight that has its name from another module leaves its gradient to autograd
+                if isinstance(module, Linear) and f"{name}.weight" in self.parameters:
+                    found[f"{name}.weight"] = module
+        return found
+
+    def _make_buckets(self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]) -> None:
+        """`held`: the parameters of each chunk."""
+        # in this order on all ranks, since communicators are made
+        dense = ShardGroup.of(self._mesh, self._sharing.strategy, experts=False)
+        experts = ShardGroup.of(self._mesh, self._sharing.strategy, experts=True)
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[str, Bucket] = {}
+        for chunk, names in self._groups(held, shared):
+            shard_group = experts if self._facts[names[0]].is_expert else dense
+            shapes = {name: tuple(self.parameters[name].shape) for name in names}
+            bucket = Bucket(divide(shapes, shards=shard_group.shards), shard_group, chunk=chunk)
+            self.buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(names, bucket)
+        for units in self._units:
+            for one in units:
+                # each once, in the order of the unit's parameters
+                one.buckets = list(dict.fromkeys(self._bucket_of[name] for name in one.names))
 
     def _groups(
-        self, held: Sequence[Mapping[str, nn.Parameter]], experts: frozenset[str], shared: frozenset[str], most: float
+        self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]
     ) -> Iterator[tuple[int | None, list[str]]]:
-        """The chunk and the names of each bucket, in the order of the backward pass."""
-        used = Counter(name for names in held for name in names)
-        alone = shared | {name for name, count in used.items() if count > 1}
+        """The chunk and the names of each bucket, in the order of the backward pass. No chunk: other chunks or ranks
+        use the parameter, too."""
+        chunks_of = Counter(name for names in held for name in names)
+        alone = shared | {name for name, count in chunks_of.items() if count > 1}
         for chunk in reversed(range(len(held))):
-            first = {n: i for i, part in reversed(list(enumerate(self._parts[chunk]))) for n in part.names}
-            own = [name for name in reversed(held[chunk]) if name not in alone]
-            own.sort(key=lambda name, first=first: (-first[name], name not in self._linears))
-            lists, limit = [own], most
-            if not self._keeps_sums:
-                users = Counter(name for part in self._parts[chunk] for name in part.names)
-                several = [name for name in own if users[name] > 1]
-                units = [[n for n in own if n in set(p.names) - set(several)] for p in reversed(self._parts[chunk])]
-                lists, limit = [*([name] for name in several), *units], float("inf")
-            for names in lists:
-                kinds = [[n for n in names if (n in experts) == is_expert] for is_expert in (False, True)]
-                cuts = [cut for kind in kinds for cut in self._cut(kind, limit)]
-                # by the parameter that fills the bucket
-                yield from ((chunk, cut) for cut in sorted(cuts, key=lambda cut: names.index(cut[-1])))
-        yield from ((None, [name]) for name in sorted(alone & self.parameters.keys()))
+            names = self._in_backward_order(chunk, [name for name in held[chunk] if name not in alone])
+            if self._keeps_sums:
+                for cut in self._cut_by_grid(names, self._sharing.bucket_bytes):
+                    yield chunk, cut
+            else:
+                for together in self._by_unit(chunk, names):
+                    for cut in self._cut_by_grid(together, float("inf")):
+                        yield chunk, cut
+        for name in sorted(alone & self.parameters.keys()):
+            yield None, [name]
+
+    def _in_backward_order(self, chunk: int, names: Sequence[str]) -> list[str]:
+        """The names of a chunk as the backward pass makes their gradients: from the last unit to the first; in each,
+        linear layers' before those that come through hooks."""
+        first_unit: dict[str, int] = {}
+        for index, one in enumerate(self._units[chunk]):
+            for name in one.names:
+                # a parameter of several units has its gradient when the first of them is through
+                first_unit.setdefault(name, index)
+        order = list(reversed(names))
+        # stable: what stands side by side stays in the order of the backward pass
+        order.sort(key=lambda name: (-first_unit[name], name not in self._linears))
+        return order
+
+    def _by_unit(self, chunk: int, names: Sequence[str]) -> Iterator[list[str]]:
+        """Those that several units use, each alone; then those of each unit, from the last one to the first."""
+        users = Counter(name for one in self._units[chunk] for name in one.names)
+        for name in names:
+            if users[name] > 1:
+                yield [name]
+        for one in reversed(self._units[chunk]):
+            mine = set(one.names)
+            yield [name for name in names if name in mine and users[name] == 1]
+
+    def _cut_by_grid(self, names: Sequence[str], most: float) -> list[list[str]]:
+        """Consecutive names of the dense grid, and of the expert grid; in the order in which they are full."""
+        dense = [name for name in names if not self._facts[name].is_expert]
+        experts = [name for name in names if self._facts[name].is_expert]
+        cuts = [*self._cut(dense, most), *self._cut(experts, most)]
+        # by the parameter that fills the bucket
+        return sorted(cuts, key=lambda cut: names.index(cut[-1]))
 
     def _cut(self, names: Sequence[str], most: float) -> Iterator[list[str]]:
         """Consecutive names of at least `most` bytes of gradients together, and the rest."""
@@ -180,7 +244,8 @@ class DataParallel:
             size += parameter.numel() * torch.promote_types(parameter.dtype, torch.float32).itemsize
             if size >= most:
                 yield pending
-                pending, size = [], 0
+                pending = []
+                size = 0
         if pending:
             yield pending
 
@@ -188,19 +253,21 @@ class DataParallel:
         """What the optimizer works on."""
         self.weights: dict[str, Tensor] = {}
         self.shards: dict[str, Layout] = {}
+        self.gradients: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
-            bucket, rows = self._bucket_of[name], self.rows(name)
-            division, shard_group = bucket.division, bucket.shard_group
-            self.weights[name] = parameter
-            if bucket.weights is not None:
-                self.weights[name] = division.part(bucket.weights.own, name, shard_group.index)
+            bucket = self._bucket_of[name]
+            rows = self.rows(name)
+            shard_group = bucket.shard_group
+            if bucket.weights is None:
+                self.weights[name] = parameter
+            else:
+                self.weights[name] = bucket.division.part(bucket.weights.own, name, shard_group.index)
             layout = rows_of(layouts[name], rows.start, rows.stop)
             self.shards[name] = replicated(layout, index=shard_group.replica, count=shard_group.replicas)
-        self.gradients: dict[str, Tensor] = {
-            name: bucket.division.part(bucket.sums.own, name, bucket.shard_group.index)
-            for bucket in self.buckets
-            for name in bucket.names
-        }
+        # in the order of the buckets: so gradients that lie side by side are worked on one after the other
+        for bucket in self.buckets:
+            for name in bucket.names:
+                self.gradients[name] = bucket.division.part(bucket.sums.own, name, bucket.shard_group.index)
 
     def rows(self, name: str) -> slice:
         """The rows of a parameter that this rank updates."""
@@ -215,15 +282,15 @@ class DataParallel:
         """Call before each backward pass of a micro batch through a chunk; `last`: it is the step's last one there."""
         self._reductions.start_backward(chunk, last=last)
         # a stage may be empty
-        if self._shards_weights and self._parts[chunk]:
-            self._gathers.start(self._parts[chunk][-1].buckets)
+        if self._shards_weights and self._units[chunk]:
+            self._gathers.prefetch(self._units[chunk][-1].buckets)
 
     @property
     def has_unsummed(self) -> bool:
-        """Gradients have arrived since the last `finish`."""
+        """Gradients have arrived since the last `finish_grads`."""
         return self._reductions.has_unsummed
 
-    def finish(self) -> None:
+    def finish_grads(self) -> None:
         """Waits until every gradient is the sum over all micro batches and ranks. The host goes on."""
         self._reductions.finish()
 
@@ -243,25 +310,32 @@ class DataParallel:
         """The parameters, whole and up to date on every rank while the context lasts. All ranks call it together."""
         self.wait_weights()
         if self._shards_weights:
-            self._gathers.need(self.buckets)
+            self._gathers.unshard(self.buckets)
         yield self.parameters
         if self._shards_weights:
-            self._gathers.release(self.buckets)
+            self._gathers.reshard(self.buckets)
+
+    def _wrap_units(self) -> None:
+        for chunk, units in enumerate(self._units):
+            for index, one in enumerate(units):
+                one.unit.run = self._wrapped(one.unit.run, chunk, index)
 
     def _wrapped(self, run: Callable[..., Tensor], chunk: int, index: int) -> Callable[..., Tensor]:
         """A unit's `run` with its weights there, and a mark on its output for the backward pass."""
-        part, after = self._parts[chunk][index], self._parts[chunk][index + 1 : index + 2]
+        units = self._units[chunk]
+        here = units[index]
 
         def wrapped(x: Tensor, *rest: object) -> Tensor:
-            self._gathers.need(part.buckets)
-            for following in after:
-                self._gathers.start(following.buckets)
+            self._gathers.unshard(here.buckets)
+            # beside this unit's computation
+            if index + 1 < len(units):
+                self._gathers.prefetch(units[index + 1].buckets)
             y = run(x, *rest)
             if y.requires_grad and not self._keeps_sums:
                 # the gradient of y is there when all that comes after y is through its backward pass
                 y.register_hook(lambda _: self._before_backward(chunk, index))
-            if not (self._shards_weights and part.stays and y.requires_grad):
-                self._gathers.release(part.buckets)
+            if not (self._shards_weights and here.stays and y.requires_grad):
+                self._gathers.reshard(here.buckets)
             return y
 
         return wrapped
@@ -271,31 +345,34 @@ class DataParallel:
         self._leave(chunk)
         if self._backward_at[chunk] is None:
             Variable._execution_engine.queue_callback(lambda: self._end_backward(chunk))
-        part = self._backward_at[chunk] = self._parts[chunk][index]
-        for bucket in part.buckets:
+        here = self._units[chunk][index]
+        self._backward_at[chunk] = here
+        for bucket in here.buckets:
             if self._reductions.sums_inside(bucket):
                 self._reductions.prepare(bucket)
-        if self._shards_weights and not part.is_table:
-            if not part.stays:
-                self._gathers.need(part.buckets)
-            if index > 0 and not self._parts[chunk][index - 1].is_table:
-                self._gathers.start(self._parts[chunk][index - 1].buckets)
+        if not self._shards_weights or here.is_table:
+            return
+        if not here.stays:
+            self._gathers.unshard(here.buckets)
+        # beside this unit's backward pass: what the one before it in the model needs
+        if index > 0 and not self._units[chunk][index - 1].is_table:
+            self._gathers.prefetch(self._units[chunk][index - 1].buckets)
 
     def _leave(self, chunk: int) -> None:
-        part = self._backward_at[chunk]
-        if part is not None and self._shards_weights and not part.is_table:
-            self._gathers.release(part.buckets)
+        one = self._backward_at[chunk]
+        if one is not None and self._shards_weights and not one.is_table:
+            self._gathers.reshard(one.buckets)
 
     def _end_backward(self, chunk: int) -> None:
         self._leave(chunk)
         self._backward_at[chunk] = None
 
 
-def _modules(unit: Unit) -> list[nn.Module]:
-    return [module for module in unit.modules if module is not None]
-
-
 def _names_of(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """The parameters that a unit uses, by global name, in the order of the chunk."""
-    inside = {id(p) for module in _modules(unit) for p in module.parameters()}
+    inside = set()
+    for module in unit.modules:
+        # a chunk without the model's last norm, say, has None in its place
+        if module is not None:
+            inside |= {id(parameter) for parameter in module.parameters()}
     return [name for name, parameter in parameters.items() if id(parameter) in inside]

@@ -1,7 +1,9 @@
 """Tokens to the ranks that hold their experts, and back."""
 
-# G ranks of the group ep · etp, ep outside, M tokens of a rank, k choices of a token, R rows, E experts of a rank,
-# D model
+# G ranks of the group ep · etp, ep outside, M tokens of a rank, N tokens of the whole group, k choices of a token,
+# R rows (a token and one expert that takes it), E experts of a rank, D model
+#
+# With etp > 1 the etp ranks that lie side by side in the group hold parts of the same E experts.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaspec.nn.moe import Experts, SharedExperts, loads_in_turn
-from megaspec.nn.router import Routing
-from megaspec.nn.rows import Rows, reorder, sorted_rows
+from megaspec.nn.moe.module import Experts, SharedExperts, loads_in_turn
+from megaspec.nn.moe.router import Routing
+from megaspec.nn.moe.rows import Rows, reorder, sorted_rows
 from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 
 
@@ -93,10 +95,11 @@ class Journey:
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, journey):
-        ctx.journey, ready = journey, journey.ready
+        ctx.journey = journey
+        ready = journey.ready
         if ready is None:
             return journey.transfer.start(x)
-        # beside what the main stream has been given since
+        # On the side stream, from the moment on at which x was there: beside what the main stream has been given since.
         with torch.cuda.stream(ready.side):
             ready.side.wait_event(ready.event)
             x.record_stream(ready.side)
@@ -106,19 +109,24 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, nothing):
-        grad, ctx.journey.returning = ctx.journey.returning, None
-        return grad if ctx.journey.held else wait(grad), None
+        grad = ctx.journey.returning
+        ctx.journey.returning = None
+        if not ctx.journey.held:
+            grad = wait(grad)
+        return grad, None
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, journey):
-        ctx.journey, ctx.shape = journey, y.shape
+        ctx.journey = journey
+        ctx.shape = y.shape
         return wait(y).view_as(y)
 
     @staticmethod
     def backward(ctx, grad):
         ctx.journey.returning = ctx.journey.transfer.start_back(grad)
+        # autograd wants a gradient of y's shape; nobody reads it, so that one element stands for all
         return grad.new_empty(()).expand(ctx.shape), None
 
 
@@ -165,8 +173,10 @@ class HostCopy:
     experts are the only ones that the host reads: it has to say how many rows a rank sends."""
 
     def __init__(self, x: Tensor):
-        self._host, self._copied = x, None
+        self._host = x
+        self._copied: torch.cuda.Event | None = None
         if x.device.type == "cuda":
+            # pinned, or the copy would wait
             self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             self._host.copy_(x, non_blocking=True)
             self._copied = torch.cuda.Event()
@@ -199,8 +209,10 @@ class CountedLoads:
         if side is not None:
             side.wait_stream(torch.cuda.current_stream(side.device))
             counts_GE.record_stream(side)
-        with nullcontext() if side is None else torch.cuda.stream(side):
+        beside = nullcontext() if side is None else torch.cuda.stream(side)
+        with beside:
             self._received_GE = wait(all_to_all(counts_GE, each, each, group))
+            # [2, G]: both sums in one copy
             self._copy = HostCopy(torch.stack((counts_GE.sum(1), self._received_GE.sum(1))))
 
     def read(self) -> Loads:
@@ -221,7 +233,12 @@ class AllToAll:
     def __init__(
         self, group: dist.ProcessGroup, *, ep: int, etp: int, overlap: bool, side: torch.cuda.Stream | None = None
     ):
-        self.group, self.ep, self.etp, self.overlap, self._side, self.balanced = group, ep, etp, overlap, side, False
+        self.group = group
+        self.ep = ep
+        self.etp = etp
+        self.overlap = overlap
+        self.balanced = False
+        self._side = side
 
     def __call__(
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
@@ -231,53 +248,89 @@ class AllToAll:
         rows = sorted_rows(routing.experts, keep, self.ep * experts.count, unpermute=experts.unpermute)
         if capacity is not None:
             rows = rows.padded(capacity)
-        counted = self._known(rows, capacity) or self._counted(rows)
-        # before what lies beside, so that the way back ends behind it, too
-        x_RD, weights_R = (_Hold.apply(part) for part in (rows.permute(x_MD), rows.pick(routing.weights)))
+        known_loads = self._known(rows, capacity)
+        counted_loads = self._counted(rows) if known_loads is None else None
+
+        x_RD = rows.permute(x_MD)
+        weights_R = rows.pick(routing.weights)
+        # The _Holds come before the shared experts: the backward pass runs them behind those, so that the gradients of
+        # the rows travel back while the shared experts' are computed.
+        x_RD = _Hold.apply(x_RD)
+        weights_R = _Hold.apply(weights_R)
         ready = Ready.now(self._side)
         shared_BTD = shared_experts() if self.overlap else None
-        loads = counted if isinstance(counted, Loads) else counted.read()
-        sent = sum(loads.send) // self.etp
-        exchange, direct = Exchange(self.group, loads.send, loads.receive), self.etp == 1 and sent == x_RD.shape[0]
-        journeys = [Journey(exchange, ready if self.etp == 1 else None, held=direct) for _ in range(2)]
-        # nothing lies between a _Hold and its start: the backward pass of a slice would read what is not there yet
-        parts = [part if direct else self._copied(part[:sent], loads) for part in (x_RD, weights_R)]
-        parts = [journey.started(part) for journey, part in zip(journeys, parts, strict=True)]
-        x_RD, weights_R = (journey.finished(part) for journey, part in zip(journeys, parts, strict=True))
+        loads = known_loads if counted_loads is None else counted_loads.read()
+
+        n_sent = sum(loads.send) // self.etp  # rows that have an expert, each counted once
+        x_RD, weights_R = self._received(x_RD, weights_R, loads, n_sent=n_sent, ready=ready)
+        # received rows lie rank by rank; experts take theirs side by side
         order, inverse, ends_E = _by_expert(loads)
         y_RD = experts(reorder(x_RD, order, inverse), reorder(weights_R, order, inverse), ends_E)
-        back = Exchange(self.group, loads.receive, loads.send)
-        y_RD = self._summed(moved(reorder(y_RD, inverse, order), back), loads)
-        y_MD = rows.first(sent).unpermute(y_RD)
-        return y_MD, shared_BTD if self.overlap else shared_experts()
+        way_back = Exchange(self.group, loads.receive, loads.send)
+        y_RD = self._summed(moved(reorder(y_RD, inverse, order), way_back), loads)
+        y_MD = rows.first(n_sent).unpermute(y_RD)
+        if not self.overlap:
+            shared_BTD = shared_experts()
+        return y_MD, shared_BTD
+
+    def _received(
+        self, x_RD: Tensor, weights_R: Tensor, loads: Loads, *, n_sent: int, ready: Ready | None
+    ) -> tuple[Tensor, Tensor]:
+        """What other ranks send for the experts here: [R here, D] and [R here]. Both are started before either is
+        waited for."""
+        exchange = Exchange(self.group, loads.send, loads.receive)
+        # Nothing lies between a _Hold and its start: its backward pass would read what is not there yet.
+        is_direct = self.etp == 1 and n_sent == x_RD.shape[0]
+        if not is_direct:
+            x_RD = self._copied(x_RD[:n_sent], loads)
+            weights_R = self._copied(weights_R[:n_sent], loads)
+        if self.etp > 1:
+            ready = None  # the copies of the rows are made later than that
+        x_journey = Journey(exchange, ready, held=is_direct)
+        weights_journey = Journey(exchange, ready, held=is_direct)
+        x_coming = x_journey.started(x_RD)
+        weights_coming = weights_journey.started(weights_R)
+        return x_journey.finished(x_coming), weights_journey.finished(weights_coming)
 
     def _known(self, rows: Rows, capacity: int | None) -> Loads | None:
         """The loads, where nobody has to be asked."""
-        E, (M, k), G = rows.ends.shape[0] // self.ep, rows.place.shape, self.group.size()
-        first = self.group.rank() // self.etp * E
+        E = rows.ends.shape[0] // self.ep
+        M, k = rows.place.shape
+        G = self.group.size()
+        n_experts = self.ep * E
+        first = self.group.rank() // self.etp * E  # number of the first expert here
+        # loads: rows that every rank has for each of all experts, the same on all ranks
         if capacity is not None:
-            loads = [capacity] * (self.ep * E)
-            received = torch.full((G, E), capacity, device=rows.ends.device)
+            loads = [capacity] * n_experts
+            received_GE = torch.full((G, E), capacity, device=rows.ends.device)
         elif self.balanced:
-            loads = loads_in_turn(M, k=k, n_experts=self.ep * E)
-            here = torch.arange(first, first + E, device=rows.ends.device)
-            received = (loads[-1] + (here < M * k % (self.ep * E))).expand(G, E)
+            loads = loads_in_turn(M, k=k, n_experts=n_experts)
+            # in turn: the first M · k mod n_experts of them have one more
+            here_E = torch.arange(first, first + E, device=rows.ends.device)
+            received_GE = (loads[-1] + (here_E < M * k % n_experts)).expand(G, E)
         else:
             return None
-        of_ranks = [sum(loads[g // self.etp * E : (g // self.etp + 1) * E]) for g in range(G)]
-        return Loads(of_ranks, [of_ranks[self.group.rank()]] * G, received)
+        loads_of_ranks = []
+        for rank in range(G):
+            first_there = rank // self.etp * E
+            loads_of_ranks.append(sum(loads[first_there : first_there + E]))
+        return Loads(loads_of_ranks, [loads_of_ranks[self.group.rank()]] * G, received_GE)
 
     def _counted(self, rows: Rows) -> CountedLoads:
         ends = rows.ends.to(torch.int64)
-        counts_GE = torch.diff(ends, prepend=ends.new_zeros(1)).view(self.ep, -1).repeat_interleave(self.etp, dim=0)
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))  # [all experts]
+        # every rank that holds a part of an expert gets its rows
+        counts_GE = counts.view(self.ep, -1).repeat_interleave(self.etp, dim=0)
         return CountedLoads(counts_GE, self.group, self._side)
 
     def _copied(self, x: Tensor, loads: Loads) -> Tensor:
         """The rows of each expert-parallel rank, once for each rank that holds parts of its experts."""
         if self.etp == 1:
             return x
-        blocks = x.split(loads.send[:: self.etp])
-        return torch.cat([block for block in blocks for _ in range(self.etp)])
+        copies = []
+        for block in x.split(loads.send[:: self.etp]):
+            copies += [block] * self.etp
+        return torch.cat(copies)
 
     def _summed(self, y: Tensor, loads: Loads) -> Tensor:
         """The way back of `_copied`: what the parts of an expert made is added up."""
@@ -290,11 +343,14 @@ class AllToAll:
 def _by_expert(loads: Loads) -> tuple[Tensor, Tensor, Tensor]:
     """How received rows, which lie rank by rank, are sorted by expert. -> order and its inverse, int64 [R], ends, int32
     [E]"""
-    (G, E), received, device = loads.received_GE.shape, sum(loads.receive), loads.received_GE.device
+    G, E = loads.received_GE.shape
+    device = loads.received_GE.device
+    n_received = sum(loads.receive)
     expert = torch.arange(E, device=device, dtype=torch.int16).repeat(G)
-    expert_R = expert.repeat_interleave(loads.received_GE.flatten(), output_size=received)
+    # output_size, so that the host need not ask the device for it
+    expert_R = expert.repeat_interleave(loads.received_GE.flatten(), output_size=n_received)
     order = expert_R.argsort(stable=True)
-    inverse = torch.empty_like(order).scatter(0, order, torch.arange(received, device=device))
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(n_received, device=device))
     return order, inverse, loads.received_GE.sum(0).cumsum(0).to(torch.int32)
 
 
@@ -305,32 +361,42 @@ class AllGather:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, ep: int, etp: int, overlap: bool):
-        self.group, self.ep, self.etp, self.overlap, self.balanced = group, ep, etp, overlap, False
+        self.group = group
+        self.ep = ep
+        self.etp = etp
+        self.overlap = overlap
+        self.balanced = False
 
     def __call__(
         self, x_MD: Tensor, routing: Routing, experts: Experts, *, shared_experts: SharedExperts, capacity: int | None
     ) -> tuple[Tensor, Tensor | None]:
         """See megaspec.nn.moe.Dispatch."""
         rows = self._rows(routing, experts)
-        known = self._known(routing, experts.count)
+        n_rows = self._known(routing, experts.count)
         if capacity is not None:
             rows = rows.padded(self.group.size() * capacity)
-            known = rows.choice.shape[0]
-        count = HostCopy(rows.ends[-1:]) if known is None else None
+            n_rows = rows.choice.shape[0]
+        # asked for before the transfer and read behind it, so that the host does not wait for nothing
+        count = HostCopy(rows.ends[-1:]) if n_rows is None else None
         journey = Journey(Gather(self.group))
-        coming = journey.started(x_MD)
+        x_coming = journey.started(x_MD)
         shared_BTD = shared_experts() if self.overlap else None
-        x_ND = journey.finished(coming)
+        x_ND = journey.finished(x_coming)
         weights_Nk = moved(routing.weights, Gather(self.group))
-        rows = rows.first(count.read()[0] if known is None else known)
+        if count is not None:
+            (n_rows,) = count.read()
+        rows = rows.first(n_rows)
         y_RD = experts(rows.permute(x_ND), rows.pick(weights_Nk), rows.ends)
+        # [N, D], what the experts here add to every token; the sum over ranks is scattered to [M, D]
         y_MD = moved(rows.unpermute(y_RD), Scatter(self.group))
-        return y_MD, shared_BTD if self.overlap else shared_experts()
+        if not self.overlap:
+            shared_BTD = shared_experts()
+        return y_MD, shared_BTD
 
     def _rows(self, routing: Routing, experts: Experts) -> Rows:
         """Of all ranks' choices, those of the experts here."""
         count = experts.count
-        first = self.group.rank() // self.etp * count
+        first = self.group.rank() // self.etp * count  # number of the first expert here
         expert_Nk = wait(all_gather(routing.experts, self.group)) - first
         here_Nk = (expert_Nk >= 0) & (expert_Nk < count)
         if routing.keep is not None and not self.balanced:
@@ -341,5 +407,7 @@ class AllGather:
         """The number of rows, where nobody has to look."""
         if not self.balanced:
             return None
-        (M, k), first = routing.experts.shape, self.group.rank() // self.etp * count
-        return self.group.size() * sum(loads_in_turn(M, k=k, n_experts=self.ep * count)[first : first + count])
+        M, k = routing.experts.shape
+        first = self.group.rank() // self.etp * count
+        loads = loads_in_turn(M, k=k, n_experts=self.ep * count)
+        return self.group.size() * sum(loads[first : first + count])

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspec.nn.decoder import Decoder
-from megaspec.nn.moe import Moe
-from megaspec.nn.router import LOSSES, Router, Tokens
+from megaspec.nn.moe.module import Moe
+from megaspec.nn.moe.router import LOSSES, Router, Tokens
 from megaspec.parallelism.collectives import all_reduce, gather_sequence, wait, wait_sequence
 from megaspec.parallelism.dispatch import AllGather, AllToAll
 from megaspec.parallelism.mesh import Mesh

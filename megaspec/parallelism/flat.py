@@ -38,9 +38,13 @@ class Division:
 
     def rows(self, name: str, index: int) -> slice:
         """The rows of a parameter that lie in a shard."""
-        shape, start = self.shapes[name], self.starts[name]
-        row, first = prod(shape[1:]), index * self.shard
-        begin, end = (min(max(at - start, 0), prod(shape)) for at in (first, first + self.shard))
+        shape = self.shapes[name]
+        # elements of one row
+        row = prod(shape[1:])
+        # the borders of the shard, as elements of the parameter
+        first = index * self.shard - self.starts[name]
+        begin = min(max(first, 0), prod(shape))
+        end = min(max(first + self.shard, 0), prod(shape))
         assert begin % row == 0, f"{name}: shard {index} begins inside a row of {row}, at {begin}"
         assert end % row == 0, f"{name}: shard {index} ends inside a row of {row}, at {end}"
         return slice(begin // row, max(begin, end) // row)
@@ -48,8 +52,11 @@ class Division:
     def part(self, own: Tensor, name: str, index: int) -> Tensor:
         """The rows of a parameter that lie in a shard, in its buffer [shard]."""
         shape, rows = self.shapes[name], self.rows(name, index)
-        row, count = prod(shape[1:]), rows.stop - rows.start
-        first = self.starts[name] + rows.start * row - index * self.shard if count else 0
+        row = prod(shape[1:])
+        count = rows.stop - rows.start
+        first = 0
+        if count:
+            first = self.starts[name] + rows.start * row - index * self.shard
         return own[first : first + count * row].view(count, *shape[1:])
 
 
@@ -59,16 +66,23 @@ def divide(shapes: Mapping[str, tuple[int, ...]], *, shards: int) -> Division:
     A shard is a multiple of all row lengths; so a parameter that starts at a multiple of its row length is cut between
     rows wherever borders fall into it.
     """
+    # elements of a row of each parameter
     rows = {name: prod(shape[1:]) for name, shape in shapes.items()}
     step = lcm(_LINE, *rows.values()) if shards > 1 else _LINE
-    shard = _up(-(-sum(prod(shape) for shape in shapes.values()) // shards), step)
+    needed = sum(prod(shape) for shape in shapes.values())
+    shard = _up(-(-needed // shards), step)
+    # padding between parameters may take more than is left: a larger shard has room for it
     while True:
-        starts, end = {}, 0
+        starts: dict[str, int] = {}
+        end = 0
         for name, shape in shapes.items():
-            start, numel = _up(end, _LINE), prod(shape)
-            if shards > 1 and start // shard != (start + numel - 1) // shard:
+            start = _up(end, _LINE)
+            last = start + prod(shape) - 1
+            is_cut = shards > 1 and start // shard != last // shard
+            if is_cut:
                 start = _up(start, lcm(_LINE, rows[name]))
-            starts[name], end = start, start + numel
+            starts[name] = start
+            end = start + prod(shape)
         if end <= shards * shard:
             return Division(dict(shapes), starts, shard, shards)
         shard += step

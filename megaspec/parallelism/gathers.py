@@ -9,20 +9,23 @@ from megaspec.parallelism.bucket import Bucket
 class Gathers:
     """Knows where the whole weights of each bucket are there.
 
-    `kept`: everywhere, gathered after each update. Otherwise from `start` or `need` to the last `release`.
+    `kept`: everywhere, gathered after each update. Otherwise from `prefetch` or `unshard` to the last `reshard`.
     `overlap`: gathers run beside the computation that does not need them yet.
     """
 
     def __init__(self, buckets: Sequence[Bucket], *, side: Side, kept: bool, overlap: bool):
         """`buckets`: in the order in which they are needed."""
-        self._buckets, self._side, self._kept, self._overlap = buckets, side, kept, overlap
+        self._buckets = buckets
+        self._side = side
+        self._kept = kept
+        self._overlap = overlap
 
     def renew(self) -> None:
         """The shards have changed."""
         if not self._kept:
             for bucket in self._buckets:
                 if bucket.is_gathered:
-                    self._drop(bucket)
+                    self._free(bucket)
             return
         for bucket in self._buckets:
             self._gather(bucket)
@@ -34,40 +37,44 @@ class Gathers:
         for bucket in self._buckets:
             self._wait(bucket)
 
-    def start(self, buckets: Iterable[Bucket]) -> None:
-        """These are needed soon."""
+    def prefetch(self, buckets: Iterable[Bucket]) -> None:
+        """These are needed soon: gathers them beside the computation."""
         if self._overlap:
             for bucket in buckets:
                 if not self._kept and not bucket.is_gathered:
                     self._gather(bucket)
 
-    def need(self, buckets: Iterable[Bucket]) -> None:
-        """What the computation starts from here on finds the weights, until `release`."""
+    def unshard(self, buckets: Iterable[Bucket]) -> None:
+        """What the computation starts from here on finds the whole weights, until `reshard`."""
         for bucket in buckets:
             if not self._kept and not bucket.is_gathered:
                 self._gather(bucket)
             self._wait(bucket)
             bucket.users += 1
 
-    def release(self, buckets: Iterable[Bucket]) -> None:
-        """One need less."""
+    def reshard(self, buckets: Iterable[Bucket]) -> None:
+        """One user less; behind the last one the shards alone have memory."""
         for bucket in buckets:
             bucket.users -= 1
             if not self._kept and bucket.users == 0:
-                self._drop(bucket)
+                self._free(bucket)
 
     def _gather(self, bucket: Bucket) -> None:
         if not self._kept:
-            bucket.weights.take()
+            # in the order of the computation's stream, which the gather then waits for
+            bucket.weights.allocate()
         with self._side.after_now():
             bucket.gather()
-        bucket.is_gathered, bucket.gathered = True, self._side.done()
+        bucket.is_gathered = True
+        bucket.gathered = self._side.done()
 
     def _wait(self, bucket: Bucket) -> None:
         wait_for(bucket.gathered)
         bucket.gathered = None
 
-    def _drop(self, bucket: Bucket) -> None:
+    def _free(self, bucket: Bucket) -> None:
+        # a gather may still write into the memory
         self._wait(bucket)
-        bucket.weights.drop()
-        bucket.is_gathered, bucket.users = False, 0
+        bucket.weights.free()
+        bucket.is_gathered = False
+        bucket.users = 0

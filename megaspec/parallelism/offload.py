@@ -10,14 +10,14 @@ wait for all that the GPU was given.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from megaspec.nn.attention import SequenceContext
+from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.transfer import Side, on_host, wait_for
 from megaspec.parallelism.saved import SavedTensors
@@ -151,13 +151,13 @@ class Offload:
         passed: list[_Pass | None] = [None]
         units, left = [], self.layers
         for unit in chunk.units:
-            if unit.name == "embed" or left == 0:
+            if unit.role == "embedding" or left == 0:
                 units.append(unit)
-            elif left > 0 and unit.name != "head":
-                units.append(Unit(unit.name, unit.modules, self._offloaded(unit, passed)))
+            elif left > 0 and unit.role == "layer":
+                units.append(replace(unit, run=self._offloaded(unit, passed)))
                 left = left - len(unit.modules) or -1
             else:
-                units.append(Unit(unit.name, unit.modules, _fetching(unit.run, passed)))
+                units.append(replace(unit, run=_fetching(unit.run, passed)))
                 left = 0
         chunk.units = units
 

@@ -8,10 +8,13 @@ Stages are numbered in the order of the model. Chunk v of pipeline rank r is sta
 runs the other way round, so that chunk 1 of rank r is stage 2 pp - 1 - r, and rank 0 holds the first and last stage.
 """
 
+# F forward, B backward (the input gradient alone where the backward pass is split), W weight gradient
+
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, islice, repeat
+from itertools import islice
 from typing import Literal, NamedTuple
 
 MESSAGES_KEPT = 2
@@ -62,32 +65,46 @@ class Message(NamedTuple):
 
 def stage_number(rank: int, chunk: int, *, pp: int, is_v: bool) -> int:
     """The stage, in the order of the model, that is chunk `chunk` of a pipeline rank."""
-    return (chunk + 1) * pp - 1 - rank if is_v and chunk % 2 else chunk * pp + rank
+    if is_v and chunk % 2:
+        return (chunk + 1) * pp - 1 - rank
+    return chunk * pp + rank
 
 
 def rank_of_stage(shape: Shape, stage: int) -> int:
     """The pipeline rank that holds a stage."""
-    chunk, place = divmod(stage, shape.pp)
-    return shape.pp - 1 - place if shape.is_v and chunk % 2 else place
+    chunk, offset = divmod(stage, shape.pp)
+    if shape.is_v and chunk % 2:
+        return shape.pp - 1 - offset
+    return offset
 
 
-def needed(shape: Shape, rank: int, one: Pass) -> Message | None:
+def needed(shape: Shape, rank: int, pass_: Pass) -> Message | None:
     """What a pass waits for; None for the first stage's forward, the last one's backward and weight gradients."""
-    stage = stage_number(rank, one.chunk, pp=shape.pp, is_v=shape.is_v)
-    has_one = {"F": stage > 0, "B": stage < shape.pp * shape.virtual - 1, "W": False}[one.kind]
-    return Message(one.kind, one.micro, stage) if has_one else None
+    stage = stage_number(rank, pass_.chunk, pp=shape.pp, is_v=shape.is_v)
+    last_stage = shape.pp * shape.virtual - 1
+    is_first_forward = pass_.kind == "F" and stage == 0
+    is_last_backward = pass_.kind == "B" and stage == last_stage
+    if pass_.kind == "W" or is_first_forward or is_last_backward:
+        return None
+    return Message(pass_.kind, pass_.micro, stage)
 
 
-def made(shape: Shape, rank: int, one: Pass) -> Message | None:
+def made(shape: Shape, rank: int, pass_: Pass) -> Message | None:
     """What a pass makes for another stage, which may lie on the same rank."""
-    stage = stage_number(rank, one.chunk, pp=shape.pp, is_v=shape.is_v) + (1 if one.kind == "F" else -1)
-    is_there = one.kind != "W" and 0 <= stage < shape.pp * shape.virtual
-    return Message(one.kind, one.micro, stage) if is_there else None
+    if pass_.kind == "W":
+        return None
+    stage = stage_number(rank, pass_.chunk, pp=shape.pp, is_v=shape.is_v)
+    # activations go down the model, their gradients up
+    receiver = stage + 1 if pass_.kind == "F" else stage - 1
+    if not 0 <= receiver < shape.pp * shape.virtual:
+        return None
+    return Message(pass_.kind, pass_.micro, receiver)
 
 
 def source(shape: Shape, message: Message) -> int:
     """The pipeline rank that makes a message."""
-    return rank_of_stage(shape, message.stage + (-1 if message.kind == "F" else 1))
+    sender = message.stage - 1 if message.kind == "F" else message.stage + 1
+    return rank_of_stage(shape, sender)
 
 
 def order(shape: Shape, rank: int, *, backward: bool = True) -> tuple[Pass, ...]:
@@ -98,63 +115,85 @@ def order(shape: Shape, rank: int, *, backward: bool = True) -> tuple[Pass, ...]
 @lru_cache(maxsize=32)
 def orders(shape: Shape, *, backward: bool = True) -> tuple[tuple[Pass, ...], ...]:
     """Passes of each pipeline rank, in order."""
-    return tuple(tuple(one for one in passes(shape, rank) if backward or one.kind == "F") for rank in range(shape.pp))
+    return tuple(tuple(passes(shape, rank, backward=backward)) for rank in range(shape.pp))
 
 
 def window(schedule: str, pp: int) -> int:
-    """Micro batches whose forward passes are started in one go, without a step. In a V the first rank waits for the
-    last of them to come back: a tenth of the time of so many."""
-    return 8 * pp if schedule == "zb_v" else pp
+    """Micro batches whose forward passes are started in one go, without a step."""
+    # In a V the first rank waits for the last of them to come back: with 8 pp that is a tenth of their time.
+    if schedule == "zb_v":
+        return 8 * pp
+    return pp
 
 
-def passes(shape: Shape, rank: int) -> Iterator[Pass]:
-    """Those of one pipeline rank, in order, made one by one."""
-    return {"zb_h1": _zb_h1, "zb_v": _zb_v}.get(shape.schedule, _whole_backward)(shape, rank)
+def passes(shape: Shape, rank: int, *, backward: bool = True) -> Iterator[Pass]:
+    """Those of one pipeline rank, in order, made one by one; without `backward` the forward ones alone."""
+    for pass_ in _SCHEDULES[shape.schedule](shape, rank):
+        if backward or pass_.kind == "F":
+            yield pass_
 
 
-def _whole_backward(shape: Shape, rank: int) -> Iterator[Pass]:
-    """Forward passes for a while, then one forward and one backward in turn, then what is left of the backward."""
-    forwards = (Pass("F", m, c) for m, c in _chunk_order(shape))
-    yield from forwards if shape.schedule == "gpipe" else islice(forwards, warm_up(shape, rank))
-    for m, c in _chunk_order(shape):
+def _gpipe(shape: Shape, rank: int) -> Iterator[Pass]:
+    """All forward passes, then all backward passes."""
+    for micro, chunk in _chunk_order(shape):
+        yield Pass("F", micro, chunk)
+    for micro, chunk in _chunk_order(shape):
+        yield Pass("B", micro, shape.virtual - 1 - chunk)
+
+
+def _one_forward_one_backward(shape: Shape, rank: int) -> Iterator[Pass]:
+    """Warm-up: forward passes alone. Steady state: one forward and one backward in turn. Cool-down: what is left of the
+    backward passes, which take the chunks from the last to the first."""
+    forwards = (Pass("F", micro, chunk) for micro, chunk in _chunk_order(shape))
+    yield from islice(forwards, warm_up(shape, rank))
+    for micro, chunk in _chunk_order(shape):
+        # nothing in the cool-down, where the forward passes are used up
         yield from islice(forwards, 1)
-        yield Pass("B", m, shape.virtual - 1 - c)
+        yield Pass("B", micro, shape.virtual - 1 - chunk)
 
 
 def warm_up(shape: Shape, rank: int) -> int:
     """Forward passes before the first backward follows one."""
-    after = shape.pp - 1 - rank
-    return after if shape.schedule == "1f1b" else 2 * after + (shape.virtual - 1) * shape.group
+    ranks_behind = shape.pp - 1 - rank
+    if shape.schedule == "1f1b":
+        return ranks_behind
+    return 2 * ranks_behind + (shape.virtual - 1) * shape.group
 
 
 def _chunk_order(shape: Shape) -> Iterator[tuple[int, int]]:
     """(micro batch, chunk) of the forward passes: a group of micro batches through each chunk in turn."""
+    # without interleaving all micro batches are one group
     group = shape.group if shape.schedule == "interleaved" else shape.micro_batches
-    return (
-        (micro, chunk)
-        for start in range(0, shape.micro_batches, group)
-        for chunk in range(shape.virtual)
-        for micro in range(start, min(start + group, shape.micro_batches))
-    )
+    for start in range(0, shape.micro_batches, group):
+        end = min(start + group, shape.micro_batches)
+        for chunk in range(shape.virtual):
+            for micro in range(start, end):
+                yield micro, chunk
 
 
 def _zb_h1(shape: Shape, rank: int) -> Iterator[Pass]:
     """1f1b, with the weight gradient `rank` micro batches late: so many fill what 1f1b waits at the end."""
-    ahead = min(shape.pp - 1 - rank, shape.micro_batches)
-    yield from (Pass("F", m, 0) for m in range(ahead))
-    for m in range(shape.micro_batches):
-        if m + ahead < shape.micro_batches:
-            yield Pass("F", m + ahead, 0)
-        yield Pass("B", m, 0)
-        if m >= rank:
-            yield Pass("W", m - rank, 0)
-    yield from (Pass("W", m, 0) for m in range(max(0, shape.micro_batches - rank), shape.micro_batches))
+    n = shape.micro_batches
+    warm_up_passes = min(shape.pp - 1 - rank, n)
+    for micro in range(warm_up_passes):
+        yield Pass("F", micro, 0)
+    for micro in range(n):
+        if micro + warm_up_passes < n:
+            yield Pass("F", micro + warm_up_passes, 0)
+        yield Pass("B", micro, 0)
+        if micro >= rank:
+            yield Pass("W", micro - rank, 0)
+    # the weight gradients that are still due
+    for micro in range(max(0, n - rank), n):
+        yield Pass("W", micro, 0)
 
 
 def _zb_v(shape: Shape, rank: int) -> Iterator[Pass]:
     """Chunk 0 until the first micro batch is back, both chunks in turn until pp micro batches are held, then F, B and W
     of each. A step of fewer than 2 pp - 1 micro batches leaves out those that it has not."""
-    pp, n = shape.pp, max(shape.micro_batches, 2 * shape.pp - 1)
+    pp = shape.pp
+    n = max(shape.micro_batches, 2 * pp - 1)
+    # (passes as kind and chunk, how often in a row)
     phases = (
         ("F0", 2 * (pp - rank) - 1),
         ("F1 F0", rank),
@@ -166,9 +205,21 @@ def _zb_v(shape: Shape, rank: int) -> Iterator[Pass]:
         ("W1", rank),
         ("W0", rank),
     )
-    count: dict[str, int] = {}
+    # Each kind of each chunk takes the micro batches one after the other: the next one's number, by "F0" and so on.
+    next_micro: dict[str, int] = defaultdict(int)
     for words, times in phases:
-        for word in chain.from_iterable(repeat(words.split(), times)):
-            number = count[word] = count.get(word, -1) + 1
-            if number < shape.micro_batches:
-                yield Pass(word[0], number, int(word[1]))
+        for word in words.split() * times:
+            micro = next_micro[word]
+            next_micro[word] += 1
+            if micro < shape.micro_batches:
+                kind, chunk = word
+                yield Pass(kind, micro, int(chunk))
+
+
+_SCHEDULES = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _one_forward_one_backward,
+    "zb_h1": _zb_h1,
+    "zb_v": _zb_v,
+}

@@ -11,7 +11,7 @@ gradient that came back. So the graph keeps no activations that were sent, and e
 # B sequences of a micro batch, T tokens of this rank, D model
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.core.layout import Layout, replicated
-from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
+from megaspec.core.weight_facts import WeightFacts
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.linear import WeightGradientQueue, WeightGradientSums
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.passes import (
     MESSAGES_KEPT,
@@ -34,6 +36,7 @@ from megaspec.parallelism.passes import (
     window,
 )
 from megaspec.parallelism.spec import PipelineSpec
+from megaspec.parallelism.stages import Chunk
 from megaspec.parallelism.timeline import receives
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
@@ -120,15 +123,20 @@ class Links:
     """Transfers between this rank and its neighbours in the pipeline, which are named by their place in it."""
 
     def __init__(self, mesh: Mesh, *, dtype: torch.dtype):
-        self._mesh, self._dtype, self._ranks = mesh, dtype, mesh.ranks("pp")
-        self.index, self.count = mesh.index("pp"), mesh.size("pp")
+        self._mesh = mesh
+        self._dtype = dtype
+        self._ranks = mesh.ranks("pp")
+        """Global ranks, by their place in the pipeline."""
+        self.index = mesh.index("pp")
+        self.count = mesh.size("pp")
         self._on_their_way: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         if self.count > 1:
             mesh.make_pairs()
 
     def receive(self, sender: int, size: torch.Size) -> tuple[Tensor, dist.Work]:
         """Starts to receive a tensor, which is there once the work was waited for."""
-        x, there = torch.empty(size, dtype=self._dtype, device=self._mesh.device), self._ranks[sender]
+        x = torch.empty(size, dtype=self._dtype, device=self._mesh.device)
+        there = self._ranks[sender]
         return x, _start(dist.irecv, x, there, self._mesh.pair(there, self._mesh.rank))
 
     def send(self, target: int, x: Tensor) -> None:
@@ -137,8 +145,11 @@ class Links:
         sent = self._on_their_way.setdefault(target, deque())
         while len(sent) >= MESSAGES_KEPT:
             sent.popleft()[0].wait()
-        x, there = x.contiguous(), self._ranks[target]
-        sent.append((_start(dist.isend, x, there, self._mesh.pair(self._mesh.rank, there)), x))
+        x = x.contiguous()
+        there = self._ranks[target]
+        work = _start(dist.isend, x, there, self._mesh.pair(self._mesh.rank, there))
+        # with x, whose memory must not be another's while it is read
+        sent.append((work, x))
 
     def finish(self) -> None:
         """Waits until everything has been received."""
@@ -148,7 +159,8 @@ class Links:
 
     def sum_of_ends(self, gradients: list[Tensor]) -> None:
         """Adds up gradients that the first and the last rank hold in part; called on these two."""
-        first, last = self._ranks[0], self._ranks[-1]
+        first = self._ranks[0]
+        last = self._ranks[-1]
         for gradient in gradients:
             if gradient.numel():
                 dist.all_reduce(gradient, group=self._mesh.pair(last, first))
@@ -167,13 +179,23 @@ class Pipeline:
     mesh: Mesh
     spec: PipelineSpec
     dtype: torch.dtype
-    tied: bool = False
-    """The first stage's embedding is the last stage's output head."""
+    stages: Sequence[Chunk]
+    """That lie on this rank, in the order of its chunks."""
+    facts: Mapping[str, WeightFacts]
+    """Of the whole model's parameters, by global name."""
+    sums: WeightGradientSums = field(default_factory=WeightGradientSums)
+    """Of this model's weight gradients, which a split backward pass defers."""
     overlap: bool = True
     _links: Links = field(init=False)
 
     def __post_init__(self) -> None:
         self._links = Links(self.mesh, dtype=self.dtype)
+
+    def split_model(self, model: Decoder) -> list[Decoder]:
+        """The chunks of the model that lie on this rank, which share its modules; without a pipeline the model."""
+        if self._links.count == 1:
+            return [model]
+        return [model.part(stage.layers, embedding=stage.embedding, head=stage.head) for stage in self.stages]
 
     @property
     def splits_backward(self) -> bool:
@@ -183,14 +205,20 @@ class Pipeline:
     @property
     def shared(self) -> frozenset[str]:
         """Parameters that two pipeline ranks hold; on this rank, if it is one of them."""
-        ends = self._links.count > 1 and self.spec.schedule != "zb_v"
-        here = self._links.index in (0, self._links.count - 1)
-        return frozenset({"embed.weight"}) if self.tied and ends and here else frozenset()
+        # a V has the first and the last stage on the same rank
+        ends_differ = self._links.count > 1 and self.spec.schedule != "zb_v"
+        is_end = self._links.index in (0, self._links.count - 1)
+        if not (ends_differ and is_end):
+            return frozenset()
+        return frozenset(name for name, facts in self.facts.items() if facts.is_tied)
 
     def share(self, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
         """The layouts, with the copies of shared parameters counted."""
         index = 0 if self._links.index == 0 else 1
-        return {n: replicated(one, index=index, count=2) if n in self.shared else one for n, one in layouts.items()}
+        found = dict(layouts)
+        for name in self.shared & layouts.keys():
+            found[name] = replicated(layouts[name], index=index, count=2)
+        return found
 
     def forward_backward(
         self, micro_batches: int, *, size: torch.Size, forward: Forward, start_backward: Callable[[int, bool], None]
@@ -236,11 +264,12 @@ class Pipeline:
         self._links.sum_of_ends([gradients[name] for name in self.shared])
 
     def _shape(self, micro_batches: int) -> Shape:
-        own = self.spec
-        return Shape(own.schedule, self._links.count, micro_batches, own.virtual_stages, own.micro_batch_group)
+        spec = self.spec
+        return Shape(spec.schedule, self._links.count, micro_batches, spec.virtual_stages, spec.micro_batch_group)
 
     def _forward(self, step: _Step, one: Pass, forward: Forward) -> _Held:
-        x, returned = step.take(one), []
+        x = step.take(one)
+        returned: list[Tensor] = []
         if x is not None:
             x.requires_grad_()
         y = forward(one.chunk, one.micro, x)
@@ -253,7 +282,7 @@ class Pipeline:
         if grad is not None:
             held.returned.append(grad)
         queue = WeightGradientQueue() if self.splits_backward else None
-        with WeightGradientSum.defer(queue):
+        with self.sums.defer(queue):
             held.end.backward()
         if held.x is not None:
             step.give(one, held.x.grad)

@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from megaspec.nn.linear import Linear, WeightGradientSum
+from megaspec.nn.linear import Linear, WeightGradientSum, WeightGradientSums
 from megaspec.nn.transfer import Side, wait_for
 from megaspec.parallelism.bucket import Bucket
 
@@ -33,29 +34,39 @@ class Reductions:
         overlap: bool,
     ):
         """`form`: of gradients on their way between ranks; None: as they are summed."""
-        self._buckets, self._side, self._form, self._kept, self._overlap = buckets, side, form, kept, overlap
+        self._buckets = buckets
+        self._side = side
+        self._form = form
+        self._kept = kept
+        self._overlap = overlap
         self._passes: dict[int | None, int] = {}
+        """Backward passes of this step that have begun, by chunk."""
         self._ending: set[int | None] = set()
+        """Chunks whose last backward pass of the step has begun."""
         self._waiting: dict[int | None, deque[Bucket]] = {}
+        """Buckets of these chunks that are not reduced yet, in the order in which all ranks reduce them."""
         self._draining: tuple[Bucket, torch.cuda.Event | None] | None = None
+        """The bucket that is being reduced, whose whole sums have memory until the event."""
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self.main_grads: dict[str, Tensor] = {}
         for bucket in buckets:
             first = parameters[bucket.names[0]]
             wide = torch.promote_types(first.dtype, torch.float32)
             bucket.hold_sums(dtype=wide, device=first.device, kept=kept)
-            self.main_grads |= {name: bucket.division.view(bucket.sums.whole, name) for name in bucket.names}
+            for name in bucket.names:
+                self.main_grads[name] = bucket.division.view(bucket.sums.whole, name)
             bucket.is_collecting = kept
             if not kept:
-                bucket.sums.drop()
-        self._sums: dict[str, WeightGradientSum | None] = {}
+                bucket.sums.free()
+        self._sums: dict[str, WeightGradientSum] = {}
         self._parameters = parameters
 
-    def connect(self, linears: Mapping[str, Linear]) -> None:
+    def connect(self, linears: Mapping[str, Linear], sums: WeightGradientSums) -> None:
         """Gradients of linear layers' weights are summed in place, all others taken from their parameters."""
         for name, module in linears.items():
-            module.main_grad = self.main_grads[name]
-            self._sums[name] = self._sum(name) if self._kept else None
+            self._sums[name] = sums.connect(module, self.main_grads[name], partial(self._arrived, name))
+            if not self._kept:
+                self._sums[name].stop()
         for name, parameter in self._parameters.items():
             if name not in self._sums:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
@@ -83,7 +94,7 @@ class Reductions:
 
     def sums_inside(self, bucket: Bucket) -> bool:
         """Matrix products add to the bucket's sums, which must have memory before they start."""
-        return any(name in self._sums for name in bucket.names)
+        return bool(self._sums_in(bucket))
 
     def prepare(self, bucket: Bucket) -> None:
         """Memory for gradients that are about to arrive."""
@@ -93,10 +104,11 @@ class Reductions:
             wait_for(self._draining[1])
             self._draining = None
         else:
-            bucket.sums.take()
-        bucket.is_collecting, bucket.fresh = True, set(bucket.names)
-        # a sum is found by its address, which is new
-        self._sums |= {name: self._sum(name) for name in bucket.names if name in self._sums}
+            bucket.sums.allocate()
+        bucket.is_collecting = True
+        bucket.fresh = set(bucket.names)
+        for one in self._sums_in(bucket):
+            one.start()
 
     def finish(self) -> None:
         """Reduces what is left; what the computation starts after it sees the sums over all micro batches and ranks."""
@@ -130,15 +142,21 @@ class Reductions:
 
     def _start_counts(self) -> None:
         """Nothing has arrived; sums that are not kept lose their memory."""
-        self._passes, self._ending, self._waiting = {}, set(), {}
+        self._passes = {}
+        self._ending = set()
+        self._waiting = {}
         for bucket in self._buckets:
-            bucket.arrived, bucket.reduced, bucket.is_summed = dict.fromkeys(bucket.names, 0), 0, False
+            bucket.arrived = dict.fromkeys(bucket.names, 0)
+            bucket.reduced = 0
+            bucket.is_summed = False
             if bucket.is_collecting and not self._kept:
-                self._let_go(bucket)
-                bucket.sums.drop()
+                # closed before its memory goes, so that a late product is told
+                self._close(bucket)
+                bucket.sums.free()
 
-    def _sum(self, name: str) -> WeightGradientSum:
-        return WeightGradientSum(self.main_grads[name], lambda: self._arrived(name))
+    def _sums_in(self, bucket: Bucket) -> list[WeightGradientSum]:
+        """Those that matrix products add to."""
+        return [self._sums[name] for name in bucket.names if name in self._sums]
 
     def _taker(self, name: str) -> Callable[[nn.Parameter], None]:
         # weakly: torch keeps hooks where the garbage collector does not look, and parameters are held from here
@@ -172,7 +190,8 @@ class Reductions:
 
     def _reduce_full(self, chunk: int) -> None:
         """The buckets of a chunk that are full and have none before them that is not."""
-        waiting, passes = self._waiting[chunk], self._passes[chunk]
+        waiting = self._waiting[chunk]
+        passes = self._passes[chunk]
         while waiting and all(count == passes for count in waiting[0].arrived.values()):
             self._reduce(waiting.popleft(), final=True)
 
@@ -188,18 +207,20 @@ class Reductions:
             self._drain()
             # one bucket is on its way while the next is filled
             self._draining = (bucket, self._side.done())
-            self._let_go(bucket)
+            self._close(bucket)
             if not self._overlap:
                 self._drain()
 
-    def _let_go(self, bucket: Bucket) -> None:
+    def _close(self, bucket: Bucket) -> None:
         """Nothing is added to the whole sums from here on."""
         bucket.is_collecting = False
-        self._sums |= dict.fromkeys(self._sums.keys() & set(bucket.names))
+        for one in self._sums_in(bucket):
+            one.stop()
 
     def _drain(self) -> None:
+        """Waits for the bucket that is being reduced, and frees its whole sums."""
         if self._draining is not None:
             bucket, event = self._draining
             wait_for(event)
-            bucket.sums.drop()
+            bucket.sums.free()
             self._draining = None

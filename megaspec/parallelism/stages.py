@@ -72,6 +72,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
     if len(text) > MOST_LAYERS:
         raise ValueError(f"is longer than {MOST_LAYERS:,} letters")
     tokens = re.findall(r"\*\d*|.", re.sub(r"[\s,]", "", text), re.DOTALL)
+    # One list for the text and one for each ( that is open: letters, and groups that are closed, as one string each.
     open_groups: list[list[str]] = [[]]
     for token in tokens:
         here = open_groups[-1]
@@ -85,6 +86,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
             open_groups.pop()
             open_groups[-1].append("".join(here))
         elif token.startswith("*"):
+            # six digits at most, so that a number that is too long is never made
             times = token[1:7]
             if not times or not here:
                 raise ValueError("has a * that is not between a letter or group and a number")
@@ -100,26 +102,38 @@ def parse_layout(text: str) -> tuple[str, ...]:
 
 def layout_text(sizes: Sequence[int]) -> str:
     """The layout of stages with so many layers: `Et*4|(t*5|)*6t*4|ttL`."""
-    letters = [f"t*{size}" if size > 3 else "t" * size for size in sizes]
+    letters = [_repeated("t", size) for size in sizes]
     if len(letters) == 1:
         return f"E{letters[0]}L"
-    runs = [(one, len(list(same))) for one, same in groupby(letters[1:-1])]
-    middle = "".join(f"({one}|)*{times}" if times > 3 else f"{one}|" * times for one, times in runs)
+    middle = ""
+    for stage, alike in groupby(letters[1:-1]):
+        times = len(list(alike))
+        if times > 3:
+            middle += f"({stage}|)*{times}"
+        else:
+            middle += f"{stage}|" * times
     return f"E{letters[0]}|{middle}{letters[-1]}L"
 
 
+def _repeated(letter: str, times: int) -> str:
+    """`ttt`, or `t*4` where that is shorter to read."""
+    if times > 3:
+        return f"{letter}*{times}"
+    return letter * times
+
+
 def _split(n_layers: int, parallelism: ParallelismSpec) -> _Split:
-    own = parallelism.pipeline
+    pipeline = parallelism.pipeline
     return _Split(
         n_layers=n_layers,
         pp=parallelism.pp,
-        virtual=own.virtual_stages,
-        first=own.first_layers,
-        last=own.last_layers,
-        extra_first=int(own.count_embedding),
-        extra_last=int(own.count_loss),
-        layout=own.layout,
-        is_v=own.schedule == "zb_v",
+        virtual=pipeline.virtual_stages,
+        first=pipeline.first_layers,
+        last=pipeline.last_layers,
+        extra_first=int(pipeline.count_embedding),
+        extra_last=int(pipeline.count_loss),
+        layout=pipeline.layout,
+        is_v=pipeline.schedule == "zb_v",
     )
 
 
@@ -127,6 +141,7 @@ def _split(n_layers: int, parallelism: ParallelismSpec) -> _Split:
 def _stages(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
     division = _divide(split)
     assert division.problem is None, division.problem
+    # the number of the first layer of each stage, and of the one behind the last
     starts = [0, *accumulate(division.sizes)]
 
     def chunk(rank: int, number: int) -> Chunk:
@@ -134,7 +149,10 @@ def _stages(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
         layers = tuple(range(starts[stage], starts[stage + 1]))
         return Chunk(layers, embedding=stage == 0, head=stage == split.stages - 1)
 
-    return tuple(tuple(chunk(rank, number) for number in range(split.virtual)) for rank in range(split.pp))
+    ranks: list[tuple[Chunk, ...]] = []
+    for rank in range(split.pp):
+        ranks.append(tuple(chunk(rank, number) for number in range(split.virtual)))
+    return tuple(ranks)
 
 
 @lru_cache(maxsize=4096)
@@ -150,10 +168,11 @@ def _divide(split: _Split) -> _Division:
 
 
 def _even(split: _Split) -> _Division:
-    stages, counted = split.stages, split.n_layers + split.extra_first + split.extra_last
-    if counted % stages:
+    # the embedding and the loss may count as a layer each, of the first and of the last stage
+    counted = split.n_layers + split.extra_first + split.extra_last
+    if counted % split.stages:
         return _Division(problem=_not_even(split, counted))
-    sizes = [counted // stages] * stages
+    sizes = [counted // split.stages] * split.stages
     sizes[0] -= split.extra_first
     sizes[-1] -= split.extra_last
     if min(sizes) < 0:
@@ -164,11 +183,15 @@ def _even(split: _Split) -> _Division:
 
 def _not_even(split: _Split, counted: int) -> tuple[str, str]:
     extra = " + 1 embedding" * split.extra_first + " + 1 loss" * split.extra_last
-    total = f"model.n_layers={split.n_layers}{f'{extra} = {counted}' if extra else ''}"
+    total = f"model.n_layers={split.n_layers}"
+    if extra:
+        total += f"{extra} = {counted}"
     if split.virtual > 1 and counted % split.pp == 0:
         text = f"{_KEY}.virtual_stages={split.virtual} must divide the {counted // split.pp} layers of each of "
         return f"{_KEY}.virtual_stages", f"{text}parallelism.pp={split.pp} ranks ({total})"
-    stages = f"parallelism.pp={split.pp}" + (f" · virtual_stages={split.virtual}" if split.virtual > 1 else "")
+    stages = f"parallelism.pp={split.pp}"
+    if split.virtual > 1:
+        stages += f" · virtual_stages={split.virtual}"
     return "parallelism.pp", f"{stages} must divide {total}"
 
 
@@ -177,6 +200,7 @@ def even_ways(n_layers: int, parallelism: ParallelismSpec) -> list[tuple[str, li
     split = _split(n_layers, parallelism)
     extra = split.extra_first + split.extra_last
     counted = split.n_layers + extra
+    # pipeline degrees whose ranks can divide their layers into virtual stages
     degrees = [d for d in divisors(counted) if counted // d % split.virtual == 0]
     layers = [m - extra for m in nearest(counted, multiples(counted, split.stages), most=2) if m > extra]
     ways = [("parallelism.pp", degrees, split.pp), ("model.n_layers", layers, split.n_layers)]
@@ -186,35 +210,40 @@ def even_ways(n_layers: int, parallelism: ParallelismSpec) -> list[tuple[str, li
 
 
 def _uneven(split: _Split) -> _Division:
-    ends = [n for n in (split.first, split.last) if n is not None]
-    name = "first_layers" if split.first is not None else "last_layers"
-    key, value = f"{_KEY}.{name}", split.first if split.first is not None else split.last
-    middle, rest = split.pp - len(ends), split.n_layers - sum(ends)
+    """The first and last rank have as many layers as they are said to, the ranks between share the rest evenly."""
+    # what is said of the two ends; the first of them is named in problems
+    ends: dict[str, int] = {}
+    if split.first is not None:
+        ends["first_layers"] = split.first
+    if split.last is not None:
+        ends["last_layers"] = split.last
+    name, value = next(iter(ends.items()))
+    key = f"{_KEY}.{name}"
     if split.is_v and split.last is not None:
         text = f"{_KEY}.last_layers={split.last}: with zb_v the first rank holds the last stage too"
         return _Division(problem=(f"{_KEY}.last_layers", f"{text}; take it away and set first_layers"))
     if split.pp == 1:
         text = f"{key}={value} needs parallelism.pp of at least 2, it is 1; take it away or raise pp"
         return _Division(problem=(key, text))
-    said = " + ".join(
-        f"{n}={v}" for n, v in (("first_layers", split.first), ("last_layers", split.last)) if v is not None
-    )
-    legal = [
-        v for v in range(split.virtual, split.n_layers, split.virtual) if not _uneven_rest(split, rest + value - v)
-    ]
-    way_out = f"try {key}={one_of(nearest(value, legal))}" if legal else "try another parallelism.pp"
+
+    middle_ranks = split.pp - len(ends)
+    rest = split.n_layers - sum(ends.values())
     wrong = _uneven_rest(split, rest)
     if wrong:
-        text = f"{_KEY}.{said} leaves {rest} of model.n_layers={split.n_layers} to {middle} ranks in the middle"
-        return _Division(problem=(key, f"{text}, {wrong}; {way_out}"))
-    by_rank = [rest // middle if middle else 0] * split.pp
-    by_rank[0] = split.first if split.first is not None else by_rank[0]
-    by_rank[-1] = split.last if split.last is not None else by_rank[-1]
-    odd = next((n for n in by_rank if n % split.virtual), None)
-    if odd is not None:
+        said = " + ".join(f"{end}={layers}" for end, layers in ends.items())
+        text = f"{_KEY}.{said} leaves {rest} of model.n_layers={split.n_layers} to {middle_ranks} ranks in the middle"
+        return _Division(problem=(key, f"{text}, {wrong}; {_uneven_way_out(split, rest, key, value)}"))
+    by_rank = [0] * split.pp
+    if middle_ranks:
+        by_rank = [rest // middle_ranks] * split.pp
+    if split.first is not None:
+        by_rank[0] = split.first
+    if split.last is not None:
+        by_rank[-1] = split.last
+    if any(layers % split.virtual for layers in by_rank):
         text = f"{_KEY}.virtual_stages={split.virtual} must divide the layers of every rank, {one_of(by_rank)}"
-        chunks = [d for d in divisors(by_rank[0]) if not any(n % d for n in by_rank)]
-        return _Division(problem=(f"{_KEY}.virtual_stages", f"{text}; try {one_of(chunks)}"))
+        common = [d for d in divisors(by_rank[0]) if not any(layers % d for layers in by_rank)]
+        return _Division(problem=(f"{_KEY}.virtual_stages", f"{text}; try {one_of(common)}"))
     sizes = [0] * split.stages
     for rank, layers in enumerate(by_rank):
         for chunk in range(split.virtual):
@@ -222,14 +251,29 @@ def _uneven(split: _Split) -> _Division:
     return _Division(tuple(sizes))
 
 
+def _uneven_way_out(split: _Split, rest: int, key: str, value: int) -> str:
+    """Other values for the end that is named, with which the ranks in the middle can share what is left."""
+    legal = []
+    for layers in range(split.virtual, split.n_layers, split.virtual):
+        rest_then = rest + value - layers
+        if not _uneven_rest(split, rest_then):
+            legal.append(layers)
+    if not legal:
+        return "try another parallelism.pp"
+    return f"try {key}={one_of(nearest(value, legal))}"
+
+
 def _uneven_rest(split: _Split, rest: int) -> str:
     """Why the ranks in the middle can't share `rest` layers; "" when they can."""
-    middle = split.pp - (split.first is not None) - (split.last is not None)
-    if middle == 0:
-        return "" if rest == 0 else "which must be 0"
+    middle_ranks = split.pp - (split.first is not None) - (split.last is not None)
+    if middle_ranks == 0:
+        return "which must be 0" if rest else ""
     if rest <= 0:
         return "which must have one each at least"
-    return "" if rest % (middle * split.virtual) == 0 else f"which must be a multiple of {middle * split.virtual}"
+    chunks = middle_ranks * split.virtual
+    if rest % chunks:
+        return f"which must be a multiple of {chunks}"
+    return ""
 
 
 def _by_layout(split: _Split, text: str) -> _Division:
@@ -245,7 +289,9 @@ def _by_layout(split: _Split, text: str) -> _Division:
         asked = f"parallelism.pp={split.pp} · virtual_stages={split.virtual} = {split.stages}"
         problem = f"{key}={_short(text)} has {len(stages)} stages and must have {asked}"
         chunks, remainder = divmod(len(stages), split.pp)
-        return _Division(problem=(key, problem if remainder else f"{problem}; try {_KEY}.virtual_stages={chunks}"))
+        if not remainder:
+            problem += f"; try {_KEY}.virtual_stages={chunks}"
+        return _Division(problem=(key, problem))
     return _Division(tuple(stage.count("t") for stage in stages))
 
 
@@ -256,19 +302,24 @@ def _wrong_letters(stages: tuple[str, ...], n_layers: int) -> str:
     if letters.count("L") != 1 or not stages[-1].endswith("L"):
         return "must end with its only L, the output head and loss"
     count = letters.count("t")
-    return "" if count == n_layers else f"has {count} layers (t) and must have model.n_layers={n_layers}"
+    if count != n_layers:
+        return f"has {count} layers (t) and must have model.n_layers={n_layers}"
+    return ""
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) > 60:
+        return f"{text[:57]}..."
+    return text
 
 
 def layer_ranges(layers: Sequence[int]) -> str:
     """`0-7, 16-23`: numbers of layers in words; `none` when there are none."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # [first, last] of layers that lie one behind the other
     for number in sorted(layers):
         if runs and runs[-1][1] == number - 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs) or "none"
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(words) or "none"

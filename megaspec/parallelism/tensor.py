@@ -1,6 +1,6 @@
 """Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-Reads a model's placement rows and turns each module that they name into its parallel twin.
+Reads a model's placement rows and puts a parallel twin in the place of each module that they name.
 """
 
 # B sequences, T tokens, I inputs, O outputs, V vocabulary
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from megaspec.core.layout import Layout, Piece, whole
 from megaspec.core.placement import Row
-from megaspec.nn.attention import Attention
-from megaspec.nn.embedding import Embedding, padded
+from megaspec.nn.attention.module import Attention, CausalCore
+from megaspec.nn.by_position import ByPosition
+from megaspec.nn.embedding.module import Embedding, padded
+from megaspec.nn.head.module import OutputHead
 from megaspec.nn.linear import Linear, LinearOp, input_gradient, weight_gradient
-from megaspec.nn.loss import OutputHead
-from megaspec.nn.moe import GroupedLinear
+from megaspec.nn.moe.module import GroupedLinear
 from megaspec.parallelism.collectives import (
     all_reduce,
     all_reduce_max,
@@ -36,6 +37,9 @@ from megaspec.parallelism.collectives import (
 from megaspec.parallelism.mesh import Mesh
 from megaspec_kernels.cross_entropy.reference import VocabShard
 
+# Twins are made without memory: the parameters that they hold then are put in by the strategy.
+_META = torch.device("meta")
+
 
 class ColumnLinearOp(torch.autograd.Function):
     """y = gather(x) Wᵀ + b with this rank's rows of W.
@@ -47,17 +51,24 @@ class ColumnLinearOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad, group, sequence, overlap):
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.main_grad = bias is not None, main_grad
-        ctx.group, ctx.sequence, ctx.overlap = group, sequence, overlap
-        return F.linear(wait_sequence(gather_sequence(x, group)) if sequence else x, weight, bias)
+        ctx.has_bias = bias is not None
+        ctx.main_grad = main_grad
+        ctx.group = group
+        ctx.sequence = sequence
+        ctx.overlap = overlap
+        if sequence:
+            x = wait_sequence(gather_sequence(x, group))
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
+        # started before the input gradient's product, so that it runs beside it
         gathering = gather_sequence(x, ctx.group) if ctx.sequence else None
         if ctx.sequence and not ctx.overlap:
             gathering = wait(gathering)
         grad_x = input_gradient(grad_out, weight)
+        # started before the weight gradient's product: the layer below waits for it, nobody for the weight gradient
         reduce = reduce_scatter_sequence if ctx.sequence else all_reduce
         reducing = reduce(grad_x, ctx.group)
         if not ctx.overlap:
@@ -73,46 +84,85 @@ class ColumnLinearOp(torch.autograd.Function):
 class ColumnParallelLinear(Linear):
     """A Linear whose outputs are split: each rank holds rows of W. `parts` are this rank's."""
 
-    group: dist.ProcessGroup
-    sequence: bool
-    overlap: bool
+    def __init__(
+        self,
+        n_in: int,
+        *parts: int,
+        bias: bool,
+        residual: bool,
+        group: dist.ProcessGroup,
+        sequence: bool,
+        overlap: bool,
+    ):
+        super().__init__(n_in, *parts, bias=bias, residual=residual)
+        self.group = group
+        self.sequence = sequence
+        self.overlap = overlap
 
     def forward(self, x: Tensor) -> Tensor:
         return ColumnLinearOp.apply(x, self.weight, self.bias, self.main_grad, self.group, self.sequence, self.overlap)
 
 
 class RowParallelLinear(Linear):
-    """A Linear whose inputs are split: each rank holds columns of W; outputs are summed, then the bias is added."""
+    """A Linear whose inputs are split: each rank holds columns of W; outputs are summed, then the bias is added.
 
-    group: dist.ProcessGroup
-    sequence: bool
+    `n_in` are this rank's inputs.
+    """
+
+    def __init__(self, n_in: int, *parts: int, bias: bool, residual: bool, group: dist.ProcessGroup, sequence: bool):
+        super().__init__(n_in, *parts, bias=bias, residual=residual)
+        self.group = group
+        self.sequence = sequence
 
     def forward(self, x: Tensor) -> Tensor:
         partial = LinearOp.apply(x, self.weight, None, self.main_grad)
         y = scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        # once, behind the sum: every rank has the whole bias
+        return y + self.bias
+
+
+@dataclass(frozen=True)
+class VocabRows:
+    """The rows of a table over the vocabulary that one rank holds."""
+
+    first: int
+    """The token of the first one."""
+    count: int
+    """With those of padding."""
 
 
 class VocabParallelEmbedding(Embedding):
     """An Embedding whose rows are split; rows of other ranks count zero and the results are summed."""
 
-    group: dist.ProcessGroup
-    sequence: bool
-    first: int
+    def __init__(self, whole: Embedding, *, rows: VocabRows, group: dist.ProcessGroup, sequence: bool):
+        """`whole`: the embedding on one device that this is a rank's part of."""
+        d = whole.weight.shape[1]
+        super().__init__(whole.vocab_size, d, pad_to=whole.pad_to, scale=whole.scale)
+        self.weight = nn.Parameter(torch.empty(rows.count, d))
+        self.first = rows.first
+        self.group = group
+        self.sequence = sequence
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         local = tokens_BT - self.first
         here = (local >= 0) & (local < self.weight.shape[0])
-        partial = F.embedding(torch.where(here, local, 0), self.weight) * here[..., None]
+        partial = self.scaled(F.embedding(torch.where(here, local, 0), self.weight) * here[..., None])
         return scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
 
 
 class VocabParallelHead(OutputHead):
     """An output head whose rows are split: logits stay split, the loss sums over ranks what it needs."""
 
-    group: dist.ProcessGroup
-    sequence: bool
-    first: int
+    def __init__(self, whole: OutputHead, *, rows: VocabRows, group: dist.ProcessGroup, sequence: bool):
+        """`whole`: the head on one device that this is a rank's part of."""
+        d = whole.weight.shape[1]
+        super().__init__(whole.vocab_size, d, whole.kernel, pad_to=whole.pad_to)
+        self.weight = nn.Parameter(torch.empty(rows.count, d))
+        self.first = rows.first
+        self.group = group
+        self.sequence = sequence
 
     @property
     def shard(self) -> VocabShard:
@@ -129,12 +179,9 @@ class VocabParallelHead(OutputHead):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         local = self.gather(x_BTD) @ self.weight.t()
+        # the functional gather joins on the sequence's dimension: the vocabulary takes its place for once
         whole_BTV = wait_sequence(gather_sequence(local.transpose(1, 2), self.group)).transpose(1, 2)
         return whole_BTV[..., : self.vocab_size]
-
-
-_TWINS = {"columns": ColumnParallelLinear, "rows": RowParallelLinear}
-_VOCAB_TWINS = {Embedding: VocabParallelEmbedding, OutputHead: VocabParallelHead}
 
 
 @dataclass(frozen=True)
@@ -147,6 +194,18 @@ class GradientSum:
     group: dist.ProcessGroup
 
 
+@dataclass(frozen=True)
+class _ExpertGrid:
+    """Which experts of a GroupedLinear lie on this rank, and which part of each expert's matrix."""
+
+    etp: int
+    etp_index: int
+    count: int
+    """Experts of this rank."""
+    first: int
+    """The number of its first one."""
+
+
 @dataclass
 class TensorParallel:
     """The strategy. `split_model` fills `layouts`, one for each parameter, by global name."""
@@ -157,8 +216,11 @@ class TensorParallel:
     """Reduce a layer's input gradient, and gather its input again, beside its other gradient."""
     layouts: dict[str, Layout] = field(default_factory=dict)
     sums: list[GradientSum] = field(default_factory=list)
-    experts: set[str] = field(default_factory=set)
-    """Parameters whose copies lie along the expert grid's edp."""
+    _modules: dict[str, nn.Module] = field(default_factory=dict, init=False)
+    """The model's, by name, as they were before the split; while it lasts."""
+    _local: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict, init=False)
+    """This rank's part of each whole parameter that was cut: one for all modules that share it, so that what is tied
+    stays tied. While the split lasts."""
 
     def __post_init__(self) -> None:
         self.sequence_parallel = self.sequence_parallel and self.mesh.size("tp") > 1
@@ -168,44 +230,66 @@ class TensorParallel:
 
         Refuses a row that matches nothing, a module named twice and a parameter that no row covers.
         """
-        covered: dict[str, Row] = {}
-        modules = dict(model.named_modules())
-        for row in rows:
-            pattern = re.compile(re.escape(row.pattern).replace(r"\*", r"[^.]+"))
-            names = [name for name in modules if pattern.fullmatch(name)]
-            assert names, f"placement row {row.pattern!r} matches no module"
-            for name in names:
-                assert name not in covered, f"{name} is named by {covered[name].pattern!r} and {row.pattern!r}"
-                covered[name] = row
-        parameters = dict(model.named_parameters())
-        for name in parameters:
-            assert name.rpartition(".")[0] in covered, f"no placement row covers the parameter {name}"
-        for name, row in covered.items():
-            self._split(name, modules[name], row)
+        self._modules = dict(model.named_modules())
+        row_of = self._rows_by_module(rows)
+        names = [name for name, _ in model.named_parameters()]
+        for name in names:
+            assert name.rpartition(".")[0] in row_of, f"no placement row covers the parameter {name}"
+        self._check_positions(row_of)
+        for name, row in row_of.items():
+            self._split(name, self._modules[name], row)
         if self.mesh.size("tp") > 1:
-            self._split_attention(model)
-        self.layouts = {name: self.layouts[name] for name in parameters}
-        self.sums = [s for s in self.sums if s.name in parameters]
+            self._number_heads(model)
+        # rows speak of biases that a model may not have, and of tied weights under both of their names
+        self.layouts = {name: self.layouts[name] for name in names}
+        self.sums = [one for one in self.sums if one.name in self.layouts]
+        self._modules = {}
+        self._local = {}
 
     def finish_grads(self, gradients: Mapping[str, Tensor], rows: Callable[[str], slice]) -> None:
         """Adds up the gradients that ranks hold in part: tokens were split, or a key/value head is held twice.
 
         `rows(name)`: the rows of the parameter that `gradients[name]` holds, the same on all ranks of a group.
         """
-        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        parts_of: dict[dist.ProcessGroup, list[Tensor]] = {}
         for one in self.sums:
             if one.name not in gradients:
                 continue
             held = rows(one.name)
-            first, last = (held.start, held.stop) if one.rows is None else (one.rows.start, one.rows.stop)
-            part = slice(max(first, held.start) - held.start, min(last, held.stop) - held.start)
-            if part.start < part.stop:
-                by_group.setdefault(one.group, []).append(gradients[one.name][part])
-        for group, parts in by_group.items():
-            flat = torch.cat([p.reshape(-1) for p in parts])
+            wanted = held if one.rows is None else one.rows
+            # of the wanted rows those that lie here, counted from the first one that does
+            first = max(wanted.start, held.start) - held.start
+            last = min(wanted.stop, held.stop) - held.start
+            if first < last:
+                parts_of.setdefault(one.group, []).append(gradients[one.name][first:last])
+        for group, parts in parts_of.items():
+            # many small gradients: one message
+            flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat, group=group)
-            for part, summed in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+            sizes = [part.numel() for part in parts]
+            for part, summed in zip(parts, flat.split(sizes), strict=True):
                 part.copy_(summed.view_as(part))
+
+    def _rows_by_module(self, rows: tuple[Row, ...]) -> dict[str, Row]:
+        """The row of each module that one names."""
+        row_of: dict[str, Row] = {}
+        for row in rows:
+            pattern = re.compile(re.escape(row.pattern).replace(r"\*", r"[^.]+"))
+            names = [name for name in self._modules if pattern.fullmatch(name)]
+            assert names, f"placement row {row.pattern!r} matches no module"
+            for name in names:
+                assert name not in row_of, f"{name} is named by {row_of[name].pattern!r} and {row.pattern!r}"
+                row_of[name] = row
+        return row_of
+
+    def _check_positions(self, row_of: Mapping[str, Row]) -> None:
+        """Every module that asks for the places of its tokens is told which of them are here: one that was passed over
+        would take the first ranks' places for its own, without a word."""
+        for name, module in self._modules.items():
+            if isinstance(module, ByPosition):
+                kind = row_of[name].kind if name in row_of else None
+                text = f"{name} ({type(module).__name__}) acts by its tokens' places"
+                assert kind == "sequence", f"{text}, which needs a placement row sequence, found {kind}"
 
     def _split(self, name: str, module: nn.Module, row: Row) -> None:
         split = {
@@ -220,65 +304,100 @@ class TensorParallel:
         split[row.kind](name, module, row)
 
     def _columns(self, name: str, module: Linear, row: Row) -> None:
-        tp, rank = self.mesh.size("tp"), self.mesh.index("tp")
-        total, global_first, local_first, pieces, local_parts = sum(module.parts), 0, 0, [], []
+        tp = self.mesh.size("tp")
+        rank = self.mesh.index("tp")
+        weight = f"{name}.weight"
+        bias = f"{name}.bias"
+        weight_pieces: list[Piece] = []
+        bias_pieces: list[Piece] = []
+        local_parts: list[int] = []
+        global_first = 0
         for part, heads in zip(module.parts, row.heads_per_part or (None,) * len(module.parts), strict=True):
-            fits = heads is None or heads % tp == 0
-            assert fits or tp % heads == 0, f"{name}: {part} outputs ({heads} heads) don't split over tp={tp}"
-            copies = 1 if fits else tp // heads
+            copies = self._copies(name, part, heads)
             share = part * copies // tp
-            assert share * tp == part * copies, f"{name}: {part} outputs ({heads} heads) don't split over tp={tp}"
-            pieces.append((global_first + rank // copies * share, local_first, share, rank % copies, copies))
+            # outputs of the whole layer, and rows of this rank's weight, that the share begins with
+            start = global_first + rank // copies * share
+            local_first = sum(local_parts)
+            replica = rank % copies
+            weight_pieces.append(Piece((start, 0), (local_first, 0), (share, module.n_in), replica, copies))
+            bias_pieces.append(Piece((start,), (local_first,), (share,), replica, copies))
             if copies > 1:
                 held = slice(local_first, local_first + share)
                 group = self.mesh.neighbours("tp", copies)
-                self.sums += [GradientSum(f"{name}.{p}", held, group) for p in ("weight", "bias")]
+                self.sums += [GradientSum(weight, held, group), GradientSum(bias, held, group)]
             local_parts.append(share)
-            global_first, local_first = global_first + part, local_first + share
-        n_in = module.n_in
-        self.layouts[f"{name}.weight"] = Layout(
-            f"{name}.weight",
-            (total, n_in),
-            (local_first, n_in),
-            tuple(Piece((g, 0), (at, 0), (n, n_in), *copy) for g, at, n, *copy in pieces),
-        )
-        self.layouts[f"{name}.bias"] = Layout(
-            f"{name}.bias",
-            (total,),
-            (local_first,),
-            tuple(Piece((g,), (at,), (n,), *copy) for g, at, n, *copy in pieces),
-        )
+            global_first += part
+        n_out = sum(module.parts)
+        n_here = sum(local_parts)
+        self.layouts[weight] = Layout(weight, (n_out, module.n_in), (n_here, module.n_in), tuple(weight_pieces))
+        self.layouts[bias] = Layout(bias, (n_out,), (n_here,), tuple(bias_pieces))
         if tp > 1:
-            module.parts = tuple(local_parts)
-            self._become(module, ColumnParallelLinear, name)
+            with _META:
+                twin = ColumnParallelLinear(
+                    module.n_in,
+                    *local_parts,
+                    bias=module.bias is not None,
+                    residual=module.residual,
+                    group=self.mesh.group("tp"),
+                    sequence=self.sequence_parallel,
+                    overlap=self.overlap,
+                )
+            self._put(name, module, twin)
+
+    def _copies(self, name: str, part: int, heads: int | None) -> int:
+        """Ranks that hold the same outputs of a part: more than one where there are fewer heads than ranks."""
+        tp = self.mesh.size("tp")
+        fits = heads is None or heads % tp == 0
+        refusal = f"{name}: {part} outputs ({heads} heads) don't split over tp={tp}"
+        assert fits or tp % heads == 0, refusal
+        copies = 1 if fits else tp // heads
+        assert part * copies % tp == 0, refusal
+        return copies
 
     def _rows(self, name: str, module: Linear, row: Row) -> None:
-        tp, rank = self.mesh.size("tp"), self.mesh.index("tp")
-        n_out, share = sum(module.parts), module.n_in // tp
+        tp = self.mesh.size("tp")
+        rank = self.mesh.index("tp")
+        n_out = sum(module.parts)
+        share = module.n_in // tp
         assert share * tp == module.n_in, f"{name}: {module.n_in} inputs don't split over tp={tp}"
         piece = Piece((0, rank * share), (0, 0), (n_out, share))
         self.layouts[f"{name}.weight"] = Layout(f"{name}.weight", (n_out, module.n_in), (n_out, share), (piece,))
-        self._replicated(f"{name}.bias", (n_out,))
+        self._replicated(f"{name}.bias", (n_out,), in_part=self.sequence_parallel)
         if tp > 1:
-            module.n_in = share
-            self._become(module, RowParallelLinear, name)
+            with _META:
+                twin = RowParallelLinear(
+                    share,
+                    *module.parts,
+                    bias=module.bias is not None,
+                    residual=module.residual,
+                    group=self.mesh.group("tp"),
+                    sequence=self.sequence_parallel,
+                )
+            self._put(name, module, twin)
 
     def _vocab(self, name: str, module: Embedding | OutputHead, row: Row) -> None:
         tp, rank = self.mesh.size("tp"), self.mesh.index("tp")
         d = module.weight.shape[1]
-        share = padded(module.vocab_size, module.pad_to * tp) // tp
-        first = rank * share
-        valid = min(max(module.vocab_size - first, 0), share)
+        # every rank has as many rows, so the table is padded to a multiple of all of them
+        count = padded(module.vocab_size, module.pad_to * tp) // tp
+        first = rank * count
+        valid = min(max(module.vocab_size - first, 0), count)
         pieces = (Piece((first, 0), (0, 0), (valid, d)),) if valid else ()
-        self.layouts[f"{name}.weight"] = Layout(f"{name}.weight", (module.vocab_size, d), (share, d), pieces)
+        self.layouts[f"{name}.weight"] = Layout(f"{name}.weight", (module.vocab_size, d), (count, d), pieces)
         if tp > 1:
-            module.first = first
-            self._become(module, _VOCAB_TWINS[type(module)], name)
+            self._put(name, module, self._vocab_twin(module, VocabRows(first, count)))
+
+    def _vocab_twin(
+        self, module: Embedding | OutputHead, rows: VocabRows
+    ) -> VocabParallelEmbedding | VocabParallelHead:
+        twin = VocabParallelEmbedding if isinstance(module, Embedding) else VocabParallelHead
+        with _META:
+            return twin(module, rows=rows, group=self.mesh.group("tp"), sequence=self.sequence_parallel)
 
     def _sequence(self, name: str, module: nn.Module, row: Row) -> None:
         for key, parameter in module.named_parameters(recurse=False):
-            self._replicated(f"{name}.{key}", tuple(parameter.shape))
-        if self.sequence_parallel and hasattr(module, "part"):
+            self._replicated(f"{name}.{key}", tuple(parameter.shape), in_part=self.sequence_parallel)
+        if self.sequence_parallel and isinstance(module, ByPosition):
             module.part = (self.mesh.index("tp"), self.mesh.size("tp"))
 
     def _heads(self, name: str, module: nn.Module, row: Row) -> None:
@@ -286,67 +405,84 @@ class TensorParallel:
             self._replicated(f"{name}.{key}", tuple(parameter.shape), in_part=self.mesh.size("tp") > 1)
 
     def _expert_columns(self, name: str, module: GroupedLinear, row: Row) -> None:
-        etp, rank, E, first = self._expert_place(name, module)
-        parts, n_in = module.parts[: len(module.parts) // module.n_experts], module.n_in
-        pieces, local_first = [], 0
-        for expert in range(first, first + E):
+        grid = self._expert_grid(name, module)
+        # of one expert
+        parts = module.parts[: len(module.parts) // module.n_experts]
+        n_in = module.n_in
+        pieces: list[Piece] = []
+        local_first = 0
+        for expert in range(grid.first, grid.first + grid.count):
             global_first = expert * sum(parts)
             for part in parts:
-                share = part // etp
-                assert share * etp == part, f"{name}: {part} outputs of an expert don't split over etp={etp}"
-                pieces.append(Piece((global_first + rank * share, 0), (local_first, 0), (share, n_in)))
-                global_first, local_first = global_first + part, local_first + share
-        total = sum(module.parts)
-        if etp == 1:
-            pieces = [Piece((first * sum(parts), 0), (0, 0), (local_first, n_in))]
-        module.parts = tuple(part // etp for part in parts) * E
-        self._expert_layout(name, module, Layout(f"{name}.weight", (total, n_in), (local_first, n_in), tuple(pieces)))
+                share = part // grid.etp
+                refusal = f"{name}: {part} outputs of an expert don't split over etp={grid.etp}"
+                assert share * grid.etp == part, refusal
+                start = global_first + grid.etp_index * share
+                pieces.append(Piece((start, 0), (local_first, 0), (share, n_in)))
+                global_first += part
+                local_first += share
+        if grid.etp == 1:
+            # whole experts, one below the other: one rectangle
+            pieces = [Piece((grid.first * sum(parts), 0), (0, 0), (local_first, n_in))]
+        weight = f"{name}.weight"
+        self.layouts[weight] = Layout(weight, (sum(module.parts), n_in), (local_first, n_in), tuple(pieces))
+        module.parts = tuple(part // grid.etp for part in parts) * grid.count
+        module.n_experts = grid.count
+        self._cut(name, module, module)
 
     def _expert_rows(self, name: str, module: GroupedLinear, row: Row) -> None:
-        etp, rank, E, first = self._expert_place(name, module)
-        n_out, share = sum(module.parts) // module.n_experts, module.n_in // etp
-        assert share * etp == module.n_in, f"{name}: {module.n_in} inputs of an expert don't split over etp={etp}"
-        shape = (E * n_out, share)
-        piece = Piece((first * n_out, rank * share), (0, 0), shape)
-        layout = Layout(f"{name}.weight", (sum(module.parts), module.n_in), shape, (piece,))
-        module.parts, module.n_in = module.parts[: len(module.parts) // module.n_experts * E], share
-        self._expert_layout(name, module, layout)
+        grid = self._expert_grid(name, module)
+        n_out = sum(module.parts) // module.n_experts
+        share = module.n_in // grid.etp
+        refusal = f"{name}: {module.n_in} inputs of an expert don't split over etp={grid.etp}"
+        assert share * grid.etp == module.n_in, refusal
+        shape = (grid.count * n_out, share)
+        piece = Piece((grid.first * n_out, grid.etp_index * share), (0, 0), shape)
+        weight = f"{name}.weight"
+        self.layouts[weight] = Layout(weight, (sum(module.parts), module.n_in), shape, (piece,))
+        parts_of_expert = len(module.parts) // module.n_experts
+        module.parts = module.parts[: parts_of_expert * grid.count]
+        module.n_in = share
+        module.n_experts = grid.count
+        self._cut(name, module, module)
 
-    def _expert_place(self, name: str, module: GroupedLinear) -> tuple[int, int, int, int]:
-        """-> etp, this rank's index in it, experts that lie here, the number of the first one"""
-        ep, E = self.mesh.size("ep"), module.n_experts // self.mesh.size("ep")
-        assert E * ep == module.n_experts, f"{name}: {module.n_experts} experts don't split over ep={ep}"
-        return self.mesh.size("etp"), self.mesh.index("etp"), E, self.mesh.index("ep") * E
+    def _expert_grid(self, name: str, module: GroupedLinear) -> _ExpertGrid:
+        ep = self.mesh.size("ep")
+        count = module.n_experts // ep
+        assert count * ep == module.n_experts, f"{name}: {module.n_experts} experts don't split over ep={ep}"
+        first = self.mesh.index("ep") * count
+        return _ExpertGrid(self.mesh.size("etp"), self.mesh.index("etp"), count, first)
 
-    def _expert_layout(self, name: str, module: GroupedLinear, layout: Layout) -> None:
-        self.layouts[layout.name] = layout
-        self.experts.add(layout.name)
-        module.n_experts //= self.mesh.size("ep")
-        self._resize(module, name)
-
-    def _replicated(self, name: str, shape: tuple[int, ...], *, in_part: bool | None = None) -> None:
-        """`in_part`: each rank has a part of the gradient; None: under sequence parallel."""
+    def _replicated(self, name: str, shape: tuple[int, ...], *, in_part: bool) -> None:
+        """Every rank has the whole parameter; with `in_part` a part of its gradient."""
         self.layouts[name] = whole(name, shape, replica=self.mesh.index("tp"), copies=self.mesh.size("tp"))
-        if self.sequence_parallel if in_part is None else in_part:
+        if in_part:
             self.sums.append(GradientSum(name, None, self.mesh.group("tp")))
 
-    def _become(self, module: nn.Module, twin: type[nn.Module], name: str) -> None:
-        """Turns a module into its parallel twin in place: same names, this rank's shapes."""
-        module.__class__ = twin
-        module.group, module.sequence = self.mesh.group("tp"), self.sequence_parallel
-        module.overlap = self.overlap
-        self._resize(module, name)
+    def _put(self, name: str, module: nn.Module, twin: nn.Module) -> None:
+        """Puts a parallel twin into the place of a module, under the same name."""
+        self._cut(name, module, twin)
+        parent, _, key = name.rpartition(".")
+        setattr(self._modules[parent], key, twin)
 
-    def _resize(self, module: nn.Module, name: str) -> None:
-        """Gives a module's parameters this rank's shapes."""
+    def _cut(self, name: str, module: nn.Module, twin: nn.Module) -> None:
+        """Gives the twin, which may be the module itself, this rank's part of each of the module's parameters."""
         for key, parameter in list(module.named_parameters(recurse=False)):
-            local = parameter.new_empty(self.layouts[f"{name}.{key}"].local_shape)
-            if local.shape != parameter.shape:
-                tied = getattr(parameter, "local_twin", None)
-                parameter.local_twin = nn.Parameter(local) if tied is None else tied
-                setattr(module, key, parameter.local_twin)
+            local_shape = self.layouts[f"{name}.{key}"].local_shape
+            if tuple(parameter.shape) == local_shape:
+                setattr(twin, key, parameter)
+                continue
+            if parameter not in self._local:
+                self._local[parameter] = nn.Parameter(parameter.new_empty(local_shape))
+            setattr(twin, key, self._local[parameter])
 
-    def _split_attention(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, Attention) and hasattr(module.core, "first_head"):
-                module.core.first_head = self.mesh.index("tp") * module.wqkv.parts[0] // module.d_head
+    def _number_heads(self, model: nn.Module) -> None:
+        """Tells attention which heads are here: dropout masks go by their numbers in the whole model."""
+        unnumbered = {name for name, module in model.named_modules() if isinstance(module, CausalCore)}
+        for name, module in model.named_modules():
+            if isinstance(module, Attention):
+                text = f"{name}.core is a {type(module.core).__name__}, which can't be told which heads are here"
+                assert isinstance(module.core, CausalCore), f"{text}; derive it from CausalCore"
+                module.core.first_head = self.mesh.index("tp") * module.local_heads
+                unnumbered.discard(f"{name}.core")
+        assert not unnumbered, f"{sorted(unnumbered)} are no Attention's core: nobody counts their heads"

@@ -6,20 +6,26 @@ holds it, and sends every rank the part that it holds: with replicated weights o
 rounds that bound the memory; the parts of the next round travel while a round's matrices are changed.
 """
 
-# R ranks of the group
+# R ranks of the group. A share is what a rank holds of a parameter; a part is the rectangle that a share and a matrix
+# have in common. Matrices of the group are numbered from 0, by n; every rank numbers them alike.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.core.layout import Layout, Piece, layouts_as_json, layouts_of_json
-from megaspec.nn.matrices import Matrix
+from megaspec.nn.model_facts import Matrix
+from megaspec.parallelism.mesh import Mesh
 
 Slices = tuple[slice, ...]
+Corner = tuple[int, int]
+"""Where a part begins in its matrix: row and column. Parts with one corner are copies of each other."""
 # What ranks send takes as long as this many operations an element: 4 bytes there and back at about 100 GB/s, beside
 # matrix products at about 400 TFLOP/s. It only decides who owns what.
 _OPERATIONS_PER_ELEMENT = 16_000
@@ -28,7 +34,7 @@ _ROUND_ELEMENTS = 1 << 27
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """What a rank's share of a parameter and one of its matrices have in common."""
 
     name: str
@@ -42,38 +48,53 @@ class Part:
     def numel(self) -> int:
         return self.shape[0] * self.shape[1]
 
+    @property
+    def corner(self) -> Corner:
+        return self.inside[0].start, self.inside[1].start
+
 
 @dataclass
-class _Whole:
+class _WholeMatrix:
     """A matrix of the group."""
 
     shape: tuple[int, int]
-    held: dict[int, list[Part]]
+    held: dict[int, list[MatrixPart]]
     """By rank, those that hold anything of it."""
     owner: int = 0
 
     @property
+    def elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
     def operations(self) -> float:
-        """Of a Newton-Schulz iteration, times 5."""
+        """Of 5 Newton-Schulz iterations on [small, large].
+
+        In each, x xᵀ and the last product take 2 · small² · large, (x xᵀ)² takes 2 · small³.
+        """
         small, large = sorted(self.shape)
         return 5.0 * (4 * small * small * large + 2 * small**3)
 
-    def sources(self) -> Iterator[tuple[int, Part]]:
+    def sources(self) -> Iterator[tuple[int, MatrixPart]]:
         """One rank for each part of the matrix: the owner, or the nearest to it."""
-        found: dict[tuple[int, int], tuple[int, Part]] = {}
-        for rank in sorted(self.held, key=lambda r: (abs(r - self.owner), r)):
+        found: dict[Corner, tuple[int, MatrixPart]] = {}
+        for rank in sorted(self.held, key=self._distance):
             for part in self.held[rank]:
-                found.setdefault((part.inside[0].start, part.inside[1].start), (rank, part))
+                found.setdefault(part.corner, (rank, part))
         yield from found.values()
+
+    def _distance(self, rank: int) -> tuple[int, int]:
+        """Between a rank and the owner; of two that are equally far the lower rank comes first."""
+        return abs(rank - self.owner), rank
 
 
 @dataclass
 class _Messages:
     """The parts that one rank sends each rank, and gets from each, in the order in which they lie in the buffers."""
 
-    sent: dict[int, list[tuple[int, Part]]] = field(default_factory=lambda: defaultdict(list))
+    sent: dict[int, list[tuple[int, MatrixPart]]] = field(default_factory=lambda: defaultdict(list))
     """Rank -> (number of the matrix, where the part lies here)."""
-    received: dict[int, list[tuple[int, Part]]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[int, list[tuple[int, MatrixPart]]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass
@@ -84,6 +105,24 @@ class _Round:
     """Numbers of the matrices that this rank changes."""
     gather: _Messages
     scatter: _Messages
+
+
+class MatrixUpdates:
+    """The strategy for an optimizer that changes matrices as wholes (Muon), where ranks hold shares of them."""
+
+    def __init__(self, mesh: Mesh, matrices: Mapping[str, Sequence[Matrix]] | None):
+        """`matrices`: the hidden matrices of each parameter; None: the optimizer changes each element alone."""
+        self._mesh = mesh
+        self._matrices = matrices
+
+    def wrap_optimizer(self, make: Callable[..., Any], *, shards: Mapping[str, Layout]) -> Callable[..., Any]:
+        """The maker of an optimizer, which is given the way to whole matrices, too. `shards`: what this rank's
+        optimizer updates. All ranks must call it together."""
+        if self._matrices is None:
+            return make
+        group = self._mesh.group("tp-dp-cp")
+        matrices = WholeMatrices(shards, self._matrices, group=group, device=self._mesh.device)
+        return partial(make, matrices=matrices)
 
 
 class WholeMatrices:
@@ -102,17 +141,21 @@ class WholeMatrices:
         device: torch.device,
         round_elements: int = _ROUND_ELEMENTS,
     ):
-        mine = {name: shards[name] for name in sorted(matrices) if name in shards}
+        layouts = {name: shards[name] for name in sorted(matrices) if name in shards}
         self._group = group
-        self._ranks = 1 if group is None else dist.get_world_size(group)
-        self._rank = 0 if group is None else dist.get_rank(group)
-        everyone = [mine] if group is None else _exchanged(mine, group, device)
-        self._names = frozenset(name for held in everyone for name in held)
-        self._wholes = [
-            whole
-            for name in sorted(self._names)
-            for whole in _wholes(name, matrices[name], [h.get(name) for h in everyone])
-        ]
+        self._ranks = 1
+        self._rank = 0
+        layouts_of_ranks = [layouts]
+        if group is not None:
+            self._ranks = dist.get_world_size(group)
+            self._rank = dist.get_rank(group)
+            layouts_of_ranks = _exchanged(layouts, group, device)
+        # every rank numbers the matrices alike: parameters by name, their matrices in order
+        self._names = frozenset().union(*layouts_of_ranks)
+        self._wholes: list[_WholeMatrix] = []
+        for name in sorted(self._names):
+            layout_of_ranks = [layouts.get(name) for layouts in layouts_of_ranks]
+            self._wholes += _whole_matrices(name, matrices[name], layout_of_ranks)
         share_out(self._wholes, ranks=self._ranks)
         self._rounds = [self._round(numbers) for numbers in _rounds(self._wholes, round_elements)]
 
@@ -137,42 +180,56 @@ class WholeMatrices:
     ) -> None:
         """See Matrices in optim/muon.py. All ranks of the group must call it; the host reads nothing."""
 
-        def start(one: _Round) -> "_Exchange":
-            return self._start(one.gather, lambda _, part: take(part.name, part.local), dtype=dtype, device=device)
+        def start_gather(matrices: _Round) -> "_Exchange":
+            def values_of(_: int, part: MatrixPart) -> Tensor:
+                return take(part.name, part.local)
 
-        coming = start(self._rounds[0]) if self._rounds else None
-        for i, one in enumerate(self._rounds):
-            wholes = {n: torch.empty(self._wholes[n].shape, dtype=dtype, device=device) for n in one.owned}
+            return self._start(matrices.gather, values_of, dtype=dtype, device=device)
+
+        if not self._rounds:
+            return
+        coming = start_gather(self._rounds[0])
+        for i, round_ in enumerate(self._rounds):
+            wholes = {n: torch.empty(self._wholes[n].shape, dtype=dtype, device=device) for n in round_.owned}
             for n, part, values in coming.finish():
                 wholes[n][part.inside].copy_(values)
+            # the parts of the next round travel while the matrices of this one are changed
             if i + 1 < len(self._rounds):
-                coming = start(self._rounds[i + 1])
-            changed = dict(zip(one.owned, change(list(wholes.values())), strict=True))
-            back = self._start(one.scatter, lambda n, part, c=changed: c[n][part.inside], dtype=dtype, device=device)
-            for _, part, values in back.finish():
+                coming = start_gather(self._rounds[i + 1])
+            changed = dict(zip(round_.owned, change(list(wholes.values())), strict=True))
+
+            def changed_part(n: int, part: MatrixPart, changed: dict[int, Tensor] = changed) -> Tensor:
+                return changed[n][part.inside]
+
+            going_back = self._start(round_.scatter, changed_part, dtype=dtype, device=device)
+            for _, part, values in going_back.finish():
                 put(part.name, part.local, values)
 
     def _round(self, numbers: Sequence[int]) -> _Round:
         """This rank's messages for some of the matrices."""
-        one = _Round([n for n in numbers if self._wholes[n].owner == self._rank], _Messages(), _Messages())
+        owned = [n for n in numbers if self._wholes[n].owner == self._rank]
+        gather = _Messages()
+        scatter = _Messages()
         for n in numbers:
             whole = self._wholes[n]
+            is_owner = whole.owner == self._rank
             for source, part in whole.sources():
                 if source == self._rank:
-                    one.gather.sent[whole.owner].append((n, part))
-                if whole.owner == self._rank:
-                    one.gather.received[source].append((n, part))
+                    gather.sent[whole.owner].append((n, part))
+                if is_owner:
+                    gather.received[source].append((n, part))
             for rank, parts in whole.held.items():
-                if whole.owner == self._rank:
-                    one.scatter.sent[rank] += [(n, part) for part in parts]
-                if rank == self._rank:
-                    one.scatter.received[whole.owner] += [(n, part) for part in parts]
-        return one
+                for part in parts:
+                    if is_owner:
+                        scatter.sent[rank].append((n, part))
+                    if rank == self._rank:
+                        scatter.received[whole.owner].append((n, part))
+        return _Round(owned, gather, scatter)
 
     def _start(
         self,
         messages: _Messages,
-        take: Callable[[int, Part], Tensor],
+        take: Callable[[int, MatrixPart], Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -181,21 +238,26 @@ class WholeMatrices:
         kept = [take(n, part).to(dtype) for n, part in messages.sent[self._rank]]
         if self._group is None:
             return _Exchange(messages, self._rank, kept, [], None, None)
-        sizes_in, sizes_out = (
-            [0 if r == self._rank else sum(p.numel for _, p in parts[r]) for r in range(self._ranks)]
-            for parts in (messages.sent, messages.received)
-        )
-        parts = [
-            take(n, part).to(dtype).reshape(-1)
-            for r in range(self._ranks)
-            if r != self._rank
-            for n, part in messages.sent[r]
-        ]
-        outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
-        incoming = torch.empty(sum(sizes_out), dtype=dtype, device=device)
-        work = dist.all_to_all_single(incoming, outgoing, sizes_out, sizes_in, group=self._group, async_op=True)
+        # parts lie in the buffers in the order of ranks, one behind the other
+        flat_parts = [torch.empty(0, dtype=dtype, device=device)]
+        for rank in range(self._ranks):
+            if rank != self._rank:
+                flat_parts += [take(n, part).to(dtype).reshape(-1) for n, part in messages.sent[rank]]
+        outgoing = torch.cat(flat_parts)
+        sizes_sent = self._elements_by_rank(messages.sent)
+        sizes_received = self._elements_by_rank(messages.received)
+        incoming = torch.empty(sum(sizes_received), dtype=dtype, device=device)
+        work = dist.all_to_all_single(incoming, outgoing, sizes_received, sizes_sent, group=self._group, async_op=True)
         # the buffer that is sent must live until it was
-        return _Exchange(messages, self._rank, kept, list(incoming.split(sizes_out)), outgoing, work)
+        return _Exchange(messages, self._rank, kept, list(incoming.split(sizes_received)), outgoing, work)
+
+    def _elements_by_rank(self, parts: Mapping[int, Sequence[tuple[int, MatrixPart]]]) -> list[int]:
+        """What goes over the network to or from each rank: nothing for this one."""
+        sizes = [0] * self._ranks
+        for rank, numbered in parts.items():
+            if rank != self._rank:
+                sizes[rank] = sum(part.numel for _, part in numbered)
+        return sizes
 
 
 @dataclass
@@ -209,97 +271,107 @@ class _Exchange:
     outgoing: Tensor | None
     work: dist.Work | None
 
-    def finish(self) -> Iterator[tuple[int, Part, Tensor]]:
+    def finish(self) -> Iterator[tuple[int, MatrixPart, Tensor]]:
         """(Number of the matrix, where the part lies here, its values) of everything that has come."""
         for (n, part), values in zip(self.messages.received[self.rank], self.kept, strict=True):
             yield n, part, values
         if self.work is not None:
             self.work.wait()
         for rank, buffer in enumerate(self.buffers):
-            if rank != self.rank:
-                parts = self.messages.received[rank]
-                for (n, part), values in zip(parts, buffer.split([p.numel for _, p in parts]), strict=True):
-                    yield n, part, values.view(part.shape)
+            if rank == self.rank:
+                continue
+            parts = self.messages.received[rank]
+            all_values = buffer.split([part.numel for _, part in parts])
+            for (n, part), values in zip(parts, all_values, strict=True):
+                yield n, part, values.view(part.shape)
 
 
-def _wholes(name: str, matrices: Sequence[Matrix], layouts: Sequence[Layout | None]) -> Iterator[_Whole]:
-    """The matrices of one parameter with what each rank holds of them."""
+def _whole_matrices(name: str, matrices: Sequence[Matrix], layouts: Sequence[Layout | None]) -> Iterator[_WholeMatrix]:
+    """The matrices of one parameter with what each rank holds of them. `layouts`: by rank."""
     for matrix in matrices:
-        held: dict[int, list[Part]] = {}
-        areas: dict[tuple[int, int], tuple[int, int]] = {}
+        held: dict[int, list[MatrixPart]] = {}
+        shapes: dict[Corner, tuple[int, int]] = {}
         columns = 0
         for rank, layout in enumerate(layouts):
             if layout is None:
                 continue
             columns = layout.shape[1]
-            parts = [part for piece in layout.pieces if (part := _part(name, piece, matrix)) is not None]
-            if parts:
-                held[rank] = parts
-            for part in parts:
-                corner = (part.inside[0].start, part.inside[1].start)
-                assert areas.setdefault(corner, part.shape) == part.shape, f"{name}: {matrix} is cut in two ways"
+            for piece in layout.pieces:
+                part = _part(name, piece, matrix)
+                if part is None:
+                    continue
+                held.setdefault(rank, []).append(part)
+                shape = shapes.setdefault(part.corner, part.shape)
+                assert shape == part.shape, f"{name}: {matrix} is cut in two ways"
         shape = (matrix.last - matrix.first, columns)
-        covered = sum(rows * width for rows, width in areas.values())
+        covered = sum(rows * width for rows, width in shapes.values())
         assert covered == shape[0] * shape[1], f"{name}: ranks hold {covered} elements of {matrix}, {shape}"
-        yield _Whole(shape, held)
+        yield _WholeMatrix(shape, held)
 
 
-def _part(name: str, piece: Piece, matrix: Matrix) -> Part | None:
+def _part(name: str, piece: Piece, matrix: Matrix) -> MatrixPart | None:
     """The rows of a piece that belong to a matrix."""
-    first, last = max(piece.global_start[0], matrix.first), min(piece.global_slices[0].stop, matrix.last)
+    first = max(piece.global_start[0], matrix.first)
+    last = min(piece.global_slices[0].stop, matrix.last)
     if first >= last or not piece.shape[1]:
         return None
     begin = piece.local_start[0] + first - piece.global_start[0]
-    return Part(
+    return MatrixPart(
         name,
-        (slice(begin, begin + last - first), piece.local_slices[1]),
-        (slice(first - matrix.first, last - matrix.first), piece.global_slices[1]),
-        (last - first, piece.shape[1]),
+        local=(slice(begin, begin + last - first), piece.local_slices[1]),
+        inside=(slice(first - matrix.first, last - matrix.first), piece.global_slices[1]),
+        shape=(last - first, piece.shape[1]),
     )
 
 
-def share_out(wholes: Sequence[_Whole], *, ranks: int) -> None:
+def share_out(wholes: Sequence[_WholeMatrix], *, ranks: int) -> None:
     """Gives every matrix an owner: the largest first, each to the rank that is done with it soonest.
 
     Longest processing time first (Graham 1969), counting the arithmetic and what has to travel to the owner and back.
     """
-    load = [0.0] * ranks
-    for whole in sorted(wholes, key=lambda one: -one.operations):
-        elements = whole.shape[0] * whole.shape[1]
-        cost = [whole.operations + _OPERATIONS_PER_ELEMENT * elements] * ranks
+    load = [0.0] * ranks  # operations that each rank has been given
+    for whole in sorted(wholes, key=lambda matrix: -matrix.operations):
+        # in operations, by owner; what the owner holds itself does not travel
+        cost = [whole.operations + _OPERATIONS_PER_ELEMENT * whole.elements] * ranks
         for rank, parts in whole.held.items():
-            cost[rank] -= _OPERATIONS_PER_ELEMENT * sum(part.numel for part in parts)
-        whole.owner = min(range(ranks), key=lambda rank: (load[rank] + cost[rank], rank))
-        load[whole.owner] += cost[whole.owner]
+            elements_held = sum(part.numel for part in parts)
+            cost[rank] -= _OPERATIONS_PER_ELEMENT * elements_held
+        done = [load[rank] + cost[rank] for rank in range(ranks)]
+        whole.owner = done.index(min(done))
+        load[whole.owner] = done[whole.owner]
 
 
-def _rounds(wholes: Sequence[_Whole], elements: int) -> list[list[int]]:
+def _rounds(wholes: Sequence[_WholeMatrix], elements: int) -> list[list[int]]:
     """Numbers of the matrices of each round, so that no owner has more than `elements` in hand or one matrix."""
     owned: dict[int, list[int]] = defaultdict(list)
     for n, whole in enumerate(wholes):
         owned[whole.owner].append(n)
     rounds: dict[int, list[int]] = defaultdict(list)
     for numbers in owned.values():
-        number, size = 0, 0
+        round_number = 0
+        elements_in_hand = 0
         for n in numbers:
-            here = wholes[n].shape[0] * wholes[n].shape[1]
-            if size and size + here > elements:
-                number, size = number + 1, 0
-            rounds[number].append(n)
-            size += here
+            if elements_in_hand and elements_in_hand + wholes[n].elements > elements:
+                round_number += 1
+                elements_in_hand = 0
+            rounds[round_number].append(n)
+            elements_in_hand += wholes[n].elements
     return [sorted(rounds[i]) for i in range(len(rounds))]
 
 
 def _exchanged(mine: Mapping[str, Layout], group: dist.ProcessGroup, device: torch.device) -> list[dict[str, Layout]]:
-    """Every rank's layouts."""
+    """Every rank's layouts, by parameter. Their texts differ in length: the lengths go first, then padded texts."""
     text = layouts_as_json(mine.values())
     length = torch.tensor([len(text)], device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
-    counts = [int(n.item()) for n in lengths]
+    counts = torch.cat(lengths).tolist()
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
-    texts = [bytes(one[:count].cpu().numpy()) for one, count in zip(received, counts, strict=True)]
-    return [{layout.name: layout for layout in layouts_of_json(text)} for text in texts]
+    found: list[dict[str, Layout]] = []
+    for padded_text, count in zip(received, counts, strict=True):
+        layouts = layouts_of_json(bytes(padded_text[:count].cpu().numpy()))
+        found.append({layout.name: layout for layout in layouts})
+    return found

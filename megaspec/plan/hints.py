@@ -1,15 +1,16 @@
 """What a layout or a model costs that somebody who asked for it may not know, with the way out."""
 
 from collections.abc import Iterator
+from math import inf
 
 from megaspec.core.frozen import Frozen
 from megaspec.core.problems import show
 from megaspec.core.units import bytes_in_words, seconds_in_words
-from megaspec.estimate.ceilings import Ceilings
-from megaspec.estimate.communication import topology_of
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import exposed_collectives, step_time
+from megaspec.estimate.throughput import MeasuredThroughput
+from megaspec.estimate.topology import topology_of
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
 from megaspec.search.changes import within_a_node
@@ -33,11 +34,11 @@ class Hint(Frozen):
     """`path=value` of the first way out; empty where there is no single one."""
 
 
-def hints(spec: Spec, hardware: Hardware, ceilings: Ceilings, *, seconds: float) -> tuple[Hint, ...]:
+def hints(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, *, seconds: float) -> tuple[Hint, ...]:
     """Of a resolved recipe on such GPUs, whose step takes `seconds`."""
     return (
-        *_attention_dropout(spec, hardware, ceilings, seconds),
-        *_wide_tp(spec, hardware, ceilings, seconds),
+        *_attention_dropout(spec, hardware, throughput, seconds),
+        *_wide_tp(spec, hardware, throughput, seconds),
         *_deterministic(spec),
     )
 
@@ -46,39 +47,43 @@ def _deterministic(spec: Spec) -> Iterator[Hint]:
     """The times of a plan are those of the fastest kernels, whose sums come in any order."""
     if not spec.train.deterministic or spec.device != "cuda":
         return
-    least, most = min(DETERMINISTIC), max(DETERMINISTIC)
-    text = (
-        f"train.deterministic=true takes other kernels than these times are of: {least} to {most} times as long a step"
-    )
+    key = "train.deterministic"
+    least = min(DETERMINISTIC)
+    most = max(DETERMINISTIC)
+    text = f"{key}=true takes other kernels than these times are of: {least} to {most} times as long a step"
     text += " a step was measured on one H200; without it a run that goes on has its sums in another order"
-    yield Hint(key="train.deterministic", text=text, overrides=("train.deterministic=false",))
+    yield Hint(key=key, text=text, overrides=(f"{key}=false",))
 
 
-def _attention_dropout(spec: Spec, hardware: Hardware, ceilings: Ceilings, seconds: float) -> Iterator[Hint]:
+def _attention_dropout(
+    spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, seconds: float
+) -> Iterator[Hint]:
     """Only the reference attention drops weights: it writes all of them out."""
-    key, dropout = "model.attention_dropout", spec.model.attention_dropout
+    key = "model.attention.dropout"
+    dropout = spec.model.attention.dropout
     if not dropout or spec.kernels.attention != "reference":
         return
     fused = choose("attention", device="cuda", sm=hardware.sm)
-    without = spec.model_copy(
-        update={
-            "model": spec.model.model_copy(update={"attention_dropout": 0.0}),
-            "kernels": spec.kernels.model_copy(update={"attention": fused}),
-        }
-    )
+    attention = spec.model.attention.model_copy(update={"dropout": 0.0})
+    changes = {
+        "model": spec.model.model_copy(update={"attention": attention}),
+        "kernels": spec.kernels.model_copy(update={"attention": fused}),
+    }
+    without = spec.model_copy(update=changes)
     overrides = [f"{key}=0"]
-    if all(one.key != "kernels.attention" for one in spec.decisions):
+    # a kernel that was set stays set, one that was decided follows the dropout
+    if all(decision.key != "kernels.attention" for decision in spec.decisions):
         overrides.append(f"kernels.attention={fused}")
     text = f"{key}={show(dropout)} takes the reference attention, which keeps every weight of it: {_size(spec)} on the"
-    text += f" fullest rank and {seconds_in_words(seconds)} a step; {_cost(without, hardware, ceilings)} with"
+    text += f" fullest rank and {seconds_in_words(seconds)} a step; {_cost(without, hardware, throughput)} with"
     text += f" {in_words(overrides)}, which trains without it"
-    again = _weights_again(spec)
-    if again is not None:
-        text += f"; {_cost(again, hardware, ceilings)} with {in_words(overrides_of(spec, again))}"
+    recomputing = _with_selective_recompute(spec)
+    if recomputing is not None:
+        text += f"; {_cost(recomputing, hardware, throughput)} with {in_words(overrides_of(spec, recomputing))}"
     yield Hint(key=key, text=text, overrides=tuple(overrides))
 
 
-def _weights_again(spec: Spec) -> Recipe | None:
+def _with_selective_recompute(spec: Spec) -> Recipe | None:
     """With attention computed again in the backward pass instead of kept, where nothing is computed again."""
     if spec.parallelism.recompute.kind != "none":
         return None
@@ -86,40 +91,45 @@ def _weights_again(spec: Spec) -> Recipe | None:
     return spec.model_copy(update={"parallelism": parallelism})
 
 
-def _wide_tp(spec: Spec, hardware: Hardware, ceilings: Ceilings, seconds: float) -> Iterator[Hint]:
+def _wide_tp(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput, seconds: float) -> Iterator[Hint]:
     """Tensor-parallel ranks reduce activations several times a layer, which only links within a node are made for."""
-    key, tp = "parallelism.tp", spec.parallelism.tp
+    key = "parallelism.tp"
+    tp = spec.parallelism.tp
     if tp == 1 or topology_of(spec, hardware).within_node(("tp",)):
         return
-    waits = sum(each for one, each in exposed_collectives(spec, hardware, ceilings) if one.group == "tp")
-    text = f"{key}={tp} reaches across nodes of {hardware.node_size} GPUs: a step waits {seconds_in_words(waits)}"
-    text += f" ({waits / seconds:.0%} of it) for its messages over the network"
-    narrow = _narrower(spec, hardware, ceilings)
+    collectives = exposed_collectives(spec, hardware, throughput)
+    exposed = sum(waited for collective, waited in collectives if collective.group == "tp")
+    text = f"{key}={tp} reaches across nodes of {hardware.node_size} GPUs: a step waits {seconds_in_words(exposed)}"
+    text += f" ({exposed / seconds:.0%} of it) for its messages over the network"
+    narrow = _narrower(spec, hardware, throughput)
     if narrow is None:
         text += "; inside a node nothing fits that keeps the rest as it is: megaspec tune searches"
         yield Hint(key=key, text=text, overrides=())
         return
     overrides = overrides_of(spec, narrow)
-    text += f"; {_cost(narrow, hardware, ceilings)} with {in_words(overrides)}"
+    text += f"; {_cost(narrow, hardware, throughput)} with {in_words(overrides)}"
     yield Hint(key=key, text=text, overrides=overrides)
 
 
-def _narrower(spec: Spec, hardware: Hardware, ceilings: Ceilings) -> Recipe | None:
+def _narrower(spec: Spec, hardware: Hardware, throughput: MeasuredThroughput) -> Recipe | None:
     """The fastest layout that fits with tensor parallel inside a node, and data or pipeline parallel in its place."""
-    already = broken(spec, hardware)
-    found: list[tuple[float, Recipe]] = []
+    already_broken = broken(spec, hardware)
+    fastest = None
+    least_seconds = inf
     for changed in within_a_node(spec, hardware):
-        if broken(changed, hardware) - already:
+        if broken(changed, hardware) - already_broken or fullest_within(changed, hardware.room) is None:
             continue
-        if fullest_within(changed, hardware.room) is not None:
-            found.append((step_time(changed, hardware, ceilings).seconds, changed))
-    return min(found, key=lambda one: one[0])[1] if found else None
+        seconds = step_time(changed, hardware, throughput).seconds
+        if seconds < least_seconds:
+            fastest = changed
+            least_seconds = seconds
+    return fastest
 
 
 def _size(recipe: Recipe) -> str:
     return bytes_in_words(fullest(memory_of(recipe)).total)
 
 
-def _cost(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> str:
+def _cost(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> str:
     """Memory and time, `68.1 GiB and 50.2 s a step`."""
-    return f"{_size(recipe)} and {seconds_in_words(step_time(recipe, hardware, ceilings).seconds)} a step"
+    return f"{_size(recipe)} and {seconds_in_words(step_time(recipe, hardware, throughput).seconds)} a step"

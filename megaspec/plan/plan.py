@@ -1,14 +1,13 @@
 """Everything that is known of a run before it starts: what `megaspec plan` prints, and its JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, coordinates, rank_of
 from megaspec.core.frozen import Frozen
 from megaspec.estimate.batch_sizes import BatchPlan, batch_plan
-from megaspec.estimate.ceilings import Ceilings
-from megaspec.estimate.communication import Topology, collectives_of, topology_of
+from megaspec.estimate.communication import Collective, Topology, collectives_of, topology_of
 from megaspec.estimate.flops import flops_per_token
 from megaspec.estimate.formula import dense_equation, expert_equation
 from megaspec.estimate.hardware import HARDWARE, Hardware
@@ -18,7 +17,8 @@ from megaspec.estimate.parameters import count_parameters, rank_parameters
 from megaspec.estimate.schedule import bubble_formula, chart, shape_of
 from megaspec.estimate.step_time import StepTime, exposed_collectives, step_time
 from megaspec.estimate.target import Target
-from megaspec.parallelism.stages import EVENLY, layer_ranges, stages_of
+from megaspec.estimate.throughput import MeasuredThroughput
+from megaspec.parallelism.stages import EVENLY, Chunk, layer_ranges, stages_of
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
 from megaspec.rules.unbuilt import unbuilt_problems
@@ -29,6 +29,8 @@ from megaspec.spec import Decision, Spec
 
 MEMORY_KINDS = tuple(f.name for f in fields(StageMemory))
 DAY = 86_400
+# Of a step's time, that layers divided by time have to save to be told of.
+_WORTH_DIVIDING = 0.02
 
 
 class PlannedMachine(Frozen):
@@ -43,13 +45,13 @@ class PlannedMachine(Frozen):
     """GPUs that NVLink joins."""
     why: str
     """How it was chosen."""
-    ceilings: str
+    throughput: str
     """Where the speeds are from; "" where none are known."""
     measured_on: str
     """The GPU of the hardware table that they were measured on, `name` itself or another one; "" likewise."""
 
 
-class Group(Frozen):
+class RankGroup(Frozen):
     """Ranks that share an axis."""
 
     axis: str
@@ -153,7 +155,7 @@ class Plan(Frozen):
     precision: str
     mesh: dict[str, int]
     equations: tuple[str, str]
-    groups: tuple[Group, ...]
+    groups: tuple[RankGroup, ...]
     sequence_parallel: bool
     model: dict[str, Any]
     parameters: dict[str, Any]
@@ -183,12 +185,13 @@ class Plan(Frozen):
     def as_json(self) -> dict[str, Any]:
         """Plain data, the figures of the memory and the speed where programs look for them."""
         content = self.model_dump(mode="json")
-        memory, speed = content["memory"], content["step_time"]
-        content["memory"] = memory["by_kind"] | {k: v for k, v in memory.items() if k != "by_kind"}
+        memory = content["memory"]
+        content["memory"] = memory.pop("by_kind") | memory
         content["memory"]["per_stage"] = [stage["memory"] for stage in content["stages"]]
+        speed = content["step_time"]
         if speed is not None:
-            content |= {key: speed[key] for key in ("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "days")}
-            content["step_time"] = {"seconds": speed["seconds"], "parts": speed["parts"]}
+            for key in ("tokens_per_second", "tokens_per_second_per_gpu", "mfu", "days"):
+                content[key] = speed.pop(key)
         return content
 
 
@@ -197,110 +200,174 @@ def make_plan(
     target: Target,
     *,
     hardware: Hardware | None,
-    ceilings: Ceilings | None,
+    throughput: MeasuredThroughput | None,
     why: str = "this machine",
     weigh_changes: bool = False,
 ) -> Plan:
-    """From a resolved recipe. Without hardware or ceilings: everything but times. `weigh_changes`: look for the one
+    """From a resolved recipe. Without hardware or throughput: everything but times. `weigh_changes`: look for the one
     change that would save most, for up to half a second."""
-    own, model, seq_len = spec.parallelism, spec.model, spec.data.seq_len
-    sizes = own.degrees
+    model = spec.model
+    parallelism = spec.parallelism
+    seq_len = spec.data.seq_len
+    degrees = parallelism.degrees
     topology = topology_of(spec, hardware)
-    count, batch = count_parameters(model), batch_plan(spec.train, own, seq_len=seq_len)
-    flops = {name: flops_per_token(model, seq_len=seq_len, convention=name, tp=own.tp) for name in ("causal", "full")}
+    batch = batch_plan(spec.train, parallelism, seq_len=seq_len)
+    flops = {}
+    for convention in ("causal", "full"):
+        flops[convention] = flops_per_token(model, seq_len=seq_len, convention=convention, tp=parallelism.tp)
     memory = memory_of(spec, device=spec.device)
-    time = change = None
-    told: tuple[Hint, ...] = ()
-    if hardware is not None and ceilings is not None and spec.device == "cuda":
-        time = step_time(spec, hardware, ceilings)
-        told = hints(spec, hardware, ceilings, seconds=time.seconds)
+    capacity = 0
+    if spec.device == "cuda":
+        capacity = target.gpu_memory
+    # what needs speeds
+    time = None
+    speed = None
+    change = None
+    costs: tuple[Hint, ...] = ()
+    if hardware is not None and throughput is not None and spec.device == "cuda":
+        time = step_time(spec, hardware, throughput)
+        speed = _speed(time, batch=batch)
+        costs = hints(spec, hardware, throughput, seconds=time.seconds)
         if weigh_changes:
-            change = best_change(spec, hardware, ceilings, seconds=time.seconds)
+            change = best_change(spec, hardware, throughput, seconds=time.seconds)
     stages = _stages(spec, memory)
     return Plan(
         name=spec.name,
         run_dir=spec.run_dir,
         about={"purpose": spec.about.purpose, "source": spec.about.source, "hardware": spec.about.hardware},
-        hardware=_machine(target, topology, hardware=hardware, ceilings=ceilings, why=why),
+        hardware=_machine(target, topology, hardware=hardware, throughput=throughput, why=why),
         device=spec.device,
         precision=spec.precision.kind,
-        mesh={"world": spec.world_size, **sizes, "ep": own.ep, "etp": own.etp, "edp": topology.expert["edp"]},
-        equations=(dense_equation(sizes), expert_equation(sizes, ep=own.ep, etp=own.etp)),
-        groups=groups_of(topology),
-        sequence_parallel=own.sequence_parallel,
-        model=model.model_dump(mode="json"),
-        parameters={
-            "total": count.total,
-            "active": count.active,
-            "per_stage": [stage.parameters for stage in stages],
-            "by_kind": {f.name: getattr(count, f.name) for f in fields(count) if f.name != "active_experts"},
+        mesh={
+            "world": spec.world_size,
+            **degrees,
+            "ep": parallelism.ep,
+            "etp": parallelism.etp,
+            "edp": topology.expert["edp"],
         },
+        equations=(dense_equation(degrees), expert_equation(degrees, ep=parallelism.ep, etp=parallelism.etp)),
+        groups=groups_of(topology),
+        sequence_parallel=parallelism.sequence_parallel,
+        model=model.model_dump(mode="json"),
+        parameters=_parameters(spec, stages),
         stages=stages,
-        batch={f.name: getattr(batch, f.name) for f in fields(batch)} | {"steps": spec.train.steps, "seq_len": seq_len},
+        batch=_batch(spec, batch),
         segments=len(spec.segments),
-        memory=fit_of(spec, memory, hardware=hardware, capacity=target.gpu_memory if spec.device == "cuda" else 0),
+        memory=fit_of(spec, memory, hardware=hardware, capacity=capacity),
         source_fit=_source_fit(spec, memory, hardware),
         flops_per_token=flops,
         flops=flops["causal"] * batch.tokens,
-        communication=_messages(spec, hardware, ceilings),
-        bubble=_waiting(spec, time, hardware=hardware, ceilings=ceilings),
-        step_time=_speed(time, batch=batch) if time else None,
+        communication=_messages(spec, hardware, throughput),
+        bubble=_waiting(spec, time, hardware=hardware, throughput=throughput),
+        step_time=speed,
         change=change,
-        hints=told,
+        hints=costs,
         resume=promise(spec),
-        unbuilt=tuple(p.key for p in unbuilt_problems(spec)),
+        unbuilt=tuple(problem.key for problem in unbuilt_problems(spec)),
         decisions=spec.decisions,
     )
 
 
-def groups_of(topology: Topology) -> tuple[Group, ...]:
+def _parameters(spec: Spec, stages: Sequence[StageShare]) -> dict[str, Any]:
+    """Of the whole model, of each stage's ranks, and of the whole by kind."""
+    count = count_parameters(spec.model)
+    by_kind = {}
+    for kind in fields(count):
+        # counted among the experts already
+        if kind.name != "active_experts":
+            by_kind[kind.name] = getattr(count, kind.name)
+    return {
+        "total": count.total,
+        "active": count.active,
+        "per_stage": [stage.parameters for stage in stages],
+        "by_kind": by_kind,
+    }
+
+
+def _batch(spec: Spec, batch: BatchPlan) -> dict[str, Any]:
+    """The batch plan's fields, and what the run's length is made of."""
+    content = {figure.name: getattr(batch, figure.name) for figure in fields(batch)}
+    content["steps"] = spec.train.steps
+    content["seq_len"] = spec.data.seq_len
+    return content
+
+
+def groups_of(topology: Topology) -> tuple[RankGroup, ...]:
     """The groups of every axis of more than one rank; edp only where it is another than dp."""
-    found = []
-    for axes, sizes, wanted in (
-        (DENSE_AXES, topology.dense, (("tp",), ("cp",), ("dp_shard",), ("dp_replicate",), ("pp",))),
-        (EXPERT_AXES, topology.expert, (("etp",), ("ep",), ("edp",))),
-    ):
-        if axes is EXPERT_AXES and sizes["ep"] * sizes["etp"] == 1:
-            continue
-        for (axis,) in wanted:
-            size = sizes[axis]
-            if size > 1:
-                stride = rank_of({axis: 1}, sizes, axes)
-                first = tuple(range(0, size * stride, stride))
-                within = topology.within_node((axis,))
-                one = Group(
-                    axis=axis, size=size, count=topology.world // size, stride=stride, first=first, within_node=within
-                )
-                found.append(one)
+    found = [
+        _group(axis, topology, topology.dense, DENSE_AXES)
+        for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+        if topology.dense[axis] > 1
+    ]
+    if topology.expert["ep"] * topology.expert["etp"] > 1:
+        found += [
+            _group(axis, topology, topology.expert, EXPERT_AXES)
+            for axis in ("etp", "ep", "edp")
+            if topology.expert[axis] > 1
+        ]
     return tuple(found)
 
 
+def _group(axis: str, topology: Topology, sizes: Mapping[str, int], axes: Sequence[str]) -> RankGroup:
+    """The groups of one axis of a mesh of `axes`, which are of `sizes`."""
+    size = sizes[axis]
+    stride = rank_of({axis: 1}, sizes, axes)
+    return RankGroup(
+        axis=axis,
+        size=size,
+        count=topology.world // size,
+        stride=stride,
+        first=tuple(range(0, size * stride, stride)),
+        within_node=topology.within_node((axis,)),
+    )
+
+
 def _machine(
-    target: Target, topology: Topology, *, hardware: Hardware | None, ceilings: Ceilings | None, why: str
+    target: Target, topology: Topology, *, hardware: Hardware | None, throughput: MeasuredThroughput | None, why: str
 ) -> PlannedMachine:
-    on_gpu = target.device == "cuda"
+    if target.device != "cuda":
+        return PlannedMachine(
+            name="cpu", gpus=0, gpu_memory=0, node_size=topology.node, why=why, throughput="", measured_on=""
+        )
+    name = target.gpu or "GPU"
+    if hardware is not None:
+        name = hardware.name
+    source = ""
+    measured_on = ""
+    if throughput is not None:
+        source = throughput.source
+        measured_on = throughput.table.hardware
     return PlannedMachine(
-        name=hardware.name if hardware and on_gpu else (target.gpu or "GPU") if on_gpu else "cpu",
-        gpus=target.gpus if on_gpu else 0,
-        gpu_memory=target.gpu_memory if on_gpu else 0,
+        name=name,
+        gpus=target.gpus,
+        gpu_memory=target.gpu_memory,
         node_size=topology.node,
         why=why,
-        ceilings=ceilings.source if ceilings and on_gpu else "",
-        measured_on=ceilings.table.hardware if ceilings and on_gpu else "",
+        throughput=source,
+        measured_on=measured_on,
     )
 
 
 def _stages(spec: Spec, memory: Sequence[StageMemory]) -> tuple[StageShare, ...]:
     found = []
     for rank, chunks in enumerate(stages_of(spec.model.n_layers, spec.parallelism)):
-        words = [
-            ", ".join(("embedding",) * chunk.embedding + (layer_ranges(chunk.layers),) + ("head",) * chunk.head)
-            for chunk in chunks
-        ]
-        held = memory_by_kind(memory[rank])
-        parameters = rank_parameters(spec, rank).total
-        found.append(StageShare(layers=tuple(words), parameters=parameters, memory=held))
+        share = StageShare(
+            layers=tuple(_chunk_in_words(chunk) for chunk in chunks),
+            parameters=rank_parameters(spec, rank).total,
+            memory=memory_by_kind(memory[rank]),
+        )
+        found.append(share)
     return tuple(found)
+
+
+def _chunk_in_words(chunk: Chunk) -> str:
+    """`embedding, 0-7`"""
+    words = [layer_ranges(chunk.layers)]
+    if chunk.embedding:
+        words.insert(0, "embedding")
+    if chunk.head:
+        words.append("head")
+    return ", ".join(words)
 
 
 def memory_by_kind(stage: StageMemory) -> dict[str, int]:
@@ -313,70 +380,90 @@ def fit_of(spec: Spec, memory: Sequence[StageMemory], *, hardware: Hardware | No
     most = fullest(memory)
     by_kind = memory_by_kind(most)
     total = by_kind.pop("total")
+    fits = None
+    ways: list[Remedy] = []
+    if capacity > 0:
+        fits = total <= capacity
+        if not fits and hardware is not None:
+            ways = remedies(spec, hardware)
     return Fit(
         by_kind=by_kind,
         total=total,
         capacity=capacity,
-        fits=total <= capacity if capacity else None,
+        fits=fits,
         rank=list(memory).index(most),
         fits_on=tuple(name for name, one in HARDWARE.items() if total <= one.memory),
-        remedies=tuple(remedies(spec, hardware)) if hardware and total > capacity > 0 else (),
+        remedies=tuple(ways),
     )
 
 
 def _source_fit(spec: Spec, memory: Sequence[StageMemory], hardware: Hardware | None) -> str:
-    named, total = HARDWARE.get(spec.about.hardware or ""), fullest(memory).total
+    named = HARDWARE.get(spec.about.hardware or "")
     if named is None or hardware is None or named.name == hardware.name:
         return ""
-    does = "fits" if total <= named.memory else "does not fit"
-    return f"it {does} {named.name}, which its source names"
+    if fullest(memory).total <= named.memory:
+        return f"it fits {named.name}, which its source names"
+    return f"it does not fit {named.name}, which its source names"
 
 
-def _messages(spec: Spec, hardware: Hardware | None, ceilings: Ceilings | None) -> tuple[Message, ...]:
-    found, waited = [], {}
+def _messages(spec: Spec, hardware: Hardware | None, throughput: MeasuredThroughput | None) -> tuple[Message, ...]:
+    """The collectives of a step, with times where speeds are known."""
     sent = collectives_of(spec, hardware)
-    if hardware is not None and ceilings is not None and spec.device == "cuda":
-        waited = dict(exposed_collectives(spec, hardware, ceilings))
-        sent = tuple(waited)
+    exposed: dict[Collective, float] = {}
+    if hardware is not None and throughput is not None and spec.device == "cuda":
+        # of the rank that takes longest, whose collectives these are
+        exposed = dict(exposed_collectives(spec, hardware, throughput))
+        sent = tuple(exposed)
+    found = []
     for one in sent:
-        seconds = one.times * collective_seconds(one, ceilings) if waited else None
-        found.append(
-            Message(
-                what=one.what,
-                kind=one.kind,
-                group=one.group,
-                ranks=one.ranks,
-                bytes=one.bytes,
-                times=one.times,
-                sent=round(one.sent),
-                link="nvlink" if one.within_node else "network",
-                seconds=seconds,
-                exposed_seconds=waited.get(one),
-            )
+        seconds = None
+        if exposed:
+            seconds = one.times * collective_seconds(one, throughput)
+        link = "network"
+        if one.within_node:
+            link = "nvlink"
+        message = Message(
+            what=one.what,
+            kind=one.kind,
+            group=one.group,
+            ranks=one.ranks,
+            bytes=one.bytes,
+            times=one.times,
+            sent=round(one.sent),
+            link=link,
+            seconds=seconds,
+            exposed_seconds=exposed.get(one),
         )
+        found.append(message)
     return tuple(found)
 
 
 def _waiting(
-    spec: Spec, speed: StepTime | None, *, hardware: Hardware | None, ceilings: Ceilings | None
+    spec: Spec, time: StepTime | None, *, hardware: Hardware | None, throughput: MeasuredThroughput | None
 ) -> Waiting | None:
     shape = shape_of(spec)
     if shape.pp == 1:
         return None
-    text = seconds = None
-    is_said = any(getattr(spec.parallelism.pipeline, name) for name in EVENLY)
-    if speed is not None and hardware is not None and ceilings is not None and not is_said:
-        other = divided_by_time(spec, hardware, ceilings)
-        found = step_time(other, hardware, ceilings).seconds
-        if found <= 0.98 * speed.seconds and fullest(memory_of(other)).total <= hardware.room:
-            text, seconds = other.parallelism.pipeline.layout, found
+    ratio = None
+    if time is not None:
+        ratio = time.bubble
+    layout = None
+    seconds = None
+    is_divided_otherwise = any(getattr(spec.parallelism.pipeline, name) for name in EVENLY)
+    if time is not None and hardware is not None and throughput is not None and not is_divided_otherwise:
+        by_time = divided_by_time(spec, hardware, throughput)
+        seconds_by_time = step_time(by_time, hardware, throughput).seconds
+        is_worth_it = seconds_by_time <= (1 - _WORTH_DIVIDING) * time.seconds
+        if is_worth_it and fullest(memory_of(by_time)).total <= hardware.room:
+            layout = by_time.parallelism.pipeline.layout
+            seconds = seconds_by_time
     return Waiting(
-        layout_by_time=text,
+        layout_by_time=layout,
         seconds_by_time=seconds,
         schedule=shape.schedule,
         micro_batches=shape.micro_batches,
         formula=bubble_formula(shape),
-        ratio=speed.bubble if speed else None,
+        ratio=ratio,
         chart=tuple(chart(shape)),
     )
 
@@ -408,21 +495,30 @@ class RankView(Frozen):
 
 def rank_view(plan: Plan, rank: int) -> RankView:
     """Of a rank below the world size."""
-    dense = {axis: plan.mesh[axis] for axis in DENSE_AXES}
-    expert = {axis: plan.mesh[axis] for axis in EXPERT_AXES}
+    dense_sizes = {axis: plan.mesh[axis] for axis in DENSE_AXES}
+    expert_sizes = {axis: plan.mesh[axis] for axis in EXPERT_AXES}
+    dense = coordinates(rank, dense_sizes)
+    expert = coordinates(rank, expert_sizes, EXPERT_AXES)
     groups = {}
-    for axes, sizes in ((DENSE_AXES, dense), (EXPERT_AXES, expert)):
-        here = coordinates(rank, sizes, axes)
-        for axis in axes:
-            if sizes[axis] > 1 and (axes is DENSE_AXES or axis != "pp"):
-                groups[axis] = tuple(rank_of(here | {axis: i}, sizes, axes) for i in range(sizes[axis]))
-    stage = plan.stages[coordinates(rank, dense)["pp"]]
+    for axis in DENSE_AXES:
+        if dense_sizes[axis] > 1:
+            groups[axis] = _shared_with(axis, dense, dense_sizes, DENSE_AXES)
+    for axis in EXPERT_AXES:
+        # both meshes have the same stages
+        if expert_sizes[axis] > 1 and axis != "pp":
+            groups[axis] = _shared_with(axis, expert, expert_sizes, EXPERT_AXES)
+    stage = plan.stages[dense["pp"]]
     return RankView(
         rank=rank,
-        dense=coordinates(rank, dense),
-        expert=coordinates(rank, expert, EXPERT_AXES),
+        dense=dense,
+        expert=expert,
         groups=groups,
         layers=stage.layers,
         parameters=stage.parameters,
         memory=stage.memory,
     )
+
+
+def _shared_with(axis: str, here: Mapping[str, int], sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+    """The ranks of which all coordinates but one are those of a rank, itself among them."""
+    return tuple(rank_of({**here, axis: number}, sizes, axes) for number in range(sizes[axis]))

@@ -14,10 +14,12 @@ from megaspec.spec import Spec
 def predict(spec: Spec, target: Target) -> Prediction:
     """Speed's yardsticks, the memory of every stage, and what would save most of it."""
     hardware = hardware_of(target)
-    ways = savings(spec, hardware) if hardware is not None else []
+    found = []
+    if hardware is not None:
+        found = savings(spec, hardware)
     return Prediction(
         flops_per_token=flops_per_token(spec.model, seq_len=spec.data.seq_len, tp=spec.parallelism.tp),
         peak_flops=target.peak_flops(spec.precision.kind),
         memory=tuple(asdict(stage) for stage in memory_of(spec)),
-        savings=tuple(Saving(words=one.words, total=one.total) for one in ways),
+        savings=tuple(Saving(words=one.words, total=one.total) for one in found),
     )

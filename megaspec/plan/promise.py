@@ -17,9 +17,15 @@ def promise(spec: Spec) -> str:
 
 def promise_of_change(old: Spec, new: Spec) -> str:
     """Of a run that goes on as `new`."""
-    keys = [change.key for change in differences(old, new)]
-    moved = [key for key in keys if any(key == one or key.startswith(f"{one}.") for one in _ORDERS_SUMS)]
-    if not moved:
+    reordering = [change.key for change in differences(old, new) if _orders_sums(change.key)]
+    if not reordering:
         return promise(new)
-    more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
-    return f"goes on with {_SAME_STATE}: {moved[0]}{more} changed"
+    changed = reordering[0]
+    if len(reordering) > 1:
+        changed += f" and {len(reordering) - 1} more"
+    return f"goes on with {_SAME_STATE}: {changed} changed"
+
+
+def _orders_sums(key: str) -> bool:
+    """Whether a path is one of those, or lies below one."""
+    return any(key == path or key.startswith(f"{path}.") for path in _ORDERS_SUMS)

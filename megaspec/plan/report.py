@@ -2,17 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import in_a_shell, one_of, show
 from megaspec.core.terminal import escape
 from megaspec.core.units import bytes_in_words, seconds_in_words
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import LEFT_FREE, hardware_of
 from megaspec.estimate.target import Target
-from megaspec.plan.plan import Fit, Group, Message, Plan, RankView, make_plan
+from megaspec.estimate.throughput import throughput_of
+from megaspec.plan.plan import Fit, Message, Plan, RankGroup, RankView, make_plan
 from megaspec.resolve.fill import PLAIN
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
@@ -21,14 +21,28 @@ _BAR = 40
 _MOST_STAGES = 8
 # A degree or strategy that was decided to be one of these leaves things as they are: those are told in a line.
 _PLAIN = ("1", "false", "none", "replicate")
+# Headings of what a rank sends, and the side that their columns lean to.
+_MESSAGE_COLUMNS: dict[str, JustifyMethod] = {
+    "over": "left",
+    "link": "left",
+    "GB": "right",
+    "ms": "right",
+    "exposed": "right",
+    "what": "left",
+}
 
 Lines = Iterator[tuple[str, str]]
 
 
 def print_plan(spec: Spec, target: Target, console: Console) -> None:
     """The first screen of a plan, before `train`: mesh, batch, memory, time, and what was decided for the user."""
-    hardware = hardware_of(target) if spec.device == "cuda" else None
-    plan = make_plan(spec, target, hardware=hardware, ceilings=hardware and ceilings_of(hardware))
+    hardware = None
+    throughput = None
+    if spec.device == "cuda":
+        hardware = hardware_of(target)
+    if hardware is not None:
+        throughput = throughput_of(hardware)
+    plan = make_plan(spec, target, hardware=hardware, throughput=throughput)
     _print_lines(_run(plan), console)
     _print_lines(_model(plan), console)
     _print_lines(_mesh(plan), console)
@@ -92,23 +106,29 @@ def _print_lines(lines: Lines, console: Console) -> None:
 def _run(plan: Plan) -> Lines:
     yield "run", f"{plan.name} in {plan.run_dir}"
     machine = plan.hardware
-    if plan.device == "cuda":
-        nodes = f", {machine.node_size} a node" if machine.gpus > machine.node_size else ""
-        yield "target", f"{machine.gpus} x {machine.name}{nodes} ({machine.why}), {plan.precision}"
-    else:
+    if plan.device != "cuda":
         yield "target", f"CPU ({machine.why}), {plan.precision}"
+        return
+    gpus = f"{machine.gpus} x {machine.name}"
+    if machine.gpus > machine.node_size:
+        gpus += f", {machine.node_size} a node"
+    yield "target", f"{gpus} ({machine.why}), {plan.precision}"
 
 
 def _about(plan: Plan) -> Lines:
-    named = (plan.about["purpose"], plan.about["source"])
-    if any(named):
-        yield "about", "; ".join(filter(None, (one.rstrip(".") for one in named if one)))
+    named = []
+    for text in (plan.about["purpose"], plan.about["source"]):
+        if text:
+            named.append(text.rstrip("."))
+    if named:
+        yield "about", "; ".join(filter(None, named))
 
 
 def _model(plan: Plan) -> Lines:
     model = plan.model
     heads = f"{model['n_heads']} heads"
-    heads += f" on {model['n_kv_heads']}" if model["n_kv_heads"] != model["n_heads"] else ""
+    if model["n_kv_heads"] != model["n_heads"]:
+        heads += f" on {model['n_kv_heads']}"
     shape = f"{model['kind']}, {model['n_layers']} layers of {model['d_model']}, {heads} of {model['d_head']}"
     yield "model", f"{shape}, ffn {model['d_ffn']}, vocabulary {model['vocab_size']:,}"
     moe = model.get("moe")
@@ -116,8 +136,10 @@ def _model(plan: Plan) -> Lines:
         yield "", f"{moe['n_experts']} experts of {moe['d_expert']}, {moe['top_k']} for each token"
     counts = plan.parameters
     kinds = [f"{name.replace('_', ' ')} {n:,}" for name, n in counts["by_kind"].items() if n]
-    tied = " (head tied)" if model["tied_embeddings"] else ""
-    yield "parameters", f"{counts['total']:,} = {' + '.join(kinds)}{tied}"
+    text = f"{counts['total']:,} = {' + '.join(kinds)}"
+    if model["tied_embeddings"]:
+        text += " (head tied)"
+    yield "parameters", text
     if counts["active"] != counts["total"]:
         yield "", f"{counts['active']:,} active for each token"
 
@@ -127,22 +149,28 @@ def _resume(plan: Plan) -> Lines:
 
 
 def _stages(plan: Plan) -> Lines:
-    if len(plan.stages) == 1:
+    n_stages = len(plan.stages)
+    if n_stages == 1:
         yield "a rank", f"{plan.stages[0].parameters:,} weights"
         return
-    shown = [
-        r for r in range(len(plan.stages)) if len(plan.stages) <= _MOST_STAGES or r < 3 or r >= len(plan.stages) - 2
-    ]
+    shown = list(range(n_stages))
+    if n_stages > _MOST_STAGES:
+        # the first and the last ones, since these hold the embedding and the head
+        shown = [0, 1, 2, n_stages - 2, n_stages - 1]
     heading = "stages"
     for rank in shown:
         stage = plan.stages[rank]
         yield heading, f"pp {rank}: {'; '.join(stage.layers)} ({stage.parameters:,} weights a rank)"
-        heading = "..." if rank + 1 not in shown and rank != len(plan.stages) - 1 else ""
+        heading = ""
+        if rank + 1 < n_stages and rank + 1 not in shown:
+            heading = "..."
 
 
 def _mesh(plan: Plan) -> Lines:
-    split = "split over tp" if plan.sequence_parallel else "whole on each rank"
-    yield "mesh", f"{plan.equations[0]}; sequence {split}"
+    sequence = "whole on each rank"
+    if plan.sequence_parallel:
+        sequence = "split over tp"
+    yield "mesh", f"{plan.equations[0]}; sequence {sequence}"
     yield "", f"{plan.equations[1]} (the same ranks, as experts see them)"
 
 
@@ -150,14 +178,18 @@ def _print_groups(plan: Plan, console: Console) -> None:
     if not plan.groups:
         return
     table = Table.grid(padding=(0, 2))
-    for number, group in enumerate(plan.groups):
-        table.add_row("[bold]groups" if number == 0 else "          ", *_group(group))
+    heading = "[bold]groups"
+    for group in plan.groups:
+        table.add_row(heading, *_group(group))
+        heading = "          "
     console.print(table)
 
 
-def _group(group: Group) -> tuple[str, str, str]:
-    place = "in a node" if group.within_node else "across nodes"
-    return f"{group.axis} {group.size}", f"{group.count} of them, the first: {_ranks(group.first)}", place
+def _group(group: RankGroup) -> tuple[str, str, str]:
+    where = "across nodes"
+    if group.within_node:
+        where = "in a node"
+    return f"{group.axis} {group.size}", f"{group.count} of them, the first: {_ranks(group.first)}", where
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -174,13 +206,16 @@ def _batch(plan: Plan) -> Lines:
     yield "batch", f"{batch['global_batch']} sequences = {product}; {batch['tokens_per_step']:,} tokens a step"
     if len(batch["stages"]) > 1:
         yield "", f"ramp: {', '.join(map(str, batch['stages']))} sequences"
-    run = f"{batch['steps']:,} steps, {batch['sequences']:,} sequences of {batch['seq_len']:,}"
-    run += f", {batch['tokens']:,} tokens"
-    yield "length", run if plan.segments == 1 else f"{run}, in {plan.segments} segments of the data order"
+    length = f"{batch['steps']:,} steps, {batch['sequences']:,} sequences of {batch['seq_len']:,}"
+    length += f", {batch['tokens']:,} tokens"
+    if plan.segments != 1:
+        length += f", in {plan.segments} segments of the data order"
+    yield "length", length
 
 
 def _flops(plan: Plan) -> Lines:
-    causal, full = plan.flops_per_token["causal"], plan.flops_per_token["full"]
+    causal = plan.flops_per_token["causal"]
+    full = plan.flops_per_token["full"]
     text = f"{causal:.4e} a token with causal attention, {full:.4e} counted in full; {plan.flops:.3e} for the run"
     yield "FLOPs", text
 
@@ -190,30 +225,35 @@ def verdict(fit: Fit, hardware: str) -> str:
     if fit.fits is None:
         return "of a machine whose memory is not known"
     free = fit.capacity - fit.total
+    capacity = bytes_in_words(fit.capacity)
     if fit.fits:
-        little = (
-            ""
-            if free >= LEFT_FREE * fit.capacity
-            else f", less than the {100 * LEFT_FREE:.0f} % that tune and auto leave"
-        )
-        return f"fits {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(free)} free{little}"
-    text = f"does NOT fit {hardware}'s {bytes_in_words(fit.capacity)}, {bytes_in_words(-free)} too much"
-    return text + (f"; fits {one_of(fit.fits_on)}" if fit.fits_on else "; fits no GPU in the table")
+        text = f"fits {hardware}'s {capacity}, {bytes_in_words(free)} free"
+        if free < LEFT_FREE * fit.capacity:
+            text += f", less than the {100 * LEFT_FREE:.0f} % that tune and auto leave"
+        return text
+    text = f"does NOT fit {hardware}'s {capacity}, {bytes_in_words(-free)} too much"
+    if not fit.fits_on:
+        return f"{text}; fits no GPU in the table"
+    return f"{text}; fits {one_of(fit.fits_on)}"
 
 
 def _memory_in_short(plan: Plan) -> Lines:
-    if plan.device == "cuda":
-        total, fits = bytes_in_words(plan.memory.total), verdict(plan.memory, plan.hardware.name)
-        yield "memory", f"{total} on the fullest rank: {fits}"
-        for remedy in plan.memory.remedies if not plan.memory.fits else ():
+    fit = plan.memory
+    text = f"{bytes_in_words(fit.total)} on the fullest rank"
+    if plan.device != "cuda":
+        yield "memory", text
+        return
+    yield "memory", f"{text}: {verdict(fit, plan.hardware.name)}"
+    if not fit.fits:
+        for remedy in fit.remedies:
             yield "", f"{remedy.words} would take {bytes_in_words(remedy.total)}"
-    else:
-        yield "memory", f"{bytes_in_words(plan.memory.total)} on the fullest rank"
 
 
 def _print_memory(plan: Plan, console: Console) -> None:
     fit = plan.memory
-    stage = f" (pp {fit.rank})" if len(plan.stages) > 1 else ""
+    stage = ""
+    if len(plan.stages) > 1:
+        stage = f" (pp {fit.rank})"
     console.print(f"\n[bold]Memory of the fullest rank{stage}[/]")
     scale = max(fit.capacity, fit.total)
     table = Table.grid(padding=(0, 2))
@@ -222,17 +262,28 @@ def _print_memory(plan: Plan, console: Console) -> None:
     for kind, count in fit.by_kind.items():
         if count:
             table.add_row(kind.replace("_", " "), bytes_in_words(count), "#" * round(_BAR * count / scale))
-    end = round(_BAR * fit.capacity / scale) if fit.capacity else 0
-    used = round(_BAR * fit.total / scale)
-    bar = "#" * used + "." * max(0, end - used) if not end or used <= end else "#" * end + "!" * (used - end)
-    table.add_row("[bold]total", bytes_in_words(fit.total), escape(f"[{bar}]"))
+    table.add_row("[bold]total", bytes_in_words(fit.total), escape(f"[{_memory_bar(fit)}]"))
     console.print(table)
     if plan.device == "cuda":
         console.print(escape(verdict(fit, plan.hardware.name)))
-    for remedy in fit.remedies if not fit.fits else ():
-        console.print(f"  {bytes_in_words(remedy.total)} with {escape(remedy.words)}", soft_wrap=True)
+    if not fit.fits:
+        for remedy in fit.remedies:
+            console.print(f"  {bytes_in_words(remedy.total)} with {escape(remedy.words)}", soft_wrap=True)
     if plan.source_fit:
         console.print(escape(plan.source_fit))
+
+
+def _memory_bar(fit: Fit) -> str:
+    """`####....` up to the capacity, `####!!` past it."""
+    scale = max(fit.capacity, fit.total)
+    used = round(_BAR * fit.total / scale)
+    end = round(_BAR * fit.capacity / scale)
+    if end == 0:
+        # a capacity that is not known
+        return "#" * used
+    if used <= end:
+        return "#" * used + "." * (end - used)
+    return "#" * end + "!" * (used - end)
 
 
 def _print_messages(plan: Plan, console: Console) -> None:
@@ -240,40 +291,46 @@ def _print_messages(plan: Plan, console: Console) -> None:
         return
     console.print("\n[bold]What a rank sends in a step[/] (exposed: ms that the step waits for it)")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("over", "link", "GB", "ms", "exposed", "what"):
-        table.add_column(heading, justify="right" if heading in ("GB", "ms", "exposed") else "left", overflow="fold")
-    together: dict[tuple[str, str], list[Message]] = {}
-    for one in plan.communication:
-        together.setdefault((one.group, one.link), []).append(one)
-    for (group, link), messages in together.items():
-        sent = sum(m.sent for m in messages)
-        times = [_milliseconds(one) for one in ([m.seconds for m in messages], [m.exposed_seconds for m in messages])]
-        what = ", ".join(dict.fromkeys(m.what for m in messages))
-        over = f"{group} ({messages[0].ranks})"
-        table.add_row(over, link, f"{sent / 1e9:,.3f}", *times, what)
+    for heading, justify in _MESSAGE_COLUMNS.items():
+        table.add_column(heading, justify=justify, overflow="fold")
+    # a line for all that goes over one link of one axis
+    by_link: dict[tuple[str, str], list[Message]] = {}
+    for message in plan.communication:
+        by_link.setdefault((message.group, message.link), []).append(message)
+    for (group, link), messages in by_link.items():
+        gigabytes = sum(message.sent for message in messages) / 1e9
+        alone = _milliseconds([message.seconds for message in messages])
+        exposed = _milliseconds([message.exposed_seconds for message in messages])
+        what = ", ".join(dict.fromkeys(message.what for message in messages))
+        table.add_row(f"{group} ({messages[0].ranks})", link, f"{gigabytes:,.3f}", alone, exposed, what)
     console.print(table)
 
 
 def _milliseconds(seconds: Sequence[float | None]) -> str:
     """Of all together, "" where they are not known."""
-    return f"{sum(seconds) * 1e3:,.1f}" if None not in seconds else ""
+    if None in seconds:
+        return ""
+    return f"{sum(seconds) * 1e3:,.1f}"
 
 
 def _print_bubble(plan: Plan, console: Console) -> None:
-    if plan.bubble is None:
+    bubble = plan.bubble
+    if bubble is None:
         return
-    one = plan.bubble
-    text = f"{one.formula:.1%} of the busy time with equal stages"
-    text += f", {one.ratio:.1%} with these" if one.ratio is not None else ""
-    console.print(f"\n[bold]Pipeline[/] {one.schedule}, {one.micro_batches} micro batches: bubble {text}")
-    for line in one.chart:
+    text = f"{bubble.formula:.1%} of the busy time with equal stages"
+    if bubble.ratio is not None:
+        text += f", {bubble.ratio:.1%} with these"
+    console.print(f"\n[bold]Pipeline[/] {bubble.schedule}, {bubble.micro_batches} micro batches: bubble {text}")
+    for line in bubble.chart:
         console.print(escape(line), soft_wrap=True)
-    if one.seconds_by_time is not None:
-        text = f"layers divided by time would take {seconds_in_words(one.seconds_by_time)} a step:"
-        word = in_a_shell(f"parallelism.pipeline.layout='{one.layout_by_time or ''}'")
+    if bubble.seconds_by_time is not None:
+        text = f"layers divided by time would take {seconds_in_words(bubble.seconds_by_time)} a step:"
+        word = in_a_shell(f"parallelism.pipeline.layout='{bubble.layout_by_time or ''}'")
         console.print(f"{text} {escape(word)}; auto searches the schedule too", soft_wrap=True)
-    plus = ", + weight gradient" if any("+" in line for line in one.chart) else ""
-    console.print(f"pp rank, then time: 0 1 2 forward, a b c backward{plus}, . waiting", style="dim")
+    legend = "pp rank, then time: 0 1 2 forward, a b c backward"
+    if any("+" in line for line in bubble.chart):
+        legend += ", + weight gradient"
+    console.print(f"{legend}, . waiting", style="dim")
 
 
 def _speed_in_short(plan: Plan) -> Lines:
@@ -301,15 +358,17 @@ def _print_speed(plan: Plan, console: Console) -> None:
     rate = f"{speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.0f} a GPU"
     mfu = f"MFU {speed.mfu['causal']:.1%} with causal attention, {speed.mfu['full']:.1%} counted in full"
     console.print(f"{rate}; {mfu}; {_days(speed.days)} for {plan.batch['tokens']:,} tokens")
-    if plan.hardware.ceilings:
-        console.print(f"speeds: {escape(plan.hardware.ceilings)}", style="dim")
+    if plan.hardware.throughput:
+        console.print(f"speeds: {escape(plan.hardware.throughput)}", style="dim")
 
 
 def _print_change(plan: Plan, console: Console) -> None:
-    change, speed = plan.change, plan.step_time
+    change = plan.change
+    speed = plan.step_time
     if change is None or speed is None:
         return
-    now, then = (seconds_in_words(seconds, like=speed.seconds) for seconds in (speed.seconds, change.seconds))
+    now = seconds_in_words(speed.seconds, like=speed.seconds)
+    then = seconds_in_words(change.seconds, like=speed.seconds)
     text = f"{then} a step for {now}, {change.saves:.0%} less; {bytes_in_words(change.total)} on the fullest rank"
     console.print(f"\n[bold]The one change that would save most:[/] {text}")
     console.print(f"  {escape(change.words)}", soft_wrap=True)
@@ -321,28 +380,35 @@ def _print_hints(plan: Plan, console: Console) -> None:
 
 
 def _days(days: float) -> str:
-    for unit, many in (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0)):
-        if days * many >= 1:
-            return f"{days * many:,.1f} {unit}"
-    return f"{days * 86_400:.1f} seconds"
+    """In the largest unit of which it is at least one."""
+    for unit, count in (("days", days), ("hours", 24 * days), ("minutes", 1440 * days)):
+        if count >= 1:
+            return f"{count:,.1f} {unit}"
+    return f"{86_400 * days:.1f} seconds"
 
 
 def _print_decisions(plan: Plan, console: Console) -> None:
-    left = _left(plan.decisions)
-    told = [one for one in plan.decisions if one not in left]
+    plain = _left_plain(plan.decisions)
     decided = Table(title="Decided for you", title_justify="left", box=None, pad_edge=False, header_style="bold")
     for heading in ("key", "value", "why"):
         decided.add_column(heading, overflow="fold")
-    for one in told:
-        decided.add_row(one.key, escape(show(one.value)), escape(one.reason))
+    for decision in plan.decisions:
+        if decision not in plain:
+            decided.add_row(decision.key, escape(show(decision.value)), escape(decision.reason))
     console.print(decided)
-    if left:
-        words = ", ".join(f"{one.key}={show(one.value)}" for one in left)
+    if plain:
+        words = ", ".join(f"{decision.key}={show(decision.value)}" for decision in plain)
         console.print(f"left as they are: {escape(words)}")
 
 
-def _left(decisions: Sequence[Decision]) -> list[Decision]:
+def _left_plain(decisions: Sequence[Decision]) -> list[Decision]:
     """Degrees and strategies that nothing changes, but for those that a search was asked for."""
-    asked = SEARCHED if any(one.key in PLAIN for one in decisions) else ()
-    layout = [one for one in decisions if one.key.startswith("parallelism.") and one.key not in asked]
-    return [one for one in layout if show(one.value) in _PLAIN]
+    asked: Sequence[str] = ()
+    if any(decision.key in PLAIN for decision in decisions):
+        asked = SEARCHED
+    plain = []
+    for decision in decisions:
+        is_layout = decision.key.startswith("parallelism.") and decision.key not in asked
+        if is_layout and show(decision.value) in _PLAIN:
+            plain.append(decision)
+    return plain

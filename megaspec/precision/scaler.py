@@ -46,16 +46,19 @@ class DynamicLossScaler(LossScaler):
         self._forgiven_left = torch.full((), spec.hysteresis, dtype=torch.int64, device=device)
 
     def update(self, skipped: Tensor) -> None:
-        bad = skipped > 0
+        # Selections instead of branches, into tensors that stay where they are: no value goes to the host.
         spec = self._spec
-        self._finite_in_row.copy_(torch.where(bad, 0, self._finite_in_row + 1))
-        self._forgiven_left.copy_(torch.where(bad, self._forgiven_left - 1, self._forgiven_left))
-        lower = bad & (self._forgiven_left <= 0)
-        raise_ = self._finite_in_row >= spec.growth_interval
-        self.scale.copy_(torch.where(lower, (self.scale / 2).clamp(min=spec.min_scale), self.scale))
-        self.scale.copy_(torch.where(raise_, self.scale * 2, self.scale))
-        self._forgiven_left.copy_(torch.where(raise_, spec.hysteresis, self._forgiven_left))
-        self._finite_in_row.copy_(torch.where(raise_, 0, self._finite_in_row))
+        is_bad = skipped > 0
+        self._finite_in_row.copy_(torch.where(is_bad, 0, self._finite_in_row + 1))
+        self._forgiven_left.copy_(torch.where(is_bad, self._forgiven_left - 1, self._forgiven_left))
+        # never both: a bad step ends the row of finite ones
+        halves = is_bad & (self._forgiven_left <= 0)
+        doubles = self._finite_in_row >= spec.growth_interval
+        self.scale.copy_(torch.where(halves, (self.scale / 2).clamp(min=spec.min_scale), self.scale))
+        self.scale.copy_(torch.where(doubles, self.scale * 2, self.scale))
+        # only a scale that has grown forgives anew: until then every bad step halves it
+        self._forgiven_left.copy_(torch.where(doubles, spec.hysteresis, self._forgiven_left))
+        self._finite_in_row.copy_(torch.where(doubles, 0, self._finite_in_row))
 
     def may_lower(self, scale: float) -> bool:
         return scale > self._spec.min_scale

@@ -11,7 +11,7 @@ from megaspec.checkable import Checkable, PartlyError
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.fill import FILLS, PLAIN, Draft
+from megaspec.resolve.fill import FILLS, PLAIN, ResolverDraft
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import located
 from megaspec.resolve.trials import trials
@@ -33,22 +33,24 @@ def with_rules(
 
     `searched`: keys that will be decided anew. A run is also told what can be planned only, and data that is not there.
     """
-    found = error.checkable if isinstance(error, PartlyError) else None
-    if found is None:
+    if not isinstance(error, PartlyError) or error.checkable is None:
         return error
+    found = error.checkable
     try:
         target = target_of(found.recipe)
     except RecipeError as other:
         return RecipeError([*error.problems, *other.problems])
     unknown = found.bad | frozenset(searched)
-    knows_data = not _reads(found.bad, ("data.kind", "data.blend")) and "data" not in found.bad
-    facts = gather_facts(found.recipe) if knows_data else Facts(run_dir="runs/unknown")
+    if "data" in found.bad or _reads(found.bad, ("data.kind", "data.blend")):
+        facts = Facts(run_dir="runs/unknown")
+    else:
+        facts = gather_facts(found.recipe)
     if not is_for_training:
         facts = replace(facts, problems=())
     return RecipeError([*error.problems, *_problems(found, target, facts, unknown, is_for_training=is_for_training)])
 
 
-class _Watching(Draft):
+class _WatchedDraft(ResolverDraft):
     """Notes which decisions follow from what is not known."""
 
     def __init__(self, recipe: Recipe, target: Target, facts: Facts, unknown: frozenset[str]):
@@ -69,7 +71,7 @@ class _Watching(Draft):
 def _problems(
     found: Checkable, target: Target, facts: Facts, unknown: frozenset[str], *, is_for_training: bool
 ) -> list[Problem]:
-    draft = _Watching(found.recipe, target, facts, unknown)
+    draft = _WatchedDraft(found.recipe, target, facts, unknown)
     for key, plain in PLAIN.items():
         if draft.is_open(key):
             draft.unknown.add(key)  # only a search of the whole recipe could tell
@@ -81,13 +83,19 @@ def _problems(
         filled = Recipe.model_validate_json(json.dumps(draft.content))
     except ValidationError:
         return []
-    decisions, origins = tuple(draft.decisions), found.origins
-    case = Case(filled, target, facts, frozenset(d.key for d in decisions))
-    asked = {code: rule for code, rule in RULES.items() if not _reads(fields_read(rule, case), draft.unknown)}
-    tried = replace(case, trial=trials(found.recipe, case))
-    problems = broken_rules(tried, decisions=decisions, origins=origins, rules=asked)
+    decisions = tuple(draft.decisions)
+    origins = found.origins
+    case = Case(filled, target, facts, frozenset(decision.key for decision in decisions))
+    asked = {}
+    for code, rule in RULES.items():
+        if not _reads(fields_read(rule, case), draft.unknown):
+            asked[code] = rule
+    case = replace(case, trial=trials(found.recipe, case))
+    problems = broken_rules(case, decisions=decisions, origins=origins, rules=asked)
     if is_for_training:
-        problems += [p for p in unbuilt_problems(filled, origins) if not _reads([p.key], draft.unknown)]
+        for problem in unbuilt_problems(filled, origins):
+            if not _reads([problem.key], draft.unknown):
+                problems.append(problem)
     return problems + located([*facts.problems, *draft.problems], origins)
 
 

@@ -17,10 +17,9 @@ from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
-from megaspec.model.gpt.spec import GptSpec
+from megaspec.estimate.throughput import throughput_of
 from megaspec.optim.spec import has_narrow_states
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
@@ -45,12 +44,14 @@ PLAIN = {
 }
 
 
-class Draft:
-    """A recipe as plain data while it is filled."""
+class ResolverDraft:
+    """A recipe as plain data while the resolver fills it."""
 
     def __init__(self, recipe: Recipe, target: Target, facts: Facts):
         self.content: dict[str, Any] = recipe.model_dump(mode="json")
-        self.recipe, self.target, self.facts = recipe, target, facts
+        self.recipe = recipe
+        self.target = target
+        self.facts = facts
         self.decisions: list[Decision] = []
         self.problems: list[Problem] = []
 
@@ -62,41 +63,47 @@ class Draft:
 
     def given(self, key: str) -> Any:
         """The value at a path, None while it is open."""
-        return None if self.is_open(key) else self[key]
+        if self.is_open(key):
+            return None
+        return self[key]
 
     def fill(self, key: str, value: Any, reason: str) -> None:
         """Decides an open field; a field that was set stays."""
-        if self.is_open(key):
-            section, _, name = key.rpartition(".")
-            (value_at(self.content, section) if section else self.content)[name] = value
-            self.decisions.append(Decision(key=key, value=value, reason=reason))
+        if not self.is_open(key):
+            return
+        path, _, name = key.rpartition(".")
+        section = self.content
+        if path:
+            section = value_at(self.content, path)
+        section[name] = value
+        self.decisions.append(Decision(key=key, value=value, reason=reason))
 
 
-def run_folder(draft: Draft) -> None:
+def run_folder(draft: ResolverDraft) -> None:
     draft.fill("run_dir", draft.facts.run_dir, "runs/<name>, with a number where that exists")
 
 
-def seeds(draft: Draft) -> None:
+def seeds(draft: ResolverDraft) -> None:
     draft.fill("data.seed", draft["train.seed"], "train.seed")
 
 
-def model_shape(draft: Draft) -> None:
-    d_model, n_heads = draft["model.d_model"], draft["model.n_heads"]
+def model_shape(draft: ResolverDraft) -> None:
+    d_model = draft["model.d_model"]
+    n_heads = draft["model.n_heads"]
     draft.fill("model.n_kv_heads", n_heads, "model.n_heads: no grouped-query attention")
-    latent = draft["model.mla"]
-    if latent:
-        draft.fill("model.d_head", latent["d_nope"] + latent["d_rope"], "model.mla.d_nope + model.mla.d_rope")
+    attention = draft.recipe.model.attention
+    if attention.kind == "mla":
+        d_head = attention.d_nope + attention.d_rope
+        draft.fill("model.d_head", d_head, "model.attention.d_nope + model.attention.d_rope")
     draft.fill("model.d_head", max(1, d_model // n_heads), "model.d_model / model.n_heads")
-    if isinstance(draft.recipe.model, GptSpec):
-        draft.fill("model.d_ffn", 4 * d_model, "4 model.d_model")
-    else:
-        draft.fill("model.d_ffn", max(64, 8 * d_model // 3 // 64 * 64), "8/3 model.d_model, rounded down to 64")
+    d_ffn, reason = draft.recipe.model.mlp.automatic_width(d_model)
+    draft.fill("model.d_ffn", d_ffn, reason)
     draft.fill("model.max_seq_len", draft["data.seq_len"], "data.seq_len")
     if draft["model.moe"]:
         draft.fill("model.moe.d_expert", draft["model.d_ffn"], "model.d_ffn")
 
 
-def vocabulary(draft: Draft) -> None:
+def vocabulary(draft: ResolverDraft) -> None:
     if draft.facts.vocab_size is not None:
         draft.fill("model.vocab_size", draft.facts.vocab_size, "the data's tokenizer")
     elif draft.is_open("model.vocab_size"):
@@ -105,35 +112,51 @@ def vocabulary(draft: Draft) -> None:
         draft.content["model"]["vocab_size"] = 1
 
 
-def data_cache(draft: Draft) -> None:
+def data_cache(draft: ResolverDraft) -> None:
     if draft["data.kind"] == "indexed":
         folder = PurePath(draft["data.blend"][0]["prefix"]).parent / "index-cache"
         draft.fill("data.cache", str(folder), "beside the first data set")
 
 
-def searched(draft: Draft) -> None:
+def searched(draft: ResolverDraft) -> None:
     """Degrees that only a search decides; on a machine that nothing is known about, the plain choice."""
     if any(draft[key] for key in DIVIDES):
         draft.fill("parallelism.pipeline.layout", None, "another setting says how layers are divided")
     if not any(draft.is_open(key) for key in PLAIN):
         return
-    hardware = hardware_of(draft.target) if draft.target.device == "cuda" else None
-    why = "no GPU that is known: nothing to search with"
-    grid = None if hardware is None else _grid(draft, hardware)
+    hardware = None
+    if draft.target.device == "cuda":
+        hardware = hardware_of(draft.target)
+    reason = "no GPU that is known: nothing to search with"
+    grid = None
+    if hardware is not None:
+        grid = _grid(draft, hardware)
     if grid is not None:
-        found = tune(grid, most=1)
-        why = f"no layout {'that can be trained ' if grid.is_for_training else ''}keeps every rule"
-        if found.best:
-            best = found.best[0].recipe.model_dump(mode="json")
-            too_full = f"nothing leaves {100 * LEFT_FREE:.0f} % of the memory free; it needs least"
-            fate = "fastest that fits" if found.best[0].fits else too_full
-            for key in SEARCHED:
-                draft.fill(key, value_at(best, key), f"{fate}, {found.considered:,} considered (megaspec tune)")
+        reason = _take_fastest(draft, grid)
+    # what the search found no value for
     for key, plain in PLAIN.items():
-        draft.fill(key, plain, why)
+        draft.fill(key, plain, reason)
 
 
-def _grid(draft: Draft, hardware: Hardware) -> Grid | None:
+def _take_fastest(draft: ResolverDraft, grid: Grid) -> str:
+    """Fills what the search decides with the fastest layout. Returns why nothing is filled where there is no layout."""
+    found = tune(grid, most=1)
+    if not found.best:
+        if grid.is_for_training:
+            return "no layout that can be trained keeps every rule"
+        return "no layout keeps every rule"
+    fastest = found.best[0]
+    fate = "fastest that fits"
+    if not fastest.fits:
+        fate = f"nothing leaves {100 * LEFT_FREE:.0f} % of the memory free; it needs least"
+    content = fastest.recipe.model_dump(mode="json")
+    reason = f"{fate}, {found.considered:,} considered (megaspec tune)"
+    for key in SEARCHED:
+        draft.fill(key, value_at(content, key), reason)
+    return reason
+
+
+def _grid(draft: ResolverDraft, hardware: Hardware) -> Grid | None:
     """What is searched: what is set stays as it is. Of what can be trained in a plain layout only layouts that can be
     trained count, of all else every layout. None: what was filled so far is out of bounds, which `settle` tells."""
     open_keys = frozenset(key for key in SEARCHED if draft.is_open(key))
@@ -143,7 +166,9 @@ def _grid(draft: Draft, hardware: Hardware) -> Grid | None:
         return None
     base = plainly_filled(recipe, draft.target, draft.facts)
     can_train = not unbuilt_problems(base)
-    return Grid(base, draft.target, draft.facts, hardware, ceilings_of(hardware), open_keys, is_for_training=can_train)
+    return Grid(
+        base, draft.target, draft.facts, hardware, throughput_of(hardware), open_keys, is_for_training=can_train
+    )
 
 
 def plainly_filled(recipe: Recipe, target: Target, facts: Facts) -> Recipe:
@@ -151,9 +176,9 @@ def plainly_filled(recipe: Recipe, target: Target, facts: Facts) -> Recipe:
     return Recipe.model_validate_json(json.dumps(plainly_drafted(recipe, target, facts).content))
 
 
-def plainly_drafted(recipe: Recipe, target: Target, facts: Facts) -> Draft:
+def plainly_drafted(recipe: Recipe, target: Target, facts: Facts) -> ResolverDraft:
     """The draft of a recipe that is filled without a search."""
-    draft = Draft(recipe, target, facts)
+    draft = ResolverDraft(recipe, target, facts)
     for key, plain in PLAIN.items():
         draft.fill(key, plain, "")
     for fill in FILLS:
@@ -161,87 +186,133 @@ def plainly_drafted(recipe: Recipe, target: Target, facts: Facts) -> Draft:
     return draft
 
 
-def _unit(draft: Draft) -> int:
-    """Ranks that the degrees that are set need at least, data parallel left out."""
-    degrees = {axis: draft.given(f"parallelism.{axis}") or 1 for axis in ("tp", "cp", "pp", "ep", "etp")}
-    return fewest_gpus(**degrees)
-
-
-def ranks(draft: Draft) -> None:
-    target, tp = draft.target, draft.given("parallelism.tp")
-    replicas, shards = draft.given("parallelism.dp_replicate"), draft.given("parallelism.dp_shard")
-    dp = _known_dp(draft["parallelism.dp_strategy"], replicas, shards)
-    unit = _unit(draft)
+def ranks(draft: ResolverDraft) -> None:
+    target = draft.target
+    tp = draft.given("parallelism.tp")
+    dp = _known_dp(draft)
+    fewest = _fewest_ranks(draft)
     if target.world_size is not None:
         draft.fill("launcher.ranks", target.world_size, "torchrun started them")
     elif tp is not None and dp is not None:
         inner = tp * draft["parallelism.pp"] * draft["parallelism.cp"]
         draft.fill("launcher.ranks", inner * dp, "the product of the parallel degrees")
     elif target.device == "cuda":
-        inner = (tp or 1) * draft["parallelism.pp"] * draft["parallelism.cp"]
-        legal = [n for n in range(unit, target.gpus + 1, unit) if _smallest_share(draft) % max(1, n // inner) == 0]
-        most = max(legal, default=target.gpus)
-        why = f"one per GPU ({target.gpu})"
-        if dp is None and most < target.gpus:
-            draft.fill("launcher.ranks", most, f"{why}, as many of the {target.gpus} as divide the global batch")
-        else:
-            draft.fill("launcher.ranks", target.gpus, why)
+        _rank_for_each_gpu(draft, tp=tp, dp=dp, fewest=fewest)
     else:
-        most = min(CPU_RANKS, target.cores)
-        least = max(unit, dp or 1)
-        reason = f"no GPU: one per core up to {CPU_RANKS}, a multiple of the degrees that are set"
-        draft.fill("launcher.ranks", max(least, most // least * least), reason)
+        _rank_for_each_core(draft, multiple_of=max(fewest, dp or 1))
 
 
-def _known_dp(strategy: str, replicas: int | None, shards: int | None) -> int | None:
+def _known_dp(draft: ResolverDraft) -> int | None:
     """Data-parallel ranks, where what is set says how many."""
-    if strategy == "replicate":
-        return None if replicas is None else replicas * (shards or 1)
-    if strategy == "hsdp":
-        return None if replicas is None or shards is None else replicas * shards
-    return None if shards is None else shards * (replicas or 1)
-
-
-def layout(draft: Draft) -> None:
     strategy = draft["parallelism.dp_strategy"]
-    inner = draft["parallelism.pp"] * draft["parallelism.cp"]
-    n = max(1, draft["launcher.ranks"] // inner)
-    dp = _known_dp(strategy, draft.given("parallelism.dp_replicate"), draft.given("parallelism.dp_shard"))
-    over = "launcher.ranks" if inner == 1 else f"launcher.ranks / (pp · cp) = {n},"
+    replicas = draft.given("parallelism.dp_replicate")
+    shards = draft.given("parallelism.dp_shard")
+    # which of the two has to be set: the other one is 1 unless it is set as well
+    if strategy == "replicate":
+        is_known = replicas is not None
+    elif strategy == "hsdp":
+        is_known = replicas is not None and shards is not None
+    else:
+        is_known = shards is not None
+    if not is_known:
+        return None
+    return (replicas or 1) * (shards or 1)
+
+
+def _fewest_ranks(draft: ResolverDraft) -> int:
+    """Ranks that the degrees that are set need at least, data parallel left out."""
+    degrees = {}
+    for axis in ("tp", "cp", "pp", "ep", "etp"):
+        degrees[axis] = draft.given(f"parallelism.{axis}") or 1
+    return fewest_gpus(**degrees)
+
+
+def _rank_for_each_gpu(draft: ResolverDraft, *, tp: int | None, dp: int | None, fewest: int) -> None:
+    """Every GPU; where dp is open, as many as data-parallel ranks divide every global batch over."""
+    gpus = draft.target.gpus
+    inner = (tp or 1) * draft["parallelism.pp"] * draft["parallelism.cp"]
+    batch_unit = _batch_unit(draft)
+    most = gpus
+    for n_ranks in range(fewest, gpus + 1, fewest):
+        if batch_unit % max(1, n_ranks // inner) == 0:
+            most = n_ranks
+    reason = f"one per GPU ({draft.target.gpu})"
+    if dp is None and most < gpus:
+        draft.fill("launcher.ranks", most, f"{reason}, as many of the {gpus} as divide the global batch")
+    else:
+        draft.fill("launcher.ranks", gpus, reason)
+
+
+def _rank_for_each_core(draft: ResolverDraft, *, multiple_of: int) -> None:
+    """Without a GPU: the largest multiple that the cores have room for, and one multiple at least."""
+    most = min(CPU_RANKS, draft.target.cores)
+    n_ranks = max(multiple_of, most // multiple_of * multiple_of)
+    reason = f"no GPU: one per core up to {CPU_RANKS}, a multiple of the degrees that are set"
+    draft.fill("launcher.ranks", n_ranks, reason)
+
+
+def layout(draft: ResolverDraft) -> None:
+    pp_cp = draft["parallelism.pp"] * draft["parallelism.cp"]
+    # ranks that tensor and data parallel share
+    tp_dp = max(1, draft["launcher.ranks"] // pp_cp)
+    dp = _known_dp(draft)
+    of_ranks = "launcher.ranks"
+    if pp_cp > 1:
+        of_ranks = f"launcher.ranks / (pp · cp) = {tp_dp},"
     if dp is not None:
-        draft.fill("parallelism.tp", max(1, n // dp), f"{over} / data-parallel ranks")
+        draft.fill("parallelism.tp", max(1, tp_dp // dp), f"{of_ranks} / data-parallel ranks")
     elif draft.target.device == "cuda":
         draft.fill("parallelism.tp", 1, "data parallel communicates least; raise it when a model does not fit")
     else:
-        draft.fill("parallelism.tp", _widest_tp(draft, n), "no GPU: as many ranks as heads and widths divide by")
-    _data_parallel(draft, strategy, max(1, n // draft["parallelism.tp"]), over)
-    tp, lengths = draft["parallelism.tp"], {"seq_len": draft["data.seq_len"], "max_seq_len": draft["model.max_seq_len"]}
-    if tp > 1 and not can_split_sequences(tp=tp, cp=draft["parallelism.cp"], **lengths):
-        draft.fill("parallelism.sequence_parallel", False, f"the sequence length is no multiple of tp={tp}")
-    else:
-        reason = "tp > 1: norms and dropout then work on a part of the tokens" if tp > 1 else "tp is 1"
-        draft.fill("parallelism.sequence_parallel", tp > 1, reason)
+        draft.fill("parallelism.tp", _widest_tp(draft, tp_dp), "no GPU: as many ranks as heads and widths divide by")
+    _data_parallel(draft, max(1, tp_dp // draft["parallelism.tp"]), of_ranks)
+    _sequence_parallel(draft)
 
 
-def _data_parallel(draft: Draft, strategy: str, dp: int, over: str) -> None:
-    replicas, shards = draft.given("parallelism.dp_replicate"), draft.given("parallelism.dp_shard")
+def _data_parallel(draft: ResolverDraft, dp: int, of_ranks: str) -> None:
+    """Replicas and shards of `dp` ranks. `of_ranks`: what these are a quotient of, in words."""
+    strategy = draft["parallelism.dp_strategy"]
+    replicas = draft.given("parallelism.dp_replicate")
+    shards = draft.given("parallelism.dp_shard")
+    # zero1, zero2 and fsdp have one replica; of the others the strategy says which number follows from the other
     if strategy == "replicate":
         draft.fill("parallelism.dp_shard", 1, "dp_strategy=replicate shards nothing")
-        draft.fill("parallelism.dp_replicate", max(1, dp // (shards or 1)), f"{over} / tp")
+        draft.fill("parallelism.dp_replicate", max(1, dp // (shards or 1)), f"{of_ranks} / tp")
     elif strategy == "hsdp":
-        inner, grid = (
-            draft["parallelism.tp"] * draft["parallelism.cp"],
-            draft["parallelism.ep"] * draft["parallelism.etp"],
-        )
-        shard, why = shards_of_a_replica(dp, inner, node=NODE_RANKS, grid=grid)
-        draft.fill("parallelism.dp_shard", max(1, dp // replicas) if replicas else shard, why)
-        draft.fill("parallelism.dp_replicate", max(1, dp // draft["parallelism.dp_shard"]), f"{over} / tp / dp_shard")
+        tp_cp = draft["parallelism.tp"] * draft["parallelism.cp"]
+        expert_grid = draft["parallelism.ep"] * draft["parallelism.etp"]
+        shard, reason = shards_of_a_replica(dp, tp_cp, node=NODE_RANKS, grid=expert_grid)
+        if replicas:
+            shard = max(1, dp // replicas)
+        draft.fill("parallelism.dp_shard", shard, reason)
+        replicas = max(1, dp // draft["parallelism.dp_shard"])
+        draft.fill("parallelism.dp_replicate", replicas, f"{of_ranks} / tp / dp_shard")
     else:
-        draft.fill("parallelism.dp_replicate", max(1, dp // shards) if shards else 1, f"dp_strategy={strategy}")
-        draft.fill("parallelism.dp_shard", max(1, dp // draft["parallelism.dp_replicate"]), f"{over} / tp")
+        replicas = 1
+        if shards:
+            replicas = max(1, dp // shards)
+        draft.fill("parallelism.dp_replicate", replicas, f"dp_strategy={strategy}")
+        draft.fill("parallelism.dp_shard", max(1, dp // draft["parallelism.dp_replicate"]), f"{of_ranks} / tp")
 
 
-def pipeline(draft: Draft) -> None:
+def _sequence_parallel(draft: ResolverDraft) -> None:
+    tp = draft["parallelism.tp"]
+    splits = can_split_sequences(
+        tp=tp,
+        cp=draft["parallelism.cp"],
+        seq_len=draft["data.seq_len"],
+        max_seq_len=draft["model.max_seq_len"],
+    )
+    if tp == 1:
+        draft.fill("parallelism.sequence_parallel", False, "tp is 1")
+    elif splits:
+        reason = "tp > 1: norms and dropout then work on a part of the tokens"
+        draft.fill("parallelism.sequence_parallel", True, reason)
+    else:
+        draft.fill("parallelism.sequence_parallel", False, f"the sequence length is no multiple of tp={tp}")
+
+
+def pipeline(draft: ResolverDraft) -> None:
     chunks = draft["parallelism.pipeline.virtual_stages"]
     if chunks > 1:
         draft.fill("parallelism.pipeline.schedule", "interleaved", f"virtual_stages={chunks}")
@@ -250,50 +321,58 @@ def pipeline(draft: Draft) -> None:
     draft.fill("parallelism.pipeline.micro_batch_group", draft["parallelism.pp"], "parallelism.pp")
 
 
-def _widest_tp(draft: Draft, n: int) -> int:
-    heads, kv, ffn = draft["model.n_heads"], draft["model.n_kv_heads"], draft["model.d_ffn"]
-    fits = (t for t in reversed(divisors(n)) if not (heads % t or ffn % t) and (kv % t == 0 or t % kv == 0))
-    return next(fits)
+def _widest_tp(draft: ResolverDraft, ranks: int) -> int:
+    """The largest divisor of `ranks` that divides heads and widths; 1 always does."""
+    heads = draft["model.n_heads"]
+    kv_heads = draft["model.n_kv_heads"]
+    d_ffn = draft["model.d_ffn"]
+    for tp in reversed(divisors(ranks)):
+        # a key and value head may be held by several ranks, each with other queries
+        fits_kv_heads = kv_heads % tp == 0 or tp % kv_heads == 0
+        if heads % tp == 0 and d_ffn % tp == 0 and fits_kv_heads:
+            return tp
+    return 1
 
 
-def _smallest_share(draft: Draft) -> int:
+def _batch_unit(draft: ResolverDraft) -> int:
     """What every global batch that occurs is a multiple of, in sequences."""
     ramp = draft["train.batch_ramp"]
-    return gcd(draft["train.global_batch"], *([ramp["start"], ramp["increment"]] if ramp else []))
+    if not ramp:
+        return draft["train.global_batch"]
+    return gcd(draft["train.global_batch"], ramp["start"], ramp["increment"])
 
 
-def micro_batch(draft: Draft) -> None:
+def micro_batch(draft: ResolverDraft) -> None:
     dp = draft["parallelism.dp_replicate"] * draft["parallelism.dp_shard"]
-    whole, rest = divmod(_smallest_share(draft), dp)
-    share = 1 if rest else whole  # what the ranks don't divide is refused: with 1, for their number alone
-    most = max(1, MICRO_BATCH_TOKENS * draft["parallelism.cp"] // draft["data.seq_len"])
+    # sequences of a rank in the smallest step
+    share, rest = divmod(_batch_unit(draft), dp)
+    if rest:
+        share = 1  # what the ranks don't divide is refused: with 1, for their number alone
     pp = draft["parallelism.pp"]
-    largest = max(m for m in divisors(share) if m <= max(1, min(share // pp, most)))
-    stages = f" that leaves {pp} micro batches, one a stage," if pp > 1 else ""
-    draft.fill(
-        "train.micro_batch", largest, f"the largest divisor of a rank's {share}{stages} with at most 8,192 tokens"
-    )
+    # a pipeline needs a micro batch for each stage
+    most_for_stages = share // pp
+    most_for_tokens = max(1, MICRO_BATCH_TOKENS * draft["parallelism.cp"] // draft["data.seq_len"])
+    most = max(1, min(most_for_stages, most_for_tokens))
+    largest = max(m for m in divisors(share) if m <= most)
+    stages = ""
+    if pp > 1:
+        stages = f" that leaves {pp} micro batches, one a stage,"
+    reason = f"the largest divisor of a rank's {share}{stages} with at most 8,192 tokens"
+    draft.fill("train.micro_batch", largest, reason)
 
 
-def kernels(draft: Draft) -> None:
-    device, sm = draft.target.device, draft.target.sm
-    drops = draft["model.attention_dropout"] > 0
+def kernels(draft: ResolverDraft) -> None:
+    device = draft.target.device
+    use = _kernel_use(draft)
     where = f"the best that runs on {draft.target.gpu or device}"
-    moe, precision = draft["model"].get("moe"), draft["precision.kind"]
-    narrow = has_narrow_states(draft.recipe.optim)
-    use = Use(
-        attention_dropout=drops,
-        precision=precision,
-        widths=(draft["model.d_model"], moe["d_expert"] // draft["parallelism.etp"]) if moe else (),
-        narrow_states=narrow,
-    )
-    reasons = {
-        "attention": f"{where}{' with attention dropout' if drops else ''}",
-        "grouped": f"{where} in {precision}",
-        "adamw": f"{where}{' with the states of optim.formats' if narrow else ''}",
-    }
+    # what decides beside the device, where something does
+    reasons = {"grouped": f"{where} in {use.precision}"}
+    if use.attention_dropout:
+        reasons["attention"] = f"{where} with attention dropout"
+    if use.narrow_states:
+        reasons["adamw"] = f"{where} with the states of optim.formats"
     for operation in CATALOG:
-        best = choose(operation, device=device, sm=sm, use=use)
+        best = choose(operation, device=device, sm=draft.target.sm, use=use)
         draft.fill(f"kernels.{operation}", best, reasons.get(operation, where))
     if device == "cuda":
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
@@ -301,16 +380,33 @@ def kernels(draft: Draft) -> None:
         draft.fill("kernels.compile", "none", "no GPU")
 
 
-def schedule(draft: Draft) -> None:
+def _kernel_use(draft: ResolverDraft) -> Use:
+    """What the recipe asks of its kernels, in the catalog's words."""
+    moe = draft["model"].get("moe")
+    # both sides of the experts' products on a rank
+    widths: tuple[int, ...] = ()
+    if moe:
+        widths = (draft["model.d_model"], moe["d_expert"] // draft["parallelism.etp"])
+    return Use(
+        attention_dropout=draft["model.attention.dropout"] > 0,
+        precision=draft["precision.kind"],
+        widths=widths,
+        narrow_states=has_narrow_states(draft.recipe.optim),
+    )
+
+
+def schedule(draft: ResolverDraft) -> None:
     draft.fill("optim.schedule.decay_steps", draft["train.steps"], "train.steps")
 
 
-def logging(draft: Draft) -> None:
-    installed = "tensorboard" in draft.target.versions
-    draft.fill("log.tensorboard", installed, f"tensorboard is {'installed' if installed else 'not installed'}")
+def logging(draft: ResolverDraft) -> None:
+    if "tensorboard" in draft.target.versions:
+        draft.fill("log.tensorboard", True, "tensorboard is installed")
+    else:
+        draft.fill("log.tensorboard", False, "tensorboard is not installed")
 
 
-FILLS: tuple[Callable[[Draft], None], ...] = (
+FILLS: tuple[Callable[[ResolverDraft], None], ...] = (
     run_folder,
     seeds,
     model_shape,

@@ -14,20 +14,24 @@ def gather_facts(recipe: Recipe) -> Facts:
     """What the resolver has to know about a recipe's data and run folder. What is wrong with the data is told in
     `problems`, never raised."""
     data = data_facts(recipe.data)
+    run_dir = str(free_run_dir(recipe.name))
+    if data.problems:
+        # a tokenizer may be known beside documents that can't be read
+        return Facts(run_dir=run_dir, vocab_size=data.vocab_size, problems=data.problems)
     return Facts(
-        run_dir=str(free_run_dir(recipe.name)),
+        run_dir=run_dir,
         vocab_size=data.vocab_size,
-        train_tokens=None if data.problems else data.tokens["train"],
-        train_samples=None if data.problems else data.samples["train"],
-        valid_tokens=None if data.problems else data.tokens["valid"],
-        fingerprint=data.fingerprint if not data.problems else "",
-        problems=data.problems,
+        train_tokens=data.tokens["train"],
+        train_samples=data.samples["train"],
+        valid_tokens=data.tokens["valid"],
+        fingerprint=data.fingerprint,
     )
 
 
 def free_run_dir(name: str) -> Path:
     """runs/<name>, or with the first number that makes it new: runs/<name>-2, -3, ..."""
-    folder, number = RUNS / name, 1
+    folder = RUNS / name
+    number = 1
     while folder.exists():
         number += 1
         folder = RUNS / f"{name}-{number}"
@@ -36,4 +40,6 @@ def free_run_dir(name: str) -> Path:
 
 def planned_run_dir(recipe: Recipe) -> Path:
     """The run folder that a restarted job has to find again: the one that is set, else runs/<name>."""
-    return RUNS / recipe.name if recipe.run_dir == AUTO else Path(recipe.run_dir)
+    if recipe.run_dir == AUTO:
+        return RUNS / recipe.name
+    return Path(recipe.run_dir)

@@ -14,7 +14,7 @@ from megaspec.core.problems import origin_of, typed_problems
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
-from megaspec.resolve.fill import FILLS, Draft
+from megaspec.resolve.fill import FILLS, ResolverDraft
 from megaspec.resolve.trials import trials
 from megaspec.rules.case import Case
 from megaspec.rules.run_facts import Facts
@@ -42,15 +42,17 @@ class Settled:
 
     def spec(self, segments: tuple[int, ...], *, moved: int = 0, forked_from: Origin = None) -> Spec:
         """The Spec, its training order cut into `segments` (sequences each); `moved`: see Spec.samples_moved."""
+        if isinstance(forked_from, ForkPoint):
+            forked_from = forked_from.model_dump(mode="json")
         fields = self.recipe.model_dump(mode="json") | {
             "world_size": world_size(self.recipe.parallelism.degrees),
             "device": self.target.device,
             "segments": segments,
             "samples_moved": moved,
-            "forked_from": forked_from.model_dump(mode="json") if isinstance(forked_from, ForkPoint) else forked_from,
+            "forked_from": forked_from,
             "data_order": ORDER_VERSION,
             "data_fingerprint": self.data_fingerprint,
-            "decisions": [d.model_dump(mode="json") for d in self.decisions],
+            "decisions": [decision.model_dump(mode="json") for decision in self.decisions],
             "plugins": plugins.loaded(),
         }
         return Spec.model_validate_json(json.dumps(fields))
@@ -85,19 +87,24 @@ def settle(
 ) -> Settled:
     """Fill, then ask every rule. `kept`: paths that were decided when the run began. Raises as `resolve` does."""
     origins = origins or {}
-    draft = Draft(recipe, target, facts)
+    draft = ResolverDraft(recipe, target, facts)
     for fill in FILLS:
         fill(draft)
     decisions = tuple(draft.decisions)
-    filled = _typed(draft.content, {**origins, **{d.key: f"decided: {d.reason}" for d in decisions}})
-    case = Case(filled, target, facts, frozenset(d.key for d in decisions) | kept)
+    reasons = {decision.key: f"decided: {decision.reason}" for decision in decisions}
+    filled = _typed(draft.content, {**origins, **reasons})
+    case = Case(filled, target, facts, frozenset(reasons) | kept)
     problems = []
+    # the quick question first: ways out are tried only where a rule is broken
     if not is_legal(case):
         problems = broken_rules(replace(case, trial=trials(recipe, case)), decisions=decisions, origins=origins)
     settled = Settled(filled, target, facts.fingerprint, decisions)
     if refused is not None:
-        is_whole = not problems and not draft.problems
-        problems += refused(settled.spec((settled.samples(),))) if is_whole else unbuilt_problems(filled, origins)
+        if problems or draft.problems:
+            # no Spec to ask about: what can't be trained is known without one
+            problems += unbuilt_problems(filled, origins)
+        else:
+            problems += refused(settled.spec((settled.samples(),)))
     data_problems = located([*facts.problems, *draft.problems], origins)
     if problems:
         raise RecipeError([*problems, *data_problems])

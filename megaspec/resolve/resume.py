@@ -42,23 +42,22 @@ def resume(
     origins = origins or {}
     problems = [_frozen_problem(key, was, now, origins) for key, was, now in changes(old, recipe)]
     problems += _too_short(recipe, done_steps, origins)
-    if old.data_fingerprint and facts.fingerprint and old.data_fingerprint != facts.fingerprint:
-        # of data with a manifest it is the manifest's word, of data without one the lengths of its documents
-        text = "data: its content has changed since the run began, or a .manifest.json beside it has come or gone; "
-        text += "put the old data back, or give --fork NAME"
-        problems.append(Problem("data", text, origin_of(origins, "data"), "resume-data"))
+    problems += _other_data(old, facts, origins)
     problems += _earlier_order(old, origins)
     if problems:
         raise RecipeError(problems)
     pinned, kept = _pinned(old, recipe)
+    kept_keys = frozenset(decision.key for decision in kept)
     facts = replace(facts, run_dir=old.run_dir)
-    settled = settle(pinned, target, facts, origins, kept=frozenset(one.key for one in kept), refused=refused)
-    is_decided_anew = any(one not in old.decisions for one in settled.decisions)
+    settled = settle(pinned, target, facts, origins, kept=kept_keys, refused=refused)
+    is_decided_anew = any(decision not in old.decisions for decision in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
     moved = old.samples_moved
     new = settled.spec(_longer(old.segments, settled, moved), moved=moved, forked_from=old.forked_from)
-    is_same = not is_decided_anew and new.model_copy(update={"decisions": old.decisions}) == old
-    return old if is_same else new
+    # what was decided when the run began is now kept: the same values, for which only the reasons differ
+    if not is_decided_anew and new.model_copy(update={"decisions": old.decisions}) == old:
+        return old
+    return new
 
 
 def fork(
@@ -85,18 +84,26 @@ def fork(
         raise RecipeError(problems)
     settled = settle(recipe, target, facts, origins, refused=refused)
     new = settled.recipe
-    is_same_order = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
-    is_same_order = is_same_order and not _earlier_order(old, {})
+    is_same_data = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
+    segments: tuple[int, ...] = ()
+    if is_same_data and not _earlier_order(old, {}):
+        segments = old.segments
+    # what the checkpoint's run had taken by that step, beyond what this run's batches would have
     moved = done_samples - BatchSchedule(new.train).consumed(done_steps)
-    segments = _longer(old.segments if is_same_order else (), settled, moved)
-    return settled.spec(segments, moved=moved, forked_from=forked_from)
+    return settled.spec(_longer(segments, settled, moved), moved=moved, forked_from=forked_from)
 
 
 def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
     """(path, value of the run, value of the recipe) of everything in the experiment that a recipe changes."""
-    was, now = old.model_dump(mode="json"), recipe.model_dump(mode="json")
-    was = {name: value for name, value in was.items() if name in now}
-    return [one for one in changed(was, now) if one[2] != AUTO and not is_free(one[0], was, now)]
+    now = recipe.model_dump(mode="json")
+    # a Spec says more than a recipe: its sections alone can change
+    was = {name: value for name, value in old.model_dump(mode="json").items() if name in now}
+    found = []
+    for key, before, after in changed(was, now):
+        # auto stays what it was decided to be
+        if after != AUTO and not is_free(key, was, now):
+            found.append((key, before, after))
+    return found
 
 
 def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> list[Problem]:
@@ -104,6 +111,16 @@ def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> l
         return []
     text = f"train.steps={recipe.train.steps} must be at least the {done_steps} that are done"
     return [Problem("train.steps", text, origin_of(origins, "train.steps"), "resume-steps")]
+
+
+def _other_data(old: Spec, facts: Facts, origins: Mapping[str, str]) -> list[Problem]:
+    """Data of another content than the run began with, where both are known."""
+    if not old.data_fingerprint or not facts.fingerprint or old.data_fingerprint == facts.fingerprint:
+        return []
+    # of data with a manifest it is the manifest's word, of data without one the lengths of its documents
+    text = "data: its content has changed since the run began, or a .manifest.json beside it has come or gone; "
+    text += "put the old data back, or give --fork NAME"
+    return [Problem("data", text, origin_of(origins, "data"), "resume-data")]
 
 
 def _earlier_order(old: Spec, origins: Mapping[str, str]) -> list[Problem]:
@@ -117,35 +134,46 @@ def _earlier_order(old: Spec, origins: Mapping[str, str]) -> list[Problem]:
 
 
 def _frozen_problem(key: str, was: Any, now: Any, origins: Mapping[str, str]) -> Problem:
-    why = ": experts are balanced within a micro batch" if key == "train.micro_batch" else ""
-    text = (
-        f"{key}={show(now)} changes the experiment{why}, the run has {show(was)}; give --fork NAME to start another run"
-    )
-    return Problem(key, f"{text} from its newest checkpoint", origin_of(origins, key), "resume-frozen")
+    text = f"{key}={show(now)} changes the experiment"
+    if key == "train.micro_batch":
+        text += ": experts are balanced within a micro batch"
+    text += f", the run has {show(was)}; give --fork NAME to start another run from its newest checkpoint"
+    return Problem(key, text, origin_of(origins, key), "resume-frozen")
 
 
 def _pinned(old: Spec, recipe: Recipe) -> tuple[Recipe, tuple[Decision, ...]]:
     """The recipe with the experiment as it was decided, and the decisions that this keeps."""
-    was, now = old.model_dump(mode="json"), recipe.model_dump(mode="json")
+    was = old.model_dump(mode="json")
+    now = recipe.model_dump(mode="json")
     kept = []
+    # a list, since `now` changes on the way
     for key, value in list(leaves(now)):
-        if value == AUTO and not is_free(key, was, now) and value_at(was, key) != AUTO:
-            section, _, name = key.rpartition(".")
-            (value_at(now, section) if section else now)[name] = value_at(was, key)
-            reason = "kept from the beginning of the run"
-            if key == "optim.schedule.decay_steps" and recipe.train.steps > old.train.steps:
-                reason += ": the rate is at its lowest from there on; a fork may stretch it"
-            kept.append(Decision(key=key, value=value_at(was, key), reason=reason))
+        if value != AUTO or is_free(key, was, now) or value_at(was, key) == AUTO:
+            continue
+        path, _, name = key.rpartition(".")
+        section = now
+        if path:
+            section = value_at(now, path)
+        section[name] = value_at(was, key)
+        reason = "kept from the beginning of the run"
+        if key == "optim.schedule.decay_steps" and recipe.train.steps > old.train.steps:
+            reason += ": the rate is at its lowest from there on; a fork may stretch it"
+        kept.append(Decision(key=key, value=value_at(was, key), reason=reason))
     now["run_dir"] = old.run_dir
     return Recipe.model_validate_json(json.dumps(now)), tuple(kept)
 
 
 def _order(recipe: Recipe) -> dict[str, Any]:
     """What the training order is made from."""
-    return {name: value for name, value in recipe.data.model_dump(mode="json").items() if name != "cache"}
+    content = recipe.data.model_dump(mode="json")
+    # where the index lies, not what is in it
+    content.pop("cache", None)
+    return content
 
 
 def _longer(segments: tuple[int, ...], settled: Settled, moved: int) -> tuple[int, ...]:
     """The segments, with one more where the run needs more samples than they hold."""
     missing = settled.samples(moved) - sum(segments)
-    return (*segments, missing) if missing > 0 else segments
+    if missing <= 0:
+        return segments
+    return (*segments, missing)

@@ -28,16 +28,20 @@ def trials(recipe: Recipe, case: Case) -> Callable[[str, Mapping[str, Any]], boo
     filled = case.recipe.model_dump(mode="json")
     found = frozenset(key for key in PLAIN if key in case.decided)
     _put(asked, {key: value_at(filled, key) for key in found})
-    text, before, left = json.dumps(asked), broken_codes(case), [MOST]
+    text = json.dumps(asked)
+    broken_before = broken_codes(case)
+    n_tried = 0
 
     def mends(code: str, changes: Mapping[str, Any]) -> bool:
-        left[0] -= 1
-        if left[0] < 0:
+        nonlocal n_tried
+        n_tried += 1
+        if n_tried > MOST:
             return False
+        # text once more: a changed copy for each trial
         content = json.loads(text)
         _put(content, changes)
         changed = _filled(content, case.target, case.facts, found)
-        return changed is not None and broken_codes(changed) <= before - {code}
+        return changed is not None and broken_codes(changed) <= broken_before - {code}
 
     return mends
 
@@ -57,4 +61,5 @@ def _filled(content: dict[str, Any], target: Target, facts: Facts, found: frozen
         recipe = Recipe.model_validate_json(json.dumps(draft.content))
     except ValidationError:
         return None
-    return Case(recipe, target, facts, frozenset(d.key for d in draft.decisions) | found)
+    decided = frozenset(decision.key for decision in draft.decisions)
+    return Case(recipe, target, facts, decided | found)

@@ -12,23 +12,31 @@ from megaspec.train.batch_schedule import BatchSchedule
 
 def global_batch_divides(case: Case) -> Problem | None:
     """The global batch is whole micro batches on every data-parallel rank."""
-    train, unit = case.recipe.train, case.recipe.train.micro_batch * case.dp
-    if train.global_batch % (train.micro_batch if case.dp_is_open else unit) == 0:
+    train = case.recipe.train
+    # sequences of one micro batch on every data-parallel rank
+    unit = train.micro_batch * case.dp
+    divisor = unit
+    if case.dp_is_open:
+        divisor = train.micro_batch
+    if train.global_batch % divisor == 0:
         return None
     text = f"train.global_batch={train.global_batch} must be a multiple of train.micro_batch={train.micro_batch}"
     text += f" · dp={case.dp} = {unit}"
-    shares = divisors(train.global_batch // case.dp) if train.global_batch % case.dp == 0 else []
+    micro_batches: list[int] = []
+    if train.global_batch % case.dp == 0:
+        micro_batches = divisors(train.global_batch // case.dp)
     way = way_out(
         case,
         Way("train.global_batch", multiples(train.global_batch, unit), train.global_batch, most=2),
-        Way("train.micro_batch", shares, train.micro_batch, most=3),
+        Way("train.micro_batch", micro_batches, train.micro_batch, most=3),
     )
     return Problem("train.global_batch", f"{text}; {way}")
 
 
 def ramp_starts_below_the_batch(case: Case) -> Problem | None:
     """A ramp grows: it starts below the global batch."""
-    ramp, full = case.recipe.train.batch_ramp, case.recipe.train.global_batch
+    ramp = case.recipe.train.batch_ramp
+    full = case.recipe.train.global_batch
     if ramp is None or ramp.start < full:
         return None
     text = f"train.batch_ramp.start={ramp.start} must be below train.global_batch={full}"
@@ -37,7 +45,8 @@ def ramp_starts_below_the_batch(case: Case) -> Problem | None:
 
 def ramp_reaches_the_batch(case: Case) -> Problem | None:
     """Whole increments, at most 10,000, lead from the start of a ramp to the global batch."""
-    ramp, full = case.recipe.train.batch_ramp, case.recipe.train.global_batch
+    ramp = case.recipe.train.batch_ramp
+    full = case.recipe.train.global_batch
     if ramp is None or ramp.start >= full:
         return None
     rest = full - ramp.start
@@ -52,47 +61,65 @@ def ramp_reaches_the_batch(case: Case) -> Problem | None:
 
 
 def _other_ramp(case: Case) -> str:
-    train, ramp = case.recipe.train, case.recipe.train.batch_ramp
-    rest, unit = train.global_batch - ramp.start, train.micro_batch * case.dp
-    legal = [n for n in divisors(rest) if rest // n <= LONGEST_RAMP]
-    whole = [n for n in legal if n % unit == 0] or legal
+    """Ways to whole increments, each of whole micro batches on every data-parallel rank where there is such a one."""
+    train = case.recipe.train
+    ramp = train.batch_ramp
+    rest = train.global_batch - ramp.start
+    unit = train.micro_batch * case.dp
+    increments = [n for n in divisors(rest) if rest // n <= LONGEST_RAMP]
+    divisible = [n for n in increments if n % unit == 0]
+    batches = [ramp.start + grown for grown in multiples(rest, ramp.increment)]
     return way_out(
         case,
-        Way("train.batch_ramp.increment", whole, ramp.increment),
+        Way("train.batch_ramp.increment", divisible or increments, ramp.increment),
         Way("train.batch_ramp.start", _other_starts(case), ramp.start, most=3),
-        Way(
-            "train.global_batch", [ramp.start + m for m in multiples(rest, ramp.increment)], train.global_batch, most=2
-        ),
+        Way("train.global_batch", batches, train.global_batch, most=2),
     )
 
 
 def _other_starts(case: Case) -> list[int]:
     """First batches from which whole increments lead to the global batch, those near the one that is set."""
-    train, ramp = case.recipe.train, case.recipe.train.batch_ramp
+    train = case.recipe.train
+    ramp = train.batch_ramp
+    # a start that lies whole steps below the global batch is divided by the ranks as that is
     step = lcm(train.micro_batch * case.dp, ramp.increment)
-    first = (train.global_batch - ramp.start) // step
-    starts = [train.global_batch - n * step for n in range(max(1, first - 6), first + 7)]
-    return [start for start in starts if start > 0]
+    n_steps = (train.global_batch - ramp.start) // step
+    starts = []
+    for n in range(max(1, n_steps - 6), n_steps + 7):
+        start = train.global_batch - n * step
+        if start > 0:
+            starts.append(start)
+    return starts
 
 
 def ramp_stages_divide(case: Case) -> Problem | None:
     """Every batch of a ramp is whole micro batches on every data-parallel rank."""
-    train, ramp = case.recipe.train, case.recipe.train.batch_ramp
+    train = case.recipe.train
+    ramp = train.batch_ramp
     unit = train.micro_batch * case.dp
     if case.dp_is_open or ramp is None or (ramp.start % unit == 0 and ramp.increment % unit == 0):
         return None
-    key, value = ("start", ramp.start) if ramp.start % unit else ("increment", ramp.increment)
-    text = f"train.batch_ramp.{key}={value} must be a multiple of train.micro_batch={train.micro_batch}"
-    text += f" · dp={case.dp} = {unit}"
     rest = train.global_batch - ramp.start
-    legal = _other_starts(case) if key == "start" else [n for n in divisors(max(1, rest)) if n % unit == 0]
-    share = train.global_batch // case.dp if train.global_batch % case.dp == 0 else 1
+    if ramp.start % unit:
+        key = "train.batch_ramp.start"
+        value = ramp.start
+        others = _other_starts(case)
+    else:
+        key = "train.batch_ramp.increment"
+        value = ramp.increment
+        others = [n for n in divisors(max(1, rest)) if n % unit == 0]
+    text = f"{key}={value} must be a multiple of train.micro_batch={train.micro_batch}"
+    text += f" · dp={case.dp} = {unit}"
+    # sequences of a rank; where the global batch is no multiple of dp, only micro batches of one may do
+    per_rank = 1
+    if train.global_batch % case.dp == 0:
+        per_rank = train.global_batch // case.dp
     way = way_out(
         case,
-        Way(f"train.batch_ramp.{key}", legal or multiples(value, unit), value, most=2),
-        Way("train.micro_batch", divisors(share), train.micro_batch, most=3),
+        Way(key, others or multiples(value, unit), value, most=2),
+        Way("train.micro_batch", divisors(per_rank), train.micro_batch, most=3),
     )
-    return Problem(f"train.batch_ramp.{key}", f"{text}; {way}")
+    return Problem(key, f"{text}; {way}")
 
 
 def blend_weights_make_shares(case: Case) -> Problem | None:
@@ -116,15 +143,17 @@ def blend_weights_make_shares(case: Case) -> Problem | None:
 
 def blend_without_weights_is_one_pass(case: Case) -> Problem | None:
     """A blend without weights takes each sequence once at most."""
-    data, train, there = case.recipe.data, case.recipe.train, case.facts.train_samples
-    if not isinstance(data, IndexedSpec) or len(data.blend) == 1 or there is None:
+    data = case.recipe.data
+    train = case.recipe.train
+    available = case.facts.train_samples
+    if not isinstance(data, IndexedSpec) or len(data.blend) == 1 or available is None:
         return None
     if any(part.weight is not None for part in data.blend):
         return None
     needed = BatchSchedule(train).consumed(train.steps)
-    if needed <= there:
+    if needed <= available:
         return None
-    text = f"train.steps={train.steps} takes {needed} sequences, data.blend without weights is one pass of {there}"
+    text = f"train.steps={train.steps} takes {needed} sequences, data.blend without weights is one pass of {available}"
     return Problem("train.steps", f"{text}; give each data set a weight, or train fewer steps")
 
 
@@ -139,7 +168,8 @@ def split_holds_training_data(case: Case) -> Problem | None:
 
 def evaluation_has_data(case: Case) -> Problem | None:
     """Evaluation needs documents that are not for training."""
-    data, every = case.recipe.data, case.recipe.train.eval_every
+    data = case.recipe.data
+    every = case.recipe.train.eval_every
     if not every or not isinstance(data, IndexedSpec) or data.split[1] > 0:
         return None
     text = f"train.eval_every={every} needs validation data, data.split={list(data.split)} leaves none"
@@ -153,7 +183,8 @@ def training_split_fills_a_sequence(case: Case) -> Problem | None:
 
 def validation_split_fills_a_sequence(case: Case) -> Problem | None:
     """One pass over the validation data gives a sequence at least."""
-    data, every = case.recipe.data, case.recipe.train.eval_every
+    data = case.recipe.data
+    every = case.recipe.train.eval_every
     if not every or (isinstance(data, IndexedSpec) and data.split[1] == 0):
         return None
     return _enough(case, "validation", case.facts.valid_tokens)

@@ -9,7 +9,8 @@ Specs of earlier versions do not note whether their run began as a fork. Nothing
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,6 +24,8 @@ from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 MOST_KEYS = 3
+# Of a value that is told.
+_MOST_CHARACTERS = 80
 # A loss that is scaled by more is infinite in fp32.
 LARGEST_SCALE = 2.0**128
 
@@ -68,7 +71,9 @@ def began_as_fork(run: Spec) -> bool:
 
 def fork_again(run: Spec) -> str:
     """The way out for a fork of which no good checkpoint is left: from step 0 it would be another run."""
-    step = f"step {run.forked_from.step}" if isinstance(run.forked_from, ForkPoint) else "a step"
+    step = "a step"
+    if isinstance(run.forked_from, ForkPoint):
+        step = f"step {run.forked_from.step}"
     text = f"this run began as a fork, from {step} of another run, and can't start from step 0; put a checkpoint back, "
     return f"{text}or delete {run.run_dir} and fork again: megaspec resume SOURCE --fork {run.run_dir}"
 
@@ -89,13 +94,12 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
         return [printable(f"{key}: {first['msg']}; it holds no Spec that this version reads")]
     changes = _foreign(saved, run)
     if changes:
-        listed = ", ".join(f"{c.key}={_short(c.was)} (this run: {_short(c.now)})" for c in changes[:MOST_KEYS])
-        more = f" and {len(changes) - MOST_KEYS} more" if len(changes) > MOST_KEYS else ""
         text = (
-            f"{_whose(manifest, saved, run)}: {listed}{more}; put it back there, and start a run "
+            f"{_whose(manifest, saved, run)}: {_listed(changes)}; put it back there, and start a run "
             f"from it with megaspec resume {saved.run_dir} --fork NEW"
         )
         return [printable(text)]
+    # the generators last: they are counted by the saved Spec's world size
     return _misplaced(manifest, saved) or _wrong_generators(manifest.tensors, saved)
 
 
@@ -112,14 +116,28 @@ def _whose(manifest: Manifest, saved: Spec, run: Spec) -> str:
     return text
 
 
+def _listed(changes: Sequence[Change]) -> str:
+    """`key=before (this run: now), ...`, at most MOST_KEYS of them."""
+    texts = [f"{change.key}={_short(change.was)} (this run: {_short(change.now)})" for change in changes[:MOST_KEYS]]
+    text = ", ".join(texts)
+    if len(changes) > MOST_KEYS:
+        text += f" and {len(changes) - MOST_KEYS} more"
+    return text
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value) if isinstance(value, dict | list | tuple) else show(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def _foreign(saved: Spec, run: Spec) -> list[Change]:
     """In what a checkpoint's Spec is of another experiment, or of another order of the data."""
-    found = [c for c in differences(saved, run) if c.is_experiment and c.key != "data_fingerprint"]
+    found = []
+    for change in differences(saved, run):
+        if change.is_experiment and change.key != "data_fingerprint":
+            found.append(change)
     # Here also where one has none: what a run was saved with stays as it is.
     if saved.data_fingerprint != run.data_fingerprint:
         found.append(Change("data_fingerprint", saved.data_fingerprint, run.data_fingerprint, True))
@@ -141,12 +159,16 @@ def _may_have_one_origin(saved: Spec, run: Spec) -> bool:
 
 
 def _origin(spec: Spec) -> Any:
-    return spec.forked_from.model_dump(mode="json") if isinstance(spec.forked_from, ForkPoint) else spec.forked_from
+    """Where a run began, as JSON."""
+    if isinstance(spec.forked_from, ForkPoint):
+        return spec.forked_from.model_dump(mode="json")
+    return spec.forked_from
 
 
 def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
     """Where the state is not what the saved Spec makes of the step, or holds what no run writes."""
-    state, step = manifest.state, manifest.step
+    state = manifest.state
+    step = manifest.step
     keys = {"step", "samples", "tokens", "optimizer_updates", "loss_scale"}
     if set(state) != keys:
         return [printable(f"state: expected the keys {sorted(keys)}, found {sorted(state)[:8]}")]
@@ -159,7 +181,9 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
         first_tokens = saved.forked_from.tokens
     most_tokens = first_tokens + (samples - schedule.consumed(first_step)) * saved.data.seq_len
     # Without a loss scale each step of the run itself updates the weights or ends it. A fork's source may have had one.
-    least_updates = 0 if isinstance(saved.precision, Fp16Precision) else max(0, step - first_step)
+    least_updates = max(0, step - first_step)
+    if isinstance(saved.precision, Fp16Precision):
+        least_updates = 0
     if saved.forked_from == UNKNOWN_ORIGIN:
         # What the source of a fork had learned from and skipped, if there was one.
         most_tokens = LARGEST_NUMBER
@@ -181,14 +205,18 @@ def _outside(values: Mapping[str, Any], key: str, least: int, most: int) -> list
     value = values[key]
     if type(value) is int and least <= value <= most:
         return []
-    expected = f"{least}" if least == most else f"a whole number from {least} to {most}"
+    expected = str(least)
+    if least != most:
+        expected = f"a whole number from {least} to {most}"
     return [printable(f"state: {key}={_short(value)}, expected {expected} after its step")]
 
 
 def _wrong_scale(value: Any, saved: Spec, step: int, *, skipped: int) -> list[str]:
     """What is wrong with the state of the loss scale (precision/scaler.py). `skipped`: steps without an update."""
     if not isinstance(saved.precision, Fp16Precision):
-        return [] if value is None else [printable(f"state: loss_scale={_short(value)}, expected null")]
+        if value is None:
+            return []
+        return [printable(f"state: loss_scale={_short(value)}, expected null")]
     keys = ["scale", "finite_in_row", "forgiven_left"]
     if type(value) is not dict or set(value) != set(keys):
         return [printable(f"state: loss_scale={_short(value)}, expected an object of {keys}")]
@@ -196,10 +224,13 @@ def _wrong_scale(value: Any, saved: Spec, step: int, *, skipped: int) -> list[st
     problems = []
     if type(scale) is not float or not 0 < scale < LARGEST_SCALE:
         problems.append(printable(f"state: scale={_short(scale)}, expected a number above 0 and below {LARGEST_SCALE}"))
-    least, most = saved.precision.hysteresis - skipped, saved.precision.hysteresis
+    # a step that is skipped takes one of what is forgiven
+    least = saved.precision.hysteresis - skipped
+    most = saved.precision.hysteresis
     if saved.forked_from is not None:
         # It may have begun with another hysteresis.
-        least, most = 1 - step, LARGEST_NUMBER
+        least = 1 - step
+        most = LARGEST_NUMBER
     return [
         *problems,
         *_outside(value, "finite_in_row", 0, step - skipped),
@@ -209,12 +240,15 @@ def _wrong_scale(value: Any, saved: Spec, step: int, *, skipped: int) -> list[st
 
 def _wrong_generators(tensors: Mapping[str, StoredTensor], saved: Spec) -> list[str]:
     """Every rank saved the bytes of its generators. Their number is torch's affair (runtime/state.py)."""
-    kinds = ("cpu", "cuda") if saved.device == "cuda" else ("cpu",)
-    found = {name for name in tensors if name.startswith("rng/")}
+    kinds = ["cpu"]
+    if saved.device == "cuda":
+        kinds.append("cuda")
+    n_found = sum(name.startswith("rng/") for name in tensors)
     # Counted before they are listed: nothing bounds a world size that somebody made up.
-    if len(found) != len(kinds) * saved.world_size:
-        return [f"{len(found)} random generators, expected {' and '.join(kinds)} of {saved.world_size} ranks"]
-    for name in (f"rng/{kind}/{rank}" for kind in kinds for rank in range(saved.world_size)):
+    if n_found != len(kinds) * saved.world_size:
+        return [f"{n_found} random generators, expected {' and '.join(kinds)} of {saved.world_size} ranks"]
+    for kind, rank in product(kinds, range(saved.world_size)):
+        name = f"rng/{kind}/{rank}"
         if name not in tensors:
             return [f"{name} is missing"]
         tensor = tensors[name]

@@ -9,8 +9,8 @@ from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.estimate.target import Target
-from megaspec.model.kinds import has_experts, mla_of, moe_of
-from megaspec.nn.spec import MlaSpec, MoeSpec
+from megaspec.nn.mla.spec import LatentSpec
+from megaspec.nn.moe.spec import MoeSpec
 from megaspec.recipe import Recipe
 from megaspec.rules.run_facts import Facts
 from megaspec.train.batch_schedule import BatchSchedule
@@ -59,25 +59,31 @@ class Case:
     @property
     def dp_is_open(self) -> bool:
         """Whether nothing says how many data-parallel ranks there are: they were left to us, and no number fits."""
-        own = self.recipe.parallelism
-        shares = "dp_replicate" if own.dp_strategy == "replicate" else "dp_shard"
-        product = own.pp * self.dp * own.cp * own.tp
-        return f"parallelism.{shares}" in self.decided and product != self.recipe.launcher.ranks
+        parallelism = self.recipe.parallelism
+        # the degree that takes what ranks are left
+        rest = "parallelism.dp_shard"
+        if parallelism.dp_strategy == "replicate":
+            rest = "parallelism.dp_replicate"
+        product = parallelism.pp * self.dp * parallelism.cp * parallelism.tp
+        return rest in self.decided and product != self.recipe.launcher.ranks
 
     @property
     def moe(self) -> MoeSpec | None:
         """The experts of the model; None where it has none."""
-        return moe_of(self.recipe.model)
+        return self.recipe.model.moe
 
     @property
-    def mla(self) -> MlaSpec | None:
+    def mla(self) -> LatentSpec | None:
         """The latent attention of the model; None where it has none."""
-        return mla_of(self.recipe.model)
+        attention = self.recipe.model.attention
+        if attention.kind != "mla":
+            return None
+        return attention
 
     @property
     def dense_layers(self) -> int:
         """Layers with a plain feed-forward layer."""
-        return has_experts(self.recipe.model).count(False)
+        return sum("mlp" in mixers for mixers in self.recipe.model.mixers)
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -99,8 +105,14 @@ Rule = Callable[[Case], Problem | None]
 
 def sequence_unit(case: Case) -> int:
     """What a sequence has to be a multiple of, for all that divides it."""
-    chunks = 1 if case.cp == 1 or case.recipe.parallelism.context.kind == "all_to_all" else 2
-    return lcm(chunks * case.cp, case.cp * case.tp if case.recipe.parallelism.sequence_parallel else 1)
+    # ring and all-gather give each rank an early and a late chunk, so that causal attention is equal work
+    chunks = 2
+    if case.cp == 1 or case.recipe.parallelism.context.kind == "all_to_all":
+        chunks = 1
+    unit = chunks * case.cp
+    if case.recipe.parallelism.sequence_parallel:
+        unit = lcm(unit, case.cp * case.tp)
+    return unit
 
 
 def can_split_sequences(*, tp: int, cp: int, seq_len: int, max_seq_len: int) -> bool:
@@ -110,12 +122,17 @@ def can_split_sequences(*, tp: int, cp: int, seq_len: int, max_seq_len: int) -> 
 
 def legal_tp(case: Case) -> list[int]:
     """Tensor-parallel degrees that divide everything of the model that they have to divide; 1 at least."""
-    model, moe = case.recipe.model, case.moe
-    heads, kv_heads = model.n_heads, model.n_kv_heads
-    widths = [] if moe and not case.dense_layers else [model.d_ffn]
-    widths += [moe.d_shared] if moe and moe.d_shared else []
-    return [
-        t
-        for t in divisors(heads)
-        if (kv_heads % t == 0 or t % kv_heads == 0) and all(width % t == 0 for width in widths)
-    ]
+    model = case.recipe.model
+    moe = case.moe
+    widths = []
+    if moe is None or case.dense_layers:
+        widths.append(model.d_ffn)
+    if moe is not None and moe.d_shared:
+        widths.append(moe.d_shared)
+    legal = []
+    for tp in divisors(model.n_heads):
+        # a key and value head may be held by several ranks, each with other queries
+        fits_kv_heads = model.n_kv_heads % tp == 0 or tp % model.n_kv_heads == 0
+        if fits_kv_heads and all(width % tp == 0 for width in widths):
+            legal.append(tp)
+    return legal

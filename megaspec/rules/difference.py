@@ -48,7 +48,7 @@ class Change:
 
 def is_free(key: str, *contents: Mapping[str, Any]) -> bool:
     """True for a path that may change within one experiment. `contents`: the recipes, as plain data, that it is of."""
-    if key == "train.micro_batch" and any(balances_within_a_micro_batch(content) for content in contents):
+    if key == "train.micro_batch" and any(map(balances_within_a_micro_batch, contents)):
         return False
     return _is_below(key, FREE) and not _is_below(key, BOUND)
 
@@ -67,9 +67,10 @@ def changed(was: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, An
     """(path, before, after) of everything that differs in plain data. Of two kinds of a section only what both have."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         is_same_kind = was.get("kind") == now.get("kind")
+        # the names of both, each once, in the order of today's recipe
         for name in dict.fromkeys([*now, *was]):
             if is_same_kind or (name in was and name in now):
-                yield from changed(was.get(name), now.get(name), f"{prefix}.{name}" if prefix else name)
+                yield from changed(was.get(name), now.get(name), _joined(prefix, name))
     elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         for number, (before, after) in enumerate(zip(was, now, strict=True)):
             yield from changed(before, after, f"{prefix}.{number}")
@@ -90,12 +91,12 @@ def experiment_of(content: Mapping[str, Any]) -> dict[str, Any]:
 def differences(was: Recipe, now: Recipe) -> list[Change]:
     """Everything in which two recipes differ, names left out. Of two Specs also the data that they were resolved with
     and the place in its order."""
-    before, after = was.model_dump(mode="json"), now.model_dump(mode="json")
-    found = [
-        Change(key, *values, is_experiment=not is_free(key, before, after))
-        for key, *values in changed(_of_a_recipe(before), _of_a_recipe(after))
-        if not _is_below(key, NAMES)
-    ]
+    before = was.model_dump(mode="json")
+    after = now.model_dump(mode="json")
+    found = []
+    for key, old, new in changed(_of_a_recipe(before), _of_a_recipe(after)):
+        if not _is_below(key, NAMES):
+            found.append(Change(key, old, new, is_experiment=not is_free(key, before, after)))
     if isinstance(was, Spec) and isinstance(now, Spec):
         if was.data_fingerprint and now.data_fingerprint and was.data_fingerprint != now.data_fingerprint:
             found.append(Change("data_fingerprint", was.data_fingerprint, now.data_fingerprint, True))
@@ -112,17 +113,26 @@ def verdict(found: list[Change]) -> str:
     """What two recipes are to each other."""
     if any(change.is_experiment for change in found):
         return "another experiment"
-    return "same experiment, other mapping" if found else "identical"
+    if found:
+        return "same experiment, other mapping"
+    return "identical"
 
 
 def leaves(content: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(path, value) of every plain value of plain data; an empty section or list counts as one."""
-    parts = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else None
-    if parts is None or not content:
+    if not isinstance(content, dict | list) or not content:
         yield prefix, content
         return
-    for name, inner in parts:
-        yield from leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+    entries = content.items() if isinstance(content, dict) else enumerate(content)
+    for name, inner in entries:
+        yield from leaves(inner, _joined(prefix, str(name)))
+
+
+def _joined(prefix: str, name: str) -> str:
+    """The path of a name below a prefix; "" is the root."""
+    if not prefix:
+        return name
+    return f"{prefix}.{name}"
 
 
 def _of_a_recipe(content: Mapping[str, Any]) -> dict[str, Any]:

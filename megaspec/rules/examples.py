@@ -33,7 +33,7 @@ def _router(*settings: str, base: str = "n_experts: 8") -> str:
 
 
 def _mla(d_rope: int = 16) -> str:
-    return f"model.mla={{kv_rank: 32, d_nope: 16, d_rope: {d_rope}, d_value: 32}}"
+    return f"model.attention={{kind: mla, kv_rank: 32, d_nope: 16, d_rope: {d_rope}, d_value: 32}}"
 
 
 _FP8 = "precision.kind=fp8"
@@ -140,6 +140,11 @@ _EXPERTS = {
     "tp-shared": Example((_moe("d_shared: 97"), _TP2), ("model.moe.d_shared=96",), "parallelism.tp"),
     "moe-sp": Example((_moe(), _TP2, f"{_SP}=false"), (f"{_SP}=true",), _SP),
     "moe-none": Example((_moe("first_dense: 4"),), ("model.moe.first_dense=3",), "model.moe.first_dense"),
+    "moe-mlp": Example(
+        (_moe(), "model.mlp={kind: plain, activation: relu}"),
+        ("model.mlp={kind: gated, activation: silu, bias: false}",),
+        "model.mlp.kind",
+    ),
     "moe-layers": Example((_moe("layers: [0,1,1]"),), ("model.moe.layers=[0,1,1,1]",), "model.moe.layers"),
     "moe-layers-twice": Example(
         (_moe("layers: [0,1,1,1]", "first_dense: 1"),), ("model.moe.first_dense=0",), "model.moe.layers"
@@ -228,20 +233,41 @@ _MODEL = {
     "heads-width": Example((_TP1, "model.n_heads=3", "model.n_kv_heads=3"), ("model.d_head=42",), "model.n_heads"),
     "rope-even": Example(("model.d_head=33",), ("model.d_head=32",), "model.d_head"),
     "rope-scaling": Example(
-        ("model.rope_scaling.kind=llama3", "model.rope_scaling.low_freq_factor=4"),
-        ("model.rope_scaling.low_freq_factor=1",),
-        "model.rope_scaling.low_freq_factor",
+        ("model.positions.scaling.kind=llama3", "model.positions.scaling.low_freq_factor=4"),
+        ("model.positions.scaling.low_freq_factor=1",),
+        "model.positions.scaling.low_freq_factor",
     ),
     "seq-model": Example(("model.max_seq_len=128",), ("data.seq_len=128",), "data.seq_len"),
     "vocab-data": Example(("model.vocab_size=256",), ("model.vocab_size=auto",), "model.vocab_size"),
     "mla-kv-heads": Example((_mla(), "model.n_kv_heads=2"), ("model.n_kv_heads=4",), "model.n_kv_heads"),
     "mla-head": Example((_mla(), "model.n_kv_heads=4", "model.d_head=64"), ("model.d_head=32",), "model.d_head"),
-    "mla-rope": Example((_mla(d_rope=15), "model.n_kv_heads=4", _TP1), ("model.mla.d_rope=16",), "model.mla.d_rope"),
-    "mla-qk-norm": Example(
-        (_mla(), "model.n_kv_heads=4", "model.qk_norm=true"), ("model.qk_norm=false",), "model.qk_norm"
+    "mla-rope": Example(
+        (_mla(d_rope=15), "model.n_kv_heads=4", _TP1), ("model.attention.d_rope=16",), "model.attention.d_rope"
+    ),
+    "mla-positions": Example(
+        (_mla(), "model.n_kv_heads=4", "model.positions={kind: learned}"),
+        ("model.positions={kind: rotary}",),
+        "model.positions.kind",
+    ),
+    "flat-length": Example(
+        ("model.layer={kind: flat, mixers: [attention, mlp]}",), ("model.n_layers=2",), "model.layer.mixers"
+    ),
+    "flat-experts": Example(
+        ("model.layer={kind: flat, mixers: [attention, moe]}", "model.n_layers=2"),
+        ("model.layer={kind: flat, mixers: [attention, mlp]}",),
+        "model.layer.mixers",
+    ),
+    "flat-which": Example(
+        (
+            "model.layer={kind: flat, mixers: [attention, moe]}",
+            "model.n_layers=2",
+            "model.moe={n_experts: 4, every: 2}",
+        ),
+        ("model.moe.every=1",),
+        "model.moe.every",
     ),
     "kernel-attention": Example(
-        ("kernels.attention=sdpa", "model.attention_dropout=0.1"),
+        ("kernels.attention=sdpa", "model.attention.dropout=0.1"),
         ("kernels.attention=reference",),
         "kernels.attention",
     ),

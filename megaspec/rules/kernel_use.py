@@ -1,6 +1,5 @@
 """What a recipe asks of its kernels, in the catalog's words."""
 
-from megaspec.model.kinds import moe_of
 from megaspec.optim.spec import has_narrow_states
 from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import Use
@@ -8,10 +7,13 @@ from megaspec_kernels.catalog import Use
 
 def use_of(recipe: Recipe) -> Use:
     """Of a filled recipe."""
-    moe = moe_of(recipe.model)
-    widths = (recipe.model.d_model, moe.d_expert // recipe.parallelism.etp) if moe is not None else ()
+    moe = recipe.model.moe
+    # both sides of the experts' products on a rank
+    widths: tuple[int, ...] = ()
+    if moe is not None:
+        widths = (recipe.model.d_model, moe.d_expert // recipe.parallelism.etp)
     return Use(
-        attention_dropout=recipe.model.attention_dropout > 0,
+        attention_dropout=recipe.model.attention.dropout > 0,
         precision=recipe.precision.kind,
         widths=widths,
         narrow_states=has_narrow_states(recipe.optim),

@@ -1,5 +1,7 @@
 """Rules about ranks, the mesh and what is split over it."""
 
+from collections.abc import Mapping
+
 from megaspec.core.axes import world_size
 from megaspec.core.divisors import divisors, multiples, widths
 from megaspec.core.errors import Problem
@@ -11,7 +13,8 @@ from megaspec.rules.ways import Way, way_out
 
 def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:
     """launcher.ranks is the world that torchrun started."""
-    ranks, world = case.recipe.launcher.ranks, case.target.world_size
+    ranks = case.recipe.launcher.ranks
+    world = case.target.world_size
     if world is None or ranks == world:
         return None
     return Problem("launcher.ranks", f"launcher.ranks={ranks} must be the {world} that torchrun started; drop it")
@@ -19,31 +22,51 @@ def ranks_are_those_that_torchrun_started(case: Case) -> Problem | None:
 
 def degrees_make_the_world(case: Case) -> Problem | None:
     """launcher.ranks is the product of the parallel degrees."""
-    ranks, sizes = case.recipe.launcher.ranks, case.recipe.parallelism.degrees
-    if world_size(sizes) == ranks:
+    ranks = case.recipe.launcher.ranks
+    sizes = case.recipe.parallelism.degrees
+    world = world_size(sizes)
+    if world == ranks:
         return None
     said = {axis: n for axis, n in sizes.items() if f"parallelism.{axis}" not in case.decided}
     given = {axis: n for axis, n in said.items() if n > 1}
-    shares = "dp_replicate" if case.recipe.parallelism.dp_strategy == "replicate" else "dp_shard"
-    is_free = not {f"parallelism.{shares}", "parallelism.tp"}.isdisjoint(case.decided)
-    if len(given) == 1 and is_free:
+    if len(given) == 1 and _fills_the_world(case):
+        # the one degree that was set is at fault: what follows from it takes any rest that is whole
         [(axis, n)] = given.items()
         text = f"parallelism.{axis}={n} must divide launcher.ranks={ranks}"
         way = way_out(case, Way(f"parallelism.{axis}", divisors(ranks), n), _worlds(case, n))
         return Problem(f"parallelism.{axis}", f"{text}; {way}")
-    fixed = world_size(said)
     product = " · ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 or axis in said)
-    axis = max(given, key=lambda name: given[name], default="")
-    ways = [_worlds(case, fixed) if is_free else Way("launcher.ranks", [fixed])]
-    for name in sorted(given, key=lambda one: -given[one]):
-        fitting = [d for d in divisors(ranks) if ranks % (fixed // given[name] * d) == 0]
-        ways.append(Way(f"parallelism.{name}", fitting, given[name], most=3))
-    if "launcher.ranks" in case.decided and axis:
-        text = f"parallelism.{axis}={given[axis]}: the degrees, {product} = {world_size(sizes)}"
-        way = way_out(case, *ways, key=f"parallelism.{axis}")
-        return Problem(f"parallelism.{axis}", f"{text}, must make launcher.ranks={ranks}; {way}")
-    text = f"launcher.ranks={ranks} must be the product of the degrees, {product} = {world_size(sizes)}"
+    ways = _ways_to_the_world(case, said, given)
+    if "launcher.ranks" in case.decided and given:
+        largest = max(given, key=lambda axis: given[axis])
+        key = f"parallelism.{largest}"
+        text = f"{key}={given[largest]}: the degrees, {product} = {world}"
+        return Problem(key, f"{text}, must make launcher.ranks={ranks}; {way_out(case, *ways, key=key)}")
+    text = f"launcher.ranks={ranks} must be the product of the degrees, {product} = {world}"
     return Problem("launcher.ranks", f"{text}; {way_out(case, *ways)}")
+
+
+def _fills_the_world(case: Case) -> bool:
+    """Whether a degree was left to us that takes what ranks the others leave."""
+    rest = "parallelism.dp_shard"
+    if case.recipe.parallelism.dp_strategy == "replicate":
+        rest = "parallelism.dp_replicate"
+    return rest in case.decided or "parallelism.tp" in case.decided
+
+
+def _ways_to_the_world(case: Case, said: Mapping[str, int], given: Mapping[str, int]) -> list[Way]:
+    """Another number of ranks, then another degree, the largest first. `said`: degrees that were set; `given`: those of
+    them that are not 1."""
+    ranks = case.recipe.launcher.ranks
+    fixed = world_size(said)
+    ways = [Way("launcher.ranks", [fixed])]
+    if _fills_the_world(case):
+        ways = [_worlds(case, fixed)]
+    for axis in sorted(given, key=lambda axis: -given[axis]):
+        others = fixed // given[axis]
+        fitting = [d for d in divisors(ranks) if ranks % (others * d) == 0]
+        ways.append(Way(f"parallelism.{axis}", fitting, given[axis], most=3))
+    return ways
 
 
 def _worlds(case: Case, of: int) -> Way:
@@ -54,19 +77,24 @@ def _worlds(case: Case, of: int) -> Way:
 
 def a_gpu_for_each_rank(case: Case) -> Problem | None:
     """The ranks of one machine are at most its GPUs."""
+    gpus = case.target.gpus
     started_elsewhere = case.target.world_size is not None
-    ranks = case.target.local_ranks if started_elsewhere else case.recipe.launcher.ranks
-    if case.target.device != "cuda" or ranks is None or ranks <= case.target.gpus:
+    if started_elsewhere:
+        ranks = case.target.local_ranks
+    else:
+        ranks = case.recipe.launcher.ranks
+    if case.target.device != "cuda" or ranks is None or ranks <= gpus:
         return None
     if started_elsewhere:
-        text = f"torchrun started {ranks} ranks on a machine with {case.target.gpus} GPUs; start {case.target.gpus}"
-        return Problem("", text)
-    text = f"launcher.ranks={ranks} must be at most the machine's {case.target.gpus} GPUs"
+        return Problem("", f"torchrun started {ranks} ranks on a machine with {gpus} GPUs; start {gpus}")
+    text = f"launcher.ranks={ranks} must be at most the machine's {gpus} GPUs"
     inner = case.pp * case.cp * case.tp
-    fewer = [n for n in range(1, case.target.gpus + 1) if n % inner == 0]
-    way = way_out(case, Way("launcher.ranks", fewer, ranks, most=1)) if fewer else ""
-    if not fewer or not way.startswith("try"):
-        way = f"pp · cp · tp = {inner} leave room for no fewer: lower these degrees with it, or plan for more GPUs"
+    fewer = range(inner, gpus + 1, inner)
+    if fewer:
+        way = way_out(case, Way("launcher.ranks", fewer, ranks, most=1))
+        if way.startswith("try"):
+            return Problem("launcher.ranks", f"{text}; {way}")
+    way = f"pp · cp · tp = {inner} leave room for no fewer: lower these degrees with it, or plan for more GPUs"
     return Problem("launcher.ranks", f"{text}; {way}")
 
 
@@ -84,9 +112,13 @@ def tp_divides_heads(case: Case) -> Problem | None:
     heads = case.recipe.model.n_heads
     if heads % case.tp == 0:
         return None
-    ways = Way("parallelism.tp", legal_tp(case), case.tp), Way("model.n_heads", multiples(heads, case.tp), heads, 2)
     text = f"parallelism.tp={case.tp} must divide model.n_heads={heads}"
-    return Problem("parallelism.tp", f"{text}; {way_out(case, *ways)}")
+    way = way_out(
+        case,
+        Way("parallelism.tp", legal_tp(case), case.tp),
+        Way("model.n_heads", multiples(heads, case.tp), heads, 2),
+    )
+    return Problem("parallelism.tp", f"{text}; {way}")
 
 
 def tp_fits_kv_heads(case: Case) -> Problem | None:
@@ -102,12 +134,16 @@ def tp_fits_kv_heads(case: Case) -> Problem | None:
 
 def tp_divides_ffn(case: Case) -> Problem | None:
     """Each tensor-parallel rank has the same width of the feed-forward layer."""
-    width = case.recipe.model.d_ffn
-    if width % case.tp == 0 or case.dense_layers == 0:
+    d_ffn = case.recipe.model.d_ffn
+    if d_ffn % case.tp == 0 or case.dense_layers == 0:
         return None
-    ways = Way("parallelism.tp", legal_tp(case), case.tp), Way("model.d_ffn", widths(width, case.tp), most=2)
-    text = f"parallelism.tp={case.tp} must divide model.d_ffn={width}"
-    return Problem("parallelism.tp", f"{text}; {way_out(case, *ways)}")
+    text = f"parallelism.tp={case.tp} must divide model.d_ffn={d_ffn}"
+    way = way_out(
+        case,
+        Way("parallelism.tp", legal_tp(case), case.tp),
+        Way("model.d_ffn", widths(d_ffn, case.tp), most=2),
+    )
+    return Problem("parallelism.tp", f"{text}; {way}")
 
 
 def sequence_parallel_needs_tp(case: Case) -> Problem | None:
@@ -121,32 +157,41 @@ def sequence_parallel_needs_tp(case: Case) -> Problem | None:
 def sequence_splits_over_tp(case: Case) -> Problem | None:
     """Under sequence parallel, a context-parallel rank's part of a sequence divides among tensor-parallel ranks."""
     seq_len = case.recipe.data.seq_len
-    part = seq_len // case.cp if seq_len % case.cp == 0 else seq_len
+    part = seq_len
+    if seq_len % case.cp == 0:
+        part = seq_len // case.cp
     if not case.recipe.parallelism.sequence_parallel or part % case.tp == 0:
         return None
-    unit = f"parallelism.cp={case.cp} · parallelism.tp={case.tp}" if case.cp > 1 else f"parallelism.tp={case.tp}"
+    unit = f"parallelism.tp={case.tp}"
+    if case.cp > 1:
+        unit = f"parallelism.cp={case.cp} · {unit}"
     text = f"data.seq_len={seq_len} must be a multiple of {unit} under sequence parallel"
+    fitting_tp = [tp for tp in legal_tp(case) if part % tp == 0]
     way = way_out(
         case,
         Way("data.seq_len", multiples(seq_len, sequence_unit(case)), seq_len, most=2),
         Way("parallelism.sequence_parallel", (False,)),
-        Way("parallelism.tp", [n for n in legal_tp(case) if part % n == 0], case.tp, most=3),
+        Way("parallelism.tp", fitting_tp, case.tp, most=3),
     )
     return Problem("data.seq_len", f"{text}; {way}")
 
 
 def longest_sequence_splits_over_ranks(case: Case) -> Problem | None:
     """What divides sequences divides the longest one as well: generated text grows up to it."""
-    longest, own, unit = case.recipe.model.max_seq_len, case.recipe.parallelism, sequence_unit(case)
+    longest = case.recipe.model.max_seq_len
+    parallelism = case.recipe.parallelism
+    unit = sequence_unit(case)
     # one that follows data.seq_len is told of with it
     if longest % unit == 0 or "model.max_seq_len" in case.decided:
         return None
-    names = f"parallelism.tp={case.tp} under sequence parallel" if own.sequence_parallel else ""
+    units = []
+    ways = [Way("model.max_seq_len", multiples(longest, unit), longest, most=2)]
     if case.cp > 1:
-        names = f"{unit} with parallelism.cp={case.cp}, context.kind={own.context.kind}" + (names and f" and {names}")
-    text = f"model.max_seq_len={longest} must be a multiple of {names}"
-    lengths = Way("model.max_seq_len", multiples(longest, unit), longest, most=2)
-    ways = (lengths, Way("parallelism.sequence_parallel", (False,))) if own.sequence_parallel else (lengths,)
+        units.append(f"{unit} with parallelism.cp={case.cp}, context.kind={parallelism.context.kind}")
+    if parallelism.sequence_parallel:
+        units.append(f"parallelism.tp={case.tp} under sequence parallel")
+        ways.append(Way("parallelism.sequence_parallel", (False,)))
+    text = f"model.max_seq_len={longest} must be a multiple of {' and '.join(units)}"
     return Problem("model.max_seq_len", f"{text}; {way_out(case, *ways)}")
 
 
@@ -176,8 +221,8 @@ def fsdp_has_one_replica(case: Case) -> Problem | None:
     if parallelism.dp_strategy != "fsdp" or parallelism.dp_replicate == 1 or parallelism.dp_shard == 1:
         return None
     text = f"parallelism.dp_replicate={parallelism.dp_replicate} must be 1 with parallelism.dp_strategy=fsdp"
-    ways = Way("parallelism.dp_replicate", (1,)), Way("parallelism.dp_strategy", ("hsdp",))
-    return Problem("parallelism.dp_replicate", f"{text}; {way_out(case, *ways)}")
+    way = way_out(case, Way("parallelism.dp_replicate", (1,)), Way("parallelism.dp_strategy", ("hsdp",)))
+    return Problem("parallelism.dp_replicate", f"{text}; {way}")
 
 
 def hsdp_shards_and_replicates(case: Case) -> Problem | None:
@@ -185,19 +230,26 @@ def hsdp_shards_and_replicates(case: Case) -> Problem | None:
     parallelism = case.recipe.parallelism
     if parallelism.dp_strategy != "hsdp" or (parallelism.dp_replicate > 1 and parallelism.dp_shard > 1):
         return None
-    name = "dp_shard" if parallelism.dp_shard == 1 else "dp_replicate"
-    other = "replicate" if parallelism.dp_shard == 1 else "fsdp"
-    legal = [d for d in divisors(case.dp) if 1 < d < case.dp]
-    ways = Way(f"parallelism.{name}", legal, case.dp, most=3), Way("parallelism.dp_strategy", (other,))
-    text = f"parallelism.{name}=1 must be at least 2 with parallelism.dp_strategy=hsdp over {case.dp} data-parallel"
-    return Problem(f"parallelism.{name}", f"{text} ranks; {way_out(case, *ways)}")
+    if parallelism.dp_shard == 1:
+        key = "parallelism.dp_shard"
+        same_strategy = "replicate"
+    else:
+        key = "parallelism.dp_replicate"
+        same_strategy = "fsdp"
+    text = f"{key}=1 must be at least 2 with parallelism.dp_strategy=hsdp over {case.dp} data-parallel"
+    legal = [n for n in divisors(case.dp) if 1 < n < case.dp]
+    way = way_out(
+        case,
+        Way(key, legal, case.dp, most=3),
+        Way("parallelism.dp_strategy", (same_strategy,)),
+    )
+    return Problem(key, f"{text} ranks; {way}")
 
 
 def reduced_gradients_have_ranks(case: Case) -> Problem | None:
     """grad_reduce says how gradients are summed over ranks: with dp = cp = 1 there is nothing to sum."""
-    if case.recipe.parallelism.grad_reduce == "fp32" or case.dp * case.cp > 1:
+    grad_reduce = case.recipe.parallelism.grad_reduce
+    if grad_reduce == "fp32" or case.dp * case.cp > 1:
         return None
-    text = (
-        f"parallelism.grad_reduce={case.recipe.parallelism.grad_reduce} needs data-parallel or context-parallel ranks"
-    )
+    text = f"parallelism.grad_reduce={grad_reduce} needs data-parallel or context-parallel ranks"
     return Problem("parallelism.grad_reduce", f"{text}, dp=1 and cp=1; drop it or use more ranks")

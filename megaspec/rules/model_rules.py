@@ -2,8 +2,7 @@
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
-from megaspec.model.llama.spec import LlamaSpec
-from megaspec.nn.spec import Llama3RopeScaling
+from megaspec.nn.rope.spec import Llama3RopeScaling
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
 from megaspec.rules.ways import Way, way_out
@@ -12,75 +11,95 @@ from megaspec_kernels.catalog import choose, unmet
 
 def kv_heads_divide_heads(case: Case) -> Problem | None:
     """Each key and value head serves equally many query heads."""
-    heads, kv = case.recipe.model.n_heads, case.recipe.model.n_kv_heads
-    if heads % kv == 0:
+    heads = case.recipe.model.n_heads
+    kv_heads = case.recipe.model.n_kv_heads
+    if heads % kv_heads == 0:
         return None
-    ways = Way("model.n_kv_heads", divisors(heads), kv), Way("model.n_heads", multiples(heads, kv), heads, most=2)
-    text = f"model.n_kv_heads={kv} must divide model.n_heads={heads}"
-    return Problem("model.n_kv_heads", f"{text}; {way_out(case, *ways)}")
+    text = f"model.n_kv_heads={kv_heads} must divide model.n_heads={heads}"
+    way = way_out(
+        case,
+        Way("model.n_kv_heads", divisors(heads), kv_heads),
+        Way("model.n_heads", multiples(heads, kv_heads), heads, most=2),
+    )
+    return Problem("model.n_kv_heads", f"{text}; {way}")
 
 
 def heads_divide_width(case: Case) -> Problem | None:
     """Without model.d_head, heads divide the width of the model."""
-    width, heads = case.recipe.model.d_model, case.recipe.model.n_heads
-    if "model.d_head" not in case.decided or case.mla is not None or width % heads == 0:
+    d_model = case.recipe.model.d_model
+    heads = case.recipe.model.n_heads
+    if "model.d_head" not in case.decided or case.mla is not None or d_model % heads == 0:
         return None
-    text = f"model.n_heads={heads} must divide model.d_model={width} when model.d_head is auto"
-    ways = (
-        Way("model.n_heads", divisors(width), heads),
-        Way("model.d_model", multiples(width, 2 * heads), width, most=2),
+    text = f"model.n_heads={heads} must divide model.d_model={d_model} when model.d_head is auto"
+    way = way_out(
+        case,
+        Way("model.n_heads", divisors(d_model), heads),
+        # heads of an even width, since rotary positions turn pairs
+        Way("model.d_model", multiples(d_model, 2 * heads), d_model, most=2),
     )
-    return Problem("model.n_heads", f"{text}; {way_out(case, *ways)}, or set model.d_head")
+    return Problem("model.n_heads", f"{text}; {way}, or set model.d_head")
 
 
 def rotary_heads_are_even(case: Case) -> Problem | None:
     """Rotary positions turn pairs of a head's numbers."""
     model = case.recipe.model
-    if not isinstance(model, LlamaSpec) or model.mla is not None or model.d_head % 2 == 0:
+    if model.positions.kind != "rotary" or case.mla is not None or model.d_head % 2 == 0:
         return None
     text = f"model.d_head={model.d_head} must be even for rotary positions"
-    ways = Way("model.d_head", multiples(model.d_head, 2), model.d_head, most=2), _widths_of_even_heads(case)
-    return Problem("model.d_head", f"{text}; {way_out(case, *ways)}")
-
-
-def _widths_of_even_heads(case: Case) -> Way:
-    """Widths of the model whose heads are even, where they follow from it."""
-    width, unit = case.recipe.model.d_model, 2 * case.recipe.model.n_heads
-    return Way("model.d_model", multiples(width, unit) if "model.d_head" in case.decided else (), width, most=2)
+    # widths of the model whose heads are even, where d_head follows from it
+    unit = 2 * model.n_heads
+    widths = []
+    if "model.d_head" in case.decided:
+        widths = multiples(model.d_model, unit)
+    way = way_out(
+        case,
+        Way("model.d_head", multiples(model.d_head, 2), model.d_head, most=2),
+        Way("model.d_model", widths, model.d_model, most=2),
+    )
+    return Problem("model.d_head", f"{text}; {way}")
 
 
 def rotary_scaling_is_ordered(case: Case) -> Problem | None:
     """Llama 3's rotary scaling goes from low to high frequencies."""
-    scaling = getattr(case.recipe.model, "rope_scaling", None)
-    if not isinstance(scaling, Llama3RopeScaling) or scaling.low_freq_factor < scaling.high_freq_factor:
+    positions = case.recipe.model.positions
+    if positions.kind != "rotary" or not isinstance(positions.scaling, Llama3RopeScaling):
         return None
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    text = f"model.rope_scaling.low_freq_factor={low} must be below model.rope_scaling.high_freq_factor={high}"
-    return Problem("model.rope_scaling.low_freq_factor", f"{text}; Llama 3 has 1 and 4")
+    low = positions.scaling.low_freq_factor
+    high = positions.scaling.high_freq_factor
+    if low < high:
+        return None
+    key = "model.positions.scaling.low_freq_factor"
+    text = f"{key}={low} must be below model.positions.scaling.high_freq_factor={high}"
+    return Problem(key, f"{text}; Llama 3 has 1 and 4")
 
 
 def sequences_fit_the_model(case: Case) -> Problem | None:
     """Training sequences are no longer than the model accepts."""
-    longest, seq_len = case.recipe.model.max_seq_len, case.recipe.data.seq_len
+    longest = case.recipe.model.max_seq_len
+    seq_len = case.recipe.data.seq_len
     if seq_len <= longest:
         return None
     text = f"data.seq_len={seq_len} must be at most model.max_seq_len={longest}"
-    unit = sequence_unit(case)
-    shorter = [longest, *reversed(multiples(longest, unit)[:8])]
-    longer = [seq_len, *(m for m in multiples(seq_len, case.tp) if m > seq_len)]
-    ways = (
-        Way("data.seq_len", [n for n in shorter if n <= longest], most=1),
+    # the longest one that divides over the ranks, the nearest first
+    below = multiples(longest, sequence_unit(case))[:8]
+    shorter = [n for n in (longest, *reversed(below)) if n <= longest]
+    longer = [seq_len]
+    longer += [n for n in multiples(seq_len, case.tp) if n > seq_len]
+    way = way_out(
+        case,
+        Way("data.seq_len", shorter, most=1),
         Way("model.max_seq_len", longer, most=1),
     )
-    return Problem("data.seq_len", f"{text}; {way_out(case, *ways)}")
+    return Problem("data.seq_len", f"{text}; {way}")
 
 
 def vocabulary_holds_the_data(case: Case) -> Problem | None:
     """Every token of the data has a row in the embedding."""
-    own, needed = case.recipe.model.vocab_size, case.facts.vocab_size
-    if needed is None or own >= needed:
+    vocab_size = case.recipe.model.vocab_size
+    needed = case.facts.vocab_size
+    if needed is None or vocab_size >= needed:
         return None
-    text = f"model.vocab_size={own} must be at least the data's {needed}"
+    text = f"model.vocab_size={vocab_size} must be at least the data's {needed}"
     return Problem("model.vocab_size", f"{text}; {way_out(case, Way('model.vocab_size', (needed,)))}, or auto")
 
 
@@ -101,12 +120,16 @@ def cross_entropy_kernel_runs(case: Case) -> Problem | None:
 
 def grouped_kernel_runs(case: Case) -> Problem | None:
     """The implementation of the experts' products runs on the target, in the model's format and widths."""
-    return None if case.moe is None else _kernel(case, "grouped")
+    if case.moe is None:
+        return None
+    return _kernel(case, "grouped")
 
 
 def unpermute_kernel_runs(case: Case) -> Problem | None:
     """The implementation of the sum over a token's experts runs on the target."""
-    return None if case.moe is None else _kernel(case, "unpermute")
+    if case.moe is None:
+        return None
+    return _kernel(case, "unpermute")
 
 
 def adamw_kernel_runs(case: Case) -> Problem | None:
@@ -115,16 +138,20 @@ def adamw_kernel_runs(case: Case) -> Problem | None:
 
 
 def _kernel(case: Case, operation: str) -> Problem | None:
-    name, device, sm = getattr(case.recipe.kernels, operation), case.target.device, case.target.sm
+    """Why the implementation of an operation can't run on the target, and the one to set instead."""
+    name = getattr(case.recipe.kernels, operation)
+    device = case.target.device
+    sm = case.target.sm
     use = use_of(case.recipe)
     lacks = unmet(operation, name, device=device, sm=sm, use=use)
     if lacks is None:
         return None
-    best = choose(operation, device=device, sm=sm, use=use)
+    # the catalog knows what is asked, not where
     if lacks == "has no attention dropout":
-        lacks += f", model.attention_dropout={case.recipe.model.attention_dropout}"
+        lacks += f", model.attention.dropout={case.recipe.model.attention.dropout}"
     if lacks == "keeps states in 32 bits":
         lacks += ", optim.formats says fewer"
+    best = choose(operation, device=device, sm=sm, use=use)
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 
@@ -134,16 +161,17 @@ def latent_attention_has_no_groups(case: Case) -> Problem | None:
     model = case.recipe.model
     if case.mla is None or model.n_kv_heads == model.n_heads:
         return None
-    text = f"model.n_kv_heads={model.n_kv_heads} must be model.n_heads={model.n_heads} with model.mla"
-    return Problem("model.n_kv_heads", f"{text}; set it to {model.n_heads}, auto, or model.mla=null")
+    text = f"model.n_kv_heads={model.n_kv_heads} must be model.n_heads={model.n_heads} with model.attention.kind=mla"
+    return Problem("model.n_kv_heads", f"{text}; set it to {model.n_heads}, auto, or model.attention={{kind: gqa}}")
 
 
 def latent_heads_have_their_parts(case: Case) -> Problem | None:
     """A head of latent attention is its part without position and its rotary part."""
-    mla, d_head = case.mla, case.recipe.model.d_head
+    mla = case.mla
+    d_head = case.recipe.model.d_head
     if mla is None or d_head == mla.d_nope + mla.d_rope:
         return None
-    text = f"model.d_head={d_head} must be model.mla.d_nope={mla.d_nope} + model.mla.d_rope={mla.d_rope}"
+    text = f"model.d_head={d_head} must be model.attention.d_nope={mla.d_nope} + model.attention.d_rope={mla.d_rope}"
     return Problem("model.d_head", f"{text}; set it to {mla.d_nope + mla.d_rope} or auto")
 
 
@@ -151,14 +179,62 @@ def latent_rotary_part_is_even(case: Case) -> Problem | None:
     """Rotary positions turn pairs of numbers, in latent attention those of the rotary part."""
     if case.mla is None or case.mla.d_rope % 2 == 0:
         return None
-    text = f"model.mla.d_rope={case.mla.d_rope} must be even for rotary positions"
-    ways = Way("model.mla.d_rope", multiples(case.mla.d_rope, 2), case.mla.d_rope, most=2)
-    return Problem("model.mla.d_rope", f"{text}; {way_out(case, ways)}")
+    d_rope = case.mla.d_rope
+    text = f"model.attention.d_rope={d_rope} must be even for rotary positions"
+    way = way_out(case, Way("model.attention.d_rope", multiples(d_rope, 2), d_rope, most=2))
+    return Problem("model.attention.d_rope", f"{text}; {way}")
 
 
-def latent_attention_has_its_own_norms(case: Case) -> Problem | None:
-    """Norms of query and key heads belong to grouped-query attention: latent attention norms its latents."""
-    if case.mla is None or not getattr(case.recipe.model, "qk_norm", False):
+def latent_attention_is_rotary(case: Case) -> Problem | None:
+    """Latent attention turns a part of each head by its position."""
+    positions = case.recipe.model.positions.kind
+    if case.mla is None or positions == "rotary":
         return None
-    text = "model.qk_norm=true has no place beside model.mla, whose latents have norms of their own"
-    return Problem("model.qk_norm", f"{text}; set it to false, or model.mla=null")
+    text = f"model.attention.kind=mla needs model.positions.kind=rotary, it is {positions}"
+    return Problem("model.positions.kind", f"{text}; set it to rotary, or model.attention={{kind: gqa}}")
+
+
+def flat_layers_are_as_many_as_the_model_has(case: Case) -> Problem | None:
+    """A list of sub-layers has one entry a layer."""
+    layer = case.recipe.model.layer
+    n_layers = case.recipe.model.n_layers
+    if layer.kind != "flat" or len(layer.mixers) == n_layers:
+        return None
+    text = f"model.layer.mixers has {len(layer.mixers)} entries and must have one for each of model.n_layers={n_layers}"
+    text += f"; write {n_layers}"
+    if layer.mixers:
+        text += f", or set model.n_layers={len(layer.mixers)}"
+    return Problem("model.layer.mixers", text)
+
+
+def flat_layers_and_experts_agree(case: Case) -> Problem | None:
+    """Of a list of sub-layers, those of experts take model.moe, which is there if and only if they are."""
+    layer = case.recipe.model.layer
+    moe = case.moe
+    if layer.kind != "flat":
+        return None
+    names_experts = "moe" in layer.mixers
+    if names_experts and moe is None:
+        text = "model.layer.mixers names moe and model.moe is null; set model.moe, or write mlp in its place"
+        return Problem("model.layer.mixers", text)
+    if moe is not None and not names_experts:
+        text = "model.layer.mixers names no moe, so that model.moe says nothing; name it, or set model.moe=null"
+        return Problem("model.layer.mixers", text)
+    return None
+
+
+def flat_layers_say_where_experts_are(case: Case) -> Problem | None:
+    """Of a list of sub-layers, no other setting says which layers have experts."""
+    moe = case.moe
+    if case.recipe.model.layer.kind != "flat" or moe is None:
+        return None
+    if moe.layers is not None:
+        given = "model.moe.layers"
+    elif moe.every != 1:
+        given = f"model.moe.every={moe.every}"
+    elif moe.first_dense != 0:
+        given = f"model.moe.first_dense={moe.first_dense}"
+    else:
+        return None
+    text = f"{given} and model.layer.mixers both say which layers have experts; drop {given.partition('=')[0]}"
+    return Problem(given.partition("=")[0], text)

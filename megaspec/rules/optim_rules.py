@@ -7,32 +7,45 @@ from megaspec.rules.ways import Way, way_out
 
 def warmup_ends_before_decay(case: Case) -> Problem | None:
     """The warm-up is over before the rate has decayed, and before the run is."""
-    schedule, steps = case.recipe.optim.schedule, case.recipe.train.steps
-    key, warmup = "optim.schedule.warmup_steps", schedule.warmup_steps
-    decays = schedule.kind != "constant" and warmup >= schedule.decay_steps
-    if decays and schedule.decay_steps < steps:
+    schedule = case.recipe.optim.schedule
+    steps = case.recipe.train.steps
+    warmup = schedule.warmup_steps
+    key = "optim.schedule.warmup_steps"
+    decays_first = schedule.kind != "constant" and warmup >= schedule.decay_steps
+    if decays_first and schedule.decay_steps < steps:
         text = f"{key}={warmup} must be below optim.schedule.decay_steps={schedule.decay_steps}"
-        others = Way("optim.schedule.decay_steps", (steps,))
-    elif decays or warmup > steps:
-        bound = "below" if decays else "at most"
+        longer = Way("optim.schedule.decay_steps", (steps,))
+    elif decays_first or warmup > steps:
+        bound = "at most"
+        if decays_first:
+            bound = "below"
         text = f"{key}={warmup} must be {bound} train.steps={steps}, or the rate never reaches optim.lr"
-        others = Way("train.steps", (10 * warmup,))
+        longer = Way("train.steps", (10 * warmup,))
     else:
         return None
-    shorter = min(schedule.decay_steps, steps) // 10
-    return Problem(key, f"{text}; {way_out(case, Way(key, (shorter, 0), most=1), others)}")
+    tenth = min(schedule.decay_steps, steps) // 10
+    return Problem(key, f"{text}; {way_out(case, Way(key, (tenth, 0), most=1), longer)}")
 
 
 def a_constant_rate_stays(case: Case) -> Problem | None:
     """A constant rate has no lowest value and no decay: neither min_lr nor decay_steps is read."""
     schedule = case.recipe.optim.schedule
-    name = "min_lr" if schedule.min_lr > 0 else "decay_steps"
-    if schedule.kind != "constant" or (schedule.min_lr == 0 and "optim.schedule.decay_steps" in case.decided):
+    lowest = schedule.min_lr
+    if schedule.kind != "constant":
         return None
-    key = f"optim.schedule.{name}"
-    value, idle = (f"{schedule.min_lr:g}", "0") if name == "min_lr" else (schedule.decay_steps, "auto")
-    text = f"{key}={value} is not read with optim.schedule.kind=constant; set {key}={idle}, or kind=cosine"
-    return Problem(key, text)
+    if lowest > 0:
+        key = "optim.schedule.min_lr"
+        value = f"{lowest:g}"
+        idle = "0"
+    elif "optim.schedule.decay_steps" not in case.decided:
+        key = "optim.schedule.decay_steps"
+        value = f"{schedule.decay_steps}"
+        idle = "auto"
+    else:
+        return None
+    return Problem(
+        key, f"{key}={value} is not read with optim.schedule.kind=constant; set {key}={idle}, or kind=cosine"
+    )
 
 
 def wsd_has_a_decay(case: Case) -> Problem | None:
@@ -58,41 +71,53 @@ def wsd_decay_fits(case: Case) -> Problem | None:
 def only_wsd_has_a_final_decay(case: Case) -> Problem | None:
     """A final decay, its length or shape, is set for wsd only: no other schedule reads it."""
     schedule = case.recipe.optim.schedule
-    name = "wsd_decay" if schedule.wsd_decay_steps is None else "wsd_decay_steps"
-    if schedule.kind == "wsd" or (name == "wsd_decay" and schedule.wsd_decay == "linear"):
+    steps = schedule.wsd_decay_steps
+    if schedule.kind == "wsd":
         return None
-    text = f"optim.schedule.{name}={getattr(schedule, name)} needs kind=wsd, it is {schedule.kind}"
-    return Problem(f"optim.schedule.{name}", f"{text}; drop it or set optim.schedule.kind=wsd")
+    if steps is not None:
+        key = "optim.schedule.wsd_decay_steps"
+        value = f"{steps}"
+    elif schedule.wsd_decay != "linear":
+        key = "optim.schedule.wsd_decay"
+        value = schedule.wsd_decay
+    else:
+        return None
+    text = f"{key}={value} needs kind=wsd, it is {schedule.kind}"
+    return Problem(key, f"{text}; drop it or set optim.schedule.kind=wsd")
 
 
 def lowest_rate_is_lowest(case: Case) -> Problem | None:
     """min_lr is at most lr."""
-    lr, low = case.recipe.optim.lr, case.recipe.optim.schedule.min_lr
-    if low <= lr:
+    lr = case.recipe.optim.lr
+    min_lr = case.recipe.optim.schedule.min_lr
+    if min_lr <= lr:
         return None
-    text = f"optim.schedule.min_lr={low:g} must be at most optim.lr={lr:g}; try {lr / 10:g}"
+    text = f"optim.schedule.min_lr={min_lr:g} must be at most optim.lr={lr:g}; try {lr / 10:g}"
     return Problem("optim.schedule.min_lr", text)
 
 
 def first_rate_is_not_highest(case: Case) -> Problem | None:
     """init_lr is at most lr."""
-    lr, first = case.recipe.optim.lr, case.recipe.optim.schedule.init_lr
-    if first <= lr:
+    lr = case.recipe.optim.lr
+    init_lr = case.recipe.optim.schedule.init_lr
+    if init_lr <= lr:
         return None
-    return Problem("optim.schedule.init_lr", f"optim.schedule.init_lr={first:g} must be at most optim.lr={lr:g}; try 0")
+    text = f"optim.schedule.init_lr={init_lr:g} must be at most optim.lr={lr:g}; try 0"
+    return Problem("optim.schedule.init_lr", text)
 
 
 def weight_decay_ramp_is_whole(case: Case) -> Problem | None:
     """A weight-decay ramp has an end and a length; a constant has neither."""
     ramp = case.recipe.optim.weight_decay_ramp
-    given = [name for name in ("end", "steps") if getattr(ramp, name) is not None]
+    values = {"end": ramp.end, "steps": ramp.steps}
+    given = [name for name, value in values.items() if value is not None]
+    absent = [name for name, value in values.items() if value is None]
     if ramp.kind == "constant" and given:
         key = f"optim.weight_decay_ramp.{given[0]}"
-        text = f"{key}={getattr(ramp, given[0])} needs a ramp, optim.weight_decay_ramp.kind=constant"
+        text = f"{key}={values[given[0]]} needs a ramp, optim.weight_decay_ramp.kind=constant"
         return Problem(key, f"{text}; drop it or set kind=linear or kind=cosine")
-    if ramp.kind != "constant" and len(given) < 2:
-        absent = next(name for name in ("end", "steps") if name not in given)
-        text = f"optim.weight_decay_ramp.kind={ramp.kind} needs optim.weight_decay_ramp.{absent}"
+    if ramp.kind != "constant" and absent:
+        text = f"optim.weight_decay_ramp.kind={ramp.kind} needs optim.weight_decay_ramp.{absent[0]}"
         return Problem("optim.weight_decay_ramp.kind", f"{text}; set it, or kind=constant")
     return None
 

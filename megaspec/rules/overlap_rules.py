@@ -10,17 +10,26 @@ from megaspec.rules.case import Case
 
 def overlap_needs_what_it_hides(case: Case) -> Problem | None:
     """An overlap is switched off only where there is communication that it would hide."""
-    own = case.recipe.parallelism
-    is_sharded = own.dp_strategy != "replicate"
-    shared = case.moe is not None and bool(case.moe.d_shared) and case.ep * case.etp > 1
-    for name, sends, needs, decided in (
+    parallelism = case.recipe.parallelism
+    is_sharded = parallelism.dp_strategy != "replicate"
+    has_shared_experts = case.moe is not None and bool(case.moe.d_shared)
+    # the overlap, whether there is communication for it, what would make some, and the degree that decides it
+    for name, communicates, needs, degree in (
         ("grad_reduce", case.dp * case.cp > 1, "data-parallel or context-parallel ranks", "dp_replicate"),
         ("param_gather", is_sharded, "weights that are shared out, dp_strategy=zero1 to hsdp", "dp_strategy"),
         ("tp", case.tp > 1, "parallelism.tp > 1", "tp"),
         ("p2p", case.pp > 1, "parallelism.pp > 1", "pp"),
-        ("shared_experts", shared, "model.moe.d_shared and parallelism.ep > 1", "ep"),
+        (
+            "shared_experts",
+            has_shared_experts and case.ep * case.etp > 1,
+            "model.moe.d_shared and parallelism.ep > 1",
+            "ep",
+        ),
     ):
-        if not getattr(own.overlap, name) and not sends and f"parallelism.{decided}" not in case.decided:
+        if getattr(parallelism.overlap, name) or communicates:
+            continue
+        # a degree that the resolver chose is no mistake of the user's
+        if f"parallelism.{degree}" not in case.decided:
             key = f"parallelism.overlap.{name}"
             return Problem(key, f"{key}=false needs {needs}: there is nothing to overlap; drop it")
     return None
@@ -28,20 +37,31 @@ def overlap_needs_what_it_hides(case: Case) -> Problem | None:
 
 def offloaded_layers_are_there(case: Case) -> Problem | None:
     """No more layers are offloaded than a chunk of the model has, and groups that are recomputed stay whole."""
-    own, key = case.recipe.parallelism, "parallelism.offload.layers"
-    model, layers, recompute = case.recipe.model, own.offload.layers, own.recompute
-    if not layers or stage_problem(model.n_layers, own) is not None:
+    key = "parallelism.offload.layers"
+    parallelism = case.recipe.parallelism
+    n_layers = case.recipe.model.n_layers
+    layers = parallelism.offload.layers
+    recompute = parallelism.recompute
+    if not layers or stage_problem(n_layers, parallelism) is not None:
         return None
-    most = max(len(chunk.layers) for rank in stages_of(model.n_layers, own) for chunk in rank)
+    # layers of the largest chunk of any pipeline rank
+    most = 0
+    for chunks in stages_of(n_layers, parallelism):
+        for chunk in chunks:
+            most = max(most, len(chunk.layers))
     if layers > most:
-        where = f"a stage at parallelism.pp={case.pp}" if case.pp > 1 else f"the model, model.n_layers={most}"
+        where = f"the model, model.n_layers={most}"
+        if case.pp > 1:
+            where = f"a stage at parallelism.pp={case.pp}"
         return Problem(key, f"{key}={layers} must be at most the {most} layers of {where}; try {most}")
     group = recompute.layers or 1
-    if recompute.kind == "full" and recompute.method != "block" and layers % group and layers < most:
-        fits = list(range(group, most + 1, group)) or [most]
+    has_groups = recompute.kind == "full" and recompute.method != "block"
+    # all layers of a chunk may be offloaded although the last group is smaller
+    if has_groups and layers % group and layers < most:
+        whole = list(range(group, most + 1, group)) or [most]
+        smaller_groups = [divisor for divisor in divisors(layers) if divisor < group]
         text = f"{key}={layers} must hold whole groups of parallelism.recompute.layers={group}"
-        smaller = [d for d in divisors(layers) if d < group]
-        hint = f"try {one_of(fits[:4])}, or parallelism.recompute.layers={smaller[-1]}"
+        hint = f"try {one_of(whole[:4])}, or parallelism.recompute.layers={smaller_groups[-1]}"
         return Problem(key, f"{text}; {hint}")
     return None
 

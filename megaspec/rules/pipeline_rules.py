@@ -1,5 +1,7 @@
 """Rules about pipeline stages and the order of passes through them."""
 
+from typing import Literal
+
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
@@ -14,49 +16,63 @@ _COUNTED = ("count_embedding", "count_loss")
 
 def layers_divide_into_stages(case: Case) -> Problem | None:
     """Every pipeline stage, and every chunk of it, has the same number of layers, unless the recipe says otherwise."""
-    found = None if _way(case) else _split(case)
+    if _division(case) != "even":
+        return None
+    found = _stage_problem(case)
     if found is None or "; " in found.message:
         return found
     even = even_ways(case.recipe.model.n_layers, case.recipe.parallelism)
     ways = [Way(key, values, near) for key, values, near in even]
-    way = way_out(case, *ways, key=found.key)
-    stages = f", or say the stages' layers with {_KEY}.first_layers, last_layers or layout"
-    return Problem(found.key, f"{found.message}; {way}{stages if found.key == 'parallelism.pp' else ''}")
+    text = f"{found.message}; {way_out(case, *ways, key=found.key)}"
+    if found.key == "parallelism.pp":
+        text += f", or say the stages' layers with {_KEY}.first_layers, last_layers or layout"
+    return Problem(found.key, text)
 
 
 def uneven_stages_hold_all_layers(case: Case) -> Problem | None:
     """With first_layers or last_layers, the stages between them share the remaining layers evenly."""
-    return _split(case) if _way(case) == "uneven" else None
+    if _division(case) != "uneven":
+        return None
+    return _stage_problem(case)
 
 
 def layout_holds_all_layers(case: Case) -> Problem | None:
     """A layout has one E at its start, one L at its end, a t for each layer, and stages for every rank."""
-    found = _split(case) if _way(case) == "layout" else None
+    if _division(case) != "layout":
+        return None
+    found = _stage_problem(case)
     if found is None or "; try " in found.message:
         return found
-    n_layers, stages = case.recipe.model.n_layers, case.pp * case.recipe.parallelism.pipeline.virtual_stages
-    return Problem(found.key, f"{found.message}; try {_even_layout(n_layers, stages)}")
+    n_stages = case.pp * case.recipe.parallelism.pipeline.virtual_stages
+    return Problem(found.key, f"{found.message}; try {_even_layout(case.recipe.model.n_layers, n_stages)}")
 
 
-def _even_layout(n_layers: int, stages: int) -> str:
+def _even_layout(n_layers: int, n_stages: int) -> str:
     """A layout of as equal stages as can be: `Ettt|ttt|ttt|ttL`."""
-    layers, more = divmod(n_layers, stages)
-    return layout_text([layers + (stage < more) for stage in range(stages)])
+    fewest, rest = divmod(n_layers, n_stages)
+    # the first stages have a layer more
+    counts = [fewest + 1] * rest + [fewest] * (n_stages - rest)
+    return layout_text(counts)
 
 
-def _way(case: Case) -> str:
-    """How the recipe divides layers: "layout", "uneven", or "" for evenly."""
+def _division(case: Case) -> Literal["layout", "uneven", "even"]:
+    """How the recipe divides layers among stages."""
     pipeline = case.recipe.parallelism.pipeline
     if pipeline.layout is not None:
         return "layout"
-    return "uneven" if pipeline.first_layers or pipeline.last_layers else ""
+    if pipeline.first_layers or pipeline.last_layers:
+        return "uneven"
+    return "even"
 
 
-def _split(case: Case) -> Problem | None:
+def _stage_problem(case: Case) -> Problem | None:
+    """Why layers don't divide into stages the way that the recipe says."""
     if case.pp == 1 or _answered_twice(case):
         return None
     found = stage_problem(case.recipe.model.n_layers, case.recipe.parallelism)
-    return None if found is None else Problem(*found)
+    if found is None:
+        return None
+    return Problem(*found)
 
 
 def stages_are_described_once(case: Case) -> Problem | None:
@@ -65,7 +81,7 @@ def stages_are_described_once(case: Case) -> Problem | None:
     if twice is None:
         return None
     (kept, _), (name, value) = twice
-    key = f"parallelism.pipeline.{name}"
+    key = f"{_KEY}.{name}"
     text = f"{key}={show(value)} and parallelism.pipeline.{kept} both say how layers are divided"
     return Problem(key, f"{text}; drop one of them")
 
@@ -73,33 +89,40 @@ def stages_are_described_once(case: Case) -> Problem | None:
 def _answered_twice(case: Case) -> tuple[tuple[str, object], tuple[str, object]] | None:
     """The first settings of two of the ways to divide layers; None when there is at most one way."""
     pipeline = case.recipe.parallelism.pipeline
-    ways = (("layout",), _UNEVEN, _COUNTED)
-    given = [
-        [(name, getattr(pipeline, name)) for name in way if getattr(pipeline, name) not in (None, False)]
-        for way in ways
-    ]
-    first = [way[0] for way in given if way]
-    return (first[0], first[1]) if len(first) > 1 else None
+    firsts = []
+    for way in (("layout",), _UNEVEN, _COUNTED):
+        values = {name: getattr(pipeline, name) for name in way}
+        given = [(name, value) for name, value in values.items() if value not in (None, False)]
+        firsts += given[:1]
+    if len(firsts) < 2:
+        return None
+    return firsts[0], firsts[1]
 
 
 def schedule_has_its_chunks(case: Case) -> Problem | None:
     """The interleaved schedule has two or more chunks per rank, zb_v has two, the others have one."""
     pipeline = case.recipe.parallelism.pipeline
-    schedule, chunks = pipeline.schedule, pipeline.virtual_stages
+    schedule = pipeline.schedule
+    chunks = pipeline.virtual_stages
     if case.pp == 1:
         return None
-    key = "parallelism.pipeline.virtual_stages"
+    key = f"{_KEY}.virtual_stages"
     if schedule == "interleaved" and chunks < 2:
-        text = f"{key}={chunks} must be at least 2 with parallelism.pipeline.schedule=interleaved"
-        ways = Way(key, (2, 3, 4, 5), most=1), Way(f"{_KEY}.schedule", ("1f1b",))
-        return Problem(key, f"{text}; {way_out(case, *ways)}")
-    if schedule == "zb_v" and chunks != 2:
-        text = f"{key}={chunks} must be 2 with parallelism.pipeline.schedule=zb_v"
-        return Problem(key, f"{text}; {way_out(case, Way(key, (2,)), Way(f'{_KEY}.schedule', ('1f1b',)))}")
-    if schedule not in ("interleaved", "zb_v") and chunks != 1:
-        text = f"{key}={chunks} must be 1 with parallelism.pipeline.schedule={schedule}"
-        return Problem(key, f"{text}; {way_out(case, Way(key, (1,)), Way(f'{_KEY}.schedule', ('interleaved',)))}")
-    return None
+        need = "at least 2"
+        legal = Way(key, (2, 3, 4, 5), most=1)
+        other = "1f1b"
+    elif schedule == "zb_v" and chunks != 2:
+        need = "2"
+        legal = Way(key, (2,))
+        other = "1f1b"
+    elif schedule not in ("interleaved", "zb_v") and chunks != 1:
+        need = "1"
+        legal = Way(key, (1,))
+        other = "interleaved"
+    else:
+        return None
+    text = f"{key}={chunks} must be {need} with {_KEY}.schedule={schedule}"
+    return Problem(key, f"{text}; {way_out(case, legal, Way(f'{_KEY}.schedule', (other,)))}")
 
 
 def pipeline_settings_need_a_pipeline(case: Case) -> Problem | None:
@@ -108,53 +131,67 @@ def pipeline_settings_need_a_pipeline(case: Case) -> Problem | None:
         return None
     pipeline = case.recipe.parallelism.pipeline
     idle: dict[str, object] = {"virtual_stages": 1, "layout": None}
-    idle |= dict.fromkeys(_UNEVEN) | dict.fromkeys(_COUNTED, False)
-    for setting, value in (("schedule", "1f1b"), ("micro_batch_group", 1)):
-        if f"parallelism.pipeline.{setting}" not in case.decided:
-            idle[setting] = value
-    name = next((name for name, value in idle.items() if getattr(pipeline, name) != value), None)
-    if name is None:
-        return None
-    key = f"parallelism.pipeline.{name}"
-    text = f"{key}={show(getattr(pipeline, name))} needs parallelism.pp > 1, it is 1"
-    return Problem(key, f"{text}; drop it or raise parallelism.pp")
+    idle |= dict.fromkeys(_UNEVEN)
+    idle |= dict.fromkeys(_COUNTED, False)
+    # where the resolver decided these, nobody asked for them
+    for name, value in (("schedule", "1f1b"), ("micro_batch_group", 1)):
+        if f"{_KEY}.{name}" not in case.decided:
+            idle[name] = value
+    for name, value in idle.items():
+        given = getattr(pipeline, name)
+        if given != value:
+            text = f"{_KEY}.{name}={show(given)} needs parallelism.pp > 1, it is 1"
+            return Problem(f"{_KEY}.{name}", f"{text}; drop it or raise parallelism.pp")
+    return None
 
 
 def interleaving_has_its_micro_batches(case: Case) -> Problem | None:
     """An interleaved schedule has a micro batch for each pipeline rank at least."""
-    train, pp = case.recipe.train, case.pp
-    few = _fewest(case)
+    train = case.recipe.train
+    pp = case.pp
+    few = _fewest_micro_batches(case)
     if not _interleaves(case) or few is None or few >= pp:
         return None
-    batch, unit = min(case.batches), train.micro_batch * case.dp
-    ramp = train.batch_ramp if train.batch_ramp is not None and batch != train.global_batch else None
-    key = "train.global_batch" if ramp is None else "train.batch_ramp.start"
-    text = f"{key}={batch} is {few} micro batches a rank ({batch} / (micro_batch {train.micro_batch}"
-    text += f" · dp {case.dp})), parallelism.pipeline.schedule=interleaved needs parallelism.pp={pp}"
+    batch = min(case.batches)
+    # sequences of one micro batch on every data-parallel rank
+    unit = train.micro_batch * case.dp
+    # the smallest batch is where the ramp starts, or the only one
+    key = "train.global_batch"
     larger = [n * unit for n in range(pp, 2 * pp + 1)]
-    if ramp is not None:
-        larger = [batch + n * ramp.increment for n in range(1, 2 * pp * unit // ramp.increment + 2)]
-        larger = [start for start in larger if start >= pp * unit]
-    smaller = [m for m in divisors(batch // case.dp) if batch // case.dp // m >= pp]
-    ways = (
+    ramp = train.batch_ramp
+    if ramp is not None and batch != train.global_batch:
+        key = "train.batch_ramp.start"
+        later = range(batch + ramp.increment, batch + 2 * pp * unit + ramp.increment + 1, ramp.increment)
+        larger = [start for start in later if start >= pp * unit]
+    text = f"{key}={batch} is {few} micro batches a rank ({batch} / (micro_batch {train.micro_batch}"
+    text += f" · dp {case.dp})), {_KEY}.schedule=interleaved needs parallelism.pp={pp}"
+    per_rank = batch // case.dp
+    smaller = [size for size in divisors(per_rank) if per_rank // size >= pp]
+    way = way_out(
+        case,
         Way(key, larger, most=1),
         Way("train.micro_batch", smaller[::-1], most=1),
         Way(f"{_KEY}.virtual_stages", (1,)),
     )
-    return Problem(key, f"{text}; {way_out(case, *ways)}")
+    return Problem(key, f"{text}; {way}")
 
 
 def groups_fit_the_micro_batches(case: Case) -> Problem | None:
     """An interleaved schedule takes micro batches in groups of at least pp, of which no rest is smaller than pp."""
-    group, pp = case.recipe.parallelism.pipeline.micro_batch_group, case.pp
-    few = _fewest(case)
+    group = case.recipe.parallelism.pipeline.micro_batch_group
+    pp = case.pp
+    few = _fewest_micro_batches(case)
     if not _interleaves(case) or few is None or few < pp:
         return None
-    key = "parallelism.pipeline.micro_batch_group"
-    wrong = next((m for m in _counts(case) if not _groups(group, pp, m)), None)
+    counts = _micro_batch_counts(case)
+    wrong = next((count for count in counts if not _divides_into_groups(count, group, pp)), None)
     if wrong is None:
         return None
-    legal = [g for g in range(pp, min(wrong, pp + 64) + 1) if all(_groups(g, pp, m) for m in _counts(case))]
+    legal = []
+    for size in range(pp, min(wrong, pp + 64) + 1):
+        if all(_divides_into_groups(count, size, pp) for count in counts):
+            legal.append(size)
+    key = f"{_KEY}.micro_batch_group"
     hint = way_out(case, Way(key, legal, group), _other_batch(case))
     if not pp <= group <= wrong:
         rule = f"must lie between parallelism.pp={pp} and the {wrong} micro batches of a rank"
@@ -164,16 +201,19 @@ def groups_fit_the_micro_batches(case: Case) -> Problem | None:
 
 
 def _other_batch(case: Case) -> Way:
-    batch = case.recipe.train.global_batch
-    return Way("train.global_batch", multiples(batch, case.recipe.train.micro_batch * case.dp * case.pp), batch, most=2)
+    """Global batches of which a rank has a multiple of pp micro batches."""
+    train = case.recipe.train
+    unit = train.micro_batch * case.dp * case.pp
+    return Way("train.global_batch", multiples(train.global_batch, unit), train.global_batch, most=2)
 
 
 def groups_need_interleaving(case: Case) -> Problem | None:
     """Only the interleaved schedule takes micro batches in groups."""
-    pipeline, key = case.recipe.parallelism.pipeline, "parallelism.pipeline.micro_batch_group"
+    pipeline = case.recipe.parallelism.pipeline
     if case.pp == 1 or pipeline.schedule == "interleaved" or pipeline.micro_batch_group == case.pp:
         return None
-    text = f"{key}={pipeline.micro_batch_group} needs parallelism.pipeline.schedule=interleaved"
+    key = f"{_KEY}.micro_batch_group"
+    text = f"{key}={pipeline.micro_batch_group} needs {_KEY}.schedule=interleaved"
     return Problem(key, f"{text}, it is {pipeline.schedule}; drop it")
 
 
@@ -181,13 +221,13 @@ def _interleaves(case: Case) -> bool:
     return case.pp > 1 and case.recipe.parallelism.pipeline.schedule == "interleaved"
 
 
-def _counts(case: Case) -> list[int]:
+def _micro_batch_counts(case: Case) -> list[int]:
     """Micro batches of a rank for every global batch that occurs."""
     unit = case.recipe.train.micro_batch * case.dp
     return [batch // unit for batch in case.batches]
 
 
-def _fewest(case: Case) -> int | None:
+def _fewest_micro_batches(case: Case) -> int | None:
     """Micro batches of a rank in the smallest step; None when a batch does not divide, which is told elsewhere."""
     unit = case.recipe.train.micro_batch * case.dp
     if any(batch % unit for batch in case.batches):
@@ -195,6 +235,6 @@ def _fewest(case: Case) -> int | None:
     return case.micro_batches
 
 
-def _groups(group: int, pp: int, micro_batches: int) -> bool:
+def _divides_into_groups(micro_batches: int, group: int, pp: int) -> bool:
     rest = micro_batches % group
     return pp <= group <= micro_batches and (rest == 0 or rest >= pp)

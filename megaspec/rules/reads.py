@@ -7,11 +7,13 @@ from megaspec.core.frozen import Frozen
 from megaspec.rules.case import Case, Rule
 
 
-class _Watched:
+class _WatchedSection:
     """Stands for a section of a recipe, and notes the path of every field that is read."""
 
     def __init__(self, section: Frozen, path: str, seen: set[str]):
-        self._section, self._path, self._seen = section, path, seen
+        self._section = section
+        self._path = path
+        self._seen = seen
 
     @property
     def __class__(self) -> type:
@@ -26,16 +28,16 @@ class _Watched:
         if isinstance(value, Frozen):
             if type(None) in get_args(type(self._section).model_fields[name].annotation):
                 self._seen.add(path)  # that it is there at all is a setting, too
-            return _Watched(value, f"{path}.", self._seen)
+            return _WatchedSection(value, f"{path}.", self._seen)
         self._seen.add(path)
         if isinstance(value, tuple) and value and isinstance(value[0], Frozen):
-            return tuple(_Watched(one, f"{path}.{ENTRY}.", self._seen) for one in value)
+            return tuple(_WatchedSection(one, f"{path}.{ENTRY}.", self._seen) for one in value)
         return value
 
 
 def fields_read(rule: Rule, case: Case) -> frozenset[str]:
     """Dotted paths of the fields that a rule reads of a case; entries of lists as `*`."""
     seen: set[str] = set()
-    recipe: Any = _Watched(case.recipe, "", seen)
+    recipe: Any = _WatchedSection(case.recipe, "", seen)
     rule(Case(recipe, case.target, case.facts, case.decided))
     return frozenset(seen)

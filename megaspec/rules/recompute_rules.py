@@ -17,23 +17,28 @@ def recompute_settings_need_their_kind(case: Case) -> Problem | None:
         return None
     for name, kind in (("parts", "selective"), ("method", "full"), ("layers", "full")):
         value = getattr(recompute, name)
-        if value is not None and recompute.kind != kind:
-            key = f"parallelism.recompute.{name}"
-            shown = _listed(value) if isinstance(value, tuple) else value
-            text = f"{key}={shown} needs parallelism.recompute.kind={kind}, it is {recompute.kind}"
-            return Problem(key, f"{text}; drop it or set kind={kind}")
+        if value is None or recompute.kind == kind:
+            continue
+        if isinstance(value, tuple):
+            value = _listed(value)
+        key = f"parallelism.recompute.{name}"
+        text = f"{key}={value} needs parallelism.recompute.kind={kind}, it is {recompute.kind}"
+        return Problem(key, f"{text}; drop it or set kind={kind}")
     return None
 
 
 def recomputed_parts_are_named_once(case: Case) -> Problem | None:
     """Selective recompute names at least one part, each of them once."""
-    parts, key = case.recipe.parallelism.recompute.parts, "parallelism.recompute.parts"
-    if parts is None or (parts and len(set(parts)) == len(parts)):
+    parts = case.recipe.parallelism.recompute.parts
+    key = "parallelism.recompute.parts"
+    if parts is None:
         return None
     if not parts:
         return Problem(key, f"{key}=[] recomputes nothing; try [core_attention], or parallelism.recompute.kind=none")
-    twice = next(part for part in parts if parts.count(part) > 1)
-    return Problem(key, f"{key}={_listed(parts)} names {twice} twice; keep one")
+    for part in parts:
+        if parts.count(part) > 1:
+            return Problem(key, f"{key}={_listed(parts)} names {part} twice; keep one")
+    return None
 
 
 def _listed(parts: Sequence[str]) -> str:
@@ -42,37 +47,62 @@ def _listed(parts: Sequence[str]) -> str:
 
 def recomputed_parts_are_in_the_model(case: Case) -> Problem | None:
     """Only what the model has can be recomputed: experts, shared experts, dense feed-forward layers, a latent."""
-    parts, moe, key = case.recipe.parallelism.recompute.parts or (), case.moe, "parallelism.recompute.parts"
+    recompute = case.recipe.parallelism.recompute
+    parts = recompute.parts or ()
+    if recompute.kind == "selective" and recompute.parts is None:
+        parts = ("core_attention",)
+    lacks = _lacking_parts(case)
+    has = [part for part in _PARTS if part not in lacks]
+    key = "parallelism.recompute.parts"
+    for part in parts:
+        if part in lacks:
+            text = f"{key}={_listed(parts)}: the model has no {part} to recompute, {lacks[part]}"
+            return Problem(key, f"{text}; it has {one_of(has)}")
+    return None
+
+
+def _lacking_parts(case: Case) -> dict[str, str]:
+    """Parts that can be recomputed in other models, each with the setting for which this one lacks it."""
+    moe = case.moe
     lacks = {}
     if moe is None:
-        lacks["moe"] = lacks["shared_experts"] = "model.moe=null"
+        lacks["moe"] = "model.moe=null"
+        lacks["shared_experts"] = "model.moe=null"
     elif moe.d_shared is None:
         lacks["shared_experts"] = "model.moe.d_shared=null"
     if moe is not None and case.dense_layers == 0:
         lacks["mlp"] = "every layer has experts"
+    mixers = {mixer for layer in case.recipe.model.mixers for mixer in layer}
+    if "attention" not in mixers:
+        lacks["core_attention"] = "model.layer.mixers names no attention"
+    if moe is None and "mlp" not in mixers:
+        lacks["mlp"] = "model.layer.mixers names no mlp"
     if case.mla is None:
-        lacks["mla_up"] = "model.mla=null"
-    absent = next((part for part in parts if part in lacks), None)
-    if absent is None:
-        return None
-    has = one_of([part for part in _PARTS if part not in lacks])
-    text = f"{key}={_listed(parts)}: the model has no {absent} to recompute, {lacks[absent]}"
-    return Problem(key, f"{text}; it has {has}")
+        lacks["mla_up"] = f"model.attention.kind={case.recipe.model.attention.kind}"
+    return lacks
 
 
 def recomputed_layers_are_there(case: Case) -> Problem | None:
     """A group of recomputed layers is no larger than the chunk of the model that it lies in."""
-    recompute, key = case.recipe.parallelism.recompute, "parallelism.recompute.layers"
-    model, parallelism = case.recipe.model, case.recipe.parallelism
+    recompute = case.recipe.parallelism.recompute
+    parallelism = case.recipe.parallelism
+    n_layers = case.recipe.model.n_layers
     if recompute.kind != "full" or recompute.layers is None:
         return None
-    if stage_problem(model.n_layers, parallelism) is not None:
+    if stage_problem(n_layers, parallelism) is not None:
         return None
-    most = max(len(chunk.layers) for rank in stages_of(model.n_layers, parallelism) for chunk in rank)
+    most = 0
+    for rank_chunks in stages_of(n_layers, parallelism):
+        for chunk in rank_chunks:
+            most = max(most, len(chunk.layers))
     if recompute.layers <= most:
         return None
-    chunk = f"a stage at parallelism.pp={case.pp}" if case.pp > 1 else f"the model, model.n_layers={model.n_layers}"
-    if case.pp > 1 and parallelism.pipeline.virtual_stages > 1:
-        chunk = f"a chunk at pp={case.pp} and virtual_stages={parallelism.pipeline.virtual_stages}"
-    text = f"{key}={recompute.layers} must be at most the {most} layers of {chunk}"
+    if case.pp == 1:
+        where = f"the model, model.n_layers={n_layers}"
+    elif parallelism.pipeline.virtual_stages == 1:
+        where = f"a stage at parallelism.pp={case.pp}"
+    else:
+        where = f"a chunk at pp={case.pp} and virtual_stages={parallelism.pipeline.virtual_stages}"
+    key = "parallelism.recompute.layers"
+    text = f"{key}={recompute.layers} must be at most the {most} layers of {where}"
     return Problem(key, f"{text}; try {most}")

@@ -59,6 +59,7 @@ RULES: dict[str, Rule] = {
     "tp-shared": moe_rules.tp_divides_shared_experts,
     "moe-sp": moe_rules.experts_under_tp_split_the_sequence,
     "moe-none": moe_rules.some_layer_has_experts,
+    "moe-mlp": moe_rules.feed_forward_is_in_some_layer,
     "moe-layers": moe_rules.layer_list_is_as_long_as_the_model,
     "moe-layers-twice": moe_rules.expert_layers_are_named_once,
     "moe-top-k": moe_rules.tokens_find_enough_experts,
@@ -96,7 +97,10 @@ RULES: dict[str, Rule] = {
     "mla-kv-heads": model_rules.latent_attention_has_no_groups,
     "mla-head": model_rules.latent_heads_have_their_parts,
     "mla-rope": model_rules.latent_rotary_part_is_even,
-    "mla-qk-norm": model_rules.latent_attention_has_its_own_norms,
+    "mla-positions": model_rules.latent_attention_is_rotary,
+    "flat-length": model_rules.flat_layers_are_as_many_as_the_model_has,
+    "flat-experts": model_rules.flat_layers_and_experts_agree,
+    "flat-which": model_rules.flat_layers_say_where_experts_are,
     "precision-gpu": precision_rules.precision_runs_on_the_gpu,
     "fp8-gpu": precision_rules.fp8_runs_on_the_gpu,
     "fp8-layers": precision_rules.fp8_leaves_layers_to_itself,
@@ -146,7 +150,10 @@ def broken_rules(
     reasons = {d.key: f"decided: {d.reason}" for d in decisions}
     problems = []
     for code, rule in rules.items():
-        problem = rule(case if case.trial is None else replace(case, mends=partial(case.trial, code)))
+        looked_at = case
+        if case.trial is not None:
+            looked_at = replace(case, mends=partial(case.trial, code))
+        problem = rule(looked_at)
         if problem is not None:
             origin = reasons.get(problem.key) or origin_of(origins, problem.key)
             problems.append(replace(problem, code=code, origin=origin))

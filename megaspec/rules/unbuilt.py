@@ -24,8 +24,9 @@ class Unbuilt:
     """Every path that belongs to it, with what lies below."""
 
 
+_LATENT = tuple(f"model.attention.{name}" for name in ("q_rank", "kv_rank", "d_nope", "d_rope", "d_value"))
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("latent attention", "model.mla", None, ("model.mla",)),
+    Unbuilt("latent attention", "model.attention.kind", "gqa", _LATENT),
     Unbuilt(
         "fp8",
         "precision.recipe",
@@ -43,13 +44,16 @@ UNBUILT: tuple[Unbuilt, ...] = (
 
 def unbuilt_problems(recipe: Recipe, origins: Mapping[str, str] | None = None) -> list[Problem]:
     """What a filled recipe asks for that can be planned but not trained."""
-    content, problems = recipe.model_dump(mode="json"), []
+    content = recipe.model_dump(mode="json")
+    problems = []
     for one in UNBUILT:
         value = value_at(content, one.switch)
         if value is None or value == one.off:
             continue
-        word = f"{one.switch}={'{...}' if isinstance(value, dict) else show(value)}"
-        text = f"{word}: {one.feature} can be planned, not trained; {_way_out(one)}"
+        shown = show(value)
+        if isinstance(value, dict):
+            shown = "{...}"
+        text = f"{one.switch}={shown}: {one.feature} can be planned, not trained; {_way_out(one)}"
         problems.append(Problem(one.switch, text, origin_of(origins or {}, one.switch), "unbuilt"))
     return problems
 

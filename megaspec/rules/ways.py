@@ -27,14 +27,18 @@ def way_out(case: Case, *ways: Way, key: str = "") -> str:
     Where none is such a value, what keeps this rule at least, and that more has to change.
     """
     key = key or ways[0].key
-    found = [(way.key, _mending(case, way)) for way in ways]
-    words = [_words(name, values, key) for name, values in found if values]
-    if words:
-        return f"try {', or '.join(words)}"
-    nearest = [_words(way.key, _ordered(way)[: way.most], key) for way in ways if way.values]
-    if not nearest:
-        return f"no value of {key} keeps the rule: set the others otherwise"
-    return f"no one setting mends it: try {nearest[0]} along with others"
+    suggestions = []
+    for way in ways:
+        values = _mending(case, way)
+        if values:
+            suggestions.append(_words(way.key, values, key))
+    if suggestions:
+        return f"try {', or '.join(suggestions)}"
+    for way in ways:
+        if way.values:
+            nearest = _words(way.key, _ordered(way)[: way.most], key)
+            return f"no one setting mends it: try {nearest} along with others"
+    return f"no value of {key} keeps the rule: set the others otherwise"
 
 
 def mending(case: Case, way: Way) -> bool:
@@ -43,8 +47,10 @@ def mending(case: Case, way: Way) -> bool:
 
 
 def _mending(case: Case, way: Way) -> list[object]:
+    """The nearest values of a way that break no rule; all of them where nobody can try them."""
     found: list[object] = []
     for value in _ordered(way)[: _TRIED * way.most]:
+        # a try runs all rules: none is made once there are enough
         if len(found) < way.most and (case.mends is None or case.mends({way.key: value})):
             found.append(value)
     return found
@@ -58,6 +64,10 @@ def _ordered(way: Way) -> Sequence[object]:
 
 
 def _words(name: str, values: Sequence[object], key: str) -> str:
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    shown = one_of([show(value) for value in (sorted(values) if numbers else values)])
-    return shown if name == key else f"{name}={shown}"
+    """`1, 2 or 4`, with the setting's name before it unless that is `key`; numbers rise."""
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        values = sorted(values)
+    shown = one_of([show(value) for value in values])
+    if name == key:
+        return shown
+    return f"{name}={shown}"

@@ -1,27 +1,25 @@
-"""From a Spec to what trains: one list of steps, each with its reason."""
+"""From a Spec to what trains. The order in which strategies are applied stands in `_split_model`, `_apply` and
+`_wrap_optimizer`, one behind the other, a line and a reason each. megaspec/parallelism/README.md shows a strategy."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from megaspec.core.errors import Problem, RecipeError, UsageError
-from megaspec.core.frozen import Frozen
 from megaspec.core.layout import Layout
 from megaspec.core.problems import show
-from megaspec.model.gpt.model import Gpt
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.llama.model import Llama
-from megaspec.model.llama.spec import LlamaSpec
+from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
-from megaspec.nn.init import constants, initial_value, standard_deviations, start_weights
+from megaspec.nn.init import initial_value, start_weights
 from megaspec.nn.linear import COMPILED_FOR_LATER
-from megaspec.nn.matrices import Matrix, matrices_of
-from megaspec.optim.offload import OffloadedOptimizer
+from megaspec.nn.model_facts import InitialValues, ModelFacts
+from megaspec.optim.offload import OptimizerOffload
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.context import ContextParallel
@@ -33,19 +31,18 @@ from megaspec.parallelism.offload import Offload
 from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
+from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import stages_of
 from megaspec.parallelism.tensor import TensorParallel
-from megaspec.parallelism.whole_matrices import WholeMatrices
+from megaspec.parallelism.whole_matrices import MatrixUpdates
 from megaspec.recipe import ModelSpec
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
 from megaspec_kernels.attention import sdpa, sdpa_block
-from megaspec_kernels.registry import CrossEntropyKernel, Kernels, kernels_of
+from megaspec_kernels.registry import Kernels, kernels_of
 
-MODELS = {LlamaSpec: Llama, GptSpec: Gpt}
-# Type of train.loss -> maker of a kernel in place of kernels.cross_entropy; plugins fill it.
-LOSSES: dict[type[Frozen], Callable[[Frozen], CrossEntropyKernel]] = {}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,7 +65,9 @@ class TrainState:
     device: torch.device
     chunks: list[Decoder]
     """The parts of the model that lie here, in the order of virtual stages; the whole model without a pipeline."""
-    starts: "InitSpec"
+    facts: dict[str, WeightFacts]
+    """Of all parameters of the whole model."""
+    starts: InitialValues
     tensor_parallel: TensorParallel
     context_parallel: ContextParallel
     expert_parallel: ExpertParallel
@@ -101,18 +100,11 @@ class TrainState:
         return torch.promote_types(DTYPES[self.spec.precision.kind], torch.float32)
 
 
-@dataclass(frozen=True)
-class InitSpec:
-    """How parameters are initialised, by global name."""
-
-    stds: dict[str, float]
-    constants: dict[str, float]
-
-
 def build_model(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype) -> Decoder:
     """The one-device model on the meta device: shapes, no memory. See `materialise` and `plain_model`."""
+    builders = loaded_builders()
     with torch.device("meta"):
-        model = MODELS[type(spec)](spec, kernels)
+        model = builders.models[type(spec)](spec, kernels, builders.parts)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -134,8 +126,11 @@ def materialise(model: nn.Module, *, device: torch.device, dtype: torch.dtype, w
                 real[id(parameter)] = nn.Parameter(full)
             setattr(module, name, real[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
-            wide = torch.promote_types(dtype, torch.float32) if buffer.is_floating_point() else buffer.dtype
-            setattr(module, name, torch.empty(buffer.shape, dtype=wide, device=device))
+            buffer_dtype = buffer.dtype
+            if buffer.is_floating_point():
+                # angles and biases of routers, whatever the model's format
+                buffer_dtype = torch.promote_types(dtype, torch.float32)
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer_dtype, device=device))
     fill_buffers(model)
 
 
@@ -161,76 +156,160 @@ def plain_model(spec: Spec, *, device: torch.device, dtype: torch.dtype | None =
     Weights start as those of every layout do, `backward` leaves gradients in `.grad`, and there are no master weights
     beside the model's. `dtype`: of the weights; None: of the Spec's precision. Nothing is compiled or split.
     """
-    dtype = DTYPES[spec.precision.kind] if dtype is None else dtype
+    if dtype is None:
+        dtype = DTYPES[spec.precision.kind]
     model = build_model(spec.model, _kernels(spec), dtype=dtype)
     materialise(model, device=device, dtype=dtype)
-    start_weights(model, std=spec.model.init_std, n_layers=spec.model.n_layers, seed=spec.train.seed)
+    start_weights(model, std=spec.model.init_std, seed=spec.train.seed)
     return model
 
 
 def _kernels(spec: Spec) -> Kernels:
-    kernels, loss = kernels_of(spec.kernels), getattr(spec.train, "loss", None)
-    return kernels if loss is None else replace(kernels, cross_entropy=LOSSES[type(loss)](loss))
+    """The functions that a Spec names, with the loss of a plug-in in place of the cross-entropy's."""
+    kernels = kernels_of(spec.kernels)
+    loss = spec.train.loss
+    if loss is None:
+        return kernels
+    return replace(kernels, cross_entropy=loaded_builders().losses[type(loss)](loss))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Strategies:
+    """How a model is spread over ranks and computed. Each has those of the hooks `split_model`, `split_batch`, `apply`,
+    `finish_grads` and `wrap_optimizer` that it needs. Their order stands below, with the reasons; that of the two which
+    a step calls, `split_batch` and `finish_grads`, in step.py."""
+
+    context: ContextParallel
+    tensor: TensorParallel
+    expert: ExpertParallel
+    pipeline: Pipeline
+    recompute: Recompute
+    offload: Offload
+    data: DataParallel
+    matrices: MatrixUpdates
+    optimizer_offload: OptimizerOffload
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitModel:
     """This rank's part of a model, in memory, and how it was split."""
 
     chunks: list[Decoder]
-    starts: InitSpec
-    tensor_parallel: TensorParallel
-    context_parallel: ContextParallel
-    expert_parallel: ExpertParallel
-    pipeline: Pipeline
-    matrices: dict[str, tuple[Matrix, ...]]
-    """What Muon makes orthogonal, by parameter of the whole model."""
+    facts: dict[str, WeightFacts]
+    starts: InitialValues
+    strategies: Strategies
 
 
 def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     """The chunks with this rank's shapes; weights are NaN until they are filled."""
-    dtype = DTYPES[spec.precision.kind]
-    # on the meta device, so that no rank ever holds the whole model
     kernels = _kernels(spec)
-    model = build_model(spec.model, kernels, dtype=dtype)
-    # while they are whole
-    matrices = matrices_of(model)
-    stds = standard_deviations(model, std=spec.model.init_std, n_layers=spec.model.n_layers)
-    starts = InitSpec(stds, constants(model))
+    model = build_model(spec.model, kernels, dtype=DTYPES[spec.precision.kind])
+    facts = model.facts.weights()
+    starts = model.facts.initial_values(std=spec.model.init_std)
+    strategies = _strategies(spec, model.facts, facts, kernels=kernels, mesh=mesh)
+    chunks = _split_model(model, strategies, spec, device=mesh.device)
+    return SplitModel(chunks=chunks, facts=facts, starts=starts, strategies=strategies)
+
+
+def _strategies(
+    spec: Spec, model: ModelFacts, facts: dict[str, WeightFacts], *, kernels: Kernels, mesh: Mesh
+) -> Strategies:
+    """What a Spec asks for. Nothing is done to the model here. `facts`: of its parameters."""
+    parallelism = spec.parallelism
+    overlap = parallelism.overlap
+    is_compiled = spec.kernels.compile == "block"
+    context = ContextParallel(mesh, parallelism.context, kernels.attention_merge)
+    # one stack of hooks: what recomputation makes again is nothing to offload
+    saved = SavedTensors()
+    return Strategies(
+        context=context,
+        tensor=TensorParallel(mesh, parallelism.sequence_parallel, overlap.tp),
+        expert=ExpertParallel(mesh, parallelism, index=context.index, overlap_shared=overlap.shared_experts),
+        pipeline=Pipeline(
+            mesh,
+            parallelism.pipeline,
+            DTYPES[spec.precision.kind],
+            stages=stages_of(spec.model.n_layers, parallelism)[mesh.index("pp")],
+            facts=facts,
+            overlap=overlap.p2p,
+        ),
+        recompute=Recompute(parallelism.recompute, saved, compiled=is_compiled),
+        offload=Offload(parallelism.offload.layers, saved, device=mesh.device),
+        data=DataParallel(mesh, _sharing(parallelism), facts=facts),
+        matrices=MatrixUpdates(mesh, model.matrices() if isinstance(spec.optim, MuonSpec) else None),
+        optimizer_offload=OptimizerOffload(spec.optim, parallelism.offload.optimizer),
+    )
+
+
+def _split_model(model: Decoder, strategies: Strategies, spec: Spec, *, device: torch.device) -> list[Decoder]:
+    """The order, first part: from the whole model to this rank's chunks in memory. It begins on the meta device, so
+    that no rank ever holds the whole model."""
     # first, so that tensor parallel tells the attention that stays which heads are here
-    context = ContextParallel(mesh, spec.parallelism.context, kernels.attention_merge)
-    context.split_model(model)
-    # before memory is taken: modules become their parallel twins with this rank's shapes
-    own, overlap = spec.parallelism, spec.parallelism.overlap
-    tensor = TensorParallel(mesh, own.sequence_parallel, overlap.tp)
-    tensor.split_model(model, model.placement)
-    # behind it, since routers ask which tokens their tensor-parallel rank has
-    experts = ExpertParallel(mesh, own, index=context.index, overlap_shared=overlap.shared_experts)
-    experts.split_model(model)
-    pipeline = Pipeline(mesh, own.pipeline, dtype, tied=model.tied, overlap=overlap.p2p)
-    chunks = [model] if mesh.size("pp") == 1 else _parts(model, spec, mesh)
-    # where weights are shared out, no rank ever holds all of its chunks': their memory comes with the buckets
-    kept = own.dp_strategy == "replicate"
-    # in one module, so that what chunks share stays shared
-    materialise(nn.ModuleList(chunks), device=mesh.device, dtype=dtype, weights=kept)
-    # blocks are equal, so one compiled block serves all; after the split, so that collectives are traced
+    strategies.context.split_model(model)
+    # modules become their parallel twins with this rank's shapes
+    strategies.tensor.split_model(model, model.placement)
+    # behind tensor parallel, since routers ask which tokens their rank of it has
+    strategies.expert.split_model(model)
+    # behind all that splits single modules: the layers of other ranks are left out from here on
+    chunks = strategies.pipeline.split_model(model)
+    # memory, for what is left; in one module, so that what chunks share stays shared. Where weights are shared out, no
+    # rank ever holds all of its chunks': their memory comes with the buckets
+    keeps_weights = spec.parallelism.dp_strategy == "replicate"
+    dtype = DTYPES[spec.precision.kind]
+    materialise(nn.ModuleList(chunks), device=device, dtype=dtype, weights=keeps_weights)
+    # blocks are equal, so one compiled block serves all; behind the split, so that collectives are traced
     if spec.kernels.compile == "block":
-        _compile_blocks(chunks, for_later=pipeline.splits_backward)
-    return SplitModel(chunks, starts, tensor, context, experts, pipeline, matrices)
+        _compile_blocks(chunks, for_later=strategies.pipeline.splits_backward)
+    return chunks
 
 
-def _parts(model: Decoder, spec: Spec, mesh: Mesh) -> list[Decoder]:
-    """The chunks of this pipeline rank."""
-    stages = stages_of(spec.model.n_layers, spec.parallelism)[mesh.index("pp")]
-    return [model.part(stage.layers, embedding=stage.embedding, head=stage.head) for stage in stages]
+def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position) -> None:
+    """The order, second part: what wraps the units that the chunks run by, the innermost first."""
+    for chunk in chunks:
+        # before units are sharded: what is computed again together is gathered once
+        strategies.recompute.apply(chunk)
+        # behind recompute, which joins units: it wraps each as a whole
+        strategies.offload.apply(chunk)
+    # behind both: its hooks and buffers hang on the final parameters and units
+    strategies.data.apply(
+        chunks,
+        layouts=strategies.pipeline.share(strategies.tensor.layouts),
+        sums=strategies.pipeline.sums,
+        shared=strategies.pipeline.shared,
+    )
+    for chunk in chunks:
+        # outermost, so that what other strategies do in a unit is told as part of it
+        position.watch(chunk)
+
+
+def _wrap_optimizer(strategies: Strategies, spec: Spec) -> MasterOptimizer:
+    """The order, third part: what makes the optimizer of this rank's shards, the innermost first."""
+    make = partial(build_optimizer, spec=spec.optim, optimizers=loaded_builders().optimizers)
+    # behind data parallel: matrices are put together from the shards that it has left to the ranks
+    make = strategies.matrices.wrap_optimizer(make, shards=strategies.data.shards)
+    # outermost: it divides the weights, and makes an optimizer for each part of them
+    make = strategies.optimizer_offload.wrap_optimizer(make)
+    return make(strategies.data.weights, adamw=spec.kernels.adamw)
+
+
+def _sharing(parallelism: ParallelismSpec) -> Sharing:
+    return Sharing(
+        strategy=parallelism.dp_strategy,
+        bucket_bytes=parallelism.bucket_mb * 1e6,
+        grad_reduce=parallelism.grad_reduce,
+        overlap_grad_reduce=parallelism.overlap.grad_reduce,
+        overlap_param_gather=parallelism.overlap.param_gather,
+    )
 
 
 def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
     """`for_later`: weight gradients may be deferred, with what they multiply."""
     if for_later:
         functorch_config.donated_buffer = False
-    for layer in (layer for chunk in chunks for layer in chunk.layers.values()):
-        layer.compile_parts(options=COMPILED_FOR_LATER if for_later else None)
+    options = COMPILED_FOR_LATER if for_later else None
+    for chunk in chunks:
+        for layer in chunk.layers.values():
+            layer.compile_parts(options=options)
 
 
 def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainState:
@@ -241,49 +320,27 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
         raise RecipeError(problems)
     _set_determinism(spec)
     _refuse_attention(spec, device=mesh.device)
+    position = position or Position(mesh.device)
     split = build_split_model(spec, mesh=mesh)
-    tensor = split.tensor_parallel
-    own = spec.parallelism
-    # before units are sharded: what is computed again together is gathered once
-    saved = SavedTensors()
-    recompute = Recompute(own.recompute, saved, compiled=spec.kernels.compile == "block")
-    offload = Offload(own.offload.layers, saved, device=mesh.device)
-    for chunk in split.chunks:
-        recompute.apply(chunk)
-        offload.apply(chunk)
-    # last: its hooks and buffers hang on the final parameters
-    sharing = Sharing(
-        own.dp_strategy, own.bucket_mb * 1e6, own.grad_reduce, own.overlap.grad_reduce, own.overlap.param_gather
-    )
-    layouts = split.pipeline.share(tensor.layouts)
-    data = DataParallel(
-        split.chunks,
-        layouts=layouts,
-        mesh=mesh,
-        sharing=sharing,
-        experts=frozenset(tensor.experts),
-        shared=split.pipeline.shared,
-    )
-    optimizer = _optimizer(spec, data, split.matrices, mesh=mesh)
+    strategies = split.strategies
+    _apply(strategies, split.chunks, position)
+    optimizer = _wrap_optimizer(strategies, spec)
     for chunk in split.chunks:
         # of each, since a part of the model can be asked as well
         for module in chunk.modules():
             module.register_load_state_dict_pre_hook(_refuse_state_dict)
-    # outermost, so that what other strategies do in a unit is told as part of it
-    position = position or Position(mesh.device)
-    for chunk in split.chunks:
-        position.watch(chunk)
     return TrainState(
         spec=spec,
         mesh=mesh,
         device=mesh.device,
         chunks=split.chunks,
+        facts=split.facts,
         starts=split.starts,
-        tensor_parallel=tensor,
-        context_parallel=split.context_parallel,
-        expert_parallel=split.expert_parallel,
-        pipeline=split.pipeline,
-        data_parallel=data,
+        tensor_parallel=strategies.tensor,
+        context_parallel=strategies.context,
+        expert_parallel=strategies.expert,
+        pipeline=strategies.pipeline,
+        data_parallel=strategies.data,
         optimizer=optimizer,
         position=position,
     )
@@ -300,7 +357,9 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     After determinism is set, which decides what may be taken."""
     if device.type != "cuda" or spec.kernels.attention != "sdpa":
         return
-    model, dtype, masked = spec.model, DTYPES[spec.precision.kind], spec.data.document_mask
+    model = spec.model
+    dtype = DTYPES[spec.precision.kind]
+    masked = spec.data.document_mask
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
     if heads is None:
         refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
@@ -323,23 +382,10 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
         raise RecipeError([Problem("kernels.attention", f"{text}; {way_out}", code="kernel-attention")])
 
 
-def _optimizer(
-    spec: Spec, data: DataParallel, matrices: Mapping[str, tuple[Matrix, ...]], *, mesh: Mesh
-) -> MasterOptimizer:
-    share, adamw = spec.parallelism.offload.optimizer, spec.kernels.adamw
-    if share > 0:
-        return OffloadedOptimizer(data.weights, spec.optim, share=share, adamw=adamw)
-    if isinstance(spec.optim, MuonSpec):
-        group = mesh.group("tp-dp-cp")
-        whole = WholeMatrices(data.shards, matrices, group=group, device=mesh.device)
-        return build_optimizer(data.weights, spec.optim, adamw=adamw, matrices=whole)
-    return build_optimizer(data.weights, spec.optim, adamw=adamw)
-
-
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:
     """The mesh that a Spec describes."""
-    own = spec.parallelism
-    return Mesh(own.degrees, rank=rank, device=device, timeout=timeout, ep=own.ep, etp=own.etp)
+    parallelism = spec.parallelism
+    return Mesh(parallelism.degrees, rank=rank, device=device, timeout=timeout, ep=parallelism.ep, etp=parallelism.etp)
 
 
 def _set_determinism(spec: Spec) -> None:

@@ -22,7 +22,6 @@ from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
 from megaspec.rules.belonging import objections
 from megaspec.runtime.build import TrainState, build_split_model
-from megaspec.runtime.plugins import connect
 from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over
 from megaspec.runtime.step import activations_size
 from megaspec.spec import Spec
@@ -38,10 +37,9 @@ def generate_text(
 
     On a CPU in fp32, on CUDA in the run's precision. Raises CheckpointError, DataError.
     """
-    connect()
     tokenizer = run_tokenizer(trained.data)
-    own = partial(objections, run=trained)
-    reader = Store(run_dir).newest_good(SoloComm(), repair=False, inspect=own)
+    # no repair: another process may train the run meanwhile and holds its lock
+    reader = Store(run_dir).newest_good(SoloComm(), repair=False, inspect=partial(objections, run=trained))
     if reader is None:
         raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
     device = torch.device("cuda" if cuda else "cpu")
@@ -50,7 +48,7 @@ def generate_text(
     model = split.chunks[0]
     tell_passed_over(reader)
     with reader:
-        load_weights(model.global_parameters(), split.tensor_parallel.layouts, reader)
+        load_weights(model.global_parameters(), split.strategies.tensor.layouts, reader)
         load_buffers(split.chunks, reader)
     written = generate(
         on_one_device(model, Draw(temperature, seed), device=device),
@@ -73,11 +71,12 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
         "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
     }
     fields["kernels"] |= {"compile": "none", "cross_entropy": "chunked"}
+    fields |= {"world_size": 1, "device": "cuda"}
     if not cuda:
+        fields["device"] = "cpu"
         fields["kernels"] |= {"attention": "sdpa", "grouped": "reference"}
-    fields |= {"world_size": 1, "device": "cuda" if cuda else "cpu"}
-    if not cuda and spec.precision.kind != "fp64":
-        fields["precision"] = {"kind": "fp32"}
+        if spec.precision.kind != "fp64":
+            fields["precision"] = {"kind": "fp32"}
     return Spec.model_validate_json(json.dumps(fields))
 
 
@@ -100,13 +99,16 @@ class Draw:
     """Draws a token from softmax(logits / temperature), the likeliest one at temperature 0."""
 
     def __init__(self, temperature: float, seed: int):
-        self._temperature, self._generator = temperature, torch.Generator().manual_seed(seed)
+        self._temperature = temperature
+        self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, logits_V: Tensor) -> int:
+        # on the CPU, so that the same seed writes the same text on every device
         logits_V = logits_V.to("cpu", torch.float64)
         if self._temperature == 0:
             return int(logits_V.argmax())
-        return int(torch.multinomial((logits_V / self._temperature).softmax(0), 1, generator=self._generator))
+        probabilities_V = (logits_V / self._temperature).softmax(0)
+        return int(torch.multinomial(probabilities_V, 1, generator=self._generator))
 
 
 def on_one_device(model: Decoder, draw: Draw, *, device: torch.device) -> Follow:
@@ -116,19 +118,25 @@ def on_one_device(model: Decoder, draw: Draw, *, device: torch.device) -> Follow
 
 def on_all_ranks(built: TrainState, draw: Draw) -> Follow:
     """A run's model goes on, however it is divided. All ranks call it together; one draws, and tells the others."""
-    mesh, device = built.mesh, built.device
+    mesh = built.mesh
+    device = built.device
+    # these hold the same logits over dp and tp: one of them draws
     may_draw = mesh.index("dp") == 0 and mesh.index("tp") == 0
 
     def follow(tokens_1S: Tensor, last: int) -> int:
         S = tokens_1S.shape[1]
+        # [T]: places in the sequence of this rank's tokens; the last one is on one context-parallel rank
         index = built.context_parallel.index(S)
         here = (index == last).nonzero().flatten().tolist()
+        # 0 but on the rank that draws, so that the sum over all ranks is what it drew
         drawn = torch.zeros((), dtype=torch.int64, device=device)
 
         def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
             model = built.chunks[chunk]
             context = model.context(index, length=S, way=built.context_parallel.way)
-            y = model.body(tokens_1S.to(device)[:, index] if x is None else x, context)
+            if x is None:
+                x = tokens_1S.to(device)[:, index]
+            y = model.body(x, context)
             if model.head is None:
                 return y
             logits_1TV = model.finish(y, model.head)
@@ -147,9 +155,15 @@ def on_all_ranks(built: TrainState, draw: Draw) -> Follow:
 
 def length_multiple(spec: Spec) -> int:
     """What the length of a sequence must be a multiple of, so that ranks can split it."""
-    own = spec.parallelism
-    chunks = 1 if own.cp == 1 or own.context.kind == "all_to_all" else 2
-    return lcm(chunks * own.cp, own.cp * own.tp if own.sequence_parallel else 1)
+    parallelism = spec.parallelism
+    # a ring gives each rank a chunk from the front and one from the back, so that all have as much to attend to
+    chunks_per_rank = 2
+    if parallelism.cp == 1 or parallelism.context.kind == "all_to_all":
+        chunks_per_rank = 1
+    multiple = chunks_per_rank * parallelism.cp
+    if parallelism.sequence_parallel:
+        multiple = lcm(multiple, parallelism.cp * parallelism.tp)
+    return multiple
 
 
 @torch.no_grad()
@@ -164,7 +178,9 @@ def generate(
     written = list(prompt)
     for _ in range(tokens):
         seen = written[-max_seq_len:]
-        length = min(max_seq_len, max(64, 1 << (len(seen) - 1).bit_length()))
+        power_of_two = 1 << (len(seen) - 1).bit_length()
+        length = min(max_seq_len, max(64, power_of_two))
+        # up to a multiple
         length = -(-length // multiple) * multiple
         padded = torch.zeros(1, length, dtype=torch.int64)
         padded[0, : len(seen)] = torch.tensor(seen)

@@ -14,7 +14,8 @@ from megaspec.runtime.rank import RankInfo, main, read_spec, tcp_store, tell
 
 JOIN_SECONDS = 600.0
 # Between two looks at the store.
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5
+_SHORTEST_PAUSE = 0.02
+_LONGEST_PAUSE = 0.5
 _FAILED = "failed with exit code "
 
 
@@ -79,7 +80,10 @@ def _wait(meeting: dist.Store, key: str) -> None:
 
 def _first_answer(meeting: dist.PrefixStore, me: RankInfo, prepare: Callable[[], str]) -> str:
     """What the first attempt prepared, kept in the store that outlives attempts; the first attempt prepares it."""
-    everyone, key = meeting.underlying_store, f"{me.store.prefix.rpartition('/')[0]}/run"
-    if me.attempt == 0 or not everyone.check([key]):
-        everyone.set(key, prepare())
-    return everyone.get(key).decode()
+    # the store without the prefix of this attempt
+    shared = meeting.underlying_store
+    run_prefix, _, _ = me.store.prefix.rpartition("/")
+    key = f"{run_prefix}/run"
+    if me.attempt == 0 or not shared.check([key]):
+        shared.set(key, prepare())
+    return shared.get(key).decode()

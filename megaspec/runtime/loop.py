@@ -27,6 +27,7 @@ from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.runtime.build import TrainState, initialise
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
+from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
 from megaspec.runtime.step import StepResult, evaluate, train_step
@@ -57,11 +58,12 @@ class StepClock:
 
     def lap(self, mark: Mark) -> float:
         """Waits until the device has passed `mark`. -> seconds from the last lap to it."""
-        last, self._last = self._last, mark
+        last = self._last
+        self._last = mark
         if not self._cuda:
             return mark - last
         mark.synchronize()
-        return last.elapsed_time(mark) / 1e3
+        return last.elapsed_time(mark) / 1e3  # from milliseconds
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
@@ -70,8 +72,9 @@ def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
     """
-    asked = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
-    numbers = torch.cat([torch.stack([x.to(torch.float64) for x in asked]), routers.flatten()])
+    scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
+    of_step = torch.stack([scalar.to(torch.float64) for scalar in scalars])
+    numbers = torch.cat([of_step, routers.flatten()])
     if numbers.device.type == "cpu":
         return numbers
     return torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
@@ -86,6 +89,18 @@ def memory_of(device: torch.device) -> int:
 
 def ignore(event: Event) -> None:
     """What ranks other than 0 do with an event."""
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that the device was given, and whose numbers the host has not read yet."""
+
+    step: int
+    batch: StepBatch
+    result: StepResult
+    numbers: torch.Tensor
+    """As `numbers_of` makes them; there once the device has passed `mark`."""
+    mark: Mark
 
 
 @dataclass
@@ -130,7 +145,8 @@ class Run:
             tell_passed_over(reader)
         with reader:
             load(self.built, reader)
-            self.step, self.tokens = reader.state["step"], reader.state["tokens"]
+            self.step = reader.state["step"]
+            self.tokens = reader.state["tokens"]
             self.scaler.load_state(reader.state["loss_scale"])
             self.last_saved = self.step
 
@@ -164,30 +180,34 @@ class Run:
             document_mask=spec.data.document_mask,
         )
         clock = StepClock(self.built.device)
-        pending: list[tuple[int, StepBatch, StepResult, torch.Tensor, Mark]] = []
-        # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
-        lag = 1 if self.built.device.type == "cuda" else 0
+        pending: list[PendingStep] = []
         try:
             for batch in loader:
                 result = self._one_step(batch)
                 self.step += 1
                 routers = router_numbers(self.built, result.routers)
-                pending.append((self.step, batch, result, numbers_of(result, routers), clock.mark()))
+                numbers = numbers_of(result, routers)
+                # the mark after the numbers: their copy is a part of what it waits for
+                pending.append(PendingStep(self.step, batch, result, numbers, clock.mark()))
                 at_rest = self._wants_rest()
+                # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
+                lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
                 stop = False
-                while len(pending) > (0 if at_rest else lag):
-                    stop = self._report(*pending.pop(0), clock) or stop
+                while len(pending) > lag:
+                    stop = self._report(pending.pop(0), clock) or stop
                 # before a stop is honoured: the resumed run goes on behind it
                 if self._due(spec.train.eval_every):
                     self._evaluate()
                 if stop:
+                    # what is saved has been looked at: a step that is not finite raises here
                     while pending:
-                        self._report(*pending.pop(0), clock)
+                        self._report(pending.pop(0), clock)
                     self._save()
                     raise Preempted(f"stopped after step {self.step} and saved; megaspec resume {self.run_dir} goes on")
                 if self._due(spec.checkpoint.every) or self.step == spec.train.steps:
                     self._save()
                 if at_rest:
+                    # evaluating and saving are no part of the next step's time
                     clock.restart()
         finally:
             loader.close()
@@ -214,18 +234,20 @@ class Run:
         spec = self.built.spec
         return self._due(spec.train.eval_every) or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
-    def _report(
-        self, step: int, batch: StepBatch, result: StepResult, numbers: torch.Tensor, mark: Mark, clock: StepClock
-    ) -> bool:
+    def _report(self, pending: PendingStep, clock: StepClock) -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
-        seconds = clock.lap(mark)
-        loss, norm, tokens, skipped, loss_scale, stop, *of_routers = numbers.tolist()
+        spec = self.built.spec
+        step = pending.step
+        # this waits for the device, so the numbers are read after it
+        seconds = clock.lap(pending.mark)
+        loss, norm, tokens, skipped, loss_scale, stop, *of_routers = pending.numbers.tolist()
         self.tokens += int(tokens)
         # a smaller loss scale cures gradients that overflow, never a loss
         if not isfinite(loss) or not (isfinite(norm) or self.scaler.may_lower(loss_scale)):
             samples = range(self.schedule.consumed(step - 1), self.schedule.consumed(step))
-            raise explain(self.built, self.comm, step=step, loss=loss, norm=norm, result=result, samples=samples)
-        spec, device = self.built.spec, self.built.device
+            raise explain(
+                self.built, self.comm, step=step, loss=loss, norm=norm, result=pending.result, samples=samples
+            )
         event = StepDone(
             step=step,
             steps=spec.train.steps,
@@ -234,12 +256,12 @@ class Run:
             grad_norm=norm,
             tokens=int(tokens),
             samples=self.schedule.consumed(step),
-            first_sample=batch.ids[0],
+            first_sample=pending.batch.ids[0],
             skipped=bool(skipped),
             loss_scale=loss_scale if self.scaler.may_skip else None,
             seconds=seconds,
             sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
-            memory_bytes=memory_of(device),
+            memory_bytes=memory_of(self.built.device),
         )
         routers = routers_done(self.built, step, of_routers, steps=spec.train.steps)
         if routers is not None:
@@ -318,4 +340,5 @@ class Run:
             seed=spec.data.seed,
             segments=spec.segments,
             vocab_size=spec.model.vocab_size,
+            sources=loaded_builders().sources,
         )

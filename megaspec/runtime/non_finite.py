@@ -1,5 +1,6 @@
 """What to say about a step whose loss or gradient is NaN or Inf."""
 
+from collections.abc import Sequence
 from math import isfinite
 
 import torch
@@ -18,30 +19,48 @@ def explain(
     The nearest cause wins: a weight, else the loss of a rank, else the first gradient that the backward pass made so.
     `samples`: positions of the step's sequences in the data order.
     """
-    weight = next((n for n, p in built.data_parallel.weights.items() if not bool(torch.isfinite(p).all())), "")
-    bad = (~torch.isfinite(result.norms)).nonzero().flatten().tolist()
-    # buckets hold gradients in the order in which the backward pass makes them
-    gradient = list(built.data_parallel.gradients)[bad[0]] if bad else ""
-    reports = comm.gather([isfinite(float(result.local_loss)), gradient, weight])
-    broken = [i for i, (is_finite, _, _) in enumerate(reports) if not is_finite]
-    what = f"gradient norm={norm}" if isfinite(loss) else f"loss={loss}"
-    if any(name for _, _, name in reports):
-        where = f"weight {_first([name for _, _, name in reports])}"
+    is_loss_finite = isfinite(float(result.local_loss))
+    reports = comm.gather([is_loss_finite, _first_gradient(built, result), _first_weight(built)])
+    # of each rank, in rank order
+    losses_finite, gradients, weights = zip(*reports, strict=True)
+    broken = [rank for rank, is_finite in enumerate(losses_finite) if not is_finite]
+    if any(weights):
+        where = f"weight {_first(weights)}"
     elif broken:
         where = f"loss of {_ranks(broken, len(reports))}"
     else:
-        where = f"gradient of {_first([name for _, name, _ in reports])}"
+        where = f"gradient of {_first(gradients)}"
+    what = f"gradient norm={norm}" if isfinite(loss) else f"loss={loss}"
     return NonFiniteError(
         f"step {step}: {what} is not finite, first seen in the {where}; the update was not applied. Lower "
         f"optim.lr={built.spec.optim.lr}, lengthen the warm-up, or look at samples {samples[0]} to {samples[-1]}"
     )
 
 
-def _first(names: list[str]) -> str:
-    """The name that the first rank reports, and the ranks that report it."""
-    name = next(n for n in names if n)
-    return f"{name} on {_ranks([i for i, n in enumerate(names) if n == name], len(names))}"
+def _first_weight(built: TrainState) -> str:
+    """Name of this rank's first weight that is not finite; "" where all are."""
+    for name, weight in built.data_parallel.weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            return name
+    return ""
 
 
-def _ranks(ranks: list[int], of: int) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {of}"
+def _first_gradient(built: TrainState, result: StepResult) -> str:
+    """Name of the first gradient that the backward pass made not finite on this rank; "" where all are."""
+    bad = (~torch.isfinite(result.norms)).nonzero().flatten().tolist()
+    if not bad:
+        return ""
+    # buckets hold gradients in the order in which the backward pass makes them
+    return list(built.data_parallel.gradients)[bad[0]]
+
+
+def _first(names: Sequence[str]) -> str:
+    """The name that the first rank reports, and the ranks that report it. `names`: of each rank, "" for none."""
+    reported = next(filter(None, names))
+    ranks = [rank for rank, name in enumerate(names) if name == reported]
+    return f"{reported} on {_ranks(ranks, len(names))}"
+
+
+def _ranks(ranks: Sequence[int], of: int) -> str:
+    plural = "s" if len(ranks) > 1 else ""
+    return f"rank{plural} {', '.join(map(str, ranks))} of {of}"

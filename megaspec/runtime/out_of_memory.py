@@ -30,11 +30,16 @@ def out_of_memory(prediction: Prediction, *, rank: str, stage: int, where: str, 
         f"rank {rank} ran out of memory in {where}: {reason}",
         f"predicted for this rank: {sum(predicted.values()) / GIB:,.1f} GiB ({_by_kind(predicted)})",
     ]
-    ways = [f"{one.words} ({one.total / GIB:,.1f} GiB)" for one in prediction.savings]
+    ways = [f"{saving.words} ({saving.total / GIB:,.1f} GiB)" for saving in prediction.savings]
     if ways:
         lines.append(f"what saves most, as predicted for the fullest rank: {'; '.join(ways)}")
     return MemoryRunOut(lines)
 
 
 def _by_kind(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {size / GIB:,.1f}" for name, size in sizes.items() if size)
+    """`weights 1.5, main grads 3.0`: GiB of each kind that takes memory at all."""
+    texts = []
+    for name, size in sizes.items():
+        if size:
+            texts.append(f"{name.replace('_', ' ')} {size / GIB:,.1f}")
+    return ", ".join(texts)

@@ -1,36 +1,64 @@
-"""The builders of plugins, in the same dicts as those of megaspec. Only what builds a model comes here."""
+"""What builds the chosen kinds: ours, and those of the plug-ins of this process. Only who builds a model comes here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from megaspec.core.errors import RecipeError
+from megaspec.core.frozen import Frozen
 from megaspec.data.loader import SOURCES
-from megaspec.log.sinks import OPENERS
-from megaspec.optim.optimizer import OPTIMIZERS
-from megaspec.plugins import Part, parts
-from megaspec.runtime.build import LOSSES, MODELS
-
-_TABLES: dict[str, dict[Any, Any]] = {
-    "models": MODELS,
-    "sources": SOURCES,
-    "optimizers": OPTIMIZERS,
-    "losses": LOSSES,
-    "sinks": OPENERS,
-}
+from megaspec.data.source import Source
+from megaspec.data.spec import DataSpec
+from megaspec.log.sinks import SinkBuilder
+from megaspec.model.builders import MODELS, ModelBuilder
+from megaspec.model.part_builders import PARTS, PartBuilders
+from megaspec.model.spec import TransformerSpec
+from megaspec.optim.optimizer import OPTIMIZERS, OptimizerBuilder
+from megaspec.optim.spec import OptimizerSpec
+from megaspec.plugins import Kind, added_kinds
+from megaspec_kernels.registry import CrossEntropyKernel
 
 
-def connect() -> None:
-    """Imports the builder of every part that a command line's plugins have added. RecipeError: one is not there."""
-    for kind, table in _TABLES.items():
-        for part in parts(kind):
-            if part.spec not in table:
-                table[part.spec] = _builder(part)
+@dataclass(frozen=True)
+class Builders:
+    """By the class of what is chosen: what is called with it."""
+
+    models: Mapping[type[TransformerSpec], ModelBuilder]
+    parts: PartBuilders
+    sources: Mapping[type[DataSpec], Callable[..., Source]]
+    optimizers: Mapping[type[OptimizerSpec], OptimizerBuilder]
+    losses: Mapping[type[Frozen], Callable[[Any], CrossEntropyKernel]]
+    sinks: Mapping[type[Frozen], SinkBuilder]
 
 
-def _builder(part: Part) -> Callable[..., Any]:
-    module, _, name = part.build.partition(":")
+def loaded_builders() -> Builders:
+    """Ours, and those of every plug-in that is loaded, imported. RecipeError: one is not there."""
+
+    def builders_of(place: str) -> dict[type[Frozen], Callable[..., Any]]:
+        return {kind.spec: _imported(kind) for kind in added_kinds(place)}
+
+    parts = PartBuilders(
+        norms={**PARTS.norms, **builders_of("norms")},
+        mlps={**PARTS.mlps, **builders_of("mlps")},
+        attentions={**PARTS.attentions, **builders_of("attentions")},
+        positions={**PARTS.positions, **builders_of("positions")},
+    )
+    return Builders(
+        models={**MODELS, **builders_of("models")},
+        parts=parts,
+        sources={**SOURCES, **builders_of("sources")},
+        optimizers={**OPTIMIZERS, **builders_of("optimizers")},
+        losses=builders_of("losses"),
+        sinks=builders_of("sinks"),
+    )
+
+
+@cache
+def _imported(kind: Kind) -> Callable[..., Any]:
+    module, _, name = kind.build.partition(":")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise RecipeError(f"--plugin: {part.build} of {part.spec.__name__} can't be imported: {error}") from None
+        raise RecipeError(f"--plugin: {kind.build} of {kind.spec.__name__} can't be imported: {error}") from None

@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
 _PATIENCE = 3.0
 """Seconds that a rank waits for what the others say."""
 _MOST_MARKS = 512
+_MOST_RANKS = 16
+"""Ranks of one position that are told by their numbers."""
 
 
 @dataclass
@@ -43,7 +45,11 @@ class Position:
 
     def mark(self, what: str) -> None:
         """The thread begins `what`."""
-        self.what, self.count = f"step {self.step}, {what}" if self.step else what, self.count + 1
+        if self.step:
+            what = f"step {self.step}, {what}"
+        # the watchdog reads these meanwhile: when it sees the new count, it sees what began with it
+        self.what = what
+        self.count += 1
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
@@ -53,12 +59,16 @@ class Position:
         """What the device is at, and a number that changes when it gets on."""
         if not self._marks:
             return self.what, self.count
-        at, passed = self._marks[0][1], 0
-        for event, what in list(self._marks):
+        # a copy: the training thread goes on adding marks
+        marks = list(self._marks)
+        _, reached = marks[0]
+        n_passed = 0
+        for event, what in marks:
             if not event.query():
                 break
-            at, passed = what, passed + 1
-        return at, self.count + passed
+            reached = what
+            n_passed += 1
+        return reached, self.count + n_passed
 
     def watch(self, chunk: Decoder) -> None:
         """Marks every unit of a chunk, forward and backward."""
@@ -81,27 +91,32 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Group:
+class RanksAtPosition:
     """Ranks that stood at the same place."""
 
     ranks: tuple[int, ...]
     where: str
 
 
-def stood(reports: Mapping[int, str], world_size: int) -> list[Group]:
-    """Ranks by where they stood, those that said nothing last."""
-    by_place: dict[str, list[int]] = {}
+def by_position(reports: Mapping[int, str], world_size: int) -> list[RanksAtPosition]:
+    """Ranks by where they stood, most first; of equally many, those of the lowest rank first."""
+    ranks_at: dict[str, list[int]] = {}
     for rank in range(world_size):
-        by_place.setdefault(reports.get(rank, "gone, or too busy to answer"), []).append(rank)
-    return [Group(tuple(ranks), where) for where, ranks in sorted(by_place.items(), key=lambda x: -len(x[1]))]
+        where = reports.get(rank, "gone, or too busy to answer")
+        ranks_at.setdefault(where, []).append(rank)
+    found = [RanksAtPosition(tuple(ranks), where) for where, ranks in ranks_at.items()]
+    return sorted(found, key=lambda one: -len(one.ranks))
 
 
-def in_words(groups: list[Group]) -> str:
-    """One line a group."""
+def in_words(positions: list[RanksAtPosition]) -> str:
+    """One line a position."""
     lines = []
-    for group in groups:
-        ranks = ", ".join(map(str, group.ranks[:16])) + (" and more" if len(group.ranks) > 16 else "")
-        lines.append(f"  rank{'s' * (len(group.ranks) > 1)} {ranks}: {group.where}")
+    for position in positions:
+        ranks = ", ".join(map(str, position.ranks[:_MOST_RANKS]))
+        if len(position.ranks) > _MOST_RANKS:
+            ranks += " and more"
+        plural = "s" if len(position.ranks) > 1 else ""
+        lines.append(f"  rank{plural} {ranks}: {position.where}")
     return "\n".join(lines)
 
 
@@ -126,8 +141,12 @@ class Watchdog:
         seconds: float,
         record: Callable[[int], object] = ignore_code,
     ):
-        self._position, self._rank, self._world_size = position, rank, world_size
-        self._store, self._seconds, self._record = store, seconds, record
+        self._position = position
+        self._rank = rank
+        self._world_size = world_size
+        self._store = store
+        self._seconds = seconds
+        self._record = record
         self._thread_id = threading.get_ident()
         self._told = threading.Lock()
         self._done = threading.Event()
@@ -149,6 +168,7 @@ class Watchdog:
         if not self._told.acquire(blocking=False):
             time.sleep(2 * _PATIENCE)  # the other thread prints, and ends the process where it has to
             return
+        # said before the others are heard: they wait for it as this rank waits for them
         self._store.set(_key(self._rank), json.dumps(self._stand(error)))
         heard: dict[int, str] = {}
         end = time.monotonic() + _PATIENCE
@@ -158,26 +178,34 @@ class Watchdog:
                     heard[rank] = json.loads(self._store.get(_key(rank)))
             time.sleep(0.05)
         if self._rank == min(heard):
-            text = f"{reason}; where every rank stood:\n{in_words(stood(heard, self._world_size))}"
+            text = f"{reason}; where every rank stood:\n{in_words(by_position(heard, self._world_size))}"
             print(printable(text, keep="\n"), file=sys.stderr)
             sys.stderr.flush()
 
     def _stand(self, error: BaseException | None) -> str:
+        """Where this rank stands: what the device is at, and the collective or the line that the work is in."""
         what, _ = self._position.reached()
-        pending = _pending_collective() if self._position.device.type == "cuda" else ""
+        # on a GPU the training thread's own line says little: it runs ahead
+        if self._position.device.type == "cuda":
+            pending = _pending_collective()
+            if pending:
+                return f"{what}{pending}"
         stack = extract_tb(error.__traceback__) if error else _stack_of(self._thread_id)
-        return f"{what}{pending or _innermost(stack)}"
+        return f"{what}{_innermost(stack)}"
 
     def _watch(self) -> None:
-        last, since = -1, time.monotonic()
+        last_count = -1
+        since = time.monotonic()
         while not self._done.wait(min(0.5, self._seconds / 10)):
             _, count = self._position.reached()
             now = time.monotonic()
-            if count != last:
-                last, since = count, now
+            if count != last_count:
+                last_count = count
+                since = now
             elif now - since > self._seconds:
                 self.tell(f"rank {self._rank} has not got on for {now - since:.0f} s")
                 self._record(HangError.exit_code)
+                # not sys.exit: the training thread hangs in native code and would be waited for
                 os._exit(HangError.exit_code)
 
 
@@ -187,7 +215,9 @@ def _key(rank: int) -> str:
 
 def _stack_of(thread_id: int) -> list[FrameSummary]:
     frame = sys._current_frames().get(thread_id)
-    return extract_stack(frame) if frame else []
+    if frame is None:
+        return []
+    return extract_stack(frame)
 
 
 def _innermost(stack: list[FrameSummary]) -> str:
@@ -203,9 +233,11 @@ def _pending_collective() -> str:
     """`, waiting for nccl:all_reduce number 12 of group tp`: the oldest that NCCL has begun and not ended."""
     dumped: dict[str, Any] = json.loads(torch._C._distributed_c10d._dump_nccl_trace_json(True, True))
     for entry in dumped.get("entries", []):
-        if entry.get("state") != "completed":
-            name, number = entry.get("profiling_name"), entry.get("collective_seq_id")
-            group = entry.get("process_group", ["?"])[-1]
-            of = "all ranks" if group == "default_pg" else f"group {group}"
-            return f", waiting for {name} number {number} of {of}"
+        if entry.get("state") == "completed":
+            continue
+        name = entry.get("profiling_name")
+        number = entry.get("collective_seq_id")
+        group = entry.get("process_group", ["?"])[-1]
+        of = "all ranks" if group == "default_pg" else f"group {group}"
+        return f", waiting for {name} number {number} of {of}"
     return ""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm, on_first
 from megaspec.checkpoint.examine import Inspect, newest_whole, no_objections
 from megaspec.checkpoint.folders import CHECKPOINTS
+from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.checkpoint.lock import RunLock
 from megaspec.checkpoint.store import Store
 from megaspec.core.bounded_json import MAX_BYTES
@@ -36,7 +37,7 @@ from megaspec.rules.belonging import objections
 from megaspec.runtime.build import build, mesh_of
 from megaspec.runtime.loop import Run
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
-from megaspec.runtime.plugins import connect
+from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position, Watchdog, ignore_code
 from megaspec.spec import Spec
 
@@ -95,9 +96,10 @@ class RankInfo:
 def tell(me: RankInfo, what: object) -> None:
     """An error in this rank's words, on stderr."""
     text = str(what)
-    names_its_rank = me.world_size == 1 or text.startswith("rank ")  # as what `together` reports does
-    told = text if names_its_rank else f"rank {me.rank}: {text}"
-    print(printable(told, keep="\n"), file=sys.stderr, flush=True)
+    # what `together` reports names its ranks by itself
+    if me.world_size > 1 and not text.startswith("rank "):
+        text = f"rank {me.rank}: {text}"
+    print(printable(text, keep="\n"), file=sys.stderr, flush=True)
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
@@ -109,7 +111,9 @@ def is_collective_failure(error: RuntimeError) -> bool:
 
 def read_spec(run_dir: Path) -> Spec:
     """The Spec that every rank builds. RecipeError: its file is no file."""
-    return Spec.model_validate_json(_read(run_dir, "spec.json"))
+    spec = Spec.model_validate_json(_read(run_dir, "spec.json"))
+    assert spec.format_version == FORMAT_VERSION, f"a Spec of format {spec.format_version}, {FORMAT_VERSION} is read"
+    return spec
 
 
 def read_prediction(run_dir: Path) -> Prediction:
@@ -128,21 +132,25 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
     """Sets up device, groups, lock and sinks, and trains."""
     spec = read_spec(run_dir)
     assert set(spec.plugins) <= set(loaded()), f"spec.json needs plugins {spec.plugins}, loaded are {loaded()}"
-    connect()
+    # here already: a builder that can't be imported is told before ranks wait for each other
+    builders = loaded_builders()
     assert spec.world_size == me.world_size, f"spec.json is for {spec.world_size} ranks, {me.world_size} were started"
     device = pick_device(spec, me.local_rank)
+    # What the stack holds ends in the opposite order: sinks are closed and the end is recorded while the lock is held
+    # and the ranks are together; the process groups end last.
     with ExitStack() as stack:
+        comm: Comm = SoloComm()
         if me.world_size > 1:
             join_world(me, device)
             stack.push(leave_world)
-        comm: Comm = DistComm(device=device) if me.world_size > 1 else SoloComm()
+            comm = DistComm(device=device)
         lock = take_lock(run_dir, comm, lock_token, stack)
         record: Callable[[int], object] = ignore_code
         if lock_token is None:
             # no launcher of ours reads the exit codes of these ranks
-            own = partial(objections, run=spec)
-            token = on_first(comm, lambda: begin(run_dir, lock, own))
-            record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank, own)).record
+            inspect = partial(objections, run=spec)
+            token = on_first(comm, lambda: begin(run_dir, lock, inspect))
+            record = stack.enter_context(Ending(RunLock.held(run_dir, token), me.rank, inspect)).record
         timeout = timedelta(seconds=me.timeout_seconds)
         position = Position(device)
         stack.enter_context(explained(spec, run_dir, position, me))
@@ -153,7 +161,8 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
         run.start()
         if me.rank == 0:
             assert lock is not None, "rank 0 without the run's lock"
-            run.emit = stack.enter_context(open_sinks(spec.log, run_dir, step=run.step, check=lock.check_line))
+            sinks = open_sinks(spec.log, run_dir, step=run.step, check=lock.check_line, builders=builders.sinks)
+            run.emit = stack.enter_context(sinks)
         run.emit(started(spec, run_dir, step=run.step, attempt=me.attempt))
         how = "failed"
         try:
@@ -187,7 +196,9 @@ class Ending:
     """
 
     def __init__(self, lock: RunLock, rank: int, inspect: Inspect = no_objections):
-        self._lock, self._rank, self._inspect = lock, rank, inspect
+        self._lock = lock
+        self._rank = rank
+        self._inspect = inspect
         self._killed_before = memory_kills()
 
     def __enter__(self) -> "Ending":
@@ -196,8 +207,10 @@ class Ending:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.record(0)
+        elif isinstance(error, MegaspecError):
+            self.record(error.exit_code)
         else:
-            self.record(error.exit_code if isinstance(error, MegaspecError) else MegaspecError.exit_code)
+            self.record(MegaspecError.exit_code)
 
     def record(self, code: int) -> None:
         """Writes an end: a failure of any rank, and that all went well from the first."""
@@ -220,11 +233,12 @@ def explained(spec: Spec, run_dir: Path, position: Position, me: RankInfo) -> It
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        inner = spec.world_size // spec.parallelism.pp
+        # pp is the outermost axis of the ranks
+        ranks_per_stage = spec.world_size // spec.parallelism.pp
         raise out_of_memory(
             read_prediction(run_dir),
             rank=f"{me.rank} of {spec.world_size}",
-            stage=me.rank // inner,
+            stage=me.rank // ranks_per_stage,
             where=position.what,
             cause=str(error),
         ) from error
@@ -287,9 +301,10 @@ def pick_device(spec: Spec, local_rank: int) -> torch.device:
 def leave_room(spec: Spec, device: torch.device) -> None:
     """Keeps torch's allocator from what NCCL takes: what it caches it gives back for tensors, and not for NCCL, which
     takes memory when a group first sends, at the end of the first backward pass."""
-    has = torch.cuda.get_device_properties(device).total_memory
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    share = 1 - outside_torch(spec.parallelism) / total_bytes
     # what NCCL takes was measured on large GPUs; a small one may have no more than that
-    torch.cuda.set_per_process_memory_fraction(max(0.5, 1 - outside_torch(spec.parallelism) / has), device)
+    torch.cuda.set_per_process_memory_fraction(max(0.5, share), device)
 
 
 def join_world(me: RankInfo, device: torch.device) -> None:
@@ -300,13 +315,18 @@ def join_world(me: RankInfo, device: torch.device) -> None:
         meeting = dist.FileStore(me.store.path, me.world_size)
     else:
         meeting = tcp_store(me.store, me, timeout)
+    backend = "gloo"
+    device_id = None
+    if device.type == "cuda":
+        backend = "nccl"
+        device_id = device
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        backend,
         store=meeting,
         rank=me.rank,
         world_size=me.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device_id,
     )
 
 
@@ -321,11 +341,11 @@ def take_lock(run_dir: Path, comm: Comm, token: int | None, stack: ExitStack) ->
     """The run's lock on rank 0, the launcher's where it holds one; None on the other ranks."""
     if token is not None:
         return RunLock.held(run_dir, token) if comm.rank == 0 else None
-    lock = RunLock(run_dir) if comm.rank == 0 else None
+    lock = RunLock(run_dir)
 
     def acquire() -> None:
-        if lock is not None:
-            stack.enter_context(lock)
+        stack.enter_context(lock)
 
+    # a lock that another job holds is every rank's error
     on_first(comm, acquire)
-    return lock
+    return lock if comm.rank == 0 else None

@@ -30,7 +30,8 @@ def tensors_of(built: TrainState) -> dict[str, tuple[str, torch.Tensor]]:
     """Stored name -> (parameter, tensor of its local shape): everything that has the parameter's layout."""
     found = {f"model/{name}": (name, master) for name, master in built.optimizer.masters.items()}
     for kind, tensors in built.optimizer.state().items():
-        found |= {f"optim/{kind}/{name}": (name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            found[f"optim/{kind}/{name}"] = (name, tensor)
     return found
 
 
@@ -40,10 +41,13 @@ def pieces_of(built: TrainState) -> list[SavedPiece]:
     for stored, (name, tensor) in tensors_of(built).items():
         layout = built.shards[name]
         for piece in layout.pieces:
+            # the name's hash spreads the tensors over the ranks that hold copies of the piece
             if zlib.crc32(stored.encode()) % piece.copies == piece.replica:
                 pieces.append(SavedPiece(stored, layout.shape, piece.global_start, tensor[piece.local_slices]))
-    first, names = built.mesh.index("tp-dp-cp") == 0, buffers_of(built.chunks)
-    pieces += [SavedPiece(f"router/{n}", tuple(b.shape), (0,), b) for n, b in names.items() if first]
+    # routers' buffers are whole and the same on all ranks of a pipeline stage: one of them writes
+    if built.mesh.index("tp-dp-cp") == 0:
+        for name, buffer in buffers_of(built.chunks).items():
+            pieces.append(SavedPiece(f"router/{name}", tuple(buffer.shape), (0,), buffer))
     for name, state in generators(built).items():
         pieces.append(SavedPiece(f"rng/{name}/{built.mesh.rank}", tuple(state.shape), (0,), state))
     return pieces
@@ -67,11 +71,14 @@ def tell_passed_over(reader: Reader) -> None:
 
 def misfits(built: TrainState, manifest: Manifest) -> list[str]:
     """Why this rank can't load a checkpoint, a line each: tensors that are missing, left over or of another kind."""
-    wanted = tensors_of(built)
-    shapes = {stored: built.shards[name].shape for stored, (name, _) in wanted.items()}
-    shapes |= {f"router/{name}": tuple(buffer.shape) for name, buffer in buffers_of(built.chunks).items()}
-    dtypes = {stored: tensor.dtype for stored, (_, tensor) in wanted.items()}
-    dtypes |= {f"router/{name}": buffer.dtype for name, buffer in buffers_of(built.chunks).items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for stored, (name, tensor) in tensors_of(built).items():
+        shapes[stored] = built.shards[name].shape
+        dtypes[stored] = tensor.dtype
+    for name, buffer in buffers_of(built.chunks).items():
+        shapes[f"router/{name}"] = tuple(buffer.shape)
+        dtypes[f"router/{name}"] = buffer.dtype
     elsewhere = built.tensor_parallel.layouts.keys() - built.shards.keys()
     found = wrong_names(manifest, shapes, within=("model/", "optim/"), elsewhere=elsewhere)
     for stored, dtype in dtypes.items():
@@ -82,11 +89,11 @@ def misfits(built: TrainState, manifest: Manifest) -> list[str]:
             if not is_same:
                 found.append(f"{stored} has dtype {saved}, this run has {dtype}")
     for name, state in generators(built).items():
-        own = f"rng/{name}/{built.mesh.rank}"
-        tensor = manifest.tensors.get(own)
+        stored = f"rng/{name}/{built.mesh.rank}"
+        tensor = manifest.tensors.get(stored)
         if tensor is not None and (tensor.dtype != "U8" or tensor.shape != tuple(state.shape)):
             kind = f"dtype {tensor.dtype} and shape {list(tensor.shape)}"
-            found.append(f"{own} has {kind}, torch's generator has {state.numel()} bytes")
+            found.append(f"{stored} has {kind}, torch's generator has {state.numel()} bytes")
     return found[:MOST_PROBLEMS]
 
 
@@ -150,8 +157,8 @@ def fill(tensor: torch.Tensor, layout: Layout, stored: str, reader: Reader) -> N
     """Reads this rank's rectangles of a stored tensor; rows that pad the vocabulary become zero."""
     for piece in layout.pieces:
         tensor[piece.local_slices] = reader.read(stored, piece.global_start, piece.shape).to(tensor.device)
-    covered = sum(p.shape[0] for p in layout.pieces)
-    tensor[covered:] = 0
+    n_rows = sum(piece.shape[0] for piece in layout.pieces)
+    tensor[n_rows:] = 0
 
 
 def wrong_names(
@@ -169,15 +176,19 @@ def wrong_names(
             found.append(f"holds no {name}; it was written by another model or optimizer")
         elif manifest.tensors[name].shape != shape:
             found.append(f"{name} has shape {list(manifest.tensors[name].shape)}, this run has {list(shape)}")
-    # model/<name>, optim/<kind>/<name>
-    extra = sorted(
-        name
-        for name in manifest.tensors.keys() - shapes.keys()
-        if name.startswith(within) and name.split("/", 1 + name.startswith("optim/"))[-1] not in elsewhere
-    )
+    extra = []
+    for stored in sorted(manifest.tensors.keys() - shapes.keys()):
+        if stored.startswith(within) and _parameter_of(stored) not in elsewhere:
+            extra.append(stored)
     if extra:
         found.append(f"{extra[0]} and {len(extra) - 1} more belong to no parameter of this run")
     return found
+
+
+def _parameter_of(stored: str) -> str:
+    """The parameter's name in `model/<name>` and `optim/<kind>/<name>`; it may hold slashes itself."""
+    n_prefixes = 2 if stored.startswith("optim/") else 1
+    return stored.split("/", n_prefixes)[-1]
 
 
 def progress(

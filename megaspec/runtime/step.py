@@ -74,7 +74,8 @@ def finish_gradients(built: TrainState, *, loss_scale: Tensor) -> None:
     """Sums what backward passes have added to the buckets over all ranks, which call it together. `loss_scale`: the
     factor on the losses that they were of."""
     data = built.data_parallel
-    data.finish()
+    # first: the other two add up what whole buckets have become
+    data.finish_grads()
     built.tensor_parallel.finish_grads(data.gradients, data.rows)
     built.pipeline.finish_grads(data.gradients)
     built.summed = Summed(loss_scale)
@@ -99,10 +100,14 @@ def run_chunk(
         aux_weight=aux_weight,
         way=built.context_parallel.way,
     )
-    y = model.body(_mine(batch.tokens, index) if x is None else x, context)
+    split_batch = built.context_parallel.split_batch
+    if x is None:
+        x = split_batch(batch.tokens)
+    y = model.body(x, context)
     if model.head is None:
         return y
-    labels, weights = _mine(batch.labels, index), _mine(batch.mask, index) * weight
+    labels = split_batch(batch.labels)
+    weights = split_batch(batch.mask) * weight
     return model.finish(y, lambda h_BTD: model.head.loss(h_BTD, labels, weights))
 
 
@@ -112,11 +117,6 @@ def activations_size(built: TrainState, sequences: int, length: int) -> torch.Si
     if built.tensor_parallel.sequence_parallel:
         tokens //= built.mesh.size("tp")
     return torch.Size((sequences, tokens, built.spec.model.d_model))
-
-
-def _mine(x_BS: Tensor, index_T: Tensor) -> Tensor:
-    """The tokens of a whole sequence that this rank has."""
-    return x_BS if x_BS.shape[1] == index_T.shape[0] else x_BS[:, index_T]
 
 
 def count_tokens(built: TrainState, batches: Sequence[Batch], *, stop: bool) -> tuple[Tensor, Tensor]:

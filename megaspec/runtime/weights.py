@@ -6,7 +6,7 @@ slab beside its shard.
 """
 
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -52,18 +52,22 @@ def weights(
     shapes = _shapes(built)
     shards = weight_shards(built)
     found = {}
-    for name in _chosen(shapes, names):
+    for name in _chosen(built, shapes, names):
         value = _whole(built, shards.get(name), shapes[name])
-        found[name] = value if dtype is None else value.to(dtype)
+        if dtype is not None:
+            value = value.to(dtype)
+        found[name] = value
     return found
 
 
 def weight_shards(built: TrainState) -> dict[str, WeightShard]:
     """What this rank holds of the master weights, by global name, without a word to other ranks. To be read only."""
     shards = {name: WeightShard(built.shards[name], master) for name, master in built.optimizer.masters.items()}
-    is_first = built.mesh.index("tp-dp-cp") == 0
+    # a router's bias is whole on every rank that has its layer
+    rank_of_stage = built.mesh.index("tp-dp-cp")
+    copies = built.mesh.size("tp-dp-cp")
     for name, bias in _biases(built).items():
-        layout = whole(name, tuple(bias.shape), replica=0 if is_first else 1, copies=built.mesh.size("tp-dp-cp"))
+        layout = whole(name, tuple(bias.shape), replica=rank_of_stage, copies=copies)
         shards[name] = WeightShard(layout, bias)
     return shards
 
@@ -80,25 +84,31 @@ def set_weights(built: TrainState, values: Mapping[str, Tensor]) -> None:
     shapes = _shapes(built)
     # a rank whose values do not fit would leave the others waiting
     digests = together(comm, lambda: _checked(built, values, shapes, with_values=comm.size > 1))
-    for rank, digest in enumerate(digests):
-        differing = sorted(
-            name for name in digest.keys() | digests[0].keys() if digest.get(name) != digests[0].get(name)
-        )
-        if differing:
-            text = f"set_weights: {differing[0]} is another on rank {rank} than on rank 0"
-            raise UsageError(f"{text}; every rank gives the same names and the same whole tensors")
+    _refuse_differing(digests)
     biases = _biases(built)
     for name, value in values.items():
         if name in biases:
             biases[name].copy_(value)
         elif name in built.shards:
             layout = built.shards[name]
+            # rows that pad the vocabulary are zero
             shard = torch.zeros(layout.local_shape, dtype=built.wide, device=value.device)
             for piece in layout.pieces:
                 shard[piece.local_slices] = value[piece.global_slices].to(built.wide)
             built.optimizer.put("master", name, shard)
+    # the model's copy of this rank's shards, then of everybody's
     built.optimizer.write_back([name for name in values if name in built.shards])
     built.data_parallel.gather_weights()
+
+
+def _refuse_differing(digests: Sequence[Mapping[str, int]]) -> None:
+    """UsageError where ranks gave other values. `digests`: of each rank, by the values' names."""
+    first = digests[0]
+    for rank, digest in enumerate(digests):
+        for name in sorted(digest.keys() | first.keys()):
+            if digest.get(name) != first.get(name):
+                text = f"set_weights: {name} is another on rank {rank} than on rank 0"
+                raise UsageError(f"{text}; every rank gives the same names and the same whole tensors")
 
 
 def gradients(built: TrainState, *, names: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -116,7 +126,8 @@ def gradients(built: TrainState, *, names: Collection[str] | None = None) -> dic
     shapes = {name: layout.shape for name, layout in built.tensor_parallel.layouts.items()}
     sums = built.data_parallel.gradients
     found = {}
-    for name in _chosen(shapes, names):
+    for name in _chosen(built, shapes, names):
+        # None: the layer is another pipeline stage's
         shard = WeightShard(built.shards[name], sums[name]) if name in sums else None
         found[name] = _whole(built, shard, shapes[name]) / scale
     return found
@@ -126,7 +137,10 @@ def gradient_shards(built: TrainState) -> dict[str, WeightShard]:
     """Copies of what this rank holds of `gradients`, by global name. All ranks call it together; raises as `gradients`
     does."""
     scale = _summed(built).loss_scale
-    return {name: WeightShard(built.shards[name], sums / scale) for name, sums in built.data_parallel.gradients.items()}
+    shards = {}
+    for name, sums in built.data_parallel.gradients.items():
+        shards[name] = WeightShard(built.shards[name], sums / scale)
+    return shards
 
 
 def _summed(built: TrainState) -> Summed:
@@ -143,46 +157,61 @@ def _summed(built: TrainState) -> Summed:
 
 
 def _comm(built: TrainState) -> Comm:
-    return SoloComm() if built.mesh.world_size == 1 else DistComm(device=built.device)
+    if built.mesh.world_size == 1:
+        return SoloComm()
+    return DistComm(device=built.device)
 
 
 def _biases(built: TrainState) -> dict[str, Tensor]:
     """What the routers here add to the scores that experts are chosen by: it is learned, though by no gradient."""
-    return {f"{name}.bias": router.bias for name, router in routers_of(built.chunks) if router.bias is not None}
+    biases = {}
+    for name, router in routers_of(built.chunks):
+        if router.bias is not None:
+            biases[f"{name}.bias"] = router.bias
+    return biases
 
 
 def _shapes(built: TrainState) -> dict[str, tuple[int, ...]]:
     """The global shape of every weight, those of other pipeline stages included, in one order on all ranks."""
     shapes = {name: layout.shape for name, layout in built.tensor_parallel.layouts.items()}
     here = {name: list(bias.shape) for name, bias in _biases(built).items()}
-    everywhere = [here] if built.mesh.size("pp") == 1 else _comm(built).gather(here)
-    for there in everywhere:
-        shapes |= {name: tuple(shape) for name, shape in there.items()}
+    bias_shapes_of_ranks = [here]
+    if built.mesh.size("pp") > 1:
+        bias_shapes_of_ranks = _comm(built).gather(here)
+    for bias_shapes in bias_shapes_of_ranks:
+        for name, shape in bias_shapes.items():
+            shapes[name] = tuple(shape)
     return shapes
 
 
-def _chosen(shapes: Mapping[str, tuple[int, ...]], names: Collection[str] | None) -> list[str]:
+def _chosen(built: TrainState, shapes: Mapping[str, tuple[int, ...]], names: Collection[str] | None) -> list[str]:
     """The names that are asked for, in the order of the model. UsageError: one is no weight's."""
     if names is None:
         return list(shapes)
     wanted = {names} if isinstance(names, str) else set(names)
-    unknown = sorted(wanted - shapes.keys())
-    if unknown:
-        raise UsageError(
-            [Problem("", _unknown(name, shapes), code="weight.unknown") for name in unknown[:MOST_PROBLEMS]]
-        )
+    problems = []
+    for name in sorted(wanted - shapes.keys())[:MOST_PROBLEMS]:
+        problems.append(Problem("", _unknown(built, name, shapes), code="weight.unknown"))
+    if problems:
+        raise UsageError(problems)
     return [name for name in shapes if name in wanted]
 
 
-def _unknown(name: object, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _unknown(built: TrainState, name: object, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why a name is no weight's, and what to write."""
     text = f"{name}: this model has no such weight"
-    if name == "head.weight" and "embed.weight" in shapes:
-        return f"{text}, its output head is the embedding (model.tied_embeddings=true); set embed.weight"
-    return f"{text}; {did_you_mean(str(name), shapes) or f'its weights are {_some(shapes)}'}"
+    tied_names = built.chunks[0].facts.tied_names
+    if name in tied_names:
+        embedding = tied_names[name]
+        return f"{text}, its output head is the embedding (model.tied_embeddings=true); set {embedding}"
+    near = did_you_mean(str(name), shapes)
+    return f"{text}; {near or f'its weights are {_some(shapes)}'}"
 
 
 def _some(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    return ", ".join([*list(shapes)[:3], f"and {len(shapes) - 3} more, see megaspec.weights"])
+    """The first names."""
+    first = list(shapes)[:3]
+    return ", ".join([*first, f"and {len(shapes) - 3} more, see megaspec.weights"])
 
 
 def _whole(built: TrainState, shard: WeightShard | None, shape: tuple[int, ...]) -> Tensor:
@@ -207,11 +236,12 @@ def _lay(shard: WeightShard, slab: Tensor, first: int) -> None:
         end = min(piece.global_start[0] + piece.shape[0], first + slab.shape[0])
         if piece.replica > 0 or begin >= end:
             continue
-        skipped = begin - piece.global_start[0]
-        there, here = list(piece.global_slices), list(piece.local_slices)
-        there[0] = slice(begin - first, end - first)
-        here[0] = slice(piece.local_start[0] + skipped, piece.local_start[0] + skipped + end - begin)
-        slab[tuple(there)] = shard.values[tuple(here)]
+        # rows are cut by the slab, all other dimensions are the piece's
+        rows_in_slab = slice(begin - first, end - first)
+        begin_in_shard = piece.local_start[0] + begin - piece.global_start[0]
+        rows_in_shard = slice(begin_in_shard, begin_in_shard + end - begin)
+        values = shard.values[(rows_in_shard, *piece.local_slices[1:])]
+        slab[(rows_in_slab, *piece.global_slices[1:])] = values
 
 
 def _checked(
@@ -220,24 +250,31 @@ def _checked(
     """Name -> checksum of the value, 0 unless `with_values`. UsageError: everything that does not fit."""
     if not isinstance(values, Mapping) or not values:
         raise UsageError("set_weights: there are no values; give {name: tensor}, as megaspec.weights returns them")
-    found = [_misfit(name, value, shapes) for name, value in values.items()]
-    problems = [text for text in found if text is not None]
-    if problems:
-        more = len(problems) - MOST_PROBLEMS
-        told = [*problems[:MOST_PROBLEMS], f"{more} more do not fit"] if more > 0 else problems
-        raise UsageError([Problem("", text, code="weight.misfit") for text in told])
-    return {name: _checksum(value) if with_values else 0 for name, value in values.items()}
+    misfits = []
+    for name, value in values.items():
+        text = _misfit(built, name, value, shapes)
+        if text is not None:
+            misfits.append(text)
+    more = len(misfits) - MOST_PROBLEMS
+    if more > 0:
+        misfits = [*misfits[:MOST_PROBLEMS], f"{more} more do not fit"]
+    if misfits:
+        raise UsageError([Problem("", text, code="weight.misfit") for text in misfits])
+    if not with_values:
+        return dict.fromkeys(values, 0)
+    return {name: _checksum(value) for name, value in values.items()}
 
 
-def _misfit(name: str, value: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def _misfit(built: TrainState, name: str, value: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """Why a value can't be a weight."""
     if name not in shapes:
-        return _unknown(name, shapes)
+        return _unknown(built, name, shapes)
     if not isinstance(value, Tensor):
         return f"{name} is a {type(value).__name__}, weights are torch tensors; use torch.as_tensor"
     if tuple(value.shape) != shapes[name]:
-        found, expected = list(value.shape), list(shapes[name])
-        return f"{name} has shape {found}, this model has {expected}; give the whole tensor, without padding"
+        shape = list(value.shape)
+        expected = list(shapes[name])
+        return f"{name} has shape {shape}, this model has {expected}; give the whole tensor, without padding"
     if not value.is_floating_point():
         return f"{name} has dtype {value.dtype}, weights are floating-point numbers; give float32"
     if value.is_meta:

@@ -2,33 +2,37 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 
-from megaspec.estimate.ceilings import Ceilings
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_time import layer_times
 from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.parallelism.passes import rank_of_stage
 from megaspec.parallelism.stages import EVENLY, Chunk, layout_text
 from megaspec.recipe import Recipe
 
 
-def divided_by_time(recipe: Recipe, hardware: Hardware, ceilings: Ceilings) -> Recipe:
+def divided_by_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput) -> Recipe:
     """A filled recipe whose pipeline.layout divides stages by the predicted seconds of each layer, the embedding and
     the head."""
-    times, shape = layer_times(recipe, hardware, ceilings), shape_of(recipe)
-    ends = [0.0] * (shape.pp * shape.virtual)
+    times = layer_times(recipe, hardware, throughput)
+    shape = shape_of(recipe)
+    n_stages = shape.pp * shape.virtual
+    # seconds of each stage without its layers, and of each layer
+    ends = [0.0] * n_stages
     ends[0] += times.chunk(Chunk((), embedding=True)).total
     ends[-1] += times.chunk(Chunk((), head=True)).total
-    ranks = [rank_of_stage(shape, stage) for stage in range(len(ends))]
-    layers = times.layers(len(ends))
+    layers = times.layers(n_stages)
+    ranks = tuple(rank_of_stage(shape, stage) for stage in range(n_stages))
     # in hundredths of a layer, so that cases that are alike are divided once
     unit = sum(layers) / len(layers) / 100
-    parts = (tuple(round(one / unit) for one in some) for some in (layers, ends))
-    layout = layout_text(divided(*parts, tuple(ranks)))
-    own = recipe.parallelism
-    pipeline = own.pipeline.model_copy(update={**EVENLY, "layout": layout})
-    return recipe.model_copy(update={"parallelism": own.model_copy(update={"pipeline": pipeline})})
+    layer_units = tuple(round(seconds / unit) for seconds in layers)
+    end_units = tuple(round(seconds / unit) for seconds in ends)
+    layout = layout_text(divided(layer_units, end_units, ranks))
+    parallelism = recipe.parallelism
+    pipeline = parallelism.pipeline.model_copy(update={**EVENLY, "layout": layout})
+    return recipe.model_copy(update={"parallelism": parallelism.model_copy(update={"pipeline": pipeline})})
 
 
 @lru_cache(maxsize=4096)
@@ -36,32 +40,42 @@ def divided(layers: tuple[int, ...], ends: tuple[int, ...], ranks: tuple[int, ..
     """How many layers each stage gets. `layers`: what each takes, in the order of the model; `ends`, `ranks`: by stage,
     what it takes without layers, and who holds it. Of equal ranks the first gets more, which shortens the way to the
     last stage."""
-    by_rank = [[stage for stage, rank in enumerate(ranks) if rank == one] for one in range(max(ranks) + 1)]
-    if len(by_rank) == len(ends):
+    stages_by_rank: list[list[int]] = [[] for _ in range(max(ranks) + 1)]
+    for stage, rank in enumerate(ranks):
+        stages_by_rank[rank].append(stage)
+    if len(stages_by_rank) == len(ends):
         return _in_a_row(layers, ends)
-    sizes, mean = [0] * len(ends), sum(layers) / len(layers)
-    busy: list[float] = [sum(ends[stage] for stage in stages) for stages in by_rank]
+    # a layer at a time, as if all took the mean, to the rank that has least to do
+    mean = sum(layers) / len(layers)
+    sizes = [0] * len(ends)
+    busy: list[float] = [sum(ends[stage] for stage in stages) for stages in stages_by_rank]
     for _ in layers:
         rank = busy.index(min(busy))
-        stage = min(by_rank[rank], key=lambda one: ends[one] + sizes[one] * mean)
+        stage = min(stages_by_rank[rank], key=lambda one: ends[one] + sizes[one] * mean)
         busy[rank] += mean
         sizes[stage] += 1
-    return tuple(sizes if max(layers) == min(layers) else _moved(sizes, layers, ends, by_rank))
+    if max(layers) > min(layers):
+        sizes = _moved(sizes, layers, ends, stages_by_rank)
+    return tuple(sizes)
 
 
 def _in_a_row(layers: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
     """One stage a rank: no division leaves the busiest less to do, and of those this one is as even as whole layers
     go."""
-    low, high = max(*ends, sum(layers) // len(ends)), sum(layers) + max(ends)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _earliest_starts(layers, ends, middle) else (middle + 1, high)
-    starts, before = _earliest_starts(layers, ends, low), [0, *accumulate(layers)]
+    busiest = _least_busiest(layers, ends)
+    starts = _earliest_starts(layers, ends, busiest)
     assert starts is not None, (layers, ends)
-    left, start, sizes = sum(layers) + sum(ends), 0, []
+    # what the layers before each one take
+    before = [0, *accumulate(layers)]
+    left = sum(layers) + sum(ends)
+    start = 0
+    sizes = []
     for stage, end in enumerate(ends):
-        fair, stop = left / (len(ends) - stage), start
-        while stop < len(layers) and end + before[stop + 1] - before[start] <= low:
+        # an equal share of what is left, for this stage and each one behind it
+        fair = left / (len(ends) - stage)
+        stop = start
+        while stop < len(layers) and end + before[stop + 1] - before[start] <= busiest:
+            # a layer more once the stages behind can hold the rest, unless more than half of it lies past the share
             halfway = end + before[stop] - before[start] + layers[stop] / 2
             if stop >= starts[stage + 1] and halfway >= fair:
                 break
@@ -72,40 +86,83 @@ def _in_a_row(layers: Sequence[int], ends: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _least_busiest(layers: Sequence[int], ends: Sequence[int]) -> int:
+    """The least that the busiest stage can take, found by halving: what holds all layers still does with more."""
+    low = max(*ends, sum(layers) // len(ends))
+    high = sum(layers) + max(ends)
+    while low < high:
+        middle = (low + high) // 2
+        if _earliest_starts(layers, ends, middle) is not None:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
 def _earliest_starts(layers: Sequence[int], ends: Sequence[int], most: int) -> list[int] | None:
     """The layer that each stage may start with at the earliest, where none may take more than `most`; None where they
     can't hold all layers."""
-    starts, start = [len(layers)], len(layers)
+    start = len(layers)
+    starts = [start]
+    # from the last stage on, each takes as many of the layers before as it can
     for end in reversed(ends):
         taken = end
         while start and taken + layers[start - 1] <= most:
             start -= 1
             taken += layers[start]
         starts.append(start)
-    return starts[::-1] if start == 0 and max(ends) <= most else None
+    if start > 0 or max(ends) > most:
+        return None
+    return starts[::-1]
 
 
-def _moved(sizes: list[int], layers: Sequence[int], ends: Sequence[int], by_rank: Sequence[Sequence[int]]) -> list[int]:
+def _moved(
+    sizes: list[int], layers: Sequence[int], ends: Sequence[int], stages_by_rank: Sequence[Sequence[int]]
+) -> list[int]:
     """Where layers differ and ranks hold several stages: one layer after the other goes from a rank that has most to do
     to one that has least, as long as that leaves the busiest less."""
-    before = [0, *accumulate(layers)]
-
-    def busy(sizes: Sequence[int]) -> list[int]:
-        starts = [0, *accumulate(sizes)]
-        stages = [end + before[starts[i + 1]] - before[starts[i]] for i, end in enumerate(ends)]
-        return [sum(stages[stage] for stage in of_rank) for of_rank in by_rank]
-
-    def exchanged(taken: int, given: int) -> list[int]:
-        return [size - (stage == taken) + (stage == given) for stage, size in enumerate(sizes)]
-
-    now = busy(sizes)
+    loads = _loads(sizes, layers, ends, stages_by_rank)
     while True:
-        by_load = sorted(range(len(now)), key=now.__getitem__)
-        most = [stage for rank in by_load if now[rank] == now[by_load[-1]] for stage in by_rank[rank] if sizes[stage]]
-        least = [stage for rank in by_load[:2] for stage in by_rank[rank]]
-        options = [exchanged(taken, given) for taken in most for given in least]
-        best = min(options, key=lambda one: sorted(busy(one), reverse=True), default=sizes)
-        then = busy(best)
-        if sorted(then, reverse=True) >= sorted(now, reverse=True):
+        by_load = sorted(range(len(loads)), key=loads.__getitem__)
+        busiest = loads[by_load[-1]]
+        # every stage with a layer to give, of each rank that has most; every stage of the two ranks that have least
+        givers = []
+        for rank in by_load:
+            if loads[rank] == busiest:
+                givers += [stage for stage in stages_by_rank[rank] if sizes[stage]]
+        takers = []
+        for rank in by_load[:2]:
+            takers += stages_by_rank[rank]
+        best = sizes
+        best_loads = loads
+        for giver, taker in product(givers, takers):
+            changed = list(sizes)
+            changed[giver] -= 1
+            changed[taker] += 1
+            changed_loads = _loads(changed, layers, ends, stages_by_rank)
+            if _falling(changed_loads) < _falling(best_loads):
+                best = changed
+                best_loads = changed_loads
+        if best is sizes:
             return sizes
-        sizes, now = best, then
+        sizes = best
+        loads = best_loads
+
+
+def _loads(
+    sizes: Sequence[int], layers: Sequence[int], ends: Sequence[int], stages_by_rank: Sequence[Sequence[int]]
+) -> list[int]:
+    """What each rank takes, with so many layers on each stage."""
+    before = [0, *accumulate(layers)]
+    stage_loads = []
+    start = 0
+    for size, end in zip(sizes, ends, strict=True):
+        stop = start + size
+        stage_loads.append(end + before[stop] - before[start])
+        start = stop
+    return [sum(stage_loads[stage] for stage in stages) for stages in stages_by_rank]
+
+
+def _falling(loads: Sequence[int]) -> list[int]:
+    """The busiest rank first: so two divisions are compared by it, and where it has the same by the next."""
+    return sorted(loads, reverse=True)

@@ -14,7 +14,8 @@ from megaspec.search.remedies import remedies
 from megaspec.spec import Spec
 
 # Predictions lie within 5 % of what was measured: past REFUSED of a GPU's memory a run can't fit, past TOLD it may not.
-REFUSED, TOLD = 1.10, 0.97
+REFUSED = 1.10
+TOLD = 0.97
 # `memory=` on a command line: ignore starts a run that is predicted not to fit.
 MEMORY = ("check", "ignore")
 _KEY = "train.micro_batch"
@@ -24,24 +25,27 @@ def start_problems(
     spec: Spec, target: Target, origins: Mapping[str, str] | None = None, *, memory: str = "check"
 ) -> list[Problem]:
     """Why a run can't start: what can be planned only, and, unless `memory` is ignore, memory that it can't have."""
-    too_large = memory_problem(spec, target, origins) if memory == "check" else None
-    return [*unbuilt_problems(spec, origins), *([too_large] if too_large else [])]
+    problems = list(unbuilt_problems(spec, origins))
+    if memory == "check":
+        too_large = memory_problem(spec, target, origins)
+        if too_large is not None:
+            problems.append(too_large)
+    return problems
 
 
 def memory_problem(spec: Spec, target: Target, origins: Mapping[str, str] | None = None) -> Problem | None:
     """Why a run on GPUs would run out of memory, with what would fit; None where it fits or the memory is not known."""
-    share = _share(spec, target)
-    if share <= REFUSED:
+    if _share(spec, target) <= REFUSED:
         return None
-    text = f"{_KEY}={spec.train.micro_batch}: {_needs(spec, target)}"
-    return Problem(
-        _KEY, f"{text}; {_way_out(spec, target)}, or memory=ignore", origin_of(origins or {}, _KEY), "memory"
-    )
+    text = f"{_KEY}={spec.train.micro_batch}: {_needs(spec, target)}; {_way_out(spec, target)}, or memory=ignore"
+    return Problem(_KEY, text, origin_of(origins or {}, _KEY), "memory")
 
 
 def memory_warning(spec: Spec, target: Target) -> str:
     """A line about a run that fits barely, or barely does not; "" where there is nothing to say."""
-    return f"memory: {_needs(spec, target)}; it may not fit" if TOLD < _share(spec, target) <= REFUSED else ""
+    if TOLD < _share(spec, target) <= REFUSED:
+        return f"memory: {_needs(spec, target)}; it may not fit"
+    return ""
 
 
 def _share(spec: Spec, target: Target) -> float:
@@ -52,12 +56,16 @@ def _share(spec: Spec, target: Target) -> float:
 
 
 def _needs(spec: Spec, target: Target) -> str:
-    needed, has = fullest(memory_of(spec)).total / GIB, target.gpu_memory / GIB
-    return f"the fullest rank needs {needed:,.1f} GiB as predicted, and {target.gpu} has {has:,.1f}"
+    needed = fullest(memory_of(spec)).total / GIB
+    available = target.gpu_memory / GIB
+    return f"the fullest rank needs {needed:,.1f} GiB as predicted, and {target.gpu} has {available:,.1f}"
 
 
 def _way_out(recipe: Recipe, target: Target) -> str:
     hardware = hardware_of(target)
-    found = remedies(recipe, hardware) if hardware else []
-    words = [f"{one.words} ({one.total / GIB:,.1f} GiB)" for one in found[:3]]
-    return f"try {one_of(words)}" if words else "megaspec tune searches for a layout that fits"
+    words = []
+    if hardware is not None:
+        words = [f"{one.words} ({one.total / GIB:,.1f} GiB)" for one in remedies(recipe, hardware)[:3]]
+    if not words:
+        return "megaspec tune searches for a layout that fits"
+    return f"try {one_of(words)}"

@@ -3,15 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
-from megaspec.core.divisors import divisors
 from megaspec.core.frozen import Frozen
 from megaspec.core.problems import as_word, in_a_shell
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.target import Target
-from megaspec.model.kinds import has_experts, moe_of
 from megaspec.optim.spec import AdamWSpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.parallelism.stages import stage_problem
@@ -56,41 +54,55 @@ class Lever:
     """The changed recipe; None where there is nothing to turn."""
 
 
+class _OrderedRemedy(NamedTuple):
+    """A remedy, and what says which goes before which."""
+
+    is_plan_only: bool
+    """It can't be trained, the recipe can."""
+    cost: int
+    """The levers' together."""
+    remedy: Remedy
+
+
 def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
     """At most four ways to make a filled recipe fit; none when it fits already.
 
     What can be trained goes before what can be planned only, then what costs less time; larger GPUs come last."""
     if fullest(memory_of(recipe)).total <= hardware.room:
         return []
-    already, is_trainable = broken(recipe, hardware), not unbuilt_problems(recipe)
+    already_broken = broken(recipe, hardware)
+    is_trainable = not unbuilt_problems(recipe)
     widest = max(hardware.node_size, recipe.parallelism.tp)
-    found: dict[frozenset[str], tuple[tuple[bool, int], Remedy]] = {}
+    found: dict[frozenset[str], _OrderedRemedy] = {}
     for levers in _choices():
         fields = frozenset(lever.field for lever in levers)
-        if any(less <= fields for less in found):
+        # what needs fewer changes was found before, and more of them would only cost more
+        if any(fewer <= fields for fewer in found):
             continue
         changed = _turned(recipe, levers)
         if changed is None or changed.parallelism.tp > widest:
             continue
         # what breaks a rule may have no order of passes to weigh
-        if broken(changed, hardware) - already:
+        if broken(changed, hardware) - already_broken:
             continue
         memory = fullest_within(changed, hardware.room)
         if memory is not None:
-            order = (is_trainable and bool(unbuilt_problems(changed)), _cost(levers))
-            found[fields] = order, Remedy(overrides=overrides_of(recipe, changed), total=memory.total)
-    ways = [remedy for _, remedy in sorted(found.values(), key=lambda one: one[0])]
+            is_plan_only = is_trainable and bool(unbuilt_problems(changed))
+            remedy = Remedy(overrides=overrides_of(recipe, changed), total=memory.total)
+            found[fields] = _OrderedRemedy(is_plan_only, _cost(levers), remedy)
+    in_order = sorted(found.values(), key=lambda one: (one.is_plan_only, one.cost))
     larger = _larger(recipe, hardware)
-    return [*ways[: MOST - len(larger)], *larger]
+    return [*[one.remedy for one in in_order[: MOST - len(larger)]], *larger]
 
 
 def savings(recipe: Recipe, hardware: Hardware, *, most: int = 3) -> list[Remedy]:
     """The single changes of a filled recipe that can be trained and save most memory, the largest saving first."""
-    now, already = fullest(memory_of(recipe)).total, broken(recipe, hardware)
+    now = fullest(memory_of(recipe)).total
+    already_broken = broken(recipe, hardware)
     found = []
     for lever in LEVERS:
         changed = lever.turn(recipe)
-        if changed is None or broken(changed, hardware) - already or unbuilt_problems(changed):
+        if changed is None or broken(changed, hardware) - already_broken or unbuilt_problems(changed):
             continue
         total = fullest(memory_of(changed)).total
         if total < now:
@@ -100,12 +112,13 @@ def savings(recipe: Recipe, hardware: Hardware, *, most: int = 3) -> list[Remedy
 
 def _choices() -> list[tuple[Lever, ...]]:
     """Single levers, then pairs and triples of different fields, each kind the cheapest first."""
-    return [
-        levers
-        for count in (1, 2, 3)
-        for levers in sorted(combinations(LEVERS, count), key=_cost)
-        if len({lever.field for lever in levers}) == count
-    ]
+    choices = []
+    for count in (1, 2, 3):
+        for levers in sorted(combinations(LEVERS, count), key=_cost):
+            fields = {lever.field for lever in levers}
+            if len(fields) == count:
+                choices.append(levers)
+    return choices
 
 
 def _cost(levers: tuple[Lever, ...]) -> int:
@@ -113,9 +126,12 @@ def _cost(levers: tuple[Lever, ...]) -> int:
 
 
 def _turned(recipe: Recipe, levers: tuple[Lever, ...]) -> Recipe | None:
+    """The recipe with one lever turned after the other; None where one of them has nothing to turn."""
     changed: Recipe | None = recipe
     for lever in levers:
-        changed = lever.turn(changed) if changed is not None else None
+        changed = lever.turn(changed)
+        if changed is None:
+            return None
     return changed
 
 
@@ -155,7 +171,8 @@ def _larger(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
     fits = [one for one in HARDWARE.values() if one.memory > hardware.memory and total <= one.room]
     if not fits:
         return []
-    return [Remedy(overrides=(f"hardware={min(fits, key=lambda one: one.memory).name}",), total=total)]
+    smallest = min(fits, key=lambda one: one.memory)
+    return [Remedy(overrides=(f"hardware={smallest.name}",), total=total)]
 
 
 def _laid_out(recipe: Recipe, **changes: Any) -> Recipe:
@@ -163,36 +180,44 @@ def _laid_out(recipe: Recipe, **changes: Any) -> Recipe:
 
 
 def _one_sequence(recipe: Recipe) -> Recipe | None:
-    smaller = [m for m in divisors(recipe.train.micro_batch) if m < recipe.train.micro_batch]
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": 1})}) if smaller else None
+    if recipe.train.micro_batch == 1:
+        return None
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"micro_batch": 1})})
 
 
 def _strategy(name: str) -> Callable[[Recipe], Recipe | None]:
+    """What shares out more over the same ranks, in one replica."""
+
     def turn(recipe: Recipe) -> Recipe | None:
-        own = recipe.parallelism
+        parallelism = recipe.parallelism
+        # each shares out what the one before it does, and more; hsdp is not among them, since replicas were asked for
         order = ("replicate", "zero1", "zero2", "fsdp")
-        is_next = own.dp_strategy in order and order.index(own.dp_strategy) < order.index(name)
-        ranks = own.dp_replicate * own.dp_shard
-        return _laid_out(recipe, dp_strategy=name, dp_replicate=1, dp_shard=ranks) if is_next else None
+        if parallelism.dp_strategy not in order or order.index(parallelism.dp_strategy) >= order.index(name):
+            return None
+        ranks = parallelism.dp_replicate * parallelism.dp_shard
+        return _laid_out(recipe, dp_strategy=name, dp_replicate=1, dp_shard=ranks)
 
     return turn
 
 
 def _selective(recipe: Recipe) -> Recipe | None:
     """What is cheap to make again: norms and activations."""
-    own = recipe.parallelism.recompute
-    if own.kind != "none":
+    if recipe.parallelism.recompute.kind != "none":
         return None
     return _laid_out(recipe, recompute=RecomputeSpec(kind="selective", parts=("norm", "activation")))
 
 
 def _feed_forward(recipe: Recipe) -> Recipe | None:
-    own, experts = recipe.parallelism.recompute, has_experts(recipe.model)
-    if own.kind == "full" or set(own.parts or ()) & {"mlp", "moe"}:
+    """Feed-forward layers and experts, with the norms before them."""
+    recompute = recipe.parallelism.recompute
+    if recompute.kind == "full" or set(recompute.parts or ()) & {"mlp", "moe"}:
         return None
-    moe = moe_of(recipe.model)
-    parts = ["norm"] + ["mlp"] * (not all(experts)) + ["moe"] * any(experts)
-    parts += ["shared_experts"] if moe is not None and moe.d_shared and any(experts) else []
+    moe = recipe.model.moe
+    mixers = {mixer for layer in recipe.model.mixers for mixer in layer}
+    parts = ["norm"]
+    parts += [name for name in ("mlp", "moe") if name in mixers]
+    if "moe" in mixers and moe is not None and moe.d_shared:
+        parts.append("shared_experts")
     return _laid_out(recipe, recompute=RecomputeSpec(kind="selective", parts=tuple(parts)))
 
 
@@ -206,22 +231,27 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
     """Twice the ranks on an axis, half of them on data parallel."""
 
     def turn(recipe: Recipe) -> Recipe | None:
-        own = recipe.parallelism
-        name = "dp_replicate" if own.dp_replicate % 2 == 0 else "dp_shard"
-        dp = getattr(own, name)
-        if dp % 2 or (axis == "pp" and own.pipeline.layout is not None):
+        parallelism = recipe.parallelism
+        name = "dp_shard"
+        if parallelism.dp_replicate % 2 == 0:
+            name = "dp_replicate"
+        dp = getattr(parallelism, name)
+        # a layout in letters is of so many stages
+        if dp % 2 or (axis == "pp" and parallelism.pipeline.layout is not None):
             return None
-        changes: dict[str, Any] = {axis: 2 * getattr(own, axis), name: dp // 2}
-        if dp == 2 and own.dp_strategy != "replicate" and changes.get("cp", own.cp) == 1:
+        changes: dict[str, Any] = {axis: 2 * getattr(parallelism, axis), name: dp // 2}
+        if dp == 2 and parallelism.dp_strategy != "replicate" and changes.get("cp", parallelism.cp) == 1:
             # nobody is left to share with
             changes["dp_strategy"] = "replicate"
         if axis == "pp":
-            changes["pipeline"] = own.pipeline.model_copy(update={"micro_batch_group": 2 * own.pp})
-        widened = own.model_copy(update=changes)
+            pipeline = parallelism.pipeline.model_copy(update={"micro_batch_group": 2 * parallelism.pp})
+            changes["pipeline"] = pipeline
+        widened = parallelism.model_copy(update=changes)
         if stage_problem(recipe.model.n_layers, widened) is not None:
             return None
-        lengths = {"seq_len": recipe.data.seq_len, "max_seq_len": recipe.model.max_seq_len}
-        splits = can_split_sequences(tp=widened.tp, cp=widened.cp, **lengths)
+        splits = can_split_sequences(
+            tp=widened.tp, cp=widened.cp, seq_len=recipe.data.seq_len, max_seq_len=recipe.model.max_seq_len
+        )
         return _laid_out(recipe, **changes, sequence_parallel=splits)
 
     return turn
@@ -229,26 +259,33 @@ def _doubled(axis: str) -> Callable[[Recipe], Recipe | None]:
 
 def _one_by_one(recipe: Recipe) -> Recipe | None:
     """The schedule that holds least: other chunks and weight gradients that are deferred wait for nothing."""
-    own = recipe.parallelism
-    if own.pp == 1 or own.pipeline.schedule == "1f1b":
+    parallelism = recipe.parallelism
+    if parallelism.pp == 1 or parallelism.pipeline.schedule == "1f1b":
         return None
-    split = {"layout": None} if own.pipeline.virtual_stages > 1 else {}
-    pipeline = own.pipeline.model_copy(update={"schedule": "1f1b", "virtual_stages": 1, **split})
-    changed = _laid_out(recipe, pipeline=pipeline)
-    return changed if stage_problem(recipe.model.n_layers, changed.parallelism) is None else None
+    changes: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": 1}
+    if parallelism.pipeline.virtual_stages > 1:
+        # a layout in letters is of so many chunks
+        changes["layout"] = None
+    changed = _laid_out(recipe, pipeline=parallelism.pipeline.model_copy(update=changes))
+    if stage_problem(recipe.model.n_layers, changed.parallelism) is not None:
+        return None
+    return changed
 
 
 def _short_groups(recipe: Recipe) -> Recipe | None:
     """As many micro batches through one chunk before the next as there are ranks: fewer would leave stages idle."""
-    own = recipe.parallelism
-    if own.pipeline.schedule != "interleaved" or own.pipeline.micro_batch_group <= own.pp:
+    pp = recipe.parallelism.pp
+    pipeline = recipe.parallelism.pipeline
+    if pipeline.schedule != "interleaved" or pipeline.micro_batch_group <= pp:
         return None
-    return _laid_out(recipe, pipeline=own.pipeline.model_copy(update={"micro_batch_group": own.pp}))
+    return _laid_out(recipe, pipeline=pipeline.model_copy(update={"micro_batch_group": pp}))
 
 
 def _more_experts(recipe: Recipe) -> Recipe | None:
-    own = recipe.parallelism
-    return None if moe_of(recipe.model) is None else _laid_out(recipe, ep=2 * own.ep)
+    """Each rank holds half as many experts."""
+    if recipe.model.moe is None:
+        return None
+    return _laid_out(recipe, ep=2 * recipe.parallelism.ep)
 
 
 def _narrow_moments(recipe: Recipe) -> Recipe | None:

@@ -7,7 +7,7 @@ passes of its busiest rank, is found first: memory and time in full are worked o
 fastest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import product
@@ -17,12 +17,11 @@ from megaspec.core.axes import fewest_gpus
 from megaspec.core.divisors import divisors
 from megaspec.core.frozen import AUTO
 from megaspec.estimate.batch_sizes import data_parallel
-from megaspec.estimate.ceilings import Ceilings
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.memory import StageMemory, fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import StepTime, least_seconds, step_time
 from megaspec.estimate.target import Target
-from megaspec.model.kinds import moe_of
+from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec, RecomputeSpec
 from megaspec.parallelism.stages import EVENLY
 from megaspec.recipe import Recipe
@@ -56,6 +55,7 @@ _RECOMPUTE = {
     "full": RecomputeSpec(kind="full"),
 }
 _MAX_VIRTUAL = 8
+_MAX_MICRO_BATCH = 16
 # By chunks of a rank; gpipe is never faster than 1f1b, and holds more.
 _SCHEDULES = {1: ("1f1b", "zb_h1"), 2: ("interleaved", "zb_v")}
 
@@ -76,7 +76,9 @@ class Candidate:
         """What costs this layout most beside its own arithmetic."""
         lost = self.time.lost()
         worst = max(lost, key=lambda name: lost[name])
-        return f"{worst} {lost[worst] / self.time.seconds:.0%}" if lost[worst] > 0 else "arithmetic"
+        if lost[worst] <= 0:
+            return "arithmetic"
+        return f"{worst} {lost[worst] / self.time.seconds:.0%}"
 
 
 @dataclass(frozen=True)
@@ -99,31 +101,34 @@ class Grid:
     target: Target
     facts: Facts
     hardware: Hardware
-    ceilings: Ceilings
+    throughput: MeasuredThroughput
     open: frozenset[str]
     """Those of SEARCHED that are free."""
     is_for_training: bool = False
     """Only what can be trained today, not all that can be planned."""
 
     def options(self, key: str, free: Sequence[object]) -> list[object]:
-        """The values of a field: those given when it is open, else its own."""
-        section, _, name = key.rpartition(".")
-        own: object = self.recipe
-        for part in (*section.split("."), name):
-            own = getattr(own, part)
-        return list(free) if key in self.open else [own]
+        """The values of a field: those given when it is open, else the recipe's."""
+        if key in self.open:
+            return list(free)
+        value: object = self.recipe
+        for name in key.split("."):
+            value = getattr(value, name)
+        return [value]
 
 
 @dataclass(frozen=True, order=True)
-class _Entry:
+class _QueueEntry:
     """A layout with a micro batch that was not weighed in full yet."""
 
     least: float
     """Seconds that a step takes at least."""
     number: int
+    """Of entries that take equally long the one that was made first comes first."""
     layout: int = field(compare=False)
     """In the order of `layouts`."""
     strategy: dict[str, object] = field(compare=False)
+    """dp_strategy and its degrees."""
     micro_batch: int = field(compare=False)
     kinds: tuple[str, ...] = field(compare=False)
     """Of recomputation, least first: the first is what `least` is for, the others what may be tried after it."""
@@ -133,14 +138,16 @@ class _Queue:
     """What can be weighed, the layout that may be the fastest first."""
 
     def __init__(self, grid: Grid):
-        self._grid, self._layouts = grid, list(layouts(grid))
-        self._computed: dict[tuple[int, str], Recipe] = {}
-        self._recipes: dict[tuple[int, int, str], tuple[Recipe, float]] = {}
-        self._heap: list[_Entry] = []
+        self._grid = grid
+        self._layouts = list(layouts(grid))
+        # a layout's strategies take the same passes, and so the same least time: each is worked out once
+        self._with_kind: dict[tuple[int, str], Recipe] = {}
+        self._with_least: dict[tuple[int, int, str], tuple[Recipe, float]] = {}
+        self._heap: list[_QueueEntry] = []
         self._kinds = tuple(grid.options("parallelism.recompute.kind", list(_RECOMPUTE)))
         for number, layout in enumerate(self._layouts):
             for strategy, micro_batch in _divisions(grid, layout):
-                self._put(_Entry(0.0, len(self._heap), number, strategy, micro_batch, self._kinds))
+                self._put(_QueueEntry(0.0, len(self._heap), number, strategy, micro_batch, self._kinds))
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -150,83 +157,132 @@ class _Queue:
         """Seconds that any layout of the queue takes at least."""
         return self._heap[0].least
 
-    def take(self) -> tuple[_Entry, Recipe]:
+    def take(self) -> tuple[_QueueEntry, Recipe]:
         """The first entry, and what it stands for."""
         entry = heappop(self._heap)
-        recipe, _ = self._recomputing(entry)
-        return entry, _changed(recipe, recipe.parallelism.model_copy(update=entry.strategy), entry.micro_batch)
+        recipe, _ = self._recipe_and_least(entry)
+        parallelism = recipe.parallelism.model_copy(update=entry.strategy)
+        return entry, _changed(recipe, parallelism, entry.micro_batch)
 
     def smallest(self, layout: int) -> list[Recipe]:
         """What takes least memory of a layout: the smallest micro batch, most recomputation, by strategy."""
         divisions = list(_divisions(self._grid, self._layouts[layout]))
-        least = min(micro_batch for _, micro_batch in divisions)
-        recipe = self._computing(layout, self._kinds[-1])
-        own = recipe.parallelism
-        return [_changed(recipe, own.model_copy(update=s), least) for s, micro in divisions if micro == least]
+        smallest = min(micro_batch for _, micro_batch in divisions)
+        recipe = self._recomputing(layout, self._kinds[-1])
+        found = []
+        for strategy, micro_batch in divisions:
+            if micro_batch == smallest:
+                found.append(_changed(recipe, recipe.parallelism.model_copy(update=strategy), micro_batch))
+        return found
 
-    def compute_more(self, entry: _Entry) -> None:
+    def recompute_more(self, entry: _QueueEntry) -> None:
         """Puts what takes the next kind of recomputation back."""
         if entry.kinds[1:]:
             self._put(replace(entry, kinds=entry.kinds[1:]))
 
-    def _put(self, entry: _Entry) -> None:
-        heappush(self._heap, replace(entry, least=self._recomputing(entry)[1]))
+    def _put(self, entry: _QueueEntry) -> None:
+        _, least = self._recipe_and_least(entry)
+        heappush(self._heap, replace(entry, least=least))
 
-    def _recomputing(self, entry: _Entry) -> tuple[Recipe, float]:
+    def _recipe_and_least(self, entry: _QueueEntry) -> tuple[Recipe, float]:
         """The layout at its micro batch and recomputation, and the least; neither depends on the strategy."""
         kind = entry.kinds[0]
-        key = entry.layout, entry.micro_batch, kind
-        if key not in self._recipes:
-            layout = self._computing(entry.layout, kind)
+        key = (entry.layout, entry.micro_batch, kind)
+        if key not in self._with_least:
+            layout = self._recomputing(entry.layout, kind)
             recipe = _changed(layout, layout.parallelism, entry.micro_batch)
-            self._recipes[key] = recipe, least_seconds(recipe, self._grid.hardware, self._grid.ceilings)
-        return self._recipes[key]
+            least = least_seconds(recipe, self._grid.hardware, self._grid.throughput)
+            self._with_least[key] = (recipe, least)
+        return self._with_least[key]
 
-    def _computing(self, number: int, kind: str) -> Recipe:
+    def _recomputing(self, number: int, kind: str) -> Recipe:
         """A layout with a kind of recomputation, which makes layers take longer beside the head."""
-        if (number, kind) not in self._computed:
+        key = (number, kind)
+        if key not in self._with_kind:
             layout = self._layouts[number]
-            own = layout.parallelism
-            if own.recompute.kind != kind:
-                own = own.model_copy(update={"recompute": _RECOMPUTE[kind]})
-                layout = _by_time(self._grid, layout.model_copy(update={"parallelism": own}))
-            self._computed[number, kind] = layout
-        return self._computed[number, kind]
+            parallelism = layout.parallelism
+            if parallelism.recompute.kind != kind:
+                parallelism = parallelism.model_copy(update={"recompute": _RECOMPUTE[kind]})
+                layout = _by_time(self._grid, layout.model_copy(update={"parallelism": parallelism}))
+            self._with_kind[key] = layout
+        return self._with_kind[key]
 
 
 def tune(grid: Grid, *, most: int = 10) -> Found:
     """The fastest layouts that fit."""
     queue = _Queue(grid)
-    considered, best, limit = len(queue), dict[tuple[object, ...], Candidate](), inf
+    considered = len(queue)
+    fastest = _Fastest(most)
+    # where nothing fits, what needs least memory, with that memory in bytes
     smallest: tuple[int, Recipe] | None = None
+    # by number of the layout, once something of it did not fit
     may_fit: dict[int, bool] = {}
-    while queue and queue.least < limit:
+    # least times rise, and no time is below its least: behind the slowest of the fastest nothing can be faster
+    while queue and queue.least < fastest.limit:
         entry, recipe = queue.take()
         if not may_fit.get(entry.layout, True) or not _counts(grid, recipe):
             continue
         memory = fullest_within(recipe, grid.hardware.room)
         if memory is not None:
-            one = Candidate(recipe, memory, step_time(recipe, grid.hardware, grid.ceilings), True)
-            own = recipe.parallelism
-            key = own.tp, own.pp, own.cp, own.ep, own.etp, own.dp_strategy, own.dp_shard, entry.micro_batch
-            if key not in best or one.time.seconds < best[key].time.seconds:
-                best[key] = one
-                limit = _slowest(best, most)
+            time = step_time(recipe, grid.hardware, grid.throughput)
+            fastest.add(Candidate(recipe, memory, time, True))
             continue
-        queue.compute_more(entry)
-        if entry.layout not in may_fit:
-            # if what takes least of it does not fit, nothing of it does
-            few = [one for one in queue.smallest(entry.layout) if _counts(grid, one)]
-            may_fit[entry.layout] = not few or any(fullest_within(one, grid.hardware.room) for one in few)
-            if not best:
-                sizes = [(fullest(memory_of(one)).total, one) for one in (*few, recipe)]
-                smallest = min([*sizes, *([smallest] if smallest else [])], key=lambda one: one[0])
-    found = sorted(best.values(), key=lambda one: one.time.seconds)[:most]
+        queue.recompute_more(entry)
+        if entry.layout in may_fit:
+            continue
+        # if what takes least of a layout does not fit, nothing of it does
+        least_memory = [one for one in queue.smallest(entry.layout) if _counts(grid, one)]
+        may_fit[entry.layout] = not least_memory or any(fullest_within(one, grid.hardware.room) for one in least_memory)
+        if not fastest.by_division:
+            total, one = _smallest((*least_memory, recipe))
+            if smallest is None or total <= smallest[0]:
+                smallest = (total, one)
+    found = fastest.in_order()
     if not found and smallest is not None:
-        recipe = smallest[1]
-        time = step_time(recipe, grid.hardware, grid.ceilings)
+        _, recipe = smallest
+        time = step_time(recipe, grid.hardware, grid.throughput)
         found = [Candidate(recipe, fullest(memory_of(recipe)), time, False)]
     return Found(tuple(found), considered)
+
+
+class _Fastest:
+    """The fastest candidate of each division among ranks."""
+
+    def __init__(self, most: int):
+        self._most = most
+        self.by_division: dict[tuple[object, ...], Candidate] = {}
+        self.limit = inf
+        """Seconds of the last of the `most` fastest, infinite while there are fewer."""
+
+    def add(self, candidate: Candidate) -> None:
+        """Takes a candidate in that is the fastest of its division: degrees, strategy and micro batch."""
+        parallelism = candidate.recipe.parallelism
+        division = (
+            parallelism.tp,
+            parallelism.pp,
+            parallelism.cp,
+            parallelism.ep,
+            parallelism.etp,
+            parallelism.dp_strategy,
+            parallelism.dp_shard,
+            candidate.recipe.train.micro_batch,
+        )
+        known = self.by_division.get(division)
+        if known is not None and known.time.seconds <= candidate.time.seconds:
+            return
+        self.by_division[division] = candidate
+        if len(self.by_division) >= self._most:
+            self.limit = self.in_order()[-1].time.seconds
+
+    def in_order(self) -> list[Candidate]:
+        """The `most` fastest, the fastest first."""
+        return sorted(self.by_division.values(), key=lambda one: one.time.seconds)[: self._most]
+
+
+def _smallest(recipes: Iterable[Recipe]) -> tuple[int, Recipe]:
+    """Bytes of the fullest rank, and the recipe, of that which needs least memory."""
+    sizes = [(fullest(memory_of(recipe)).total, recipe) for recipe in recipes]
+    return min(sizes, key=lambda one: one[0])
 
 
 def _counts(grid: Grid, recipe: Recipe) -> bool:
@@ -234,62 +290,89 @@ def _counts(grid: Grid, recipe: Recipe) -> bool:
     return is_legal(_case(grid, recipe)) and not (grid.is_for_training and unbuilt_problems(recipe))
 
 
-def _slowest(best: dict[tuple[object, ...], Candidate], most: int) -> float:
-    """Seconds of the last of the `most` fastest, when there are so many."""
-    seconds = sorted(one.time.seconds for one in best.values())
-    return seconds[most - 1] if len(seconds) >= most else inf
-
-
 def layouts(grid: Grid) -> Iterator[Recipe]:
     """Every legal choice of degrees, and of schedules and stages of a pipeline, the rest as in the recipe."""
-    world, model, own = grid.recipe.launcher.ranks, grid.recipe.model, grid.recipe.parallelism
-    moe = moe_of(model)
-    within_node = [d for d in divisors(world) if d <= grid.hardware.node_size]
-    tps = grid.options("parallelism.tp", [d for d in within_node if model.n_heads % d == 0])
-    pps = grid.options("parallelism.pp", [d for d in divisors(world) if d <= model.n_layers])
-    cps = grid.options("parallelism.cp", [d for d in divisors(world) if grid.recipe.data.seq_len % (2 * d) == 0])
-    eps = grid.options("parallelism.ep", divisors(gcd(moe.n_experts, world)) if moe else [1])
+    for degrees in _degrees(grid):
+        tp_cp = degrees["tp"] * degrees["cp"]
+        dp = grid.recipe.launcher.ranks // (tp_cp * degrees["pp"])
+        changes: dict[str, object] = dict(degrees)
+        changes["sequence_parallel"] = can_split_sequences(
+            tp=degrees["tp"],
+            cp=degrees["cp"],
+            seq_len=grid.recipe.data.seq_len,
+            max_seq_len=grid.recipe.model.max_seq_len,
+        )
+        changes["dp_strategy"] = "replicate"
+        changes |= shares_of("replicate", dp, tp_cp, node=grid.hardware.node_size)
+        micro_batch = _micro_batches(grid, dp)[0]
+        for pipeline in pipelines(grid, degrees["pp"]):
+            parallelism = grid.recipe.parallelism.model_copy(update={**changes, "pipeline": pipeline})
+            recipe = _by_time(grid, _changed(grid.recipe, parallelism, micro_batch))
+            if is_legal(_case(grid, recipe)):
+                yield recipe
+
+
+def _degrees(grid: Grid) -> Iterator[dict[str, int]]:
+    """tp, pp, cp, ep and etp whose product, with data parallel, can be the world."""
+    world = grid.recipe.launcher.ranks
+    model = grid.recipe.model
+    moe = model.moe
+    of_world = divisors(world)
+    node_size = grid.hardware.node_size
+    seq_len = grid.recipe.data.seq_len
+    tps = grid.options("parallelism.tp", [d for d in of_world if d <= node_size and model.n_heads % d == 0])
+    pps = grid.options("parallelism.pp", [d for d in of_world if d <= model.n_layers])
+    cps = grid.options("parallelism.cp", [d for d in of_world if seq_len % (2 * d) == 0])
+    expert_degrees = [1]
+    if moe is not None:
+        expert_degrees = divisors(gcd(moe.n_experts, world))
+    eps = grid.options("parallelism.ep", expert_degrees)
     for tp, pp, cp in product(tps, pps, cps):
         if world % (tp * pp * cp):
             continue
-        etps = grid.options("parallelism.etp", sorted({1, tp}) if moe else [1])
-        for ep, etp in product(eps, etps):
-            if world % fewest_gpus(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp):
-                continue
-            dp = world // (tp * pp * cp)
-            shares = shares_of("replicate", dp, tp * cp, node=grid.hardware.node_size)
-            splits = can_split_sequences(tp=tp, cp=cp, seq_len=grid.recipe.data.seq_len, max_seq_len=model.max_seq_len)
-            degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "sequence_parallel": splits}
-            for pipeline in pipelines(grid, pp):
-                changed = {**degrees, **shares, "dp_strategy": "replicate", "pipeline": pipeline}
-                recipe = _changed(grid.recipe, own.model_copy(update=changed), _micro_batches(grid, dp)[0])
-                recipe = _by_time(grid, recipe)
-                if is_legal(_case(grid, recipe)):
-                    yield recipe
+        # experts are split as the dense layers are, or not at all
+        splits = [1]
+        if moe is not None:
+            splits = sorted({1, tp})
+        for ep, etp in product(eps, grid.options("parallelism.etp", splits)):
+            if world % fewest_gpus(tp=tp, pp=pp, cp=cp, ep=ep, etp=etp) == 0:
+                yield {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
 
 
 def pipelines(grid: Grid, pp: int) -> Iterator[PipelineSpec]:
     """Schedules of `pp` stages, with layers divided evenly and by time (layout=auto). What is set stays: a split that
     is written out with its number of stages."""
-    own, own_pp = grid.recipe.parallelism.pipeline, grid.recipe.parallelism.pp
-    is_written = own.layout is not None or own.first_layers is not None or own.last_layers is not None
+    pipeline = grid.recipe.parallelism.pipeline
+    recipe_pp = grid.recipe.parallelism.pp
+    is_written = pipeline.layout is not None or pipeline.first_layers is not None or pipeline.last_layers is not None
     searches_chunks = "parallelism.pipeline.virtual_stages" in grid.open and not is_written
-    fixed = None if "parallelism.pipeline.schedule" in grid.open else own.schedule
+    searches_schedules = "parallelism.pipeline.schedule" in grid.open
+    searches_layouts = "parallelism.pipeline.layout" in grid.open and not is_written
     if pp == 1:
-        if (searches_chunks or own.virtual_stages == 1) and fixed in (None, "1f1b", "gpipe"):
+        has_one_chunk = searches_chunks or pipeline.virtual_stages == 1
+        if has_one_chunk and (searches_schedules or pipeline.schedule in ("1f1b", "gpipe")):
             yield PipelineSpec(schedule="1f1b", micro_batch_group=1)
         return
-    if is_written and pp != own_pp:
+    if is_written and pp != recipe_pp:
         return
-    group = pp if own.micro_batch_group == own_pp else own.micro_batch_group
-    # no more stages than there are layers, the embedding and the head alone
-    most = min(_MAX_VIRTUAL, (grid.recipe.model.n_layers + 2) // pp)
-    for virtual in range(1, most + 1) if searches_chunks else (own.virtual_stages,):
-        for schedule in _SCHEDULES.get(virtual, ("interleaved",)) if fixed is None else (fixed,):
+    # a group of pp micro batches follows pp, another one was set
+    group = pipeline.micro_batch_group
+    if group == recipe_pp:
+        group = pp
+    chunks: Sequence[int] = (pipeline.virtual_stages,)
+    if searches_chunks:
+        # no more stages than there are layers, the embedding and the head alone
+        most = min(_MAX_VIRTUAL, (grid.recipe.model.n_layers + 2) // pp)
+        chunks = range(1, most + 1)
+    for virtual in chunks:
+        schedules: Sequence[str] = (pipeline.schedule,)
+        if searches_schedules:
+            schedules = _SCHEDULES.get(virtual, ("interleaved",))
+        for schedule in schedules:
             changes = {"schedule": schedule, "virtual_stages": virtual, "micro_batch_group": group}
-            even = own.model_copy(update=changes)
+            even = pipeline.model_copy(update=changes)
             yield even
-            if "parallelism.pipeline.layout" in grid.open and not is_written:
+            if searches_layouts:
                 yield even.model_copy(update={**EVENLY, "layout": AUTO})
 
 
@@ -297,14 +380,22 @@ def _by_time(grid: Grid, recipe: Recipe) -> Recipe:
     """With its layers divided by time, unless they are divided evenly or as the recipe says."""
     if recipe.parallelism.pipeline.layout is None or grid.recipe.parallelism.pipeline.layout is not None:
         return recipe
-    return divided_by_time(recipe, grid.hardware, grid.ceilings)
+    return divided_by_time(recipe, grid.hardware, grid.throughput)
 
 
 def _divisions(grid: Grid, layout: Recipe) -> Iterator[tuple[dict[str, object], int]]:
-    """Data-parallel strategies and micro batches of a layout."""
-    own, dp = layout.parallelism, data_parallel(layout.parallelism)
-    for strategy in grid.options("parallelism.dp_strategy", STRATEGIES if dp > 1 else STRATEGIES[:1]):
-        shares = shares_of(strategy, dp, own.tp * own.cp, node=grid.hardware.node_size, grid=own.ep * own.etp)
+    """Data-parallel strategies, with their degrees, and micro batches of a layout."""
+    parallelism = layout.parallelism
+    dp = data_parallel(parallelism)
+    tp_cp = parallelism.tp * parallelism.cp
+    expert_grid = parallelism.ep * parallelism.etp
+    strategies = STRATEGIES
+    if dp == 1:
+        # nobody to share with
+        strategies = STRATEGIES[:1]
+    for strategy in grid.options("parallelism.dp_strategy", strategies):
+        shares = shares_of(strategy, dp, tp_cp, node=grid.hardware.node_size, grid=expert_grid)
+        # with one shard or one replica it is another strategy
         if strategy == "hsdp" and min(shares.values()) == 1:
             continue
         for micro_batch in _micro_batches(grid, dp):
@@ -325,14 +416,21 @@ def shards_of_a_replica(dp: int, inner: int, *, node: int, grid: int) -> tuple[i
     """dp_shard of hsdp and why: as many of `dp` ranks, each with `inner` ranks beside it, as a node has; where experts
     take `grid` ranks, as many as hold all of them."""
     most = max(1, node // inner)
-    legal = [d for d in divisors(dp) if d * inner % grid == 0] or divisors(dp)
-    in_a_node = [d for d in legal if d <= most]
-    return (in_a_node[-1], "the ranks of one node") if in_a_node else (legal[0], "the fewest that hold all experts")
+    shards = divisors(dp)
+    legal = [n for n in shards if n * inner % grid == 0] or shards
+    in_a_node = [n for n in legal if n <= most]
+    if not in_a_node:
+        return legal[0], "the fewest that hold all experts"
+    return in_a_node[-1], "the ranks of one node"
 
 
 def _micro_batches(grid: Grid, dp: int) -> list[int]:
+    """Sequences of a micro batch: what divides a rank's share of every batch of the run, up to 16."""
     share = gcd(*BatchSchedule(grid.recipe.train).batches) // dp
-    return grid.options("train.micro_batch", [m for m in divisors(share) if m <= 16] if share else [1])
+    sizes = [1]
+    if share:
+        sizes = [n for n in divisors(share) if n <= _MAX_MICRO_BATCH]
+    return grid.options("train.micro_batch", sizes)
 
 
 def _changed(recipe: Recipe, parallelism: ParallelismSpec, micro_batch: int) -> Recipe:

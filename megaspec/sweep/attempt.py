@@ -50,9 +50,11 @@ class Attempt:
         self._log = folder.log(point)
         self._asked: State | None = None
         self._deadline = float("inf")
-        recipe, run = recipe_of(point), folder.run(point)
+        recipe = recipe_of(point)
+        run = folder.run(point)
         self._run = run
         self._grace = recipe.launcher.grace_seconds + MARGIN_SECONDS
+        # before anything of the folder is read or written: it may be from somebody else
         folder.refuse_links(run.name)
         if not is_run(run):
             spec = checker.spec(recipe, run, {})
@@ -61,7 +63,9 @@ class Attempt:
             except OSError as error:
                 raise write_error(run, error) from None
             write_run(run, recipe, checker.target, spec)
-        words = plugin_flags() + (["memory=ignore"] if checker.memory == "ignore" else [])
+        words = plugin_flags()
+        if checker.memory == "ignore":
+            words = [*words, "memory=ignore"]
         self._process = child.start(run, self._log, gpus=gpus, threads=threads, words=words)
         self.point = point.to("running", pid=self._process.pid)
 
@@ -91,10 +95,14 @@ class Attempt:
             return self.point.to(self._asked, code=Preempted.exit_code)
         if code == Preempted.exit_code:
             return self.point.to("interrupted", code=code)
-        # a crash ends with 1 or a signal, which tell a scheduler nothing
-        known = code if code >= RecipeError.exit_code else MegaspecError.exit_code
-        reason = f"killed by {signal.Signals(-code).name}" if code < 0 else _last_words(self._log, self._run)
-        return self.point.to("failed", code=known, reason=reason)
+        if code < 0:
+            return self.point.to(
+                "failed", code=MegaspecError.exit_code, reason=f"killed by {signal.Signals(-code).name}"
+            )
+        # a crash ends with 1, which tells a scheduler nothing
+        if code < RecipeError.exit_code:
+            code = MegaspecError.exit_code
+        return self.point.to("failed", code=code, reason=_last_words(self._log, self._run))
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -139,8 +147,11 @@ def _process_of(point: Point, run: Path) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(point.pid)
-        is_mine = process.uids().real == os.getuid()
-        return process if is_mine and child.is_run_of(process.cmdline(), Path(process.cwd()), run) else None
+        if process.uids().real != os.getuid():
+            return None
+        if not child.is_run_of(process.cmdline(), Path(process.cwd()), run):
+            return None
+        return process
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return None
 
@@ -148,16 +159,24 @@ def _process_of(point: Point, run: Path) -> psutil.Process | None:
 def _last_words(log: Path, run: Path) -> str:
     """Why a run failed: its own message, and where that only names the log of a rank, what the rank wrote last."""
     lines = _tail(log.parent, log.name)
-    told = lines[-1] if lines else ""
-    for line, after in zip(lines, [*lines[1:], ""], strict=False):
-        if line.startswith("megaspec:"):  # alone on a line where several lines follow
-            told = line.removeprefix("megaspec:").strip() or after
+    if not lines:
+        return ""
+    # the last message of the launcher, or where it wrote none the last line
+    told = lines[-1]
+    for index, line in enumerate(lines):
+        if not line.startswith("megaspec:"):
+            continue
+        told = line.removeprefix("megaspec:").strip()
+        # alone on a line where several lines follow
+        if not told and index + 1 < len(lines):
+            told = lines[index + 1]
     # a rank that was killed, and not ended, had no time to say why
     named = re.fullmatch(r"(rank \d+) ended with (exit code \d+); what it wrote: .*/([^/]+)", told)
     if named:
         rank, code, name = named.groups()
         written = _tail(run, f"logs/{name}")
-        told = f"{written[-1].removeprefix(f'{rank}: ')} ({rank}, {code})" if written else told
+        if written:
+            told = f"{written[-1].removeprefix(f'{rank}: ')} ({rank}, {code})"
     return _shortened(told)
 
 

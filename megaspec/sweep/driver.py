@@ -11,7 +11,7 @@ from megaspec.core.errors import DataError, Preempted, RecipeError
 from megaspec.sweep.attempt import Attempt, end_orphan, goes_on, refused
 from megaspec.sweep.page import write_page
 from megaspec.sweep.points import Checker
-from megaspec.sweep.results import METRICS, Follower, Result
+from megaspec.sweep.results import METRICS, Follower, RunResult
 from megaspec.sweep.slots import Slots
 from megaspec.sweep.state import ENDED, Point, SweepFolder, SweepHead
 from megaspec_launchers.signals import StopRequests
@@ -22,20 +22,20 @@ ORPHAN_SECONDS = 40.0
 Say = Callable[[str], None]
 
 
-class Search(Protocol):
+class PointSearch(Protocol):
     """Where the points of a search come from."""
 
     def next(self) -> Point | None:
         """Another point to run, or one that was settled without a run; None: all were asked for."""
 
-    def tell(self, point: Point, result: Result) -> None:
+    def tell(self, point: Point, result: RunResult) -> None:
         """How a point ended."""
 
-    def is_hopeless(self, point: Point, result: Result) -> bool:
+    def is_hopeless(self, point: Point, result: RunResult) -> bool:
         """Whether a point that runs is worth no more steps."""
 
 
-class Table:
+class SweepTable:
     """Every point of a sweep as it is now, with its numbers; changes go to the folder."""
 
     def __init__(self, folder: SweepFolder, head: SweepHead):
@@ -50,10 +50,12 @@ class Table:
 
     def put(self, point: Point) -> None:
         """Keeps a change of a point, or a new one."""
+        # the file first: what the table says has happened is never lost with this process
         self.folder.append(point)
         before = self.points.get(point.number)
-        recipe = before.recipe if before is not None and point.recipe is None else point.recipe
-        self.points[point.number] = point.model_copy(update={"recipe": recipe})
+        if point.recipe is None and before is not None:
+            point = point.model_copy(update={"recipe": before.recipe})
+        self.points[point.number] = point
 
     def follower(self, point: Point) -> Follower:
         """The numbers of a point's run."""
@@ -64,10 +66,13 @@ class Table:
         self.head = self.head.model_copy(update={"state": state})
         self.folder.write_head(self.head)
 
+    def results(self) -> dict[int, RunResult]:
+        """What every point has come to, by its number."""
+        return {number: self.follower(point).read() for number, point in self.points.items()}
+
     def write_page(self, *, running: bool) -> None:
         """The page as of now."""
-        results = {number: self.follower(point).read() for number, point in self.points.items()}
-        write_page(self.folder.path, self.head, list(self.points.values()), results, running=running)
+        write_page(self.folder.path, self.head, list(self.points.values()), self.results(), running=running)
 
 
 class Driver:
@@ -75,13 +80,13 @@ class Driver:
 
     def __init__(
         self,
-        table: Table,
+        table: SweepTable,
         slots: Slots,
         checker: Checker,
         stop: StopRequests,
         say: Say,
         *,
-        search: Search | None = None,
+        search: PointSearch | None = None,
     ):
         self._table = table
         self._slots = slots
@@ -102,8 +107,10 @@ class Driver:
             selector.register(self._stop, selectors.EVENT_READ)
             while True:
                 self._start_what_fits()
+                # after a request to stop nothing is started, so the sweep ends when the last run has
                 if not self._running:
                     break
+                # a signal ends the wait at once
                 if selector.select(POLL_SECONDS):
                     self._stop.clear()
                 self._pass_on_stop()
@@ -114,16 +121,27 @@ class Driver:
 
     def _start_what_fits(self) -> None:
         while not self._halted and not self._stop.count:
-            number = next((n for n in self._waiting if self._slots.fits(self._table.points[n].ranks)), None)
-            if number is None and (self._waiting or not self._slots.fits(1) or not self._ask_for_one()):
-                return
+            number = self._first_that_fits()
             if number is not None:
                 self._waiting.remove(number)
                 self._start(self._table.points[number])
+                continue
+            # a search is asked as late as can be, when a slot is free, so that it knows how the others ended
+            if self._waiting or not self._slots.fits(1) or not self._ask_for_one():
+                return
+
+    def _first_that_fits(self) -> int | None:
+        """The first of the points that wait for which a slot is free; a small one may overtake a large one."""
+        for number in self._waiting:
+            if self._slots.fits(self._table.points[number].ranks):
+                return number
+        return None
 
     def _ask_for_one(self) -> bool:
         """Takes another point of the search in. -> False when there is none."""
-        point = self._search.next() if self._search is not None else None
+        if self._search is None:
+            return False
+        point = self._search.next()
         if point is None:
             return False
         self._table.put(point)
@@ -137,6 +155,7 @@ class Driver:
         gpus = self._slots.take(point.ranks)
         threads = None
         if not gpus and self._slots.most > 1:
+            # cores of the machine / runs at once / ranks of a run
             threads = max(1, self._checker.target.cores // self._slots.most // point.ranks)
         try:
             attempt = Attempt(self._table.folder, point, self._checker, gpus=gpus, threads=threads)
@@ -147,8 +166,12 @@ class Driver:
         self._running[point.number] = attempt
         self._table.follower(point).restart()
         self._table.put(attempt.point)
-        again = "goes on" if point.state == "interrupted" else "starts"
-        self._tell(point, again + (f" on GPU {','.join(gpus)}" if gpus else ""))
+        text = "starts"
+        if point.state == "interrupted":
+            text = "goes on"
+        if gpus:
+            text += f" on GPU {','.join(gpus)}"
+        self._tell(point, text)
 
     def _pass_on_stop(self) -> None:
         if self._stop.count <= self._stopping:
@@ -175,10 +198,14 @@ class Driver:
     def _end(self, point: Point, seconds: float) -> None:
         self._table.put(point)
         result = self._table.follower(point).read()
-        value = result.metric(self._table.head.metric)
-        numbers = "" if value is None else f", {self._table.head.metric} {value:.6g}"
-        why = f": {point.reason}" if point.reason else ""
-        self._tell(point, f"{point.state} after {seconds:.1f} s{numbers}{why}")
+        metric = self._table.head.metric
+        value = result.metric(metric)
+        text = f"{point.state} after {seconds:.1f} s"
+        if value is not None:
+            text += f", {metric} {value:.6g}"
+        if point.reason:
+            text += f": {point.reason}"
+        self._tell(point, text)
         if self._search is not None and point.state in ENDED:
             self._search.tell(point, result)
         if point.state == "failed":
@@ -202,27 +229,33 @@ class Driver:
             self._page_at = time.monotonic() + max(PAGE_SECONDS, len(self._table.points) / 100)
 
     def _tell(self, point: Point, text: str) -> None:
-        count = self._table.head.spec.trials if self._search is not None else len(self._table.points)
+        count = len(self._table.points)
+        if self._search is not None:
+            count = self._table.head.spec.trials
         self._say(f"point {point.number} of {count} ({' '.join(point.overrides)}) {text}")
 
 
-def to_run(table: Table) -> list[int]:
+def to_run(table: SweepTable) -> list[int]:
     """Numbers of the points that have not ended, and with sweep.again=failed of those that failed."""
-    again = table.head.spec.again == "failed"
-    return [n for n, p in table.points.items() if p.state not in ENDED or (again and p.state == "failed")]
+    runs_failed_again = table.head.spec.again == "failed"
+    numbers = []
+    for number, point in table.points.items():
+        if point.state not in ENDED or (runs_failed_again and point.state == "failed"):
+            numbers.append(number)
+    return numbers
 
 
-def settled(table: Table) -> list[int]:
+def settled(table: SweepTable) -> list[int]:
     """What `to_run` says, after what a sweep that was killed has left running has come to its end."""
     for number in to_run(table):
         point = table.points[number]
         if point.state == "running":
             end_orphan(point, table.folder.run(point), ORPHAN_SECONDS)
-            table.put(_left(table, point))
+            table.put(_after_kill(table, point))
     return to_run(table)
 
 
-def look(table: Table) -> bool:
+def look(table: SweepTable) -> bool:
     """Whether a process runs the sweep. Where none does, the table, and no file, is put right about what was killed.
 
     RecipeError: the run of a point has links in place of its files.
@@ -234,25 +267,33 @@ def look(table: Table) -> bool:
             continue
         table.folder.refuse_links(point.folder)
         if not goes_on(point, table.folder.run(point)):
-            table.points[number] = _left(table, point)
+            table.points[number] = _after_kill(table, point)
     if table.head.state == "running":
         table.head = table.head.model_copy(update={"state": "interrupted"})
     return False
 
 
-def _left(table: Table, point: Point) -> Point:
-    """A point that was running when its sweep was killed."""
-    is_done = table.follower(point).read().is_done
-    return point.to("done", code=0) if is_done else point.to("interrupted")
+def _after_kill(table: SweepTable, point: Point) -> Point:
+    """A point that was running when its sweep was killed: its run may have come to its end all the same."""
+    if table.follower(point).read().is_done:
+        return point.to("done", code=0)
+    return point.to("interrupted")
 
 
-def exit_code(table: Table, failed: list[int], *, stopped: bool) -> int:
+def exit_code(table: SweepTable, failed: list[int], *, stopped: bool) -> int:
     """75: points are left since the sweep was stopped. Else the first failure, of this life or an earlier one. Else 75
-    when a point was stopped from outside, or 0."""
-    states = [p.state for p in table.points.values()]
+    when a point was stopped from outside, or 0.
+
+    `failed`: exit codes of the points that failed in this life, in the order in which they did.
+    """
+    points = table.points.values()
     if stopped:
         return Preempted.exit_code
-    earlier = [p.code for p in table.points.values() if p.state == "failed" and p.code]
-    if failed or earlier:
-        return (failed or earlier)[0]
-    return Preempted.exit_code if "interrupted" in states else 0
+    if failed:
+        return failed[0]
+    for point in points:
+        if point.state == "failed" and point.code:
+            return point.code
+    if any(point.state == "interrupted" for point in points):
+        return Preempted.exit_code
+    return 0

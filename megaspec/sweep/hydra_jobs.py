@@ -15,7 +15,7 @@ from megaspec.core.errors import DataError, Problem, RecipeError
 from megaspec.estimate.target import detect_target
 from megaspec.plugins import load, loaded
 from megaspec.sweep.attempt import Attempt, refused
-from megaspec.sweep.driver import PAGE_SECONDS, Say, Table, settled
+from megaspec.sweep.driver import PAGE_SECONDS, Say, SweepTable, settled
 from megaspec.sweep.points import Checker
 from megaspec.sweep.slots import point_target
 from megaspec.sweep.state import HEAD, SweepFolder
@@ -25,7 +25,7 @@ from megaspec_launchers.signals import StopRequests
 POLL_SECONDS = 0.2
 
 
-def run_points(table: Table, stop: StopRequests, say: Say) -> list[int]:
+def run_points(table: SweepTable, stop: StopRequests, say: Say) -> list[int]:
     """Hands every point that has not ended to the sweep's Hydra launcher. -> exit codes of those that failed.
 
     RecipeError: the launcher is not installed, or refuses its settings.
@@ -40,16 +40,27 @@ def run_points(table: Table, stop: StopRequests, say: Say) -> list[int]:
     watcher.start()
     try:
         jobs = import_module("hydra_plugins.megaspec_launcher.jobs")
-        folder, settings = str(table.folder.path.resolve()), table.head.launcher_words
-        logs = table.folder.new_hydra_logs()
-        problem = jobs.run_points(folder, numbers, table.head.launcher, settings, logs=logs, plugins=loaded())
+        problem = jobs.run_points(
+            str(table.folder.path.resolve()),
+            numbers,
+            table.head.launcher,
+            table.head.launcher_words,
+            logs=table.folder.new_hydra_logs(),
+            plugins=loaded(),
+        )
     finally:
+        # the watcher looks once more after this, so that the table knows how the last points ended
         ended.set()
         watcher.join()
     if problem:
         text = f"hydra/launcher={table.head.launcher}: {problem}"
         raise RecipeError([Problem("hydra/launcher", text, code="sweep.launcher")])
-    return [p.code for n, p in table.points.items() if n in numbers and p.state == "failed" and p.code]
+    codes = []
+    for number in numbers:
+        point = table.points[number]
+        if point.state == "failed" and point.code:
+            codes.append(point.code)
+    return codes
 
 
 def run_point(folder: str, number: int, plugins: Sequence[str] = ()) -> int:
@@ -79,20 +90,24 @@ def run_point(folder: str, number: int, plugins: Sequence[str] = ()) -> int:
     return ended.code
 
 
-def _watch(table: Table, stop: StopRequests, say: Say, ended: threading.Event) -> None:
+def _watch(table: SweepTable, stop: StopRequests, say: Say, ended: threading.Event) -> None:
     """While a launcher has the main thread: passes requests to stop on, tells what changed, keeps the page fresh."""
     known = {number: point.state for number, point in table.points.items()}
-    look_at, is_last = 0.0, False
+    look_at = 0.0
+    is_last = False
     while not is_last:
         is_last = ended.wait(POLL_SECONDS)
         if stop.count:
             table.folder.ask_to_stop()
-        if time.monotonic() >= look_at or is_last:
-            table.reload()
-            for number, point in table.points.items():
-                if point.state != known[number]:
-                    why = f": {point.reason}" if point.reason else ""
-                    say(f"point {number} of {len(known)} ({' '.join(point.overrides)}) {point.state}{why}")
-                known[number] = point.state
-            table.write_page(running=True)
-            look_at = time.monotonic() + PAGE_SECONDS
+        if time.monotonic() < look_at and not is_last:
+            continue
+        table.reload()
+        for number, point in table.points.items():
+            if point.state != known[number]:
+                text = f"point {number} of {len(known)} ({' '.join(point.overrides)}) {point.state}"
+                if point.reason:
+                    text += f": {point.reason}"
+                say(text)
+            known[number] = point.state
+        table.write_page(running=True)
+        look_at = time.monotonic() + PAGE_SECONDS

@@ -8,8 +8,8 @@ from typing import Literal
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.recipe import Recipe
-from megaspec.sweep.points import Draft
-from megaspec.sweep.results import Result
+from megaspec.sweep.points import CheckedPoint
+from megaspec.sweep.results import RunResult
 from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import Point, SweepHead
 
@@ -31,32 +31,42 @@ def never_has(metric: str, recipe: Recipe) -> str:
     return f"sweep.metric={metric}: {what}; set train.eval_every from 1 to {steps}, or sweep.metric=loss"
 
 
-def choose_metric(spec: SweepSpec, drafts: Sequence[Draft]) -> Metric:
+def choose_metric(spec: SweepSpec, checked: Sequence[CheckedPoint]) -> Metric:
     """What points are compared by. RecipeError: some of them never have what was asked for."""
-    made = [(one, one.recipe) for one in drafts if one.recipe is not None]
+    asked: Metric = "valid_loss" if spec.metric == AUTO else spec.metric
+    points_by_reason: dict[str, list[CheckedPoint]] = {}
+    for point in checked:
+        if point.recipe is None:
+            continue
+        reason = never_has(asked, point.recipe)
+        if reason:
+            points_by_reason.setdefault(reason, []).append(point)
+    if not points_by_reason:
+        return asked
+    # every run has a training loss
     if spec.metric == AUTO:
-        return "loss" if any(never_has("valid_loss", recipe) for _, recipe in made) else "valid_loss"
-    without: dict[str, list[Draft]] = {}
-    for one, recipe in made:
-        if why := never_has(spec.metric, recipe):
-            without.setdefault(why, []).append(one)
-    lines = [
-        why if len(ones) == len(drafts) else f"{len(ones)} points, such as ({' '.join(ones[0].overrides)}): {why}"
-        for why, ones in without.items()
-    ]
-    if lines:
-        raise RecipeError([Problem("sweep.metric", line, COMMAND_LINE, "sweep.metric") for line in lines[:_SHOWN]])
-    return spec.metric
+        return "loss"
+    problems = []
+    for reason, points in points_by_reason.items():
+        text = reason
+        if len(points) < len(checked):
+            text = f"{len(points)} points, such as ({' '.join(points[0].overrides)}): {reason}"
+        problems.append(Problem("sweep.metric", text, COMMAND_LINE, "sweep.metric"))
+    raise RecipeError(problems[:_SHOWN])
 
 
 def choose_direction(spec: SweepSpec, metric: Metric) -> Literal["minimize", "maximize"]:
     """What is better."""
-    return natural_direction(metric) if spec.direction == AUTO else spec.direction
+    if spec.direction == AUTO:
+        return natural_direction(metric)
+    return spec.direction
 
 
 def natural_direction(metric: Metric) -> Literal["minimize", "maximize"]:
     """Less loss, more tokens per second."""
-    return "maximize" if metric == "tokens_per_second" else "minimize"
+    if metric == "tokens_per_second":
+        return "maximize"
+    return "minimize"
 
 
 @dataclass(frozen=True)
@@ -69,17 +79,19 @@ class Shown:
     """Why that is not the metric of the sweep."""
 
 
-def shown_metric(head: SweepHead, points: Iterable[Point], results: Mapping[int, Result]) -> Shown:
+def shown_metric(head: SweepHead, points: Iterable[Point], results: Mapping[int, RunResult]) -> Shown:
     """The metric of a sweep; where none of the points that are done has it, another one that they have."""
     done = [results[point.number] for point in points if point.state == "done"]
-    found = [m for m in (head.metric, *METRICS) if any(has_value(result, m) for result in done)]
-    if not found or found[0] == head.metric:
+    if any(has_value(result, head.metric) for result in done):
         return Shown(head.metric, head.direction)
-    note = f"no point has a value of sweep.metric={head.metric}: compared by {found[0]} instead"
-    return Shown(found[0], natural_direction(found[0]), note)
+    for metric in METRICS:
+        if any(has_value(result, metric) for result in done):
+            note = f"no point has a value of sweep.metric={head.metric}: compared by {metric} instead"
+            return Shown(metric, natural_direction(metric), note)
+    return Shown(head.metric, head.direction)
 
 
-def has_value(result: Result, metric: str) -> bool:
+def has_value(result: RunResult, metric: str) -> bool:
     """Whether a run has come to a finite value."""
     value = result.metric(metric)
     return value is not None and math.isfinite(value)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.data.files import write_atomically
-from megaspec.sweep.metric import shown_metric
-from megaspec.sweep.results import Result
+from megaspec.sweep.metric import METRICS, shown_metric
+from megaspec.sweep.results import RunResult
 from megaspec.sweep.state import PAGE, Point, SweepHead
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -19,20 +19,24 @@ MOST_DRAWN, MOST_DRAWN_IN_ALL = 160, 60_000
 
 
 def write_page(
-    folder: Path, head: SweepHead, points: Sequence[Point], results: Mapping[int, Result], *, running: bool
+    folder: Path, head: SweepHead, points: Sequence[Point], results: Mapping[int, RunResult], *, running: bool
 ) -> None:
     """Writes the page, whole or not at all; one of a sweep that runs loads itself again. WriteError."""
     most = max(8, min(MOST_DRAWN, MOST_DRAWN_IN_ALL // max(1, len(points))))
     shown = shown_metric(head, points, results)
+    state = "running" if running else head.state
+    n_trials = len(points)
+    if head.spec.kind == "optuna":
+        n_trials = head.spec.trials
     data = {
         "name": head.name,
-        "state": "running" if running else head.state,
+        "state": state,
         "metric": shown.metric,
         "direction": shown.direction,
         "note": shown.note,
         "keys": [axis.key for axis in head.axes],
         "plain": list(head.plain),
-        "trials": head.spec.trials if head.spec.kind == "optuna" else len(points),
+        "trials": n_trials,
         "updated": time.strftime("%Y-%m-%d %H:%M:%S"),
         "points": [_drawn(point, results[point.number], most) for point in points],
     }
@@ -44,12 +48,15 @@ def write_page(
 
 def values_of(point: Point) -> dict[str, str]:
     """Key -> value of the words that only this point has."""
-    pairs = (word.partition("=") for word in point.overrides)
-    return {key.lstrip("+"): value for key, _, value in pairs}
+    values = {}
+    for word in point.overrides:
+        key, _, value = word.partition("=")
+        values[key.lstrip("+")] = value
+    return values
 
 
-def _drawn(point: Point, result: Result, most: int) -> dict[str, Any]:
-    names = ("loss", "valid_loss", "tokens_per_second")
+def _drawn(point: Point, result: RunResult, most: int) -> dict[str, Any]:
+    """What page.html reads of a point."""
     return {
         "n": point.number,
         "folder": point.folder,
@@ -57,7 +64,7 @@ def _drawn(point: Point, result: Result, most: int) -> dict[str, Any]:
         "code": point.code,
         "reason": point.reason,
         "values": values_of(point),
-        "metrics": {name: _finite(result.metric(name)) for name in names},
+        "metrics": {metric: _finite(result.metric(metric)) for metric in METRICS},
         "step": result.step,
         "steps": result.steps,
         "loss": _curve(result.loss, most),
@@ -67,11 +74,17 @@ def _drawn(point: Point, result: Result, most: int) -> dict[str, Any]:
 
 def _curve(values: Mapping[int, float], most: int) -> list[tuple[int, float | None]]:
     """At most so many of the steps, the last among them."""
+    if not values:
+        return []
     steps = sorted(values)
-    stride = math.ceil(len(steps) / most) if steps else 1
-    return [(step, _finite(values[step])) for step in steps[::-1][::stride][::-1]]
+    stride = math.ceil(len(steps) / most)
+    # every stride-th, counted from the last step back, in rising order again
+    drawn = steps[::-stride][::-1]
+    return [(step, _finite(values[step])) for step in drawn]
 
 
 def _finite(value: float | None) -> float | None:
     """JSON has no number for nan and inf."""
-    return value if value is not None and math.isfinite(value) else None
+    if value is None or not math.isfinite(value):
+        return None
+    return value

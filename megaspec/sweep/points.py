@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from megaspec.checkable import PartlyError
 from megaspec.compose.compose import Composed
@@ -42,18 +43,19 @@ class Checker:
     def __post_init__(self) -> None:
         self._search = SearchPath(self.config_dirs)
 
-    def draft(self, plain: Sequence[str], overrides: tuple[str, ...]) -> "Draft":
+    def check(self, plain: Sequence[str], overrides: tuple[str, ...]) -> "CheckedPoint":
         """A point, composed and checked; what is wrong is told in `problems`."""
-        made = Draft(overrides)
+        checked = CheckedPoint(overrides)
         try:
             composed = self._composed([*plain, *overrides])
-            made.recipe = composed.recipe
-            made.ranks = self.spec(composed.recipe, Path("run"), composed.origins).world_size
+            checked.recipe = composed.recipe
+            checked.ranks = self.spec(composed.recipe, Path("run"), composed.origins).world_size
         except RecipeError as error:
-            made.problems = error.problems
+            checked.problems = error.problems
         except DataError as error:
-            made.problems, made.is_data = error.problems, True
-        return made
+            checked.problems = error.problems
+            checked.only_data_is_wrong = True
+        return checked
 
     def _composed(self, words: Sequence[str]) -> Composed:
         try:
@@ -63,6 +65,7 @@ class Checker:
 
     def spec(self, recipe: Recipe, run_dir: Path, origins: dict[str, str]) -> Spec:
         """The Spec of a point. RecipeError, DataError: it can't be run."""
+        # points differ in what they do with the data far more often than in the data: manifests are read once for all
         key = recipe.data.model_dump_json()
         if key not in self._facts:
             self._facts[key] = gather_facts(recipe)
@@ -72,33 +75,41 @@ class Checker:
 
 
 @dataclass
-class Draft:
-    """A point that was composed and checked."""
+class CheckedPoint:
+    """A point that was composed and checked, before it has a number."""
 
     overrides: tuple[str, ...]
     recipe: Recipe | None = None
+    """None: its words make no recipe."""
     ranks: int = 0
+    """World size; 0 where the point can't be run."""
     problems: list[Problem] = field(default_factory=list)
-    is_data: bool = False
-    """Nothing but the data is wrong."""
+    only_data_is_wrong: bool = False
 
     @property
     def fingerprint(self) -> str:
         """Hash of the recipe without name and folder; of the overrides where there is none."""
-        fields = self.recipe.model_dump(mode="json", exclude={"name", "run_dir"}) if self.recipe else self.overrides
+        fields: Any = self.overrides
+        if self.recipe is not None:
+            fields = self.recipe.model_dump(mode="json", exclude={"name", "run_dir"})
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def problem_texts(self) -> list[str]:
+        """A line for each problem."""
+        return [str(problem) for problem in self.problems]
 
     def point(self, number: int, *, count: int, name: str, folder: Path) -> Point:
         """The point of a number from 1 to `count`, with a name and a folder of its own."""
-        place = point_folder(number, count, self.overrides)
+        run_name = point_folder(number, count, self.overrides)
         recipe = None
         if self.recipe is not None:
             recipe = self.recipe.model_dump(mode="json")
-            recipe |= {"name": f"{name}-{place.partition('-')[0]}", "run_dir": str(folder / place)}
+            recipe |= {"name": f"{name}-{run_name.partition('-')[0]}", "run_dir": str(folder / run_name)}
         return Point(
             number=number,
             overrides=self.overrides,
-            folder=place,
+            folder=run_name,
             fingerprint=self.fingerprint,
             recipe=recipe,
             ranks=self.ranks,
@@ -110,33 +121,41 @@ def grid(words: SweepWords) -> list[tuple[str, ...]]:
     return list(product(*(one.words for one in words.swept)))
 
 
-def without_repeats(drafts: Iterable[Draft]) -> tuple[list[Draft], list[tuple[Draft, Draft]]]:
-    """The drafts that differ, and pairs of a draft that repeats an earlier one and that one."""
-    seen: dict[str, Draft] = {}
+def without_repeats(
+    checked: Iterable[CheckedPoint],
+) -> tuple[list[CheckedPoint], list[tuple[CheckedPoint, CheckedPoint]]]:
+    """The points that differ, and pairs of a point that repeats an earlier one and that one."""
+    seen: dict[str, CheckedPoint] = {}
     repeats = []
-    for one in drafts:
-        earlier = seen.setdefault(one.fingerprint, one)
-        if earlier is not one:
-            repeats.append((one, earlier))
+    for point in checked:
+        earlier = seen.setdefault(point.fingerprint, point)
+        if earlier is not point:
+            repeats.append((point, earlier))
     return list(seen.values()), repeats
 
 
-def refuse_invalid(drafts: Sequence[Draft]) -> None:
+def refuse_invalid(checked: Sequence[CheckedPoint]) -> None:
     """RecipeError or DataError that names every point that can't be run, with its number and all its problems."""
-    bad = [(number, one) for number, one in enumerate(drafts, 1) if one.problems]
-    if not bad:
+    invalid = [point for point in checked if point.problems]
+    if not invalid:
         return
-    kind = DataError if all(one.is_data for _, one in bad) else RecipeError
-    everywhere = _shared([one for _, one in bad]) if len(bad) == len(drafts) else []
-    lines = [f"{len(bad)} of {len(drafts)} points can't be run; nothing was started"]
+    # what is wrong with all of them is told once
+    everywhere: list[str] = []
+    if len(invalid) == len(checked):
+        everywhere = _shared_problems(invalid)
+    lines = [f"{len(invalid)} of {len(checked)} points can't be run; nothing was started"]
     lines += [f"every point: {text}" for text in everywhere]
-    own = [(number, one, [str(p) for p in one.problems if str(p) not in everywhere]) for number, one in bad]
-    named = [(number, one, texts) for number, one, texts in own if texts]
-    for number, one, texts in named[:_SHOWN]:
-        lines += [f"point {number} ({' '.join(one.overrides)}): {text}" for text in texts]
-    if len(named) > _SHOWN:
-        lines.append(f"... and {len(named) - _SHOWN:,} points more")
-    if kind is DataError:
+    n_named = 0
+    for number, point in enumerate(checked, 1):
+        texts = [text for text in point.problem_texts if text not in everywhere]
+        if not texts:
+            continue
+        n_named += 1
+        if n_named <= _SHOWN:
+            lines += [f"point {number} ({' '.join(point.overrides)}): {text}" for text in texts]
+    if n_named > _SHOWN:
+        lines.append(f"... and {n_named - _SHOWN:,} points more")
+    if all(point.only_data_is_wrong for point in invalid):
         raise DataError(lines)
     raise RecipeError([Problem("", line, code="sweep.points") for line in lines])
 
@@ -146,10 +165,17 @@ def point_folder(number: int, count: int, overrides: Sequence[str]) -> str:
     texts = []
     for word in overrides:
         key, _, value = word.partition("=")
-        texts.append(re.sub(r"[^A-Za-z0-9.]+", "-", f"{key.rpartition('.')[2]}-{value}").strip("-."))
-    return f"{number:0{len(str(max(count, 10)))}d}-{'-'.join(texts)}"[:_MOST_CHARACTERS].rstrip("-.")
+        short_key = key.rpartition(".")[2]
+        texts.append(re.sub(r"[^A-Za-z0-9.]+", "-", f"{short_key}-{value}").strip("-."))
+    # padded with zeros, so that folders are listed in the order of the points
+    n_digits = len(str(max(count, 10)))
+    return f"{number:0{n_digits}d}-{'-'.join(texts)}"[:_MOST_CHARACTERS].rstrip("-.")
 
 
-def _shared(drafts: Sequence[Draft]) -> list[str]:
-    first = [str(p) for p in drafts[0].problems]
-    return [text for text in first if all(text in [str(p) for p in one.problems] for one in drafts)]
+def _shared_problems(checked: Sequence[CheckedPoint]) -> list[str]:
+    """What is wrong with every one of the points, in the order in which the first tells it."""
+    shared = checked[0].problem_texts
+    for point in checked[1:]:
+        texts = point.problem_texts
+        shared = [text for text in shared if text in texts]
+    return shared

@@ -18,7 +18,7 @@ MOST_BYTES, MOST_STEPS = 1 << 30, 1_000_000
 
 
 @dataclass
-class Result:
+class RunResult:
     """Numbers of one run, by step."""
 
     steps: int = 0
@@ -43,10 +43,12 @@ class Result:
 
     def metric(self, name: str) -> float | None:
         """`loss`, `valid_loss`: of the last step that has one; `tokens_per_second`: the median. None: nothing yet."""
-        if name == "tokens_per_second":
-            return median(self.speed.values()) if self.speed else None
         values = self.curve(name)
-        return values[max(values)] if values else None
+        if not values:
+            return None
+        if name == "tokens_per_second":
+            return median(values.values())
+        return values[max(values)]
 
     def curve(self, name: str) -> dict[int, float]:
         """A number by step."""
@@ -62,19 +64,20 @@ class Follower:
 
     def __init__(self, folder: Path, name: str | Path = METRICS):
         """`folder / name`; below `folder` no link is followed."""
-        self._folder, self._name = folder, Path(name)
+        self._folder = folder
+        self._name = Path(name)
         self.path = folder / name
         self.restart()
 
     def restart(self) -> None:
         """Forget what was read: the run goes on from an earlier step."""
-        self.result = Result()
+        self.result = RunResult()
         self._offset = 0
         self._line = 0
         self._is_inside = False
         """The last block ended inside of a line that is too long."""
 
-    def read(self) -> Result:
+    def read(self) -> RunResult:
         """What the run has come to."""
         self.result.trouble = ""
         try:
@@ -109,12 +112,17 @@ class Follower:
             if line is None:
                 raise ValueError(f"longer than {MAX_LINE:,} bytes")
             self._take(parse_json(line))
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except KeyError as error:
+            self._pass_over(f"it lacks {error}")
+        except (ValueError, TypeError, OverflowError) as error:
             # also where the file was cut and has grown past the place that was read to
-            self.result.passed_over += 1
-            if self.result.passed_over == 1:
-                what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-                self.result.first_passed_over = f"{self.path}:{self._line}: {what}"
+            self._pass_over(str(error))
+
+    def _pass_over(self, why: str) -> None:
+        """Counts a line that is no event of a run, and keeps why the first of them is none."""
+        self.result.passed_over += 1
+        if self.result.passed_over == 1:
+            self.result.first_passed_over = f"{self.path}:{self._line}: {why}"
 
     def _take(self, event: dict[str, Any]) -> None:
         """Takes an event in. ValueError, KeyError, TypeError, OverflowError: it is none."""
@@ -126,7 +134,10 @@ class Follower:
         elif kind == "start":
             self._start(_count(event, "step"), _count(event, "steps"))
         elif kind == "step":
-            step, loss = _count(event, "step"), float(event["loss"])
+            # all of the event is read before any of it is kept: one that is broken leaves nothing behind
+            step = _count(event, "step")
+            loss = float(event["loss"])
+            # tokens per second
             speed = float(event["sequence_tokens"]) / max(float(event["seconds"]), 1e-9)
             self.result.steps = _count(event, "steps")
             _put(self.result.loss, step, loss)
@@ -136,7 +147,8 @@ class Follower:
 
     def _start(self, step: int, steps: int) -> None:
         """The run has begun, or goes on after `step`: what came later comes again."""
-        self.result.steps, self.result.is_done = steps, False
+        self.result.steps = steps
+        self.result.is_done = False
         for curve in (self.result.loss, self.result.valid_loss, self.result.speed):
             # from the end on: looking at every step at every start would take quadratic time
             while curve and next(reversed(curve)) > step:
@@ -165,4 +177,6 @@ def is_better(one: float, other: float, direction: str) -> bool:
     """Whether a metric beats another; one that is not finite beats none."""
     if not math.isfinite(one) or not math.isfinite(other):
         return math.isfinite(one)
-    return one < other if direction == "minimize" else one > other
+    if direction == "minimize":
+        return one < other
+    return one > other

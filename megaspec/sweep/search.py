@@ -17,8 +17,8 @@ except ImportError:
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.problems import show
 from megaspec.sweep.metric import never_has
-from megaspec.sweep.points import Checker, Draft
-from megaspec.sweep.results import Result
+from megaspec.sweep.points import CheckedPoint, Checker
+from megaspec.sweep.results import RunResult
 from megaspec.sweep.state import ENDED, HEAD, POINTS, Axis, Point, SweepHead
 
 # Where in the space probes lie that tell whether any point can be run at all.
@@ -33,7 +33,9 @@ class OptunaSearch:
     def __init__(self, head: SweepHead, folder: Path, checker: Checker, points: Mapping[int, Point]):
         _require_optuna()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._head, self._folder, self._checker = head, folder, checker
+        self._head = head
+        self._folder = folder
+        self._checker = checker
         _refuse_empty(head.axes, folder)
         self._space = {axis.key: _distribution(axis) for axis in head.axes}
         spec = head.spec
@@ -46,12 +48,16 @@ class OptunaSearch:
             pruner=pruner,
         )
         self._trials: dict[int, Any] = {}
+        """Optuna's trial of each point, by the point's number."""
         self._reported: dict[int, int] = {}
+        """The last step of a point that Optuna knows."""
         self._values: dict[str, float] = {}
+        """What came of a recipe, by its fingerprint; nan: nothing yet, or no value."""
 
-    def remember(self, points: Sequence[Point], results: Mapping[int, Result]) -> None:
+    def remember(self, points: Sequence[Point], results: Mapping[int, RunResult]) -> None:
         """Tells Optuna about points of an earlier life, in the order of their numbers."""
         for point in points:
+            # ask() then gives back the params that were queued, as if it had drawn them
             self._study.enqueue_trial(self._params(point))
             self._trials[point.number] = self._study.ask(self._space)
             self._values.setdefault(point.fingerprint, math.nan)
@@ -74,54 +80,64 @@ class OptunaSearch:
 
     def next(self) -> Point | None:
         """Another point: to run, or one that is settled since no rule allows it or an earlier one is the same."""
+        head = self._head
         number = len(self._trials) + 1
-        if number > self._head.spec.trials:
+        if number > head.spec.trials:
             return None
-        trial = self._trials[number] = self._study.ask(self._space)
-        overrides = tuple(_word(axis, trial.params[axis.key]) for axis in self._head.axes)
-        made = self._checker.draft(self._head.plain, overrides)
-        count = self._head.spec.trials
-        point = made.point(number, count=count, name=self._head.name, folder=self._folder)
+        trial = self._study.ask(self._space)
+        self._trials[number] = trial
+        overrides = tuple(_word(axis, trial.params[axis.key]) for axis in head.axes)
+        checked = self._checker.check(head.plain, overrides)
+        point = checked.point(number, count=head.spec.trials, name=head.name, folder=self._folder)
         point = point.model_copy(update={"params": dict(trial.params)})
-        reasons = [str(problem) for problem in made.problems]
-        if made.recipe is not None and (why := never_has(self._head.metric, made.recipe)):
-            reasons.append(why)
+        reasons = checked.problem_texts
+        if checked.recipe is not None:
+            reason = never_has(head.metric, checked.recipe)
+            if reason:
+                reasons.append(reason)
         if reasons:
             point = point.to("invalid", reason="; ".join(reasons))
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        elif made.fingerprint in self._values:
+        elif checked.fingerprint in self._values:
             point = point.to("repeated", reason="an earlier point is the same")
-            self._tell_value(trial, self._values[made.fingerprint])
+            self._tell_value(trial, self._values[checked.fingerprint])
         else:
-            self._values[made.fingerprint] = math.nan
+            self._values[checked.fingerprint] = math.nan
         return point
 
-    def tell(self, point: Point, result: Result) -> None:
+    def tell(self, point: Point, result: RunResult) -> None:
         """How a point ended: with a number, stopped early, or without one."""
-        trial, value = self._trials[point.number], result.metric(self._head.metric)
+        trial = self._trials[point.number]
+        # Optuna takes the numbers of steps only until a trial is told
         self._report(point, result)
         if point.state == "pruned":
             self._study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-        elif point.state == "repeated":
+            return
+        if point.state == "repeated":
             self._tell_value(trial, self._values.get(point.fingerprint, math.nan))
-        else:
-            done = value if point.state == "done" and value is not None else math.nan
-            if point.state != "invalid":
-                self._values[point.fingerprint] = done
-            self._tell_value(trial, done)
+            return
+        value = math.nan
+        if point.state == "done":
+            found = result.metric(self._head.metric)
+            if found is not None:
+                value = found
+        if point.state != "invalid":
+            self._values[point.fingerprint] = value
+        self._tell_value(trial, value)
 
-    def is_hopeless(self, point: Point, result: Result) -> bool:
+    def is_hopeless(self, point: Point, result: RunResult) -> bool:
         """Whether a point is worse at its last step than the median of those that are done."""
         return self._report(point, result) and self._trials[point.number].should_prune()
 
-    def _report(self, point: Point, result: Result) -> bool:
+    def _report(self, point: Point, result: RunResult) -> bool:
         """Tells the steps that Optuna doesn't know. -> whether there was any."""
-        curve, known = result.curve(self._head.metric), self._reported.get(point.number, 0)
-        new = [step for step in sorted(curve) if step > known and math.isfinite(curve[step])]
-        for step in new:
-            self._trials[point.number].report(curve[step], step)
-            self._reported[point.number] = step
-        return bool(new)
+        curve = result.curve(self._head.metric)
+        known = self._reported.get(point.number, 0)
+        for step in sorted(curve):
+            if step > known and math.isfinite(curve[step]):
+                self._trials[point.number].report(curve[step], step)
+                self._reported[point.number] = step
+        return self._reported.get(point.number, 0) > known
 
     def _tell_value(self, trial: Any, value: float) -> None:
         if math.isfinite(value):
@@ -130,16 +146,18 @@ class OptunaSearch:
             self._study.tell(trial, state=optuna.trial.TrialState.FAIL)
 
 
-def probe(axes: Sequence[Axis], plain: Sequence[str], checker: Checker) -> list[Draft]:
-    """Drafts from the ends and the middle of the space. RecipeError: none can be run, or Optuna is not installed."""
+def probe(axes: Sequence[Axis], plain: Sequence[str], checker: Checker) -> list[CheckedPoint]:
+    """Points at the ends and the middle of the space. RecipeError: none can be run, or Optuna is not installed."""
     _require_optuna()
-    drafts = []
+    checked = []
     for share in _PROBES:
         overrides = tuple(_word(axis, _value_at(axis, share)) for axis in axes)
-        drafts.append(checker.draft(plain, overrides))
-    if all(one.problems for one in drafts):
-        raise RecipeError(drafts[1].problems)
-    return [one for one in drafts if not one.problems]
+        checked.append(checker.check(plain, overrides))
+    valid = [point for point in checked if not point.problems]
+    if not valid:
+        _, middle, _ = checked
+        raise RecipeError(middle.problems)
+    return valid
 
 
 def _require_optuna() -> None:
@@ -151,10 +169,18 @@ def _require_optuna() -> None:
 def _refuse_empty(axes: Sequence[Axis], folder: Path) -> None:
     """RecipeError: there is nothing to draw from. The command line can't say so, a file can."""
     for axis in axes:
-        low, high = axis.bounds or (0, 1)
-        has_values = axis.words or axis.bounds
-        if not has_values or not -_MOST < low < high < _MOST or (axis.bounds and axis.is_log and low <= 0):
+        has_values = bool(axis.words) or axis.bounds is not None
+        is_drawable = axis.bounds is None or _is_interval(axis.bounds, is_log=axis.is_log)
+        if not has_values or not is_drawable:
             raise _damaged(folder / HEAD, f"{axis.key} has neither words nor an interval to draw from")
+
+
+def _is_interval(bounds: tuple[float, float], *, is_log: bool) -> bool:
+    """Whether a number can be drawn from between two bounds."""
+    low, high = bounds
+    if is_log and low <= 0:
+        return False
+    return -_MOST < low < high < _MOST
 
 
 def _damaged(path: Path, what: str) -> RecipeError:
@@ -162,12 +188,19 @@ def _damaged(path: Path, what: str) -> RecipeError:
 
 
 def _value_at(axis: Axis, share: float) -> Any:
+    """What Optuna would draw at a share, from 0 to 1, of the way through an axis."""
     if axis.bounds is None:
         index = round(share * (len(axis.words) - 1))
-        return index if axis.is_range else axis.words[index]
+        if axis.is_range:
+            return index
+        return axis.words[index]
     low, high = axis.bounds
-    value = low * (high / low) ** share if axis.is_log else low + (high - low) * share
-    return round(value) if isinstance(low, int) else value
+    value = low + (high - low) * share
+    if axis.is_log:
+        value = low * (high / low) ** share
+    if isinstance(low, int):
+        return round(value)
+    return value
 
 
 def _distribution(axis: Axis) -> Any:
@@ -184,6 +217,11 @@ def _distribution(axis: Axis) -> Any:
 
 def _word(axis: Axis, value: Any) -> str:
     """The override of a drawn value."""
-    if axis.bounds is not None:
-        return f"{axis.key}={value:.6g}" if isinstance(value, float) else f"{axis.key}={value}"
-    return axis.words[value] if axis.is_range else str(value)
+    if axis.bounds is None:
+        # of a range its index is drawn, of words one of them
+        if axis.is_range:
+            return axis.words[value]
+        return str(value)
+    if isinstance(value, float):
+        return f"{axis.key}={value:.6g}"
+    return f"{axis.key}={value}"

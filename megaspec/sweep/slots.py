@@ -14,9 +14,11 @@ def visible_gpus(target: Target, environment: Mapping[str, str]) -> list[str]:
     """The GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them."""
     if target.device != "cuda":
         return []
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    names = [n.strip() for n in given.split(",") if n.strip()] if given is not None else map(str, range(target.gpus))
-    return list(names)[: target.gpus]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(target.gpus)]
+    names = [name.strip() for name in visible.split(",")]
+    return [name for name in names if name][: target.gpus]
 
 
 def point_target(spec: SweepSpec, target: Target) -> Target:
@@ -26,7 +28,9 @@ def point_target(spec: SweepSpec, target: Target) -> Target:
             text = f"sweep.gpus={spec.gpus}: this machine has no GPU; drop it, or set sweep.slots"
             raise RecipeError([Problem("sweep.gpus", text, code="sweep.gpus")])
         return target
-    gpus = target.gpus if spec.gpus == AUTO else spec.gpus
+    gpus = target.gpus
+    if spec.gpus != AUTO:
+        gpus = spec.gpus
     if gpus > target.gpus:
         text = f"sweep.gpus={gpus} must be at most the {target.gpus} GPUs of this machine"
         raise RecipeError([Problem("sweep.gpus", text, code="sweep.gpus")])
@@ -58,19 +62,26 @@ class Slots:
         self.taken += 1
         if not self.on_gpus:
             return ()
-        taken, self._free = self._free[:ranks], self._free[ranks:]
-        return tuple(taken)
+        taken = tuple(self._free[:ranks])
+        del self._free[:ranks]
+        return taken
 
     def give(self, gpus: Sequence[str]) -> None:
         """Takes a place back."""
         self.taken -= 1
+        # in the order of the machine, so that the ranks of a run are neighbours where they can be
         self._free = [name for name in self._order if name in self._free or name in gpus]
 
 
 def make_slots(spec: SweepSpec, target: Target, environment: Mapping[str, str]) -> Slots:
     """The places of a sweep on this machine."""
     gpus = visible_gpus(target, environment)
-    if gpus:
-        gpus = gpus if spec.gpus == AUTO else gpus[: spec.gpus]
-        return Slots(most=len(gpus) if spec.slots == AUTO else spec.slots, gpus=gpus)
-    return Slots(most=max(1, target.cores // CORES_OF_A_SLOT) if spec.slots == AUTO else spec.slots)
+    if gpus and spec.gpus != AUTO:
+        gpus = gpus[: spec.gpus]
+    if spec.slots != AUTO:
+        most = spec.slots
+    elif gpus:
+        most = len(gpus)
+    else:
+        most = max(1, target.cores // CORES_OF_A_SLOT)
+    return Slots(most=most, gpus=gpus)

@@ -120,15 +120,17 @@ class SweepFolder:
 
     def make(self, head: SweepHead, points: Sequence[Point]) -> None:
         """A new sweep. RecipeError: the folder holds something else."""
-        foreign = [f for f in self.path.iterdir() if f.name not in _UNFINISHED and not f.name.endswith(".tmp")]
-        if foreign or any(is_run(f) for f in self.path.iterdir()):
-            text = f"sweep.folder={self.path} exists and is not empty; choose another sweep.folder or sweep.name"
-            raise RecipeError([Problem("sweep.folder", text, code="sweep-exists")])
+        for entry in self.path.iterdir():
+            is_left_over = entry.name in _UNFINISHED or entry.name.endswith(".tmp")
+            if not is_left_over or is_run(entry):
+                text = f"sweep.folder={self.path} exists and is not empty; choose another sweep.folder or sweep.name"
+                raise RecipeError([Problem("sweep.folder", text, code="sweep-exists")])
         try:
             make_folder_inside(self.path, LOGS)
         except OSError as error:
             raise write_error(self.path / LOGS, error) from None
         write_atomically(self.path / POINTS, [_line(point) for point in points])
+        # last: a folder with sweep.json is a sweep, and has all its points
         self.write_head(head)
 
     def write_head(self, head: SweepHead) -> None:
@@ -151,9 +153,12 @@ class SweepFolder:
         try:
             fd = open_inside(self.path, POINTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
             try:
+                line = _line(point)
                 size = os.fstat(fd).st_size
-                torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-                os.write(fd, (b"\n" if torn else b"") + _line(point))
+                is_torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+                if is_torn:
+                    line = b"\n" + line
+                os.write(fd, line)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -252,25 +257,33 @@ def recipe_of(point: Point) -> Recipe:
     try:
         return Recipe.model_validate_json(json.dumps(point.recipe))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        text = f"point {point.number}: its recipe can't be read: {what}; name the plugins that the sweep was made with"
+        what = f"its recipe can't be read: {_first_error(error)}"
+        text = f"point {point.number}: {what}; name the plugins that the sweep was made with"
         raise RecipeError([Problem("", text, code="sweep-damaged")]) from None
 
 
 def _line(point: Point) -> bytes:
-    known = point if point.state == "waiting" else point.model_copy(update={"recipe": None})
-    return known.model_dump_json(exclude_defaults=True).encode() + b"\n"
+    """A line of points.jsonl. The recipe, which is most of it, stands in the first line of a point."""
+    if point.state != "waiting":
+        point = point.model_copy(update={"recipe": None})
+    return point.model_dump_json(exclude_defaults=True).encode() + b"\n"
 
 
 def _damaged(path: Path, cause: Exception | str, *, line: int | None = None) -> RecipeError:
     """`path` can't be read as what it is; `cause` says why. `line`: where in it."""
     if isinstance(cause, OSError):
-        text = f"{path} can't be read: {cause.strerror}"
-    else:
-        what = str(cause)
-        if isinstance(cause, ValidationError):
-            first = cause.errors(include_url=False)[0]
-            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        text = f"{path} is damaged{f' in line {line}' if line is not None else ''}: {what}"
-    return RecipeError([Problem("", text, code="sweep-damaged")])
+        return RecipeError([Problem("", f"{path} can't be read: {cause.strerror}", code="sweep-damaged")])
+    found = str(cause)
+    if isinstance(cause, ValidationError):
+        found = _first_error(cause)
+    text = f"{path} is damaged"
+    if line is not None:
+        text += f" in line {line}"
+    return RecipeError([Problem("", f"{text}: {found}", code="sweep-damaged")])
+
+
+def _first_error(error: ValidationError) -> str:
+    """`path.to.field: what is wrong with it`, of the first field that is wrong."""
+    first = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    return f"{path}: {first['msg']}"

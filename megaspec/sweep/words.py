@@ -60,8 +60,10 @@ _SETTING = re.compile(r"hydra\.launcher\.([a-z][a-z0-9_]*)((?:\.[A-Za-z0-9][A-Za
 # What a partition, a constraint or a comment is written with, and nothing that ends a line of a batch script.
 _PLAIN_TEXT = re.compile(r"[A-Za-z0-9 _.,:;@%+*=()\[\]/&|-]*")
 _SWEEPERS = {"basic": "grid", "optuna": "optuna"}
-# Every point has its own.
-_OWN_TO_A_POINT = ("name", "run_dir", "resume")
+# Keys that each point sets for itself.
+_SET_PER_POINT = ("name", "run_dir", "resume")
+# Hydra's and Optuna's names of what a sweep calls otherwise: their last part -> the field of SweepSpec.
+_FOREIGN_NAMES = {"n_trials": "trials", "n_jobs": "slots", "seed": "seed", "direction": "direction", "dir": "folder"}
 
 
 @dataclass(frozen=True)
@@ -85,28 +87,45 @@ class SweepWords:
 def read_words(words: Sequence[str], config_dirs: Sequence[str] = ()) -> SweepWords:
     """Takes the words after `train -m` apart. RecipeError: everything that is wrong with them as a sweep."""
     memory, words = take(list(words), "memory", MEMORY)
-    hydra = [w for w in words if w.startswith("hydra")]
-    ours = [w for w in words if re.match(r"sweep[.=]", w)]
-    resume = [w for w in words if w.startswith("resume=")]
-    rest = [w for w in words if w not in hydra and w not in ours and w not in resume]
-    launcher, launcher_words, aliases = _hydra_words(hydra)
-    spec = sweep_spec([*aliases, *ours])
-    plain, swept = split_sweep(rest, config_dirs)
-    problems = _problems(plain, swept, spec) + _resume_problems(resume)
+    hydra_words: list[str] = []
+    sweep_words: list[str] = []
+    resume_words: list[str] = []
+    recipe_words: list[str] = []
+    for word in words:
+        if word.startswith("hydra"):
+            hydra_words.append(word)
+        elif re.match(r"sweep[.=]", word):
+            sweep_words.append(word)
+        elif word.startswith("resume="):
+            resume_words.append(word)
+        else:
+            recipe_words.append(word)
+    launcher, launcher_words, aliases = _hydra_words(hydra_words)
+    # what Hydra calls otherwise comes first, so that a `sweep.*` word for the same field wins
+    spec = sweep_spec([*aliases, *sweep_words])
+    plain, swept = split_sweep(recipe_words, config_dirs)
+    problems = _problems(plain, swept, spec) + _resume_problems(resume_words)
     if spec.kind == "optuna" and launcher != OWN_LAUNCHER:
         text = f"hydra/launcher={launcher}: a search runs on hydra/launcher={OWN_LAUNCHER}; drop it, or sweep.kind=grid"
         problems.append(Problem("hydra/launcher", text, COMMAND_LINE, "sweep.launcher"))
     if problems:
         raise RecipeError(problems)
     return SweepWords(
-        tuple(plain), tuple(swept), spec, launcher, tuple(launcher_words), memory, only_new="resume=never" in resume
+        plain=tuple(plain),
+        swept=tuple(swept),
+        spec=spec,
+        launcher=launcher,
+        launcher_words=tuple(launcher_words),
+        memory=memory,
+        only_new="resume=never" in resume_words,
     )
 
 
 def sweep_spec(words: Sequence[str], given: Mapping[str, Any] | None = None) -> SweepSpec:
     """The SweepSpec of `sweep.a=b` words, on top of what is given. RecipeError: all that is wrong with them."""
     content = dict(given or {})
-    content |= {key.removeprefix("sweep."): value for key, value in plain_values(_without_shorthand(words)).items()}
+    for key, value in plain_values(_without_shorthand(words)).items():
+        content[key.removeprefix("sweep.")] = value
     try:
         return SweepSpec.model_validate_json(json.dumps(content))
     except ValidationError as error:
@@ -115,14 +134,30 @@ def sweep_spec(words: Sequence[str], given: Mapping[str, Any] | None = None) -> 
         raise RecipeError([_renamed(problem) for problem in found]) from None
 
 
+def value_in(words: Sequence[str], key: str) -> str | None:
+    """The value of the first `key=value` of the words; None where there is none."""
+    for word in words:
+        if word.startswith(f"{key}="):
+            return word.removeprefix(f"{key}=")
+    return None
+
+
 def default_name(words: SweepWords) -> str:
     """`<recipe>-<keys>-<hash of what is computed>`: the same for the same command."""
-    recipe = next((w.removeprefix("recipe=") for w in words.plain if w.startswith("recipe=")), "recipes")
-    keys = "-".join(one.key.rpartition(".")[2] for one in words.swept)
+    recipe = value_in(words.plain, "recipe")
+    if recipe is None:
+        recipe = "recipes"
+    short_keys = []
+    space = []
+    for swept in words.swept:
+        short_keys.append(swept.key.rpartition(".")[2])
+        # sorted: the order of values, like that of words, changes no run
+        space.append((swept.key, sorted(swept.words), swept.bounds, swept.is_log))
     search = words.spec.model_dump(include={"kind", "seed"})
-    fields = (sorted(words.plain), [(o.key, sorted(o.words), o.bounds, o.is_log) for o in words.swept], search)
-    tag = hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:6]
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '-', f'{recipe}-{keys}')[:48].strip('.-_')}-{tag}"
+    computed = (sorted(words.plain), space, search)
+    tag = hashlib.sha256(json.dumps(computed).encode()).hexdigest()[:6]
+    readable = re.sub(r"[^A-Za-z0-9._-]", "-", f"{recipe}-{'-'.join(short_keys)}")
+    return f"{readable[:48].strip('.-_')}-{tag}"
 
 
 def _without_shorthand(words: Sequence[str]) -> list[str]:
@@ -136,7 +171,10 @@ def _renamed(problem: Problem) -> Problem:
 
 def _hydra_words(words: Sequence[str]) -> tuple[str, list[str], list[str]]:
     """The launcher, its settings, and `sweep.*` words for what Hydra calls otherwise."""
-    launcher, settings, aliases, problems = OWN_LAUNCHER, [], [], []
+    launcher = OWN_LAUNCHER
+    settings: list[str] = []
+    aliases: list[str] = []
+    problems: list[Problem] = []
     for word in words:
         key, _, value = word.partition("=")
         if key == "hydra/launcher" and value in LAUNCHERS:
@@ -181,11 +219,14 @@ def kept_settings(launcher: str, settings: Sequence[str], given: Sequence[str], 
     check_launcher(launcher, given, COMMAND_LINE)
     head = str(sweep / "sweep.json")
     check_launcher(launcher, settings, head)
-    anew = {word.partition("=")[0] for word in given}
-    kept = [word for word in settings if word.partition("=")[0] not in anew]
+    given_keys = {word.partition("=")[0] for word in given}
+    kept: list[str] = []
     problems = []
-    for word in kept:
+    for word in settings:
         key = word.partition("=")[0]
+        if key in given_keys:
+            continue
+        kept.append(word)
         match = _SETTING.fullmatch(word)
         assert match is not None, f"{word} was not checked"
         if match[1] not in KEPT_SETTINGS[launcher] or match[2] or not _is_plain(word):
@@ -206,7 +247,9 @@ def _wrong_setting(word: str) -> str:
     except RecipeError as error:
         return "; ".join(problem.message for problem in error.problems)
     # a `_target_` in a value is called when Hydra makes the launcher
-    return "a setting is data, it can't name code; drop it" if _names_code(value) else ""
+    if _names_code(value):
+        return "a setting is data, it can't name code; drop it"
+    return ""
 
 
 def _setting(word: str) -> dict[str, Any]:
@@ -226,12 +269,18 @@ def _is_plain(word: str) -> bool:
 
 
 def _instead(key: str, value: str) -> str:
-    if key in ("hydra/launcher", "hydra/sweeper"):
-        options = LAUNCHERS if key == "hydra/launcher" else list(_SWEEPERS)
-        return did_you_mean(value, options) or f"choose {one_of(options)}"
-    own = {"n_trials": "trials", "n_jobs": "slots", "seed": "seed", "direction": "direction", "dir": "folder"}
-    name = own.get(key.rpartition(".")[2])
-    return f"write sweep.{name}={value}" if name else "no setting of a sweep; those are sweep.* and hydra.launcher.*"
+    if key == "hydra/launcher":
+        return _choose(value, LAUNCHERS)
+    if key == "hydra/sweeper":
+        return _choose(value, list(_SWEEPERS))
+    name = _FOREIGN_NAMES.get(key.rpartition(".")[2])
+    if name is None:
+        return "no setting of a sweep; those are sweep.* and hydra.launcher.*"
+    return f"write sweep.{name}={value}"
+
+
+def _choose(value: str, options: Sequence[str]) -> str:
+    return did_you_mean(value, options) or f"choose {one_of(options)}"
 
 
 def _problems(plain: Sequence[str], swept: Sequence[Swept], spec: SweepSpec) -> list[Problem]:
@@ -242,11 +291,13 @@ def _problems(plain: Sequence[str], swept: Sequence[Swept], spec: SweepSpec) -> 
 
     if not swept:
         refuse("", "-m without a key of several values, such as optim.lr=1e-3,3e-4; add one, or drop -m", "sweep.empty")
-    given = [w.partition("=")[0].lstrip("+~") for w in plain] + [one.key for one in swept]
+    # +key adds a key and ~key drops one: both are words about `key`
+    given_keys = [word.partition("=")[0].lstrip("+~") for word in plain]
+    given_keys += [one.key for one in swept]
     for one in swept:
-        if one.key in _OWN_TO_A_POINT or one.key.startswith("sweep"):
+        if one.key in _SET_PER_POINT or one.key.startswith("sweep"):
             refuse(one.key, f"{one.key} can't be swept: every point has its own; set sweep.name", "sweep.key")
-        elif given.count(one.key) > 1:
+        elif given_keys.count(one.key) > 1:
             refuse(one.key, f"{one.key} is given more than once; give all its values in one word", "sweep.twice")
         if one.bounds and spec.kind == "grid":
             text = f"{one.key}: a grid can't enumerate an interval; write values or range(...), or sweep.kind=optuna"
@@ -254,9 +305,11 @@ def _problems(plain: Sequence[str], swept: Sequence[Swept], spec: SweepSpec) -> 
         elif one.bounds and one.is_log and one.bounds[0] <= 0:
             text = f"{one.key}: a logarithmic interval begins above 0, not at {one.bounds[0]:g}"
             refuse(one.key, text, "sweep.interval")
-    if any(w.startswith("run_dir=") for w in plain):
+    if value_in(plain, "run_dir") is not None:
         refuse("run_dir", "run_dir: every point has a folder of its own; set sweep.folder instead", "sweep.key")
-    number = prod(len(one.words) for one in swept) if spec.kind == "grid" else spec.trials
+    number = spec.trials
+    if spec.kind == "grid":
+        number = prod(len(one.words) for one in swept)
     if number > MOST_POINTS:
         text = f"{number:,} points are more than {MOST_POINTS:,}; sweep fewer values, or search: sweep.kind=optuna"
         refuse("", text, "sweep.size")
@@ -264,5 +317,9 @@ def _problems(plain: Sequence[str], swept: Sequence[Swept], spec: SweepSpec) -> 
 
 
 def _resume_problems(resume: Sequence[str]) -> list[Problem]:
-    bad = [w for w in resume if w not in ("resume=auto", "resume=never")]
-    return [Problem("resume", f"{w}: a sweep takes resume=auto or never", COMMAND_LINE, "choice.unknown") for w in bad]
+    problems = []
+    for word in resume:
+        if word not in ("resume=auto", "resume=never"):
+            text = f"{word}: a sweep takes resume=auto or never"
+            problems.append(Problem("resume", text, COMMAND_LINE, "choice.unknown"))
+    return problems

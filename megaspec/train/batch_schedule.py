@@ -14,22 +14,27 @@ class BatchSchedule:
     def __init__(self, train: TrainSpec, *, moved: int = 0):
         self._moved = moved
         self._stages: list[tuple[int, int, int]] = []  # (first step, first sample, batch)
-        step = sample = 0
+        step = 0
+        sample = 0
         if train.batch_ramp is not None:
             ramp = train.batch_ramp
             n_increments = (train.global_batch - ramp.start) // ramp.increment
             for k in range(n_increments):
                 batch = ramp.start + k * ramp.increment
+                # the batch grows at the first step that begins at or behind this sample
                 until = -(-(k + 1) * ramp.samples // n_increments)
                 n_steps = max(0, -(-(until - sample) // batch))
+                # a short part may lie wholly within the last step of the one before it
                 if n_steps:
                     self._stages.append((step, sample, batch))
-                step, sample = step + n_steps, sample + n_steps * batch
+                step += n_steps
+                sample += n_steps * batch
         self._stages.append((step, sample, train.global_batch))
 
     def batch(self, step: int) -> int:
         """Sequences of the step that follows `step` completed ones."""
-        return self._stage(step)[2]
+        _, _, batch = self._stage(step)
+        return batch
 
     def consumed(self, step: int) -> int:
         """Sequences that the first `step` steps take."""
@@ -42,4 +47,9 @@ class BatchSchedule:
         return tuple(batch for _, _, batch in self._stages)
 
     def _stage(self, step: int) -> tuple[int, int, int]:
-        return next(s for s in reversed(self._stages) if s[0] <= step)
+        """First step, first sample and batch of the stage that a step lies in."""
+        for stage in reversed(self._stages):
+            first_step, _, _ = stage
+            if first_step <= step:
+                return stage
+        raise AssertionError(f"step={step} must not be negative")

@@ -1,6 +1,11 @@
 """Length, batch, evaluation and reproducibility of a run."""
 
+from typing import Annotated, Never
+
+from pydantic import Field
+
 from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveCount, PositiveInt
+from megaspec.core.kinds import Kinds
 
 
 class BatchRamp(Frozen):
@@ -25,6 +30,9 @@ class SampleSpec(Frozen):
     """Sampling temperature; 0 takes the likeliest token."""
 
 
+LOSS_KINDS = Kinds()
+
+
 class TrainSpec(Frozen):
     """One training run."""
 
@@ -41,6 +49,8 @@ class TrainSpec(Frozen):
     """Seed of weights, dropout and, unless data.seed says otherwise, of the data order."""
     deterministic: bool = False
     """Use only operations whose result does not change between runs."""
+    loss: Annotated[Never, LOSS_KINDS] | None = Field(None, exclude_if=lambda loss: loss is None)
+    """A plug-in's loss. None: cross-entropy."""
     eval_every: NonNegativeCount = 0
     """Steps between evaluations on the validation split; 0 evaluates never."""
     eval_samples: PositiveCount = 64

@@ -1,7 +1,8 @@
-"""Measures what the GPUs at hand reach: the table that estimate/ceilings.py reads."""
+"""Measures what the GPUs at hand reach: the table that estimate/throughput.py reads."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import cycle, pairwise, product
 from math import ceil
 from statistics import median
@@ -12,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.data.batch import Batch
-from megaspec.estimate.ceilings import AttentionCurves, CeilingTable, CollectiveCurve, ProductCurves
 from megaspec.estimate.curves import Curve, never_faster
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import AttentionCurves, CollectiveCurve, ProductCurves, ThroughputTable
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
@@ -26,14 +27,25 @@ from megaspec.runtime.step import train_step
 from megaspec_kernels.attention.sdpa import attention
 from megaspec_kernels.product import add_product_
 
-# Tokens, and sides of weights; powers of two, between which times are interpolated.
+# m tokens, n outputs, k inputs of a linear layer: forward [m, k] [k, n], dgrad [m, n] [n, k], wgrad [n, m] [m, k]
+
+# Where curves are measured; between these sizes, most of them powers of two, times are interpolated.
+# Tokens and sides of weights, in bf16.
 ROWS = (512, 1024, 2048, 4096, 8192, 16384)
 SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
-FEW_ROWS, FEW_SIDES = (1024, 4096, 16384), (512, 2048, 8192)
-GROUPS, GROUP_ROWS = 64, (64, 256, 1024, 4096)
-HEAD_SIZES, HEAD_ROWS = (64, 128), tuple(2**p for p in range(15, 21))
+# The same in other formats and in grouped products.
+FEW_ROWS = (1024, 4096, 16384)
+FEW_SIDES = (512, 2048, 8192)
+# Experts of a grouped product, and rows of each.
+GROUPS = 64
+GROUP_ROWS = (64, 256, 1024, 4096)
+# Attention: sizes of a head, rows (tokens times heads), lengths of a sequence.
+HEAD_SIZES = (64, 128)
+HEAD_ROWS = tuple(2**p for p in range(15, 21))
 LENGTHS = (512, 1024, 2048, 4096, 8192)
+# Bytes that element-wise work reads and writes.
 MOVED = tuple(2**p for p in range(18, 33, 2))
+# Bytes of a collective.
 MESSAGES = (2**12, *(2**p for p in range(16, 29, 2)), 2**29)
 
 
@@ -45,8 +57,10 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16):
-        self._a, self._b = (torch.randn(4096, 4096, device=device, dtype=dtype) for _ in range(2))
+        self._a = torch.randn(4096, 4096, device=device, dtype=dtype)
+        self._b = torch.randn(4096, 4096, device=device, dtype=dtype)
         self._c = torch.empty_like(self._a)
+        # products that run before what is timed: one to find out how many make 10 ms
         self._ahead = 1
         self._ahead = max(1, ceil(0.01 / self.seconds(self._product, calls=5)))
 
@@ -66,6 +80,7 @@ class Stopwatch:
         events[1].record()
         events[1].synchronize()
         if calls is None:
+            # events count milliseconds
             calls = max(2, min(20, int(2.0 / events[0].elapsed_time(events[1]))))
         self._keep_busy()
         events[0].record()
@@ -79,7 +94,9 @@ class Stopwatch:
         return max(1e-9, median(runs) / calls / 1e3)
 
 
-def measure(hardware: Hardware, *, device: torch.device, target: Target, tell: Callable[[str], None]) -> CeilingTable:
+def measure(
+    hardware: Hardware, *, device: torch.device, target: Target, tell: Callable[[str], None]
+) -> ThroughputTable:
     """The table of this GPU, and of the links of the world's GPUs where there are several; every rank calls it.
 
     `tell` hears what is measured next. About a minute.
@@ -93,14 +110,18 @@ def measure(hardware: Hardware, *, device: torch.device, target: Target, tell: C
     watch = Stopwatch(device)
     grouped = measure_grouped(watch, device)
     tell("attention and element-wise work")
-    heads, moved = measure_attention(watch, device), measure_memory(watch, device)
+    heads = measure_attention(watch, device)
+    moved = measure_memory(watch, device)
     tell("collectives")
-    together = target.local_ranks or 1 if dist.is_initialized() else 1
-    collectives = tuple(measure_collectives(watch, device, together))
+    world = 1
+    ranks_of_node = 1
+    if dist.is_initialized():
+        world = dist.get_world_size()
+        ranks_of_node = target.local_ranks or 1
+    collectives = tuple(measure_collectives(watch, device, ranks_of_node))
     tell("what the host needs")
     launch, layer = measure_host(device, target.model_copy(update={"world_size": None, "gpus": 1}))
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    return CeilingTable(
+    return ThroughputTable(
         hardware=hardware.name,
         source=f"{world} x {torch.cuda.get_device_name(device)}, torch {torch.__version__}",
         products=products,
@@ -115,10 +136,12 @@ def measure(hardware: Hardware, *, device: torch.device, target: Target, tell: C
     )
 
 
-def table_text(table: CeilingTable) -> str:
+def table_text(table: ThroughputTable) -> str:
     """The table as JSON, one line for each of its parts."""
-    parts = table.model_dump(mode="json").items()
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(part)}" for name, part in parts) + "\n}\n"
+    lines = []
+    for name, part in table.model_dump(mode="json").items():
+        lines.append(f"{json.dumps(name)}: {json.dumps(part)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def measure_products(name: str, device: torch.device) -> ProductCurves:
@@ -127,19 +150,25 @@ def measure_products(name: str, device: torch.device) -> ProductCurves:
     works = fp8_products if name == "fp8" else plain_products
     dtype = DTYPES.get(name, torch.bfloat16)
     watch = Stopwatch(device, dtype)
-    m, n, k = (max(axis) for axis in sizes)
-    pools = [torch.randn(area, device=device, dtype=dtype) for area in (m * k, n * k, m * n)]
+    # numbers enough for the largest of each, of which every size takes the first
+    most_m, most_n, most_k = map(max, sizes)
+    x_pool = torch.randn(most_m * most_k, device=device, dtype=dtype)
+    weight_pool = torch.randn(most_n * most_k, device=device, dtype=dtype)
+    y_pool = torch.randn(most_m * most_n, device=device, dtype=dtype)
     times: dict[str, list[float]] = {"forward": [], "dgrad": [], "wgrad": []}
     for m, n, k in product(*sizes):
-        x, weight, y = (pool[: a * b].view(a, b) for pool, (a, b) in zip(pools, ((m, k), (n, k), (m, n)), strict=True))
+        x = x_pool[: m * k].view(m, k)
+        weight = weight_pool[: n * k].view(n, k)
+        y = y_pool[: m * n].view(m, n)
         for kind, work in works(x, weight, y).items():
             times[kind].append(watch.seconds(work))
-    return ProductCurves(**{kind: _curve(sizes, seconds) for kind, seconds in times.items()})
+    return _product_curves(sizes, times)
 
 
 def plain_products(x: Tensor, weight: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
     """[M, I], [O, I], [M, O]; the weight gradient is added to a sum in at least fp32."""
-    out, grad_x = torch.empty_like(y), torch.empty_like(x)
+    out = torch.empty_like(y)
+    grad_x = torch.empty_like(x)
     total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     return {
         "forward": lambda: torch.mm(x, weight.t(), out=out),
@@ -153,7 +182,8 @@ def fp8_products(x: Tensor, weight: Tensor, y: Tensor) -> dict[str, Callable[[],
     one = torch.ones((), device=x.device)
 
     def times(a: Tensor, b: Tensor, *, fast: bool, dtype: torch.dtype = torch.bfloat16) -> Callable[[], object]:
-        a8, b8 = (f.contiguous().to(torch.float8_e4m3fn) for f in (a, b))
+        a8 = a.contiguous().to(torch.float8_e4m3fn)
+        b8 = b.contiguous().to(torch.float8_e4m3fn)
         return lambda: torch._scaled_mm(a8, b8.t(), one, one, out_dtype=dtype, use_fast_accum=fast)
 
     return {
@@ -170,71 +200,84 @@ def measure_grouped(watch: Stopwatch, device: torch.device) -> ProductCurves:
     for rows, n, k in product(*sizes):
         m = GROUPS * rows
         ends = torch.arange(1, GROUPS + 1, device=device, dtype=torch.int32) * rows
-        x, y = (torch.randn(m, side, device=device, dtype=torch.bfloat16) for side in (k, n))
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        y = torch.randn(m, n, device=device, dtype=torch.bfloat16)
         weight = torch.randn(GROUPS, n, k, device=device, dtype=torch.bfloat16)
-        for kind, a, b in (
-            ("forward", x, weight.transpose(1, 2)),
-            ("dgrad", y, weight),
-            ("wgrad", y.t(), x),
-        ):
-            times[kind].append(watch.seconds(lambda a=a, b=b, ends=ends: torch._grouped_mm(a, b, offs=ends)))
-    return ProductCurves(**{kind: _curve(sizes, seconds) for kind, seconds in times.items()})
+        factors = {"forward": (x, weight.transpose(1, 2)), "dgrad": (y, weight), "wgrad": (y.t(), x)}
+        for kind, (a, b) in factors.items():
+            times[kind].append(watch.seconds(partial(torch._grouped_mm, a, b, offs=ends)))
+    return _product_curves(sizes, times)
 
 
 def measure_attention(watch: Stopwatch, device: torch.device) -> AttentionCurves:
     """Causal attention with four query heads to a key and value head."""
     sizes = (HEAD_SIZES, HEAD_ROWS, LENGTHS)
-    forward, backward = [], []
+    forward: list[float] = []
+    backward: list[float] = []
     for head_size, rows, length in product(*sizes):
+        # rows are tokens times heads: up to 32 heads of one sequence, the rest further sequences
         heads = min(32, rows // length)
-        shape = rows // length // heads, length
-        q = torch.randn(*shape, heads, head_size, device=device, dtype=torch.bfloat16, requires_grad=True)
-        k, v = (
-            torch.randn(*shape, heads // 4, head_size, device=device, dtype=torch.bfloat16, requires_grad=True)
-            for _ in range(2)
+        sequences = rows // length // heads
+        inputs = (
+            _heads(sequences, length, heads, head_size, device),
+            _heads(sequences, length, heads // 4, head_size, device),
+            _heads(sequences, length, heads // 4, head_size, device),
         )
-        out = attention(q, k, v)
+        out = attention(*inputs)
         grad = torch.randn_like(out)
-        forward.append(watch.seconds(lambda q=q, k=k, v=v: attention(q, k, v)))
-        backward.append(
-            watch.seconds(
-                lambda out=out, inputs=(q, k, v), grad=grad: torch.autograd.grad(out, inputs, grad, retain_graph=True)
-            )
-        )
+        forward.append(watch.seconds(partial(attention, *inputs)))
+        backward.append(watch.seconds(partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)))
     return AttentionCurves(forward=_curve(sizes, forward), backward=_curve(sizes, backward))
+
+
+def _heads(sequences: int, length: int, heads: int, head_size: int, device: torch.device) -> Tensor:
+    return torch.randn(sequences, length, heads, head_size, device=device, dtype=torch.bfloat16, requires_grad=True)
 
 
 def measure_memory(watch: Stopwatch, device: torch.device) -> Curve:
     """An element-wise sum over data that the cache does not hold."""
-    x, y, out = (torch.randn(max(MOVED) // 6, device=device, dtype=torch.bfloat16) for _ in range(3))
+    # two are read and one written, of 2 bytes an element
+    bytes_per_element = 3 * 2
+    x = torch.randn(max(MOVED) // bytes_per_element, device=device, dtype=torch.bfloat16)
+    y = torch.randn_like(x)
+    out = torch.empty_like(x)
     seconds = []
     for moved in MOVED:
-        part = moved // 6 // 64 * 64
-        starts = cycle(range(0, min(len(x) - part, 4096 * part) + 1, part))
-        seconds.append(watch.seconds(lambda starts=starts, part=part: _add(x, y, out, next(starts), part)))
+        size = moved // bytes_per_element // 64 * 64
+        # each call takes the next part, so that what it reads is no longer in the cache
+        starts = cycle(range(0, min(len(x) - size, 4096 * size) + 1, size))
+        seconds.append(watch.seconds(partial(_add_next, x, y, out, starts, size)))
     return _curve((MOVED,), seconds)
 
 
-def _add(x: Tensor, y: Tensor, out: Tensor, start: int, size: int) -> None:
+def _add_next(x: Tensor, y: Tensor, out: Tensor, starts: Iterator[int], size: int) -> None:
+    start = next(starts)
     torch.add(x[start : start + size], y[start : start + size], out=out[start : start + size])
 
 
 def measure_update(watch: Stopwatch, device: torch.device, moved: Curve) -> float:
     """The part of the rate of element-wise work that the fused AdamW reaches."""
-    parameters = [torch.randn(2**24, device=device) for _ in range(16)]
+    count = 16
+    elements = 2**24  # of each
+    parameters = [torch.randn(elements, device=device) for _ in range(count)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     optimizer = torch.optim.AdamW(parameters, fused=True)
     # weight, gradient and two averages are read, all but the gradient written, in fp32
-    return moved.at(7 * 4 * 2**24 * 16) / watch.seconds(optimizer.step)
+    moved_bytes = (4 + 3) * 4 * elements * count
+    return moved.at(moved_bytes) / watch.seconds(optimizer.step)
 
 
 def measure_collectives(watch: Stopwatch, device: torch.device, node: int) -> Iterable[CollectiveCurve]:
     """Every kind over 2, 4, 8, ... of the `node` ranks of a node, such groups side by side; all ranks take part."""
-    for ranks in (n for n in (2**p for p in range(1, 11)) if n <= node and node % n == 0):
-        world, rank = dist.get_world_size(), dist.get_rank()
+    for power in range(1, 11):
+        ranks = 2**power
+        if ranks > node or node % ranks:
+            continue
+        # every rank makes all groups, which torch asks for
+        world = dist.get_world_size()
         groups = [dist.new_group(list(range(first, first + ranks))) for first in range(0, world, ranks)]
-        group = groups[rank // ranks]
+        group = groups[dist.get_rank() // ranks]
         times: dict[str, list[float]] = {}
         for size in MESSAGES:
             for kind, work in collectives(size, group, device).items():
@@ -247,18 +290,20 @@ def measure_collectives(watch: Stopwatch, device: torch.device, node: int) -> It
 
 def collectives(size: int, group: dist.ProcessGroup, device: torch.device) -> dict[str, Callable[[], object]]:
     """One call of each kind on a tensor of `size` bytes; p2p sends it to the next rank of a ring."""
-    ranks, me = group.size(), group.rank()
+    ranks = group.size()
     whole = torch.zeros(size // 2, device=device, dtype=torch.bfloat16)
-    part, other = torch.zeros(size // 2 // ranks, device=device, dtype=torch.bfloat16), torch.empty_like(whole)
-    after, before = (dist.get_global_rank(group, (me + step) % ranks) for step in (1, -1))
+    part = torch.zeros(size // 2 // ranks, device=device, dtype=torch.bfloat16)
+    other = torch.empty_like(whole)
+    after = dist.get_global_rank(group, (group.rank() + 1) % ranks)
+    before = dist.get_global_rank(group, (group.rank() - 1) % ranks)
 
     def shift() -> None:
         moves = [
             dist.P2POp(dist.isend, whole, after, group=group),
             dist.P2POp(dist.irecv, other, before, group=group),
         ]
-        for one in dist.batch_isend_irecv(moves):
-            one.wait()
+        for transfer in dist.batch_isend_irecv(moves):
+            transfer.wait()
 
     return {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
@@ -274,11 +319,13 @@ def measure_host(device: torch.device, target: Target) -> tuple[float, float]:
 
     From a model that is too small for the GPU to be busy: with one and with three micro batches.
     """
-    layers, length, vocabulary = 8, 256, 1024
+    layers = 8
+    length = 256
+    vocabulary = 1024
     shape = {"n_layers": layers, "d_model": 256, "n_heads": 4, "n_kv_heads": 4, "d_ffn": 512}
     recipe = {
         "name": "host",
-        "model": shape | {"kind": "llama", "vocab_size": vocabulary},
+        "model": shape | {"kind": "decoder", "vocab_size": vocabulary},
         "precision": {"kind": "bf16"},
         "data": {"kind": "random", "vocab_size": vocabulary, "seq_len": length},
         "optim": {"kind": "adamw", "lr": 1e-4, "schedule": {"kind": "constant"}},
@@ -301,9 +348,18 @@ def measure_host(device: torch.device, target: Target) -> tuple[float, float]:
             torch.cuda.synchronize()
             runs.append(perf_counter() - start)
     # the first steps compile
-    one, three = (median(times[count][5:]) for count in (1, 3))
+    one = median(times[1][5:])
+    three = median(times[3][5:])
     micro_batch = (three - one) / 2
     return max(1e-6, one - micro_batch), max(1e-6, micro_batch / layers)
+
+
+def _product_curves(sizes: tuple[tuple[int, ...], ...], times: dict[str, list[float]]) -> ProductCurves:
+    return ProductCurves(
+        forward=_curve(sizes, times["forward"]),
+        dgrad=_curve(sizes, times["dgrad"]),
+        wgrad=_curve(sizes, times["wgrad"]),
+    )
 
 
 def _curve(sizes: tuple[tuple[int, ...], ...], seconds: list[float]) -> Curve:
@@ -311,4 +367,5 @@ def _curve(sizes: tuple[tuple[int, ...], ...], seconds: list[float]) -> Curve:
 
 
 def _rounded(seconds: float) -> float:
+    """To four digits, which is more than a measurement is good for."""
     return float(f"{seconds:.4g}")

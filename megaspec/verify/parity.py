@@ -6,7 +6,7 @@ arithmetic, and their rounding noise is measured against the size that gradients
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite, sqrt
+from math import isfinite, isnan, prod, sqrt
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megaspec.core.layout import Layout, layouts_as_json, layouts_of_json, whole
 from megaspec.data.batch import Batch
-from megaspec.model.kinds import moe_of
 from megaspec.parallelism.expert import RouterStatistics, buffers_of
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
@@ -92,7 +91,7 @@ class Finding:
         """Error in units of the tolerance: above 1 the comparison failed."""
         if not isfinite(self.error):
             return float("inf")
-        return self.error / self.tolerance if self.tolerance else float("inf") if self.error else 0.0
+        return _ratio(self.error, self.tolerance)
 
     def __str__(self) -> str:
         return f"{self.what}: error {self.error:.2e}, tolerance {self.tolerance:.0e}"
@@ -103,14 +102,16 @@ def divide(batch: Batch, *, mesh: Mesh, micro_batch: int) -> list[Batch]:
 
     Micro batch j of data-parallel rank r takes the sequences from (j · dp + r) · micro_batch on.
     """
-    dp, rank, n = mesh.size("dp"), mesh.index("dp"), len(batch.ids)
+    dp = mesh.size("dp")
+    rank = mesh.index("dp")
+    n = len(batch.ids)
     assert n % (dp * micro_batch) == 0, f"{n} sequences don't divide into dp={dp} times micro batches of {micro_batch}"
     out = []
     for j in range(n // (dp * micro_batch)):
         first = (j * dp + rank) * micro_batch
-        part = {
-            name: None if value is None else value[first : first + micro_batch] for name, value in vars(batch).items()
-        }
+        part: dict[str, Tensor | None] = {}
+        for name, value in vars(batch).items():
+            part[name] = None if value is None else value[first : first + micro_batch]
         out.append(Batch(**part).to(mesh.device))
     return out
 
@@ -132,6 +133,7 @@ def run_steps(
     """
     built = build(spec, mesh=mesh, position=position)
     initialise(built)
+    # the master weights are rounded, and the model's follow them
     if round_weights_to is not None:
         for name, master in built.optimizer.masters.items():
             built.optimizer.put("master", name, master.to(round_weights_to))
@@ -140,10 +142,14 @@ def run_steps(
     scaler = build_scaler(spec.precision, device=built.device)
     if loss_scale is not None:
         scaler.scale.fill_(loss_scale)
-    losses, norms, gradients = [], [], []
+    losses: list[float] = []
+    norms: list[float] = []
+    gradients: list[Gathered] = []  # of the first step alone
 
     def take_gradients() -> None:
-        unscaled = {name: g.to(torch.float64) / scaler.scale for name, g in built.data_parallel.gradients.items()}
+        unscaled: dict[str, Tensor] = {}
+        for name, gradient in built.data_parallel.gradients.items():
+            unscaled[name] = gradient.to(torch.float64) / scaler.scale
         if look is not None:
             look("gradient", unscaled, built.shards)
         gradients.append(gather_global(unscaled, built.shards, mesh=mesh))
@@ -155,7 +161,7 @@ def run_steps(
             lr=spec.optim.lr,
             weight_decay=spec.optim.weight_decay,
             scaler=scaler,
-            on_gradients=None if gradients else take_gradients,
+            on_gradients=None if gradients else take_gradients,  # of the first step
         )
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
@@ -164,7 +170,9 @@ def run_steps(
         look("weight", built.optimizer.masters, built.shards)
     weights = gather_global(built.optimizer.masters, built.shards, mesh=mesh)
     trajectory = Trajectory(losses, norms, evaluation, gradients[0], weights)
-    return trajectory if moe_of(spec.model) is None else replace(trajectory, routers=_routers(built, result.routers))
+    if spec.model.moe is None:
+        return trajectory
+    return replace(trajectory, routers=_routers(built, result.routers))
 
 
 def _routers(built: TrainState, statistics: RouterStatistics | None) -> Gathered:
@@ -174,7 +182,9 @@ def _routers(built: TrainState, statistics: RouterStatistics | None) -> Gathered
         numbers = {"drops": statistics.drops_L, "entropy": statistics.entropy_L, **statistics.losses}
         for i, layer in enumerate(statistics.layers):
             seen[f"{layer}.loads"] = statistics.loads_LE[i]
-            seen |= {f"{layer}.{name}": values_L[i : i + 1] for name, values_L in numbers.items()}
+            for name, values_L in numbers.items():
+                seen[f"{layer}.{name}"] = values_L[i : i + 1]
+    # every rank has all of each
     layouts = {name: whole(name, tuple(tensor.shape)) for name, tensor in seen.items()}
     return gather_global(seen, layouts, mesh=built.mesh)
 
@@ -184,28 +194,30 @@ def gather_global(local: Mapping[str, Tensor], layouts: Mapping[str, Layout], *,
 
     A rank need not hold a share of every tensor.
     """
-    ordered = {name: layouts[name] for name in local}
+    # Each rank sends two vectors: its numbers, tensor behind tensor, and the layouts that say which are which.
     nothing = torch.empty(0, dtype=torch.float64, device=mesh.device)
-    flat = torch.cat([nothing, *(t.detach().to(nothing).reshape(-1) for t in local.values())])
-    text = layouts_as_json(ordered.values())
+    flat = torch.cat([nothing, *(tensor.detach().to(nothing).reshape(-1) for tensor in local.values())])
+    text = layouts_as_json([layouts[name] for name in local])
     described = torch.tensor(list(text), dtype=torch.uint8, device=mesh.device)
-    flats, texts = [flat], [described]
+    flats = [flat]
+    texts = [described]
     if mesh.world_size > 1:
         flats = _gather(flat, mesh)
         texts = _gather(described, mesh)
-    values: dict[str, Tensor] = {}
-    gaps: dict[str, float] = {}
-    padding: dict[str, float] = {}
-    if mesh.rank == 0:
-        held = [layouts_of_json(bytes(t.tolist())) for t in texts]
-        pieces = [f.cpu().split([_numel(one.local_shape) for one in h]) for f, h in zip(flats, held, strict=True)]
-        shares: dict[str, list[tuple[Layout, Tensor]]] = {}
-        for layouts_there, tensors in zip(held, pieces, strict=True):
-            for layout, tensor in zip(layouts_there, tensors, strict=True):
-                shares.setdefault(layout.name, []).append((layout, tensor.view(layout.local_shape)))
-        for name, one in shares.items():
-            values[name], gaps[name], padding[name] = assemble(one)
-    return Gathered(values, gaps, padding)
+    gathered = Gathered({}, {}, {})
+    if mesh.rank != 0:
+        return gathered
+
+    # by name, every rank's layout and local tensor
+    shares: dict[str, list[tuple[Layout, Tensor]]] = {}
+    for flat_there, text_there in zip(flats, texts, strict=True):
+        layouts_there = layouts_of_json(bytes(text_there.tolist()))
+        sizes = [prod(layout.local_shape) for layout in layouts_there]
+        for layout, tensor in zip(layouts_there, flat_there.cpu().split(sizes), strict=True):
+            shares.setdefault(layout.name, []).append((layout, tensor.view(layout.local_shape)))
+    for name, of_ranks in shares.items():
+        gathered.values[name], gathered.replica_gap[name], gathered.padding[name] = assemble(of_ranks)
+    return gathered
 
 
 def assemble(shares: Sequence[tuple[Layout, Tensor]]) -> tuple[Tensor, float, float]:
@@ -213,7 +225,9 @@ def assemble(shares: Sequence[tuple[Layout, Tensor]]) -> tuple[Tensor, float, fl
 
     Refuses shares that leave an element of the global tensor without a value.
     """
-    name, shape = shares[0][0].name, shares[0][0].shape
+    first, _ = shares[0]
+    name = first.name
+    shape = first.shape
     out = torch.zeros(shape, dtype=torch.float64)
     written = torch.zeros(shape, dtype=torch.bool)
     gap = padding = 0.0
@@ -222,7 +236,9 @@ def assemble(shares: Sequence[tuple[Layout, Tensor]]) -> tuple[Tensor, float, fl
         unused = torch.ones(layout.local_shape, dtype=torch.bool)
         for piece in layout.pieces:
             mine = local[piece.local_slices].to(torch.float64)
-            there, known = out[piece.global_slices], written[piece.global_slices]
+            # views: what is written into them is written into the global tensor
+            there = out[piece.global_slices]
+            known = written[piece.global_slices]
             gap = _larger(gap, (mine - there)[known])
             there[~known] = mine[~known]
             known[...] = True
@@ -245,17 +261,18 @@ def gradient_errors(run: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> d
 
 def gradient_sizes(truth: Mapping[str, Tensor]) -> dict[str, float]:
     """What the largest difference of each tensor is divided by."""
-    square = sum(t.square().sum().item() for t in truth.values())
-    usual = sqrt(square / sum(t.numel() for t in truth.values()))
+    elements = sum(tensor.numel() for tensor in truth.values())
+    usual = sqrt(_square(truth) / elements)
     return {name: max(expected.abs().max().item(), usual) for name, expected in truth.items()}
 
 
 def compare(run: Trajectory, truth: Trajectory, tolerances: Tolerances) -> list[Finding]:
     """Every comparison of a run with the one-rank run on the same batches, the worst first."""
-    norm_of_gathered = sqrt(sum(g.square().sum().item() for g in run.gradients.values.values()))
+    norm_of_gathered = sqrt(_square(run.gradients.values))
+    loss_errors = _relative(run.losses, truth.losses)
     findings = [
-        _worst("loss at step {}", _relative(run.losses, truth.losses), tolerances.loss),
-        Finding("loss at step 1", _relative(run.losses, truth.losses)["1"], tolerances.loss),
+        _worst("loss at step {}", loss_errors, tolerances.loss),
+        Finding("loss at step 1", loss_errors["1"], tolerances.loss),
         Finding("evaluation loss", _relative([run.evaluation], [truth.evaluation])["1"], tolerances.loss),
         _worst("gradient norm at step {}", _relative(run.norms, truth.norms), tolerances.norm),
         Finding(
@@ -274,24 +291,29 @@ def compare(run: Trajectory, truth: Trajectory, tolerances: Tolerances) -> list[
     for what, gathered in held:
         findings.append(_worst(f"copies of {what} {{}}", gathered.replica_gap, 0.0))
         findings.append(_worst(f"padding of {what} {{}}", gathered.padding, 0.0))
-    return sorted(findings, key=lambda f: -f.margin)
+    return sorted(findings, key=lambda finding: -finding.margin)
+
+
+def _square(tensors: Mapping[str, Tensor]) -> float:
+    """The sum of squares of all elements."""
+    return sum(tensor.square().sum().item() for tensor in tensors.values())
 
 
 def _gather(local: Tensor, mesh: Mesh) -> list[Tensor]:
     """Every rank's tensor [n], of lengths that may differ, on rank 0; nothing elsewhere."""
+    # the lengths first, then padded vectors: ranks receive as much from each
     length = torch.tensor([local.numel()], device=mesh.device)
     lengths = [torch.zeros_like(length) for _ in range(mesh.world_size)]
     dist.all_gather(lengths, length)
-    counts = [int(n.item()) for n in lengths]
+    counts = torch.cat(lengths).tolist()
     padded = local.new_zeros(max(counts))
     padded[: local.numel()] = local
-    received = [torch.empty_like(padded) for _ in counts] if mesh.rank == 0 else None
+    if mesh.rank != 0:
+        dist.gather(padded, None, dst=0)
+        return []
+    received = [torch.empty_like(padded) for _ in counts]
     dist.gather(padded, received, dst=0)
-    return [r[:n] for r, n in zip(received, counts, strict=True)] if received is not None else []
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+    return [there[:count] for there, count in zip(received, counts, strict=True)]
 
 
 def _larger(so_far: float, values: Tensor) -> float:
@@ -302,17 +324,28 @@ def _larger(so_far: float, values: Tensor) -> float:
 
 
 def _ratio(difference: float, size: float) -> float:
+    """Zero over zero is none, anything else over zero infinitely much."""
     if difference == 0:
         return 0.0
-    return difference / size if size else float("inf")
+    if size == 0:
+        return float("inf")
+    return difference / size
 
 
 def _relative(values: Sequence[float], truth: Sequence[float]) -> dict[str, float]:
     """Relative errors by step, counted from 1."""
     assert len(values) == len(truth), f"{len(values)} steps and {len(truth)}"
-    return {str(i): _ratio(abs(a - b), abs(b)) for i, (a, b) in enumerate(zip(values, truth, strict=True), start=1)}
+    errors: dict[str, float] = {}
+    for step, (value, true) in enumerate(zip(values, truth, strict=True), start=1):
+        errors[str(step)] = _ratio(abs(value - true), abs(true))
+    return errors
 
 
 def _worst(label: str, errors: Mapping[str, float], tolerance: float) -> Finding:
-    where = max(errors, key=lambda k: errors[k] if errors[k] == errors[k] else float("inf"))
+    """The largest error, under the name of what it belongs to; NaN is the largest of all."""
+
+    def size(name: str) -> float:
+        return float("inf") if isnan(errors[name]) else errors[name]
+
+    where = max(errors, key=size)
     return Finding(label.format(where), errors[where], tolerance)

@@ -21,7 +21,6 @@ from megaspec.data.batch import Batch
 from megaspec.launcher.rendezvous import Rendezvous
 from megaspec.plugins import load
 from megaspec.runtime.build import mesh_of
-from megaspec.runtime.plugins import connect
 from megaspec.runtime.position import Position
 from megaspec.runtime.rank import RankInfo, bounded, join_world, leave_world, pick_device, read_spec, seed_generators
 from megaspec.spec import Spec
@@ -46,7 +45,6 @@ def main(
     """Runs the spec.json of one of the two folders for a few steps, and writes what came of it. -> 0."""
     me = RankInfo(rank, world_size, local_rank, attempt, store, timeout_seconds)
     load(plugins)
-    connect()
     folder = Path(run_dir)
     spec = read_spec(folder)
     device = pick_device(spec, local_rank)
@@ -75,16 +73,22 @@ def batches_of(spec: Spec, steps: int) -> list[Batch]:
     """Global batches of random tokens, a share of which counts, another one in each sequence; where there are several
     micro batches, in one of them nothing counts. With a document mask, documents of about four tokens."""
     draw = torch.Generator().manual_seed(7)
-    n, length, of_one = spec.train.global_batch, spec.data.seq_len, spec.train.micro_batch
+    n = spec.train.global_batch
+    length = spec.data.seq_len
+    micro_batch = spec.train.micro_batch
     batches = []
     for step in range(steps):
         stream = torch.randint(0, spec.model.vocab_size, (n, length + 1), generator=draw)
         mask = torch.rand(n, length, generator=draw) < torch.linspace(0.95, 0.15, n)[:, None]
+        # drawn in any case, so that tokens don't depend on the setting
         starts = torch.rand(n, length, generator=draw) < 0.25
-        mask[of_one : 2 * of_one] = False
-        mask[0, 0] = True
-        documents = starts.cumsum(1, dtype=torch.int32) if spec.data.document_mask else None
-        tokens, labels = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+        mask[micro_batch : 2 * micro_batch] = False
+        mask[0, 0] = True  # so that something counts
+        documents = None
+        if spec.data.document_mask:
+            documents = starts.cumsum(1, dtype=torch.int32)
+        tokens = stream[:, :-1].contiguous()
+        labels = stream[:, 1:].contiguous()
         batches.append(Batch(tokens, labels, mask, torch.arange(n) + step * n, documents))
     return batches
 
@@ -92,7 +96,10 @@ def batches_of(spec: Spec, steps: int) -> list[Batch]:
 def write_truth(folder: Path, truth: Trajectory) -> None:
     """The one-rank run, for `read_truth`."""
     parts = {"gradient": truth.gradients, "weight": truth.weights, "router": truth.routers}
-    tensors = {f"{kind} {n}": t.contiguous() for kind, part in parts.items() for n, t in part.values.items()}
+    tensors: dict[str, Tensor] = {}
+    for kind, part in parts.items():
+        for name, tensor in part.values.items():
+            tensors[f"{kind} {name}"] = tensor.contiguous()
     save_file(tensors, folder / _TENSORS)
     numbers = {"losses": truth.losses, "norms": truth.norms, "evaluation": truth.evaluation}
     (folder / _NUMBERS).write_text(json.dumps(numbers))
@@ -100,16 +107,19 @@ def write_truth(folder: Path, truth: Trajectory) -> None:
 
 def read_truth(folder: Path) -> Trajectory:
     """What `write_truth` wrote."""
-    tensors, numbers = load_file(folder / _TENSORS), json.loads((folder / _NUMBERS).read_text())
+    tensors = load_file(folder / _TENSORS)
+    numbers = json.loads((folder / _NUMBERS).read_text())
 
     def part(kind: str) -> Gathered:
-        values = {name.removeprefix(f"{kind} "): t for name, t in tensors.items() if name.startswith(f"{kind} ")}
+        prefix = f"{kind} "
+        values = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         return Gathered(values, dict.fromkeys(values, 0.0), dict.fromkeys(values, 0.0))
 
     return Trajectory(**numbers, gradients=part("gradient"), weights=part("weight"), routers=part("router"))
 
 
-_TENSORS, _NUMBERS = "truth.safetensors", "truth.json"
+_TENSORS = "truth.safetensors"
+_NUMBERS = "truth.json"
 
 
 class Differences:
@@ -135,11 +145,15 @@ def report(run: Trajectory, truth: Trajectory) -> dict[str, Any]:
     """Every comparison, and by how much each parameter may differ on a rank, as plain data."""
     tolerances = TOLERANCES[_PRECISION]
     allowed = {
-        kind: {name: size * tolerance for name, size in gradient_sizes(there.values).items()}
-        for kind, there, tolerance in (
-            ("gradient", truth.gradients, tolerances.gradient),
-            ("weight", truth.weights, tolerances.weight),
-        )
+        "gradient": _allowed(truth.gradients, tolerances.gradient),
+        "weight": _allowed(truth.weights, tolerances.weight),
     }
-    findings = [asdict(one) | {"margin": one.margin, "passed": one.passed} for one in compare(run, truth, tolerances)]
+    findings = []
+    for finding in compare(run, truth, tolerances):
+        findings.append(asdict(finding) | {"margin": finding.margin, "passed": finding.passed})
     return {"findings": findings, "allowed": allowed}
+
+
+def _allowed(truth: Gathered, tolerance: float) -> dict[str, float]:
+    """The largest difference of an element that counts as equal, by name."""
+    return {name: size * tolerance for name, size in gradient_sizes(truth.values).items()}

@@ -41,10 +41,21 @@ class Grid:
         return {name: getattr(self, name) for name in names}
 
 
-def grid_of(own: ParallelismSpec) -> Grid:
+def grid_of(parallelism: ParallelismSpec) -> Grid:
     """The grid of a filled recipe."""
-    degrees = (getattr(own, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"))
-    return Grid(*degrees, factors=own.context.factors if own.context.kind == "hierarchical" else None)
+    factors = None
+    if parallelism.context.kind == "hierarchical":
+        factors = parallelism.context.factors
+    return Grid(
+        pp=parallelism.pp,
+        dp_replicate=parallelism.dp_replicate,
+        dp_shard=parallelism.dp_shard,
+        cp=parallelism.cp,
+        tp=parallelism.tp,
+        ep=parallelism.ep,
+        etp=parallelism.etp,
+        factors=factors,
+    )
 
 
 def smaller_grids(whole: Grid, *, least: int = 1, most: int) -> list[Grid]:
@@ -57,22 +68,30 @@ def smaller_grids(whole: Grid, *, least: int = 1, most: int) -> list[Grid]:
 
 
 def _badness(whole: Grid, grid: Grid) -> tuple[float, ...]:
-    pairs = [(n, grid.degrees[axis]) for axis, n in whole.degrees.items()]
-    odd = sum(n % own != 0 for n, own in pairs)
-    uneven = sum(log2(n / own) ** 2 for n, own in pairs)
-    return odd, -grid.world, uneven
+    """The lower, the better: axes that don't divide the whole's, few ranks, axes that shrink differently."""
+    axes_that_do_not_divide = 0
+    uneven = 0.0
+    for axis, degree in whole.degrees.items():
+        smaller = grid.degrees[axis]
+        if degree % smaller:
+            axes_that_do_not_divide += 1
+        uneven += log2(degree / smaller) ** 2
+    return axes_that_do_not_divide, -grid.world, uneven
 
 
 def _grids(whole: Grid, most: int) -> Iterator[Grid]:
-    outer = whole.factors or (whole.cp, 1)
-    for pp, replicas, shards, first, second, tp in _products(
-        (whole.pp, whole.dp_replicate, whole.dp_shard, *outer, whole.tp), most
-    ):
+    # context parallelism of one kind has one factor
+    cp_factors = whole.factors or (whole.cp, 1)
+    dense = (whole.pp, whole.dp_replicate, whole.dp_shard, *cp_factors, whole.tp)
+    for pp, replicas, shards, first, second, tp in _products(dense, most):
         inner = replicas * shards * first * second * tp
         for ep, etp in _products((whole.ep, whole.etp), inner):
             factors = (first, second) if whole.factors else None
             grid = Grid(pp, replicas, shards, first * second, tp, ep, etp, factors)
-            if inner % (ep * etp) == 0 and (grid.edp > 1 or whole.edp == 1) and grid.edp <= max(1, whole.edp):
+            if inner % (ep * etp):
+                continue
+            keeps_edp = grid.edp > 1 or whole.edp == 1
+            if keeps_edp and grid.edp <= max(1, whole.edp):
                 yield grid
 
 

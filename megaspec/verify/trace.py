@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaspec.core.errors import Problem, RecipeError
+from megaspec.core.weight_facts import Stands
 from megaspec.data.batch import Batch
-from megaspec.estimate.communication import COPIES, TIED, WHOLE
 from megaspec.estimate.memory import memory_of
-from megaspec.estimate.parameters import PartialGradients, RankParameters
+from megaspec.estimate.parameters import PartialGradients
 from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.step_communication import COPIES, TIED, WHOLE
 from megaspec.nn.decoder import Decoder, Unit
-from megaspec.nn.moe import Moe
+from megaspec.nn.layer.facts import WeightCount
+from megaspec.nn.moe.module import Moe
 from megaspec.optim.narrow import NarrowAdamW
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.bucket import Bucket
@@ -39,6 +41,7 @@ from megaspec.verify.trace_memory import (
 from megaspec.verify.trace_recorder import Call, Recorder, TracePoint
 from megaspec_kernels.spec import KernelsSpec
 
+# Tensors of this device have no numbers: trace_recorder.py, note "Meta tensors".
 _META = torch.device("meta")
 
 
@@ -50,11 +53,11 @@ class Trace:
     stage: int
     parameters: dict[str, tuple[int, ...]]
     """Shapes on this rank, by global name."""
-    count: RankParameters
+    count: WeightCount
     """Their elements."""
     held: int
     """Of those that this rank updates."""
-    sizes: RankParameters
+    sizes: WeightCount
     """The same with the padding of the buckets that they lie in."""
     layers: tuple[int, int]
     """Of those in dense buckets of layers: elements, and the same with padding."""
@@ -81,8 +84,9 @@ class Trace:
 def ranks_to_trace(spec: Spec) -> tuple[int, ...]:
     """The first, the last, and one of the pipeline stage that `plan` finds fullest."""
     stages = memory_of(spec, device=spec.device)
-    fullest = max(range(len(stages)), key=lambda one: stages[one].total)
-    return tuple(sorted({0, spec.world_size - 1, fullest * (spec.world_size // len(stages))}))
+    fullest = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    ranks_of_stage = spec.world_size // len(stages)
+    return tuple(sorted({0, spec.world_size - 1, fullest * ranks_of_stage}))
 
 
 def trace_ranks(spec: Spec, ranks: Sequence[int] = ()) -> list[Trace]:
@@ -96,6 +100,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
+    # torch's fake backend does nothing whatever the device is, but meta is not on its list
     capable = dist.Backend.backend_capability["fake"]
     if "meta" not in capable:
         capable.append("meta")
@@ -106,28 +111,34 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Places(Position):
+class _TracedPosition(Position):
     """Tells the recorder where the rank is, and lets tables stand for what compiled layers make."""
 
     def __init__(self, recorder: Recorder, spec: Spec):
         super().__init__(_META)
-        self._recorder, self._spec = recorder, spec
+        self._recorder = recorder
+        self._spec = spec
+        # what the unit keeps whose backward pass runs
         self._current: list[KeptByUnit] = []
 
     def watch(self, chunk: Decoder) -> None:
-        place = 0
+        """Every unit of a chunk tells when its forward and its backward pass begin and end."""
+        is_compiled = self._spec.kernels.compile == "block"
+        place = 0  # of the unit's first layer among those of the chunk
         for unit in chunk.units:
-            is_compiled = self._spec.kernels.compile == "block"
             size = unit_bytes(self._spec, unit.name, place=place) if is_compiled else None
             place += sum(module in chunk.layers.values() for module in unit.modules)
             self._told(unit, size)
 
     def _told(self, unit: Unit, size: UnitBytes | None) -> None:
-        run, recorder = unit.run, self._recorder
+        """`size`: of a compiled unit, which the tables say; None: it is counted tensor by tensor."""
+        run = unit.run
+        recorder = self._recorder
 
         def told(x: Tensor, *more: object) -> Tensor:
             here = TracePoint("forward", self.micro, unit.name)
-            recorder.place, memory = here, recorder.memory
+            recorder.place = here
+            memory = recorder.memory
             if x.is_floating_point():
                 # what another stage sent is this one's now
                 memory.name(x, ACTIVATIONS)
@@ -138,6 +149,7 @@ class _Places(Position):
             if kept is not None:
                 memory.name(out, ACTIVATIONS)
             if out.requires_grad:
+                # the gradient of what came out is made first, that of what went in last
                 backward = replace(here, phase="backward")
                 held = [] if kept is None else [kept]
                 out.register_hook(lambda _: self._begin(backward, held))
@@ -151,7 +163,8 @@ class _Places(Position):
         """A unit's backward pass begins, and that of the one behind it has ended, which may hear of it later: both have
         hooks on the same tensor. `held`: emptied by the end; empty for a unit that is counted tensor by tensor."""
         self._leave()
-        self._recorder.place, self._current = here, held
+        self._recorder.place = here
+        self._current = held
         if held:
             self._recorder.unit = held[0]
             held[0].work()
@@ -172,36 +185,39 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
     """Builds a rank and takes a step. RecipeError: the Spec asks for what can be planned only, or for what can't do
     without numbers."""
     _check(spec)
-    start, recorder = time.monotonic(), Recorder()
+    start = time.monotonic()
+    recorder = Recorder()
     eager = spec.model_copy(update={"kernels": _kernels(spec)})
     with fake_world(rank, spec.world_size), recorder.watching():
-        built = build(eager, mesh=mesh_of(spec, rank=rank, device=_META), position=_Places(recorder, spec))
-        for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
-            moe.force_balance()
+        built = build(eager, mesh=mesh_of(spec, rank=rank, device=_META), position=_TracedPosition(recorder, spec))
+        _balance(built)  # loads of experts are numbers, which a trace has none of
         _name_what_is_held(built, recorder)
-        batches, scaler = _batches(spec), build_scaler(spec.precision, device=_META)
+        batches = _batches(spec)
+        scaler = build_scaler(spec.precision, device=_META)
         count = _enough(spec)
         if isinstance(built.optimizer, NarrowAdamW):
             _as_one_kernel(built.optimizer, recorder)
         recorder.place = TracePoint("step")
         recorder.memory.forget_peak()
         train_step(built, batches[:count], lr=1.0, weight_decay=0.0, scaler=scaler)
-    sums = _sums(built, whole=True), _sums(built, whole=False)
+    data_parallel = built.data_parallel
+    sums_of_whole = _sums(built, whole=True)
+    sums_of_rows = _sums(built, whole=False)
     return Trace(
         rank=rank,
         stage=built.mesh.index("pp"),
         parameters={name: tuple(parameter.shape) for name, parameter in built.parameters.items()},
-        count=_sizes(built, lambda division: sum(map(prod, division.shapes.values()))),
-        held=sum(gradient.numel() for gradient in built.data_parallel.gradients.values()),
+        count=_sizes(built, _elements),
+        held=sum(gradient.numel() for gradient in data_parallel.gradients.values()),
         sizes=_sizes(built, lambda division: division.numel),
         layers=_in_layers(built),
-        padding_at_head=_padding([b for b in built.data_parallel.buckets if "head.weight" in b.names]),
+        padding_at_head=_padding([bucket for bucket in data_parallel.buckets if _holds(bucket, "head", built)]),
         padding_again=_padding_again(built),
-        partial=PartialGradients(*(sum(n for n, _ in found) for found in sums)),
+        partial=PartialGradients(over_tp=sums_of_whole.elements, over_copies=sums_of_rows.elements),
         summed={
-            WHOLE: sum(n for _, n in sums[0]),
-            COPIES: sum(n for _, n in sums[1]),
-            TIED: sum(built.data_parallel.gradients[name].numel() for name in built.pipeline.shared),
+            WHOLE: sums_of_whole.held,
+            COPIES: sums_of_rows.held,
+            TIED: sum(data_parallel.gradients[name].numel() for name in built.pipeline.shared),
         },
         memory=recorder.memory.peak,
         peak_at=recorder.memory.peak_at,
@@ -211,56 +227,100 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
     )
 
 
-def _sums(built: TrainState, *, whole: bool) -> list[tuple[int, int]]:
-    """Elements of the gradients that tensor-parallel ranks add up, all of them and those that lie here. `whole`: of
-    parameters that have no part."""
-    found = []
-    for one in built.tensor_parallel.sums:
-        parameter = built.parameters.get(one.name)
-        if parameter is not None and (one.rows is None) is whole:
-            here, row = built.data_parallel.rows(one.name), prod(parameter.shape[1:])
-            first, last = (0, parameter.shape[0]) if one.rows is None else (one.rows.start, one.rows.stop)
-            held = max(0, min(last, here.stop) - max(first, here.start))
-            found.append(((last - first) * row, held * row))
+def _balance(built: TrainState) -> None:
+    for chunk in built.chunks:
+        for module in chunk.modules():
+            if isinstance(module, Moe):
+                module.force_balance()
+
+
+@dataclass
+class _SummedGradients:
+    """Gradients that tensor-parallel ranks add up, in elements."""
+
+    elements: int = 0
+    """On all ranks that share them out."""
+    held: int = 0
+    """Of those, the ones that lie here."""
+
+
+def _sums(built: TrainState, *, whole: bool) -> _SummedGradients:
+    """`whole`: of parameters that are summed as they are; else of those of which some rows are."""
+    found = _SummedGradients()
+    for gradient_sum in built.tensor_parallel.sums:
+        parameter = built.parameters.get(gradient_sum.name)
+        if parameter is None or (gradient_sum.rows is None) is not whole:
+            continue
+        first = 0
+        last = parameter.shape[0]
+        if gradient_sum.rows is not None:
+            first = gradient_sum.rows.start
+            last = gradient_sum.rows.stop
+        rows_here = built.data_parallel.rows(gradient_sum.name)
+        held = max(0, min(last, rows_here.stop) - max(first, rows_here.start))
+        row_elements = prod(parameter.shape[1:])
+        found.elements += (last - first) * row_elements
+        found.held += held * row_elements
     return found
 
 
+def _elements(division: Division) -> int:
+    """Of a bucket's parameters, without padding."""
+    return sum(map(prod, division.shapes.values()))
+
+
+def _holds(bucket: Bucket, stands: Stands, built: TrainState) -> bool:
+    """Some of a bucket's parameters stand there in the model."""
+    return any(built.facts[name].stands == stands for name in bucket.names)
+
+
 def _in_layers(built: TrainState) -> tuple[int, int]:
-    experts = built.tensor_parallel.experts
-    divisions = [
-        bucket.division
-        for bucket in built.data_parallel.buckets
-        if bucket.names[0] not in experts and bucket.names[0].startswith("layers.")
-    ]
-    return sum(sum(map(prod, one.shapes.values())) for one in divisions), sum(one.numel for one in divisions)
+    """Of dense buckets of layers: elements, and the same with padding."""
+    elements = 0
+    padded = 0
+    for bucket in built.data_parallel.buckets:
+        first = built.facts[bucket.names[0]]
+        if first.stands == "layer" and not first.is_expert:
+            elements += _elements(bucket.division)
+            padded += bucket.division.numel
+    return elements, padded
 
 
 def _padding_again(built: TrainState) -> int:
-    dense = [b for b in built.data_parallel.buckets if b.names[0] not in built.tensor_parallel.experts]
-    # one that several chunks or ends use is gathered for each
-    return _padding([b for b in dense if b.chunk is None or any(name.startswith("layers.") for name in b.names)])
+    """Of dense buckets that are gathered for each chunk or end that uses them."""
+    again = []
+    for bucket in built.data_parallel.buckets:
+        is_expert = built.facts[bucket.names[0]].is_expert
+        if not is_expert and (bucket.chunk is None or _holds(bucket, "layer", built)):
+            again.append(bucket)
+    return _padding(again)
 
 
 def _padding(buckets: list[Bucket]) -> int:
-    return sum(b.division.numel - sum(map(prod, b.division.shapes.values())) for b in buckets)
+    return sum(bucket.division.numel - _elements(bucket.division) for bucket in buckets)
 
 
-def _sizes(built: TrainState, size: Callable[[Division], int]) -> RankParameters:
+def _sizes(built: TrainState, size: Callable[[Division], int]) -> WeightCount:
     """Of all buckets, by what lies in them."""
-    experts = built.tensor_parallel.experts
-    total = dict.fromkeys((False, True), 0)
+    dense = 0
+    expert = 0
     for bucket in built.data_parallel.buckets:
-        total[bucket.names[0] in experts] += size(bucket.division)
-    return RankParameters(total[False], total[True])
+        # a bucket holds parameters of one kind
+        if built.facts[bucket.names[0]].is_expert:
+            expert += size(bucket.division)
+        else:
+            dense += size(bucket.division)
+    return WeightCount(dense, expert)
 
 
 def _check(spec: Spec) -> None:
     """Refuses what has to read numbers. RecipeError."""
-    own, problems = spec.parallelism.offload, []
+    problems: list[Problem] = []
     if isinstance(spec.optim, MuonSpec) and spec.world_size > 1:
         text = "optim.kind=muon can't be traced: its ranks tell each other what they hold, and a trace has one of them"
         problems.append(Problem("optim.kind", f"{text}; leave --trace out, or set optim=adamw", ""))
-    for name, value in (("layers", own.layers), ("optimizer", own.optimizer)):
+    offload = spec.parallelism.offload
+    for name, value in (("layers", offload.layers), ("optimizer", offload.optimizer)):
         if value:
             key = f"parallelism.offload.{name}"
             text = f"{key}={value} can't be traced: what goes to the CPU is copied, and a trace has nothing to copy"
@@ -290,20 +350,29 @@ def _as_one_kernel(optimizer: NarrowAdamW, recorder: Recorder) -> None:
 
 
 def _batches(spec: Spec) -> list[Batch]:
-    B, S, documents = spec.train.micro_batch, spec.data.seq_len, None
-    found = []
+    """One data-parallel rank's micro batches of a step, [B, S] each."""
+    B = spec.train.micro_batch
+    S = spec.data.seq_len
+    batches = []
     for _ in range(shape_of(spec).micro_batches):
-        tokens, labels = (torch.empty(B, S, dtype=torch.int64, device=_META) for _ in range(2))
+        documents = None
         if spec.data.document_mask:
             documents = torch.empty(B, S, dtype=torch.int32, device=_META)
-        mask, ids = (torch.empty(n, dtype=t, device=_META) for n, t in (((B, S), torch.bool), (B, torch.int64)))
-        found.append(Batch(tokens, labels, mask, ids, documents))
-    return found
+        batch = Batch(
+            torch.empty(B, S, dtype=torch.int64, device=_META),
+            torch.empty(B, S, dtype=torch.int64, device=_META),
+            torch.empty(B, S, dtype=torch.bool, device=_META),
+            torch.empty(B, dtype=torch.int64, device=_META),
+            documents,
+        )
+        batches.append(batch)
+    return batches
 
 
 def _enough(spec: Spec) -> int:
     """Micro batches after which every further one does the same again."""
     shape = shape_of(spec)
+    # gpipe holds all of a step's micro batches at once
     if shape.schedule == "gpipe":
         return shape.micro_batches
     return min(shape.micro_batches, 2 * shape.pp * shape.virtual)
@@ -317,9 +386,11 @@ def _name_what_is_held(built: TrainState, recorder: Recorder) -> None:
             memory.name(x, WEIGHTS)
     for bucket in built.data_parallel.buckets:
         for buffer, kind in ((bucket.weights, WEIGHTS), (bucket.sums, GRADIENTS)):
-            if buffer is not None:
-                memory.name(buffer.whole, kind if buffer.kept else COMMUNICATION)
-                memory.name(buffer.own, kind)
+            if buffer is None:
+                continue
+            # a whole bucket that is not kept is made for a collective; this rank's own part of it may lie inside it
+            memory.name(buffer.whole, kind if buffer.kept else COMMUNICATION)
+            memory.name(buffer.own, kind)
 
 
 def _scaled(calls: Counter[tuple[Call, int | None]], traced: int, all_: int) -> dict[Call, int]:

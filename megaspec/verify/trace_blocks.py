@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megaspec.estimate.activations import LayerBytes, layer_bytes
+from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.schedule import shape_of
-from megaspec.estimate.share import share_of
-from megaspec.model.kinds import has_experts
 from megaspec.spec import Spec
 from megaspec.verify.trace_memory import ACTIVATIONS, EXPERTS, Memory
 
@@ -42,15 +41,23 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
     if kind != "layers":
         return None
     first, _, last = numbers.partition("-")
-    share, own, experts = share_of(spec), spec.parallelism.recompute, has_experts(spec.model)
-    layers = [layer_bytes(share, with_experts=experts[i]) for i in range(int(first), int(last or first) + 1)]
-    backward = max(one.backward + one.sent for one in layers)
-    deferred = sum(one.deferred for one in layers) if shape_of(spec).splits_backward else 0
-    if own.kind == "full" and (own.method != "block" or place < (own.layers or 1)):
+    run = layer_run(spec)
+    recompute = spec.parallelism.recompute
+    facts = spec.model.facts
+    numbers_of_layers = range(int(first), int(last or first) + 1)
+    layers = [layer_bytes(run, facts.layers[number]) for number in numbers_of_layers]
+    backward = max(layer.backward + layer.sent for layer in layers)
+    deferred = 0
+    if shape_of(spec).splits_backward:
+        deferred = sum(layer.deferred for layer in layers)
+    # `block` recomputes the first layers of a chunk, other methods all
+    is_recomputed = recompute.kind == "full" and (recompute.method != "block" or place < (recompute.layers or 1))
+    if is_recomputed:
+        # all that the layers keep comes back at once, with the inputs of all but the first
         again = sum(map(_made_again, layers)) + (len(layers) - 1) * layers[0].input
         return UnitBytes(0, 0, again + backward, deferred)
-    (one,) = layers
-    return UnitBytes(one.kept - one.input, one.routed, one.again + backward, deferred)
+    (layer,) = layers
+    return UnitBytes(layer.kept - layer.input, layer.routed, layer.again + backward, deferred)
 
 
 def _made_again(one: LayerBytes) -> int:
@@ -61,7 +68,9 @@ class KeptByUnit:
     """Stands for what a unit keeps; gone with its last reference."""
 
     def __init__(self, memory: Memory, size: UnitBytes, x: Tensor):
-        self._memory, self._size, self.x = memory, size, x.detach()
+        self._memory = memory
+        self._size = size
+        self.x = x.detach()
         self._held = [_block(memory, ACTIVATIONS, size.kept), _block(memory, EXPERTS, size.routed)]
 
     def work(self) -> None:

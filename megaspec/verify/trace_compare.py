@@ -12,10 +12,12 @@ from megaspec.core.axes import (
     expert_shard_degrees,
     rank_groups,
 )
-from megaspec.estimate.communication import HEAD, LAYERS, Collective, Topology, collectives_of, topology_of
+from megaspec.estimate.communication import collectives_of
+from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of, shared_out
 from megaspec.estimate.parameters import partial_gradients, rank_parameters
-from megaspec.estimate.share import share_of
+from megaspec.estimate.step_communication import HEAD, LAYERS
+from megaspec.estimate.topology import Collective, Topology, topology_of
 from megaspec.spec import Spec
 from megaspec.verify.trace import Trace
 from megaspec.verify.trace_memory import KINDS
@@ -40,8 +42,12 @@ class Row:
 
     @property
     def agrees(self) -> bool:
-        apart = self.traced - self.planned if self.is_bound else abs(self.traced - self.planned)
-        return self.tolerance is None or apart <= self.tolerance * max(self.planned, 1)
+        if self.tolerance is None:
+            return True
+        difference = self.traced - self.planned
+        if not self.is_bound:
+            difference = abs(difference)
+        return difference <= self.tolerance * max(self.planned, 1)
 
 
 def compared(spec: Spec, trace: Trace) -> list[Row]:
@@ -75,13 +81,14 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
     plain = spec.model_copy(update={"kernels": spec.kernels.model_copy(update={"compile": "none"})})
     topology = topology_of(plain, None)
     planned: Counter[tuple[str, str]] = Counter()
-    every = collectives_of(plain, None, trace.stage)
-    apart = {LAYERS, HEAD} & {one.what for one in every}
-    for one in every:
-        size = one.times * _padded(one, spec, trace, apart)
-        if one.what in trace.summed:
-            size = trace.summed[one.what] * share_of(spec).wide
-        planned[one.kind, _along(_group(one, topology, trace.rank), topology)] += round(size)
+    collectives = collectives_of(plain, None, trace.stage)
+    apart = {LAYERS, HEAD} & {collective.what for collective in collectives}
+    for collective in collectives:
+        size = collective.times * _padded(collective, spec, trace, apart)
+        if collective.what in trace.summed:
+            size = trace.summed[collective.what] * layer_run(spec).wide
+        ranks = _group(collective, topology, trace.rank)
+        planned[collective.kind, _along(ranks, topology)] += round(size)
     traced: Counter[tuple[str, str]] = Counter()
     for call, times in trace.calls.items():
         traced[call.kind, _along(call.ranks, topology)] += call.bytes * times
@@ -90,40 +97,61 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
         yield Row(what, "bytes", planned[kind, along], traced[kind, along], 0.0)
 
 
-def _padded(one: Collective, spec: Spec, trace: Trace, apart: set[str]) -> float:
+def _padded(collective: Collective, spec: Spec, trace: Trace, apart: set[str]) -> float:
     """Its bytes with the padding of buckets, which are padded so that every rank has as much and no row is cut.
     `apart`: of LAYERS and HEAD, what is sent apart from the rest."""
-    if not one.what.endswith(("gradients", "weights")) or one.phase == "step":
-        return one.bytes
-    is_expert = one.what.startswith("experts'")
-    number, size = (trace.count.expert, trace.sizes.expert) if is_expert else (trace.count.dense, trace.sizes.dense)
-    if is_expert:
-        return one.bytes * size / number
-    width = share_of(spec).width
-    if one.kind == "all_gather" and one.phase == "backward":
-        return one.bytes + trace.padding_again * width
-    if one.kind == "all_gather":
-        rest = size - number - (HEAD in apart) * trace.padding_at_head
-        return one.bytes + (trace.padding_at_head if one.what == HEAD else rest) * width
-    if one.kind == "reduce_scatter" and LAYERS in apart:
-        number, size = trace.layers if one.what == LAYERS else (number - trace.layers[0], size - trace.layers[1])
-    return one.bytes * size / number
+    planned = collective.bytes
+    is_of_buckets = collective.what.endswith(("gradients", "weights")) and collective.phase != "step"
+    if not is_of_buckets:
+        return planned
+    if collective.what.startswith("experts'"):
+        return planned * trace.sizes.expert / trace.count.expert
+    # elements of the dense buckets, without and with padding
+    elements = trace.count.dense
+    padded = trace.sizes.dense
+    if collective.kind == "all_gather":
+        # a gather may be of some of the buckets alone: their padding is added as it is
+        width = layer_run(spec).width
+        if collective.phase == "backward":
+            padding = trace.padding_again
+        elif collective.what == HEAD:
+            padding = trace.padding_at_head
+        elif HEAD in apart:
+            padding = padded - elements - trace.padding_at_head
+        else:
+            padding = padded - elements
+        return planned + padding * width
+    if collective.kind == "reduce_scatter" and LAYERS in apart:
+        layer_elements, layer_padded = trace.layers
+        if collective.what == LAYERS:
+            return planned * layer_padded / layer_elements
+        return planned * (padded - layer_padded) / (elements - layer_elements)
+    return planned * padded / elements
 
 
-def _group(one: Collective, topology: Topology, rank: int) -> tuple[int, ...]:
+def _group(collective: Collective, topology: Topology, rank: int) -> tuple[int, ...]:
     """The ranks that a planned collective spans, as if all of the axes took part."""
-    axes = tuple(one.group.split("·"))
+    axes = tuple(collective.group.split("·"))
     if set(axes) <= set(DENSE_AXES):
-        names, sizes = DENSE_AXES, topology.dense
-    elif axes == ("edp",) and one.ranks < topology.expert["edp"]:
+        names = DENSE_AXES
+        sizes = topology.dense
+    elif axes == ("edp",) and collective.ranks < topology.expert["edp"]:
         # what is shared out is sent inside a replica
-        axes, names = ("edp_shard",), EXPERT_SHARD_AXES
+        axes = ("edp_shard",)
+        names = EXPERT_SHARD_AXES
         sizes = expert_shard_degrees(topology.dense, ep=topology.expert["ep"], etp=topology.expert["etp"])
     else:
-        names, sizes = EXPERT_AXES, topology.expert
+        names = EXPERT_AXES
+        sizes = topology.expert
     return next(tuple(group) for group in rank_groups(axes, sizes, names) if rank in group)
 
 
 def _along(ranks: tuple[int, ...], topology: Topology) -> str:
+    """`dp_shard·cp`: the axes on which the ranks differ."""
     places = [coordinates(rank, topology.dense) for rank in ranks]
-    return "·".join(axis for axis in DENSE_AXES if len({place[axis] for place in places}) > 1)
+    axes = []
+    for axis in DENSE_AXES:
+        indices = {place[axis] for place in places}
+        if len(indices) > 1:
+            axes.append(axis)
+    return "·".join(axes)

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
-ACTIVATIONS, LOGITS, EXPERTS, COMMUNICATION = "activations", "logits", "expert_buffers", "communication"
+# What memory is for; the names of StageMemory's fields.
+WEIGHTS = "weights"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer"
+ACTIVATIONS = "activations"
+LOGITS = "logits"
+EXPERTS = "expert_buffers"
+COMMUNICATION = "communication"
 KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, EXPERTS, COMMUNICATION)
 INSIDE = "inside"
 """What operations inside a compiled block make: counted as the tables say, not one by one."""
@@ -36,12 +42,20 @@ class Memory:
         self.now: Counter[str] = Counter()
         self.peak: dict[str, int] = {}
         self.peak_at = ""
-        self._where, self._total, self._most, self._next = where, 0, 0, _LINE
+        self._where = where
+        self._total = 0
+        self._most = 0
+        self._next = _LINE  # the address of the next storage; none has 0
         self._held: dict[int, _Held] = {}
 
     def forget_peak(self) -> None:
         """The peak is counted from here on."""
-        self._most, self.peak, self.peak_at = self._total, dict(self.now), self._where()
+        self._take_peak()
+
+    def _take_peak(self) -> None:
+        self._most = self._total
+        self.peak = dict(self.now)
+        self.peak_at = self._where()
 
     def see(self, x: Tensor, kind: str) -> None:
         """Counts a tensor's storage, if it is new."""
@@ -68,12 +82,15 @@ class Memory:
         self._add(held.kind, storage.nbytes() - held.bytes)
         held.bytes = storage.nbytes()
         if held.bytes:
-            held.address, self._next = self._next, self._next + held.bytes + _LINE
+            held.address = self._next
+            self._next += held.bytes + _LINE
 
     def address(self, storage: torch.UntypedStorage) -> int:
         """A number that no other storage has, and none had before."""
         held = self._held.get(id(storage))
-        return 0 if held is None else held.address
+        if held is None:
+            return 0
+        return held.address
 
     def _gone(self, key: int) -> None:
         held = self._held.pop(key)
@@ -85,7 +102,7 @@ class Memory:
         self.now[kind] += size
         self._total += size
         if self._total > self._most:
-            self._most, self.peak, self.peak_at = self._total, dict(self.now), self._where()
+            self._take_peak()
 
 
 def storage_of(x: Tensor) -> torch.UntypedStorage:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaspec.nn.linear import WeightGradientSum
+from megaspec.nn.linear import sum_of
 from megaspec.verify.trace_memory import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -63,7 +63,9 @@ class TracePoint:
     unit: str = ""
 
     def __str__(self) -> str:
-        return f"{self.phase} of micro batch {self.micro}, {self.unit}" if self.unit else self.phase
+        if not self.unit:
+            return self.phase
+        return f"{self.phase} of micro batch {self.micro}, {self.unit}"
 
 
 class Recorder:
@@ -88,7 +90,9 @@ class Recorder:
             return INSIDE
         if self.place.phase == "build":
             return OPTIMIZER
-        return LOGITS if self.place.unit == "head" else ACTIVATIONS
+        if self.place.unit == "head":
+            return LOGITS
+        return ACTIVATIONS
 
 
 @contextmanager
@@ -115,7 +119,8 @@ class _Storage:
     """A storage with an address of its own, whose size the memory keeps an eye on."""
 
     def __init__(self, storage: torch.UntypedStorage, memory: Memory):
-        self._storage, self._memory = storage, memory
+        self._storage = storage
+        self._memory = memory
 
     def data_ptr(self) -> int:
         return self._memory.address(self._storage)
@@ -135,12 +140,31 @@ def _attention(
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
 
 
+@dataclass(frozen=True)
+class _MadeTensor:
+    """All that a new tensor without numbers is made from."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_MadeTensor":
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
+
+    def again(self) -> Tensor:
+        """Another tensor like it."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
 class _Shapes:
     """Results of operations that make new tensors, of the same shapes for arguments of the same shapes: layers repeat
     each other, and to find a shape out takes torch ten times as long as to make a tensor of it."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[Any, ...] | None] = {}
+        # None in a result: an operator gives nothing for a gradient that nobody asked for
+        self._known: dict[Hashable, list[_MadeTensor | None]] = {}
         self._plain: dict[torch._ops.OpOverload, bool] = {}
 
     def __call__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -150,24 +174,25 @@ class _Shapes:
             return func(*args, **kwargs)
         key = (func, _form(args), _form(tuple(kwargs.items())))
         if key in self._known:
-            made = tuple(
-                one if one is None else torch.empty_strided(*one[:2], dtype=one[2], device=one[3])
-                for one in self._known[key]
-            )
-            return made[0] if len(func._schema.returns) == 1 else made
+            made = tuple(None if known is None else known.again() for known in self._known[key])
+            if len(func._schema.returns) == 1:
+                return made[0]
+            return made
         out = func(*args, **kwargs)
         made = out if isinstance(out, tuple) else (out,)
-        # an operator gives nothing for a gradient that nobody asked for
-        self._known[key] = tuple(None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device) for x in made)
+        self._known[key] = [None if x is None else _MadeTensor.of(x) for x in made]
         return out
 
 
 def _makes_new(func: torch._ops.OpOverload) -> bool:
     """Whether an operation does nothing but make new tensors."""
     schema = func._schema
-    values = (*schema.arguments, *schema.returns)
-    tensors = all(str(value.type) == "Tensor" for value in schema.returns)
-    return func.namespace == "aten" and tensors and bool(schema.returns) and not any(v.alias_info for v in values)
+    if func.namespace != "aten" or not schema.returns:
+        return False
+    if any(str(value.type) != "Tensor" for value in schema.returns):
+        return False
+    # what shares memory with an argument, or is written in place, carries this
+    return not any(value.alias_info for value in (*schema.arguments, *schema.returns))
 
 
 def _form(value: Any) -> Hashable:
@@ -184,38 +209,47 @@ class _Operations(TorchDispatchMode):
 
     def __init__(self, recorder: Recorder):
         super().__init__()
-        self._recorder, self._shapes = recorder, _Shapes()
-        self._ranks: dict[str, tuple[int, ...]] = {}
+        self._recorder = recorder
+        self._shapes = _Shapes()
+        self._ranks: dict[str, tuple[int, ...]] = {}  # of a group, by its name
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.megaspec.add_weight_gradient.default:
             # without numbers torch would leave its inside out: who waits for the gradient has to be told
-            total, *factors = args
+            _, ticket, *factors = args
             with self:  # it is off inside of what it handles
-                WeightGradientSum.add(total, _Product(*factors, self._recorder.unit))
+                sum_of(ticket).add(_Product(*factors, self._recorder.unit))
             return None
         out = self._shapes(func, args, kwargs or {})
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, out)
         recorder = self._recorder
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor):
+        results = out if isinstance(out, tuple | list) else (out,)
+        for x in results:
+            # what is on the CPU has numbers, and is no part of what a GPU holds
+            if isinstance(x, Tensor) and x.is_meta:
                 recorder.memory.see(x, recorder.kind)
         return out
 
     def _collective(self, func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> None:
-        name, recorder = func._opname, self._recorder
+        name = func._opname
+        recorder = self._recorder
         if name == "recv_":
             for x in args[0]:
                 recorder.memory.name(x, COMMUNICATION)
         if name in _SEND_NOTHING:
             return
         if name in _FUNCTIONAL and func.namespace == "_c10d_functional":
-            kind, group, x = _FUNCTIONAL[name], args[-1], out if name == "all_gather_into_tensor" else args[0]
+            kind = _FUNCTIONAL[name]
+            group = args[-1]
+            x = out if name == "all_gather_into_tensor" else args[0]
         else:
             kind, where = _IN_PLACE[name]
-            x = args[where][0] if isinstance(args[where], list) else args[where]
-            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).group_name
+            x = args[where]
+            if isinstance(x, list):
+                x = x[0]
+            group_object = next(argument for argument in args if isinstance(argument, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(group_object).group_name
         recorder.calls[Call(kind, self._ranks_of(group), x.nbytes), recorder.place.micro] += 1
 
     def _ranks_of(self, group: str) -> tuple[int, ...]:

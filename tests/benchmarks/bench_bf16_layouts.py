@@ -24,8 +24,8 @@ from torch import Tensor
 
 from megaspec.data.loader import Loader, open_source
 from megaspec.data.manifest import load_manifest
-from megaspec.nn.attention import SequenceContext
-from megaspec.nn.router import Router
+from megaspec.nn.attention.module import SequenceContext
+from megaspec.nn.moe.router import Router
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
@@ -41,7 +41,7 @@ from tests.benchmarks.bench_train import device_here, join, target_of
 LOSS_FLOOR, NORM_FLOOR, FACTOR = 2e-3, 1e-2, 3.0
 BATCH, SEQ, MICRO_BATCH = 16, 256, 4
 MODEL = {
-    "kind": "llama", "n_layers": 8, "d_model": 256, "n_heads": 8, "n_kv_heads": 4, "d_head": 32, "d_ffn": 768,
+    "kind": "decoder", "n_layers": 8, "d_model": 256, "n_heads": 8, "n_kv_heads": 4, "d_head": 32, "d_ffn": 768,
     "max_seq_len": SEQ,
 }  # fmt: skip
 MOE = {"n_experts": 8, "top_k": 2, "d_expert": 384}
@@ -148,7 +148,7 @@ class Choices:
             if context.noise is None:
                 return Router.choose(router, ranking_BTE, context)
             T = ranking_BTE.shape[1]
-            index = context.index[router.part[0] * T : (router.part[0] + 1) * T]
+            index = router.places_here(context.index, T)
             return here[context.noise.ids][:, index].to(torch.int64)
 
         return choose

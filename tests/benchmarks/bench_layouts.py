@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import hardware_of
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import detect_target
+from megaspec.estimate.throughput import throughput_of
 from tests.benchmarks import bench_train
 
 
@@ -46,7 +46,7 @@ def predicted(args: argparse.Namespace, world: int) -> dict[str, float]:
     if hardware is None:
         return {}
     return {
-        "plan_ms": round(step_time(spec, hardware, ceilings_of(hardware)).seconds * 1e3, 2),
+        "plan_ms": round(step_time(spec, hardware, throughput_of(hardware)).seconds * 1e3, 2),
         "plan_gib": round(fullest(memory_of(spec)).allocated / 2**30, 2),
     }
 

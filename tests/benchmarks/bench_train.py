@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from megaspec.data.batch import Batch
 from megaspec.estimate.target import Target, detect_target
-from megaspec.model.kinds import has_experts, moe_of
-from megaspec.nn.moe import Moe
+from megaspec.nn.moe.module import Moe
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.recipe import Recipe
@@ -37,12 +36,13 @@ from tests.benchmarks.exposed import profiled
 
 QWEN3MOE8 = {
     "n_layers": 8, "d_model": 2048, "n_heads": 32, "n_kv_heads": 4, "d_head": 128, "d_ffn": 6144,
-    "vocab_size": 151936, "rope_base": 1e6, "qk_norm": True,
+    "vocab_size": 151936, "positions": {"kind": "rotary", "base": 1e6},
+    "attention": {"kind": "gqa", "qk_norm": "per_head"},
     "moe": {"n_experts": 128, "top_k": 8, "d_expert": 768},
 }  # fmt: skip
 LLAMA8B = {
     "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "d_ffn": 14336,
-    "vocab_size": 128256, "rope_base": 5e5,
+    "vocab_size": 128256, "positions": {"kind": "rotary", "base": 5e5},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "llama1b": {
         "n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ffn": 8192,
-        "vocab_size": 128256, "tied_embeddings": True, "rope_base": 5e5,
+        "vocab_size": 128256, "tied_embeddings": True, "positions": {"kind": "rotary", "base": 5e5},
     },
     "llama8b": LLAMA8B,
     "llama8b16": LLAMA8B | {"n_layers": 16},
@@ -77,7 +77,7 @@ def recipe_of(args: argparse.Namespace, world: int) -> Recipe:
     """What is measured."""
     fields: dict[str, Any] = {
         "name": "bench",
-        "model": copy.deepcopy(MODELS[args.model]) | {"kind": "llama", "max_seq_len": args.seq},
+        "model": copy.deepcopy(MODELS[args.model]) | {"kind": "decoder", "max_seq_len": args.seq},
         "parallelism": {"tp": args.tp},
         "precision": {"kind": args.precision},
         "data": {"kind": "random", "vocab_size": MODELS[args.model]["vocab_size"], "seq_len": args.seq, "seed": 1},
@@ -247,13 +247,16 @@ def report(
     ranks: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The line that is printed."""
-    m, moe = spec.model, moe_of(spec.model)
+    m, moe = spec.model, spec.model.moe
     q, kv = m.n_heads * m.d_head, m.n_kv_heads * m.d_head
     attention = m.d_model * (q + 2 * kv) + q * m.d_model
     matmul = m.vocab_size * m.d_model
-    for with_experts in has_experts(m):
-        width = moe.top_k * moe.d_expert + (moe.d_shared or 0) if with_experts else m.d_ffn
-        matmul += attention + 3 * m.d_model * width + (m.d_model * moe.n_experts if with_experts else 0)
+    for layer in m.facts.layers:
+        width = m.d_ffn
+        if layer.has_experts:
+            width = moe.top_k * moe.d_expert + (moe.d_shared or 0)
+            matmul += m.d_model * moe.n_experts
+        matmul += attention + 3 * m.d_model * width
     full = 6 * matmul + 12 * m.n_layers * q * args.seq
     causal = 6 * matmul + 6 * m.n_layers * q * args.seq
     median = statistics.median(times)

@@ -10,11 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import StepTime, step_time
 from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import throughput_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_filled
 from megaspec.rules.run_facts import Facts
@@ -307,7 +307,7 @@ def _kind(file: str) -> str:
 
 
 def _time(line: Line, kind: str) -> StepTime:
-    return step_time(recipe_of(line, kind), HARDWARE[kind], ceilings_of(HARDWARE[kind]))
+    return step_time(recipe_of(line, kind), HARDWARE[kind], throughput_of(HARDWARE[kind]))
 
 
 def _predicted_ms(line: Line, kind: str) -> float:

@@ -7,8 +7,8 @@ import torch
 
 from megaspec.cli import main
 from megaspec.commands import bench_kernel
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.throughput import throughput_of
 from megaspec_kernels import bench
 from megaspec_kernels.bench import Row, measure
 from megaspec_kernels.benches import BENCHES
@@ -78,12 +78,12 @@ def test_an_operation_that_is_none(capsys):
 
 
 def test_what_is_reached_is_compared_with_what_the_machine_was_measured_to_reach():
-    ceilings = ceilings_of(HARDWARE["H200"])
+    throughput = throughput_of(HARDWARE["H200"])
     moved = 2.0**30
-    row = Row("unpermute", "triton", "a shape", 0.5, 2 * ceilings.memory_seconds(moved), moved, "bytes")
-    assert bench_kernel.share_of(row, ceilings) == pytest.approx(0.5)
+    row = Row("unpermute", "triton", "a shape", 0.5, 2 * throughput.memory_seconds(moved), moved, "bytes")
+    assert bench_kernel.share_of(row, throughput) == pytest.approx(0.5)
     assert bench_kernel.share_of(row, None) is None
-    assert bench_kernel.as_text(row, ceilings).endswith("  50 %")
-    seconds = ceilings.matmul_seconds(8192, 8192, 4096, precision="bf16", kind="forward")
+    assert bench_kernel.as_text(row, throughput).endswith("  50 %")
+    seconds = throughput.matmul_seconds(8192, 8192, 4096, precision="bf16", kind="forward")
     product = Row("grouped", "torch", "a shape", 0.5, seconds, 2.0 * 8192 * 8192 * 4096, "flops")
-    assert bench_kernel.share_of(product, ceilings) == pytest.approx(1)
+    assert bench_kernel.share_of(product, throughput) == pytest.approx(1)

@@ -96,7 +96,7 @@ def test_ranks(capsys):
         (("--ranks", "x"), "--ranks x must be ranks"),
         (("hardware=H300",), "H300"),
         (("gpus=0",), "gpus=0 must be a whole number from 1"),
-        (("ceilings=nowhere.json",), "ceilings=nowhere.json is no file"),
+        (("throughput=nowhere.json",), "throughput=nowhere.json is no file"),
     ],
 )
 def test_mistakes(words, says, capsys):

@@ -53,8 +53,8 @@ def test_shipped_choices_are_valid(path):
         "train: {steps: 15T, global_batch: 1_024, micro_batch: auto}",
         "train: {steps: 1e6}",
         "data: {vocab_size: '${model.vocab_size}', seq_len: '???'}",
-        "model: {moe: null, mla: null}",
-        "model: {rope_base: 500_000.0, moe: {n_experts: 8, router: {losses: [{kind: aux, coefficient: 1e-2}]}}}",
+        "model: {moe: null, attention: {kind: mla, kv_rank: 8, d_nope: 8, d_rope: 8, d_value: 8, q_rank: null}}",
+        "model: {positions: {base: 500_000.0}, moe: {n_experts: 8, router: {losses: [{kind: aux, coefficient: 1}]}}}",
         "optim: {lr: 3e-4, clip: null}",
         "optim: {kind: sgd, momentum: 0.0}",
         "defaults: [hello, {override /model: mine}, _self_]",
@@ -113,9 +113,9 @@ def test_the_schema_is_not_stricter_than_the_language(tmp_path, monkeypatch):
 
 
 def test_groups_know_their_own_keys():
-    assert is_valid("kind: llama\nn_layers: 4", "model") == [True, True]
+    assert is_valid("kind: decoder\nn_layers: 4", "model") == [True, True]
     assert is_valid("defaults: [llama3_8b]\nn_layers: 4", "model") == [True, True]
-    assert is_valid("kind: llama\nlr: 4", "model") == [False, False]
+    assert is_valid("kind: decoder\nlr: 4", "model") == [False, False]
     assert is_valid("defaults: [{override /data: x}]", "model") == [False, False]
 
 

@@ -66,7 +66,7 @@ def test_recipe_beats_group_and_command_line_beats_both():
     assert hello.origins["optim.kind"] == "conf/optim/adamw.yaml:1"
     changed = compose("hello", ["optim.lr=1e-5", "optim.beta2=0.99", "model=gpt2_124m"])
     assert (changed.recipe.optim.lr, changed.recipe.optim.beta2) == (1e-5, 0.99)
-    assert changed.recipe.model.kind == "gpt"
+    assert changed.recipe.model.positions.kind == "learned"
     assert changed.origins["optim.lr"] == changed.origins["optim.beta2"] == "command line"
     assert changed.origins["model.kind"] == "conf/model/gpt2_124m.yaml:2"
 
@@ -99,7 +99,7 @@ def test_the_users_own_folders(folder):
 
 def test_a_recipe_may_write_its_model_and_data_out(folder):
     (folder / "recipes" / "whole.yaml").write_text(
-        "model: {kind: gpt, n_layers: 2, d_model: 8, n_heads: 2}\ndata: {kind: synthetic, seq_len: 4}\n"
+        "model: {kind: decoder, n_layers: 2, d_model: 8, n_heads: 2}\ndata: {kind: synthetic, seq_len: 4}\n"
         "train: {steps: 3, global_batch: 2}\n"
     )
     recipe = compose("whole").recipe
@@ -237,7 +237,7 @@ def test_a_choice_replaces_optimizer_precision_and_model_and_the_kind_that_a_rec
         "defaults:\n  - hello\n  - override /precision: fp16\n"
         "optim: {beta1: 0.8, formats: {master: fp16}, clip: 2.0}\n"
         "precision: {hysteresis: 3}\n"
-        "model: {qk_norm: true, n_layers: 3}\n"
+        "model: {positions: {base: 100.0}, n_layers: 3}\n"
         "data: {kind: indexed, split: [1, 1, 0], blnd: 1}\n"
     )
     composed = compose("mine", ["optim=sgd", "precision=fp32", "model=gpt2_124m", "~data.blnd"])
@@ -245,9 +245,18 @@ def test_a_choice_replaces_optimizer_precision_and_model_and_the_kind_that_a_rec
         "optim.beta1 (recipes/mine.yaml:4): no key of optim.kind=sgd",
         "optim.formats (recipes/mine.yaml:4): no key of optim.kind=sgd",
         "precision.hysteresis (recipes/mine.yaml:5): no key of precision.kind=fp32",
-        "model.qk_norm (recipes/mine.yaml:6): no key of model.kind=gpt",
+        "model.positions.base (recipes/mine.yaml:6): no key of model.positions.kind=learned",
     )
     assert (composed.recipe.optim.clip, composed.recipe.model.n_layers) == (2.0, 3)
+    # a part of the model that the recipe writes out, as a section
+    (folder / "recipes" / "parts.yaml").write_text(
+        "defaults:\n  - hello\nmodel: {positions: {kind: none}, mlp: {bias: true}}\n"
+    )
+    assert compose("parts").recipe.model.positions.kind == "none"
+    composed = compose("parts", ["model=gpt2_124m"])
+    assert composed.left_out == ("model.positions.kind=none (recipes/parts.yaml:3): model=gpt2_124m is chosen",)
+    assert (composed.recipe.model.positions.kind, composed.recipe.model.mlp.bias) == ("learned", True)
+    assert composed.origins["model.positions.kind"] == "conf/model/gpt2_124m.yaml:10"
     composed = compose("mine", ["data=random", "~data.blnd"])
     assert composed.left_out[-1] == "data.kind=indexed (recipes/mine.yaml:7): data=random is chosen"
     assert (composed.recipe.data.kind, composed.origins["data.kind"]) == ("random", "conf/data/random.yaml:2")

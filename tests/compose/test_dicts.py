@@ -12,7 +12,7 @@ from megaspec.core.errors import RecipeError
 from megaspec.estimate.target import Target
 from megaspec.spec_from import spec_from
 
-MODEL = {"kind": "llama", "n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 37}
+MODEL = {"kind": "decoder", "n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 37}
 WHOLE: dict[str, Any] = {
     "name": "mine",
     "model": MODEL,
@@ -92,6 +92,15 @@ def test_a_section_of_another_kind_replaces_what_it_lies_over() -> None:
     assert told(WHOLE | {"optim": {"kind": "sgd"}})[0].startswith("optim.lr is missing; set it")
     kept = compose_dicts(WHOLE | {"optim": {"kind": "adamw", "weight_decay": 0.2}})
     assert (kept.recipe.optim.lr, kept.left_out) == (3e-4, ())
+
+
+def test_a_part_of_another_kind_replaces_what_it_lies_over() -> None:
+    positions = {"kind": "learned"}
+    found = compose_dicts({"model": "llama3_8b"}, WHOLE | {"model": {"positions": positions, "n_layers": 2}})
+    assert (found.recipe.model.positions.kind, found.recipe.model.d_model) == ("learned", 4096)
+    (left,) = found.left_out
+    assert left.startswith("model.positions.base (conf/model/llama3_8b.yaml:")
+    assert left.endswith("dict 2 says model.positions.kind=learned")
 
 
 def test_mistakes_read_as_those_of_a_file(folder: Path) -> None:

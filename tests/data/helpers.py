@@ -7,7 +7,7 @@ import numpy as np
 
 from megaspec.data.indexed import IndexedWriter, token_dtype
 from megaspec.data.manifest import (
-    Manifest,
+    DataManifest,
     SourceRecord,
     TokenizerRecord,
     block_bytes_for,
@@ -33,10 +33,12 @@ def write_dataset(
     return tokens
 
 
-def add_manifest(prefix: Path, *, vocab_size: int, documents: int, tokens: int, tokenizer: str = "byte") -> Manifest:
+def add_manifest(
+    prefix: Path, *, vocab_size: int, documents: int, tokens: int, tokenizer: str = "byte"
+) -> DataManifest:
     data, index = Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
     block = block_bytes_for(len(data))
-    manifest = Manifest(
+    manifest = DataManifest(
         tokens=tokens,
         documents=documents,
         sequences=documents,

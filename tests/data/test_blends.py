@@ -67,7 +67,7 @@ def by_us(folder: Path, case: Case) -> dict[str, str]:
     order = DataOrder(
         spec, [IndexedFile(p.prefix) for p in spec.blend], split="train", seed=case.seed, segments=(case.samples,)
     )
-    datasets = [order.place(position).dataset for position in range(case.samples)]
+    datasets = [order.location(position).dataset for position in range(case.samples)]
     return kept(datasets, [source.read(position).tokens for position in range(case.samples)])
 
 
@@ -119,7 +119,7 @@ def test_an_index_of_once_divided_weights_is_not_taken(folder, tmp_path, weights
         {"kind": "blend", "weights": once, "samples": 400}, lambda: {"dataset": dataset, "sample": sample}
     )
     order = DataOrder(spec, [IndexedFile(p.prefix) for p in spec.blend], split="train", seed=1, segments=(400,))
-    found = [order.place(position).dataset for position in range(400)]
+    found = [order.location(position).dataset for position in range(400)]
     assert found == blend_indices(normalized(once), 400)[0].tolist()
     assert found != dataset.tolist()
 
@@ -155,7 +155,7 @@ def test_evaluation_is_one_pass_whatever_the_weights(folder):
     for words in (("d0", "d1"), ("3", "d0", "1", "d1")):
         spec = spec_of(folder, Case(words, 1)).model_copy(update={"split": (0.0, 1.0, 0.0)})
         order = order_of(spec, split="valid")
-        counts = np.bincount([order.place(position).dataset for position in range(len(order))])
+        counts = np.bincount([order.location(position).dataset for position in range(len(order))])
         in_a_pass = [in_one_pass(spec.model_copy(update={"blend": (part,)})) for part in spec.blend]
         assert len(order) == sum(in_a_pass)
         if words[0] == "d0":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaspec.core.errors import DataError, WriteError
@@ -39,6 +39,7 @@ def test_dtype_rule(vocab_size, name):
     assert token_dtype(vocab_size).name == name
 
 
+@settings(deadline=None)
 @given(
     documents=st.lists(st.lists(st.integers(0, 65000), max_size=9), max_size=12),
     wide=st.booleans(),

@@ -54,7 +54,7 @@ def test_first_segment_is_megatrons(data):
         assert pieces[0][1] == start
         assert pieces[-1][0] == index.document_index[last]
         assert pieces[-1][2] == end + 1
-    assert {order.place(position).dataset for position in range(500)} == {0}
+    assert {order.location(position).dataset for position in range(500)} == {0}
 
 
 @pytest.mark.parametrize("prefixes", [["a"], ["a", "b"]])
@@ -83,7 +83,7 @@ def test_a_pure_function_of_what_it_depends_on(data):
 
 def test_shares_of_a_blend(data):
     order = order_of(spec_for(data / "a", data / "b", weights=(3.0, 1.0)), segments=(400,))
-    counts = np.bincount([order.place(p).dataset for p in range(400)])
+    counts = np.bincount([order.location(p).dataset for p in range(400)])
     assert counts.tolist() == [300, 100]
 
 

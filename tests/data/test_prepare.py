@@ -24,7 +24,7 @@ from megaspec.data.indexed import IndexedFile
 from megaspec.data.inputs import cut, find_inputs, lines_before, read_documents
 from megaspec.data.inspect import inspect
 from megaspec.data.manifest import load_manifest, sha256_of_files
-from megaspec.data.prepare import Progress, prepare
+from megaspec.data.prepare import JobProgress, prepare
 from megaspec.data.provenance import tokenizer_of
 from megaspec.data.tokenizer import ByteTokenizer, parse_tokenizer
 from megaspec.data.workers import WorkerDied
@@ -162,7 +162,7 @@ def test_long_lines_are_bad_and_are_not_held(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "{"x" * 5000}"}}\n{{"text": "next"}}\n')
     (part,) = cut(find_inputs([str(tmp_path / "a.jsonl")]))
     found = [(line, text) for piece in part.slices for line, text in read_documents(piece, "text")]
-    assert found == [(1, inputs_module.Bad("line too long")), (2, "next")]
+    assert found == [(1, inputs_module.BadLine("line too long")), (2, "next")]
 
 
 @given(
@@ -329,7 +329,7 @@ def test_a_dead_worker_is_an_error(tmp_path, small_parts, monkeypatch):
 
     monkeypatch.setattr(workers_module, "_Worker", Worker)
 
-    def kill_one(progress: Progress) -> None:
+    def kill_one(progress: JobProgress) -> None:
         if progress.stage == "tokens":
             started[0].kill()
 
@@ -344,7 +344,7 @@ def test_two_jobs_at_one_place(tmp_path, small_parts):
     source = write_jsonl(tmp_path / "a.jsonl", texts_of(2000))
     failures = []
 
-    def second(progress: Progress) -> None:
+    def second(progress: JobProgress) -> None:
         if not failures:
             with pytest.raises(WriteError, match="another `data prepare` writes here") as error:
                 prepare([str(source)], tmp_path / "d", ByteTokenizer())
@@ -357,7 +357,7 @@ def test_two_jobs_at_one_place(tmp_path, small_parts):
 def test_an_input_that_changes_meanwhile(tmp_path, small_parts):
     source = write_jsonl(tmp_path / "a.jsonl", texts_of(300))
 
-    def change(progress: Progress) -> None:
+    def change(progress: JobProgress) -> None:
         os.utime(source, (1, 1))
 
     with pytest.raises(DataError, match="changed while it was read"):

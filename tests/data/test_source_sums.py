@@ -16,7 +16,7 @@ from megaspec.data import inputs as inputs_module
 from megaspec.data import provenance, source_sums
 from megaspec.data.inspect import inspect, print_report
 from megaspec.data.manifest import load_manifest
-from megaspec.data.prepare import Progress, prepare
+from megaspec.data.prepare import JobProgress, prepare
 from megaspec.data.source_sums import changes_at_start
 from megaspec.data.spec import IndexedSpec
 from megaspec.data.tokenizer import ByteTokenizer
@@ -79,7 +79,7 @@ def test_sums_that_are_damaged_or_missing(source, tmp_path, content):
 def test_a_change_under_way_is_seen_though_size_and_time_are_put_back(source, tmp_path):
     seen = []
 
-    def change(now: Progress) -> None:
+    def change(now: JobProgress) -> None:
         if now.stage == "tokens" and not seen:
             seen.append(now)
             flip_silently(source)

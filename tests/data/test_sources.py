@@ -114,7 +114,7 @@ def test_no_loss_crosses_synthetic_documents():
     position=st.integers(0, 39),
     document_mask=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_indexed_samples_are_whole_stretches_of_documents(tmp_path_factory, lengths, seq_len, position, document_mask):
     folder = tmp_path_factory.mktemp("d")
     lengths = [1, 1, *lengths]

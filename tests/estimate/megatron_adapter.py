@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.recipe import Recipe
+from tests.families import GPT2, LLAMA
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -22,7 +23,7 @@ def recipe_of(args: dict[str, Any]) -> Recipe:
     """The recipe of a case. Asserts that the language can say it."""
     for absent in ("mtp_num_layers", "moe_latent_size", "attention_output_gate", "experimental_attention_variant"):
         assert not args.get(absent), f"{absent}={args[absent]} can't be said"
-    norm = {"llama": "RMSNorm", "gpt": "LayerNorm"}[_kind(args)]
+    norm = "RMSNorm" if args["swiglu"] else "LayerNorm"
     assert args["normalization"] == norm, f"{args['normalization']} with swiglu={args['swiglu']} can't be said"
     pp, chunks = args["pipeline_model_parallel_size"], args["virtual_pipeline_model_parallel_size"] or 1
     is_sharded, dp = args["use_distributed_optimizer"], args["data_parallel_size"]
@@ -62,13 +63,9 @@ def recipe_of(args: dict[str, Any]) -> Recipe:
     return recipe
 
 
-def _kind(args: dict[str, Any]) -> str:
-    return "llama" if args["swiglu"] else "gpt"
-
-
 def _model(args: dict[str, Any]) -> dict[str, Any]:
-    model = {
-        "kind": _kind(args),
+    family = LLAMA if args["swiglu"] else GPT2
+    model = family | {
         "n_layers": args["num_layers"],
         "d_model": args["hidden_size"],
         "n_heads": args["num_attention_heads"],
@@ -82,7 +79,8 @@ def _model(args: dict[str, Any]) -> dict[str, Any]:
         "tied_embeddings": not args["untie_embeddings_and_output_weights"],
     }
     if args["multi_latent_attention"]:
-        model["mla"] = {
+        model["attention"] = {
+            "kind": "mla",
             "q_rank": args["q_lora_rank"],
             "kv_rank": args["kv_lora_rank"],
             "d_nope": args["qk_head_dim"],

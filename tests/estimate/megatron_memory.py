@@ -8,10 +8,9 @@ from fractions import Fraction
 
 from megaspec.core.axes import expert_degrees
 from megaspec.estimate.batch_sizes import data_parallel
-from megaspec.estimate.parameters import padded_vocab
-from megaspec.model.gpt.spec import GptSpec
-from megaspec.model.kinds import has_experts, mla_of, moe_of
-from megaspec.nn.spec import MlaSpec
+from megaspec.nn.mla.spec import LatentSpec
+from megaspec.nn.mlp.spec import PlainMlpSpec
+from megaspec.nn.norm.spec import LayerNormSpec
 from megaspec.recipe import ModelSpec, Recipe
 
 _PLAIN, _KEPT, _SHARED_OUT = 18, 6, 12
@@ -22,17 +21,17 @@ def weight_and_optimizer_bytes(recipe: Recipe) -> float:
     """Weights, gradients and optimizer state of the fullest rank. Sharded weights count like a sharded optimizer."""
     model, own = recipe.model, recipe.parallelism
     d, norm = model.d_model, _norm(model)
-    layers, n_moe = model.n_layers, sum(has_experts(model))
-    gates = 2 if isinstance(model, GptSpec) else 3
+    layers, n_moe = model.n_layers, sum(layer.has_experts for layer in model.facts.layers)
+    gates = 2 if isinstance(model.mlp, PlainMlpSpec) else 3
     split = layers * _attention(model) + (layers - n_moe) * gates * d * model.d_ffn
     whole = layers * 2 * norm + norm
-    experts, moe = 0, moe_of(model)
+    experts, moe = 0, model.moe
     if moe is not None:
         split += n_moe * gates * d * (moe.d_shared or 0)
         whole += n_moe * d * moe.n_experts + (n_moe * moe.n_experts if moe.router.bias_rate else 0)
         whole += n_moe * d if moe.shared_gate else 0
         experts = n_moe * gates * d * moe.d_expert * moe.n_experts
-    table = d * padded_vocab(model, tp=own.tp)
+    table = d * model.facts.padded_vocab(tp=own.tp)
     tables = 2 if not model.tied_embeddings and own.pp == 1 else 1
     dense = (Fraction(split, own.pp) + tables * table) / own.tp + Fraction(whole, own.pp)
     expert = Fraction(experts, own.pp * own.etp * own.ep)
@@ -45,7 +44,7 @@ def activation_bytes(recipe: Recipe, *, micro_batches: int | None = None) -> flo
     sequence parallelism and selective recomputation, the other for everything else."""
     model, own, b = recipe.model, recipe.parallelism, recipe.train.micro_batch
     tokens, d, pp, tp = recipe.data.seq_len * b, model.d_model, own.pp, own.tp
-    vocab = padded_vocab(model, tp=tp)
+    vocab = model.facts.padded_vocab(tp=tp)
     is_short = own.sequence_parallel and own.recompute.kind == "selective"
     if is_short:
         total = tokens * d * (18 + 4 * Fraction(model.d_ffn, d)) * model.n_layers
@@ -71,17 +70,17 @@ def _bytes(recipe: Recipe, ranks: int) -> Fraction:
 
 
 def _norm(model: ModelSpec) -> int:
-    return (2 if isinstance(model, GptSpec) else 1) * model.d_model
+    return (2 if isinstance(model.norm, LayerNormSpec) else 1) * model.d_model
 
 
 def _attention(model: ModelSpec) -> int:
-    d, mla = model.d_model, mla_of(model)
-    if mla is None:
-        return 2 * d * model.d_head * (model.n_heads + model.n_kv_heads)
-    return _latent_attention(d, model.n_heads, mla)
+    d = model.d_model
+    if isinstance(model.attention, LatentSpec):
+        return _latent_attention(d, model.n_heads, model.attention)
+    return 2 * d * model.d_head * (model.n_heads + model.n_kv_heads)
 
 
-def _latent_attention(d: int, heads: int, mla: MlaSpec) -> int:
+def _latent_attention(d: int, heads: int, mla: LatentSpec) -> int:
     d_query = mla.d_nope + mla.d_rope
     queries = mla.q_rank * (d + heads * d_query + 1) if mla.q_rank else d * heads * d_query
     keys_values = mla.kv_rank * (d + heads * (mla.d_nope + mla.d_value) + 1) + d * mla.d_rope

@@ -1,7 +1,6 @@
 """Parameters, FLOPs, batches and the formula, against published and golden numbers."""
 
 import json
-from typing import get_args
 
 import pytest
 
@@ -9,9 +8,8 @@ from megaspec.compose.compose import compose
 from megaspec.estimate.batch_sizes import batch_plan
 from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.formula import dense_equation, expert_equation
-from megaspec.estimate.parameters import count_parameters, padded_vocab
+from megaspec.estimate.parameters import count_parameters
 from megaspec.estimate.target import Target
-from megaspec.recipe import ModelSpec
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from tests.estimate.megatron_adapter import cases, recipe_of
@@ -30,7 +28,7 @@ def test_full_counts_the_other_half_of_the_scores():
 
 def test_megatron_pads_the_vocabulary():
     model = resolve(compose("gpt2_124m").recipe, H200, Facts("x")).model
-    assert [padded_vocab(model, tp=tp) for tp in (1, 2, 8)] == [50304, 50432, 51200]
+    assert [model.facts.padded_vocab(tp=tp) for tp in (1, 2, 8)] == [50304, 50432, 51200]
 
 
 @pytest.mark.parametrize(
@@ -47,17 +45,33 @@ def test_parameters_of_llama3_8b():
     assert count_parameters(resolve(recipe, H200, Facts("x")).model).total == 8_030_261_248
 
 
-KINDS = [get_args(one.model_fields["kind"].annotation)[0] for one in get_args(get_args(ModelSpec)[0])]
+PARTS = {
+    "llama": (),
+    "gpt": (
+        "model.positions={kind: learned}",
+        "model.norm={kind: layer}",
+        "model.attention={kind: gqa, qkv_bias: true, out_bias: true}",
+        "model.mlp={kind: plain, bias: true}",
+    ),
+    "post-norm": ("model.layer={kind: sequential, norms: post}",),
+    "sandwich": ("model.layer={kind: sequential, norms: sandwich}", "model.norm={kind: rms, weight: one_plus}"),
+    "parallel": ("model.layer={kind: parallel}", "model.attention={kind: gqa, qkv_bias: true, qk_norm: per_head}"),
+    "flat": (
+        "model.layer={kind: flat, mixers: [attention, mlp, attention, moe]}",
+        "model.moe={n_experts: 4, top_k: 2}",
+    ),
+    "no weights": ("model.norm={kind: layer, weight: none, bias: false}", "model.positions={kind: none}"),
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_those_of_the_module(kind, tied):
+def test_parameters_are_those_of_the_module(parts, tied):
     torch = pytest.importorskip("torch")
     build = pytest.importorskip("megaspec.runtime.build")
     registry = pytest.importorskip("megaspec_kernels.registry")
     overrides = [
-        f"model.kind={kind}",
+        *parts,
         f"model.tied_embeddings={json.dumps(tied)}",
         "model.vocab_size=256",
         "data=random",

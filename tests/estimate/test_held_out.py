@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from megaspec.compose.compose import compose
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import throughput_of
 from megaspec.estimate.work import layer_parts
 from megaspec.resolve.fill import plainly_filled
 from megaspec.rules.run_facts import Facts
@@ -65,7 +65,7 @@ def test_time_within_ten_and_memory_within_five_per_cent(row):
         f"train.global_batch={row['mbs'] * row['accum'] * dp}",
     )
     recipe = plainly_filled(compose(RECIPES[row["model"]], words).recipe, TARGET, Facts(run_dir="runs/x"))
-    predicted = step_time(recipe, H200, ceilings_of(H200)).seconds
+    predicted = step_time(recipe, H200, throughput_of(H200)).seconds
     assert predicted == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
     assert fullest(memory_of(recipe)).allocated == pytest.approx(row["max_memory_allocated"], rel=0.05)
 
@@ -92,7 +92,7 @@ def test_one_h100(row):
         words += [f"--{name}", str(row[name])]
     arguments = bench_train.parser().parse_args(words)
     recipe = plainly_filled(bench_train.recipe_of(arguments, 1), ONE_H100, Facts(run_dir="-"))
-    predicted = step_time(recipe, H100, ceilings_of(H100)).seconds
+    predicted = step_time(recipe, H100, throughput_of(H100)).seconds
     within = 0.10 if "moe" in row["model"] else 0.02
     assert predicted == pytest.approx(row["step_ms"] / 1e3, rel=within)
     assert fullest(memory_of(recipe)).allocated == pytest.approx(row["max_memory_allocated"], rel=0.005)
@@ -125,7 +125,7 @@ def test_every_dimension(row):
     each = row["gpus"] // len(stages)
     for rank, measured in enumerate(row["ranks"]):
         assert stages[rank // each].allocated == pytest.approx(measured["peak"], rel=0.05)
-    assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
+    assert step_time(recipe, H200, throughput_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
 
 
 @pytest.mark.parametrize("row", PIPELINES, ids=layout_of)
@@ -134,7 +134,9 @@ def test_what_stages_wait(row):
     would wait 0.02 to 0.125 of two, 0.06 to 0.375 of four."""
     busiest = max(row["ranks"], key=lambda rank: rank["compute_ms"])
     measured = busiest["step_ms"] / busiest["compute_ms"] - 1
-    assert step_time(recipe_of(row), H200, ceilings_of(H200)).bubble == pytest.approx(measured, abs=0.01 * row["gpus"])
+    assert step_time(recipe_of(row), H200, throughput_of(H200)).bubble == pytest.approx(
+        measured, abs=0.01 * row["gpus"]
+    )
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layout']} {row['switch']}={row['value']}")
@@ -146,7 +148,7 @@ def test_every_switch(row):
     assert fullest(memory_of(recipe)).allocated == pytest.approx(peak, rel=0.05)
     if recipe.parallelism.offload.optimizer == 0:
         # what a CPU updates depends on the cores that it gets, here 4 a rank
-        assert step_time(recipe, H200, ceilings_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
+        assert step_time(recipe, H200, throughput_of(H200)).seconds == pytest.approx(row["step_ms"] / 1e3, rel=0.10)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,8 @@ def test_bytes_of_blocks_put_together(kind, forward, backward):
     words = "--model llama8b16 --seq 32768 --set parallelism.cp=2 --set parallelism.context.kind="
 
     def attention(kind):
-        parts = layer_parts(filled((words + kind).split(), 2), has_experts=False, in_fp8=False)
+        recipe = filled((words + kind).split(), 2)
+        parts = layer_parts(recipe, recipe.model.facts.layers[0], in_fp8=False)
         return next(part for part in parts if part.name == "core_attention")
 
     some, none = attention(kind), attention("all_to_all")

@@ -2,11 +2,13 @@
 
 import pytest
 
-from megaspec.estimate.activations import kept_tensors, layer_bytes
+from megaspec.estimate.activations import KeptTensor, LayerBytes, kept_tensors, layer_bytes
+from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import fullest, memory_of, state_bytes
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import in_flight
-from megaspec.estimate.share import share_of
+from megaspec.recipe import Recipe
+from tests.families import LLAMA as LLAMA_PARTS
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 
 ONE_B = {"n_layers": 16, "d_model": 2048, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ffn": 8192}
@@ -14,8 +16,18 @@ HALF_8B = {"n_layers": 16, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_h
 MODELS = {"1b": ONE_B | {"tied_embeddings": True}, "8b16": HALF_8B}
 
 
+def layer_of(recipe: Recipe) -> LayerBytes:
+    """Of the first layer; all are alike here."""
+    return layer_bytes(layer_run(recipe), recipe.model.facts.layers[0])
+
+
+def tensors_of(recipe: Recipe) -> tuple[KeptTensor, ...]:
+    """What the first layer keeps."""
+    return kept_tensors(layer_run(recipe), recipe.model.facts.layers[0])
+
+
 def measured_run(name, *, tp=1, dp=1, micro_batch=1, accumulation=1):
-    model = {"kind": "llama", "vocab_size": 128256, "max_seq_len": 8192, **MODELS[name]}
+    model = LLAMA_PARTS | {"vocab_size": 128256, "max_seq_len": 8192, **MODELS[name]}
     changes = {
         "data.seq_len": 8192,
         "parallelism": {"tp": tp, "dp_replicate": dp},
@@ -68,8 +80,7 @@ def test_measured_use_of_the_device(layout, used):
     [("1b", 1, 81_032), ("8b16", 1, 149_640), ("1b", 2, 44_612), ("1b", 4, 26_402)],
 )
 def test_a_compiled_block_keeps_what_was_measured(name, tp, per_token):
-    share = share_of(measured_run(name, tp=tp))
-    assert layer_bytes(share, with_experts=False).kept == per_token * 8192
+    assert layer_of(measured_run(name, tp=tp)).kept == per_token * 8192
 
 
 @pytest.mark.parametrize(
@@ -112,7 +123,7 @@ def test_a_plain_block_keeps_what_autograd_saves(model, changes):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = decoder.layers["0"](x, context)
     assert out.shape == x.shape
-    counted = sum(t.size for t in kept_tensors(share_of(recipe), with_experts=False))
+    counted = sum(t.size for t in tensors_of(recipe))
     # on a CPU a layer norm keeps its statistics in bf16, two bytes less; the smallest tensor is 4 %
     assert sum(saved.values()) == pytest.approx(counted, rel=0.01)
 
@@ -177,7 +188,7 @@ def test_stages_hold_micro_batches_in_flight():
     recipe = llama({"parallelism.pp": 4, "data.seq_len": 1024, "train.global_batch": 64}, n_layers=8)
     stages = memory_of(recipe)
     assert in_flight(recipe) == (4.0, 3.0, 2.0, 1.0)
-    layer = layer_bytes(share_of(recipe), with_experts=False).kept
+    layer = layer_of(recipe).kept
     angles = 1024 * 8 * 4
     for first, second in ((0, 1), (1, 2)):
         assert stages[first].activations - stages[second].activations == 2 * layer + angles
@@ -190,10 +201,9 @@ def test_recomputation_keeps_what_it_says():
         """Of the first of two stages of four layers: two micro batches are in flight, and no loss hides anything."""
         changes = {"parallelism.pp": 2, "data.seq_len": 1024, "parallelism.recompute": recompute}
         recipe = llama(changes, n_layers=8)
-        return memory_of(recipe)[0].activations, share_of(recipe)
+        return memory_of(recipe)[0].activations, layer_of(recipe).kept
 
-    plain, share = kept({"kind": "none"})
-    layer = layer_bytes(share, with_experts=False).kept
+    plain, layer = kept({"kind": "none"})
     stream, ffn = 1024 * 32 * 2, 1024 * 48 * 2
     # norms keep a sum for each token
     freed = 2 * stream + ffn + 2 * 1024 * 4
@@ -209,20 +219,20 @@ def test_recomputation_keeps_what_it_says():
 
 def test_recomputed_core_attention_gives_back_the_weights_of_plain_attention():
     base = {"data.seq_len": 64, "kernels.attention": "reference"}
-    plain = layer_bytes(share_of(llama(base)), with_experts=False)
-    again = layer_bytes(share_of(llama(base | {"parallelism.recompute.kind": "selective"})), with_experts=False)
+    plain = layer_of(llama(base))
+    again = layer_of(llama(base | {"parallelism.recompute.kind": "selective"}))
     weights, turned = 64 * 64 * 4 * 6 + 64 * 64, 64 * 4 * 3 * 8 * 2
     # queries, keys and values stay instead of their copies for each head
     assert plain.kept - again.kept == weights + turned - 64 * (32 + 2 * 16 + 32 + 16) * 2
-    fused = share_of(llama({"data.seq_len": 64, "parallelism.recompute.kind": "selective"}))
+    fused = layer_of(llama({"data.seq_len": 64, "parallelism.recompute.kind": "selective"}))
     # with its output, which the product after it takes
-    assert layer_bytes(fused, with_experts=False).again == 64 * 4 * 4 + 64 * 32 * 2
+    assert fused.again == 64 * 4 * 4 + 64 * 32 * 2
 
 
 def test_what_lies_on_the_cpu_takes_nothing_here():
     base = {"data.seq_len": 1024, "parallelism.pp": 2}
     plain = memory_of(llama(base, n_layers=8))[0]
-    layer = layer_bytes(share_of(llama(base)), with_experts=False).kept
+    layer = layer_of(llama(base)).kept
 
     def saved(**changes):
         (held, _) = memory_of(
@@ -250,37 +260,38 @@ def test_tokens_of_experts_by_hand():
     copies = 2 * 1024 * 2
     # what experts take is kept; both ends of the way, while they move
     assert stage.expert_buffers == copies * row
-    assert layer_bytes(share_of(recipe), with_experts=True).sent == 2 * copies * row
+    assert layer_of(recipe).sent == 2 * copies * row
     capacity = plan(
         LLAMA | {"n_layers": 1, "moe": MOE | {"capacity_factor": 1.5, "pad_to_capacity": True}},
         {"data.seq_len": 1024, "train.micro_batch": 2},
     )
     assert memory_of(capacity)[0].expert_buffers == copies * 3 // 2 * row
-    assert layer_bytes(share_of(capacity), with_experts=True).sent == (copies + copies * 3 // 2) * row
-    share = share_of(recipe)
-    routed = {t.what: t.size for t in kept_tensors(share, with_experts=True)}
+    assert layer_of(capacity).sent == (copies + copies * 3 // 2) * row
+    routed = {t.what: t.size for t in tensors_of(recipe)}
     assert routed["experts.in"] == copies * 2 * 16 * 2
-    assert routed["shared.in"] == 2048 * 2 * 12 * 2
+    assert routed["moe.shared.in"] == 2048 * 2 * 12 * 2
 
 
 def test_context_parallel_divides_the_sequence():
     changes = {"data.seq_len": 4096, "train.global_batch": 8}
-    whole = share_of(llama(changes))
-    half = share_of(llama(changes | {"parallelism.cp": 2}))
-    assert layer_bytes(whole, with_experts=False).kept == 2 * layer_bytes(half, with_experts=False).kept
+    whole = layer_of(llama(changes))
+    half = layer_of(llama(changes | {"parallelism.cp": 2}))
+    assert whole.kept == 2 * half.kept
     # on the first stage, a gradient that is early, two messages on their way, keys and values with their gradients
     (first, _) = memory_of(llama(changes | {"parallelism.cp": 2, "parallelism.pp": 2}))
     assert first.communication == 3 * 2048 * 32 * 2 + 4 * 2 * 16 * 2048 * 2
 
 
 def test_latents_and_fp8_by_hand():
-    recipe = plan(LLAMA | {"mla": MLA}, {"data.seq_len": 64})
-    sizes = {t.what: t.size for t in kept_tensors(share_of(recipe), with_experts=False)}
+    recipe = plan(LLAMA | {"attention": MLA}, {"data.seq_len": 64})
+    sizes = {t.what: t.size for t in tensors_of(recipe)}
     assert sizes["q"] == 64 * 4 * 10 * 2
-    assert sizes["latents"] == 64 * (2 * 12 + 2 * 8 + 4) * 2
+    # before and after their norms; the rotary part of keys has none
+    assert sizes["latents.q.before"] + sizes["latents.q"] == 64 * 2 * 12 * 2
+    assert sizes["latents.kv.before"] + sizes["latents.kv"] == 64 * (2 * 8 + 4) * 2
     assert sizes["o"] == 64 * 4 * 5 * 2
     fp8 = plan(LLAMA, {"data.seq_len": 64, "precision": {"kind": "fp8"}})
-    sizes = {t.what: t.size for t in kept_tensors(share_of(fp8), with_experts=False)}
+    sizes = {t.what: t.size for t in tensors_of(fp8)}
     assert (sizes["norm1.out"], sizes["norm1.stream"]) == (64 * 32, 64 * 32 * 2)
 
 

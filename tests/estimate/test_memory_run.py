@@ -9,6 +9,7 @@ from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import build, initialise
 from megaspec.runtime.step import train_step
+from tests.families import FAMILIES
 from tests.runtime.specs import spec
 
 T, B = 256, 2
@@ -27,7 +28,7 @@ def peak_bytes(step):
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "loss", "n_layers", "vocab", "d_ffn"),
+    ("family", "precision", "loss", "n_layers", "vocab", "d_ffn"),
     [
         # the peak at the loss, its kernels in turn
         ("llama", "fp32", "chunked", 2, 512, 192),
@@ -41,8 +42,8 @@ def peak_bytes(step):
         ("gpt", "fp32", "reference", 1, 128, 2048),
     ],
 )
-def test_a_step_takes_what_is_predicted(kind, precision, loss, n_layers, vocab, d_ffn):
-    model = {"kind": kind, "n_layers": n_layers, "d_model": 64, "n_heads": 4, "n_kv_heads": 4, "d_ffn": d_ffn}
+def test_a_step_takes_what_is_predicted(family, precision, loss, n_layers, vocab, d_ffn):
+    model = FAMILIES[family] | {"n_layers": n_layers, "d_model": 64, "n_heads": 4, "n_kv_heads": 4, "d_ffn": d_ffn}
     changes = {"data.vocab_size": vocab, "data.seq_len": T, "precision.kind": precision, "train.micro_batch": B}
     kernels = {"attention": "sdpa", "cross_entropy": loss}
     made = spec({"model": model | {"vocab_size": vocab}, "kernels": kernels, "train.global_batch": B} | changes)

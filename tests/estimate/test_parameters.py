@@ -3,11 +3,11 @@
 import pytest
 
 from megaspec.compose.compose import compose
-from megaspec.estimate.parameters import count_parameters, layer_parameters, rank_parameters
+from megaspec.estimate.parameters import count_parameters, rank_parameters
 from megaspec.estimate.target import Target
-from megaspec.model.kinds import has_experts
 from megaspec.resolve.fill import plainly_filled
 from megaspec.rules.run_facts import Facts
+from tests.families import with_attention
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 
 H200 = Target(gpus=1024, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
@@ -58,7 +58,7 @@ def test_a_rank_holds_what_is_built(model, tp, tied):
 
 
 def test_experts_and_latent_attention_by_hand():
-    recipe = plan(LLAMA | {"mla": MLA, "moe": MOE | {"first_dense": 1}}, {"parallelism.ep": 1})
+    recipe = plan(LLAMA | {"attention": MLA, "moe": MOE | {"first_dense": 1}}, {"parallelism.ep": 1})
     count = count_parameters(recipe.model)
     queries, keys_values = 32 * 12 + 12 * 4 * 10, 32 * (8 + 4) + 8 * 4 * (6 + 5)
     assert count.attention == 4 * (queries + keys_values + 4 * 5 * 32)
@@ -70,24 +70,25 @@ def test_experts_and_latent_attention_by_hand():
     assert count.norms == 4 * (2 * 32 + 12 + 8) + 32
     assert count.embedding == count.head == 37 * 32
     assert count.total - count.active == 3 * 6 * 3 * 32 * 16
-    q_direct = plan(LLAMA | {"mla": MLA | {"q_rank": None}}).model
-    assert layer_parameters(q_direct, with_experts=False).attention == 32 * 4 * 10 + keys_values + 4 * 5 * 32
+    q_direct = plan(LLAMA | {"attention": MLA | {"q_rank": None}, "n_layers": 1}).model
+    assert count_parameters(q_direct).attention == 32 * 4 * 10 + keys_values + 4 * 5 * 32
 
 
 def test_which_layers_have_experts():
     def layers(**moe):
-        return has_experts(plan(LLAMA | {"n_layers": 6, "moe": MOE | moe}).model)
+        facts = plan(LLAMA | {"n_layers": 6, "moe": MOE | moe}).model.facts
+        return [layer.has_experts for layer in facts.layers]
 
-    assert layers() == (True,) * 6
-    assert layers(every=2) == (True, False, True, False, True, False)
-    assert layers(first_dense=3, every=2) == (False, False, False, True, False, True)
-    assert layers(layers=[0, 1, 1, 0, 0, 0]) == (False, True, True, False, False, False)
-    assert has_experts(plan(LLAMA).model) == (False,) * 4
+    assert layers() == [True] * 6
+    assert layers(every=2) == [True, False, True, False, True, False]
+    assert layers(first_dense=3, every=2) == [False, False, False, True, False, True]
+    assert layers(layers=[0, 1, 1, 0, 0, 0]) == [False, True, True, False, False, False]
+    assert not any(layer.has_experts for layer in plan(LLAMA).model.facts.layers)
 
 
 def test_a_rank_of_experts():
     changes = {"parallelism.tp": 2, "parallelism.ep": 4, "parallelism.etp": 2, "parallelism.dp_replicate": 4}
-    recipe = plan(LLAMA | {"moe": MOE, "qk_norm": True, "n_layers": 2}, changes)
+    recipe = plan(with_attention(LLAMA, qk_norm="per_head") | {"moe": MOE, "n_layers": 2}, changes)
     held = rank_parameters(recipe, 0)
     assert held.expert == 2 * (8 // 4) * 3 * 32 * (16 // 2)
     # vocabulary: 37 rows over 2 ranks, each padded to 128

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from megaspec.estimate.ceilings import Ceilings, ceilings_of
 from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.step_time import step_time
+from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
 from tests.resolve.planned import RANDOM, filled
 
 CLOSE = 0.10
@@ -294,9 +294,9 @@ ROWS = (
 )
 
 
-def check(row, ceilings):
+def check(row, throughput):
     recipe = row.recipe()
-    time, published = step_time(recipe, HARDWARE[row.hardware], ceilings), row.published(recipe)
+    time, published = step_time(recipe, HARDWARE[row.hardware], throughput), row.published(recipe)
     if row.hidden:
         least = time.seconds - time.parts[row.hidden]
         assert (1 - CLOSE) * least <= published <= (1 + CLOSE) * time.seconds, row.source
@@ -307,13 +307,13 @@ def check(row, ceilings):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.hardware} {row.name}")
 def test_published_step_times(row):
-    check(row, ceilings_of(HARDWARE[row.hardware]))
+    check(row, throughput_of(HARDWARE[row.hardware]))
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.hardware == "H100"], ids=lambda row: row.name)
 def test_without_a_table_of_its_own_a_gpu_is_as_close(row):
     """H100s by their data sheet and the H200's table."""
-    check(row, Ceilings(ceilings_of(HARDWARE["H200"]).table, HARDWARE[row.hardware]))
+    check(row, MeasuredThroughput(throughput_of(HARDWARE["H200"]).table, HARDWARE[row.hardware]))
 
 
 @pytest.mark.parametrize("name", REDUCING)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.layer_time import collective_seconds
 from megaspec.estimate.step_time import exposed_collectives, step_time
+from megaspec.estimate.throughput import throughput_of
 from tests.resolve.planned import filled, shaped
 
 H200 = HARDWARE["H200"]
-CEILINGS = ceilings_of(H200)
+THROUGHPUT = throughput_of(H200)
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODELS = {"llama1b": "llama3_2_1b", "llama8b16": "llama3_8b_half"}
 
@@ -29,7 +29,7 @@ def predicted(row):
         micro_batch=row["mbs"],
         global_batch=row["mbs"] * row["accum"] * row["dp"],
     )
-    return step_time(recipe, H200, CEILINGS).seconds * 1e3
+    return step_time(recipe, H200, THROUGHPUT).seconds * 1e3
 
 
 @pytest.mark.parametrize("file", ["memory_one_h200.jsonl", "layouts_four_h200.jsonl"])
@@ -52,14 +52,14 @@ def test_layouts_come_out_in_the_measured_order():
 
 def test_two_gpus():
     """results/train_two_h200.jsonl: 51.3k tokens/s/GPU with dp 2 and 44.0k with tp 2, two sequences of 8192."""
-    dp2 = step_time(shaped("llama3_2_1b", gpus=2, micro_batch=2, global_batch=4), H200, CEILINGS)
-    tp2 = step_time(shaped("llama3_2_1b", "parallelism.tp=2", gpus=2, micro_batch=2, global_batch=2), H200, CEILINGS)
+    dp2 = step_time(shaped("llama3_2_1b", gpus=2, micro_batch=2, global_batch=4), H200, THROUGHPUT)
+    tp2 = step_time(shaped("llama3_2_1b", "parallelism.tp=2", gpus=2, micro_batch=2, global_batch=2), H200, THROUGHPUT)
     assert dp2.tokens_per_second_per_gpu == pytest.approx(51_300, rel=0.05)
     assert tp2.tokens_per_second_per_gpu == pytest.approx(44_000, rel=0.05)
 
 
 def test_parts_add_up_and_rates_follow():
-    time = step_time(filled("llama3_70b", gpus=64, hardware="H100"), HARDWARE["H100"], ceilings_of(HARDWARE["H100"]))
+    time = step_time(filled("llama3_70b", gpus=64, hardware="H100"), HARDWARE["H100"], throughput_of(HARDWARE["H100"]))
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
     assert time.tokens_per_second == pytest.approx(64 * time.tokens_per_second_per_gpu)
     assert 0 < time.mfu["causal"] < time.mfu["full"] < 0.7
@@ -71,7 +71,7 @@ def test_parts_add_up_and_rates_follow():
 def test_a_pipeline_waits_as_its_schedule_says():
     def bubble(*overrides):
         words = ("parallelism.tp=1", "parallelism.pp=4", *overrides)
-        return step_time(shaped("llama3_8b_half", *words, gpus=4, global_batch=8), H200, CEILINGS)
+        return step_time(shaped("llama3_8b_half", *words, gpus=4, global_batch=8), H200, THROUGHPUT)
 
     plain, zero = bubble(), bubble("parallelism.pipeline.schedule=zb_h1")
     chunks = bubble("parallelism.pipeline.virtual_stages=2")
@@ -84,7 +84,7 @@ def test_a_pipeline_waits_as_its_schedule_says():
 
 def test_recompute_costs_what_it_computes_again():
     def parts(*overrides):
-        return step_time(shaped("llama3_8b_half", *overrides), H200, CEILINGS).parts
+        return step_time(shaped("llama3_8b_half", *overrides), H200, THROUGHPUT).parts
 
     plain, full = parts(), parts("parallelism.recompute.kind=full")
     assert plain["recompute"] == 0
@@ -98,17 +98,17 @@ def test_recompute_costs_what_it_computes_again():
 
 
 def test_fp8_is_faster_and_experts_cost_their_dispatch():
-    wide = step_time(shaped("llama3_8b_half"), H200, CEILINGS).seconds
-    narrow = step_time(shaped("llama3_8b_half", precision="fp8"), H200, CEILINGS).seconds
+    wide = step_time(shaped("llama3_8b_half"), H200, THROUGHPUT).seconds
+    narrow = step_time(shaped("llama3_8b_half", precision="fp8"), H200, THROUGHPUT).seconds
     assert 1.1 < wide / narrow < 1.6  # peers measure 1.33 with 4 micro batches
-    experts = step_time(filled("mixtral_8x7b", gpus=64), H200, CEILINGS)
+    experts = step_time(filled("mixtral_8x7b", gpus=64), H200, THROUGHPUT)
     assert experts.parts["expert parallel"] > 0
 
 
 def test_attention_that_is_written_out_takes_longer():
     """Scores of 16 layers x 32 heads x 8192 x 8192: 8 bytes of each both ways, and six products of 128 each."""
     sdpa, plain = (
-        step_time(shaped("llama3_8b_half", f"kernels.attention={name}"), H200, CEILINGS)
+        step_time(shaped("llama3_8b_half", f"kernels.attention={name}"), H200, THROUGHPUT)
         for name in ("sdpa", "reference")
     )
     scores = 16 * 32 * 8192 * 8192
@@ -123,11 +123,11 @@ def test_scales_of_blocks_cost_what_was_measured():
     """1508 and 1297 TFLOP/s with whole and blockwise scales; products of a layer of 8B by hand, both formats alike."""
 
     def products(*words):
-        return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, CEILINGS).parts["matrix products"]
+        return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, THROUGHPUT).parts["matrix products"]
 
     sizes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     layer = sum(
-        CEILINGS.matmul_seconds(8192, n, k, precision="fp8", kind=kind)
+        THROUGHPUT.matmul_seconds(8192, n, k, precision="fp8", kind=kind)
         for n, k in sizes
         for kind in ("forward", "dgrad", "wgrad")
     )
@@ -154,8 +154,8 @@ GROUPS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert paral
 )
 def test_what_a_step_waits_for_adds_up_to_its_parts(recipe, overrides, gpus):
     whole = filled(recipe, *overrides, gpus=gpus)
-    parts, sums = step_time(whole, H200, CEILINGS).parts, dict.fromkeys([*GROUPS.values(), "data parallel"], 0.0)
-    for one, seconds in exposed_collectives(whole, H200, CEILINGS):
+    parts, sums = step_time(whole, H200, THROUGHPUT).parts, dict.fromkeys([*GROUPS.values(), "data parallel"], 0.0)
+    for one, seconds in exposed_collectives(whole, H200, THROUGHPUT):
         sums["data parallel" if one.what == "tied embedding" else GROUPS.get(one.group, "data parallel")] += seconds
     bubble = "pipeline bubble"
     assert sums.pop(bubble) <= parts[bubble]
@@ -165,16 +165,16 @@ def test_what_a_step_waits_for_adds_up_to_its_parts(recipe, overrides, gpus):
 def test_more_than_half_of_what_is_hidden_is_not_waited_for():
     """dp 2: gradients are reduced beside the backward pass, which is longer, but for the embedding's, which is last."""
     recipe = shaped("llama3_2_1b", gpus=2, micro_batch=2, global_batch=4)
-    found = {one.what: (one, seconds) for one, seconds in exposed_collectives(recipe, H200, CEILINGS)}
+    found = {one.what: (one, seconds) for one, seconds in exposed_collectives(recipe, H200, THROUGHPUT)}
     one, seconds = found["gradients"]
-    alone = collective_seconds(one, CEILINGS, messages=-(-one.bytes // 10**8))
+    alone = collective_seconds(one, THROUGHPUT, messages=-(-one.bytes // 10**8))
     table = 128256 * 2048 * 4 / one.bytes
     assert seconds == pytest.approx(alone * (table + 0.5 * (1 - table)))
 
 
 def parts_of(*words):
     recipe = shaped("llama3_8b_half", *words, gpus=8, micro_batch=1, global_batch=64)
-    return step_time(recipe, H200, CEILINGS).parts
+    return step_time(recipe, H200, THROUGHPUT).parts
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_messages_of_stages_are_no_slower_beside_passes(degrees, schedule):
         shaped("llama3_8b_half", layout, *words, gpus=gpus, micro_batch=1, global_batch=64)
         for words in ((), ("parallelism.overlap.p2p=false",))
     )
-    assert step_time(on, H200, CEILINGS).seconds <= step_time(off, H200, CEILINGS).seconds
+    assert step_time(on, H200, THROUGHPUT).seconds <= step_time(off, H200, THROUGHPUT).seconds
 
 
 def test_offload_costs_what_does_not_fit_beside_the_passes():

@@ -6,10 +6,10 @@ import sys
 import pytest
 
 from megaspec.estimate import target as module
-from megaspec.estimate.target import Target, detect_target, parse_gpu_lines
+from megaspec.estimate.target import DetectedGpu, Target, detect_target, parse_gpu_lines
 
-H200 = ("NVIDIA H200", 90, 2**37)
-H100 = ("NVIDIA H100", 90, 2**36)
+H200 = DetectedGpu("NVIDIA H200", 90, 2**37)
+H100 = DetectedGpu("NVIDIA H100", 90, 2**36)
 
 
 def test_json_both_ways():
@@ -24,7 +24,7 @@ def test_gpu_lines():
         ("NVIDIA H200", 90, 143771 * 2**20),
         ("NVIDIA A100-SXM4-80GB", 80, 81920 * 2**20),
     ]
-    assert parse_gpu_lines(["NVIDIA B200, 10.0, 1"])[0][1] == 100
+    assert parse_gpu_lines(["NVIDIA B200, 10.0, 1"])[0].sm == 100
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 
             {
                 "name": "broken",
                 "model": {
-                    "kind": "llama",
+                    "kind": "decoder",
                     "n_layers": 1,
                     "d_model": 16,
                     "n_heads": 2,

@@ -1,5 +1,6 @@
 """Recomputation and offload on a GPU: the same to the bit, less memory, transfers beside the computation."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_updates_on_the_cpu_are_those_of_the_gpu(share: float) -> None:
     spec = AdamWSpec(kind="adamw", lr=1e-2)
     plain, away = (
         build_optimizer(both[0], spec, adamw="torch"),
-        OffloadedOptimizer(both[1], spec, share=share, adamw="torch"),
+        OffloadedOptimizer(both[1], make=partial(build_optimizer, spec=spec), spec=spec, share=share, adamw="torch"),
     )
     for _ in range(3):
         gradients = {name: torch.randn(w.shape, generator=draw, device="cuda") for name, w in start.items()}

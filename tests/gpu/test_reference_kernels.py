@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 TOKENS, VOCAB = 64, 512
 MODEL = {
-    "kind": "llama", "n_layers": 2, "d_model": 128, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ffn": 256,
+    "kind": "decoder", "n_layers": 2, "d_model": 128, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ffn": 256,
     "vocab_size": VOCAB, "max_seq_len": TOKENS, "moe": {"n_experts": 4, "top_k": 2, "d_expert": 64},
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ STEPS, BATCH, TOKENS, VOCAB = 60, 8, 512, 512
 FEW = 12
 """Steps with offload, whose transfers take longest."""
 MODEL = {
-    "kind": "llama", "n_layers": 8, "d_model": 512, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ffn": 1536,
+    "kind": "decoder", "n_layers": 8, "d_model": 512, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ffn": 1536,
     "vocab_size": VOCAB, "max_seq_len": TOKENS,
 }  # fmt: skip
 EXPERTS = {"n_experts": 8, "top_k": 2, "d_expert": 512, "d_shared": 512}

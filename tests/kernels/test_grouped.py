@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.moe import GroupedLinear
+from megaspec.nn.moe.module import GroupedLinear
 from megaspec_kernels.gate import Results, check, in_dtype, results
 from megaspec_kernels.grouped.reference import grouped_product
 from megaspec_kernels.registry import REGISTRY

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.gate import check, filled_with_nan
+from megaspec_kernels.registry import REGISTRY
 from megaspec_kernels.unpermute import reference
 from megaspec_kernels.unpermute import triton as triton
 
@@ -27,18 +28,16 @@ def inputs_of(M: int, k: int, D: int, *, drops: bool, device: torch.device) -> t
     return y, place.to(device), kept
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("implementation", list(REGISTRY["unpermute"]))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize(("M", "k", "D"), [(1, 1, 1), (9, 8, 64), (7, 3, 1000), (2, 2, 4097)])
 def test_sums(
     implementation: str, dtype: torch.dtype, drops: bool, M: int, k: int, D: int, device: torch.device
 ) -> None:
-    function: Callable[..., Tensor] = reference.unpermute
-    if implementation == "triton":
-        if device.type == "cpu" and not INTERPRETED:
-            pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
-        function = triton.unpermute
+    if implementation == "triton" and device.type == "cpu" and not INTERPRETED:
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    function: Callable[..., Tensor] = REGISTRY["unpermute"][implementation]
     y, place, kept = inputs_of(M, k, D, drops=drops, device=device)
     one_by_one = torch.zeros(M, D, dtype=torch.float64, device=device)
     for m in range(M):

@@ -15,7 +15,7 @@ from megaspec.estimate.parameters import count_parameters
 from megaspec.estimate.target import Target
 from megaspec.megatron import translate as translating
 from megaspec.megatron.command import read_command
-from megaspec.megatron.draft import Draft
+from megaspec.megatron.draft import RecipeDraft
 from megaspec.megatron.flag import Fate
 from megaspec.megatron.flags import BY_NAME, FLAGS
 from megaspec.megatron.translate import check, translate
@@ -32,7 +32,7 @@ from tests.megatron.commands import LLAMA, SMALL
 REAL = ("GPT3_175B", "LLAMA3_8B", "MIXTRAL_8X7B", "DEEPSEEK_V3")
 
 
-def draft_of(line: str, gpus: int | None = None) -> Draft:
+def draft_of(line: str, gpus: int | None = None) -> RecipeDraft:
     return translate(read_command(line.split()), gpus=gpus)
 
 
@@ -113,7 +113,7 @@ def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
         430,
         6e-6,
     )
-    assert (gpt.model.dropout, gpt.model.attention_dropout, gpt.model.tied_embeddings) == (0.1, 0.1, True)
+    assert (gpt.model.dropout, gpt.model.attention.dropout, gpt.model.tied_embeddings) == (0.1, 0.1, True)
     assert (gpt.precision.kind, gpt.precision.initial_scale, gpt.optim.beta2) == ("fp16", 2.0**32, 0.95)
     # the batch of its evaluation is that of --global-batch-size, which is not given: micro batch times one rank
     assert (gpt.train.eval_every, gpt.train.eval_samples) == (1000, 10)
@@ -163,7 +163,7 @@ def test_a_constant_rate_takes_no_decay_along(tmp_path):
 # What Megatron does without a flag, written out: its defaults are those of GPT-2's days.
 def test_defaults_are_those_of_megatron(tmp_path):
     spec = spec_of(SMALL, tmp_path, gpus=2)
-    assert (spec.model.kind, spec.model.d_ffn, spec.model.dropout) == ("gpt", 256, 0.1)
+    assert (spec.model.d_ffn, spec.model.dropout, spec.model.tied_embeddings) == (256, 0.1, True)
     optim = spec.optim
     assert (optim.weight_decay, optim.beta1, optim.beta2, optim.eps, optim.clip) == (0.01, 0.9, 0.999, 1e-8, 1.0)
     assert (optim.schedule.kind, optim.schedule.decay_steps, optim.schedule.warmup_steps) == ("linear", 100, 0)
@@ -185,10 +185,10 @@ EXPERTS = "--num-experts 8"
 @pytest.mark.parametrize(
     ("more", "key", "value"),
     [
-        ("--rotary-base 7", "model.rope_base", 7.0),
-        ("--use-rope-scaling --rope-scaling-factor 4", "model.rope_scaling.factor", 4.0),
+        ("--rotary-base 7", "model.positions.base", 7.0),
+        ("--use-rope-scaling", "model.positions.scaling.factor", 8.0),
         ("--group-query-attention", "model.n_kv_heads", 1),
-        ("--qk-layernorm", "model.qk_norm", True),
+        ("--qk-layernorm", "model.attention.qk_norm", "per_head"),
         ("--clip-grad 0", "optim.clip", None),
         ("--vocab-size 300 --tokenizer-type NullTokenizer", "model.vocab_size", 300),
         (f"{EXPERTS} --moe-layer-freq 2", "model.moe.every", 2),
@@ -335,11 +335,9 @@ def test_what_the_learning_rate_follows_under_a_schedule_of_the_batch_is_told():
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("--normalization LayerNorm", "--normalization LayerNorm: model.kind=llama has RMSNorm"),
-        ("--position-embedding-type learned_absolute", "model.kind=llama has rotary positions"),
-        ("--position-embedding-type yarn", "rotary (llama) or learned positions (gpt)"),
-        ("--add-qkv-bias", "--add-qkv-bias: model.kind=llama has no biases"),
-        ("--squared-relu", "--squared-relu: no such norm, activation or residual stream"),
+        ("--position-embedding-type mrope", "--position-embedding-type mrope: no such positions"),
+        ("--position-embedding-type yarn --rotary-scaling-factor 4", "--rotary-scaling-factor 4: YaRN stretches"),
+        ("--fp32-residual-connection", "--fp32-residual-connection: no such activation or residual stream"),
         ("--rotary-percent 0.5", "--rotary-percent 0.5: no such positions"),
         ("--optimizer muon", "optim.kind is adamw or sgd"),
         ("--optimizer sgd", "--weight-decay 0.01 (Megatron's default): with --optimizer sgd"),
@@ -349,7 +347,7 @@ def test_what_the_learning_rate_follows_under_a_schedule_of_the_batch_is_told():
         ("--reset-attention-mask", "without --reset-position-ids, --eod-mask-loss"),
         ("--load other", "weights are made from the seed"),
         ("--save a --load a --finetune", "weights are made from the seed"),
-        ("--multi-latent-attention", "the latents of model.mla are always normed"),
+        ("--multi-latent-attention", "without --qk-layernorm; latents are always normed here"),
         ("--multi-latent-attention --qk-layernorm --rotary-scaling-factor 40", "YaRN stretches"),
         ("--num-experts 8 --moe-router-load-balancing-type quantile_balancing", "top_k or sinkhorn"),
     ],
@@ -370,7 +368,7 @@ def test_what_a_recipe_can_not_say_is_lost_and_told(more, told, capsys):
 
 def test_a_published_command_that_can_not_be_said_lists_all_that_is_lost():
     lost = "\n".join(map(str, draft_of(commands.LLAMA3_8B_FP8).lost))
-    for name in ("--normalization LayerNorm", "--apply-layernorm-1p", "--decoupled-lr", "--fp8-recipe delayed"):
+    for name in ("--decoupled-lr", "--decoupled-min-lr", "--fp8-recipe delayed"):
         assert name in lost
 
 
@@ -456,7 +454,7 @@ def test_a_file_is_written_once_and_plans(tmp_path, monkeypatch, capsys):
 
 
 @dataclass
-class Watched(Draft):
+class Watched(RecipeDraft):
     """A draft that keeps which flags were asked for."""
 
     asked: set[str] = field(default_factory=set)
@@ -473,7 +471,7 @@ class Watched(Draft):
 def test_every_translated_flag_is_asked_for(monkeypatch):
     """A flag of the table that no translation reads would be dropped without a word."""
     made: list[Watched] = []
-    monkeypatch.setattr(translating, "Draft", lambda *a: made.append(Watched(*a)) or made[-1])
+    monkeypatch.setattr(translating, "RecipeDraft", lambda *a: made.append(Watched(*a)) or made[-1])
     more = (
         f"{EXPERTS} --moe-expert-capacity-factor 1 --fp16 --pipeline-model-parallel-size 2 --context-parallel-size 2",
         "--multi-latent-attention --optimizer sgd --lr-decay-style WSD --use-megatron-fsdp --save a --load a",
@@ -599,8 +597,11 @@ PER_SPLIT = SMALL.replace("--data-path", "--train-data-path")
 def test_what_is_called_megatrons_default_is_its_default(line):
     """A key of its default alone; what follows from other flags says from which."""
     draft = draft_of(line)
-    follows = {"model.kind", "model.d_ffn", "model.tied_embeddings"}  # from several flags
+    # from several flags, or from one that says the opposite
+    follows = {"model.d_ffn", "model.tied_embeddings", "model.mlp.bias"}
+    follows |= {"model.attention.qkv_bias", "model.attention.out_bias"}
     here = {"adamw": "adam", "all_gather": "allgather", "ring": ["p2p"], "replicate": False, "fp32": False}
+    here |= {"learned": "learned_absolute", "layer": "LayerNorm", "plain": False}
     for key, remark in draft.remarks.items():
         if remark != "Megatron's default" or key in follows:
             continue
@@ -651,6 +652,9 @@ def test_another_order_of_ranks_is_refused(capsys):
         ("--allow-ambiguous-pad-tokens", "labels that are the tokenizer's padding"),
         ("--mid-level-dataset-surplus 0.1", "no such data, or order of it"),
         ("--loss-scale 128", "the loss scale of fp16 is dynamic here"),
+        ("--post-layer-norm", "in the recipe, model.layer={kind: sequential, norms: post} says it"),
+        ("--geglu", "model.mlp={kind: gated, activation: gelu_tanh} says it, activation gelu --geglu"),
+        ("--add-rmsnorm-offset", "--add-rmsnorm-offset: a flag of the fork MindSpeed-LLM: give --apply-layernorm-1p"),
         ("--yaml-cfg x.yaml", "the file is not read"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaspec.nn.attention import drop_attention
+from megaspec.nn.attention.module import drop_attention
 from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.hashing import keep_mask, site_key
 

@@ -8,7 +8,7 @@ import torch
 from megaspec.core.layout import Layout, Piece, whole
 from megaspec.nn import hashing
 from megaspec.nn.hashing import fill_normal_, key_of
-from megaspec.nn.init import constants, initial_value, standard_deviations
+from megaspec.nn.init import initial_value
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build, initialise
 from tests.parity.cases import Case, spec_of
@@ -78,8 +78,8 @@ def test_any_number_of_dimensions() -> None:
 def test_every_parameter_of_a_model_starts_as_published(family: str) -> None:
     spec = spec_of(Case(family=family, pad=8))
     built = build(spec, mesh=Mesh({}, rank=0, device=torch.device("cpu")))
-    stds = standard_deviations(built.model, std=spec.model.init_std, n_layers=spec.model.n_layers)
-    fixed = constants(built.model)
+    initial = spec.model.facts.initial_values(std=spec.model.init_std)
+    stds, fixed = initial.stds, initial.constants
     names = set(built.parameters)
     assert set(stds) | set(fixed) == names
     assert not set(stds) & set(fixed)

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 
-from megaspec.nn.linear import COMPILED_FOR_LATER, Linear, WeightGradientQueue, WeightGradientSum
+from megaspec.nn.linear import COMPILED_FOR_LATER, Linear, WeightGradientQueue, WeightGradientSum, WeightGradientSums
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
@@ -45,60 +46,60 @@ def test_at_once(bias: bool) -> None:
         assert torch.allclose(g, expected[name], rtol=1e-13), name
 
 
-def summed(linear: Linear) -> tuple[WeightGradientSum, list[int]]:
+def summed(linear: Linear, sums: WeightGradientSums) -> tuple[WeightGradientSum, list[int]]:
     """Lets a layer's weight gradient be summed; -> the sum, and a list that grows with each gradient."""
     arrived: list[int] = []
-    linear.main_grad = torch.full((7, 6), float("nan"), dtype=torch.float64)
-    return WeightGradientSum(linear.main_grad, lambda: arrived.append(1)), arrived
+    buffer = torch.full((7, 6), float("nan"), dtype=torch.float64)
+    return sums.connect(linear, buffer, lambda: arrived.append(1)), arrived
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_deferred(bias: bool) -> None:
     linear, x, grad = layer(bias)
     expected = truth(linear, x, grad)
-    sum_, arrived = summed(linear)
+    sums = WeightGradientSums()
+    _, arrived = summed(linear, sums)
     queue = WeightGradientQueue()
 
     def backward() -> None:
         y = linear(x)
-        with WeightGradientSum.defer(queue):
+        with sums.defer(queue):
             y.backward(grad)
 
     assert products(backward) == 2
     assert torch.allclose(x.grad, expected["x"], rtol=1e-13)
     assert (len(queue), arrived) == (1, [])
-    assert sum_.main_grad.isnan().all()
+    assert linear.main_grad.buffer.isnan().all()
     assert products(queue.run) == 1
     assert (len(queue), arrived) == (0, [1])
-    assert torch.allclose(sum_.main_grad, expected["weight"], rtol=1e-13)
+    assert torch.allclose(linear.main_grad.buffer, expected["weight"], rtol=1e-13)
     assert linear.weight.grad is None
     linear(x).backward(grad)
     assert len(queue) == 0, "deferred outside of defer"
-    assert torch.allclose(sum_.main_grad, 2 * expected["weight"], rtol=1e-13)
+    assert torch.allclose(linear.main_grad.buffer, 2 * expected["weight"], rtol=1e-13)
 
 
 def test_summed_inside_the_product() -> None:
     linear, x, grad = layer(False)
     expected = truth(linear, x, grad)["weight"]
-    sum_, arrived = summed(linear)
+    sum_, arrived = summed(linear, WeightGradientSums())
     assert products(lambda: linear(x).backward(grad)) == 3
-    assert torch.allclose(sum_.main_grad, expected, rtol=1e-13)
+    assert torch.allclose(linear.main_grad.buffer, expected, rtol=1e-13)
     linear(x).backward(grad)
-    assert torch.allclose(sum_.main_grad, 2 * expected, rtol=1e-13)
+    assert torch.allclose(linear.main_grad.buffer, 2 * expected, rtol=1e-13)
     assert len(arrived) == 2
     sum_.start()
     linear(x).backward(grad)
-    assert torch.allclose(sum_.main_grad, expected, rtol=1e-13)
+    assert torch.allclose(linear.main_grad.buffer, expected, rtol=1e-13)
     assert linear.weight.grad is None
 
 
 def test_the_oldest_ones_run_first() -> None:
-    queue, sums, order = WeightGradientQueue(), [], []
+    queue, sums, order = WeightGradientQueue(), WeightGradientSums(), []
     for i in range(3):
         linear, x, grad = layer(False)
-        linear.main_grad = torch.zeros(7, 6, dtype=torch.float64)
-        sums.append(WeightGradientSum(linear.main_grad, lambda i=i: order.append(i)))
-        with WeightGradientSum.defer(queue):
+        sums.connect(linear, torch.zeros(7, 6, dtype=torch.float64), lambda i=i: order.append(i))
+        with sums.defer(queue):
             linear(x).backward(grad)
     queue.run()
     assert order == [0, 1, 2]
@@ -113,10 +114,10 @@ def test_what_waits_in_a_queue_is_what_was_there_when_it_was_put() -> None:
     x, grad = torch.randn(2, 4, 8, 16, dtype=torch.float64).unbind()
     expected = torch.autograd.grad(plain(x), list(plain.parameters()), grad)
     linears = [m for m in plain if isinstance(m, Linear)]
-    sums = []
+    owner, sums = WeightGradientSums(), []
     for linear in linears:
-        linear.main_grad = torch.full((16, 16), float("nan"), dtype=torch.float64)
-        sums.append(WeightGradientSum(linear.main_grad, lambda: None))
+        buffer = torch.full((16, 16), float("nan"), dtype=torch.float64)
+        sums.append(owner.connect(linear, buffer, lambda: None))
     with functorch_config.patch(donated_buffer=False):
         compiled = torch.compile(plain, fullgraph=True, options=COMPILED_FOR_LATER)
         for _ in range(3):
@@ -124,13 +125,55 @@ def test_what_waits_in_a_queue_is_what_was_there_when_it_was_put() -> None:
             for sum_ in sums:
                 sum_.start()
             for queue in queues:
-                with WeightGradientSum.defer(queue):
+                with owner.defer(queue):
                     compiled(x.clone().requires_grad_()).backward(grad)
             for queue in queues:
                 assert len(queue) == 3
                 queue.run()
             for linear, g in zip(linears, expected, strict=True):
-                assert torch.allclose(linear.main_grad, 2 * g, rtol=1e-12)
+                assert torch.allclose(linear.main_grad.buffer, 2 * g, rtol=1e-12)
+
+
+def compiled_layers(count: int) -> tuple[list[Linear], WeightGradientSums]:
+    """Equal layers, each compiled as a block of a model is, with the sums of one model."""
+    owner, layers = WeightGradientSums(), []
+    for _ in range(count):
+        linear, _, _ = layer(False)
+        owner.connect(linear, torch.full((7, 6), float("nan"), dtype=torch.float64), lambda: None)
+        linear.compile(fullgraph=True, options=COMPILED_FOR_LATER)
+        layers.append(linear)
+    return layers, owner
+
+
+def test_one_compiled_block_serves_all_layers_of_models_side_by_side() -> None:
+    """Each finds its own sum, and a queue of one model takes nothing of the other."""
+    torch._dynamo.reset()
+    _, x, grad = layer(False)
+    (mine, mine_owner), (others, _) = compiled_layers(3), compiled_layers(2)
+    layers = [*mine, *others]
+    expected = truth(layers[0], x, grad)["weight"]
+    counters.clear()
+    queue = WeightGradientQueue()
+    with functorch_config.patch(donated_buffer=False):
+        outputs = [linear(x) for linear in layers]
+        with mine_owner.defer(queue):
+            for number, y in enumerate(outputs):
+                y.backward((number + 1) * grad)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(queue) == len(mine)
+    assert all(linear.main_grad.buffer.isnan().all() for linear in mine)
+    queue.run()
+    for number, linear in enumerate(layers):
+        assert torch.allclose(linear.main_grad.buffer, (number + 1) * expected, rtol=1e-13)
+
+
+def test_a_gradient_that_has_nowhere_to_go_is_told() -> None:
+    linear, x, grad = layer(False)
+    sum_, arrived = summed(linear, WeightGradientSums())
+    sum_.stop()
+    with pytest.raises(AssertionError, match=r"a weight gradient \(7, 6\) came while its sum has no memory"):
+        linear(x).backward(grad)
+    assert arrived == []
 
 
 def test_gradcheck() -> None:

@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspec.nn.attention import SequenceContext
+from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.dropout import Dropout
-from megaspec.nn.linear import Linear, WeightGradientQueue, WeightGradientSum
-from megaspec.nn.mlp import SwiGlu
-from megaspec.nn.moe import Experts, GroupedLinear, Moe, loads_in_turn
-from megaspec.nn.router import Router
-from megaspec.nn.rows import sorted_rows
-from megaspec.nn.spec import BalanceLoss, MoeSpec, RouterSpec
+from megaspec.nn.linear import Linear, WeightGradientQueue, WeightGradientSums
+from megaspec.nn.mlp.module import GatedMlp
+from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.moe.module import Experts, GroupedLinear, Moe, loads_in_turn
+from megaspec.nn.moe.router import Router
+from megaspec.nn.moe.rows import sorted_rows
+from megaspec.nn.moe.spec import BalanceLoss, MoeSpec, RouterSpec
 from megaspec_kernels.registry import REGISTRY
 
 B, T, D, F_EXPERT, F_SHARED = 2, 7, 12, 10, 6
@@ -59,7 +60,7 @@ def build(moe: MoeSpec, *, seed: int = 1) -> Moe:
     module = Moe(
         Router(D, moe, site="router"),
         Experts(moe.n_experts, D, F_EXPERT, kernel=REGISTRY["grouped"]["reference"], unpermute=UNPERMUTE),
-        shared=SwiGlu(D, moe.d_shared, out=Dropout(0.0, "shared")) if moe.d_shared else None,
+        shared=GatedMlp(D, moe.d_shared, GatedMlpSpec(), out=Dropout(0.0, "shared")) if moe.d_shared else None,
         shared_gate=Linear(D, 1) if moe.shared_gate else None,
         pad=moe.pad_to_capacity,
         out=Dropout(0.0, "moe"),
@@ -144,16 +145,16 @@ def test_weight_gradients_are_summed_in_their_totals() -> None:
     x = torch.randn(B, T, D, dtype=torch.float64)
     moe(x, context()).sum().backward()
     expected = {n: p.grad for n, p in moe.named_parameters()}
-    sums, arrived = [], []
+    sums, arrived = WeightGradientSums(), []
     for name, module in moe.named_modules():
         if isinstance(module, Linear):
-            module.main_grad = torch.full_like(module.weight, float("nan"))
-            sums.append(WeightGradientSum(module.main_grad, lambda name=name: arrived.append(name)))
+            buffer = torch.full_like(module.weight, float("nan"))
+            sums.connect(module, buffer, lambda name=name: arrived.append(name))
     for _ in range(2):
         moe(x, context()).sum().backward()
     for name, module in moe.named_modules():
         if isinstance(module, GroupedLinear):
-            assert close(module.main_grad, 2 * expected[f"{name}.weight"]), name
+            assert close(module.main_grad.buffer, 2 * expected[f"{name}.weight"]), name
     assert sorted(arrived) == sorted(2 * ["router", "experts.w_gate_up", "experts.w_down"])
 
 
@@ -163,17 +164,17 @@ def test_weight_gradients_can_be_deferred() -> None:
     moe(x, context()).sum().backward()
     expected = {n: p.grad for n, p in moe.named_parameters()}
     linears = {f"{n}.weight": m for n, m in moe.named_modules() if isinstance(m, Linear)}
+    sums = WeightGradientSums()
     for module in linears.values():
-        module.main_grad = torch.full_like(module.weight, float("nan"))
-    sums = [WeightGradientSum(module.main_grad, lambda: None) for module in linears.values()]
+        sums.connect(module, torch.full_like(module.weight, float("nan")), lambda: None)
     queue = WeightGradientQueue()
-    with WeightGradientSum.defer(queue):
+    with sums.defer(queue):
         moe(x, context()).sum().backward()
-    assert len(queue) == len(sums) == 3
-    assert all(module.main_grad.isnan().all() for module in linears.values())
+    assert len(queue) == len(linears) == 3
+    assert all(module.main_grad.buffer.isnan().all() for module in linears.values())
     queue.run()
     for name, module in linears.items():
-        assert close(module.main_grad, expected[name]), name
+        assert close(module.main_grad.buffer, expected[name]), name
 
 
 @pytest.mark.slow

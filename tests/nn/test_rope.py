@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megaspec.nn.decoder import document_positions
-from megaspec.nn.rope import Rope, inverse_frequencies, rotate
-from megaspec.nn.spec import Llama3RopeScaling, NoRopeScaling
+from megaspec.nn.rope.module import Rope, inverse_frequencies, rotate
+from megaspec.nn.rope.spec import Llama3RopeScaling, NoRopeScaling, RotarySpec
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rope.json").read_text())["rope"]
 
@@ -31,7 +31,7 @@ def test_frequencies_equal_the_golden_ones(
 
 
 def test_rotation_multiplies_pairs_as_complex_numbers() -> None:
-    rope = Rope(8, 32, 100.0, NoRopeScaling())
+    rope = Rope(8, 32, RotarySpec(base=100.0))
     rope.cos_TH, rope.sin_TH = rope.cos_TH.double(), rope.sin_TH.double()
     rope.fill_buffers()
     x = torch.randn(2, 32, 3, 8, dtype=torch.float64)
@@ -44,7 +44,7 @@ def test_rotation_multiplies_pairs_as_complex_numbers() -> None:
 
 
 def test_scores_depend_on_the_distance_alone() -> None:
-    rope = Rope(16, 64, 10_000.0, Llama3RopeScaling(kind="llama3", original_max_seq_len=32))
+    rope = Rope(16, 64, RotarySpec(scaling=Llama3RopeScaling(kind="llama3", original_max_seq_len=32)))
     rope.cos_TH, rope.sin_TH = rope.cos_TH.double(), rope.sin_TH.double()
     rope.fill_buffers()
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
 
 
 def test_low_precision_is_rotated_in_fp32() -> None:
-    rope = Rope(64, 4096, 10_000.0, NoRopeScaling())
+    rope = Rope(64, 4096, RotarySpec())
     rope.fill_buffers()
     x = torch.randn(1, 4096, 1, 64)
     low = rotate(x.bfloat16(), *rope.angles(torch.arange(4096)))

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megaspec.compose.compose import compose
-from megaspec.nn.attention import SequenceContext
-from megaspec.nn.balance import sinkhorn, within_capacity
+from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.dropout import Noise
-from megaspec.nn.linear import WeightGradientQueue, WeightGradientSum
-from megaspec.nn.router import LOSSES, Router, Routing, Tokens
-from megaspec.nn.spec import BalanceLoss, MoeSpec, RouterSpec
+from megaspec.nn.linear import WeightGradientQueue, WeightGradientSums
+from megaspec.nn.moe.balance import sinkhorn, within_capacity
+from megaspec.nn.moe.router import LOSSES, Router, Routing, Tokens
+from megaspec.nn.moe.spec import BalanceLoss, MoeSpec, RouterSpec
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "moe_router.json").read_text())
 FP32 = torch.tensor(torch.finfo(torch.float32).eps)
@@ -595,15 +595,15 @@ def test_a_narrow_model_is_routed_in_fp32() -> None:
     assert torch.equal(router.weight.grad, wide.weight.grad.to(torch.bfloat16))
 
     total = torch.zeros(8, 64)
-    sum_ = WeightGradientSum(total, lambda: None)
-    router.main_grad, router.weight.grad, queue = total, None, WeightGradientQueue()
-    with WeightGradientSum.defer(queue):
+    sums, queue = WeightGradientSums(), WeightGradientQueue()
+    sums.connect(router, total, lambda: None)
+    router.weight.grad = None
+    with sums.defer(queue):
         router(x, where).weights.square().sum().backward()
     assert total.eq(0).all()
     assert len(queue) == 1
     queue.run()
     assert router.weight.grad is None
-    assert sum_.main_grad is total
     assert torch.equal(total, wide.weight.grad)
 
 

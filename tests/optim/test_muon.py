@@ -9,18 +9,20 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from megaspec.core.layout import whole
-from megaspec.nn.embedding import Embedding
+from megaspec.nn.embedding.module import Embedding
 from megaspec.nn.linear import Linear
-from megaspec.nn.matrices import matrices_of
-from megaspec.nn.moe import GroupedLinear
-from megaspec.nn.norm import RmsNorm
-from megaspec.nn.router import Router
-from megaspec.nn.spec import MoeSpec
+from megaspec.nn.model_facts import consecutive
+from megaspec.nn.moe.module import GroupedLinear
+from megaspec.nn.moe.router import Router
+from megaspec.nn.moe.spec import MoeSpec
+from megaspec.nn.norm.module import RmsNorm
+from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.optim.newton_schulz import COEFFICIENTS, orthogonalised, orthogonalised_all, working_dtype
 from megaspec.optim.optimizer import build_optimizer
 from megaspec.optim.spec import OptimSpec
 from megaspec.parallelism.whole_matrices import WholeMatrices
 from megaspec_kernels.grouped.reference import grouped_product
+from tests.plan.plans import LLAMA, MOE, plan
 
 MUON = {"kind": "muon", "lr": 1.0, "momentum": 0.9, "beta1": 0.8, "beta2": 0.9, "eps": 1e-3}
 
@@ -31,7 +33,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = Embedding(11, 6)
-        self.norm = RmsNorm(6, 1e-5)
+        self.norm = RmsNorm(6, RmsNormSpec())
         self.wqkv = Linear(6, 8, 4, 4, bias=True)
         # two experts with two outputs of three rows each
         self.experts = GroupedLinear(2, 5, 3, 3, kernel=grouped_product)
@@ -52,7 +54,7 @@ def gradients(step):
 
 def local_matrices(weights):
     layouts = {name: whole(name, tuple(weight.shape)) for name, weight in weights.items()}
-    return WholeMatrices(layouts, matrices_of(Model()), group=None, device=torch.device("cpu"))
+    return WholeMatrices(layouts, MATRICES, group=None, device=torch.device("cpu"))
 
 
 def made(weights, **content):
@@ -72,6 +74,11 @@ SCALES = {
     "spectral": lambda o, i: max(o, i) ** 0.5,
     "unit_rms_norm": lambda o, i: (o / i) ** 0.5,
     "shape_scaling": lambda o, i: max(1, o / i) ** 0.5,
+}
+MATRICES = {
+    "wqkv.weight": consecutive(8, 4, 4),
+    "experts.weight": consecutive(3, 3, 3, 3),
+    "w_down.weight": consecutive(6),
 }
 ROWS = {"wqkv.weight": [0, 8, 12, 16], "experts.weight": [0, 3, 6, 9, 12], "w_down.weight": [0, 6]}
 
@@ -134,8 +141,23 @@ def test_updates(nesterov, scale, coefficients, ns_steps, extra):
 
 
 def test_the_hidden_matrices_of_a_model():
-    found = {name: [m.first for m in held] + [held[-1].last] for name, held in matrices_of(Model()).items()}
-    assert found == ROWS
+    assert {name: [m.first for m in held] + [held[-1].last] for name, held in MATRICES.items()} == ROWS
+    facts = plan(LLAMA | {"n_layers": 2, "moe": MOE | {"first_dense": 1}}).model.facts
+    sizes = {name: [m.last - m.first for m in held] for name, held in facts.matrices().items()}
+    # neither the embedding, nor the output head, nor the router
+    assert sizes == {
+        "layers.0.attn.wqkv.weight": [32, 16, 16],
+        "layers.0.attn.wo.weight": [32],
+        "layers.0.mlp.w_gate_up.weight": [48, 48],
+        "layers.0.mlp.w_down.weight": [32],
+        "layers.1.attn.wqkv.weight": [32, 16, 16],
+        "layers.1.attn.wo.weight": [32],
+        "layers.1.moe.experts.w_gate_up.weight": [16, 16] * 8,
+        "layers.1.moe.experts.w_down.weight": [32] * 8,
+        "layers.1.moe.shared.w_gate_up.weight": [12, 12],
+        "layers.1.moe.shared.w_down.weight": [32],
+        "layers.1.moe.shared_gate.weight": [1],
+    }
 
 
 @pytest.mark.parametrize(("coefficients", "low", "high"), [("simple", 0.67, 1.21), ("quintic", 0.85, 1.15)])

@@ -1,5 +1,7 @@
 """Updates in the CPU's memory are the same to the bit."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def test_updates_on_the_cpu_are_the_same_to_the_bit(
     both = [{name: w.clone() for name, w in start.items()} for _ in range(2)]
     plain, away = (
         build_optimizer(both[0], spec, adamw=adamw),
-        OffloadedOptimizer(both[1], spec, share=share, adamw=adamw),
+        OffloadedOptimizer(both[1], make=partial(build_optimizer, spec=spec), spec=spec, share=share, adamw=adamw),
     )
     for step in range(4):
         gradients = {name: torch.randn(w.shape, generator=draw).to(wide) for name, w in start.items()}
@@ -52,7 +54,9 @@ def test_updates_on_the_cpu_are_the_same_to_the_bit(
 
 def test_what_is_put_into_an_offloaded_optimizer_reaches_the_weights() -> None:
     weights = {"a": torch.zeros(4, 4, dtype=torch.bfloat16), "b": torch.zeros(2, dtype=torch.bfloat16)}
-    optimizer = OffloadedOptimizer(weights, AdamWSpec(kind="adamw", lr=1e-2), share=0.9, adamw="torch")
+    spec = AdamWSpec(kind="adamw", lr=1e-2)
+    make = partial(build_optimizer, spec=spec)
+    optimizer = OffloadedOptimizer(weights, make=make, spec=spec, share=0.9, adamw="torch")
     for name in weights:
         optimizer.put("master", name, torch.full(weights[name].shape, 3.0))
         optimizer.put("exp_avg", name, torch.full(weights[name].shape, 5.0))

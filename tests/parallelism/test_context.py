@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.attention import Attention, CausalCore, SequenceContext
+from megaspec.nn.attention.module import Attention, CausalCore, SequenceContext
+from megaspec.nn.attention.spec import GroupedQuerySpec
 from megaspec.nn.dropout import Dropout, Noise
 from megaspec.parallelism.context import ContextCore, ContextParallel, Way, token_index
 from megaspec.parallelism.mesh import Mesh
@@ -79,7 +80,8 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
 
 def attention(case: Case) -> Attention:
     core = CausalCore(REGISTRY["attention"][case.kernel], case.dropout, "layers.3.attn")
-    module = Attention(4 * H, n_heads=4, n_kv_heads=4, d_head=H, bias=False, core=core, out=Dropout(0.0, "out"))
+    heads = {"n_heads": 4, "n_kv_heads": 4, "d_head": H}
+    module = Attention(4 * H, **heads, spec=GroupedQuerySpec(), core=core, out=Dropout(0.0, "out"))
     core.first_head = 5  # as on the second tensor-parallel rank
     return module
 
@@ -185,15 +187,15 @@ BUGS = {
         Case("ring", 2, 24),
     ),
     "gradients of keys stay where they were last": (
-        Patch(CONTEXT, "d_own += handle.wait()[0]", "d_own += handle.outgoing[0] + 0 * handle.wait()[0]"),
+        Patch(CONTEXT, "d_own_kv += handle.wait()[0]", "d_own_kv += handle.outgoing[0] + 0 * handle.wait()[0]"),
         Case("ring", 2, 24),
     ),
     "late queries see one chunk of a later rank": (
-        Patch(CONTEXT, "else Part(second, every)", "else Part(second, first)"),
+        Patch(CONTEXT, "return AttentionBlock(late, every)", "return AttentionBlock(late, early)"),
         Case("ring", 2, 24),
     ),
     "documents of the wrong keys": (
-        Patch(CONTEXT, "keys[part.keys]\n", "keys[part.keys].flip(0)\n"),
+        Patch(CONTEXT, "keys[block.keys]\n", "keys[block.keys].flip(0)\n"),
         Case("ring", 2, 24, documents=True),
     ),
     "the same heads dropped on every rank of an all-to-all": (
@@ -209,7 +211,7 @@ BUGS = {
         Case("all_gather", 2, 24),
     ),
     "gradients of gathered keys not summed": (
-        Patch(CONTEXT, "return wait(reduce_scatter(parts, group))[0]", "return parts[group.rank()]"),
+        Patch(CONTEXT, "return wait(reduce_scatter(torch.stack(of_ranks), group))[0]", "return of_ranks[group.rank()]"),
         Case("all_gather", 2, 24),
     ),
     "groups of neighbours and of the ring mixed up": (

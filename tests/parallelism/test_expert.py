@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.core.layout import Layout
-from megaspec.model.llama.spec import LlamaSpec
+from megaspec.model.decoder.spec import DecoderSpec
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.dropout import Noise
-from megaspec.nn.init import constants, initial_value, standard_deviations
-from megaspec.nn.moe import Moe
+from megaspec.nn.init import initial_value
+from megaspec.nn.moe.module import Moe
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.expert import ExpertParallel, buffers_of
 from megaspec.parallelism.mesh import Mesh
@@ -107,7 +107,7 @@ CASES = [
 ]
 
 
-def model_spec(case: Case) -> LlamaSpec:
+def model_spec(case: Case) -> DecoderSpec:
     moe = {
         "n_experts": case.n_experts,
         "top_k": 2,
@@ -121,8 +121,9 @@ def model_spec(case: Case) -> LlamaSpec:
         "pad_to_capacity": case.pad,
     }
     fields = {"n_layers": 3, "d_model": 16, "n_heads": 4, "n_kv_heads": 2, "d_head": 4, "d_ffn": 24, "init_std": 0.4}
-    fields |= {"vocab_size": VOCAB, "vocab_pad_to": 1, "max_seq_len": TOKENS, "qk_norm": True, "dropout": 0.1}
-    return LlamaSpec.model_validate({"kind": "llama", "moe": moe, **fields})
+    fields |= {"vocab_size": VOCAB, "vocab_pad_to": 1, "max_seq_len": TOKENS, "dropout": 0.1}
+    attention = {"kind": "gqa", "qk_norm": "per_head"}
+    return DecoderSpec.model_validate({"kind": "decoder", "attention": attention, "moe": moe, **fields})
 
 
 REFERENCE = KernelsSpec(**dict.fromkeys(CATALOG, "reference"), compile="none")
@@ -132,7 +133,7 @@ def built(case: Case, mesh: Mesh) -> tuple[Decoder, TensorParallel, ContextParal
     spec = model_spec(case)
     kernels = kernels_of(REFERENCE)
     model = build_model(spec, kernels, dtype=torch.float64)
-    stds, starts = standard_deviations(model, std=spec.init_std, n_layers=spec.n_layers), constants(model)
+    initial = spec.facts.initial_values(std=spec.init_std)
     own = ParallelismSpec(sequence_parallel=case.tp > 1, dispatch=case.dispatch, ep=case.ep, etp=case.etp)
     tensor = TensorParallel(mesh, case.tp > 1)
     tensor.split_model(model, model.placement)
@@ -144,7 +145,11 @@ def built(case: Case, mesh: Mesh) -> tuple[Decoder, TensorParallel, ContextParal
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             value = initial_value(
-                tensor.layouts[name], seed=1, std=stds.get(name), constant=starts.get(name), like=parameter
+                tensor.layouts[name],
+                seed=1,
+                std=initial.stds.get(name),
+                constant=initial.constants.get(name),
+                like=parameter,
             )
             parameter.copy_(value)
         for moe in (m for m in model.modules() if isinstance(m, Moe)):
@@ -224,8 +229,9 @@ def run(
 def summed(model: Decoder, tensor: TensorParallel, mesh: Mesh) -> dict[str, Tensor]:
     """The gradients, over all ranks that have tokens."""
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    facts = model.facts.weights()
     for name, gradient in gradients.items():
-        group = mesh.group("edp" if name in tensor.experts else "dp-cp")
+        group = mesh.group("edp" if facts[name].is_expert else "dp-cp")
         if group is not None:
             dist.all_reduce(gradient, group=group)
     tensor.finish_grads(gradients, lambda name: slice(0, gradients[name].shape[0]))
@@ -295,8 +301,9 @@ def layouts_of(case: Case, rank: int) -> dict[str, Layout]:
     tensor.split_model(model, model.placement)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert shapes == {name: layout.local_shape for name, layout in tensor.layouts.items()}
-    assert tensor.experts == {n for n in shapes if ".experts." in n}
-    return {name: tensor.layouts[name] for name in sorted(tensor.experts)}
+    experts = {name for name, facts in model.facts.weights().items() if facts.is_expert}
+    assert experts == {name for name in shapes if ".experts." in name}
+    return {name: tensor.layouts[name] for name in sorted(experts)}
 
 
 @pytest.mark.parametrize("case", [Case(ep=4), Case(etp=2), Case(ep=2, etp=4)], ids=str)

@@ -10,7 +10,8 @@ from torch import Tensor
 from megaspec.compose.compose import compose
 from megaspec.data.batch import Batch
 from megaspec.estimate.activations import layer_bytes
-from megaspec.estimate.share import share_of
+from megaspec.estimate.layer_run import layer_run
+from megaspec.nn.decoder import Decoder
 from megaspec.nn.linear import Linear
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
@@ -57,7 +58,7 @@ def spec_of(*words: str, family: str = "llama", dropout: bool = True, tp: int = 
     data = ["data=random", "data.vocab_size=67", "~data.blend", "data.seq_len=16", "train.sample=null"]
     more = [
         *(f"model.{word}" for word in SMALL),
-        f"model.attention_dropout={share}",
+        f"model.attention.dropout={share}",
         f"+model.dropout={share}",
         f"launcher.ranks={tp * pp}",
         f"parallelism.tp={tp}",
@@ -229,4 +230,62 @@ def test_a_plain_layer_keeps_what_the_plan_says(
     x_BTD = torch.randn(2, 128, 64, requires_grad=True)
     here = (x_BTD, *decoder.parameters(), *(context.angles or ()))
     kept = kept_bytes(lambda: decoder.units[1].run(x_BTD, context), without=here)
-    assert kept + x_BTD.nbytes == layer_bytes(share_of(recipe), with_experts=False).kept
+    assert kept + x_BTD.nbytes == layer_bytes(layer_run(recipe), recipe.model.facts.layers[0]).kept
+
+
+class Doubled(torch.nn.Module):
+    """A mixer that is none of the known ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: Tensor, noise: object) -> Tensor:
+        self.runs += 1
+        return (2 * x).sigmoid()
+
+
+class SaysMlp(Doubled):
+    recompute_parts = frozenset({"mlp"})
+
+
+class SaysUnknown(Doubled):
+    recompute_parts = frozenset({"state"})
+
+
+class SaysUnhandled(Doubled):
+    recompute_parts = frozenset({"mla_up"})
+
+
+def with_mixer(mixer: Doubled, *parts: RecomputePart) -> Decoder:
+    """A decoder whose second layer has `mixer` as its feed-forward layer, with these parts recomputed."""
+    spec = spec_of("model.n_layers=2", dropout=False)
+    model = build_model(spec.model, kernels_of(spec.kernels), dtype=torch.float64)
+    materialise(model, device=torch.device("cpu"), dtype=torch.float64)
+    model.layers["1"].mlp = mixer
+    Recompute(RecomputeSpec(kind="selective", parts=parts), SavedTensors(), compiled=False).apply(model)
+    return model
+
+
+@pytest.mark.parametrize("parts", [("mlp",), ("norm",)])
+def test_a_mixer_that_forgets_to_say_its_parts_is_refused(parts: tuple[RecomputePart, ...]) -> None:
+    with pytest.raises(AssertionError, match=r"mlp \(Doubled\) doesn't say what of parallelism\.recompute\.parts"):
+        with_mixer(Doubled(), *parts)
+
+
+def test_a_mixer_that_says_a_part_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"mlp \(SaysUnknown\)\.recompute_parts=\['state'\], known are"):
+        with_mixer(SaysUnknown(), "mlp")
+    with pytest.raises(AssertionError, match=r"mlp \(SaysUnhandled\): nothing recomputes the part mla_up"):
+        with_mixer(SaysUnhandled(), "mla_up")
+
+
+@pytest.mark.parametrize(("parts", "runs"), [(("norm",), 1), (("mlp",), 2)])
+def test_a_mixer_is_recomputed_as_the_part_that_it_says(parts: tuple[RecomputePart, ...], runs: int) -> None:
+    mixer = SaysMlp()
+    model = with_mixer(mixer, *parts)
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    x_BTD = torch.randn(2, 16, 32, dtype=torch.float64).requires_grad_()
+    model.units[2].run(x_BTD, model.context(torch.arange(16), length=16)).square().sum().backward()
+    assert mixer.runs == runs

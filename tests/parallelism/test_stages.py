@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from megaspec.model.llama.spec import LlamaSpec
+from megaspec.model.decoder.spec import DecoderSpec
 from megaspec.parallelism.spec import ParallelismSpec, PipelineSpec
 from megaspec.parallelism.stages import MOST_LAYERS, layer_ranges, parse_layout, stage_problem, stages_of
 
 
 def model(n_layers):
-    return LlamaSpec(kind="llama", n_layers=n_layers, d_model=64, n_heads=4, vocab_size=100)
+    return DecoderSpec(kind="decoder", n_layers=n_layers, d_model=64, n_heads=4, vocab_size=100)
 
 
 def split(n_layers, pp, **pipeline):

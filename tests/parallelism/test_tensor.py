@@ -13,9 +13,10 @@ from megaspec.nn.init import initial_value
 from megaspec.nn.linear import Linear
 from megaspec.optim.norm import global_norm, local_norms
 from megaspec.parallelism.tensor import TensorParallel
-from megaspec.runtime.build import MODELS, build_model
+from megaspec.runtime.build import build_model
 from megaspec.verify.parity import assemble
 from megaspec_kernels.registry import kernels_of
+from tests.families import FAMILIES
 from tests.parity.cases import Case, spec_of
 
 CASES = [
@@ -132,9 +133,8 @@ def test_a_rank_may_hold_padding_alone() -> None:
     assert layouts[1].pieces[0].shape == (3, 32)
 
 
-@pytest.mark.parametrize("kind", MODELS.values(), ids=lambda m: m.__name__)
-def test_a_missing_row_is_refused(kind: type) -> None:
-    family = {"Llama": "llama", "Gpt": "gpt"}[kind.__name__]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_row_is_refused(family: str) -> None:
     spec = spec_of(Case(family=family))
     model = build_model(spec.model, kernels_of(spec.kernels), dtype=torch.float64)
     with_parameters = [
@@ -142,7 +142,8 @@ def test_a_missing_row_is_refused(kind: type) -> None:
         for row in model.placement
         if any(n.startswith(row.pattern.replace("*", "0") + ".") for n, _ in model.named_parameters())
     ]
-    assert len(with_parameters) >= 9
+    # of layer 0: a flat decoder's has one mixer, a parallel one one norm
+    assert len(with_parameters) >= {"flat": 6, "parallel": 8}.get(family, 9)
     for row in with_parameters:
         rest = tuple(r for r in model.placement if r is not row)
         with pytest.raises(AssertionError, match="no placement row covers the parameter"):
@@ -156,6 +157,34 @@ def test_a_row_that_matches_nothing_and_a_module_named_twice_are_refused() -> No
         TensorParallel(OneRank(2, 0), True).split_model(model, (*model.placement, Row("layers.*.attn.wq", "columns")))
     with pytest.raises(AssertionError, match=r"layers\.1\.norm1 is named by"):
         TensorParallel(OneRank(2, 0), True).split_model(model, (*model.placement, Row("layers.1.norm1", "sequence")))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [("embed_dropout", "Dropout"), ("positions", "LearnedPositions"), ("layers.*.mlp.dropout", "Dropout")],
+)
+def test_what_acts_by_places_is_told_where_its_tokens_are(pattern: str, kind: str) -> None:
+    """Without the row for it, or with one that doesn't split tokens, a rank would take another's places."""
+    spec = spec_of(Case(family="gpt"))
+    model = build_model(spec.model, kernels_of(spec.kernels), dtype=torch.float64)
+    rest = tuple(row for row in model.placement if row.pattern != pattern)
+    name = pattern.replace("*", "0")
+    with pytest.raises(AssertionError, match=rf"{name} \({kind}\) acts by its tokens' places, .* found heads"):
+        TensorParallel(OneRank(2, 0), True).split_model(model, (*rest, Row(pattern, "heads")))
+    if pattern != "positions":
+        with pytest.raises(AssertionError, match=rf"{name} \({kind}\) acts by its tokens' places, .* found None"):
+            TensorParallel(OneRank(2, 0), True).split_model(model, rest)
+
+
+def test_a_core_that_counts_no_heads_is_refused() -> None:
+    class Other(torch.nn.Module):
+        pass
+
+    spec = spec_of(Case())
+    model = build_model(spec.model, kernels_of(spec.kernels), dtype=torch.float64)
+    model.layers["1"].attn.core = Other()
+    with pytest.raises(AssertionError, match=r"layers\.1\.attn\.core is a Other, which can't be told which heads"):
+        TensorParallel(OneRank(2, 0), True).split_model(model, model.placement)
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(3, 4), (8, 6), (4, 3)])

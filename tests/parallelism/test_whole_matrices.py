@@ -10,11 +10,11 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from megaspec.core.layout import Layout, Piece, replicated, rows, whole
-from megaspec.nn.matrices import consecutive
+from megaspec.nn.model_facts import consecutive
 from megaspec.optim.optimizer import build_optimizer
 from megaspec.optim.spec import OptimSpec
 from megaspec.parallelism import whole_matrices
-from megaspec.parallelism.whole_matrices import WholeMatrices, _wholes, share_out
+from megaspec.parallelism.whole_matrices import WholeMatrices, _whole_matrices, share_out
 from tests.ranks import RankPool
 
 # Global parameters; the rows of wqkv, experts and gate_up are several matrices.
@@ -197,7 +197,7 @@ def test_owners_are_balanced():
     """No rank has much more than its part, wherever the matrices lie."""
     layouts = {f"m{i}": whole(f"m{i}", (64, 64 * (1 + i % 3))) for i in range(40)}
 
-    matrices = [w for n, one in layouts.items() for w in _wholes(n, consecutive(64), [one] * 8)]
+    matrices = [w for n, one in layouts.items() for w in _whole_matrices(n, consecutive(64), [one] * 8)]
     share_out(matrices, ranks=8)
     loads = [sum(w.operations for w in matrices if w.owner == rank) for rank in range(8)]
     assert max(loads) < 1.15 * sum(loads) / 8

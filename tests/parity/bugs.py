@@ -58,7 +58,7 @@ GENERAL = [
     ),
     Bug(
         "only the last micro batch of a matrix counts",
-        Patch("megaspec.nn.linear", "sum_._fresh = False", "pass"),
+        Patch("megaspec.nn.linear", "self._is_fresh = False", "pass"),
         Case(dp=2, accumulate=3, mask="uneven"),
         invisible=True,
     ),
@@ -70,7 +70,7 @@ GENERAL = [
     ),
     Bug(
         "gradient of a shared key and value head not summed",
-        Patch(TENSOR, 'self.sums += [GradientSum(f"{name}.{p}", held, group) for p in ("weight", "bias")]', "pass"),
+        Patch(TENSOR, "self.sums += [GradientSum(weight, held, group), GradientSum(bias, held, group)]", "pass"),
         Case(tp=4, kv_heads=2),
         invisible=True,
     ),
@@ -115,7 +115,7 @@ GENERAL = [
     Bug(
         "mask shifted by one token",
         Patch(
-            "megaspec.runtime.step", "_mine(batch.mask, index) * weight", "_mine(batch.mask.roll(1, 1), index) * weight"
+            "megaspec.runtime.step", "split_batch(batch.mask) * weight", "split_batch(batch.mask.roll(1, 1)) * weight"
         ),
         Case(dp=2, mask="uneven"),
     ),
@@ -132,7 +132,7 @@ GENERAL = [
         "same dropout mask on every part of the sequence",
         Patch(
             "megaspec.nn.dropout",
-            "position = noise.index[self.part[0] * T : (self.part[0] + 1) * T]",
+            "position = self.places_here(noise.index, T)",
             "position = noise.index[:T]",
         ),
         Case(tp=2, sequence=True, dropout=True, attention="reference"),
@@ -144,7 +144,7 @@ GENERAL = [
     ),
     Bug(
         "vocabulary offset off by one",
-        Patch(TENSOR, "module.first = first", "module.first = first - (rank > 0)"),
+        Patch(TENSOR, "VocabRows(first, count)", "VocabRows(first - (rank > 0), count)"),
         Case(tp=2, pad=1),
     ),
     Bug(
@@ -159,7 +159,9 @@ GENERAL = [
     Bug(
         "positions of the first part on every part of the sequence",
         Patch(
-            "megaspec.nn.embedding", "positions[..., self.part[0] * T : (self.part[0] + 1) * T]", "positions[..., :T]"
+            "megaspec.nn.embedding.module",
+            "self.places_here(positions, x_BTD.shape[1])",
+            "positions[..., : x_BTD.shape[1]]",
         ),
         Case(tp=2, sequence=True, family="gpt"),
     ),
@@ -180,7 +182,7 @@ CONTEXTS = [
     ),
     Bug(
         "documents of the queries taken for those of the keys",
-        Patch(CONTEXT, "keys[part.keys]", "queries[part.keys]"),
+        Patch(CONTEXT, "keys[block.keys]", "queries[block.keys]"),
         Case(cp=2, documents=True),
     ),
     Bug(
@@ -197,14 +199,16 @@ CONTEXTS = [
     Bug(
         "gradients of keys and values lost on one hop",
         Patch(
-            CONTEXT, "d_kv = torch.zeros_like(d_own) if d_kv is None else arrived[-1]", "d_kv = torch.zeros_like(d_own)"
+            CONTEXT,
+            "d_kv = torch.zeros_like(d_own_kv) if d_kv is None else arrived[-1]",
+            "d_kv = torch.zeros_like(d_own_kv)",
         ),
         Case(cp=4, mask="uneven"),
         invisible=True,
     ),
     Bug(
         "gradients of keys and values that came home lost",
-        Patch(CONTEXT, "d_own += handle.wait()[0]", "handle.wait()"),
+        Patch(CONTEXT, "d_own_kv += handle.wait()[0]", "handle.wait()"),
         RING,
         invisible=True,
     ),
@@ -279,10 +283,9 @@ PIPELINES = [
     Bug(
         "stages of the way back numbered as those of the way there",
         Patch(
-            "megaspec.runtime.build",
-            "return [model.part(stage.layers, embedding=stage.embedding, head=stage.head) for stage in stages]",
-            "return [model.part(sorted(stage.layers, reverse=True), embedding=stage.embedding, head=stage.head) "
-            "for stage in stages]",
+            PIPELINE,
+            "model.part(stage.layers, embedding=stage.embedding, head=stage.head)",
+            "model.part(sorted(stage.layers, reverse=True), embedding=stage.embedding, head=stage.head)",
         ),
         Case(pp=2, n_layers=4, mask="uneven"),
     ),
@@ -340,7 +343,11 @@ SHARDS = [
     ),
     Bug(
         "memory that comes back holds what it held",
-        Patch(SUMS, "bucket.is_collecting, bucket.fresh = True, set(bucket.names)", "bucket.is_collecting = True"),
+        Patch(
+            SUMS,
+            "bucket.is_collecting = True\n        bucket.fresh = set(bucket.names)",
+            "bucket.is_collecting = True",
+        ),
         Case(dp=2, strategy="fsdp", accumulate=2, mask="uneven"),
         invisible=True,
     ),
@@ -379,7 +386,7 @@ RECOMPUTE = [
 
 DISPATCH = "megaspec.parallelism.dispatch"
 EXPERT = "megaspec.parallelism.expert"
-ROUTER = "megaspec.nn.router"
+ROUTER = "megaspec.nn.moe.router"
 EP = Case(dp=2, ep=2, router="softmax", mask="uneven", optimizer="sgd")
 EXPERTS = [
     Bug(
@@ -456,8 +463,8 @@ EXPERTS = [
         "router's gradient not summed under sequence parallel",
         Patch(
             TENSOR,
-            "if self.sequence_parallel if in_part is None else in_part:",
-            'if "router" not in name and (self.sequence_parallel if in_part is None else in_part):',
+            "if in_part:",
+            'if in_part and "router" not in name:',
         ),
         Case(tp=2, sequence=True, ep=2, router="softmax", optimizer="sgd"),
         invisible=True,
@@ -476,7 +483,11 @@ EXPERTS = [
     ),
     Bug(
         "halves of gate and up mixed between parts of an expert",
-        Patch(TENSOR, "Piece((global_first + rank * share, 0)", "Piece((global_first + (etp - 1 - rank) * share, 0)"),
+        Patch(
+            TENSOR,
+            "start = global_first + grid.etp_index * share",
+            "start = global_first + (grid.etp - 1 - grid.etp_index) * share",
+        ),
         Case(dp=2, etp=2, router="softmax", dispatch="all_gather", optimizer="sgd"),
     ),
     Bug(

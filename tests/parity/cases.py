@@ -10,6 +10,7 @@ import torch
 from megaspec.data.batch import Batch
 from megaspec.parallelism.context import token_index
 from megaspec.spec import Spec
+from tests.families import FAMILIES, with_attention
 
 SEQUENCES, TOKENS, VOCAB = 12, 16, 67
 
@@ -205,8 +206,7 @@ def looks_at_micro_batches(case: Case) -> bool:
 def content_of(case: Case) -> dict[str, Any]:
     """The recipe of a case, with everything said: a model small enough for many cases and odd enough to be cut in
     uneven ways."""
-    model = {
-        "kind": case.family,
+    model = FAMILIES[case.family] | {
         "n_layers": case.n_layers,
         "d_model": 32,
         "n_heads": 4,
@@ -219,10 +219,17 @@ def content_of(case: Case) -> dict[str, Any]:
         "tied_embeddings": case.tied,
         "init_std": 0.2,
         "dropout": 0.1 if case.dropout else 0.0,
-        "attention_dropout": 0.1 if case.dropout else 0.0,
     }
-    if case.family == "llama":
-        model |= {"qk_norm": case.qk_norm, "moe": _experts(case)}
+    model = with_attention(model, dropout=0.1 if case.dropout else 0.0)
+    if case.family != "gpt":
+        model = with_attention(model, qk_norm="per_head" if case.qk_norm else "none") | {"moe": _experts(case)}
+    if case.family == "flat":
+        # every n-th pair of sub-layers has experts
+        pairs = [("attention", "moe" if case.router and i % case.every == 0 else "mlp") for i in range(case.n_layers)]
+        mixers = [mixer for pair in pairs for mixer in pair][: case.n_layers]
+        model |= {"layer": {"kind": "flat", "mixers": mixers}}
+        if case.router:
+            model["moe"] |= {"every": 1}
     optim = {"kind": case.optimizer, "lr": 1e-2, "schedule": {"decay_steps": 20}, "clip": None}
     # clipping hides a wrong scale, so plain gradient descent goes without
     optim |= {"clip": 1.0, "lr": 1e-3} if case.optimizer == "adamw" else {}

@@ -87,6 +87,10 @@ MORE: dict[str, Has] = {
     "Muon": lambda c: c.optimizer == "muon",
     "Llama": lambda c: c.family == "llama",
     "GPT-2": lambda c: c.family == "gpt",
+    "norms behind": lambda c: c.family == "post",
+    "norms before and behind": lambda c: c.family == "sandwich",
+    "sub-layers side by side": lambda c: c.family == "parallel",
+    "one sub-layer a layer": lambda c: c.family == "flat",
 }
 
 

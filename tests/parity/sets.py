@@ -440,6 +440,24 @@ def _switches() -> list[Case]:
     return [replace(case, shared="gate") if case.ep > 1 else case for case in dressed]
 
 
+def _layers() -> list[Case]:
+    """Each kind of layer beside everything that cuts or repeats one."""
+    ways: list[dict[str, Any]] = [
+        {"tp": 2, "sequence": True, "accumulate": 3, "mask": "uneven"},
+        {"tp": 2, "dropout": True, "attention": "reference"},
+        {"cp": 2, "documents": True, "kv_heads": 2},
+        {"pp": 2, "schedule": "zb_h1", "accumulate": 3, "tied": True},
+        {"dp": 2, "strategy": "fsdp", "also": RECOMPUTES["norm activation"]},
+        {"dp": 2, "strategy": "zero2", "also": RECOMPUTES["block 1"]},
+        {"dp": 2, "ep": 2, "router": "sigmoid", "shared": "gate", "qk_norm": True},
+        {"tp": 2, "sequence": True, "ep": 2, "router": "softmax", "also": RECOMPUTES["moe"]},
+    ]
+    return [Case(n_layers=4, family=family, **way) for family in LAYERS for way in ways]
+
+
+LAYERS = ("post", "sandwich", "parallel", "flat")
+"""Families of tests/families.py whose layers are no pre-norm pairs."""
+
 # The factors of a product that is run in whole, at one step: a layout, and what a batch or a model can do to it.
 PRODUCT: dict[str, tuple] = {
     "tp": (1, 2, 4),
@@ -495,6 +513,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "recompute": _recomputes,
     "optimizers": _optimizers,
     "switches": _switches,
+    "layers": _layers,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,
     "all pairs": lambda: dress(_all_pairs()),

@@ -23,33 +23,33 @@ def hint_of(plan, key):
 
 def test_attention_dropout_tells_what_its_kernel_costs():
     """GPT-3 on 128 H100: 123 GiB instead of 68."""
-    plan, without = (planned("gpt3_175b", *words, gpus=128) for words in (("model.attention_dropout=0.1",), ()))
-    hint = hint_of(plan, "model.attention_dropout")
+    plan, without = (planned("gpt3_175b", *words, gpus=128) for words in (("model.attention.dropout=0.1",), ()))
+    hint = hint_of(plan, "model.attention.dropout")
     assert plan.memory.total > 1.7 * without.memory.total
     assert not plan.memory.fits
     assert f"{plan.memory.total / GIB:.1f} GiB on the fullest rank and {plan.step_time.seconds:.2f} s" in hint.text
     assert f"{without.memory.total / GIB:.1f} GiB and {without.step_time.seconds:.2f} s a step with" in hint.text
-    assert hint.overrides == ("model.attention_dropout=0",)
+    assert hint.overrides == ("model.attention.dropout=0",)
     assert without.hints == ()
     console = Console(width=80, force_terminal=False)
     with console.capture() as captured:
         print_whole_plan(plan, console)
     assert f"hint: {hint.text}" in " ".join(captured.get().split())
-    assert json.loads(json.dumps(plan.as_json()))["hints"][0]["overrides"] == ["model.attention_dropout=0"]
+    assert json.loads(json.dumps(plan.as_json()))["hints"][0]["overrides"] == ["model.attention.dropout=0"]
 
 
 def test_a_kernel_that_was_set_is_part_of_the_way_out():
-    words = ("model.attention_dropout=0.1", "kernels.attention=reference")
-    hint = hint_of(planned("gpt3_175b", *words, gpus=128), "model.attention_dropout")
-    assert hint.overrides == ("model.attention_dropout=0", "kernels.attention=sdpa")
+    words = ("model.attention.dropout=0.1", "kernels.attention=reference")
+    hint = hint_of(planned("gpt3_175b", *words, gpus=128), "model.attention.dropout")
+    assert hint.overrides == ("model.attention.dropout=0", "kernels.attention=sdpa")
     assert planned("gpt3_175b", *hint.overrides, gpus=128).hints == ()
     # without dropout it is a choice, which the change that saves most names where it is worth a word
     assert planned("gpt3_175b", words[1], gpus=128).hints == ()
 
 
 def test_weights_of_attention_can_be_computed_again_instead():
-    words = ("model.attention_dropout=0.1", "parallelism.recompute={kind: none, parts: null}")
-    hint = hint_of(planned("gpt2_124m", *words, gpus=8), "model.attention_dropout")
+    words = ("model.attention.dropout=0.1", "parallelism.recompute={kind: none, parts: null}")
+    hint = hint_of(planned("gpt2_124m", *words, gpus=8), "model.attention.dropout")
     again = planned("gpt2_124m", words[0], "parallelism.recompute={kind: selective, parts: null}", gpus=8)
     assert hint.text.endswith(" a step with parallelism.recompute.kind=selective")
     assert f"; {again.memory.total / GIB:.1f} GiB and " in hint.text

@@ -8,9 +8,9 @@ from rich.console import Console
 
 from megaspec.compose.compose import compose
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, rank_groups
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import throughput_of
 from megaspec.plan.plan import make_plan, rank_view
 from megaspec.plan.report import print_plan, print_whole_plan
 from megaspec.resolve.resolver import resolve
@@ -31,7 +31,7 @@ def planned(recipe, *overrides, gpus=8, name="H100"):
     vocab = 257 if recipe == "hello" else None
     facts = Facts(run_dir="runs/x", vocab_size=vocab, train_tokens=10**13, valid_tokens=10**9)
     spec = resolve(composed.recipe, target, facts, composed.origins)
-    return make_plan(spec, target, hardware=hardware, ceilings=ceilings_of(hardware))
+    return make_plan(spec, target, hardware=hardware, throughput=throughput_of(hardware))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_it_says_from_what_its_speeds_come(name, measured_on, told):
     assert told in " ".join(text_of(print_whole_plan, plan).split())
     hardware = plan.as_json()["hardware"]
     assert hardware["measured_on"] == measured_on
-    assert told == f"speeds: {hardware['ceilings']}"[: len(told)]
+    assert told == f"speeds: {hardware['throughput']}"[: len(told)]
 
 
 def test_groups_are_those_of_the_mesh(llama):
@@ -106,7 +106,7 @@ def test_experts_have_groups_of_their_own():
 
 
 def test_what_can_only_be_planned_is_named():
-    assert "model.mla" in planned("deepseek_v3", gpus=256).unbuilt
+    assert "model.attention.kind" in planned("deepseek_v3", gpus=256).unbuilt
 
 
 def test_a_rank_sees_its_own_place(llama):
@@ -195,7 +195,7 @@ def test_hardware_that_is_not_in_the_table_is_planned_without_times():
     composed = compose("hello", ("train.global_batch=16",))
     facts = replace(Facts(run_dir="runs/x"), vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
     spec = resolve(composed.recipe, target, facts, composed.origins)
-    plan = make_plan(spec, target, hardware=None, ceilings=None)
+    plan = make_plan(spec, target, hardware=None, throughput=None)
     assert plan.step_time is None
     assert plan.hardware.name == "Unheard-of GPU"
     assert "A step takes" not in text_of(print_whole_plan, plan)

@@ -14,6 +14,8 @@ import pytest
 
 from megaspec.cli import main
 from megaspec.core.errors import RecipeError
+from megaspec.core.kinds import annotation_of, models_of, tags_of
+from megaspec.core.problems import one_of
 from megaspec.plugins import load, loaded, take_flags
 from megaspec.recipe import Recipe
 
@@ -27,7 +29,10 @@ WORDS = (
     "recipe=hello",
     "data={kind: count, vocab_size: 16, seq_len: 16}",
     "~data.blend",
-    "model={kind: squared, n_layers: 1, d_model: 16, n_heads: 2, n_kv_heads: 2, vocab_size: 16, power: 3}",
+    "model={kind: sparse, n_layers: 3, d_model: 16, n_heads: 2, vocab_size: 16, tied_embeddings: true}",
+    "model.mlp={kind: squared, power: 3}",
+    "~model.mlp.activation",
+    "model.norm={kind: tanh}",
     "optim={kind: lion, lr: 1e-3, schedule: {warmup_steps: 0, min_lr: 1e-4}}",
     "train={steps: 3, global_batch: 4, eval_every: 0, sample: null, loss: {kind: smooth, share: 0.25}}",
     "launcher.ranks=2",
@@ -47,7 +52,9 @@ def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
     run = tmp_path / "runs" / "hello"
     spec = json.loads((run / "spec.json").read_text())
     assert spec["plugins"] == ["smooth_plugin", "tiny_plugin"]
-    assert (spec["model"]["kind"], spec["model"]["power"], spec["model"]["d_ffn"]) == ("squared", 3, 64)
+    model = spec["model"]
+    assert (model["kind"], model["every"], model["d_ffn"]) == ("sparse", 2, 64)
+    assert (model["mlp"], model["norm"]) == ({"kind": "squared", "power": 3}, {"kind": "tanh", "alpha": 0.5})
     assert spec["optim"]["beta"] == 0.9
 
     alone = start("resume", "runs/hello", "train.steps=5", cwd=tmp_path)
@@ -77,11 +84,43 @@ def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
     assert [float(loss) for _, loss in rows] == pytest.approx(losses, rel=1e-6)
 
 
+COUNTED = """
+import sys
+from megaspec.plugins import load
+load(sys.argv[1:])
+from tests.nn.random_specs import VOCABULARY
+from tests.nn.test_random_specs import check_flops, check_kept, check_parameters
+sizes = {"n_layers": 3, "d_model": 16, "n_heads": 2, "vocab_size": VOCABULARY, "vocab_pad_to": 1}
+family, tanh, squared = {"kind": "sparse"}, {"norm": {"kind": "tanh"}}, {"mlp": {"kind": "squared", "power": 3}}
+normed_heads = {"attention": {"kind": "gqa", "qk_norm": "per_head"}}
+for chosen in (family, family | tanh | squared, {"kind": "decoder"} | tanh | squared | normed_heads):
+    for check in (check_parameters, check_flops, check_kept):
+        check(sizes | chosen)
+"""
+
+
+def test_the_parts_of_a_plugin_are_counted_to_the_byte(tmp_path):
+    paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-c", COUNTED, str(HERE / "tiny_plugin")]
+    counted = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT | paths, capture_output=True, text=True, timeout=120
+    )
+    assert counted.returncode == 0, counted.stderr
+
+
+def test_two_ranks_train_the_parts_of_a_plugin_as_one_does(tmp_path):
+    words = [word for word in WORDS if not word.startswith(("train=", "log="))]
+    train = "train={steps: 2, global_batch: 4, eval_every: 0, sample: null}"
+    verified = start("verify", *words, train, "--cpu", *PLUGINS, cwd=tmp_path)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert "equal:" in verified.stdout
+
+
 PLAN = """
 import sys
 from megaspec.cli import main
 assert main(["plan", *sys.argv[1:]]) == 0
-wrong = ("model.pwer=2", "train.loss.share=1", "log.sinks.0.fil=a", "optim.beta=2")
+wrong = ("model.mlp.pwer=2", "train.loss.share=1", "log.sinks.0.fil=a", "optim.beta=2")
 code = main(["plan", *sys.argv[1:], *wrong])
 assert "torch" not in sys.modules
 sys.exit(code)
@@ -92,16 +131,28 @@ def test_planning_needs_no_torch_and_every_key_of_a_plugin_is_typed_and_closed(t
     command = [sys.executable, "-P", "-c", PLAN, *PLUGINS, *WORDS]
     plan = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert plan.returncode == 64, plan.stderr
-    assert "squared" in plan.stdout
+    assert "parameters" in plan.stdout
     for told in ("did you mean power?", "train.loss.share=1 must be less than 1", "did you mean file?", "optim.beta=2"):
         assert told in plan.stderr
+
+
+def kinds_of(section: str) -> str:
+    """The kinds that megaspec itself has, in words."""
+    models = models_of(annotation_of(Recipe.model_fields[section]))
+    return one_of([tag for model in models for tag in tags_of(model)])
 
 
 def test_without_the_flag_nothing_is_known(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", *WORDS]) == 64
     error = capsys.readouterr().err
-    for told in ("model.kind=squared must be", "data.kind=count must be", "optim.kind=lion", "loss is no key of train"):
+    for told in (
+        "model.kind=sparse must be decoder; --plugin PACKAGE adds kinds",
+        f"data.kind=count must be {kinds_of('data')}; --plugin",
+        f"optim.kind=lion must be {kinds_of('optim')}; --plugin",
+        "train.loss.kind=smooth must be a plug-in's; --plugin",
+        "log.sinks.0.kind=csv must be a plug-in's; --plugin",
+    ):
         assert told in error
 
 
@@ -124,8 +175,7 @@ from megaspec.resolve.resolver import resolve
 from megaspec.data.loader import open_source
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime.build import build, initialise
-from megaspec.runtime.plugins import connect
-connect()
+from megaspec.runtime.plugins import loaded_builders
 for loss in ("null", "{kind: smooth, share: 0}", "{kind: smooth, share: 0.5}", "{kind: smooth, share: 0.25}"):
     words = [w for w in sys.argv[2:] if not w.startswith(("launcher.ranks", "parallelism", "train="))]
     train = f"train={{steps: 1, global_batch: 1, eval_every: 0, sample: null, loss: {loss}}}"
@@ -134,7 +184,8 @@ for loss in ("null", "{kind: smooth, share: 0}", "{kind: smooth, share: 0.5}", "
     spec = resolve(recipe, detect_target(), gather_facts(recipe))
     built = build(spec, mesh=Mesh({}, rank=0, device=torch.device("cpu")))
     initialise(built)
-    source = open_source(spec.data, split="train", seed=1, segments=(4,), vocab_size=16)
+    sources = loaded_builders().sources
+    source = open_source(spec.data, split="train", seed=1, segments=(4,), vocab_size=16, sources=sources)
     tokens = torch.tensor(source.read(0).tokens)[None]
     model, index = built.model, torch.arange(16)
     hidden = model.finish(model.body(tokens[:, :-1], model.context(index, length=16)), lambda h: h)
@@ -176,10 +227,15 @@ IMPORTS = """
 from typing import Literal
 from megaspec.core.frozen import Frozen
 from megaspec.data.spec import DataSpec
-from megaspec.model.llama.spec import LlamaSpec
+from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.nn.mlp.spec import GatedMlpSpec, MlpSpec
+from megaspec.nn.norm.spec import NormSpec
 from megaspec.optim.spec import OptimizerSpec
-from megaspec.plugins import Part, Plugin
-class Mine(LlamaSpec):
+from megaspec.plugins import Kind, Plugin
+class Silent(NormSpec):
+    kind: Literal["silent"]
+    statistics = 1
+class Mine(DecoderSpec):
     kind: Literal["{kind}"]
     "A model."
 """
@@ -190,15 +246,21 @@ class Mine(LlamaSpec):
     [
         ("", "it has no PLUGIN"),
         ("PLUGIN = 3", "it has no PLUGIN"),
-        ("PLUGIN = Plugin()", "adds nothing; give models, sources, optimizers, losses, sinks"),
-        ("PLUGIN = Plugin(models=(3,))", "models: 3 must be a megaspec.plugins.Part"),
-        ("PLUGIN = Plugin(models=(Part(Mine, 'x'),))", "build='x' must be text such as my_plugin.model:MyModel"),
-        ("PLUGIN = Plugin(models=(Part(Mine, 'nowhere.at:all'),))", "there is no module nowhere.at"),
-        ("PLUGIN = Plugin(models=(Part(Mine, 'NAME:Absent'),))", "NAME defines no Absent"),
-        ("PLUGIN = Plugin(models=(Part(Mine, 'NAME:Mine'),) * 2)", "model.kind=mine is its own already's"),
-        ("PLUGIN = Plugin(losses=(Part(Frozen, 'NAME:Mine'),))", 'Frozen lacks kind: Literal["name"]'),
-        ("PLUGIN = Plugin(sources=(Part(DataSpec, 'NAME:Mine'),))", "DataSpec lacks the field vocab_size"),
-        ("PLUGIN = Plugin(optimizers=(Part(OptimizerSpec, 'NAME:Mine'),))", "OptimizerSpec must inherit from"),
+        (
+            "PLUGIN = Plugin()",
+            "adds nothing; give models, norms, mlps, attentions, positions, sources",
+        ),
+        ("PLUGIN = Plugin(models=(3,))", "models: 3 must be a megaspec.plugins.Kind"),
+        ("PLUGIN = Plugin(models=(Kind(Mine, 'x'),))", "build='x' must be text such as my_plugin.model:MyModel"),
+        ("PLUGIN = Plugin(models=(Kind(Mine, 'nowhere.at:all'),))", "there is no module nowhere.at"),
+        ("PLUGIN = Plugin(models=(Kind(Mine, 'NAME:Absent'),))", "NAME defines no Absent"),
+        ("PLUGIN = Plugin(models=(Kind(Mine, 'NAME:Mine'),) * 2)", "model.kind=mine is its own already's"),
+        ("PLUGIN = Plugin(losses=(Kind(Frozen, 'NAME:Mine'),))", 'Frozen lacks kind: Literal["name"]'),
+        ("PLUGIN = Plugin(sources=(Kind(DataSpec, 'NAME:Mine'),))", "DataSpec lacks the field vocab_size"),
+        ("PLUGIN = Plugin(optimizers=(Kind(OptimizerSpec, 'NAME:Mine'),))", "OptimizerSpec must inherit from"),
+        ("PLUGIN = Plugin(mlps=(Kind(Mine, 'NAME:Mine'),))", "Mine must inherit from megaspec.nn.mlp.spec.MlpSpec"),
+        ("PLUGIN = Plugin(norms=(Kind(Silent, 'NAME:Mine'),))", "norms: Silent doesn't say its vectors"),
+        ("PLUGIN = Plugin(mlps=(Kind(GatedMlpSpec, 'NAME:Mine'),))", "model.mlp.kind=gated is megaspec's"),
         ("import nowhere_at_all", "can't be imported: No module named 'nowhere_at_all'"),
         ("x = = 1", "can't be imported: invalid syntax"),
     ],
@@ -209,20 +271,20 @@ def test_a_plugin_that_lacks_a_part_is_refused_with_what_is_missing(body, told, 
         IMPORTS.replace("{kind}", "mine") + body.replace("NAME", name, body.count(":"))
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before = Recipe.model_fields["model"].annotation
+    before = models_of(annotation_of(Recipe.model_fields["model"]))
     with pytest.raises(RecipeError) as refused:
         load([f"{tmp_path / name}.py"])
     assert told.replace("NAME", name) in str(refused.value)
-    assert (loaded(), Recipe.model_fields["model"].annotation) == ((), before)
+    assert (loaded(), models_of(annotation_of(Recipe.model_fields["model"]))) == ((), before)
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path, monkeypatch):
     (tmp_path / "clashing.py").write_text(
-        IMPORTS.replace("{kind}", "gpt") + "PLUGIN = Plugin(models=(Part(Mine, 'clashing:Mine'),))"
+        IMPORTS.replace("{kind}", "decoder") + "PLUGIN = Plugin(models=(Kind(Mine, 'clashing:Mine'),))"
     )
     (tmp_path / "json.py").write_text("")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(RecipeError, match=r"model\.kind=gpt is megaspec's; choose another name"):
+    with pytest.raises(RecipeError, match=r"model\.kind=decoder is megaspec's; choose another name"):
         load([f"{tmp_path}/clashing.py"])
     with pytest.raises(RecipeError, match="has the same name and is found first"):
         load([f"{tmp_path}/json.py"])

@@ -96,7 +96,7 @@ def test_shapes_follow():
     assert spec_of("train.seed=7").data.seed == 7
     assert spec_of("train.steps=50").optim.schedule.decay_steps == 50
     assert spec_of("data.blend.0.prefix=/x/y/z").data.cache == "/x/y/index-cache"
-    assert spec_of("model.attention_dropout=0.1").kernels.attention == "reference"
+    assert spec_of("model.attention.dropout=0.1").kernels.attention == "reference"
     assert spec_of("data.seq_len=255").parallelism.sequence_parallel is False
 
 

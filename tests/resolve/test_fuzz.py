@@ -97,7 +97,7 @@ SECTIONS_MADE = {
         "pipeline": {"virtual_stages": "auto"},
     },
     "model.moe": {"n_experts": 8},
-    "model.mla": {"q_rank": 32, "kv_rank": 32, "d_nope": 16, "d_rope": 16, "d_value": 32},
+    "model.attention": {"kind": "mla", "q_rank": 32, "kv_rank": 32, "d_nope": 16, "d_rope": 16, "d_value": 32},
     "train.batch_ramp": {"start": 4, "increment": 4, "samples": 64},
     "model.moe.router.losses": [{"kind": "aux", "coefficient": 0.01}],
     "model.moe.layers": [0, 1, 1, 1],

@@ -98,7 +98,7 @@ OTHERS = {
     "batch": ({"train.global_batch": 8}, "train.global_batch=8 (this run: 4)"),
     "rate": ({"optim.lr": 0.5}, "optim.lr=0.5 (this run: 0.01)"),
     "data": ({"data.masked": 0.3}, "data.masked=0.3 (this run: 0.2)"),
-    "model of the same shapes": ({"model.norm_eps": 0.5}, "model.norm_eps=0.5 (this run: 1e-05)"),
+    "model of the same shapes": ({"model.norm": {"kind": "rms", "eps": 0.5}}, "model.norm.eps=0.5 (this run: 1e-05)"),
     "order of the data": ({}, "another run, run: segments=[32] (this run: [24])"),
 }
 

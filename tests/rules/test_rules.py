@@ -100,9 +100,9 @@ def test_messages_hold_both_values_and_the_nearest_legal_ones():
         "train.global_batch=30 must be a multiple of train.micro_batch=4 · dp=2 = 8; try 24 or 32, or "
         "train.micro_batch=1, 3 or 5   (command line)"
     )
-    (text,) = map(str, broken(("kernels.attention=sdpa", "model.attention_dropout=0.1")))
+    (text,) = map(str, broken(("kernels.attention=sdpa", "model.attention.dropout=0.1")))
     assert text == (
-        "kernels.attention=sdpa has no attention dropout, model.attention_dropout=0.1; "
+        "kernels.attention=sdpa has no attention dropout, model.attention.dropout=0.1; "
         "set kernels.attention=reference   (command line)"
     )
 
@@ -187,7 +187,7 @@ def test_the_whole_list_is_told_in_one_report():
         "launcher.ranks=100",
         "parallelism={tp: 8, pp: 3, cp: 4, ep: 7, etp: 5, dp_replicate: 2, dp_shard: 2, sequence_parallel: false}",
         "parallelism.context={kind: all_to_all, factors: [2, 3]}",
-        "model={n_layers: 16, n_heads: 28, n_kv_heads: 6, d_head: 32, d_ffn: 1001, attention_dropout: 0.1}",
+        "model={n_layers: 16, n_heads: 28, n_kv_heads: 6, d_head: 32, d_ffn: 1001, attention: {dropout: 0.1}}",
         "kernels.attention=sdpa",
         "data.seq_len=1022",
         "model.max_seq_len=512",
@@ -278,7 +278,7 @@ def test_typing_errors_of_every_depth_are_told_together():
         "train.micro_batch",
         "parallelism.pp",
     }
-    assert "did you mean n_layers?" in found["model.n_layer"]
+    assert "did you mean n_layers or layer?" in found["model.n_layer"]
     assert "did you mean score?" in found["model.moe.router.scor"]
     assert "less than 1" in found["model.dropout"]
     assert all(text.endswith("(command line)") for text in found.values())

@@ -24,7 +24,7 @@ KEYS = {
     **dict.fromkeys(("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ffn", "max_seq_len"), "model"),
     **dict.fromkeys(("n_experts", "top_k", "d_expert", "d_shared", "first_dense"), "model.moe"),
     **dict.fromkeys(("n_groups", "group_top_k"), "model.moe.router"),
-    **dict.fromkeys(("q_rank", "kv_rank", "d_rope"), "model.mla"),
+    **dict.fromkeys(("q_rank", "kv_rank", "d_rope"), "model.attention"),
     **dict.fromkeys(("global_batch", "micro_batch"), "train"),
     **dict.fromkeys(("start", "increment"), "train.batch_ramp"),
     "layers": "parallelism.recompute",

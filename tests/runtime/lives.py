@@ -167,7 +167,7 @@ def poison_gradient(built: TrainState, name: str, value: float) -> None:
     def start_with_poison() -> None:
         start()
         data.gradients[name].view(-1)[0] = value
-        data._reductions._sums[name]._fresh = False
+        data._reductions._sums[name]._is_fresh = False
 
     data.start_step = start_with_poison
 

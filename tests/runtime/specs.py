@@ -14,7 +14,7 @@ from megaspec.spec import Spec
 TARGET = Target(cores=2)
 BASE: dict[str, Any] = {
     "name": "tiny",
-    "model": {"kind": "llama", "n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ffn": 48},
+    "model": {"kind": "decoder", "n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ffn": 48},
     "precision": {"kind": "fp64"},
     "data": {"kind": "synthetic", "vocab_size": 37, "seq_len": 16, "masked": 0.2},
     "optim": {"kind": "adamw", "lr": 1e-2, "schedule": {"warmup_steps": 4}},

@@ -15,7 +15,11 @@ from megaspec.runtime.rank import seed_generators
 from megaspec.runtime.step import train_step
 from tests.runtime.specs import spec
 
-DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1, "kernels": {"attention": "reference"}}
+DROPOUT = {
+    "model.dropout": 0.1,
+    "model.attention": {"kind": "gqa", "dropout": 0.1},
+    "kernels": {"attention": "reference"},
+}
 
 
 def states() -> list[Any]:

@@ -13,14 +13,18 @@ import torch.distributed as dist
 
 from megaspec.launcher.rendezvous import FileRendezvous
 from megaspec.parallelism.collectives import all_reduce
-from megaspec.runtime.position import Group, Position, Watchdog, _pending_collective, in_words, stood
+from megaspec.runtime.position import Position, RanksAtPosition, Watchdog, _pending_collective, by_position, in_words
 from megaspec.runtime.rank import RankInfo, tell
 from tests.ranks import RankPool
 
 
 def test_ranks_at_the_same_place_share_a_line() -> None:
-    groups = stood({0: "here", 2: "there", 3: "here"}, 4)
-    assert groups == [Group((0, 3), "here"), Group((1,), "gone, or too busy to answer"), Group((2,), "there")]
+    groups = by_position({0: "here", 2: "there", 3: "here"}, 4)
+    assert groups == [
+        RanksAtPosition((0, 3), "here"),
+        RanksAtPosition((1,), "gone, or too busy to answer"),
+        RanksAtPosition((2,), "there"),
+    ]
     assert in_words(groups[:2]) == "  ranks 0, 3: here\n  rank 1: gone, or too busy to answer"
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
+from tests.families import GPT2
 from tests.runtime import lives
 from tests.runtime.specs import SGD, spec
 
@@ -14,7 +15,7 @@ DP = {"parallelism.tp": 1, "parallelism.dp_replicate": 2}
 HALF = 12
 # Measured: at most 5e-16 of a loss or norm, 3e-15 of a weight or of optimizer state.
 CLOSE = 1e-12
-GPT = {"model": {"kind": "gpt", "n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 37}}
+GPT = {"model": GPT2 | {"n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 37}}
 CASES = {
     "tp2 to dp2, adamw": (TP, DP, {}),
     "dp2 to tp2, adamw, tied": (DP, TP, {"model.tied_embeddings": True}),

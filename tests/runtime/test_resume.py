@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.families import GPT2
 from tests.runtime import lives
 from tests.runtime.specs import SGD, spec
 
@@ -18,11 +19,15 @@ CASES = {
     "bf16 sgd tp2 ramp": {"precision.kind": "bf16", "optim": SGD, **TP, **RAMP},
     "fp32 gpt tp2 dropout accumulation": {
         "precision.kind": "fp32",
-        "model": {"kind": "gpt", "n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 37, "dropout": 0.2},
+        "model": GPT2 | {"n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": 37, "dropout": 0.2},
         "train.micro_batch": 1,
         **TP,
     },
-    "fp32 adamw dp2 attention dropout": {"precision.kind": "fp32", "model.attention_dropout": 0.2, **DP},
+    "fp32 adamw dp2 attention dropout": {
+        "precision.kind": "fp32",
+        "model.attention": {"kind": "gqa", "dropout": 0.2},
+        **DP,
+    },
 }
 
 

@@ -8,12 +8,13 @@ from megaspec.data.synthetic import SyntheticSource
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import initialise
 from megaspec.runtime.step import train_step
+from tests.families import GPT2
 from tests.runtime import lives
 from tests.runtime.specs import SGD, spec
 
 N, VOCAB, LR = 6, 37, 0.1
 PLAIN = {**SGD, "momentum": 0.0, "weight_decay": 0.0}
-GPT = {"kind": "gpt", "n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": VOCAB}
+GPT = GPT2 | {"n_layers": 2, "d_model": 32, "n_heads": 4, "vocab_size": VOCAB}
 
 
 def one_step(rank, text, *, empty=()):

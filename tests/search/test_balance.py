@@ -8,11 +8,11 @@ import pytest
 
 from megaspec.compose.compose import compose
 from megaspec.core.frozen import AUTO
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import least_seconds, step_time
 from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import throughput_of
 from megaspec.parallelism.stages import layout_text, parse_layout, stages_of
 from megaspec.plan.plan import make_plan
 from megaspec.resolve.fill import plainly_filled
@@ -21,7 +21,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.search.balance import divided, divided_by_time
 
 H200 = HARDWARE["H200"]
-SPEEDS = ceilings_of(H200)
+SPEEDS = throughput_of(H200)
 FACTS = Facts(run_dir="runs/x", vocab_size=128_256)
 
 
@@ -116,7 +116,7 @@ def test_the_head_gets_fewer_layers_and_a_step_is_shorter(pipeline):
     by_rank = [sum(len(c.layers) for c in chunks) for chunks in stages_of(other.model.n_layers, other.parallelism)]
     assert sum(by_rank) == 32
     assert by_rank[0 if "schedule=zb_v" in pipeline else -1] == min(by_rank) == 6
-    seconds = partial(step_time, hardware=H200, ceilings=SPEEDS)
+    seconds = partial(step_time, hardware=H200, throughput=SPEEDS)
     assert seconds(other).seconds < 0.93 * seconds(spec).seconds
     assert least_seconds(other, H200, SPEEDS) <= seconds(other).seconds
 
@@ -140,7 +140,7 @@ def test_auto_divides_by_time_where_that_is_fastest_and_says_so():
     reasons = {one.key: one.reason for one in spec.decisions}
     assert reasons["parallelism.pipeline.layout"].startswith("fastest that fits")
     even = resolved("llama3_8b", *EIGHT_B, f"parallelism.pipeline.schedule={own.schedule}", gpus=4)
-    seconds = partial(step_time, hardware=H200, ceilings=SPEEDS)
+    seconds = partial(step_time, hardware=H200, throughput=SPEEDS)
     assert seconds(spec).seconds < seconds(even).seconds
     assert fullest(memory_of(spec)).total <= H200.room
 
@@ -159,10 +159,10 @@ def test_auto_is_even_without_a_pipeline_a_known_gpu_or_where_another_setting_sa
 
 def test_plan_says_what_dividing_by_time_would_give():
     spec = resolved("llama3_8b", *EIGHT_B, gpus=4)
-    shown = make_plan(spec, target_of(4), hardware=H200, ceilings=SPEEDS).bubble
+    shown = make_plan(spec, target_of(4), hardware=H200, throughput=SPEEDS).bubble
     content = json.loads(spec.model_dump_json())
     content["parallelism"]["pipeline"]["layout"] = shown.layout_by_time
     then = type(spec).model_validate_json(json.dumps(content))
     assert step_time(then, H200, SPEEDS).seconds == pytest.approx(shown.seconds_by_time)
-    assert make_plan(then, target_of(4), hardware=H200, ceilings=SPEEDS).bubble.layout_by_time is None
+    assert make_plan(then, target_of(4), hardware=H200, throughput=SPEEDS).bubble.layout_by_time is None
     assert AUTO not in shown.layout_by_time

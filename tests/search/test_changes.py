@@ -7,10 +7,10 @@ from rich.console import Console
 
 from megaspec.compose.compose import compose
 from megaspec.core.problems import show, value_at
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.step_time import step_time
+from megaspec.estimate.throughput import throughput_of
 from megaspec.plan import plan as plan_module
 from megaspec.plan.plan import make_plan
 from megaspec.plan.report import print_plan, print_whole_plan
@@ -40,7 +40,7 @@ NAMES = [f"{recipe} {' '.join(words)}" for recipe, words, _ in CASES]
 
 
 def change_of(recipe, hardware=H100):
-    speeds = ceilings_of(hardware)
+    speeds = throughput_of(hardware)
     seconds = step_time(recipe, hardware, speeds).seconds
     return seconds, best_change(recipe, hardware, speeds, seconds=seconds)
 
@@ -48,7 +48,7 @@ def change_of(recipe, hardware=H100):
 def test_a_pipeline_with_too_few_micro_batches_is_told_to_interleave():
     """With one chunk a rank stages wait for about half of the time; with eight, of a layer each, for an eighth."""
     recipe, words, gpus = LARGE
-    speeds = ceilings_of(H100)
+    speeds = throughput_of(H100)
     layout = filled(recipe, *words, gpus=gpus, hardware="H100")
     assert step_time(layout, H100, speeds).bubble > 0.9
     seconds, change = change_of(layout)
@@ -74,7 +74,7 @@ def test_what_is_named_can_be_pasted(recipe, words, gpus):
 @pytest.mark.parametrize(("recipe", "words", "gpus"), [*CASES, ("llama3_70b", (), 64)], ids=[*NAMES, "llama3_70b"])
 def test_it_is_the_best_of_all_that_may_be_tried(recipe, words, gpus):
     layout = filled(recipe, *words, gpus=gpus, hardware="H100")
-    speeds, already = ceilings_of(H100), broken(layout, H100)
+    speeds, already = throughput_of(H100), broken(layout, H100)
     seconds, change = change_of(layout)
     best, tried = seconds, 0
     for one in trials(layout, H100, speeds):
@@ -117,7 +117,7 @@ def test_what_was_switched_off_is_switched_on(words, expected):
     """8B at half depth on 8 H200: each is the dearest thing of its layout."""
     only = ("parallelism.tp=1",) if "parallelism.tp=8" not in words else ()
     layout = shaped("llama3_8b_half", *only, *words, gpus=8, micro_batch=1, global_batch=64, seq_len=2048)
-    speeds = ceilings_of(H200)
+    speeds = throughput_of(H200)
     seconds = step_time(layout, H200, speeds).seconds
     key, _, value = expected.partition("=")
     found = [one for one in trials(layout, H200, speeds) if show(value_at(one.model_dump(mode="json"), key)) == value]
@@ -133,7 +133,7 @@ def test_what_is_trained_is_not_changed():
     def named(loss):
         words = ("parallelism.tp=1", f"model.moe={EXPERTS % loss}", "parallelism.dp_strategy=zero1")
         layout = shaped("llama3_2_1b", *words, gpus=8, micro_batch=1, global_batch=64, seq_len=512)
-        assert any(one.train.micro_batch == 2 for one in trials(layout, H200, ceilings_of(H200)))
+        assert any(one.train.micro_batch == 2 for one in trials(layout, H200, throughput_of(H200)))
         return change_of(layout, H200)[1]
 
     assert named("global_aux").overrides == ("train.micro_batch=2",)
@@ -153,19 +153,19 @@ def test_what_is_trained_is_not_changed():
 def test_it_saves_as_much_as_the_hint_below_it(recipe, words, gpus):
     """Of tensor parallel that reaches across nodes a hint says what fits inside one."""
     spec, target = spec_of(recipe, *words, gpus=gpus)
-    plan = make_plan(spec, target, hardware=H100, ceilings=ceilings_of(H100), weigh_changes=True)
+    plan = make_plan(spec, target, hardware=H100, throughput=throughput_of(H100), weigh_changes=True)
     [hint] = plan.hints
     given = {word.partition("=")[0] for word in hint.overrides}
     kept = [word for word in words if word.partition("=")[0] not in given]
     narrow, _ = spec_of(recipe, *kept, *hint.overrides, gpus=gpus)
-    assert plan.change.seconds <= step_time(narrow, H100, ceilings_of(H100)).seconds * (1 + 1e-9)
+    assert plan.change.seconds <= step_time(narrow, H100, throughput_of(H100)).seconds * (1 + 1e-9)
 
 
 def test_it_stands_in_the_plan_and_not_before_training(monkeypatch):
     recipe, words, gpus = LARGE
     spec, target = spec_of(recipe, *words, gpus=gpus)
-    speeds = ceilings_of(H100)
-    plan = make_plan(spec, target, hardware=H100, ceilings=speeds, weigh_changes=True)
+    speeds = throughput_of(H100)
+    plan = make_plan(spec, target, hardware=H100, throughput=speeds, weigh_changes=True)
     content = json.loads(json.dumps(plan.as_json()))["change"]
     assert content["seconds"] == pytest.approx(plan.change.seconds)
     assert content["overrides"] == list(plan.change.overrides)
@@ -177,7 +177,7 @@ def test_it_stands_in_the_plan_and_not_before_training(monkeypatch):
         raise AssertionError("train weighs no changes")
 
     monkeypatch.setattr(plan_module, "best_change", never)
-    assert make_plan(spec, target, hardware=H100, ceilings=speeds).change is None
+    assert make_plan(spec, target, hardware=H100, throughput=speeds).change is None
     assert "save most" not in text_of(print_plan, spec, target)
 
 

@@ -10,7 +10,7 @@ from megaspec.recipe import Recipe
 from megaspec.search.remedies import remedies, savings
 from tests.plan.plans import MOE, plan
 
-WIDE = {"kind": "llama", "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 14336}
+WIDE = {"kind": "decoder", "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_ffn": 14336}
 EIGHT_B = WIDE | {"vocab_size": 128256, "max_seq_len": 8192}
 STEP = {"data.seq_len": 8192, "train": {"steps": 8, "global_batch": 16, "micro_batch": 1}}
 

@@ -9,11 +9,11 @@ import pytest
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.core.frozen import AUTO
-from megaspec.estimate.ceilings import ceilings_of
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import step_time
 from megaspec.estimate.target import Target
+from megaspec.estimate.throughput import throughput_of
 from megaspec.resolve.fill import plainly_filled
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
@@ -37,7 +37,7 @@ def grid_of(recipe: str, *overrides: str, gpus: int, hardware: str = "H200", tra
     words = (*opened, "train.micro_batch=auto", f"launcher.ranks={gpus}", *overrides)
     base = plainly_filled(compose(recipe, words).recipe, target, FACTS)
     one = HARDWARE[hardware]
-    return Grid(base, target, FACTS, one, ceilings_of(one), frozenset(SEARCHED), is_for_training=trainable)
+    return Grid(base, target, FACTS, one, throughput_of(one), frozenset(SEARCHED), is_for_training=trainable)
 
 
 def test_every_layout_that_is_found_resolves_fits_and_is_no_slower_than_the_next():
@@ -81,7 +81,7 @@ def test_more_recomputation_than_is_needed_only_costs_time():
         for kind in ("none", "selective", "full"):
             changed = own.model_copy(update={"recompute": own.recompute.model_copy(update={"kind": kind})})
             recipe = layout.model_copy(update={"parallelism": changed})
-            taken.append(step_time(recipe, HARDWARE["H200"], ceilings_of(HARDWARE["H200"])).seconds)
+            taken.append(step_time(recipe, HARDWARE["H200"], throughput_of(HARDWARE["H200"])).seconds)
         assert taken == sorted(taken)
 
 
@@ -146,7 +146,7 @@ def test_the_predicted_order_of_layouts_is_the_measured_one():
         words = ("train.global_batch=16", "train.batch_ramp=null", f"parallelism.tp={tp}")
         grid = grid_of("llama3_2_1b", *words, f"train.micro_batch={micro_batch}", gpus=4)
         recipe = resolve(grid.recipe, grid.target, FACTS)
-        predicted[tp, micro_batch] = step_time(recipe, one, ceilings_of(one)).seconds * 1e3
+        predicted[tp, micro_batch] = step_time(recipe, one, throughput_of(one)).seconds * 1e3
         assert fullest(memory_of(recipe)).total < one.memory
     for a, b in product(MEASURED, MEASURED):
         if MEASURED[a] < 0.97 * MEASURED[b]:

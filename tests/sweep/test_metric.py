@@ -9,7 +9,7 @@ from megaspec.cli import main
 from megaspec.compose.search_path import SearchPath
 from megaspec.compose.words import compose_words
 from megaspec.sweep.metric import never_has, shown_metric
-from megaspec.sweep.results import Result
+from megaspec.sweep.results import RunResult
 from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import HEAD, Axis, Point, SweepFolder, SweepHead
 from tests.sweep.conftest import TINY, points, states, sweep
@@ -95,8 +95,8 @@ def test_the_table_and_the_page_fall_back_to_a_number_that_points_have():
         Point(number=n, overrides=(f"a={n}",), folder=f"{n}", fingerprint="f", state=state)
         for n, state in enumerate(("done", "done", "failed"), 1)
     ]
-    loss, valid, speed = Result(loss={1: 3.0}), Result(valid_loss={1: 3.0}), Result(speed={1: 9.0})
-    nothing, nan = Result(), Result(valid_loss={1: float("nan")}, loss={1: 2.0})
+    loss, valid, speed = RunResult(loss={1: 3.0}), RunResult(valid_loss={1: 3.0}), RunResult(speed={1: 9.0})
+    nothing, nan = RunResult(), RunResult(valid_loss={1: float("nan")}, loss={1: 2.0})
 
     def shown(*results):
         one = shown_metric(head, some, dict(enumerate(results, 1)))

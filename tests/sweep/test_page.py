@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaspec.sweep.page import MOST_DRAWN, write_page
-from megaspec.sweep.results import Result
+from megaspec.sweep.results import RunResult
 from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import Axis, Point, SweepHead
 
@@ -48,7 +48,7 @@ def made(
         loss = {} if n == 3 else {s: 3.0 + n / s for s in range(1, 401)}
         if n == 2:
             loss[400] = float("nan")
-        results[n] = Result(steps=400, loss=loss, speed=dict.fromkeys(loss, 100.0))
+        results[n] = RunResult(steps=400, loss=loss, speed=dict.fromkeys(loss, 100.0))
     write_page(folder, head, points, results, running=running)
     return (folder / "index.html").read_text(encoding="utf-8"), points
 

@@ -14,7 +14,7 @@ from megaspec.cli import main
 from megaspec.estimate.target import Target
 from megaspec.sweep import search
 from megaspec.sweep.points import Checker
-from megaspec.sweep.results import Result
+from megaspec.sweep.results import RunResult
 from megaspec.sweep.search import OptunaSearch
 from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import Axis, Point, SweepHead
@@ -38,7 +38,7 @@ def make(**fields):
 
 
 def losses(*values):
-    return Result(steps=9, loss=dict(enumerate(values, 1)))
+    return RunResult(steps=9, loss=dict(enumerate(values, 1)))
 
 
 @pytest.mark.usefixtures("stubbed")

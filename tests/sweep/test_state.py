@@ -3,7 +3,7 @@
 import pytest
 
 from megaspec.core.errors import RecipeError
-from megaspec.sweep.points import Draft, point_folder, without_repeats
+from megaspec.sweep.points import CheckedPoint, point_folder, without_repeats
 from megaspec.sweep.results import Follower
 from megaspec.sweep.spec import SweepSpec
 from megaspec.sweep.state import HEAD, POINTS, Point, SweepFolder, SweepHead
@@ -73,7 +73,7 @@ def test_folders_tell_the_values_and_differ():
 
 
 def test_repeats_are_told_apart_by_what_they_run():
-    one, two, three = Draft(("a=1",)), Draft(("a=1",)), Draft(("a=2",))
+    one, two, three = CheckedPoint(("a=1",)), CheckedPoint(("a=1",)), CheckedPoint(("a=2",))
     kept, repeats = without_repeats([one, two, three])
     assert kept == [one, three]
     assert [(r.overrides, e.overrides) for r, e in repeats] == [(("a=1",), ("a=1",))]

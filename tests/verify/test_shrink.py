@@ -128,7 +128,7 @@ ODD = {
         {"tp": 2, "pp": 2, "ep": 2, "etp": 2, "dp_replicate": 2},
         {},
     ),
-    "a latent": (LLAMA | {"n_kv_heads": 4, "mla": MLA}, {"tp": 2, "dp_replicate": 2}, {}),
+    "a latent": (LLAMA | {"n_kv_heads": 4, "attention": MLA}, {"tp": 2, "dp_replicate": 2}, {}),
 }
 
 

@@ -99,6 +99,23 @@ PLAIN = [
     "gpus=2 parallelism.tp=2 parallelism.recompute={kind:selective,parts:[mlp]} train.global_batch=4",
     "gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
 ]
+# What a layer is made of, beside what gathers, repeats and shares out.
+LAYERS = [
+    "model.layer={kind:sequential,norms:post}",
+    "model.layer={kind:sequential,norms:sandwich} model.norm={kind:rms,weight:one_plus}",
+    "model.layer={kind:parallel} model.norm={kind:layer,bias:false} model.mlp={kind:plain,activation:relu,bias:true}",
+    "model.layer={kind:flat,mixers:[attention,mlp,attention,mlp]} ~model.positions.base model.positions={kind:none}",
+]
+BESIDE_LAYERS = [
+    "gpus=2 parallelism.tp=2 train.global_batch=4",
+    "gpus=2 parallelism.tp=2 parallelism.sequence_parallel=false parallelism.recompute.kind=full train.global_batch=4",
+    "gpus=4 parallelism.pp=2 parallelism.dp_strategy=fsdp train.global_batch=16",
+]
+LAYERS_WITH_EXPERTS = [
+    "model.layer={kind:sequential,norms:post}",
+    "model.layer={kind:parallel}",
+    "model.layer={kind:flat,mixers:[attention,moe,attention,moe]}",
+]
 WITH_EXPERTS = [
     "gpus=1 train.global_batch=2",
     "gpus=4 parallelism.ep=4 train.global_batch=8",
@@ -165,6 +182,18 @@ def test_what_micro_batches_leave_behind(layout):
 @pytest.mark.parametrize("layout", PLAIN)
 def test_plain_layers(layout):
     check(f"{SMALL} kernels.compile=none {layout}")
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("layout", BESIDE_LAYERS)
+def test_kinds_of_layers(layout, layers):
+    check(f"{SMALL} kernels.compile=none {layers} {layout}")
+
+
+@pytest.mark.parametrize("layers", LAYERS_WITH_EXPERTS)
+def test_kinds_of_layers_with_experts(layers):
+    words = f"{EXPERTS} {layers} gpus=4 parallelism.tp=2 parallelism.ep=2 train.global_batch=4"
+    check(f"{words} kernels.compile=none parallelism.recompute.kind=full")
 
 
 @pytest.mark.parametrize("compiled", ["block", pytest.param("none", marks=pytest.mark.slow)])

@@ -13,24 +13,40 @@ from megaspec_kernels.catalog import Use
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY
 
-LR, DECAY, BETA1, BETA2, EPS = 1e-2, 0.1, 0.9, 0.95, 1e-8
+# What every step is made with.
+LR = 1e-2
+DECAY = 0.1
+BETA1 = 0.9
+BETA2 = 0.95
+EPS = 1e-8
 STEPS = 3
-WIDE, NARROW = ("fp32", "fp32"), ("fp8", "fp16")
-"""Formats of the two moments; the narrow ones go with bf16 weights and the 16 bits that they lack of fp32."""
+# Formats of the two moments; the narrow ones go with bf16 weights and the 16 bits that they lack of fp32.
+WIDE = ("fp32", "fp32")
+NARROW = ("fp8", "fp16")
+# Bytes that a step reads of each element and writes again: weight (with its master) and both moments, in each format.
+_STATE_BYTES = {WIDE: 4 + 4 + 4, NARROW: (2 + 2) + 1 + 2}
+# Bytes that it reads alone: the gradient.
+_GRADIENT_BYTES = 4
 
 
 class State:
     """Weights, what is kept of their masters, and both moments."""
 
     def __init__(self, values: Sequence[Tensor], formats: tuple[str, str], wide: torch.dtype):
-        self.wide, self.is_narrow = wide, formats == NARROW
-        if self.is_narrow:
-            halves = [split(value.to(torch.float32)) for value in values]
-            self.weights, self.masters = [high for high, _ in halves], [low for _, low in halves]
-        else:
-            self.weights = [value.to(wide) for value in values]
-            self.masters = self.weights
-        self.first, self.second = (self._moments(name) for name in formats)
+        self.wide = wide
+        self.is_narrow = formats == NARROW
+        self.weights: list[Tensor] = []
+        self.masters: list[Tensor] = []
+        for value in values:
+            if self.is_narrow:
+                weight, master = split(value.to(torch.float32))
+            else:
+                weight = value.to(wide)
+                master = weight
+            self.weights.append(weight)
+            self.masters.append(master)
+        self.first = self._moments(formats[0])
+        self.second = self._moments(formats[1])
         device = values[0].device
         self.keys = hashed(torch.arange(len(values), device=device) * 77)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
@@ -53,12 +69,11 @@ class State:
     def results(self) -> Results:
         """The masters and moments that are meant."""
         found: Results = {}
+        second = self.second
         for i, (weight, master) in enumerate(zip(self.weights, self.masters, strict=True)):
             found[f"weight {i}"] = joined(weight, master) if self.is_narrow else master
             found[f"first {i}"] = decoded(self.first.values[i], self.first.scale[i], self.wide)
-            found[f"second {i}"] = decoded_square(
-                self.second.values[i], self.second.form, self.second.scale[i], self.wide
-            )
+            found[f"second {i}"] = decoded_square(second.values[i], second.form, second.scale[i], self.wide)
         return found
 
 
@@ -66,9 +81,9 @@ def _by_torch(values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -
     """The same steps by torch.optim.AdamW."""
     weights = [value.to(torch.float32).requires_grad_() for value in values]
     optimizer = _torch(weights)
-    for made in gradients:
-        for weight, gradient in zip(weights, made, strict=True):
-            weight.grad = gradient
+    for of_step in gradients:
+        for weight, gradient in zip(weights, of_step, strict=True):
+            weight.grad = gradient.to(torch.float32)
         optimizer.step()
     found: Results = {}
     for i, weight in enumerate(weights):
@@ -79,17 +94,19 @@ def _by_torch(values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -
 
 
 def _torch(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [w for w in weights if w.dim() > 1], "weight_decay": DECAY},
-        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """torch's optimizer, in which vectors have no weight decay."""
+    matrices = [weight for weight in weights if weight.dim() > 1]
+    vectors = [weight for weight in weights if weight.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": DECAY}]
+    if vectors:
+        groups.append({"params": vectors, "weight_decay": 0.0})
     return REGISTRY["adamw"]["torch"](groups, lr=LR, betas=(BETA1, BETA2), eps=EPS, fused=True)
 
 
 def _trained(kernel: Callable[..., None], state: State, gradients: Sequence[Sequence[Tensor]]) -> Results:
-    for made in gradients:
-        state.update(kernel, [gradient.to(state.wide) for gradient in made])
+    """What is left after a step with each of the gradients."""
+    for of_step in gradients:
+        state.update(kernel, [gradient.to(state.wide) for gradient in of_step])
     return state.results()
 
 
@@ -97,20 +114,19 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
     """Tensors of odd sizes, a vector without decay; three steps."""
     shapes = ((1,), (3, 5), (63, 33), (2049,))
     values = [random(*shape, seed=i, device=device) for i, shape in enumerate(shapes)]
-    gradients = [
-        [0.01 * random(*shape, seed=10 * step + i, device=device) for i, shape in enumerate(shapes)]
-        for step in range(STEPS)
-    ]
+    gradients: list[list[Tensor]] = []
+    for step in range(STEPS):
+        gradients.append([0.01 * random(*shape, seed=10 * step + i, device=device) for i, shape in enumerate(shapes)])
     plain = REGISTRY["adamw"]["reference"]
     truth = _trained(plain, State(values, WIDE, torch.float64), gradients)
-    single = [[gradient.to(torch.float32) for gradient in made] for made in gradients]
-    for formats in (WIDE,) if name == "torch" else (WIDE, NARROW):
+    if name == "torch":
+        expected = _trained(plain, State(values, WIDE, torch.float32), gradients)
+        yield Held(_moments_in(WIDE), _by_torch(values, gradients), expected, truth)
+        return
+    for formats in (WIDE, NARROW):
         expected = _trained(plain, State(values, formats, torch.float32), gradients)
-        if name == "torch":
-            found = _by_torch(values, single)
-        else:
-            found = _trained(REGISTRY["adamw"][name], State(values, formats, torch.float32), gradients)
-        yield Held(f"moments in {' and '.join(formats)}", found, expected, truth)
+        found = _trained(REGISTRY["adamw"][name], State(values, formats, torch.float32), gradients)
+        yield Held(_moments_in(formats), found, expected, truth)
 
 
 def works(name: str, device: torch.device) -> Iterator[Work]:
@@ -124,17 +140,21 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         optimizer = _torch(weights)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
-        yield Work(_name(elements, WIDE), optimizer.step, (4 + 2 * 12) * elements, "bytes")
+        yield _work(optimizer.step, elements, WIDE)
         return
-    # a pair of bf16 and int16, a byte and two
-    for formats, kept in ((WIDE, 12), (NARROW, 4 + 1 + 2)):
+    for formats in (WIDE, NARROW):
         state = State(values, formats, torch.float32)
-        call = partial(state.update, REGISTRY["adamw"][name], gradients)
-        yield Work(_name(elements, formats), call, (4 + 2 * kept) * elements, "bytes")
+        yield _work(partial(state.update, REGISTRY["adamw"][name], gradients), elements, formats)
 
 
-def _name(elements: int, formats: tuple[str, str]) -> str:
-    return f"{elements / 1e6:,.1f} M weights, moments in {' and '.join(formats)}"
+def _work(call: Callable[[], object], elements: int, formats: tuple[str, str]) -> Work:
+    """A step, with the bytes that it moves."""
+    moved = (_GRADIENT_BYTES + 2 * _STATE_BYTES[formats]) * elements
+    return Work(f"{elements / 1e6:,.1f} M weights, {_moments_in(formats)}", call, moved, "bytes")
+
+
+def _moments_in(formats: tuple[str, str]) -> str:
+    return f"moments in {' and '.join(formats)}"
 
 
 def _use(name: str) -> Use:

@@ -62,12 +62,15 @@ def scale_for(bound: Tensor, form: Format | None) -> Tensor:
     """The largest power of two that brings `bound` to at most the format's largest number; 1 where there is none."""
     if form is None or not form.has_scale:
         return torch.ones_like(bound)
-    mantissa, _ = torch.frexp(ratio := form.largest / bound.clamp(min=_SMALLEST_BOUND))
+    ratio = form.largest / bound.clamp(min=_SMALLEST_BOUND)
+    # ratio = mantissa · 2^e with a mantissa in [1/2, 1): the power of two below it is 2^(e - 1)
+    mantissa, _ = torch.frexp(ratio)
     return ratio / mantissa / 2
 
 
 def distance(x: Tensor, form: Format) -> Tensor:
     """Between neighbours on the grid at x >= 0, exactly."""
+    # base = mantissa · 2^e with a mantissa in [1/2, 1), so that base / mantissa is 2^e, without rounding
     base = x.clamp(min=2.0**form.lowest)
     mantissa, _ = torch.frexp(base)
     return base / mantissa * 2.0 ** -(form.mantissa + 1)
@@ -80,7 +83,8 @@ def encoded(x: Tensor, form: Format | None, scale: Tensor, draw: Tensor | None) 
     scaled = x.abs() * scale
     step = distance(scaled, form)
     low = torch.floor(scaled / step) * step
-    goes_up = (scaled - low) / step > (0.5 if draw is None else draw)
+    threshold = 0.5 if draw is None else draw
+    goes_up = (scaled - low) / step > threshold
     return (torch.where(goes_up, low + step, low).clamp(max=form.largest) * x.sign()).to(form.dtype)
 
 
@@ -97,7 +101,10 @@ def encoded_square(x: Tensor, form: Format | None, scale: Tensor, draw: Tensor |
     step = distance(root, form)
     low = torch.floor(root / step) * step
     high = low + step
-    goes_up = root - low > step / 2 if draw is None else (root**2 - low**2) / (high**2 - low**2) > draw
+    goes_up = root - low > step / 2
+    if draw is not None:
+        # by the squares, which are what has the right expected value
+        goes_up = (root**2 - low**2) / (high**2 - low**2) > draw
     on_grid = torch.where(goes_up, high, low).clamp(max=form.largest)
     return torch.where(x > 0, on_grid.clamp(min=form.smallest), 0).to(form.dtype)
 
@@ -105,12 +112,15 @@ def encoded_square(x: Tensor, form: Format | None, scale: Tensor, draw: Tensor |
 def decoded_square(stored: Tensor, form: Format | None, scale: Tensor, wide: torch.dtype) -> Tensor:
     """The second moment that is meant."""
     value = decoded(stored, scale, wide)
-    return value.square() if form is not None and form.has_scale else value
+    if form is None or not form.has_scale:
+        return value
+    return value.square()
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
     """float32 -> the nearest bf16, and what it lacks as int16: together they are `master`, bit for bit."""
     bits = master.view(torch.int32)
+    # the lower half with its sign: what rounding the upper half to nearest leaves over
     low = bits << 16 >> 16
     high = (bits - low) >> 16
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)

@@ -46,6 +46,7 @@ class Step:
 
 def next_scales(first: Moments, second: Moments, gradients: Sequence[Tensor], step: Step) -> tuple[Tensor, Tensor]:
     """[n], [n]: scales that hold whatever the step makes of the moments, from the largest gradient of each tensor."""
+    # of moments and gradients; both averages are at most the average of the largest
     largest = torch.stack(torch._foreach_norm(list(gradients), ord=float("inf"))) / step.divide_by
     bound = step.beta1 * first.largest + (1 - step.beta1) * largest
     root = (step.beta2 * second.largest**2 + (1 - step.beta2) * largest**2).sqrt()
@@ -68,8 +69,11 @@ def adamw_(
     `masters`: the weights themselves, copies in at least fp32, or in int16 what bf16 weights lack of fp32. `keys`:
     int64 [n], of 32 bits, for the draws; see formats.py. Everything is computed in the dtype of the master weight.
     """
-    apply, t = step.skip == 0, (step.updates + 1).to(torch.float64)
-    bias1, bias2 = 1 - step.beta1**t, 1 - step.beta2**t
+    apply = step.skip == 0
+    t = (step.updates + 1).to(torch.float64)
+    # m̂ = m / bias1, v̂ = v / bias2
+    bias1 = 1 - step.beta1**t
+    bias2 = 1 - step.beta2**t
     scales = next_scales(first, second, gradients, step)
     for i, (weight, kept, gradient) in enumerate(zip(weights, masters, gradients, strict=True)):
         master = joined(weight, kept) if kept.dtype == torch.int16 else kept

@@ -157,8 +157,10 @@ if triton is not None:
             v = load(v_ptr, at, mask, v_name) * v_unit
             if is_root:
                 v = v * v
+            # m = β₁ m + (1 − β₁) g, v = β₂ v + (1 − β₂) g²
             m += gain1 * (g - m)
             v += gain2 * (g * g - v)
+            # the fp32 master weight: from its two halves, or as it is
             if master == "int16":
                 high = tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
                 low = tl.load(k_ptr + at, mask=mask, other=0).to(tl.int32)
@@ -176,6 +178,7 @@ if triton is not None:
                 tl.store(k_ptr + at, w, mask=mask)
                 if master != "none":
                     store(w_ptr, at, mask, w, weight)
+            # 32 random bits an element: the lower 16 round the first moment, the upper 16 the second
             word = hashed(at.to(tl.uint32) ^ key)
             if m_name != "fp32":
                 size_m = tl.abs(m) * m_next
@@ -193,6 +196,7 @@ if triton is not None:
                 step, inverse = distance(size_v, v_mantissa, v_lowest)
                 low_v = tl.floor(size_v * inverse) * step
                 part = (size_v - low_v) * inverse
+                # the same part of the way between the squares: (x² − low²) / (high² − low²), high = low + step
                 if is_root:
                     part = part * (size_v + low_v) / (2 * low_v + step)
                 draw = (word >> 16).to(tl.float32) * 0.0000152587890625
@@ -212,12 +216,15 @@ def _chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[T
     counts = [-(-size // chunk) for size in sizes]
     which = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
     start = np.concatenate([np.arange(count, dtype=np.int64) * chunk for count in counts])
-    made = (which, start, np.array(sizes, dtype=np.int64))
-    return tuple(torch.from_numpy(one).to(device) for one in made)
+    size = np.array(sizes, dtype=np.int64)
+    return torch.from_numpy(which).to(device), torch.from_numpy(start).to(device), torch.from_numpy(size).to(device)
 
 
 def _grid(form: Format | None) -> tuple[int, int, float]:
-    return (0, 0, 0.0) if form is None else (form.mantissa, form.lowest, form.largest)
+    """Mantissa bits, lowest exponent and largest number of a format; None: fp32, for which nobody asks."""
+    if form is None:
+        return 0, 0, 0.0
+    return form.mantissa, form.lowest, form.largest
 
 
 @torch.no_grad()
@@ -232,34 +239,46 @@ def adamw_(
     step: Step,
 ) -> None:
     """See reference.py; contiguous tensors that are not empty, gradients in float32, weights of one dtype."""
-    device, n = weights[0].device, len(weights)
-    own = masters[0].data_ptr() == weights[0].data_ptr()
-    columns = [weights, gradients, first.values, second.values, *([] if own else [masters])]
+    device = weights[0].device
+    n = len(weights)
+    # in the order in which the kernel reads their addresses
+    columns = [weights, gradients, first.values, second.values]
+    master = "none"
+    if masters[0].data_ptr() != weights[0].data_ptr():
+        columns.append(masters)
+        master = "int16" if masters[0].dtype == torch.int16 else "fp32"
+    addresses: list[int] = []
     for column in columns:
         assert all(t.is_contiguous() and t.numel() for t in column), "a tensor is empty or not contiguous"
-        assert len({t.dtype for t in column}) == 1, (
-            f"tensors of several formats: {sorted({str(t.dtype) for t in column})}"
-        )
+        formats = {str(t.dtype) for t in column}
+        assert len(formats) == 1, f"tensors of several formats: {sorted(formats)}"
+        addresses += [t.data_ptr() for t in column]
     assert gradients[0].dtype == torch.float32, f"gradients in {gradients[0].dtype}"
-    addresses = [t.data_ptr() for column in columns for t in column]
+    elements = [weight.numel() for weight in weights]
+    # then a thread loads 16 bytes at a time
+    is_aligned = all(number % 16 == 0 for number in (*addresses, *elements))
     is_cuda = device.type == "cuda"
 
     def sent(values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
         # from page-locked memory, so that the host does not wait for the GPU
         return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
+    # what the kernel loads as `scalars`, computed in fp64: reciprocals, so that it multiplies
     t = (step.updates + 1).to(torch.float64)
-    divisors = [step.divide_by.to(torch.float64), 1 - step.beta1**t, 1 - step.beta2**t]
-    scalars = torch.stack([*(1 / d for d in divisors), step.skip.to(torch.float64)])
+    factor = 1 / step.divide_by.to(torch.float64)
+    unbias1 = 1 / (1 - step.beta1**t)
+    unbias2 = 1 / (1 - step.beta2**t)
+    scalars = torch.stack([factor, unbias1, unbias2, step.skip.to(torch.float64)])
     scales = next_scales(first, second, gradients, step)
+    # programs of one tensor find its largest moments together
     largest = torch.zeros(2, n, dtype=torch.float32, device=device)
-    which, start, sizes = _chunks(tuple(w.numel() for w in weights), CHUNK, device)
+    which, start, sizes = _chunks(tuple(elements), CHUNK, device)
     adamw_kernel[(len(which),)](
         sent(addresses, torch.int64),
         which,
         start,
         sizes,
-        sent([float(d) for d in decays], torch.float32),
+        sent(list(map(float, decays)), torch.float32),
         keys,
         1 / first.scale,
         scales[0],
@@ -275,14 +294,14 @@ def adamw_(
         1 - step.beta2,
         step.eps,
         _NAMES[weights[0].dtype],
-        "none" if own else "int16" if masters[0].dtype == torch.int16 else "fp32",
+        master,
         _NAMES[first.values[0].dtype],
         *_grid(first.form),
         _NAMES[second.values[0].dtype],
         *_grid(second.form),
         0.0 if second.form is None else second.form.smallest,
         second.form is not None and second.form.has_scale,
-        all(address % 16 == 0 for address in addresses) and all(w.numel() % 16 == 0 for w in weights),
+        is_aligned,
         CHUNK,
         BLOCK,
         num_warps=WARPS,

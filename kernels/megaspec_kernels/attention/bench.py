@@ -17,8 +17,11 @@ _PRODUCTS = 7
 
 
 def _inputs(B: int, T: int, N: int, K: int, H: int, device: torch.device) -> dict[str, Tensor]:
-    heads = {"q": N, "k": K, "v": K}
-    return {name: random(B, T, n, H, seed=i, device=device) for i, (name, n) in enumerate(heads.items())}
+    return {
+        "q": random(B, T, N, H, seed=0, device=device),
+        "k": random(B, T, K, H, seed=1, device=device),
+        "v": random(B, T, K, H, seed=2, device=device),
+    }
 
 
 def _whole(kernel: AttentionKernel) -> Callable[..., Tensor]:
@@ -34,9 +37,13 @@ def _block(kernel: AttentionKernel, inputs: dict[str, Tensor], grad: Tensor) -> 
 
 def held(name: str, device: torch.device) -> Iterator[Held]:
     """Odd lengths, one key, grouped heads."""
-    kernel, plain, dtype = REGISTRY["attention"][name], REGISTRY["attention"]["reference"], training_dtype(device)
+    kernel = REGISTRY["attention"][name]
+    plain = REGISTRY["attention"]["reference"]
+    dtype = training_dtype(device)
     for B, T, N, K, H in ((1, 1, 1, 1, 8), (2, 63, 6, 2, 16), (2, 63, 4, 4, 64), (1, 1000, 2, 1, 128)):
-        inputs, grad = _inputs(B, T, N, K, H, device), random(B, T, N, H, seed=9, device=device)
+        # the truth is computed from these, the implementation and plain PyTorch from the same in the training format
+        inputs = _inputs(B, T, N, K, H, device)
+        grad = random(B, T, N, H, seed=9, device=device)
         mine = in_dtype(inputs, dtype)
         shape = f"{B} x {T} tokens, {N} heads on {K}, of {H}"
         yield Held(
@@ -66,6 +73,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
 
     shape = f"{T} tokens, {N} heads on {K}, of {H}"
     pairs = B * N * T * T
+    # a product takes 2 H operations a pair of query and key; causal attention has half of the pairs
     yield Work(f"causal, {shape}", whole, _PRODUCTS * 2 * pairs * H / 2, "flops")
     fixed = {key: x.detach() for key, x in inputs.items()}
     yield Work(f"block, {shape}", partial(_block, kernel, fixed, grad), _PRODUCTS * 2 * pairs * H, "flops")

@@ -21,7 +21,8 @@ def attention(
     `documents`, int32 [B, T]: attention stays inside a document. `drop` maps the weights [B, N, T, T] to weights.
     The softmax is taken in at least fp32.
     """
-    T, groups = q_BTNH.shape[1], q_BTNH.shape[2] // k_BTKH.shape[2]
+    T = q_BTNH.shape[1]
+    groups = q_BTNH.shape[2] // k_BTKH.shape[2]  # query heads of a key and value head
     k_BTNH = k_BTKH.repeat_interleave(groups, dim=2)
     v_BTNH = v_BTKH.repeat_interleave(groups, dim=2)
     scores = torch.einsum("btnh,bsnh->bnts", q_BTNH, k_BTNH) * q_BTNH.shape[-1] ** -0.5

@@ -35,7 +35,8 @@ def block_forward(
     weights_BNTS = _weights(scores_BNTS, lse_BNT).to(v_BSKH.dtype)
     if drop is not None:
         weights_BNTS = drop(weights_BNTS)
-    return torch.einsum("bkgts,bskh->btkgh", _by_group(weights_BNTS, k_BSKH), v_BSKH).flatten(2, 3), lse_BNT
+    out_BTKGH = torch.einsum("bkgts,bskh->btkgh", _by_group(weights_BNTS, k_BSKH), v_BSKH)
+    return out_BTKGH.flatten(2, 3), lse_BNT
 
 
 def block_backward(
@@ -53,13 +54,17 @@ def block_backward(
     """-> what the block adds to the gradients of q, k and v. `out`, `lse`: of the whole rows, all blocks merged."""
     scores_BNTS = _scores(q_BTNH, k_BSKH, causal, mask)
     weights_BNTS = _weights(scores_BNTS, lse_BNT)
-    q_BTKGH, grad_BTKGH = (x.unflatten(2, (k_BSKH.shape[2], -1)) for x in (q_BTNH, grad_BTNH))
+    K = k_BSKH.shape[2]
+    q_BTKGH = q_BTNH.unflatten(2, (K, -1))
+    grad_BTKGH = grad_BTNH.unflatten(2, (K, -1))
     kept_BNTS = weights_BNTS.to(v_BSKH.dtype)
     d_weights_BNTS = torch.einsum("btkgh,bskh->bkgts", grad_BTKGH, v_BSKH).flatten(1, 2)
     if drop is not None:
-        kept_BNTS, d_weights_BNTS = drop(kept_BNTS), drop(d_weights_BNTS)
+        kept_BNTS = drop(kept_BNTS)
+        d_weights_BNTS = drop(d_weights_BNTS)
     d_v = torch.einsum("bkgts,btkgh->bskh", _by_group(kept_BNTS, k_BSKH), grad_BTKGH)
     wide = weights_BNTS.dtype
+    # δ, then W (grad_out vᵀ − δ)
     delta_BNT = (grad_BTNH.to(wide) * out_BTNH.to(wide)).sum(dim=-1).transpose(1, 2)
     d_scores_BNTS = (weights_BNTS * (d_weights_BNTS.to(wide) - delta_BNT[..., None])).to(q_BTNH.dtype)
     d_scores_BKGTS = _by_group(d_scores_BNTS * q_BTNH.shape[-1] ** -0.5, k_BSKH)
@@ -69,7 +74,9 @@ def block_backward(
 
 
 def _scores(q_BTNH: Tensor, k_BSKH: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    T, S = q_BTNH.shape[1], k_BSKH.shape[1]
+    """q kᵀ / √H, -inf where a query does not see a key."""
+    T = q_BTNH.shape[1]
+    S = k_BSKH.shape[1]
     q_BTKGH = q_BTNH.unflatten(2, (k_BSKH.shape[2], -1))
     scores = torch.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH).flatten(1, 2) * q_BTNH.shape[-1] ** -0.5
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -77,13 +84,17 @@ def _scores(q_BTNH: Tensor, k_BSKH: Tensor, causal: bool, mask: Tensor | None) -
         assert T == S, f"a causal block is square, {T} queries meet {S} keys"
         past = torch.ones(T, S, dtype=torch.bool, device=q_BTNH.device).tril()
         mask = past if mask is None else mask & past
-    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, float("-inf"))
 
 
 def _weights(scores_BNTS: Tensor, lse_BNT: Tensor) -> Tensor:
+    """exp(scores - lse); 0 where a query sees nothing, whose lse is -inf: -inf - -inf is no number."""
     finite_BNT = lse_BNT.masked_fill(lse_BNT == float("-inf"), 0.0)
     return (scores_BNTS - finite_BNT[..., None]).exp()
 
 
 def _by_group(x_BNTS: Tensor, k_BSKH: Tensor) -> Tensor:
+    """[B, N, T, S] -> [B, K, G, T, S]."""
     return x_BNTS.unflatten(1, (k_BSKH.shape[2], -1))

@@ -31,8 +31,12 @@ def attention(
     RuntimeError: on CUDA no fused kernel takes it.
     """
     assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
-    q, k, v = q_BTNH.transpose(1, 2), k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
-    T, mask = q.shape[2], None
+    q = q_BTNH.transpose(1, 2)
+    k = k_BTKH.transpose(1, 2)
+    v = v_BTKH.transpose(1, 2)
+    T = q.shape[2]
+    mask = None
+    # one token sees itself alone, with documents as without
     if documents is not None and T > 1:
         past = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
         mask = past & (documents[:, None, :, None] == documents[:, None, None, :])
@@ -49,7 +53,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 def backends(dtype: torch.dtype) -> tuple[SDPBackend, ...]:
     """What may compute in a format on CUDA."""
-    return _FP64 if dtype == torch.float64 else _FUSED
+    if dtype == torch.float64:
+        return _FP64
+    return _FUSED
 
 
 def as_kernels_want(q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,9 +66,16 @@ def as_kernels_want(q: Tensor, k: Tensor, v: Tensor, *, masked: bool) -> tuple[T
     ungrouped_alone = q.dtype == torch.float32 or (masked and torch.are_deterministic_algorithms_enabled())
     if is_grouped and ungrouped_alone and q.dtype != torch.float64:
         groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return q, k, v
+        k = k.repeat_interleave(groups, dim=1)
+        v = v.repeat_interleave(groups, dim=1)
+    return _dense(q), _dense(k), _dense(v)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """With the elements of a head side by side."""
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 def is_refused(

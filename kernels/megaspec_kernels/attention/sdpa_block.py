@@ -32,14 +32,17 @@ def block_forward(
 ) -> tuple[Tensor, Tensor]:
     """-> [B, T, N, H], [B, N, T]; see reference_block.py."""
     assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
-    q_BTNH, k_BSKH, v_BSKH = (_dense(x) for x in (q_BTNH, k_BSKH, v_BSKH))
+    q_BTNH = _dense(q_BTNH)
+    k_BSKH = _dense(k_BSKH)
+    v_BSKH = _dense(v_BSKH)
     way = choose(q_BTNH, k_BSKH, masked=mask is not None)
     if way == "equations":
         return reference_block.block_forward(q_BTNH, k_BSKH, v_BSKH, causal=causal, mask=mask)
     if way == "efficient":
         return _efficient_forward(q_BTNH, k_BSKH, v_BSKH, causal, mask)
-    forward = _cudnn_forward if way == "cudnn" else _flash_forward
-    return forward(q_BTNH, k_BSKH, v_BSKH, causal)
+    if way == "cudnn":
+        return _cudnn_forward(q_BTNH, k_BSKH, v_BSKH, causal)
+    return _flash_forward(q_BTNH, k_BSKH, v_BSKH, causal)
 
 
 def block_backward(
@@ -62,22 +65,28 @@ def block_backward(
         return reference_block.block_backward(*tensors, causal=causal, mask=mask)
     if way == "efficient":
         return _efficient_backward(*tensors, causal, mask)
-    backward = _cudnn_backward if way == "cudnn" else _flash_backward
-    return backward(*tensors, causal)
+    if way == "cudnn":
+        return _cudnn_backward(*tensors, causal)
+    return _flash_backward(*tensors, causal)
 
 
 def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
     """The operator that takes a block."""
-    H, dtype = q_BTNH.shape[-1], q_BTNH.dtype
+    H = q_BTNH.shape[-1]
+    dtype = q_BTNH.dtype
     if q_BTNH.device.type == "cpu" or dtype == torch.float64 or not _is_aligned(H, dtype):
         return "equations"
-    # shapes alone go the way of Hopper
-    major = 9 if q_BTNH.is_meta else torch.cuda.get_device_capability(q_BTNH.device)[0]
+    # the GPU's generation: 8 Ampere, 9 Hopper; tensors without numbers go the way of Hopper
+    major = 9
+    if not q_BTNH.is_meta:
+        major, _ = torch.cuda.get_device_capability(q_BTNH.device)
     if masked or dtype not in _HALF or major < 8 or H > 256:
         return "efficient"
     # cuDNN has no deterministic backward pass, and takes no single key
     exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    return "cudnn" if major >= 9 and H <= 128 and k_BSKH.shape[1] > 1 and not exact else "flash"
+    if major >= 9 and H <= 128 and k_BSKH.shape[1] > 1 and not exact:
+        return "cudnn"
+    return "flash"
 
 
 def is_refused(*, d_head: int, dtype: torch.dtype) -> bool:
@@ -91,7 +100,7 @@ def _is_aligned(d_head: int, dtype: torch.dtype) -> bool:
 
 
 def _cudnn_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+    q, k, v = _heads_first(q_BTNH, k_BSKH, v_BSKH)
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False)
     return out.transpose(1, 2), lse.view(lse.shape[:3])
 
@@ -100,15 +109,18 @@ def _cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNT: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     # torch keeps cuDNN's plans by the strides of q, k and v alone: the other two always come in the same layout
-    grad, out = grad.contiguous(), out.contiguous()
+    grad = grad.contiguous()
+    out = out.contiguous()
     lse = lse_BNT.contiguous()
-    lse = lse[..., None] if _cudnn_lse_dims() == 4 else lse
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    if _cudnn_lse_dims() == 4:
+        lse = lse[..., None]
+    grad, q, k, v, out = _heads_first(grad, q, k, v, out)
+    # of dropout, which there is none of
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     grads = _aten._scaled_dot_product_cudnn_attention_backward.default(
         grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
     )
-    return tuple(x.transpose(1, 2) for x in grads)
+    return _heads_behind(*grads)
 
 
 @lru_cache(maxsize=1)
@@ -119,7 +131,7 @@ def _cudnn_lse_dims() -> int:
 
 
 def _flash_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BSKH, v_BSKH))
+    q, k, v = _heads_first(q_BTNH, k_BSKH, v_BSKH)
     out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False)
     return out.transpose(1, 2), lse
 
@@ -127,29 +139,32 @@ def _flash_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool)
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNT: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    grad, q, k, v, out = _heads_first(grad, q, k, v, out)
+    # of the generator of dropout, which there is none of
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = _aten._scaled_dot_product_flash_attention_backward.default(
         grad, q, k, v, out, lse_BNT.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state[0]
     )
-    return tuple(x.transpose(1, 2) for x in grads)
+    return _heads_behind(*grads)
 
 
 def _efficient_forward(
     q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    T, groups = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, _repeated(k_BSKH, groups), _repeated(v_BSKH, groups)))
+    T = q_BTNH.shape[1]
+    groups = q_BTNH.shape[2] // k_BSKH.shape[2]  # query heads of a key and value head
+    q, k, v = _heads_first(q_BTNH, _repeated(k_BSKH, groups), _repeated(v_BSKH, groups))
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(q, k, v, _bias(q, k, mask), True, 0.0, causal)
-    out_BTNH, lse_BNT = out.transpose(1, 2), lse[..., :T]
+    out_BTNH = out.transpose(1, 2)
+    lse_BNT = lse[..., :T]  # padded to a multiple of 32
     if mask is None:
         return out_BTNH, lse_BNT
     # what the operator gives for a query that sees nothing differs among its kernels
-    seen = (mask.tril() if causal else mask).any(dim=-1)
-    return (
-        torch.where(seen.transpose(1, 2)[..., None], out_BTNH, 0.0),
-        torch.where(seen, lse_BNT, float("-inf")),
-    )
+    if causal:
+        mask = mask.tril()
+    seen_B1T = mask.any(dim=-1)
+    out_BTNH = torch.where(seen_B1T.transpose(1, 2)[..., None], out_BTNH, 0.0)
+    return out_BTNH, torch.where(seen_B1T, lse_BNT, float("-inf"))
 
 
 def _efficient_backward(
@@ -162,35 +177,58 @@ def _efficient_backward(
     causal: bool,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    T, K, groups = q.shape[1], k_BSKH.shape[2], q.shape[2] // k_BSKH.shape[2]
+    T = q.shape[1]
+    K = k_BSKH.shape[2]
+    groups = q.shape[2] // K  # query heads of a key and value head
     # infinite where a query sees nothing and in the padding to 32 that the operator reads: exp(score - lse) is zero
     lse = lse_BNT.masked_fill(lse_BNT == float("-inf"), float("inf"))
     lse = torch.nn.functional.pad(lse, (0, -T % 32), value=float("inf"))
-    k, v = _repeated(k_BSKH, groups), _repeated(v_BSKH, groups)
     # the operator takes the rows of `out` to lie N · H apart, whatever its strides say
-    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out.contiguous()))
+    grad, q, k, v, out = _heads_first(grad, q, _repeated(k_BSKH, groups), _repeated(v_BSKH, groups), out.contiguous())
+    # of dropout, which there is none of
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     needed = [True, True, True, False]
     d_q, d_k, d_v, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
         grad, q, k, v, _bias(q, k, mask), out, lse, seed, seed, 0.0, needed, causal
     )
-    d_q, d_k, d_v = (x.transpose(1, 2) for x in (d_q, d_k, d_v))
-    return d_q, *(x.unflatten(2, (K, groups)).sum(dim=3) for x in (d_k, d_v))
+    d_q, d_k, d_v = _heads_behind(d_q, d_k, d_v)
+    return d_q, _summed(d_k, K), _summed(d_v, K)
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, T, N, H] -> [B, N, T, H] of each, as the operators take them."""
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _heads_behind(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """[B, N, T, H] -> [B, T, N, H] of each, as everybody else takes them."""
+    return tuple(x.transpose(1, 2) for x in tensors)
 
 
 def _dense(x: Tensor) -> Tensor:
     """The operators want the elements of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 def _repeated(x_BSKH: Tensor, groups: int) -> Tensor:
-    return x_BSKH if groups == 1 else x_BSKH.repeat_interleave(groups, dim=2)
+    """Keys or values once for each query head: [B, S, K, H] -> [B, S, K · groups, H]."""
+    if groups == 1:
+        return x_BSKH
+    return x_BSKH.repeat_interleave(groups, dim=2)
+
+
+def _summed(x_BSNH: Tensor, K: int) -> Tensor:
+    """Gradients of what `_repeated` repeated: [B, S, N, H] -> [B, S, K, H]."""
+    return x_BSNH.unflatten(2, (K, -1)).sum(dim=3)
 
 
 def _bias(q_BNTH: Tensor, k_BNSH: Tensor, mask: Tensor | None) -> Tensor | None:
     """0 and -inf [B, N, T, S], in rows of a multiple of 16 elements as the operator wants them."""
     if mask is None:
         return None
-    (B, N, T, _), S = q_BNTH.shape, k_BNSH.shape[2]
+    B, N, T, _ = q_BNTH.shape
+    S = k_BNSH.shape[2]
     bias = torch.zeros(B, 1, T, S + -S % 16, dtype=q_BNTH.dtype, device=q_BNTH.device)[..., :S]
     return bias.masked_fill_(~mask, float("-inf")).expand(B, N, T, S)

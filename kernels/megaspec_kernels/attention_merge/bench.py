@@ -14,9 +14,14 @@ from megaspec_kernels.registry import REGISTRY, AttentionMergeKernel
 
 
 def _results(kernel: AttentionMergeKernel, tensors: list[Tensor], *, wide: torch.dtype, dtype: torch.dtype) -> Results:
+    """`wide`: the format of sums, `dtype`: of the new block."""
     out, lse, new, new_lse = tensors
-    out, lse, new, new_lse = out.to(wide, copy=True), lse.to(wide, copy=True), new.to(dtype), new_lse.to(wide)
+    # copies of what is changed in place
+    out = out.to(wide, copy=True)
+    lse = lse.to(wide, copy=True)
     total = out.clone()
+    new = new.to(dtype)
+    new_lse = new_lse.to(wide)
     kernel.merge(out, lse, new, new_lse)
     kernel.add(total, new)
     return {"out": out, "lse": lse, "total": total}
@@ -24,11 +29,14 @@ def _results(kernel: AttentionMergeKernel, tensors: list[Tensor], *, wide: torch
 
 def held(name: str, device: torch.device) -> Iterator[Held]:
     """Odd shapes, and a query that sees nothing of the new block."""
-    kernel, plain = REGISTRY["attention_merge"][name], REGISTRY["attention_merge"]["reference"]
-    dtype, fp64 = training_dtype(device), torch.float64
+    kernel = REGISTRY["attention_merge"][name]
+    plain = REGISTRY["attention_merge"]["reference"]
+    dtype = training_dtype(device)
     for B, T, N, H in ((1, 1, 1, 1), (2, 7, 3, 64), (3, 5, 2, 80), (1, 63, 4, 128)):
-        out, new = (random(B, T, N, H, seed=i, device=device) for i in (1, 2))
-        lse, new_lse = (20 * random(B, N, T, seed=i, device=device) for i in (3, 4))
+        out = random(B, T, N, H, seed=1, device=device)
+        new = random(B, T, N, H, seed=2, device=device)
+        lse = 20 * random(B, N, T, seed=3, device=device)
+        new_lse = 20 * random(B, N, T, seed=4, device=device)
         new_lse[0, 0, T // 2] = -torch.inf
         new[0, T // 2, 0] = 0
         tensors = [out, lse, new, new_lse]
@@ -36,20 +44,24 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
             f"{B} x {T} x {N} x {H}",
             _results(kernel, tensors, wide=torch.float32, dtype=dtype),
             _results(plain, tensors, wide=torch.float32, dtype=dtype),
-            _results(plain, tensors, wide=fp64, dtype=fp64),
+            _results(plain, tensors, wide=torch.float64, dtype=torch.float64),
         )
 
 
 def works(name: str, device: torch.device) -> Iterator[Work]:
     """One block of one layer: sums in fp32, the block in the model's format."""
-    kernel, dtype = REGISTRY["attention_merge"][name], training_dtype(device)
+    kernel = REGISTRY["attention_merge"][name]
+    dtype = training_dtype(device)
     B, T, N, H = (1, 16384, 32, 128) if device.type == "cuda" else (1, 512, 4, 64)
-    out, lse = torch.zeros(B, T, N, H, device=device), torch.zeros(B, N, T, device=device)
-    new, new_lse = torch.ones(B, T, N, H, device=device, dtype=dtype), torch.zeros_like(lse)
+    out = torch.zeros(B, T, N, H, device=device)
+    lse = torch.zeros(B, N, T, device=device)
+    new = torch.ones(B, T, N, H, device=device, dtype=dtype)
+    new_lse = torch.zeros_like(lse)
+    # the sum is read and written, the block read; of log-sum-exps both are read and one is written
     moved = out.numel() * (4 + 4 + new.itemsize)
-    yield Work(
-        f"merge, {T} x {N} x {H}", partial(kernel.merge, out, lse, new, new_lse), moved + 12 * lse.numel(), "bytes"
-    )
+    moved_lse = lse.numel() * (4 + 4 + 4)
+    merge = partial(kernel.merge, out, lse, new, new_lse)
+    yield Work(f"merge, {T} x {N} x {H}", merge, moved + moved_lse, "bytes")
     yield Work(f"add, {T} x {N} x {H}", partial(kernel.add, out, new), moved, "bytes")
 
 

@@ -83,7 +83,9 @@ def add(total_BTNH: Tensor, new_BTNH: Tensor) -> None:
 
 def _dense(x: Tensor) -> Tensor:
     """With the numbers of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
 
 
 def _divided(total_BTNH: Tensor, new_BTNH: Tensor) -> tuple[int, tuple[int, int, int], int, int]:

@@ -36,7 +36,8 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
             "weight": random(V + padding, D, seed=2, device=device),
         }
         grad = torch.tensor(0.37, dtype=torch.float64, device=device)
-        mine, plain = in_dtype(inputs, dtype), _function("reference", M, V, device)
+        mine = in_dtype(inputs, dtype)
+        plain = _function("reference", M, V, device)
         yield Held(
             f"{M} x {D} x {V}",
             results(_function(name, M, V, device), mine, grad),

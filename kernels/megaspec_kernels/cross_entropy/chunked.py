@@ -54,12 +54,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         loss = weights_M.new_zeros(())
         need_grad = any(ctx.needs_input_grad)
-        grad_x_MD = torch.empty_like(x_MD) if need_grad else None
-        grad_weight_VD = torch.empty_like(weight_VD, dtype=wide) if need_grad else None
+        if need_grad:
+            grad_x_MD = torch.empty_like(x_MD)
+            grad_weight_VD = torch.empty_like(weight_VD, dtype=wide)
         for first in range(0, M, piece):
             part = slice(first, first + piece)
             logits_CV = x_MD[part] @ weight_VD.t()
             peak_C, total_C, target_C = stats(logits_CV, labels_M[part], shard)
+            # over all ranks of the vocabulary: the largest logit, and Σ exp(logit − top)
             top_C = shard.max(peak_C)
             total_C = shard.sum(total_C * (peak_C - top_C).exp())
             # log Σ exp − target without the digits that top + log Σ would lose to a large top
@@ -75,7 +77,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         grad_x_MD, grad_weight_VD = ctx.saved_tensors
-        return grad_x_MD * grad_out.to(grad_x_MD.dtype), grad_weight_VD * grad_out.to(grad_weight_VD.dtype), *[None] * 5
+        d_x_MD = grad_x_MD * grad_out.to(grad_x_MD.dtype)
+        d_weight_VD = grad_weight_VD * grad_out.to(grad_weight_VD.dtype)
+        # nothing for labels, weights, shard and the two functions
+        return d_x_MD, d_weight_VD, None, None, None, None, None
 
 
 def linear_cross_entropy(

@@ -29,7 +29,8 @@ def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 def held(name: str, device: torch.device) -> Iterator[Held]:
     """Experts without rows, experts with one."""
     dtype = training_dtype(device)
-    kernel, plain = REGISTRY["grouped"][name], REGISTRY["grouped"]["reference"]
+    kernel = REGISTRY["grouped"][name]
+    plain = REGISTRY["grouped"]["reference"]
     for sizes, n_in, n_out in (((3,), 8, 16), ((5, 0, 1, 57), 24, 48), ((0, 0, 130, 7), 64, 32)):
         rows = sum(sizes)
         tensors = [
@@ -37,7 +38,8 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
             random(len(sizes), n_in, n_out, seed=2, device=device),
             random(rows, n_out, seed=3, device=device),
         ]
-        mine, ends_E = [x.to(dtype) for x in tensors], _ends(sizes, device)
+        mine = [x.to(dtype) for x in tensors]
+        ends_E = _ends(sizes, device)
         yield Held(
             f"rows {sizes}, {n_in} to {n_out}",
             _results(kernel, *mine, ends_E),
@@ -50,8 +52,10 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     """Three products: forward, and the gradients of tokens and weights."""
     E, rows, n_in, n_out = (32, 1024, 2048, 1536) if device.type == "cuda" else (4, 64, 128, 96)
     dtype = training_dtype(device)
-    kernel, ends_E = REGISTRY["grouped"][name], _ends((rows,) * E, device)
-    x_RI, grad_RO = (torch.randn(E * rows, n, device=device).to(dtype) for n in (n_in, n_out))
+    kernel = REGISTRY["grouped"][name]
+    ends_E = _ends((rows,) * E, device)
+    x_RI = torch.randn(E * rows, n_in, device=device).to(dtype)
+    grad_RO = torch.randn(E * rows, n_out, device=device).to(dtype)
     weight_EIO = torch.randn(E, n_in, n_out, device=device).to(dtype)
 
     def call() -> None:

@@ -12,10 +12,12 @@ def grouped_product(a: Tensor, b: Tensor, ends_E: Tensor, *, whole: bool = True)
 
     The host reads nothing. I and O are multiples of 8 (steps of 16 bytes), R is any number.
     """
-    over_rows = b.dim() == 2
+    over_rows = b.dim() == 2  # the second form, which sums over the rows of each group
     if a.numel() == 0:
         # grouped_mm refuses a product over no rows at all
-        return a.new_zeros(ends_E.shape[0], a.shape[0], b.shape[1]) if over_rows else a.new_zeros(0, b.shape[2])
+        if over_rows:
+            return a.new_zeros(ends_E.shape[0], a.shape[0], b.shape[1])
+        return a.new_zeros(0, b.shape[2])
     out = F.grouped_mm(_aligned(a), _aligned(b), offs=ends_E)
     if over_rows and not _zeroes_empty_groups(out.device):
         empty = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
@@ -29,9 +31,19 @@ def grouped_product(a: Tensor, b: Tensor, ends_E: Tensor, *, whole: bool = True)
 
 def _aligned(x: Tensor) -> Tensor:
     """The same values, dense along rows or columns and with steps of 16 bytes along the other dimension."""
-    (rows, columns), (down, right) = x.shape[-2:], x.stride()[-2:]
-    step = down if right == 1 and down >= columns else right if down == 1 and right >= rows else 1
-    return x if step * x.itemsize % 16 == 0 else x.contiguous()
+    rows, columns = x.shape[-2:]
+    row_stride, column_stride = x.stride()[-2:]
+    is_by_rows = column_stride == 1 and row_stride >= columns
+    is_by_columns = row_stride == 1 and column_stride >= rows
+    # elements from one row to the next, or from one column to the next
+    step = 1
+    if is_by_rows:
+        step = row_stride
+    elif is_by_columns:
+        step = column_stride
+    if step * x.itemsize % 16 == 0:
+        return x
+    return x.contiguous()
 
 
 def _zeroes_empty_groups(device: torch.device) -> bool:

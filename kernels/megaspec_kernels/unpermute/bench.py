@@ -13,16 +13,20 @@ from megaspec_kernels.registry import REGISTRY
 
 
 def _place(M: int, k: int, device: torch.device) -> Tensor:
+    """[M, k]: a row of its own for each choice, in any order."""
     draw = torch.Generator().manual_seed(M + k)
     return torch.randperm(M * k, generator=draw).view(M, k).to(device)
 
 
 def held(name: str, device: torch.device) -> Iterator[Held]:
     """Odd widths, and choices that were dropped: all of one token."""
-    kernel, plain = REGISTRY["unpermute"][name], REGISTRY["unpermute"]["reference"]
+    kernel = REGISTRY["unpermute"][name]
+    plain = REGISTRY["unpermute"]["reference"]
     dtype = training_dtype(device)
     for M, k, D in ((1, 1, 1), (9, 8, 64), (7, 3, 1000), (2, 2, 4097)):
-        y_RD, place_Mk = random(M * k, D, seed=1, device=device), _place(M, k, device)
+        y_RD = random(M * k, D, seed=1, device=device)
+        place_Mk = _place(M, k, device)
+        # a third is dropped: all of one token, nothing of another
         some_Mk = torch.arange(M * k, device=device).view(M, k) % 3 != 1
         some_Mk[M // 2] = False
         some_Mk[0] = True

@@ -12,4 +12,7 @@ def unpermute(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
     `place_Mk`: int64 in [0, R), R > 0. `kept_Mk`: bool; None: all.
     """
     rows_MkD = y_RD[place_Mk]
-    return (rows_MkD if kept_Mk is None else torch.where(kept_Mk[..., None], rows_MkD, 0)).sum(1)
+    if kept_Mk is not None:
+        # not a product: 0 · inf is no number
+        rows_MkD = torch.where(kept_Mk[..., None], rows_MkD, 0)
+    return rows_MkD.sum(1)

@@ -44,16 +44,21 @@ if triton is not None:
 def unpermute(y_RD: Tensor, place_Mk: Tensor, kept_Mk: Tensor | None) -> Tensor:
     """See reference.py."""
     assert place_Mk.dtype == torch.int64, f"places in {place_Mk.dtype}"
-    (M, k), D = place_Mk.shape, y_RD.shape[1]
+    M, k = place_Mk.shape
+    D = y_RD.shape[1]
     out = y_RD.new_empty(M, D)
     if out.numel() == 0 or out.is_meta:
         return out
     block = min(BLOCK, triton.next_power_of_2(D))
     place_Mk = place_Mk.contiguous()
+    # without dropped choices the kernel does not read it, and any address serves
+    kept_bytes = place_Mk
+    if kept_Mk is not None:
+        kept_bytes = kept_Mk.contiguous().view(torch.uint8)
     unpermute_kernel[(M, triton.cdiv(D, block))](
         y_RD.contiguous(),
         place_Mk,
-        place_Mk if kept_Mk is None else kept_Mk.contiguous().view(torch.uint8),
+        kept_bytes,
         out,
         D,
         k,

@@ -53,13 +53,17 @@ class MegaspecLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Takes what the jobs need."""
-        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        self.hydra_context = hydra_context
+        self.task_function = task_function
+        self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Runs every job. -> what each returned, in their order; a job that died has failed."""
         setup_globals()
         configs = [self._config(list(words), initial_job_idx + i) for i, words in enumerate(job_overrides)]
-        slots, waiting = self._make_slots(), list(enumerate(configs))
+        slots = self._make_slots()
+        waiting = list(enumerate(configs))
+        # by the pipe that a job's result comes through: its number, its process, its GPUs
         running: dict[Connection, tuple[int, BaseProcess, tuple[str, ...]]] = {}
         returns: dict[int, JobReturn] = {}
         try:
@@ -90,7 +94,9 @@ class MegaspecLauncher(Launcher):
         gpus = visible_gpus(target, os.environ)
         if gpus and self.gpus_per_job > len(gpus):
             raise ValueError(f"hydra.launcher.gpus_per_job={self.gpus_per_job} must be at most {len(gpus)} GPUs")
-        most = self.slots or (len(gpus) if gpus else max(1, target.cores // CORES_OF_A_SLOT))
+        most = self.slots
+        if most == 0:
+            most = len(gpus) or max(1, target.cores // CORES_OF_A_SLOT)
         return Slots(most=most, gpus=gpus)
 
     def _start(self, config: DictConfig, gpus: Sequence[str]) -> tuple[Connection, BaseProcess]:
@@ -138,7 +144,11 @@ def _receive(pipe: Connection, process: BaseProcess, config: DictConfig) -> JobR
         result.status = JobStatus.FAILED
         result.return_value = RuntimeError(f"job {config.hydra.job.num} died with exit code {process.exitcode}")
         return result
-    result.status, result.working_dir = message["status"], message["working_dir"]
-    completed = result.status == JobStatus.COMPLETED
-    result.return_value = message["value"] if completed else RuntimeError(message["value"])
+    result.status = message["status"]
+    result.working_dir = message["working_dir"]
+    if result.status == JobStatus.COMPLETED:
+        result.return_value = message["value"]
+    else:
+        # what failed comes as its text
+        result.return_value = RuntimeError(message["value"])
     return result

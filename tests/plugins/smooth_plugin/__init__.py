@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megaspec.core.frozen import Frozen
-from megaspec.plugins import Part, Plugin
+from megaspec.plugins import Kind, Plugin
 
 
 class SmoothSpec(Frozen):
@@ -16,4 +16,4 @@ class SmoothSpec(Frozen):
     """Part of each label that is spread over the vocabulary."""
 
 
-PLUGIN = Plugin(losses=(Part(SmoothSpec, "smooth_plugin.loss:smooth"),))
+PLUGIN = Plugin(losses=(Kind(SmoothSpec, "smooth_plugin.loss:smooth"),))

@@ -1,21 +1,68 @@
-"""A plugin: a model whose feed-forward layer squares its ReLU, Lion, a CSV of losses, and a source
-that counts."""
+"""A plugin: a feed-forward layer with a power of a ReLU, a norm without statistics, a family with fewer attention
+layers, Lion, a CSV of losses, and a source that counts. Imports no torch."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from megaspec.core.frozen import Frozen, PositiveInt, Probability
+from megaspec.core.frozen import Frozen, PositiveFloat, PositiveInt, Probability
+from megaspec.core.part_facts import Execution, PartFacts, Vector
 from megaspec.data.spec import DataSpec
-from megaspec.model.gpt.spec import GptSpec
+from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.nn.layer.spec import Mixer
+from megaspec.nn.mlp.facts import ActivationFacts, FeedForwardPlace, mlp_facts
+from megaspec.nn.mlp.spec import MlpSpec
+from megaspec.nn.norm.spec import NormSpec
 from megaspec.optim.spec import SgdSpec
-from megaspec.plugins import Part, Plugin
+from megaspec.plugins import Kind, Plugin
 
 
-class SquaredSpec(GptSpec):
-    """GPT-2 with a squared ReLU (So et al. 2021)."""
+class SquaredSpec(MlpSpec):
+    """down(relu(up(x)) ^ power) (So et al. 2021)."""
 
     kind: Literal["squared"]
     power: PositiveInt = 2
     """Exponent of the ReLU."""
+
+    def facts(self, *, d_model: int, d_ffn: int, place: FeedForwardPlace) -> PartFacts:
+        # the ReLU's own result is enough for its backward pass, and waits for that of the power
+        activation = ActivationFacts(keeps_input=False, kept_between=1)
+        return mlp_facts(activation, into="w_up", bias=False, d_model=d_model, d_ffn=d_ffn, place=place)
+
+
+class TanhSpec(NormSpec):
+    """tanh(alpha x) · weight + bias in place of a norm (Zhu et al. 2025)."""
+
+    kind: Literal["tanh"]
+    alpha: PositiveFloat = 0.5
+    """Where the one factor of the input starts."""
+
+    # nothing is summed over a row
+    statistics: ClassVar[int] = 0
+
+    def vectors(self, width: int, *, name: str) -> tuple[Vector, ...]:
+        return (
+            Vector(f"{name}.alpha", 1, self.alpha),
+            Vector(f"{name}.weight", width, 1.0),
+            Vector(f"{name}.bias", width, 0.0),
+        )
+
+    def wide_copies(self, execution: Execution) -> int:
+        # beside the input, the tanh in at least fp32
+        return 0 if execution.is_compiled else 2
+
+
+class SparseSpec(DecoderSpec):
+    """A decoder of which only some layers have attention; the others have a feed-forward layer alone."""
+
+    kind: Literal["sparse"]
+    every: PositiveInt = 2
+    """Layers from one with attention to the next, the first of all included."""
+
+    @property
+    def mixers(self) -> tuple[tuple[Mixer, ...], ...]:
+        layers = []
+        for number in range(self.n_layers):
+            layers.append(("attention", "mlp") if number % self.every == 0 else ("mlp",))
+        return tuple(layers)
 
 
 class LionSpec(SgdSpec):
@@ -43,8 +90,10 @@ class CountSpec(DataSpec):
 
 
 PLUGIN = Plugin(
-    models=(Part(SquaredSpec, "tiny_plugin.build:squared"),),
-    optimizers=(Part(LionSpec, "tiny_plugin.build:Lion"),),
-    sinks=(Part(CsvSpec, "tiny_plugin.build:Csv"),),
-    sources=(Part(CountSpec, "tiny_plugin.build:Count"),),
+    models=(Kind(SparseSpec, "megaspec.model.decoder.model:decoder"),),
+    norms=(Kind(TanhSpec, "tiny_plugin.build:Tanh"),),
+    mlps=(Kind(SquaredSpec, "tiny_plugin.build:SquaredMlp"),),
+    optimizers=(Kind(LionSpec, "tiny_plugin.build:Lion"),),
+    sinks=(Kind(CsvSpec, "tiny_plugin.build:Csv"),),
+    sources=(Kind(CountSpec, "tiny_plugin.build:Count"),),
 )

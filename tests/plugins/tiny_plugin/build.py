@@ -12,29 +12,43 @@ from torch import Tensor, nn
 
 from megaspec.data.source import EVALUATION_SAMPLES, Sample
 from megaspec.log.events import Event, StepDone
-from megaspec.model.gpt.model import Gpt
-from megaspec.nn.mlp import GeluMlp
+from megaspec.nn.dropout import Dropout
+from megaspec.nn.linear import Linear
+from megaspec.nn.mlp.module import FeedForward
+from megaspec.nn.norm.module import Norm
 from megaspec.optim.master import decays
 from megaspec.optim.sgd import Sgd
-from megaspec_kernels.registry import Kernels
-from tiny_plugin import CountSpec, CsvSpec, LionSpec, SquaredSpec
+from tiny_plugin import CountSpec, CsvSpec, LionSpec, SquaredSpec, TanhSpec
 
 
-class SquaredMlp(GeluMlp):
-    """down(relu(up(x)) ^ power)."""
+class SquaredMlp(FeedForward):
+    """down(relu(up(x)) ^ power), [B, T, D] -> [B, T, D]."""
 
-    power: int
+    def __init__(self, d_model: int, d_ffn: int, spec: SquaredSpec, *, out: Dropout):
+        super().__init__()
+        self.w_up = Linear(d_model, d_ffn)
+        self.w_down = Linear(d_ffn, d_model, residual=True)
+        self.power, self.dropout = spec.power, out
 
-    def forward(self, x_BTD: Tensor, noise: object) -> Tensor:
-        return self.dropout(self.w_down(F.relu(self.w_up(x_BTD)) ** self.power), noise)
+    def into(self, x_BTD: Tensor) -> Tensor:
+        return self.w_up(x_BTD)
+
+    def activate(self, up: Tensor) -> Tensor:
+        return F.relu(up) ** self.power
 
 
-def squared(spec: SquaredSpec, kernels: Kernels) -> Gpt:
-    """GPT-2 with another activation."""
-    model = Gpt(spec, kernels)
-    for layer in model.layers.values():
-        layer.mlp.__class__, layer.mlp.power = SquaredMlp, spec.power
-    return model
+class Tanh(Norm):
+    """tanh(alpha x) · weight + bias, [..., D] -> [..., D]."""
+
+    def __init__(self, d: int, spec: TanhSpec):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.empty(1))
+        self.weight = nn.Parameter(torch.empty(d))
+        self.bias = nn.Parameter(torch.empty(d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (torch.tanh(self.alpha * x.to(wide)) * self.weight + self.bias).to(x.dtype)
 
 
 class Lion(Sgd):

@@ -1,0 +1,137 @@
+"""`megaspec bench throughput`: measures what the GPUs at hand reach, for `plan throughput=FILE` and `tune`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megaspec.core.errors import RecipeError, WriteError
+from megaspec.data.files import write_text
+from megaspec.estimate.hardware import HARDWARE, Hardware, hardware_of
+from megaspec.estimate.target import Target, detect_target
+from megaspec.estimate.throughput import MeasuredThroughput, ThroughputTable
+from megaspec_launchers.environment import RankPlace, rank_from_environment
+
+_THROUGHPUT = """Measure matrix products, attention, element-wise work and the host's share of a step, in about a
+minute, and write them to a file that plan and tune read: megaspec plan recipe=NAME throughput=FILE
+
+On several GPUs, their collectives too: torchrun --nproc-per-node 4 -m megaspec.cli bench throughput"""
+
+
+def add_parser(commands: Any) -> None:
+    """Register `bench throughput`."""
+    throughput = commands.add_parser(
+        "throughput",
+        help="times of the pieces of a training step",
+        description=_THROUGHPUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    throughput.add_argument(
+        "--out", metavar="FILE", help="where to write (default: throughput-NAME.json, the GPU's name)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and write; 0 when it is done. Raises RecipeError without a GPU that is known, and WriteError."""
+    target = detect_target()
+    hardware = _hardware(target)
+    place = rank_from_environment(os.environ)
+    out = Path(args.out or f"throughput-{hardware.name.lower()}.json")
+    _check_writable(out)
+
+    from megaspec.verify.measured_throughput import measure, table_text
+
+    is_first = place is None or place.rank == 0
+    with _world(place) as device:
+        table = measure(hardware, device=device, target=target, tell=_tell if is_first else _silent)
+    if is_first:
+        write_text(out, table_text(table))
+        for line in summary(table):
+            print(line)
+        print(f"written: {out}")
+    return 0
+
+
+def summary(table: ThroughputTable) -> Iterator[str]:
+    """What was reached at usual sizes, a line each."""
+    hardware = HARDWARE[table.hardware]
+    throughput = MeasuredThroughput(table, hardware)
+    m, n, k = 8192, 8192, 4096
+    for name in table.products:
+        # FLOP/s of [m x k] · [k x n] and of the two products of its backward, each of 2 m n k FLOPs
+        rates = []
+        for kind in ("forward", "dgrad", "wgrad"):
+            seconds = throughput.matmul_seconds(m, n, k, precision=name, kind=kind)
+            rates.append(2 * m * n * k / seconds)
+        in_words = ", ".join(f"{rate / 1e12:,.0f}" for rate in rates)
+        share = sum(rates) / 3 / hardware.peak[name]
+        yield f"{name} products [{m} x {n} x {k}], forward, gradients: {in_words} TFLOP/s, {share:.0%} of the peak"
+    tokens = 8192
+    heads = 32
+    for head_size in (64, 128):
+        tflops = []
+        # a causal product over one sequence: tokens² · heads · head size FLOPs; two of them forward, five backward
+        for direction, n_products in (("forward", 2), ("backward", 5)):
+            seconds = throughput.attention_seconds(
+                tokens=tokens, seq_len=tokens, heads=heads, kv_heads=8, head_size=head_size, direction=direction
+            )
+            tflops.append(f"{n_products * tokens**2 * heads * head_size / seconds / 1e12:,.0f}")
+        yield f"attention, heads of {head_size}, {tokens} tokens, forward, backward: {', '.join(tflops)} TFLOP/s"
+    copied = 2**30 / throughput.memory_seconds(2**30) / 1e12
+    updated = 2**30 / throughput.update_seconds(2**30) / 1e12
+    yield f"element-wise: {copied:.2f} TB/s, an optimizer's update: {updated:.2f} TB/s"
+    for one in table.collectives:
+        yield f"{one.kind} over {one.ranks} GPUs, 256 MiB: {2**28 / one.curve.at(2**28) / 1e9:,.0f} GB/s"
+    yield f"host: {table.launch_seconds * 1e3:.2f} ms a step, {table.layer_seconds * 1e3:.2f} ms a layer"
+
+
+def _hardware(target: Target) -> Hardware:
+    if target.device != "cuda":
+        what = "no GPU here"
+        if target.gpus:
+            what = f"torch {target.versions.get('torch')} can't use the GPUs here"
+        raise RecipeError(
+            f"bench throughput: {what}; run it where there are GPUs. megaspec plan hardware=NAME needs no measurement"
+        )
+    hardware = hardware_of(target)
+    if hardware is None:
+        raise RecipeError(
+            f"bench throughput: {target.gpu} is not in the hardware table, which has {', '.join(HARDWARE)}"
+        )
+    return hardware
+
+
+def _check_writable(out: Path) -> None:
+    """Before a minute is spent on measuring."""
+    folder = out.parent
+    # a file that is there is written over, a new one needs its folder
+    written = out if out.exists() else folder
+    if out.is_dir() or not folder.is_dir() or not os.access(written, os.W_OK):
+        raise WriteError(f"{out} can't be written; name another file with --out")
+
+
+@contextmanager
+def _world(place: RankPlace | None) -> Iterator[Any]:
+    """This rank's device, and the process group of ranks that torchrun has started."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", 0 if place is None else place.local_rank)
+    torch.cuda.set_device(device)
+    if place is None or place.world_size == 1:
+        yield device
+        return
+    dist.init_process_group("nccl", device_id=device)
+    yield device
+    dist.destroy_process_group()
+
+
+def _tell(what: str) -> None:
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+
+def _silent(what: str) -> None:
+    pass

@@ -1,0 +1,163 @@
+"""How one rank runs a layer for one micro batch: from a model's facts to this rank's sizes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megaspec.core.part_facts import Degrees, Element, Execution, Kept, Routing, Tokens, Width
+from megaspec.nn.layer.facts import LayerFacts
+from megaspec.parallelism.spec import ContextSpec, RecomputeSpec
+from megaspec.recipe import Recipe
+
+BYTES = {"fp64": 8, "fp32": 4}
+"""Of a number in a precision; every other computes in 2."""
+_FEED_FORWARD = {"mlp", "moe", "shared_experts"}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The tokens of a micro batch that one rank has."""
+
+    sequences: int
+    seq_len: int
+    """Tokens of a whole sequence."""
+    cp: int
+    """Ranks that share each sequence."""
+    stream_ranks: int
+    """Tensor-parallel ranks that share the tokens between matrix products."""
+
+    @property
+    def whole(self) -> int:
+        """Tokens on all ranks that share its sequences."""
+        return self.sequences * self.seq_len
+
+    @property
+    def all(self) -> int:
+        """Tokens in a matrix product."""
+        return max(1, self.whole // self.cp)
+
+    @property
+    def stream(self) -> int:
+        """Tokens between matrix products."""
+        return max(1, self.all // self.stream_ranks)
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """One rank, one layer, one micro batch."""
+
+    tokens: MicroBatch
+    degrees: Degrees
+    execution: Execution
+    width: int
+    """Bytes of an activation in the model's format."""
+    is_fp8: bool
+    gathers_tokens: bool = False
+    """Every rank gets all tokens to look for those of its experts; otherwise those alone that chose them."""
+
+    @property
+    def wide(self) -> int:
+        """Bytes of what is computed in at least fp32."""
+        return max(4, self.width)
+
+    def count(self, tokens: Tokens, routing: Routing | None) -> int:
+        """How many tokens, or rows of experts, an activation is of."""
+        if tokens == "all":
+            return self.tokens.all
+        if tokens == "stream":
+            return self.tokens.stream
+        assert routing is not None, "rows of experts in a layer without them"
+        return self.expert_rows(routing)
+
+    def expert_rows(self, routing: Routing) -> int:
+        """Rows that the experts of this rank take when tokens are spread evenly."""
+        return routing.rows(self.tokens.stream, self.tokens.whole) * self.degrees.etp
+
+    def on_rank(self, widths: Iterable[Width]) -> int:
+        """Features of a token that this rank has."""
+        return sum(width.on(self.degrees) for width in widths)
+
+    def bytes_of(self, element: Element) -> int:
+        """Of one number: a product's factor in fp8 where products take it, statistics in fp32, indices in int64."""
+        if element == "product" and self.is_fp8:
+            return 1
+        sizes = {"wide": self.wide, "product": self.width, "statistic": 4, "byte": 1, "index": 8}
+        return sizes.get(element, self.width)
+
+    def kept_bytes(self, kept: Kept, layer: LayerFacts) -> int:
+        """Of one kept tensor."""
+        rows = self.count(kept.tokens, layer.routing)
+        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element)
+
+    @cached_property
+    def stream_bytes_per_feature(self) -> int:
+        """Of one feature of the residual stream, over this rank's tokens."""
+        return self.tokens.stream * self.width
+
+
+def recomputed_parts(recompute: RecomputeSpec) -> frozenset[str]:
+    """Parts that the backward pass of every layer computes again: those that `selective` names. The activation stands
+    inside each feed-forward layer."""
+    if recompute.kind != "selective":
+        return frozenset()
+    parts = frozenset(recompute.parts or ("core_attention",))
+    if parts & _FEED_FORWARD:
+        return parts | {"activation"}
+    return parts
+
+
+class ContextSplit(NamedTuple):
+    """How many of cp ranks swap heads for tokens, and among how many keys and values go round; `heads · ring` is cp,
+    but for all_gather, which does neither."""
+
+    heads: int
+    ring: int
+
+
+def context_split(context: ContextSpec, cp: int) -> ContextSplit:
+    """What a kind of context parallelism makes of its ranks."""
+    if context.kind == "ring":
+        return ContextSplit(heads=1, ring=cp)
+    if context.kind == "all_to_all":
+        return ContextSplit(heads=cp, ring=1)
+    if context.kind == "hierarchical" and context.factors:
+        return ContextSplit(*context.factors)
+    return ContextSplit(heads=1, ring=1)
+
+
+def tokens_of(recipe: Recipe) -> MicroBatch:
+    """What a rank of a filled recipe has of a micro batch."""
+    parallelism = recipe.parallelism
+    stream_ranks = 1
+    if parallelism.sequence_parallel:
+        stream_ranks = parallelism.tp
+    return MicroBatch(
+        sequences=recipe.train.micro_batch,
+        seq_len=recipe.data.seq_len,
+        cp=parallelism.cp,
+        stream_ranks=stream_ranks,
+    )
+
+
+def degrees_of(recipe: Recipe) -> Degrees:
+    """Ranks that divide a layer's matrices."""
+    parallelism = recipe.parallelism
+    return Degrees(tp=parallelism.tp, ep=parallelism.ep, etp=parallelism.etp)
+
+
+def layer_run(recipe: Recipe) -> LayerRun:
+    """Of a rank of a filled recipe."""
+    precision = recipe.precision.kind
+    return LayerRun(
+        tokens=tokens_of(recipe),
+        degrees=degrees_of(recipe),
+        execution=Execution(
+            is_compiled=recipe.kernels.compile == "block",
+            keeps_scores=recipe.kernels.attention == "reference",
+            recomputed=recomputed_parts(recipe.parallelism.recompute),
+        ),
+        width=BYTES.get(precision, 2),
+        is_fp8=precision == "fp8",
+        gathers_tokens=recipe.parallelism.dispatch == "all_gather",
+    )

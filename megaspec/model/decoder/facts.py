@@ -1,0 +1,98 @@
+"""A decoder's facts: which part stands where."""
+
+from typing import TYPE_CHECKING
+
+from megaspec.core.part_facts import PartFacts
+from megaspec.nn.attention.facts import AttentionPlace
+from megaspec.nn.embedding.facts import embedding_facts
+from megaspec.nn.head.facts import head_facts
+from megaspec.nn.layer.facts import LayerFacts, SubLayer, stream_name
+from megaspec.nn.layer.spec import FlatLayers, Mixer, ParallelLayer
+from megaspec.nn.mlp.facts import FeedForwardPlace
+from megaspec.nn.model_facts import ModelFacts
+from megaspec.nn.moe.facts import ExpertsPlace, moe_facts, shared_facts
+
+if TYPE_CHECKING:
+    from megaspec.model.decoder.spec import DecoderSpec
+
+
+def decoder_facts(spec: "DecoderSpec") -> ModelFacts:
+    """Of a spec without open fields."""
+    kinds: dict[tuple[Mixer, ...], LayerFacts] = {}
+    layers = []
+    for mixers in spec.mixers:
+        if mixers not in kinds:
+            kinds[mixers] = layer_facts(spec, mixers)
+        layers.append(kinds[mixers])
+    learned = spec.positions.learned_rows(spec.max_seq_len)
+    return ModelFacts(
+        d_model=spec.d_model,
+        embedding=embedding_facts(vocab_size=spec.vocab_size, d_model=spec.d_model, learned_positions=learned),
+        layers=tuple(layers),
+        norm=spec.norm.facts(spec.d_model, name="norm", feeds_product=False),
+        head=head_facts(vocab_size=spec.vocab_size, d_model=spec.d_model),
+        is_tied=spec.tied_embeddings,
+        vocab_pad_to=spec.vocab_pad_to,
+        angles=d_rotary(spec),
+    )
+
+
+def d_rotary(spec: "DecoderSpec") -> int:
+    """Features of a head that rotary positions turn."""
+    return spec.attention.rotated(spec.d_head) if spec.positions.is_rotary else 0
+
+
+def layer_facts(spec: "DecoderSpec", mixers: tuple[Mixer, ...]) -> LayerFacts:
+    """A layer of these sub-layers. Norms are called norm1, norm2, ... where they stand before a sub-layer, post_norm1,
+    ... where they stand behind it."""
+    is_parallel = isinstance(spec.layer, ParallelLayer)
+    placement = "pre" if isinstance(spec.layer, ParallelLayer | FlatLayers) else spec.layer.norms
+    sublayers = []
+    for number, mixer in enumerate(mixers):
+        # side by side, all take what the first one's norm has made
+        norm_number = 1 if is_parallel else number + 1
+        takes_stream = placement == "post"
+        input_kept = stream_name(number) if takes_stream else f"norm{norm_number}.out"
+        pre: PartFacts | None = None
+        post: PartFacts | None = None
+        if not takes_stream and not (is_parallel and number > 0):
+            pre = spec.norm.facts(spec.d_model, name=f"norm{norm_number}")
+        if placement != "pre":
+            post = spec.norm.facts(spec.d_model, name=f"post_norm{number + 1}", feeds_product=False)
+        sublayers.append(_sublayer(spec, mixer, input_kept, pre, post, takes_stream=takes_stream))
+    return LayerFacts(spec.d_model, tuple(sublayers), is_parallel=is_parallel)
+
+
+def _sublayer(
+    spec: "DecoderSpec",
+    mixer: Mixer,
+    input_kept: str,
+    pre: PartFacts | None,
+    post: PartFacts | None,
+    *,
+    takes_stream: bool,
+) -> SubLayer:
+    drops = spec.dropout > 0
+    if mixer == "attention":
+        return SubLayer("attention", _attention(spec, input_kept), pre, post, takes_stream=takes_stream)
+    if mixer == "mlp":
+        place = FeedForwardPlace("mlp", input_kept, dropout=drops)
+        mix = spec.mlp.facts(d_model=spec.d_model, d_ffn=spec.d_ffn, place=place)
+        return SubLayer("feed-forward", mix, pre, post, takes_stream=takes_stream)
+    place = ExpertsPlace(spec.d_model, input_kept, dropout=drops)
+    shared = shared_facts(spec.moe, place)
+    return SubLayer("experts", moe_facts(spec.moe, place), pre, post, shared, takes_stream)
+
+
+def _attention(spec: "DecoderSpec", input_kept: str) -> PartFacts:
+    place = AttentionPlace(
+        d_model=spec.d_model,
+        norm=spec.norm,
+        input_kept=input_kept,
+        is_rotary=spec.positions.is_rotary,
+        rotation=spec.positions.rotation_facts(
+            d_rotary(spec), n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, name="attn.rotation"
+        ),
+        dropout=spec.dropout > 0,
+    )
+    return spec.attention.facts(n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, d_head=spec.d_head, place=place)

@@ -1,0 +1,121 @@
+"""A decoder from its parts, for one device."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.model.part_builders import PARTS, PartBuilders
+from megaspec.nn.attention.module import AttentionSetting
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.dropout import Dropout
+from megaspec.nn.embedding.module import Embedding
+from megaspec.nn.head.module import OutputHead
+from megaspec.nn.init import start_weights
+from megaspec.nn.layer.module import Layer, SubLayer
+from megaspec.nn.layer.spec import Mixer, ParallelLayer, SequentialLayer
+from megaspec.nn.linear import Linear
+from megaspec.nn.mlp.module import FeedForward, GatedMlp
+from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.moe.module import Experts, Moe
+from megaspec.nn.moe.router import Router
+from megaspec.nn.norm.module import Norm
+from megaspec.nn.rope.module import PositionModules
+from megaspec_kernels.registry import Kernels
+
+
+def decoder(spec: DecoderSpec, kernels: Kernels, builders: PartBuilders = PARTS) -> Decoder:
+    """The whole model, on the device that torch makes tensors on. `builders`: of its parts."""
+    positions = builders.positions[type(spec.positions)](
+        spec.positions, d_model=spec.d_model, d_head=spec.d_head, max_seq_len=spec.max_seq_len
+    )
+    parts = _Parts(spec, kernels, builders, positions)
+    layers = {str(number): layer(parts, mixers, f"layers.{number}") for number, mixers in enumerate(spec.mixers)}
+    model = Decoder(
+        facts=spec.facts,
+        embed=Embedding(spec.vocab_size, spec.d_model, pad_to=spec.vocab_pad_to, scale=spec.embedding_scale),
+        positions=positions.added,
+        embed_dropout=Dropout(spec.dropout, "embed"),
+        rope=positions.rope,
+        layers=nn.ModuleDict(layers),
+        norm=parts.norm(spec.d_model),
+        head=OutputHead(spec.vocab_size, spec.d_model, kernels.cross_entropy, pad_to=spec.vocab_pad_to),
+    )
+    start_weights(model, std=spec.init_std)
+    return model
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Makes the parts of one model."""
+
+    spec: DecoderSpec
+    kernels: Kernels
+    builders: PartBuilders
+    positions: PositionModules
+
+    def norm(self, width: int) -> Norm:
+        return self.builders.norms[type(self.spec.norm)](width, self.spec.norm)
+
+    def mixer(self, mixer: Mixer, name: str) -> tuple[str, nn.Module]:
+        """What a sub-layer of the layer `name` computes, behind the name that it has there."""
+        if mixer == "attention":
+            return "attn", self.attention(f"{name}.attn")
+        if mixer == "mlp":
+            return "mlp", self.mlp(f"{name}.mlp")
+        return "moe", self.experts(f"{name}.moe")
+
+    def attention(self, name: str) -> nn.Module:
+        spec, rotation = self.spec, self.positions.rotation
+        setting = AttentionSetting(
+            d_model=spec.d_model,
+            n_heads=spec.n_heads,
+            n_kv_heads=spec.n_kv_heads,
+            d_head=spec.d_head,
+            kernel=self.kernels.attention,
+            name=name,
+            dropout=spec.dropout,
+            norm=self.norm,
+            rotation=None if rotation is None else rotation(),
+        )
+        return self.builders.attentions[type(spec.attention)](spec.attention, setting)
+
+    def mlp(self, name: str) -> FeedForward:
+        spec = self.spec
+        build = self.builders.mlps[type(spec.mlp)]
+        return build(spec.d_model, spec.d_ffn, spec.mlp, out=Dropout(spec.dropout, name))
+
+    def experts(self, name: str) -> Moe:
+        moe, d_model, kernels = self.spec.moe, self.spec.d_model, self.kernels
+        shared = None
+        if moe.d_shared:
+            # dropped out together with the routed experts
+            shared = GatedMlp(d_model, moe.d_shared, GatedMlpSpec(), out=Dropout(0.0, f"{name}.shared"))
+        return Moe(
+            Router(d_model, moe, site=f"{name}.router"),
+            Experts(moe.n_experts, d_model, moe.d_expert, kernel=kernels.grouped, unpermute=kernels.unpermute),
+            shared=shared,
+            shared_gate=Linear(d_model, 1) if moe.shared_gate else None,
+            pad=moe.pad_to_capacity,
+            out=Dropout(self.spec.dropout, name),
+        )
+
+
+def layer(parts: _Parts, mixers: tuple[Mixer, ...], name: str) -> Layer:
+    """One layer; `name` tells its sites of dropout and noise apart."""
+    spec = parts.spec
+    placement = spec.layer.norms if isinstance(spec.layer, SequentialLayer) else "pre"
+    is_parallel = isinstance(spec.layer, ParallelLayer)
+    modules: dict[str, nn.Module] = {}
+    sublayers = []
+    for number, mixer in enumerate(mixers, start=1):
+        pre = "" if placement == "post" or is_parallel else f"norm{number}"
+        post = "" if placement == "pre" else f"post_norm{number}"
+        if pre or (is_parallel and number == 1):
+            modules[f"norm{number}"] = parts.norm(spec.d_model)
+        short, module = parts.mixer(mixer, name)
+        modules[short] = module
+        if post:
+            modules[post] = parts.norm(spec.d_model)
+        sublayers.append(SubLayer(short, pre, post))
+    return Layer(modules, sublayers, norm="norm1" if is_parallel else "")

@@ -1,0 +1,159 @@
+"""A layer's facts: those of its residual sub-layers, one behind the other or side by side."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from megaspec.core.part_facts import (
+    AttentionProducts,
+    Degrees,
+    Execution,
+    Kept,
+    Linear,
+    Moved,
+    PartFacts,
+    Routing,
+    Vector,
+    Width,
+    features,
+)
+from megaspec.core.placement import Row
+
+# Features of the residual stream that a norm's backward pass reads and writes. The sum over tokens for the norm's
+# weight is a second pass, and both reach about half of the bandwidth (measured on an H200: 1.6 of 4.2 TB/s for 3
+# features).
+_NORM_BACKWARD = 8
+
+
+@dataclass(frozen=True, eq=False)
+class SubLayer:
+    """x + post(mix(pre(x))), or one of several branches that take the same x."""
+
+    kind: Literal["attention", "feed-forward", "experts"]
+    mix: PartFacts
+    pre: PartFacts | None
+    """The norm before it. None: it takes the stream as it is, or what an earlier branch has normed."""
+    post: PartFacts | None
+    """The norm of what it puts out."""
+    shared: PartFacts | None = None
+    """What every token takes beside its own experts."""
+    takes_stream: bool = False
+    """Its products take and keep the residual stream itself."""
+
+    @property
+    def parts(self) -> Iterator[PartFacts]:
+        """In the order in which they run."""
+        for part in (self.pre, self.mix, self.shared, self.post):
+            if part is not None:
+                yield part
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFacts:
+    """One layer. Layers that are alike share one object."""
+
+    d_model: int
+    sublayers: tuple[SubLayer, ...]
+    is_parallel: bool = False
+    """All sub-layers take the layer's input; otherwise each takes what the one before has left."""
+
+    @cached_property
+    def parts(self) -> tuple[PartFacts, ...]:
+        return tuple(part for sublayer in self.sublayers for part in sublayer.parts)
+
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        return tuple(linear for part in self.parts for linear in part.linears)
+
+    @cached_property
+    def vectors(self) -> tuple[Vector, ...]:
+        return tuple(vector for part in self.parts for vector in part.vectors)
+
+    @cached_property
+    def attention(self) -> AttentionProducts | None:
+        """None: no token looks at another in this layer."""
+        return next((part.attention for part in self.parts if part.attention is not None), None)
+
+    @cached_property
+    def routing(self) -> Routing | None:
+        """None: the layer has no experts."""
+        return next((part.routing for part in self.parts if part.routing is not None), None)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.routing is not None
+
+    def kept(self, execution: Execution) -> Iterator[Kept]:
+        """Every tensor that waits for the backward pass when nothing is recomputed; attention's own products apart."""
+        for number, sublayer in enumerate(self.sublayers):
+            if sublayer.takes_stream:
+                tokens = "all" if execution.is_compiled else "stream"
+                yield Kept(stream_name(number), (features(self.d_model),), tokens, "product")
+            for part in sublayer.parts:
+                yield from part.kept(execution)
+
+    @cached_property
+    def moved(self) -> tuple[Moved, ...]:
+        """What is read and written between matrix products."""
+        of_parts = tuple(moved for part in self.parts for moved in part.moved)
+        return (*of_parts, self._norms_and_sums())
+
+    def _norms_and_sums(self) -> Moved:
+        """A norm writes what it makes, a sum reads all of its terms and writes one; each runs in one kernel with what
+        comes before it. The layer's input is read once."""
+        norms = 0
+        sums = 0
+        for sublayer in self.sublayers:
+            norms += (sublayer.pre is not None) + (sublayer.post is not None)
+            # a term, and unless all are added at once, the stream and the result
+            sums += 1 if self.is_parallel else 3
+        if self.is_parallel:
+            sums += 2
+        stream = features(self.d_model)
+        return Moved("norm", ((1 + norms + sums, stream),), ((_NORM_BACKWARD * norms, stream),), "stream")
+
+    @cached_property
+    def gradient(self) -> tuple[Width, ...]:
+        """The largest gradient of an activation inside: the feed-forward layer's, attention's where there is none."""
+        return self.widest.gradient
+
+    @cached_property
+    def widest(self) -> PartFacts:
+        """The part whose backward pass holds most: the feed-forward layer or the experts, else attention."""
+        return next((one.mix for one in self.sublayers if one.kind != "attention"), self.sublayers[-1].mix)
+
+    def rows(self, prefix: str) -> Iterator[Row]:
+        """Its placement."""
+        for part in self.parts:
+            yield from part.rows(prefix)
+
+    def weights_on(self, degrees: Degrees) -> "WeightCount":
+        """What one rank holds of it."""
+        dense = 0
+        expert = 0
+        for linear in self.linears:
+            size = linear.weights_on(degrees) + linear.biases_on(degrees)
+            if linear.tokens == "routed":
+                expert += size
+            else:
+                dense += size
+        return WeightCount(dense + sum(vector.size for vector in self.vectors), expert)
+
+
+@dataclass(frozen=True)
+class WeightCount:
+    """Numbers of weights that one rank holds, of a layer or of all that lies on it."""
+
+    dense: int
+    """All but the routed experts, which are shared out over other ranks than the rest."""
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def stream_name(number: int) -> str:
+    """The `Kept.what` of the residual stream that sub-layer `number` takes as it is."""
+    return f"stream{number}"

@@ -1,0 +1,96 @@
+"""A layer: residual sub-layers, one behind the other or side by side."""
+
+# B sequences, T tokens, D model
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megaspec.nn.attention.module import SequenceContext
+
+Options = dict[str, str | int | bool]
+"""Of torch.compile."""
+
+
+class SubLayer(NamedTuple):
+    """x + post(mix(pre(x))), by the names that norms and mixer have in their layer. Names alone: to the compiler they
+    are constants, so that one compiled layer serves all that are alike."""
+
+    mix: str
+    """`attn`, `mlp` or `moe`."""
+    pre: str = ""
+    """The norm of what the mixer takes; empty: it takes the stream as it is."""
+    post: str = ""
+    """The norm of what the mixer puts out; empty: that is added as it is."""
+
+
+class Layer(nn.Module):
+    """h = h + post(mix(pre(h))) for one sub-layer after the other, [B, T, D] -> [B, T, D].
+
+    `norm` names one norm for all sub-layers, which then stand side by side: x + Σ post(mix(norm(x))).
+
+    Experts can't be traced as a whole, since their rows differ from step to step: where the last mixer is one, `lead`
+    is what comes before it.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], sublayers: Sequence[SubLayer], *, norm: str = ""):
+        """`modules`: norms and mixers by name. Only the last sub-layer may be one of experts."""
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.norm = norm
+        self.traced = tuple(sublayers)
+        self.last: SubLayer | None = None
+        has_experts = hasattr(modules[sublayers[-1].mix], "compile_parts")
+        if has_experts:
+            self.traced = tuple(sublayers[:-1])
+            self.last = sublayers[-1]
+
+    def forward(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+        h_BTD, mixer_input_BTD = self.lead(x_BTD, context)
+        if self.last is None:
+            return h_BTD
+        return h_BTD + self._mixed(self.last, mixer_input_BTD, context)
+
+    def lead(self, x_BTD: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
+        """-> the stream behind all sub-layers but experts, and what the experts take, which is the stream without
+        them"""
+        h_BTD = x_BTD
+        common_BTD = self._normed(self.norm, x_BTD)
+        for sublayer in self.traced:
+            mixer_input_BTD = self._mixer_input(sublayer, common_BTD, h_BTD)
+            h_BTD = h_BTD + self._mixed(sublayer, mixer_input_BTD, context)
+        if self.last is None:
+            return h_BTD, h_BTD
+        return h_BTD, self._mixer_input(self.last, common_BTD, h_BTD)
+
+    def compile_parts(self, *, options: Options | None = None) -> None:
+        """Compiles what can be traced: all of it, or with experts `lead` and what Moe.compile_parts says."""
+        if self.last is None:
+            self.compile(options=options)
+            return
+        self.lead = torch.compile(self.lead, options=options)
+        getattr(self, self.last.mix).compile_parts(options=options)
+
+    def _mixer_input(self, sublayer: SubLayer, common_BTD: Tensor, h_BTD: Tensor) -> Tensor:
+        """What all sub-layers take where they stand side by side, else the stream at this one behind its norm."""
+        if self.norm:
+            return common_BTD
+        return self._normed(sublayer.pre, h_BTD)
+
+    def _normed(self, norm: str, x_BTD: Tensor) -> Tensor:
+        """Behind the norm of that name; without one, as it is."""
+        if not norm:
+            return x_BTD
+        return getattr(self, norm)(x_BTD)
+
+    def _mixed(self, sublayer: SubLayer, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+        mixer = getattr(self, sublayer.mix)
+        if sublayer.mix == "mlp":
+            # a feed-forward layer looks at each token alone
+            y_BTD = mixer(x_BTD, context.noise)
+        else:
+            y_BTD = mixer(x_BTD, context)
+        return self._normed(sublayer.post, y_BTD)

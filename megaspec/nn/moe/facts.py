@@ -1,0 +1,154 @@
+"""What a mixture of experts says of itself. Experts are gated with SiLU, whatever model.mlp says."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from megaspec.core.part_facts import (
+    Exchange,
+    Execution,
+    Kept,
+    Linear,
+    Moved,
+    PartFacts,
+    Routing,
+    Vector,
+    Width,
+    features,
+)
+from megaspec.nn.mlp.facts import FeedForwardPlace, activation_moves
+from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.moe.spec import MoeSpec
+
+_GATES = 2
+
+
+@dataclass(frozen=True)
+class ExpertsPlace:
+    """Where experts stand."""
+
+    d_model: int
+    input_kept: str
+    """What they take, by the name of the kept tensor: `norm2.out`."""
+    dropout: bool = False
+    """Their output has a site of it that drops."""
+
+
+def moe_facts(spec: MoeSpec, place: ExpertsPlace) -> PartFacts:
+    """Router and routed experts. Module names: moe.router, moe.experts.w_gate_up, moe.experts.w_down, moe.shared_gate,
+    moe.dropout."""
+    d_model = features(place.d_model)
+    inner = features(spec.d_expert, "etp")
+    router = Linear(
+        "moe.router",
+        d_model,
+        (features(spec.n_experts),),
+        "router",
+        tokens="stream",
+        recomputed_with="router",
+        in_fp32=True,
+        in_flops=False,
+        is_hidden=False,
+        input_kept=place.input_kept,
+    )
+    into = Linear(
+        "moe.experts.w_gate_up",
+        d_model,
+        (inner,) * _GATES,
+        "experts",
+        tokens="routed",
+        n_experts=spec.n_experts,
+        active_experts=spec.top_k,
+        recomputed_with="moe",
+        input_kept="dispatched",
+    )
+    out = Linear(
+        "moe.experts.w_down",
+        inner,
+        (d_model,),
+        "experts",
+        tokens="routed",
+        is_residual=True,
+        n_experts=spec.n_experts,
+        active_experts=spec.top_k,
+        recomputed_with="moe",
+        input_kept="experts.out",
+    )
+    linears = [router, into, out]
+    if spec.shared_gate:
+        gate = Linear(
+            "moe.shared_gate",
+            d_model,
+            (features(1),),
+            "shared_experts",
+            tokens="stream",
+            in_flops=False,
+            in_time=False,
+            input_kept=place.input_kept,
+        )
+        linears.append(gate)
+    bias = ()
+    if spec.router.bias_rate:
+        bias = (Vector("moe.router.bias", spec.n_experts, 0.0, "router", is_trained=False),)
+    # rows are sorted by expert and put back in order, each time read and written
+    permuted = Moved("moe", ((4, d_model),), ((4, d_model),), tokens="routed", is_fused=True)
+    activation = activation_moves(_GATES, inner, tokens="routed")
+    return PartFacts(
+        linears=tuple(linears),
+        vectors=bias,
+        sites=("moe.dropout",),
+        routing=_routing(spec, place.d_model, inner),
+        kept=partial(_kept, spec, inner, place),
+        moved=(permuted, activation),
+        gradient=(inner,) * _GATES,
+    )
+
+
+def shared_facts(spec: MoeSpec, place: ExpertsPlace) -> PartFacts | None:
+    """Experts that every token takes, as one feed-forward layer; None: there are none. Module name: moe.shared."""
+    if spec.d_shared is None:
+        return None
+    # they run while tokens travel, so that what makes the others again makes them again
+    freed_by = ("shared_experts", "moe")
+    shared = FeedForwardPlace("moe.shared", place.input_kept, "shared_experts", freed_by)
+    return GatedMlpSpec().facts(d_model=place.d_model, d_ffn=spec.d_shared, place=shared)
+
+
+def _routing(spec: MoeSpec, d_model: int, inner: Width) -> Routing:
+    exchanges: set[Exchange] = set()
+    if spec.router.balancing == "sinkhorn":
+        exchanges.add("scores")
+    if spec.capacity_factor is not None:
+        exchanges.add("choices")
+        if spec.drop == "probs":
+            exchanges.add("choice weights")
+    if {"aux", "seq_aux"} & {loss.kind for loss in spec.router.losses}:
+        exchanges.add("loads")
+    return Routing(
+        n_experts=spec.n_experts,
+        top_k=spec.top_k,
+        d_model=d_model,
+        rows=lambda tokens, micro_batch: spec.rows(tokens, micro_batch=micro_batch),
+        exchanges=frozenset(exchanges),
+        has_shared=spec.d_shared is not None,
+        gates_shared=spec.shared_gate,
+        expert_width=inner,
+    )
+
+
+def _kept(spec: MoeSpec, inner: Width, place: ExpertsPlace, execution: Execution) -> Iterator[Kept]:
+    """Scores, choices, the rows that arrive, and what the experts' activation takes and gives."""
+    by_moe = ("moe",)
+    # scores before and after the softmax
+    yield Kept("router.scores", (features(spec.n_experts),), "stream", "wide", by_moe, times=2)
+    yield Kept("router.weights", (features(spec.top_k),), "stream", "wide", by_moe)
+    yield Kept("router.choices", (features(spec.top_k),), "stream", "index", by_moe)
+    yield Kept("dispatched", (features(place.d_model),), "routed", "product", by_moe, is_routed=True)
+    # their activation is one operation, which keeps what goes in alone
+    yield Kept("experts.in", (inner,) * _GATES, "routed", freed_by=by_moe)
+    yield Kept("experts.out", (inner,), "routed", "product", ("activation", *by_moe))
+    if spec.shared_gate:
+        # the gate of each token, and what it multiplies
+        yield Kept("shared_gate", (features(1), features(place.d_model)), "stream", freed_by=by_moe)
+    if place.dropout:
+        yield Kept("moe.dropout", (features(place.d_model),), "stream", "byte", by_moe)

@@ -1,0 +1,59 @@
+"""Measuring throughput on a GPU: a table that is read back, with times that the data sheet and a plain timer allow."""
+
+import pytest
+import torch
+
+from megaspec.estimate.hardware import hardware_of
+from megaspec.estimate.target import detect_target
+from megaspec.estimate.throughput import read_throughput
+from megaspec.verify import measured_throughput as module
+from megaspec.verify.measured_throughput import Stopwatch, measure, table_text
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")]
+
+DEVICE = torch.device("cuda", 0)
+SMALL = {
+    "ROWS": (1024, 8192),
+    "SIDES": (1024, 4096),
+    "FEW_ROWS": (1024, 4096),
+    "FEW_SIDES": (1024, 2048),
+    "GROUP_ROWS": (256, 1024),
+    "HEAD_ROWS": (2**16, 2**18),
+    "LENGTHS": (1024, 8192),
+    "MOVED": (2**20, 2**28),
+}
+
+
+def test_a_small_table_is_measured_and_read_back(monkeypatch, tmp_path):
+    for name, grid in SMALL.items():
+        monkeypatch.setattr(module, name, grid)
+    target = detect_target()
+    hardware = hardware_of(target)
+    told = []
+    table = measure(hardware, device=DEVICE, target=target, tell=told.append)
+    (tmp_path / "mine.json").write_text(table_text(table))
+    throughput = read_throughput(tmp_path / "mine.json")
+    assert throughput.table == table
+    assert len(told) >= 6
+    assert set(table.products) == set(hardware.peak) - {"fp16"}
+    for name in table.products:
+        for kind in ("forward", "dgrad", "wgrad"):
+            rate = 2 * 4096 * 2048 * 2048 / throughput.matmul_seconds(4096, 2048, 2048, precision=name, kind=kind)
+            assert 0.25 < rate / hardware.peak[name] < 1.0, (name, kind, rate)
+    assert 0.6 < 2**28 / throughput.memory_seconds(2**28) / hardware.memory_bandwidth < 1.0
+    assert 1e-5 < table.launch_seconds < 0.1
+    assert 1e-5 < table.layer_seconds < 0.1
+
+
+def test_the_stopwatch_agrees_with_a_long_plain_run():
+    a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    watched = Stopwatch(DEVICE).seconds(lambda: torch.mm(a, b, out=out))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(60):
+        torch.mm(a, b, out=out)
+    end.record()
+    torch.cuda.synchronize()
+    # clocks move by several per cent between two runs
+    assert watched == pytest.approx(start.elapsed_time(end) / 60 / 1e3, rel=0.15)

@@ -1,0 +1,100 @@
+"""Random decoders: every choice of parts that the language has, in sizes that take no time."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+VOCABULARY = 24
+TOKENS = 8
+
+_NORMS = st.one_of(
+    st.fixed_dictionaries({"kind": st.just("rms"), "weight": st.sampled_from(["scale", "one_plus", "none"])}),
+    st.fixed_dictionaries(
+        {
+            "kind": st.just("layer"),
+            "weight": st.sampled_from(["scale", "one_plus", "none"]),
+            "bias": st.booleans(),
+        }
+    ),
+)
+_POSITIONS = st.one_of(
+    st.fixed_dictionaries({"kind": st.just("rotary"), "base": st.sampled_from([100.0, 10_000.0])}),
+    st.just({"kind": "rotary", "scaling": {"kind": "llama3", "original_max_seq_len": 4}}),
+    st.just({"kind": "learned"}),
+    st.just({"kind": "none"}),
+)
+_ATTENTION = st.fixed_dictionaries(
+    {
+        "kind": st.just("gqa"),
+        "qkv_bias": st.booleans(),
+        "out_bias": st.booleans(),
+        "qk_norm": st.sampled_from(["none", "per_head"]),
+    }
+)
+_MLP = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["gated", "plain"]),
+        "activation": st.sampled_from(["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]),
+        "bias": st.booleans(),
+    }
+)
+_MIXERS = ("attention", "mlp", "moe")
+
+
+@st.composite
+def _moe(draw: st.DrawFn) -> dict[str, Any]:
+    shared = draw(st.sampled_from([None, 4, 8]))
+    router: dict[str, Any] = {"scale": draw(st.sampled_from([1.0, 2.5]))}
+    score = draw(st.sampled_from(["softmax", "sigmoid"]))
+    router["score"] = score
+    if score == "sigmoid" and draw(st.booleans()):
+        router["bias_rate"] = 1e-3
+    return {
+        "n_experts": draw(st.sampled_from([2, 4])),
+        "top_k": draw(st.sampled_from([1, 2])) if score == "sigmoid" else 2,
+        "d_expert": draw(st.sampled_from([4, 12])),
+        "d_shared": shared,
+        "shared_gate": shared is not None and draw(st.booleans()),
+        "router": router,
+    }
+
+
+@st.composite
+def decoders(draw: st.DrawFn) -> dict[str, Any]:
+    """The section `model` of a recipe that breaks no rule."""
+    n_layers = draw(st.integers(1, 3))
+    n_heads = draw(st.sampled_from([2, 4]))
+    model: dict[str, Any] = {
+        "kind": "decoder",
+        "n_layers": n_layers,
+        "d_model": draw(st.sampled_from([8, 16, 24])),
+        "n_heads": n_heads,
+        "n_kv_heads": draw(st.sampled_from([n for n in (1, 2, 4) if n <= n_heads])),
+        "d_head": draw(st.sampled_from([4, 6])),
+        "d_ffn": draw(st.sampled_from([4, 20])),
+        "vocab_size": VOCABULARY,
+        "vocab_pad_to": 1,
+        "max_seq_len": 2 * TOKENS,
+        "tied_embeddings": draw(st.booleans()),
+        "embedding_scale": draw(st.sampled_from([1.0, 3.5])),
+        "init_std": 0.2,
+        "norm": draw(_NORMS),
+        "positions": draw(_POSITIONS),
+        "attention": draw(_ATTENTION),
+        "mlp": draw(_MLP),
+        "moe": draw(st.none() | _moe()),
+    }
+    kind = draw(st.sampled_from(["sequential", "sequential", "parallel", "flat"]))
+    layer: dict[str, Any] = {"kind": kind}
+    if kind == "sequential":
+        layer["norms"] = draw(st.sampled_from(["pre", "post", "sandwich"]))
+    if kind == "flat":
+        allowed = _MIXERS if model["moe"] else _MIXERS[:2]
+        mixers = draw(st.lists(st.sampled_from(allowed), min_size=n_layers, max_size=n_layers))
+        if model["moe"] and "moe" not in mixers:
+            mixers[-1] = "moe"
+        layer["mixers"] = mixers
+    elif model["moe"]:
+        model["moe"]["first_dense"] = draw(st.integers(0, n_layers - 1))
+    model["layer"] = layer
+    return model
