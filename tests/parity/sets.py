@@ -449,8 +449,9 @@ def _layers() -> list[Case]:
         {"pp": 2, "schedule": "zb_h1", "accumulate": 3, "tied": True},
         {"dp": 2, "strategy": "fsdp", "also": RECOMPUTES["norm activation"]},
         {"dp": 2, "strategy": "zero2", "also": RECOMPUTES["block 1"]},
-        {"dp": 2, "ep": 2, "router": "sigmoid", "shared": "gate", "qk_norm": True},
-        {"tp": 2, "sequence": True, "ep": 2, "router": "softmax", "also": RECOMPUTES["moe"]},
+        # every other layer alone has experts, so that the family's own feed-forward part is there too
+        {"dp": 2, "ep": 2, "router": "sigmoid", "every": 2, "shared": "gate", "qk_norm": True},
+        {"tp": 2, "sequence": True, "ep": 2, "router": "softmax", "every": 2, "also": RECOMPUTES["moe"]},
     ]
     return [Case(n_layers=4, family=family, **way) for family in LAYERS for way in ways]
 
