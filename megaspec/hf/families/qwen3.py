@@ -1,0 +1,109 @@
+"""Qwen 3, dense and with experts: norms of query and key heads (Yang et al. 2025)."""
+
+from dataclasses import replace
+from typing import Any
+
+from megaspec.hf.config import Config
+from megaspec.hf.families import llama
+from megaspec.hf.families.qwen2 import read_windows
+from megaspec.hf.family import ACTIVATIONS, THEIR_ACTIVATIONS, Family, base_keys, base_section
+from megaspec.hf.names import matrix
+from megaspec.hf.rope import read_rope, write_rope
+from megaspec.model.decoder.spec import DecoderSpec
+
+NAMES = replace(
+    llama.NAMES,
+    vectors={
+        **llama.NAMES.vectors,
+        "attn.q_norm": "self_attn.q_norm",
+        "attn.k_norm": "self_attn.k_norm",
+    },
+    matrices={
+        **llama.NAMES.matrices,
+        "moe.router": matrix("mlp.gate"),
+        "moe.experts.w_gate_up": matrix("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+        "moe.experts.w_down": matrix("mlp.experts.{e}.down_proj"),
+    },
+)
+
+
+def read(config: Config) -> dict[str, Any]:
+    read_windows(config)
+    bias = config.flag("attention_bias", False)
+    return base_section(config) | {
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "positions": read_rope(config),
+        "norm": {"kind": "rms", "eps": config.number("rms_norm_eps", 1e-6)},
+        "attention": {
+            "kind": "gqa",
+            "qkv_bias": bias,
+            "out_bias": bias,
+            "qk_norm": "per_head",
+            "dropout": config.number("attention_dropout", 0.0),
+        },
+        "mlp": {"kind": "gated", "activation": config.one_of("hidden_act", ACTIVATIONS, "silu")},
+    }
+
+
+def write(spec: DecoderSpec) -> dict[str, Any]:
+    return base_keys(spec) | {
+        "rms_norm_eps": spec.norm.eps,
+        "hidden_act": THEIR_ACTIVATIONS[spec.mlp.activation],
+        "attention_bias": spec.attention.qkv_bias,
+        "attention_dropout": spec.attention.dropout,
+        "use_sliding_window": False,
+        **write_rope(spec.positions),
+    }
+
+
+def read_experts(config: Config) -> dict[str, Any]:
+    n_experts = config.count("num_experts", None)
+    n_local = config.count("num_local_experts", None)
+    if n_experts is None and n_local is None:
+        config.refuse("num_experts is missing; it must be a whole number of at least 1")
+    elif None not in (n_experts, n_local) and n_experts != n_local:
+        config.refuse(f"num_experts={n_experts} and num_local_experts={n_local} contradict each other")
+    moe = {
+        "n_experts": n_experts or n_local,
+        "top_k": config.count("num_experts_per_tok", 8),
+        "d_expert": config.count("moe_intermediate_size", 768),
+        "router": {"softmax_first": not config.flag("norm_topk_prob", False)},
+    }
+    layers = layers_with_experts(config)
+    if not all(layers):
+        moe["layers"] = layers
+    for name in ("output_router_logits", "router_aux_loss_coef"):
+        config.ignore(name, "of training")
+    return read(config) | {"moe": moe}
+
+
+def layers_with_experts(config: Config) -> list[int]:
+    """Layer i has some where (i + 1) is a multiple of decoder_sparse_step, and none where mlp_only_layers names it."""
+    step = config.count("decoder_sparse_step", 1)
+    dense = config.entries("mlp_only_layers", [])
+    n_layers = config.values.get("num_hidden_layers", 0)
+    return [int((i + 1) % step == 0 and i not in dense) for i in range(n_layers)]
+
+
+def write_experts(spec: DecoderSpec) -> dict[str, Any]:
+    with_experts = ["moe" in mixers for mixers in spec.mixers]
+    return write(spec) | {
+        "num_experts": spec.moe.n_experts,
+        "num_experts_per_tok": spec.moe.top_k,
+        "moe_intermediate_size": spec.moe.d_expert,
+        "norm_topk_prob": not spec.moe.router.softmax_first,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has],
+    }
+
+
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", read, write, lambda spec: NAMES, llama.KINDS)
+EXPERTS = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    read_experts,
+    write_experts,
+    lambda spec: NAMES,
+    llama.KINDS,
+    has_experts=True,
+)

@@ -1,0 +1,45 @@
+"""Every family that can be read and written."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megaspec.core.errors import CheckpointError
+from megaspec.core.problems import did_you_mean
+from megaspec.hf.config import Config
+from megaspec.hf.families import gpt2, llama, mistral, mixtral, qwen2, qwen3
+from megaspec.hf.family import Family, typed
+from megaspec.model.decoder.spec import DecoderSpec
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        gpt2.FAMILY,
+        llama.FAMILY,
+        mistral.FAMILY,
+        mixtral.FAMILY,
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        qwen3.EXPERTS,
+    )
+}
+
+
+def family_of(config: Mapping[str, Any], where: str, families: Mapping[str, Family] = FAMILIES) -> Family:
+    """The family of a config.json. CheckpointError: it names none, or one that can't be said."""
+    name = config.get("model_type")
+    if not isinstance(name, str):
+        raise CheckpointError(f"{where}: model_type is missing; it must be one of {', '.join(families)}")
+    if name not in families:
+        near = did_you_mean(name, families)
+        way_out = near or "megaspec hf families lists what can"
+        raise CheckpointError(f"{where}: model_type={name} can't be said in the options of a decoder; {way_out}")
+    return families[name]
+
+
+def read_model(config: Mapping[str, Any], where: str, families: Mapping[str, Family] = FAMILIES) -> DecoderSpec:
+    """What a config.json says, typed. CheckpointError: every key that is wrong or mapped to nothing."""
+    family = family_of(config, where, families)
+    asked = Config(config, where)
+    section = family.read(asked)
+    asked.finish()
+    return typed(section)
