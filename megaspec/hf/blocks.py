@@ -128,7 +128,9 @@ def _check_coverage(name: str, shape: tuple[int, ...], pieces: list[tuple[Tensor
             columns = matrix[:1]
         assert prod(columns) == prod(ours.shape[1:]), f"{name} {shape} can't hold rows of {ours.name} {ours.shape}"
         rows = block.their_rows(0, block.rows)
-        assert 0 <= rows.min() and rows.max() < size, f"{ours.name}: rows up to {rows.max()} of {name} {shape}"
+        low = int(rows.min())
+        high = int(rows.max())
+        assert 0 <= low <= high < size, f"{ours.name}: rows {low} to {high} of {name} {shape}"
         held = counts.setdefault(block.expert, np.zeros(size, dtype=np.int64))
         np.add.at(held, rows, 1)
     expected = {None} if None in counts or len(shape) < 3 else set(range(shape[0]))

@@ -1,6 +1,6 @@
 """A folder of Hugging Face's: its config.json, its index and the headers of its safetensors files, read strictly.
 
-Nothing in it is executed, no link is followed, and sizes are checked before anything is read (DESIGN.md, 8). Torch-free.
+Nothing in it is executed, no link is followed, and sizes are checked before anything is read. Torch-free.
 """
 
 import json

@@ -1,5 +1,6 @@
 """From a family's names to the map of every tensor: a loop over the facts of the model's parts."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -61,6 +62,10 @@ class WeightTable:
     copies: Mapping[str, str]
     """Tensors of theirs that may be there as copies of others: a tied head, by its name and the embedding's."""
     ignored: Mapping[str, str]
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor of theirs is no parameter."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
 def weight_table(facts: ModelFacts, names: Names) -> WeightTable:
@@ -208,5 +213,3 @@ class _Linear:
             else:
                 found[name] = (*lead, rows, columns)
         return found
-
-

@@ -1,0 +1,264 @@
+"""Every family against transformers, in true fp64: logits, loss, gradients and what three steps make of the weights."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaspec.core.errors import CheckpointError
+from megaspec.hf.family import OF_TRAINING, objections, typed
+from megaspec.hf.names import weight_table
+from megaspec.hf.table import FAMILIES, read_model
+from megaspec.model.decoder.spec import DecoderSpec
+from tests.hf.models import Pair, as_theirs, our_model, pair_of, tokens
+from tests.hf.tiny import TINY
+from tests.hf.true_fp64 import true_fp64
+
+# What fp64 leaves of two orders of the same sums: 5e-16 was measured for logits, 1e-15 for gradients.
+LOGITS = 1e-12
+GRADIENTS = 1e-10
+# A change that moves logits by less is not seen by this test.
+SEEN = 1e-4
+
+
+@pytest.fixture(scope="module", params=TINY)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return pair_of(request.param, tmp_path_factory.mktemp("hf") / "model")
+
+
+def test_logits_are_theirs(pair: Pair) -> None:
+    with true_fp64(), torch.no_grad():
+        theirs = pair.theirs(tokens()).logits
+    with torch.no_grad():
+        ours = pair.ours(tokens())
+    assert ours.dtype == theirs.dtype == torch.float64
+    assert theirs.std() > 0.05, "logits that say nothing"
+    assert (ours - theirs).abs().max() < LOGITS
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
+
+
+def test_loss_gradients_and_steps_are_theirs(pair: Pair) -> None:
+    their_optimizer = torch.optim.AdamW(pair.theirs.parameters(), lr=1e-3, weight_decay=0.1)
+    our_optimizer = torch.optim.AdamW(pair.ours.parameters(), lr=1e-3, weight_decay=0.1)
+    for step in range(3):
+        with true_fp64():
+            theirs = loss_of(pair.theirs(tokens()).logits)
+            theirs.backward()
+        ours = loss_of(pair.ours(tokens()))
+        ours.backward()
+        assert abs(float((ours - theirs).detach())) < LOGITS
+        if step == 0:
+            gradients = {f"model/{name}": value.grad for name, value in pair.ours.named_parameters()}
+            compare(pair, {name: value.grad for name, value in pair.theirs.named_parameters()}, gradients)
+        for optimizer in (their_optimizer, our_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {f"model/{name}": value.detach() for name, value in pair.ours.named_parameters()}
+    compare(pair, {name: value.detach() for name, value in pair.theirs.named_parameters()}, weights)
+
+
+def compare(pair: Pair, in_memory: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> None:
+    """Every tensor of theirs as transformers has it in memory, where experts are fused, and out of ours."""
+    for name, value in ours.items():
+        assert value is not None, f"{name} has no gradient"
+    compared = 0
+    for name, theirs in pair.table.theirs.items():
+        if any(ours_of.name not in ours for ours_of, _, _ in theirs.pieces):
+            continue
+        expected = in_memory_tensor(in_memory, name)
+        found = as_theirs(theirs, ours)
+        assert found.shape == expected.shape, name
+        error = (found - expected).abs().max() / max(1e-3, float(expected.abs().max()))
+        assert error < GRADIENTS, f"{name}: {float(error)}"
+        compared += found.numel()
+    assert compared == sum(value.numel() for value in ours.values())
+
+
+def in_memory_tensor(in_memory: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor of the folder's layout out of the layout that transformers 5 has in memory."""
+    name = name.replace("block_sparse_moe", "mlp")
+    if name in in_memory:
+        return in_memory[name]
+    prefix, _, rest = name.partition(".experts.")
+    expert, which, _ = rest.split(".")
+    fused = f"{prefix}.experts"
+    if which in ("down_proj", "w2"):
+        return in_memory[f"{fused}.down_proj"][int(expert)]
+    gate, up = in_memory[f"{fused}.gate_up_proj"][int(expert)].chunk(2)
+    return gate if which in ("gate_proj", "w1") else up
+
+
+def test_a_configuration_comes_back(pair: Pair) -> None:
+    family = FAMILIES[pair.config["model_type"]]
+    assert objections(family, pair.spec) == []
+    written = family.write(pair.spec) | {"model_type": family.model_type}
+    assert read_model(written, "written").model_dump() == pair.spec.model_dump()
+
+
+def test_another_option_is_another_model(pair: Pair) -> None:
+    """Each option, changed to each of its neighbours, moves the logits or needs other tensors."""
+    values = {f"model/{name}": value.detach() for name, value in pair.ours.named_parameters()}
+    with torch.no_grad():
+        truth = pair.ours(tokens())
+    unseen = []
+    n_mutants = 0
+    for path, mutant in mutants(pair.spec):
+        n_mutants += 1
+        if shapes_of(mutant) != shapes_of(pair.spec):
+            continue
+        with torch.no_grad():
+            moved = our_model(mutant, values)(tokens()) - truth
+        if moved.abs().max() < SEEN:
+            unseen.append(path)
+    assert n_mutants >= 8
+    assert not unseen
+
+
+def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    facts = spec.facts
+    found = {name: (linear.n_experts * linear.columns, linear.inputs.whole) for name, linear in facts.linears()}
+    found |= {f"{name}.bias": () for name, linear in facts.linears() if linear.bias}
+    found |= {name: (vector.size,) for name, vector in facts.vectors()}
+    found |= {table.name: (table.rows, table.width) for table in facts.tables()}
+    return found | facts.tied_names
+
+
+# Sizes make other tensors; what remains is told apart by these neighbours.
+NEIGHBOURS: dict[str, list[Any]] = {
+    "rms": ["layer"],
+    "layer": ["rms"],
+    "pre": ["post", "sandwich"],
+    "gated": ["plain"],
+    "plain": ["gated"],
+    "silu": ["gelu"],
+    "gelu_tanh": ["gelu", "silu"],
+    "scale": ["one_plus"],
+    "rotary": ["none"],
+    "llama3": ["none"],
+    "softmax": ["sigmoid"],
+    "per_head": ["none"],
+    "sequential": ["parallel"],
+}
+SIZES = frozenset(
+    {
+        "n_layers",
+        "d_model",
+        "n_heads",
+        "n_kv_heads",
+        "d_head",
+        "d_ffn",
+        "vocab_size",
+        "max_seq_len",
+        "moe.n_experts",
+        "moe.d_expert",
+        "moe.first_dense",
+        "moe.every",
+        "moe.layers",
+    }
+)
+
+
+def mutants(spec: DecoderSpec) -> Iterator[tuple[str, DecoderSpec]]:
+    """Every model that differs from this one in one option, where the language takes it."""
+    content = spec.model_dump(mode="json")
+    for path, value in leaves(content, ""):
+        if path in OF_TRAINING or path in SIZES:
+            continue
+        if path.startswith("mlp.") and not any("mlp" in mixers for mixers in spec.mixers):
+            continue
+        for neighbour in neighbours(value):
+            changed = with_value(content, path.split("."), neighbour)
+            try:
+                yield f"{path}={neighbour}", typed(changed)
+            except CheckpointError:
+                continue
+
+
+def leaves(content: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def neighbours(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1]
+    if isinstance(value, float):
+        return [value * 1.5]
+    if isinstance(value, str):
+        return NEIGHBOURS.get(value, [])
+    return []
+
+
+def with_value(content: Mapping[str, Any], path: list[str], value: Any) -> dict[str, Any]:
+    name, *rest = path
+    if rest:
+        return {**content, name: with_value(content[name], rest, value)}
+    if name == "kind":
+        # another kind has other keys
+        return {"kind": value}
+    return {**content, name: value}
+
+
+def test_every_family_has_a_tiny_configuration() -> None:
+    assert {model_type for model_type, _ in TINY.values()} == set(FAMILIES)
+
+
+def test_what_a_family_cant_say_is_named(tmp_path: Path) -> None:
+    pair = pair_of("qwen3", tmp_path / "model")
+    assert objections(FAMILIES["llama"], pair.spec) == ["model.attention.qk_norm=per_head, where llama has none"]
+    assert objections(FAMILIES["gpt2"], pair.spec) == [
+        "model.positions.kind=rotary, where gpt2 has learned",
+        "model.norm.kind=rms, where gpt2 has layer",
+        "model.mlp.kind=gated, where gpt2 has plain",
+    ]
+    with_experts = pair_of("mixtral", tmp_path / "experts")
+    assert objections(FAMILIES["qwen3"], with_experts.spec) == ["model.moe=..., where qwen3 has none"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_sizes": 3}, "hidden_sizes=3 is mapped to nothing; did you mean hidden_size"),
+        ({"hidden_size": "64"}, 'hidden_size="64" must be a whole number of at least 1'),
+        ({"hidden_size": None}, "hidden_size is missing; it must be a whole number of at least 1"),
+        ({"rope_scaling": {"type": "su", "rope_theta": 1.0}}, "rope_type='su' is none of"),
+        ({"hidden_act": "mish"}, 'hidden_act="mish" must be one of'),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder=true: only false can be said"),
+        ({"model_type": "lama"}, "model_type=lama can't be said in the options of a decoder; did you mean llama?"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 must be a whole number of at least 1"),
+        ({"rope_parameters": {"rope_theta": 5.0}, "rope_theta": 6.0}, "contradict each other"),
+    ],
+)
+def test_a_configuration_that_cant_be_said_is_refused(change: dict[str, Any], message: str) -> None:
+    config = {"model_type": "llama", **TINY["llama 2"][1]} | change
+    with pytest.raises(CheckpointError) as caught:
+        read_model(config, "config.json")
+    assert message in str(caught.value)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    config = {"model_type": "llama", **TINY["llama 2"][1]} | {"a_key": 1, "another": 2, "hidden_size": -1}
+    with pytest.raises(CheckpointError) as caught:
+        read_model(config, "config.json")
+    assert len(caught.value.problems) == 3
+
+
+def test_a_map_that_leaves_a_tensor_out_is_no_map() -> None:
+    spec = typed(
+        {"kind": "decoder", "n_layers": 1, "d_model": 8, "n_heads": 2, "n_kv_heads": 1, "d_head": 4, "d_ffn": 12}
+        | {"vocab_size": 16, "max_seq_len": 8, "attention": {"kind": "gqa", "qk_norm": "per_head"}}
+    )
+    with pytest.raises(KeyError, match=r"attn\.q_norm"):
+        weight_table(spec.facts, FAMILIES["llama"].names(spec))
