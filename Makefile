@@ -11,7 +11,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/launchers
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: .venv/.installed ## make .venv with the pinned dependencies and megaspec itself
+install: .venv/.installed ## make .venv with what training needs, pinned, and megaspec itself
 
 train: .venv/.installed data/hello.manifest.json ## prepare a corpus and train recipe=hello; CONFIG="a.b=c ..." changes it
 	$(BIN)/megaspec train recipe=hello $(CONFIG)
@@ -22,22 +22,22 @@ test test-slow: export PYTHONDONTWRITEBYTECODE :=
 # Two tests at a time, so that one that waits leaves its core to another.
 WORKERS ?= 2
 
-test: .venv/.installed ## all tests that need no GPU and are not marked slow
+test: .venv/.installed-dev ## all tests that need no GPU and are not marked slow
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-test-slow: .venv/.installed ## the tests that are marked slow
+test-slow: .venv/.installed-dev ## the tests that are marked slow
 	$(BIN)/pytest -m 'slow and not gpu'
 
-test-gpu: .venv/.installed ## the tests that need CUDA
+test-gpu: .venv/.installed-dev ## the tests that need CUDA
 	$(BIN)/pytest -m gpu
 
-lint: .venv/.installed ## style, formatting, layers, and what the sources may not say
+lint: .venv/.installed-dev ## style, formatting, layers, and what the sources may not say
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_sources.py
 
-format: .venv/.installed ## bring the sources into shape
+format: .venv/.installed-dev ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -50,10 +50,10 @@ bench: .venv/megatron ## measure training, checkpoints and data preparation; a J
 	$(BIN)/python tests/benchmarks/bench_checkpoint.py --gb 1
 	$(BIN)/python tests/benchmarks/bench_data_prepare.py --megatron .venv/megatron
 
-golden: .venv/.installed ## write the golden files that are our own: look at the difference before you commit it
+golden: .venv/.installed-dev ## write the golden files that are our own: look at the difference before you commit it
 	$(BIN)/python -m tests.write_golden
 
-matrix: .venv/.installed ## write the tables in tests/parity/README.md: which layouts are held to one rank
+matrix: .venv/.installed-dev ## write the tables in tests/parity/README.md: which layouts are held to one rank
 	$(BIN)/python -m tests.parity.matrix
 
 .venv/.installed: requirements.txt pyproject.toml
@@ -61,6 +61,10 @@ matrix: .venv/.installed ## write the tables in tests/parity/README.md: which la
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv/.installed-dev: .venv/.installed requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
 	touch $@
 
 # What blends and data preparation are compared with; nothing of ours imports it.

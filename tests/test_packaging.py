@@ -1,5 +1,6 @@
 """Wheel and editable install both work from another folder."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "RANK")} | {"CUDA_VISIBLE_DEVICES": ""}
@@ -98,15 +101,99 @@ def test_editable_install_works_from_another_folder(tmp_path):
     run(python, "-P", "-c", "from hydra_plugins.megaspec_launcher.launcher import CHANGED", cwd=tmp_path)
 
 
-def test_every_dependency_is_pinned():
+TRAINING, DEVELOPMENT = ROOT / "requirements.txt", ROOT / "requirements-dev.txt"
+TRAINING_EXTRAS, DEVELOPMENT_EXTRAS = ("gpu", "hf", "tensorboard"), ("dev", "parquet", "sweep")
+GPU_EXTRAS = ("te", "fa", "dali")
+"""Extras that install on machines with CUDA only; nothing pins them."""
+
+
+def pins_in(file: Path) -> dict[str, Requirement]:
+    """The pinned requirements of a file, by canonical name; each must be exact and stand there once."""
+    pins: dict[str, Requirement] = {}
+    for line in file.read_text().splitlines():
+        if line.startswith(("#", "-r ")):
+            continue
+        pin = Requirement(line)
+        name = canonicalize_name(pin.name)
+        assert [one.operator for one in pin.specifier] == ["=="], line
+        assert name not in pins, line
+        pins[name] = pin
+    return pins
+
+
+def required_by(extras: tuple[str, ...]) -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines: list[str] = []
+    for extra in extras:
+        lines += project["project"]["optional-dependencies"][extra]
+    if extras == TRAINING_EXTRAS:
+        lines += project["project"]["dependencies"] + project["build-system"]["requires"]
+    return [Requirement(line) for line in lines]
+
+
+def installed_closure(roots: list[Requirement]) -> set[str]:
+    """Names of the roots and of whatever these need here, as the metadata of installed packages says."""
+    found: set[str] = set()
+    waiting = [(root.name, frozenset(root.extras)) for root in roots]
+    seen = set(waiting)
+    while waiting:
+        name, extras = waiting.pop()
+        found.add(canonicalize_name(name))
+        for line in importlib.metadata.requires(name) or []:
+            needed = Requirement(line)
+            environments = [{"extra": extra} for extra in ("", *extras)]
+            if needed.marker is not None and not any(needed.marker.evaluate(one) for one in environments):
+                continue
+            if name == "torch" and needed.name.startswith(("nvidia-", "cuda-", "triton")):
+                continue  # a wheel with CUDA names their exact versions itself
+            step = (needed.name, frozenset(needed.extras))
+            if step not in seen:
+                seen.add(step)
+                waiting.append(step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [(TRAINING, TRAINING_EXTRAS), (DEVELOPMENT, DEVELOPMENT_EXTRAS)],
+    ids=["training", "development"],
+)
+def test_every_dependency_is_pinned_inside_its_range(file: Path, extras: tuple[str, ...]):
+    pins = pins_in(TRAINING) | pins_in(file)
+    for needed in required_by(extras):
+        (pinned,) = pins[canonicalize_name(needed.name)].specifier
+        assert needed.specifier.contains(pinned.version, prereleases=True), f"{needed} and {pinned}"
+
+
+def test_every_extra_is_pinned_in_one_of_the_files():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pins = dict(
-        line.partition(";")[0].strip().lower().replace("_", "-").split("==")
-        for line in (ROOT / "requirements.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    )
-    extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *(d for e in ("dev", "tensorboard", "parquet", "sweep") for d in extras[e])]
-    for one in wanted:
-        name = one.partition(";")[0].split("=")[0].split(">")[0].split("<")[0].split("[")[0].strip().lower()
-        assert name in pins, name
+    assert set(project["optional-dependencies"]) == {*TRAINING_EXTRAS, *DEVELOPMENT_EXTRAS, *GPU_EXTRAS}
+
+
+def test_training_installs_what_it_needs_and_nothing_else():
+    assert set(pins_in(TRAINING)) == installed_closure(required_by(TRAINING_EXTRAS))
+
+
+def test_development_pins_only_what_training_has_not():
+    training, development = set(pins_in(TRAINING)), set(pins_in(DEVELOPMENT))
+    assert not training & development
+    assert training | development == installed_closure(required_by(TRAINING_EXTRAS) + required_by(DEVELOPMENT_EXTRAS))
+
+
+@pytest.mark.parametrize("name", ["transformers", "sentencepiece", "pytest", "ruff", "pyarrow"])
+def test_who_trains_does_not_install_it(name: str):
+    assert name in pins_in(DEVELOPMENT)
+    assert name not in pins_in(TRAINING)
+
+
+def commands_of(target: str) -> str:
+    """What make would do for a target in a folder where nothing is installed yet."""
+    command = ["make", "--dry-run", "--always-make", "--directory", ROOT, target, "PYTHON=python3"]
+    return run(*command, cwd=ROOT)
+
+
+@pytest.mark.parametrize(("target", "is_development"), [("train", False), ("test", True), ("lint", True)])
+def test_make_installs_what_a_target_needs(target: str, is_development: bool):
+    commands = commands_of(target)
+    assert commands.count("--requirement requirements.txt") == 1
+    assert ("requirements-dev.txt" in commands) == is_development

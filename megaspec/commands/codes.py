@@ -110,6 +110,10 @@ _PYTHON = {
     ),
 }
 _RUNS = {
+    "launch-tasks": KnownCode(
+        "Several tasks of srun or mpirun train one run only where torchrun makes one world of them.",
+        "Start one task a node, and torchrun in it: the message has the command.",
+    ),
     "unbuilt": KnownCode(
         "It can be planned, and is not built yet: `train` refuses it before anything starts.",
         "Do what the message says, or plan only.",

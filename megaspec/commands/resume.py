@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.checkable import PartlyError
-from megaspec.commands.starting import Prepared, lock_new, prepare_resume, start, warn
+from megaspec.commands.starting import Prepared, lock_new, prepare_resume, refuse_tasks, start, warn
 from megaspec.compose.compose import Composed, recompose
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Resolve a run anew with changes, and start its ranks; with --fork, in a folder of its own."""
+    refuse_tasks()
     saved = read_run(args.run)
     memory, words = take(args.words, "memory", MEMORY)
     try:

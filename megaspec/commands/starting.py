@@ -39,6 +39,7 @@ from megaspec.spec import Spec
 from megaspec_launchers.environment import rank_from_environment
 from megaspec_launchers.local import launch
 from megaspec_launchers.signals import end_with
+from megaspec_launchers.tasks import refuse_lone_tasks
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class Prepared:
     folder: Path
     spec: Spec
     lock: RunLock | None = None
+
+
+def refuse_tasks() -> None:
+    """RecipeError: this process is one of several that srun or mpirun started, and torchrun none of them.
+
+    Before anything is composed: each task would otherwise tell what is wrong, or begin the same run.
+    """
+    refuse_lone_tasks(os.environ, sys.argv[1:])
 
 
 def start(prepare: Callable[[Target], Prepared]) -> int:

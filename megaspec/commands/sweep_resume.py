@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megaspec.commands.starting import refuse_tasks
 from megaspec.sweep.multirun import resume_sweep
 
 
@@ -18,4 +19,5 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run them. -> exit code of the sweep."""
+    refuse_tasks()
     return resume_sweep(args.folder, args.words)

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from megaspec.checkable import PartlyError
-from megaspec.commands.starting import Prepared, prepare_new, prepare_resume, start
+from megaspec.commands.starting import Prepared, prepare_new, prepare_resume, refuse_tasks, start
 from megaspec.compose.words import compose_words, take, tell_left_out, words_parser
 from megaspec.estimate.target import Target, detect_target
 from megaspec.resolve.beside import with_rules
@@ -23,6 +23,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compose, resolve, make the run folder, start the ranks."""
+    refuse_tasks()
     if args.multirun:
         return multirun(args.words, args.config_dir)
     how, words = take(args.words, "resume", ("never", "auto"))

@@ -4,11 +4,13 @@ A job may be in another process or on another machine, so all that passes betwee
 points.jsonl, and `stop`, which asks the jobs to end. The Hydra side is hydra_plugins.megaspec_launcher.jobs.
 """
 
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from megaspec.core.errors import DataError, Problem, RecipeError
@@ -19,10 +21,34 @@ from megaspec.sweep.driver import PAGE_SECONDS, Say, SweepTable, settled
 from megaspec.sweep.points import Checker
 from megaspec.sweep.slots import point_target
 from megaspec.sweep.state import HEAD, SweepFolder
-from megaspec.sweep.words import check_launcher
+from megaspec.sweep.words import OWN_LAUNCHER, check_launcher
 from megaspec_launchers.signals import StopRequests
 
 POLL_SECONDS = 0.2
+# Launcher -> the package of Hydra's plug-in.
+_PACKAGES = {
+    "joblib": "hydra_joblib_launcher",
+    "submitit_local": "hydra_submitit_launcher",
+    "submitit_slurm": "hydra_submitit_launcher",
+}
+_SLURM_PROGRAMS = ("sbatch", "srun")
+
+
+def refuse_missing(launcher: str, origin: str) -> None:
+    """RecipeError: a launcher that is not installed, or SLURM's without SLURM. `origin`: where it was chosen."""
+    package = _PACKAGES.get(launcher)
+    if package is not None and find_spec(f"hydra_plugins.{package}") is None:
+        distribution = package.replace("_", "-")
+        text = f"hydra/launcher={launcher} needs {distribution}: pip install 'megaspec[sweep]', "
+        text += f"or set hydra/launcher={OWN_LAUNCHER}, which runs points on this machine"
+        raise RecipeError([Problem("hydra/launcher", text, origin, "sweep.launcher")])
+    if launcher != "submitit_slurm":
+        return
+    missing = [program for program in _SLURM_PROGRAMS if shutil.which(program) is None]
+    if missing:
+        text = f"hydra/launcher=submitit_slurm needs SLURM, and {' and '.join(missing)} can't be found: start it on a "
+        text += f"login node, or set hydra/launcher=submitit_local or {OWN_LAUNCHER}, which run points on this machine"
+        raise RecipeError([Problem("hydra/launcher", text, origin, "sweep.launcher")])
 
 
 def run_points(table: SweepTable, stop: StopRequests, say: Say) -> list[int]:

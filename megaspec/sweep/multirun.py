@@ -19,7 +19,7 @@ from megaspec.sweep.points import CheckedPoint, Checker, grid, refuse_invalid, w
 from megaspec.sweep.report import print_results
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.spec import KEPT
-from megaspec.sweep.state import Axis, Point, SweepFolder, SweepHead, recipe_of
+from megaspec.sweep.state import HEAD, Axis, Point, SweepFolder, SweepHead, recipe_of
 from megaspec.sweep.words import OWN_LAUNCHER, SweepWords, default_name, kept_settings, read_words, sweep_spec, value_in
 from megaspec_launchers.signals import StopRequests
 
@@ -40,6 +40,7 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
         text = f"-m starts runs of its own, but torchrun has started this process; give it by itself: {command}"
         raise RecipeError([Problem("", text, COMMAND_LINE, "sweep.torchrun")])
     taken = read_words(words, config_dirs)
+    hydra_jobs.refuse_missing(taken.launcher, COMMAND_LINE)
     machine = detect_target()
     checker = Checker(point_target(taken.spec, machine), config_dirs, taken.memory)
     name = _sweep_name(taken)
@@ -102,6 +103,7 @@ def resume_sweep(path: Path, words: Sequence[str]) -> int:
         else:
             raise RecipeError(f"{word}: the points of a sweep stay as they are; give sweep.slots=N and the like")
     launcher_words = kept_settings(old.launcher, old.launcher_words, launcher_settings, sweep=path)
+    hydra_jobs.refuse_missing(old.launcher, str(path / HEAD))
     spec = sweep_spec(sweep_words, old.spec.model_dump())
     for key in KEPT:
         if getattr(spec, key) != getattr(old.spec, key):

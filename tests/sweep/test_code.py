@@ -74,6 +74,7 @@ def test_what_runs_commands_or_writes_elsewhere_is_said_by_a_command_line_alone(
     given = []
     monkeypatch.setattr("hydra_plugins.megaspec_launcher.jobs.run_points", lambda *args, **_: given.append(args) or "")
     words = ["hydra.launcher.setup=['touch victim']", "hydra.launcher.partition=gpu", "hydra.launcher.comment='a b'"]
+    monkeypatch.setattr("megaspec.sweep.hydra_jobs.refuse_missing", lambda launcher, origin: None)  # as on a cluster
     change(file, launcher="submitit_slurm", launcher_words=words)
     assert main(["sweep", "resume", "sweeps/s"]) == 64
     err = capsys.readouterr().err

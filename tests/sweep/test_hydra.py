@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.sweep import hydra_jobs
 from megaspec.sweep.state import SweepFolder
 from tests.sweep.conftest import lives, points, states, sweep
 
@@ -95,6 +96,48 @@ def test_a_launcher_that_refuses_its_settings_is_told(capsys):
     assert "hydra/launcher=joblib" in err
     assert "n_jbs" in err
     assert states() == ["waiting", "waiting"]
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """An empty folder as PATH: programs are what a test writes there."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_slurm_is_asked_for_where_it_is_not(programs, capsys):
+    write_program(programs / "srun", "exit 0")
+    assert sweep("data.seed=1,2", "hydra/launcher=submitit_slurm") == 64
+    err = capsys.readouterr().err
+    assert "hydra/launcher=submitit_slurm needs SLURM, and sbatch can't be found" in err
+    assert "hydra/launcher=submitit_local or megaspec" in err
+    assert not Path("sweeps").exists()
+
+
+def test_a_job_that_sbatch_refuses_is_told(programs, capsys):
+    write_program(programs / "srun", "exit 0")
+    write_program(programs / "sbatch", "echo 'sbatch: error: invalid partition specified: gpus' >&2; exit 1")
+    assert sweep("data.seed=1,2", "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpus") == 64
+    err = capsys.readouterr().err
+    assert "hydra/launcher=submitit_slurm: sbatch: error: invalid partition specified: gpus" in err
+    assert states() == ["waiting", "waiting"]
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm"])
+def test_a_launcher_that_is_not_installed_is_named(launcher, monkeypatch, capsys):
+    monkeypatch.setattr(hydra_jobs, "find_spec", lambda _: None)
+    assert sweep("data.seed=1,2", f"hydra/launcher={launcher}") == 64
+    err = capsys.readouterr().err
+    package = f"hydra-{launcher.partition('_')[0]}-launcher"
+    assert f"hydra/launcher={launcher} needs {package}: pip install 'megaspec[sweep]'" in err
+    assert not Path("sweeps").exists()
 
 
 @pytest.mark.slow

@@ -13,6 +13,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+try:
+    from submitit.core.utils import FailedJobError  # the extra `sweep`
+except ImportError:
+    FailedJobError = None
+
+# What a launcher tells of: its settings, or that sbatch refused a job.
+_TOLD = (HydraException,) if FailedJobError is None else (HydraException, FailedJobError)
 _NAME = "megaspec_points"
 
 
@@ -57,7 +64,7 @@ def run_points(
     try:
         hydra = Hydra.create_main_hydra2("megaspec", create_config_search_path(None))
         hydra.multirun(_NAME, run_job, overrides)
-    except HydraException as error:
+    except _TOLD as error:
         return " ".join(str(error).split())
     finally:
         GlobalHydra.instance().clear()
