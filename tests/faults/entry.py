@@ -21,6 +21,7 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     point   kill -9 at the `count`-th time at `point`
     mark    at that time (or at once, for the point "warm-up") make the file `mark` and wait a moment, so that a signal
             that its appearance triggers comes while the rank is there
+    raise   at that time an error that nobody expects
     full    from that time on there is no space left on the disk
     halt    at that time it stops where it is, alive (SIGSTOP)
     lose    at that time another job takes the run over, as it may when this one has stood still for long
@@ -43,6 +44,8 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             _mark(mark)
         case "mark":
             faults.arm(point, lambda: _mark(mark), count=count)
+        case "raise":
+            faults.arm(point, _raise, count=count)
         case "full":
             faults.arm(point, _disk_is_full, count=count)
         case "halt":
@@ -74,6 +77,10 @@ def _take_over(run: Path) -> None:
 def _move(run: Path) -> None:
     run.rename(run.with_name("elsewhere"))
     faults.disarm()
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("planted")
 
 
 def _disk_is_full() -> None:

@@ -10,6 +10,7 @@ import torch
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.estimate.target import Target
+from megaspec.log.events import TIMED
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
@@ -86,9 +87,8 @@ def newest(run: Path) -> tuple[int, dict[str, bytes], dict[str, Any]]:
 
 def result(run: Path) -> Result:
     """The newest good checkpoint of a run and its steps and evaluations, without what depends on the clock."""
-    timed = ("time", "seconds", "memory_bytes")
     history = [
-        {k: v for k, v in line.items() if k not in timed}
+        {k: v for k, v in line.items() if k not in TIMED}
         for line in read_metrics(run / "metrics.jsonl")
         if line["event"] in ("step", "eval")
     ]
