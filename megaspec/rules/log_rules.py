@@ -33,11 +33,12 @@ def no_password_in_an_address(case: Case) -> Problem | None:
     for number, sink in enumerate(case.recipe.log.sinks):
         if sink.kind != "mlflow" or sink.tracking_uri is None:
             continue
-        _, _, place = sink.tracking_uri.partition("://")
+        scheme, _, place = sink.tracking_uri.partition("://")
         host, _, _ = place.partition("/")
         if "@" in host:
             key = f"log.sinks.{number}.tracking_uri"
-            text = f"{key} holds a user or password before its @; leave them out of it"
+            shown = f"{key}={scheme}://***@{host.rpartition('@')[2]}"
+            text = f"{shown} must hold no user or password; leave them out of it"
             return Problem(key, f"{text}, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")
     return None
 

@@ -21,6 +21,7 @@ from megaspec_launchers.rank_factory import RankFactory
 
 STEPS, BATCH = 24, 4
 ENTRY = "tests.faults.entry:main"
+TARGET = Target(cores=2)
 
 
 def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 1234) -> Recipe:
@@ -52,9 +53,8 @@ def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 
     )
 
 
-def make_run(folder: Path, recipe: Recipe) -> Path:
+def make_run(folder: Path, recipe: Recipe, *, target: Target = TARGET) -> Path:
     """A run folder that is ready to start."""
-    target = Target(cores=2)
     make_folder(folder)
     write_run(folder, recipe, target, resolve(recipe, target, Facts(run_dir=str(folder))))
     return folder
