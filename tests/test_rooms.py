@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,8 +16,11 @@ from megaspec import cli
 from megaspec.commands import starting
 from megaspec.core.fields import kinds_below
 from megaspec.core.frozen import Frozen
+from megaspec.estimate import target
 from megaspec.launcher.rendezvous import FileRendezvous
+from megaspec.log.remote import SERVICE_FOLDERS
 from megaspec.recipe import SECTIONS, Recipe
+from megaspec.rules.examples import SERVICES
 from megaspec.rules.unbuilt import UNBUILT
 from megaspec.runtime.rank import RankInfo, run_rank
 from megaspec.spec import Spec
@@ -71,6 +75,7 @@ RUNS = {
         "precision=fp16",
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
         "parallelism.recompute={kind: full, method: block, layers: 1}",
+        "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
     ),
     "gpt": (
         "model=gpt2_124m",
@@ -136,6 +141,19 @@ def leaves() -> list[str]:
     ]
 
 
+def pretend_services(patch: pytest.MonkeyPatch) -> None:
+    """Packages of services that take everything: what our sinks read is the same whether they are installed or not."""
+    installed = target._versions() | SERVICES
+    patch.setattr(target, "_versions", lambda: installed)
+    for name in ("wandb", "mlflow", "mlflow.entities", "mlflow.tracking", "trackio"):
+        patch.setitem(sys.modules, name, MagicMock())
+    for name in SERVICE_FOLDERS:
+        # ours are imported anew, now and after this
+        patch.setitem(sys.modules, f"megaspec.log.{name}", None)
+        del sys.modules[f"megaspec.log.{name}"]
+    patch.setenv("TRACKIO_DIR", "")
+
+
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory) -> dict[str, set[str]]:
     """`Class.field` -> modules that read it, in runs from the command line to their end."""
@@ -160,6 +178,7 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         patch.delenv("RANK", raising=False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr(starting, "launch", launch)
+        pretend_services(patch)
         assert cli.main(["data", "prepare", "text.jsonl", "--out", "text", "--workers", "1"]) == 0
         patch.setattr(Frozen, "__getattribute__", watched)
         for name, words in RUNS.items():

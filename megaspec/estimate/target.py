@@ -19,7 +19,19 @@ from pydantic import Field
 from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
 from megaspec.estimate.hardware import hardware_of
 
-_PACKAGES = ("megaspec", "torch", "numpy", "pydantic", "safetensors", "tokenizers", "triton", "tensorboard")
+_PACKAGES = (
+    "megaspec",
+    "torch",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "tensorboard",
+    "wandb",
+    "mlflow-skinny",
+    "trackio",
+)
 
 
 class DetectedGpu(NamedTuple):

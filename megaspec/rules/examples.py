@@ -6,6 +6,8 @@ from megaspec.estimate.target import Target
 from megaspec.rules.run_facts import Facts
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
+SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
+WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
@@ -399,6 +401,19 @@ _OPTIM = {
         ("log.tensorboard=false",),
         "log.tensorboard",
         target=CPU.model_copy(update={"versions": {}}),
+    ),
+    "log-installed": Example(("log.sinks=[{kind: wandb}]",), ("log.sinks=[]",), "log.sinks.0.kind"),
+    "log-address": Example(
+        ("log.sinks=[{kind: mlflow, tracking_uri: https://me:secret@tracking.example}]",),
+        ("log.sinks=[{kind: mlflow, tracking_uri: https://tracking.example}]",),
+        "log.sinks.0.tracking_uri",
+        target=WITH_SERVICES,
+    ),
+    "log-once": Example(
+        ("log.sinks=[{kind: wandb}, {kind: wandb, project: other}]",),
+        ("log.sinks=[{kind: wandb}]",),
+        "log.sinks.1.kind",
+        target=WITH_SERVICES,
     ),
 }
 EXAMPLES: dict[str, Example] = {

@@ -1,4 +1,4 @@
-"""Rules about optimization and logging."""
+"""Rules about optimization."""
 
 from megaspec.core.errors import Problem
 from megaspec.rules.case import Case
@@ -129,11 +129,3 @@ def fp16_scale_is_in_bounds(case: Case) -> Problem | None:
         return None
     text = f"precision.min_scale={precision.min_scale:g} must be at most initial_scale={precision.initial_scale:g}"
     return Problem("precision.min_scale", f"{text}; try 1")
-
-
-def tensorboard_is_installed(case: Case) -> Problem | None:
-    """TensorBoard files are written with the package tensorboard."""
-    if not case.recipe.log.tensorboard or "tensorboard" in case.target.versions:
-        return None
-    text = "log.tensorboard=true needs the package tensorboard; install megaspec[tensorboard] or set it to false"
-    return Problem("log.tensorboard", text)

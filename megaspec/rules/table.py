@@ -9,6 +9,7 @@ from megaspec.core.problems import origin_of
 from megaspec.rules import (
     batch_rules,
     context_rules,
+    log_rules,
     mesh_rules,
     model_rules,
     moe_rules,
@@ -129,7 +130,10 @@ RULES: dict[str, Rule] = {
     "lr-init": optim_rules.first_rate_is_not_highest,
     "wd-ramp": optim_rules.weight_decay_ramp_is_whole,
     "fp16-scale": optim_rules.fp16_scale_is_in_bounds,
-    "log-tensorboard": optim_rules.tensorboard_is_installed,
+    "log-tensorboard": log_rules.tensorboard_is_installed,
+    "log-installed": log_rules.sinks_are_installed,
+    "log-address": log_rules.no_password_in_an_address,
+    "log-once": log_rules.each_service_once,
 }
 
 

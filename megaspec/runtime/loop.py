@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
 from megaspec.data.source import Source
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.launcher.stop import stop_requested
-from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepDone
+from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunStarted, Sampled, StepDone
 from megaspec.log.sinks import METRICS
+from megaspec.log.speed import speed_of
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.rules.belonging import began_as_fork, fork_again, objections
@@ -30,7 +31,7 @@ from megaspec.runtime.non_finite import explain
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
-from megaspec.runtime.step import StepResult, evaluate, train_step
+from megaspec.runtime.step import PHASES, StepResult, evaluate, train_step
 from megaspec.spec import UNKNOWN_ORIGIN
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -63,7 +64,35 @@ class StepClock:
         if not self._cuda:
             return mark - last
         mark.synchronize()
-        return last.elapsed_time(mark) / 1e3  # from milliseconds
+        return self.between(last, mark)
+
+    def between(self, first: Mark, second: Mark) -> float:
+        """Seconds between two points in time, both of which the device has passed."""
+        if not self._cuda:
+            return second - first
+        return first.elapsed_time(second) / 1e3  # from milliseconds
+
+
+class PhaseMarks:
+    """Where the phases of a step end; it begins when this is made."""
+
+    def __init__(self, clock: StepClock):
+        self._clock = clock
+        self._began = clock.mark()
+        self._ends: dict[str, Mark] = {}
+
+    def end(self, phase: str) -> None:
+        """The device was given all of a phase's work."""
+        self._ends[phase] = self._clock.mark()
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, in the words of StepDone, once the device has passed them all."""
+        found = {}
+        last = self._began
+        for phase in PHASES:
+            found[f"{phase}_seconds"] = self._clock.between(last, self._ends[phase])
+            last = self._ends[phase]
+        return found
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
@@ -87,6 +116,25 @@ def memory_of(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+@dataclass(frozen=True)
+class ReadBatch:
+    """A step's batch, and how long the host waited for it."""
+
+    batch: StepBatch
+    waited_seconds: float
+
+
+def read_batches(loader: Iterable[StepBatch]) -> Iterator[ReadBatch]:
+    """What a loader gives."""
+    batches = iter(loader)
+    while True:
+        began = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield ReadBatch(batch, time.perf_counter() - began)
+
+
 def ignore(event: Event) -> None:
     """What ranks other than 0 do with an event."""
 
@@ -96,10 +144,11 @@ class PendingStep:
     """A step that the device was given, and whose numbers the host has not read yet."""
 
     step: int
-    batch: StepBatch
+    read: ReadBatch
     result: StepResult
     numbers: torch.Tensor
     """As `numbers_of` makes them; there once the device has passed `mark`."""
+    phases: PhaseMarks
     mark: Mark
 
 
@@ -112,6 +161,8 @@ class Run:
     store: Store
     comm: Comm
     emit: Callable[[Event], None] = ignore
+    started: RunStarted = field(default_factory=lambda: RunStarted(step=0, steps=0))
+    """What speed is measured against."""
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
@@ -182,13 +233,14 @@ class Run:
         clock = StepClock(self.built.device)
         pending: list[PendingStep] = []
         try:
-            for batch in loader:
-                result = self._one_step(batch)
+            for read in read_batches(loader):
+                phases = PhaseMarks(clock)
+                result = self._one_step(read.batch, on_phase=phases.end)
                 self.step += 1
                 routers = router_numbers(self.built, result.routers)
                 numbers = numbers_of(result, routers)
                 # the mark after the numbers: their copy is a part of what it waits for
-                pending.append(PendingStep(self.step, batch, result, numbers, clock.mark()))
+                pending.append(PendingStep(self.step, read, result, numbers, phases, clock.mark()))
                 at_rest = self._wants_rest()
                 # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
                 lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
@@ -213,7 +265,7 @@ class Run:
             loader.close()
         self._sample()
 
-    def _one_step(self, batch: StepBatch) -> StepResult:
+    def _one_step(self, batch: StepBatch, *, on_phase: Callable[[str], object]) -> StepResult:
         spec = self.built.spec
         self.built.position.step = self.step + 1
         failpoint("step")
@@ -224,6 +276,7 @@ class Run:
             weight_decay=weight_decay(spec.optim, self.step + 1),
             scaler=self.scaler,
             stop=stop_requested(),
+            on_phase=on_phase,
         )
 
     def _due(self, every: int) -> bool:
@@ -248,6 +301,7 @@ class Run:
             raise explain(
                 self.built, self.comm, step=step, loss=loss, norm=norm, result=pending.result, samples=samples
             )
+        sequence_tokens = self.schedule.batch(step - 1) * spec.data.seq_len
         event = StepDone(
             step=step,
             steps=spec.train.steps,
@@ -256,12 +310,15 @@ class Run:
             grad_norm=norm,
             tokens=int(tokens),
             samples=self.schedule.consumed(step),
-            first_sample=pending.batch.ids[0],
+            first_sample=pending.read.batch.ids[0],
             skipped=bool(skipped),
             loss_scale=loss_scale if self.scaler.may_skip else None,
             seconds=seconds,
-            sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
+            sequence_tokens=sequence_tokens,
             memory_bytes=memory_of(self.built.device),
+            data_seconds=pending.read.waited_seconds,
+            **pending.phases.seconds(),
+            **asdict(speed_of(sequence_tokens, seconds, self.started)),
         )
         routers = routers_done(self.built, step, of_routers, steps=spec.train.steps)
         if routers is not None:

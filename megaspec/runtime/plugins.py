@@ -11,7 +11,7 @@ from megaspec.core.frozen import Frozen
 from megaspec.data.loader import SOURCES
 from megaspec.data.source import Source
 from megaspec.data.spec import DataSpec
-from megaspec.log.sinks import SinkBuilder
+from megaspec.log.sinks import SERVICES, SinkBuilder
 from megaspec.model.builders import MODELS, ModelBuilder
 from megaspec.model.part_builders import PARTS, PartBuilders
 from megaspec.model.spec import TransformerSpec
@@ -51,7 +51,7 @@ def loaded_builders() -> Builders:
         sources={**SOURCES, **builders_of("sources")},
         optimizers={**OPTIMIZERS, **builders_of("optimizers")},
         losses=builders_of("losses"),
-        sinks=builders_of("sinks"),
+        sinks={**SERVICES, **builders_of("sinks")},
     )
 
 

@@ -15,6 +15,13 @@ from megaspec.parallelism.expert import RouterStatistics
 from megaspec.precision.scaler import LossScaler
 from megaspec.runtime.build import Summed, TrainState
 
+FORWARD_BACKWARD, REDUCE_GRADIENTS, OPTIMIZER = PHASES = ("forward_backward", "reduce_gradients", "optimizer")
+"""What a step consists of, in this order."""
+
+
+def ignore_phase(phase: str) -> None:
+    """For who measures no phases."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -40,10 +47,18 @@ class StepResult:
     """Of the layers on this rank; None where none has experts."""
 
 
-def forward_backward(built: TrainState, batches: Sequence[Batch], *, tokens: Tensor, loss_scale: Tensor) -> Tensor:
+def forward_backward(
+    built: TrainState,
+    batches: Sequence[Batch],
+    *,
+    tokens: Tensor,
+    loss_scale: Tensor,
+    on_phase: Callable[[str], object] = ignore_phase,
+) -> Tensor:
     """Adds the gradients of all micro batches to the buckets. -> this rank's share of the mean loss.
 
-    `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars.
+    `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars. `on_phase`: as in
+    `train_step`.
     """
     data, pipeline = built.data_parallel, built.pipeline
     data.start_step()
@@ -66,7 +81,9 @@ def forward_backward(built: TrainState, batches: Sequence[Batch], *, tokens: Ten
         forward=forward,
         start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
     )
+    on_phase(FORWARD_BACKWARD)
     finish_gradients(built, loss_scale=loss_scale)
+    on_phase(REDUCE_GRADIENTS)
     return total / loss_scale
 
 
@@ -140,14 +157,16 @@ def train_step(
     scaler: LossScaler,
     stop: bool = False,
     on_gradients: Callable[[], None] | None = None,
+    on_phase: Callable[[str], object] = ignore_phase,
 ) -> StepResult:
     """One step on this rank's micro batches. The host reads nothing back.
 
     `on_gradients` is called when the gradients are summed, before the update, which may divide them in place.
+    `on_phase` is called with each of PHASES when the device was given all of its work.
     """
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
-    local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
+    local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale, on_phase=on_phase)
     data = built.data_parallel
     if on_gradients is not None:
         on_gradients()
@@ -166,6 +185,7 @@ def train_step(
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)
+    on_phase(OPTIMIZER)
     return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, routers)
 
 

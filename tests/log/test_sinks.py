@@ -99,10 +99,10 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
         emit(Sampled(step=8, prompt="a", text="b"))
         emit(RunEnded(step=8, how="done"))
     shown = curves(tmp_path / "tensorboard")
-    assert shown["loss/train"] == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 9)]
-    assert shown["loss/valid"] == [(3, 2.5)]
-    assert shown["speed/tokens_per_second"][0] == (1, 2000.0)
-    assert "optim/loss_scale" not in shown
+    assert shown["loss"] == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 9)]
+    assert shown["eval/valid/loss"] == [(3, 2.5)]
+    assert shown["sequence_tokens"][0] == (1, 1000.0)
+    assert "loss_scale" not in shown
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # tensorboard's own thread

@@ -151,7 +151,7 @@ def test_without_the_flag_nothing_is_known(tmp_path, monkeypatch, capsys):
         f"data.kind=count must be {kinds_of('data')}; --plugin",
         f"optim.kind=lion must be {kinds_of('optim')}; --plugin",
         "train.loss.kind=smooth must be a plug-in's; --plugin",
-        "log.sinks.0.kind=csv must be a plug-in's; --plugin",
+        "log.sinks.0.kind=csv must be wandb, mlflow or trackio; --plugin",
     ):
         assert told in error
 

@@ -17,15 +17,13 @@ from megaspec.core.errors import MegaspecError, Preempted
 from megaspec.data.batch import Batch
 from megaspec.data.loader import Loader, eval_batches, open_source
 from megaspec.launcher import stop
-from megaspec.log.events import EvalDone, StepDone
+from megaspec.log.events import TIMED, EvalDone, StepDone
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime import rank as runtime
 from megaspec.runtime.build import TrainState, build
 from megaspec.runtime.loop import Run
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
-
-TIMED = ("seconds", "memory_bytes")
 
 
 def comm_of(spec: Spec, rank: int) -> Comm:
