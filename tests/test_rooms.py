@@ -94,6 +94,8 @@ RUNS = {
         "model.positions={kind: none}",
         "model.moe={n_experts: 2, top_k: 1, router: {softmax_first: true}}",
         "optim={kind: muon, lr: 0.1}",
+        "optim.schedule={kind: piecewise, warmup_steps: 0, min_lr: 0, pieces: [{shape: linear, steps: 1, factor: 0.5}, "
+        "{shape: cosine, until: 2, start_lr: 0.02, lr: 0.01}, {shape: constant, steps: 9, start_factor: 0.2}]}",
         *MADE_UP,
     ),
     "experts": (
