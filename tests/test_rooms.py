@@ -48,6 +48,8 @@ NOT_FOR_RANKS = {
     "AboutSpec.hardware": "megaspec.plan.plan",
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
     **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("source", "manifest", "step", "tokens")},
+    # the rates of ranks stay behind the last piece either way
+    "ScheduleSpec.after_pieces": "megaspec.rules.schedule_rules",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
