@@ -52,6 +52,8 @@ NOT_FOR_RANKS = {
     "AboutSpec.hardware": "megaspec.plan.plan",
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
     **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("source", "manifest", "step", "tokens")},
+    # the rates of ranks stay behind the last piece either way
+    "ScheduleSpec.after_pieces": "megaspec.rules.schedule_rules",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
@@ -99,6 +101,8 @@ RUNS = {
         "model.positions={kind: none}",
         "model.moe={n_experts: 2, top_k: 1, router: {softmax_first: true}}",
         "optim={kind: muon, lr: 0.1}",
+        "optim.schedule={kind: piecewise, warmup_steps: 0, min_lr: 0, pieces: [{shape: linear, steps: 1, factor: 0.5}, "
+        "{shape: cosine, until: 2, start_lr: 0.02, lr: 0.01}, {shape: constant, steps: 9, start_factor: 0.2}]}",
         *MADE_UP,
     ),
     "experts": (

@@ -219,11 +219,14 @@ def _wrong_value(recipe: _RefusedRecipe, key: str, errors: list[dict[str, Any]])
     for error in errors:
         options += _literals(error)
     hint = did_you_mean(value, options)
-    if hint:
-        return f"{text}; {hint}"
     section, _, name = key.rpartition(".")
     if name == "kind" and any(is_open(one) for one in _annotations(recipe.model, section)):
-        return f"{text}; --plugin PACKAGE adds kinds"
+        # after the nearest of ours: it may be a plug-in's that is named alike
+        hint = f"{hint} --plugin PACKAGE adds kinds".lstrip()
+    if hint:
+        return f"{text}; {hint}"
+    if any(is_open(one) for one in _annotations(recipe.model, key)):
+        return f"{text}; write {key}={{kind: {value}}}, of a plug-in with --plugin PACKAGE"
     wants_no_text = any("number" in rule or rule == "true or false" for rule in rules)
     if wants_no_text:
         return f"{text}; {_why_text(value)}"

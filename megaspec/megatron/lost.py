@@ -129,13 +129,27 @@ GROUPS = (
         """,
     ),
     FlagGroup(
+        Fate.IDLE,
+        "a resumed run keeps its schedule; another one asks for megaspec resume RUN --fork NEW, counted from step 0 as "
+        "there, or with optim.schedule.first_step=auto from the fork",
+        """
+        --override-opt_param-scheduler --override-opt-param-scheduler
+        """,
+    ),
+    FlagGroup(
+        Fate.IDLE,
+        "a resumed run keeps its schedule and refuses another one, where Megatron takes the checkpoint's in its place",
+        """
+        --use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler
+        """,
+    ),
+    FlagGroup(
         Fate.DETAIL,
         "--load",
         """
         --load-main-params-from-ckpt, --finetune, --ckpt-step text, --no-load-optim, --no-load-rng,
         --override-ckpt-iteration text, --use-checkpoint-args, --use-mp-args-from-checkpoint-args,
-        --override-opt_param-scheduler --override-opt-param-scheduler,
-        --use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler, --exit-on-missing-checkpoint,
+        --exit-on-missing-checkpoint,
         --auto-detect-ckpt-format,
         --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args
         """,

@@ -18,6 +18,7 @@ from megaspec.estimate.schedule import bubble_formula, chart, shape_of
 from megaspec.estimate.step_time import StepTime, exposed_collectives, step_time
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import MeasuredThroughput
+from megaspec.optim.schedule import outline, weight_decay
 from megaspec.parallelism.stages import EVENLY, Chunk, layer_ranges, stages_of
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
@@ -144,6 +145,19 @@ class Speed(Frozen):
     """For all steps of the run."""
 
 
+class SchedulePart(Frozen):
+    """A part of a schedule in which the value has one shape."""
+
+    shape: str
+    """`warm-up`, or a shape of optim.schedule or optim.weight_decay_ramp."""
+    first_step: int
+    last_step: int
+    start: float
+    """From which it goes at first_step; where it jumps the step itself still has the value before."""
+    end: float
+    """At last_step."""
+
+
 class Plan(Frozen):
     """A run, planned. The keys of `megaspec plan --json`."""
 
@@ -163,6 +177,10 @@ class Plan(Frozen):
     batch: dict[str, Any]
     segments: int
     """Index segments of the data order."""
+    learning_rate: tuple[SchedulePart, ...]
+    """Over the steps of the run; of a fork also over those before it, where its schedule is counted from there."""
+    weight_decay: tuple[SchedulePart, ...]
+    """Likewise."""
     memory: Fit
     source_fit: str
     """Whether it fits the hardware that the recipe's source names, where that is not what it is planned for."""
@@ -253,6 +271,8 @@ def make_plan(
         stages=stages,
         batch=_batch(spec, batch),
         segments=len(spec.segments),
+        learning_rate=_rates(spec),
+        weight_decay=_weight_decays(spec),
         memory=fit_of(spec, memory, hardware=hardware, capacity=capacity),
         source_fit=_source_fit(spec, memory, hardware),
         flops_per_token=flops,
@@ -290,6 +310,45 @@ def _batch(spec: Spec, batch: BatchPlan) -> dict[str, Any]:
     content["steps"] = spec.train.steps
     content["seq_len"] = spec.data.seq_len
     return content
+
+
+def _rates(spec: Spec) -> tuple[SchedulePart, ...]:
+    """The parts of the learning rate's schedule."""
+    parts = []
+    for piece in outline(spec.optim.schedule, spec.optim.lr, steps=spec.train.steps):
+        part = SchedulePart(
+            shape=piece.shape,
+            first_step=piece.start,
+            last_step=piece.end,
+            start=piece.start_lr,
+            end=piece.end_lr,
+        )
+        parts.append(part)
+    return tuple(parts)
+
+
+def _weight_decays(spec: Spec) -> tuple[SchedulePart, ...]:
+    """The ramp of the weight decay, and what stays before and behind it."""
+    ramp = spec.optim.weight_decay_ramp
+    steps = spec.train.steps
+    first = steps
+    end = steps
+    if ramp.kind != "constant":
+        assert ramp.steps is not None, f"optim.weight_decay_ramp has no steps: {ramp}"
+        first = min(ramp.first_step, steps)
+        end = min(ramp.first_step + ramp.steps, steps)
+    parts = []
+    for shape, start, stop in (("constant", 0, first), (ramp.kind, first, end), ("constant", end, steps)):
+        if start < stop:
+            part = SchedulePart(
+                shape=shape,
+                first_step=start,
+                last_step=stop,
+                start=weight_decay(spec.optim, start),
+                end=weight_decay(spec.optim, stop),
+            )
+            parts.append(part)
+    return tuple(parts)
 
 
 def groups_of(topology: Topology) -> tuple[RankGroup, ...]:

@@ -12,13 +12,14 @@ from megaspec.core.units import bytes_in_words, seconds_in_words
 from megaspec.estimate.hardware import LEFT_FREE, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
-from megaspec.plan.plan import Fit, Message, Plan, RankGroup, RankView, make_plan
+from megaspec.plan.plan import Fit, Message, Plan, RankGroup, RankView, SchedulePart, make_plan
 from megaspec.resolve.fill import PLAIN
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
 
 _BAR = 40
 _MOST_STAGES = 8
+_MOST_PARTS = 8
 # A degree or strategy that was decided to be one of these leaves things as they are: those are told in a line.
 _PLAIN = ("1", "false", "none", "replicate")
 # Headings of what a rank sends, and the side that their columns lean to.
@@ -47,6 +48,7 @@ def print_plan(spec: Spec, target: Target, console: Console) -> None:
     _print_lines(_model(plan), console)
     _print_lines(_mesh(plan), console)
     _print_lines(_batch(plan), console)
+    _print_lines(_schedules(plan), console)
     _print_lines(_memory_in_short(plan), console)
     _print_lines(_speed_in_short(plan), console)
     _print_hints(plan, console)
@@ -62,6 +64,7 @@ def print_whole_plan(plan: Plan, console: Console) -> None:
     _print_lines(_mesh(plan), console)
     _print_groups(plan, console)
     _print_lines(_batch(plan), console)
+    _print_lines(_schedules(plan), console)
     _print_lines(_flops(plan), console)
     _print_memory(plan, console)
     _print_messages(plan, console)
@@ -211,6 +214,31 @@ def _batch(plan: Plan) -> Lines:
     if plan.segments != 1:
         length += f", in {plan.segments} segments of the data order"
     yield "length", length
+
+
+def _schedules(plan: Plan) -> Lines:
+    """The learning rate at the steps at which it turns, and the weight decay where it changes."""
+    first = plan.learning_rate[0].first_step
+    if first:
+        yield "rate", f"counted from step {first:,}"
+    yield from _parts("rate" if not first else "", plan.learning_rate)
+    if len(plan.weight_decay) > 1 or plan.weight_decay[0].shape != "constant":
+        yield from _parts("decay", plan.weight_decay)
+
+
+def _parts(heading: str, parts: Sequence[SchedulePart]) -> Lines:
+    for number, part in enumerate(parts):
+        if number == _MOST_PARTS and len(parts) > _MOST_PARTS + 1:
+            yield "", f"... and {len(parts) - _MOST_PARTS} more"
+            return
+        text = f"{part.start:.4g}"
+        if part.shape != "constant":
+            text += f" to {part.end:.4g}, {part.shape}"
+        # a jump: it does not go on where the part before it ended
+        if number and part.start != parts[number - 1].end:
+            text += f" (jumps from {parts[number - 1].end:.4g})"
+        yield heading, f"steps {part.first_step:,}-{part.last_step:,}: {text}"
+        heading = ""
 
 
 def _flops(plan: Plan) -> Lines:

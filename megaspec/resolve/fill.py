@@ -79,6 +79,21 @@ class ResolverDraft:
         self.decisions.append(Decision(key=key, value=value, reason=reason))
 
 
+def beginnings(draft: ResolverDraft) -> None:
+    """The step from which schedules are counted, and the rate from which a warm-up starts."""
+    start = draft.facts.start
+    reason = "the run is no fork: it begins with step 0"
+    rate = "the run is no fork: no rate to start from"
+    if start.step:
+        reason = "the step of the checkpoint with which the fork begins"
+        rate = "the rate of the run that this is a fork of, at the step with which the fork begins"
+    draft.fill("optim.schedule.first_step", start.step, reason)
+    draft.fill("optim.schedule.init_lr", start.lr, rate)
+    draft.fill("optim.weight_decay_ramp.first_step", start.step, reason)
+    if draft["train.batch_ramp"]:
+        draft.fill("train.batch_ramp.first_step", start.step, reason)
+
+
 def run_folder(draft: ResolverDraft) -> None:
     draft.fill("run_dir", draft.facts.run_dir, "runs/<name>, with a number where that exists")
 
@@ -396,7 +411,12 @@ def _kernel_use(draft: ResolverDraft) -> Use:
 
 
 def schedule(draft: ResolverDraft) -> None:
-    draft.fill("optim.schedule.decay_steps", draft["train.steps"], "train.steps")
+    steps = draft["train.steps"]
+    first = draft["optim.schedule.first_step"]
+    if first == 0:
+        draft.fill("optim.schedule.decay_steps", steps, "train.steps")
+    # a schedule that would begin behind the run is refused
+    draft.fill("optim.schedule.decay_steps", max(1, steps - first), "train.steps - optim.schedule.first_step")
 
 
 def logging(draft: ResolverDraft) -> None:
@@ -407,6 +427,8 @@ def logging(draft: ResolverDraft) -> None:
 
 
 FILLS: tuple[Callable[[ResolverDraft], None], ...] = (
+    # first: what the batch grows by is read by all that divides it
+    beginnings,
     run_folder,
     seeds,
     model_shape,

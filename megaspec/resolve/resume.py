@@ -14,10 +14,11 @@ from megaspec.core.frozen import AUTO
 from megaspec.core.problems import origin_of, show, value_at
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.estimate.target import Target
+from megaspec.optim.schedule import learning_rate
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import Refused, Settled, settle
 from megaspec.rules.difference import changed, is_free, leaves
-from megaspec.rules.run_facts import Facts
+from megaspec.rules.run_facts import Facts, RunStart
 from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -48,7 +49,7 @@ def resume(
         raise RecipeError(problems)
     pinned, kept = _pinned(old, recipe)
     kept_keys = frozenset(decision.key for decision in kept)
-    facts = replace(facts, run_dir=old.run_dir)
+    facts = replace(facts, run_dir=old.run_dir, start=_start_of(old))
     settled = settle(pinned, target, facts, origins, kept=kept_keys, refused=refused)
     is_decided_anew = any(decision not in old.decisions for decision in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
@@ -82,7 +83,8 @@ def fork(
     problems = _too_short(recipe, done_steps, origins or {})
     if problems:
         raise RecipeError(problems)
-    settled = settle(recipe, target, facts, origins, refused=refused)
+    start = RunStart(done_steps, learning_rate(old.optim.schedule, old.optim.lr, done_steps))
+    settled = settle(recipe, target, replace(facts, start=start), origins, refused=refused)
     new = settled.recipe
     is_same_data = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
     segments: tuple[int, ...] = ()
@@ -104,6 +106,13 @@ def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         if after != AUTO and not is_free(key, was, now):
             found.append((key, before, after))
     return found
+
+
+def _start_of(run: Spec) -> RunStart:
+    """With what a run began. The rate there is kept in its schedule, where that starts from it."""
+    if isinstance(run.forked_from, ForkPoint):
+        return RunStart(run.forked_from.step)
+    return RunStart()
 
 
 def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> list[Problem]:

@@ -1,9 +1,9 @@
 """For every rule the smallest recipe that breaks it, and what mends it: for `megaspec explain`, and held by a test."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaspec.estimate.target import Target
-from megaspec.rules.run_facts import Facts
+from megaspec.rules.run_facts import Facts, RunStart
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
@@ -43,6 +43,9 @@ _PP2, _CP4, _TP1, _TP2 = "parallelism.pp=2", "parallelism.cp=4", "parallelism.tp
 _PIPELINE, _CONTEXT = "parallelism.pipeline", "parallelism.context"
 _CHUNKS = f"{_PIPELINE}.virtual_stages=2"
 _SP = "parallelism.sequence_parallel"
+_PIECES_KEY = "optim.schedule.pieces"
+_PIECEWISE = "optim.schedule={kind: piecewise, min_lr: 0}"
+_PIECES = f"{_PIECES_KEY}=[{{shape: constant, until: 120}}, {{shape: linear, until: 240, factor: 0.1}}]"
 
 _MESH = {
     "ranks-torchrun": Example(
@@ -386,6 +389,44 @@ _OPTIM = {
     ),
     "lr-min": Example(("optim.schedule.min_lr=0.1",), ("optim.lr=0.1",), "optim.schedule.min_lr"),
     "lr-init": Example(("optim.schedule.init_lr=0.1",), ("optim.schedule.init_lr=0",), "optim.schedule.init_lr"),
+    "lr-init-warmup": Example(
+        ("optim.schedule={warmup_steps: 0, init_lr: 1e-5}",),
+        ("optim.schedule.warmup_steps=10",),
+        "optim.schedule.init_lr",
+    ),
+    "first-step": Example(
+        ("optim.schedule.first_step=100",), ("optim.schedule.first_step=auto",), "optim.schedule.first_step"
+    ),
+    "lr-steps": Example(
+        ("optim.schedule.first_step=auto", "train.steps=240"),
+        ("train.steps=480",),
+        "optim.schedule.first_step",
+        facts=replace(FACTS, start=RunStart(240, 1e-4)),
+    ),
+    "pieces-kind": Example(("optim.schedule={kind: piecewise, min_lr: 0}",), (_PIECES,), "optim.schedule.kind"),
+    "pieces-length": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: linear, factor: 0.1}}]"), (_PIECES,), f"{_PIECES_KEY}.0.steps"
+    ),
+    "pieces-ascend": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: constant, until: 120}}, {{shape: linear, until: 120, factor: 0.1}}]"),
+        (_PIECES,),
+        f"{_PIECES_KEY}.1.until",
+    ),
+    "pieces-rate": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: constant, until: 240, factor: 0.1}}]"),
+        (_PIECES,),
+        f"{_PIECES_KEY}.0.factor",
+    ),
+    "pieces-highest": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: linear, until: 240, lr: 1.0}}]"),
+        ("optim.lr=1.0",),
+        f"{_PIECES_KEY}.0.lr",
+    ),
+    "pieces-end": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: linear, until: 200, factor: 0.1}}]"),
+        ("optim.schedule.after_pieces=stay",),
+        f"{_PIECES_KEY}.0.until",
+    ),
     "wd-ramp": Example(
         ("optim.weight_decay_ramp={kind: linear, end: 0.2}",),
         ("optim.weight_decay_ramp.steps=10",),

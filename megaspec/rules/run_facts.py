@@ -6,6 +6,16 @@ from megaspec.core.errors import Problem
 
 
 @dataclass(frozen=True)
+class RunStart:
+    """With what a run begins."""
+
+    step: int = 0
+    """Optimizer steps that are done: in a fork those of its checkpoint."""
+    lr: float = 0.0
+    """Learning rate at that step, of the run that a fork is from; 0 in a run that is none."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """Plain data. `gather_facts` in gather.py reads it from disk."""
 
@@ -23,3 +33,5 @@ class Facts:
     """Changes with the content of the data; "" for data that is made as it is read, or not there."""
     problems: tuple[Problem, ...] = ()
     """Data that is missing or damaged."""
+    start: RunStart = RunStart()
+    """With what the run begins. Of a fork the resolver knows it, since the run that it is from is one of its inputs."""

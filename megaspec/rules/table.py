@@ -18,6 +18,7 @@ from megaspec.rules import (
     pipeline_rules,
     precision_rules,
     recompute_rules,
+    schedule_rules,
 )
 from megaspec.rules.case import Case, Rule
 from megaspec.spec import Decision
@@ -128,6 +129,15 @@ RULES: dict[str, Rule] = {
     "wsd-only": optim_rules.only_wsd_has_a_final_decay,
     "lr-min": optim_rules.lowest_rate_is_lowest,
     "lr-init": optim_rules.first_rate_is_not_highest,
+    "lr-init-warmup": schedule_rules.a_first_rate_has_a_warmup,
+    "first-step": schedule_rules.schedules_begin_with_the_run,
+    "lr-steps": schedule_rules.the_schedule_has_steps,
+    "pieces-kind": schedule_rules.piecewise_has_pieces,
+    "pieces-length": schedule_rules.pieces_have_one_length,
+    "pieces-ascend": schedule_rules.pieces_ascend,
+    "pieces-rate": schedule_rules.pieces_say_a_rate_once,
+    "pieces-highest": schedule_rules.pieces_stay_below_the_highest_rate,
+    "pieces-end": schedule_rules.pieces_reach_the_end,
     "wd-ramp": optim_rules.weight_decay_ramp_is_whole,
     "fp16-scale": optim_rules.fp16_scale_is_in_bounds,
     "log-tensorboard": log_rules.tensorboard_is_installed,

@@ -17,7 +17,7 @@ from megaspec.model.part_builders import PARTS, PartBuilders
 from megaspec.model.spec import TransformerSpec
 from megaspec.optim.optimizer import OPTIMIZERS, OptimizerBuilder
 from megaspec.optim.spec import OptimizerSpec
-from megaspec.plugins import Kind, added_kinds
+from megaspec.plugins import Kind, added_kinds, import_failure
 from megaspec_kernels.registry import CrossEntropyKernel
 
 
@@ -57,8 +57,13 @@ def loaded_builders() -> Builders:
 
 @cache
 def _imported(kind: Kind) -> Callable[..., Any]:
-    module, _, name = kind.build.partition(":")
+    name, _, builder = kind.build.partition(":")
+    label = f"--plugin: {kind.build} of {kind.spec.__name__}"
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"--plugin: {kind.build} of {kind.spec.__name__} can't be imported: {error}") from None
+        module = import_module(name)
+    # A package may raise anything while it is imported, as in megaspec/plugins.py.
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{label} can't be imported: {import_failure(error, name)}") from None
+    if not hasattr(module, builder):
+        raise RecipeError(f"{label}: {name} has no {builder} once it is imported; define it there")
+    return getattr(module, builder)

@@ -17,6 +17,8 @@ class BatchRamp(Frozen):
     """Sequences by which it grows each time, until it is train.global_batch."""
     samples: PositiveCount
     """Sequences over which it grows."""
+    first_step: Auto[NonNegativeCount] = 0
+    """Step from which it grows. auto: the step with which the run begins, that of its checkpoint in a fork, else 0."""
 
 
 class SampleSpec(Frozen):

@@ -104,7 +104,7 @@ def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     gpt = recipe_of(commands.GPT3_175B, tmp_path)
     assert (gpt.train.steps, gpt.train.global_batch) == (500_000, 1536)
     # 2.4 billion tokens are 1,171,875 samples of 2,048
-    ramp = {"start": 16, "increment": 304, "samples": 5 * 1_171_875}
+    ramp = {"start": 16, "increment": 304, "samples": 5 * 1_171_875, "first_step": 0}
     assert gpt.train.batch_ramp.model_dump() == ramp
     schedule = gpt.optim.schedule
     assert (schedule.kind, schedule.decay_steps, schedule.warmup_steps, schedule.min_lr) == (
@@ -249,7 +249,12 @@ def with_schedule(schedule: str, *, more: str = "--train-iters 100") -> str:
 def test_a_batch_that_steps_up_becomes_a_ramp(tmp_path):
     """Thresholds are tokens, of which SMALL has 32 in a sample, with and without a suffix."""
     recipe = recipe_of(with_schedule("0:8,512:16,1024:24", more="--train-samples 80"), tmp_path)
-    assert recipe.train.batch_ramp.model_dump() == {"start": 8, "increment": 8, "samples": 32}
+    assert recipe.train.batch_ramp.model_dump() == {
+        "start": 8,
+        "increment": 8,
+        "samples": 32,
+        "first_step": 0,
+    }
     assert recipe.train.steps == 2 + 1 + 2  # 8 8 16 24 24 = 80
     for word in ("1.024K", "1.024k", "0.001024M", "1024"):
         assert recipe_of(with_schedule(f"0:8,512:16,{word}:24"), tmp_path).train.batch_ramp.samples == 32
