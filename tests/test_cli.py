@@ -116,7 +116,7 @@ def test_keys_that_a_choice_leaves_out_are_told(command, code, capsys):
         (["generate", "x", "y", "--temperature", "inf"], "must be at least 0, and finite"),
         (["generate", "x", "\udcff"], "TEXT is not valid UTF-8"),
         (["plan", "recipe=hello", "-m", "optim.lr=1,2"], "-m: unknown; only `megaspec train` runs several points"),
-        (["train", "recipe=hello", "--cfg", "job"], "--cfg: unknown; megaspec plan shows"),
+        (["train", "recipe=hello", "--cfg", "job"], "--cfg: unknown; megaspec show prints"),
         (["checkpoint", "list", "x", "--fork"], "--fork: unknown"),
     ],
 )
