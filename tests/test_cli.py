@@ -67,7 +67,6 @@ def test_plan_shows_the_essentials_without_data(capsys):
     out, err = capsys.readouterr()
     for line in (
         "world 2 = pp 1 · dp_replicate 1 · dp_shard 1 · cp 1 · tp 2",
-        "world 2 = pp 1 · edp 2 · ep 1 · etp 1",
         "16 sequences = micro 16 · accumulation 1 · dp 1; 4,096 tokens a step",
         "722,176 = embedding 32,896",
         "a token with causal attention",
@@ -225,7 +224,7 @@ def test_a_run_trains_goes_on_and_forks(capfd):
     assert first.spec.parallelism.tp == 1
 
     assert main(["train", *TINY, "name=one", "run_dir=runs/one"]) == 64
-    assert "megaspec resume runs/one goes on with it" in capfd.readouterr().err
+    assert "holds a finished run; megaspec resume runs/one train.steps=N trains it" in capfd.readouterr().err
     assert main(["resume", "runs/one", "optim.lr=1"]) == 64
     assert "changes the experiment" in capfd.readouterr().err
     assert main(["resume", "runs/one", "run_dir=x"]) == 64
@@ -344,7 +343,7 @@ def test_ranks_that_torchrun_started_train_one_run(tmp_path):
     assert done.returncode == 0, done.stderr
     run = read_run(Path("runs/world"))
     assert (run.spec.world_size, newest_step(run.folder)) == (2, 2)
-    assert done.stdout.count("Decided for you") == 1
+    assert done.stdout.count("\ndecided  ") == 1
     failing = subprocess.run(
         command.replace("'train.steps=2'", "optim.lrr=1"), shell=True, env=environment, capture_output=True, text=True
     )
