@@ -247,6 +247,39 @@ def test_a_run_trains_goes_on_and_forks(capfd):
     assert read_run(folder).spec.optim.lr == 3e-3
 
 
+def test_a_finished_run_is_answered_at_once(capfd, monkeypatch):
+    assert main(["train", *tiny("train.steps=1")]) == 0
+    folder = Path("runs/hello")
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    capfd.readouterr()
+    # without torch, in a process of its own
+    script = "import sys; from megaspec.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", f"{script}; sys.exit(code)"]
+    environment = os.environ | {"PYTHONPATH": PATH}
+    for words in (["resume", "runs/hello"], ["train", *tiny("train.steps=1", "resume=auto")]):
+        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        says = (
+            "runs/hello is finished: all 1 steps are done; megaspec resume runs/hello train.steps=N trains it to step N"
+        )
+        assert done.stdout == f"{says}\n"
+    assert read_exit(folder).code == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == files
+
+    started = []
+    monkeypatch.setattr(starting, "launch", lambda place, **_: started.append(place) or 0)
+    # a second run of its name is another one, and says so
+    assert main(["train", *tiny("train.steps=1")]) == 0
+    says = "runs/hello holds a run of this name: this is another one, in runs/hello-2; megaspec resume runs/hello"
+    assert says in capfd.readouterr().out
+    # all steps are saved, but the start before did not end well: ranks write what is missing
+    (folder / "exit_code.json").unlink()
+    assert main(["resume", "runs/hello"]) == 0
+    # and there is more to do
+    assert main(["resume", "runs/hello", "train.steps=2"]) == 0
+    assert started == ["runs/hello-2", "runs/hello", "runs/hello"]
+
+
 def test_a_new_run_never_takes_a_folder_that_is_used(capfd):
     Path("runs/hello").mkdir(parents=True)
     Path("runs/hello/notes.txt").write_text("mine")

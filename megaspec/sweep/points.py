@@ -198,6 +198,6 @@ def left_out_in_words(points: Sequence[CheckedPoint]) -> list[str]:
             words = [" ".join(point.overrides) for point in leaving[:_LEFT_OUT_SHOWN]]
             where = f" at {', '.join(words)}"
             if len(leaving) > len(words):
-                where += f" and {len(leaving) - len(words)} more points"
+                where += f" and {len(leaving) - len(words)} more"
         lines.append(f"left out{where}: {text}")
     return lines
