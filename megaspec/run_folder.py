@@ -26,7 +26,7 @@ from megaspec.core.regular_files import check_kinds, make_folder_inside, open_in
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
-from megaspec.launcher.exit_file import EXIT_FILE
+from megaspec.launcher.exit_file import EXIT_FILE, read_exit
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
@@ -133,6 +133,8 @@ def make_folder(folder: Path) -> None:
         what = "exists and is not empty"
         if is_run(folder):
             what = f"holds a run; megaspec resume {folder} goes on with it"
+            if has_ended_well(folder):
+                what = f"holds a finished run; megaspec resume {folder} train.steps=N trains it to step N"
         text = f"run_dir={folder} {what}; choose another run_dir or name"
         raise RecipeError([Problem("run_dir", text, code="run-exists")])
 
@@ -189,6 +191,12 @@ def newest_step(folder: Path) -> int:
     if not candidates(folder / CHECKPOINTS):
         return 0
     return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec))
+
+
+def has_ended_well(folder: Path) -> bool:
+    """Whether the last start of a run ended with all its steps done, all its sinks and samples written."""
+    last = read_exit(folder)
+    return last is not None and last.code == 0
 
 
 def saved_in_words(folder: Path) -> str:

@@ -64,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     agrees = True
     if args.json:
         content = plan.as_json()
+        content["recipe"] = composed.recipe.model_dump(mode="json")
         if views:
             content["ranks"] = [view.model_dump(mode="json") for view in views]
         if args.trace:

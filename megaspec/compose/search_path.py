@@ -173,13 +173,14 @@ def _target(entry: Any, *, config_path: str, groups: Sequence[str]) -> tuple[str
         hint = did_you_mean(group, groups) or f"groups are {', '.join(groups)}"
         return None, f"{key}: {group} is no group; {hint}"
     is_base = config_path == "base"
-    if is_base and choice is None:
-        return None, None
-    if not isinstance(choice, str) or not _NAME.fullmatch(choice):
-        return None, f"{key}: {choice} is no name of a file; letters, digits, dots, dashes and underscores"
     is_recipe = config_path.startswith("recipe/")
+    if choice is not None and (not isinstance(choice, str) or not _NAME.fullmatch(choice)):
+        return None, f"{key}: {choice} is no name of a file; letters, digits, dots, dashes and underscores"
     if not is_base and (words != ["override", f"/{group}"] or group == "recipe" or not is_recipe):
         return None, f"{key}: a recipe chooses with `override /group: choice`, after what it inherits"
+    if choice is None:
+        # no file: whoever reads this entry writes the section out
+        return None, None
     return f"{group}/{choice}", None
 
 
