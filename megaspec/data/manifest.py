@@ -94,6 +94,8 @@ class DataManifest(Frozen):
     """Every document ends with the eod token."""
     bad_lines: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Input lines that were left out, by kind."""
+    bad_lines_file: str | None = None
+    """File beside these that lists them with file, line and reason; None where none were left out."""
     sample: SampleRecord | None = None
     """What the tokenizer lost of a sample; None in the files of versions that tried none."""
     sources: tuple[SourceRecord, ...]

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -10,7 +11,12 @@ from megaspec.core.terminal import Terminal, escape
 from megaspec.data.parts import JobProgress, losses
 from megaspec.data.prepare import PreparedData
 
-_STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "files": "writing the files"}
+_STAGES = {
+    "lines": "looking for bad lines",
+    "tokenizer": "training the tokenizer",
+    "tokens": "tokenizing",
+    "files": "writing the files",
+}
 
 
 @contextmanager
@@ -60,11 +66,15 @@ def print_prepared(prepared: PreparedData) -> None:
         console.print(f"  {prepared.parts_reused} parts were there from a job that was stopped", markup=False)
     for kind, count in sorted(manifest.bad_lines.items()):
         console.print(escape(f"  left out: {count} lines, {kind}"))
+    if manifest.bad_lines_file is not None:
+        console.print(
+            escape(f"  listed with their reasons: {Path(prepared.prefix).with_name(manifest.bad_lines_file)}")
+        )
     sample = manifest.sample
     if sample is not None and sample.lost_characters:
         console.print(escape(f"  lost by the tokenizer: {losses(sample)}"))
     for path in prepared.without_checksums:
-        text = f"  {path}: its pages carry no checksums, damage in them can't be told from text"
+        text = f"  {path}: carries no checksums, damage in it can't be told from text"
         console.print(escape(text))
     if prepared.passed_over:
         console.print(f"  passed over: {prepared.passed_over} files of other kinds", markup=False)
