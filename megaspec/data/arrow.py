@@ -2,9 +2,9 @@
 
 Files are mapped, never read whole: of a record batch only the wanted columns are looked at.
 
-Note "What a saved data set is". `Dataset.save_to_disk` writes a folder with `state.json`, which names the files in their
-order, and `DatasetDict.save_to_disk` one folder for each split beside `dataset_dict.json`. Files that `state.json` does
-not name are caches of the library.
+Note "What a saved data set is". `Dataset.save_to_disk` writes a folder with `state.json`, which names the files in
+their order, and `DatasetDict.save_to_disk` one folder for each split beside `dataset_dict.json`. Files that
+`state.json` does not name are caches of the library.
 
 Note "What damage shows". Arrow carries no checksums. A stream that was cut off ends without its end mark, offsets are
 checked before a text is taken, and a text has to be UTF-8; a letter that became another one is other text.
@@ -132,7 +132,7 @@ def _batch_texts(path: str, batch: Any, row: int, fields: TextFields) -> Iterato
 
 
 def _check_offsets(column: Any) -> None:
-    """Raises ArrowInvalid where offsets or indices point outside, which would end the process; bytes may be no UTF-8."""
+    """Raises ArrowInvalid where offsets or indices point outside, which would end the process."""
     from pyarrow import types
 
     kind = column.type
@@ -143,6 +143,7 @@ def _check_offsets(column: Any) -> None:
         kind = column.type
     if types.is_string(kind):
         column = column.view("binary")
+    # as bytes, since a text that is no UTF-8 is one bad line
     elif types.is_large_string(kind):
         column = column.view("large_binary")
     column.validate(full=True)

@@ -27,13 +27,17 @@ class TokenizerRecord(Frozen):
     """The tokenizer that made the tokens."""
 
     name: str
-    """`byte`, or the name under which a tokenizer.json was given."""
+    """`byte`, or the name under which its file was given."""
     sha256: Sha256
-    """Hash of tokenizer.json; for `byte` of the word byte."""
+    """Hash of its copy beside the data; for `byte` of the word byte."""
     vocab_size: PositiveInt
     """Token ids are below this."""
     eod: NonNegativeInt | None
     """Token that ends a document; None when the tokenizer has none."""
+    eod_token: str | None = None
+    """That token as it is written; None for bytes, and in the manifests of versions that didn't say."""
+    ending: Literal["", ".json", ".model"] = ".json"
+    """Of its copy beside the data: a tokenizer.json or SentencePiece's .model; "" for bytes, which have none."""
 
 
 class SourceFileRecord(Frozen):

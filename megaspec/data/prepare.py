@@ -40,7 +40,7 @@ from megaspec.data.prepare_worker import PrepareSettings, part_path
 from megaspec.data.provenance import record_of
 from megaspec.data.source_sums import SUMS, SourceSums, differences
 from megaspec.data.text_fields import TextFields
-from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
+from megaspec.data.tokenizer import COPIES, BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
 
 BPE_TRAINING_BYTES = 64 * 2**20
 # CPU time that a tokenizer has for a batch of short texts, in seconds; a batch takes a fifth of one.
@@ -80,7 +80,8 @@ def prepare(
     overwrite: bool = False,
     progress: Callable[[JobProgress], None] = lambda progress: None,
 ) -> PreparedData:
-    """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, `.tokenizer.json`.
+    """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, a copy of the
+    tokenizer, `.tokenizer.json` or `.tokenizer.model`.
 
     inputs: files, folders, or `python` for the corpus that ships with Python. key: where JSON lines, parquet and Arrow
     hold the text. skip_bad: how many bad lines are left out before the job stops; `<out_prefix>.bad-lines.txt` lists
@@ -155,19 +156,17 @@ def prepare(
 
 
 def _worker_settings(folder: Path, tokenizer: Tokenizer, *, fields: TextFields, append_eod: bool) -> PrepareSettings:
-    """What every worker is told; one that reads a tokenizer.json reads the folder's own copy."""
+    """What every worker is told; one that reads a tokenizer's file reads the folder's own copy."""
     path = None
-    where = tokenizer.name
-    if isinstance(tokenizer, FileTokenizer):
-        path = str(folder / "tokenizer.json")
-        where = tokenizer.where
+    if tokenizer.ending:
+        path = str(folder / f"tokenizer{tokenizer.ending}")
     return PrepareSettings(
         folder=str(folder),
         fields=fields,
         eod=tokenizer.eod if append_eod else None,
         dtype=token_dtype(tokenizer.vocab_size).str,
         tokenizer=path,
-        tokenizer_where=where,
+        tokenizer_where=tokenizer.where,
         cpu_seconds=TOKENIZER_SECONDS,
     )
 
@@ -296,7 +295,7 @@ def _own_folder(folder: Path, job: str, *, resume: bool) -> Iterator[None]:
 
 def _remove_leftovers(prefix: str) -> None:
     """Remove the temporary files of a job that was killed while it published."""
-    for ending in (".bin", ".idx", ".manifest.json", ".tokenizer.json"):
+    for ending in (".bin", ".idx", ".manifest.json", ".tokenizer.json", ".tokenizer.model", ".bad-lines.txt"):
         path = Path(f"{prefix}{ending}")
         for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -327,14 +326,14 @@ def _tokenizer_in(
     folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[InputPart], fields: TextFields
 ) -> Tokenizer:
     """The tokenizer with its file in the folder, trained if need be."""
-    path = folder / "tokenizer.json"
     if isinstance(tokenizer, BpeRequest):
+        path = folder / "tokenizer.json"
         name = f"bpe:{tokenizer.vocab_size}"
         if path.exists():
             return FileTokenizer(path.read_bytes(), name=name)
         tokenizer = train_bpe(_training_texts(parts, fields), tokenizer.vocab_size)
-    if isinstance(tokenizer, FileTokenizer):
-        write_atomically(path, [tokenizer.text])
+    if tokenizer.ending:
+        write_atomically(folder / f"tokenizer{tokenizer.ending}", [tokenizer.text])
     return tokenizer
 
 
@@ -377,10 +376,13 @@ def _publish(
     bin_path = Path(f"{prefix}.bin")
     write_atomically(bin_path, _chunks(folder, parts, entries), need=n_bytes)
     write_atomically(Path(f"{prefix}.idx"), [index], need=len(index))
-    if isinstance(tokenizer, FileTokenizer):
-        write_atomically(tokenizer_path(prefix), [tokenizer.text], need=len(tokenizer.text))
-    else:
-        tokenizer_path(prefix).unlink(missing_ok=True)
+    if tokenizer.ending:
+        copy = tokenizer_path(prefix, tokenizer.ending)
+        write_atomically(copy, [tokenizer.text], need=len(tokenizer.text))
+    for ending in COPIES:
+        # of another tokenizer, whose files are replaced
+        if ending != tokenizer.ending:
+            tokenizer_path(prefix, ending).unlink(missing_ok=True)
     bad = bad_by_kind(entries)
     manifest = DataManifest(
         tokens=n_bytes // dtype.itemsize,

@@ -23,7 +23,7 @@ from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_error
 from megaspec.data.inputs import InputPart, InputSlice, carries_checksums, lines_before, read_documents
 from megaspec.data.text_fields import BadLine, TextFields
-from megaspec.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from megaspec.data.tokenizer import ByteTokenizer, Tokenizer, open_copy
 
 # Lossy documents of a part that are kept with their place; all are counted.
 PLACES_KEPT = 100
@@ -58,7 +58,7 @@ class PrepareSettings:
     dtype: str
     """Number format of the token ids, as numpy writes it: <u2 or <i4."""
     tokenizer: str | None
-    """Path of tokenizer.json; None for bytes."""
+    """Path of the tokenizer's file; None for bytes."""
     tokenizer_where: str
     """The file that the user named, for errors."""
     cpu_seconds: float
@@ -249,8 +249,8 @@ def open_tokenizer(settings: PrepareSettings) -> Tokenizer:
     """The tokenizer of a worker."""
     if settings.tokenizer is None:
         return ByteTokenizer()
-    text = Path(settings.tokenizer).read_bytes()
-    return FileTokenizer(text, name=settings.tokenizer, where=settings.tokenizer_where)
+    path = Path(settings.tokenizer)
+    return open_copy(path.read_bytes(), path.suffix, name=settings.tokenizer, where=settings.tokenizer_where)
 
 
 def main() -> int:

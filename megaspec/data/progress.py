@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaspec.core.terminal import Terminal, escape
+from megaspec.data.manifest import DataManifest
 from megaspec.data.parts import JobProgress, losses
 from megaspec.data.prepare import PreparedData
 
@@ -59,7 +60,7 @@ def print_prepared(prepared: PreparedData) -> None:
     how = "was already prepared" if prepared.was_there else "prepared"
     text = (
         f"{prepared.prefix}: {how}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.dtype}, "
-        f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids)"
+        f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids), {_end_of_document(manifest)}"
     )
     console.print(escape(text))
     if prepared.parts_reused:
@@ -78,6 +79,17 @@ def print_prepared(prepared: PreparedData) -> None:
         console.print(escape(text))
     if prepared.passed_over:
         console.print(f"  passed over: {prepared.passed_over} files of other kinds", markup=False)
+
+
+def _end_of_document(manifest: DataManifest) -> str:
+    """Which token ends a document, by its number and as it is written."""
+    record = manifest.tokenizer
+    if not manifest.append_eod or record.eod is None:
+        return "no token ends a document"
+    text = f"each document ends with {record.eod}"
+    if record.eod_token is not None:
+        text += f", {record.eod_token}"
+    return text
 
 
 def _stage_lines(console: Terminal) -> Callable[[JobProgress], None]:

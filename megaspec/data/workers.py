@@ -74,7 +74,7 @@ class _Worker:
 def run_workers(
     module: str, parts: Iterable[InputPart], settings: Settings, n_workers: int
 ) -> Iterator[tuple[InputPart, dict[str, Any]]]:
-    """Have every part made by processes of a module; yields (part, event) as events come in, {"done": number} when a part is finished.
+    """Have every part made by processes of a module; yields (part, event) as events come in, {"done": number} last.
 
     Raises DataError and WriteError of the workers, and WorkerDied when one ends on its own. No worker is left behind.
     """
