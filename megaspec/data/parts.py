@@ -86,7 +86,7 @@ def make_parts(
             # Before bad lines: a document of which nothing is left counts as an empty one.
             if entry["sample"]["lost_characters"]:
                 check_losses(parts, scan, entries, settings, allowed)
-            if entry["no_tokens"]:
+            if entry["no_tokens"] and _n_bad(entries) > allowed.bad_lines:
                 check_bad(prefix, parts, scan, entries, allowed.bad_lines)
         else:
             running.setdefault(part.number, Counter()).update(event)
@@ -103,6 +103,8 @@ def make_parts(
                 stage="tokens",
             )
         )
+    # what came after the last time, and whether each part held what the pass over the inputs saw
+    check_bad(prefix, parts, scan, entries, allowed.bad_lines)
     return [entries[part.number] for part in parts], n_reused
 
 
@@ -165,6 +167,10 @@ def check_bad(
         if entry["no_tokens"]:
             extra[part.number] = [(number, line, NO_TOKENS) for number, line in entry["no_tokens"]]
     check_bad_lines(scan, prefix, allowed, extra=extra)
+
+
+def _n_bad(entries: dict[int, dict[str, Any]]) -> int:
+    return sum(bad_by_kind(list(entries.values())).values())
 
 
 def _so_far(parts: list[InputPart], entries: dict[int, dict[str, Any]]) -> str:
