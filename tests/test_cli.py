@@ -75,7 +75,7 @@ def test_plan_shows_the_essentials_without_data(capsys):
     ):
         assert line in out, line
     assert "not ready to train: data.blend.0.prefix=data/hello" in err
-    assert "megaspec data prepare" in err
+    assert "make it with `megaspec data prepare python --out data/hello --tokenizer byte`" in err
     assert list(Path().iterdir()) == []
 
 

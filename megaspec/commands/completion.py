@@ -101,9 +101,12 @@ COMMANDS: dict[str, Completed] = {
         (
             "--allow-lossy-tokenizer",
             "--eod",
+            "--join",
             "--key",
+            "--merges",
             "--out",
             "--overwrite",
+            "--per-key",
             "--restart",
             "--skip-bad",
             "--tokenizer",

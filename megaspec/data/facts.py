@@ -1,6 +1,7 @@
 """What the resolver has to know about the data, read from manifests and index headers only. Torch-free and fast."""
 
 import hashlib
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
         except DataError as error:
             text = f"{key}={part.prefix}: {error}"
             if not Path(f"{part.prefix}.idx").exists():
-                text += "; make it with `megaspec data prepare`"
+                text += f"; make it with `{prepare_command(spec, number)}`"
             problems.append(Problem(key, text, code="data-files"))
             continue
         for name, n_tokens in zip(SPLITS, counts.tokens, strict=True):
@@ -115,6 +116,34 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
         fingerprint=digest.hexdigest(),
         problems=tuple(problems),
     )
+
+
+def prepare_command(spec: IndexedSpec, number: int) -> str:
+    """The command that makes a data set of the blend. INPUT and NAME stand for what nothing says."""
+    given = "INPUT"
+    tokenizer = None
+    if spec.prepare is not None:
+        given = spec.prepare.input or given
+        tokenizer = spec.prepare.tokenizer
+    # all data sets of a blend have one tokenizer
+    for part in spec.blend:
+        tokenizer = _tokenizer_beside(part.prefix) or tokenizer
+    words = [given, "--out", spec.blend[number].prefix, "--tokenizer", tokenizer or "NAME"]
+    return f"megaspec data prepare {shlex.join(words)}"
+
+
+def _tokenizer_beside(prefix: str) -> str | None:
+    """What makes further data sets of the tokenizer of one that is there; None where it isn't there, or doesn't say."""
+    try:
+        manifest = load_manifest(prefix)
+    except DataError:
+        return None
+    if manifest is None:
+        return None
+    if not manifest.tokenizer.ending or manifest.tokenizer.name == "byte":
+        return "byte"
+    copy = f"{prefix}.tokenizer{manifest.tokenizer.ending}"
+    return copy if Path(copy).exists() else None
 
 
 def _counts(prefix: str, split: tuple[float, float, float]) -> "Counts":

@@ -34,6 +34,15 @@ class BlendPart(Frozen):
     Megatron 0.5 % more of it is built then than a run needs, which changes the order near the end of an epoch."""
 
 
+class PrepareSpec(Frozen):
+    """What the data sets are made from: told to who doesn't have them yet, and read by nothing else."""
+
+    tokenizer: str
+    """As `megaspec data prepare --tokenizer` takes it."""
+    input: str | None = None
+    """The INPUT of `megaspec data prepare`; null where it is the user's own."""
+
+
 class IndexedSpec(DataSpec):
     """Megatron's .bin/.idx files, one or a weighted blend."""
 
@@ -44,6 +53,9 @@ class IndexedSpec(DataSpec):
     """Shares of documents for training, validation and test."""
     cache: Auto[str] = "auto"
     """Folder for index files. auto: `index-cache` beside the first data set."""
+
+    prepare: PrepareSpec | None = None
+    """With what `megaspec data prepare` makes the data sets, for the command that is told where one is missing."""
 
     @property
     def weights(self) -> list[float] | None:

@@ -234,10 +234,19 @@ GROUPS = (
     ),
     FlagGroup(
         Fate.LOST,
+        "cyclic draws the order of samples anew on every pass, each data-parallel rank within a share of its own, so "
+        "it depends on dp and on the micro batch, and external is a loader of one's own; samples here come in the "
+        "order of --dataloader-type single, shuffled too and the same for every layout: leave the flag out, or give "
+        "single, to train on the same samples in that order (the data's README: Megatron's cyclic order)",
+        """
+        --dataloader-type text = single
+        """,
+    ),
+    FlagGroup(
+        Fate.LOST,
         "no such data, or order of it",
         """
         --valid-data-path text*, --data-args-path text, --per-split-data-args-path text,
-        --dataloader-type text = single,
         --phase-transition-iterations text, --dataloader-inter-document-masking, --fim-data, --sft,
         --iterations-to-skip text+, --mid-level-dataset-surplus text = 0.005
         """,

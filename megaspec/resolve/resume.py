@@ -175,8 +175,9 @@ def _pinned(old: Spec, recipe: Recipe) -> tuple[Recipe, tuple[Decision, ...]]:
 def _order(recipe: Recipe) -> dict[str, Any]:
     """What the training order is made from."""
     content = recipe.data.model_dump(mode="json")
-    # where the index lies, not what is in it
+    # where the index lies and how the data were made, not what is in them
     content.pop("cache", None)
+    content.pop("prepare", None)
     return content
 
 

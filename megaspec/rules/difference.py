@@ -20,6 +20,7 @@ FREE = (
     "log",
     "checkpoint",
     "data.cache",
+    "data.prepare",
     "model.vocab_pad_to",
     "run_dir",
     "train.steps",

@@ -1,7 +1,7 @@
 import pytest
 
-from megaspec.data.facts import data_facts
-from megaspec.data.spec import BlendPart, IndexedSpec, RandomSpec, SyntheticSpec
+from megaspec.data.facts import data_facts, prepare_command
+from megaspec.data.spec import BlendPart, IndexedSpec, PrepareSpec, RandomSpec, SyntheticSpec
 from tests.data.helpers import add_manifest, write_dataset
 
 
@@ -47,7 +47,24 @@ def test_every_problem_is_told_at_once(tmp_path):
     assert "a.bin: size=0, its manifest says 160" in first.message
     assert second.key == "data.blend.1.prefix"
     assert "nothing.idx: can't be read" in second.message
-    assert "megaspec data prepare" in second.message
+    # with the tokenizer of the one that is there
+    command = f"megaspec data prepare INPUT --out {tmp_path}/nothing --tokenizer byte"
+    assert second.message.endswith(f"; make it with `{command}`")
+
+
+def test_the_command_that_makes_a_data_set(tmp_path):
+    made = PrepareSpec(tokenizer="openai-community/gpt2", input="my text.jsonl")
+    gone = indexed(tmp_path / "gone", prepare=made)
+    command = f"megaspec data prepare 'my text.jsonl' --out {tmp_path}/gone --tokenizer openai-community/gpt2"
+    assert prepare_command(gone, 0) == command
+    assert f"`{command}`" in data_facts(gone).problems[0].message
+    assert prepare_command(indexed("a b"), 0) == "megaspec data prepare INPUT --out 'a b' --tokenizer NAME"
+    # what is there counts more than what the recipe says
+    write_dataset(tmp_path / "a", [10] * 8, manifest=False)
+    add_manifest(tmp_path / "a", vocab_size=1000, documents=8, tokens=80, tokenizer="bpe:1000")
+    (tmp_path / "a.tokenizer.json").write_text("{}")
+    both = indexed(tmp_path / "a", tmp_path / "gone", prepare=made)
+    assert prepare_command(both, 1).endswith(f"--tokenizer {tmp_path}/a.tokenizer.json")
 
 
 def test_two_tokenizers_in_one_blend(tmp_path):

@@ -371,6 +371,18 @@ def test_what_a_recipe_can_not_say_is_lost_and_told(more, told, capsys):
     assert "lost: " in err
 
 
+@pytest.mark.parametrize("kind", ["cyclic", "external"])
+def test_another_order_of_samples_is_never_passed_over(kind, capsys):
+    """It depends on the layout there; what to give instead is said."""
+    line = f"{SMALL} {LLAMA} --dataloader-type {kind}"
+    assert main(["from-megatron", "--gpus", "4", "--", *line.split()]) == 64
+    err = capsys.readouterr().err
+    assert f"--dataloader-type {kind}" in err
+    assert "depends on dp and on the micro batch" in err
+    assert "leave the flag out, or give single" in err
+    assert main(["from-megatron", "--gpus", "4", "--", *line.replace(kind, "single").split()]) == 0
+
+
 def test_a_published_command_that_can_not_be_said_lists_all_that_is_lost():
     lost = "\n".join(map(str, draft_of(commands.LLAMA3_8B_FP8).lost))
     for name in ("--decoupled-lr", "--decoupled-min-lr", "--fp8-recipe delayed"):
