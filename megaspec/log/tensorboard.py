@@ -33,7 +33,11 @@ class TensorboardSink:
                     for layer, value in zip(event.layers, values, strict=True):
                         self._writer.add_scalar(f"routers/{name}/{layer}", value, event.step)
             case EvalDone():
-                self._writer.add_scalar(f"loss/{event.split}", event.loss, event.step)
+                self._writer.add_scalar("loss/valid", event.loss, event.step)
+                for name, loss in event.sets.items():
+                    # the share of the training data has no name beside that of the whole
+                    if len(event.sets) > 1 or name != "valid":
+                        self._writer.add_scalar(f"loss/valid/{name}", loss, event.step)
             case Sampled():
                 self._writer.add_text("sample", event.prompt + event.text, event.step)
 

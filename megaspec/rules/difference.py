@@ -20,6 +20,7 @@ FREE = (
     "log",
     "checkpoint",
     "data.cache",
+    "data.valid",
     "model.vocab_pad_to",
     "run_dir",
     "train.steps",

@@ -1,14 +1,19 @@
 """For every rule the smallest recipe that breaks it, and what mends it: for `megaspec explain`, and held by a test."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megaspec.estimate.target import Target
-from megaspec.rules.run_facts import Facts
+from megaspec.rules.run_facts import Facts, SetFacts
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+
+
+def _with_web(of_set: SetFacts) -> Facts:
+    """FACTS with an evaluation set called web."""
+    return replace(FACTS, valid_sets={"web": of_set})
 
 
 @dataclass(frozen=True)
@@ -361,6 +366,27 @@ _BATCH = {
         ("train.eval_every=0",),
         "data.seq_len",
         facts=Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=2000),
+    ),
+    "valid-samples": Example(
+        ("data.valid.web=data/web",), ("~data.valid",), "data.valid.web", facts=_with_web(SetFacts(257, samples=0))
+    ),
+    "valid-vocab": Example(
+        ("data.valid.web=data/web",), ("~data.valid",), "data.valid.web", facts=_with_web(SetFacts(512, samples=9))
+    ),
+    "valid-seq": Example(
+        ("data.valid.web={blend: [{prefix: data/web}], seq_len: 512}",),
+        ("data.valid.web.seq_len=128",),
+        "data.valid.web.seq_len",
+    ),
+    "valid-mask": Example(
+        ("data.valid.web={blend: [{prefix: data/web}], document_mask: true}",),
+        ("~data.valid.web.document_mask",),
+        "data.valid.web.document_mask",
+    ),
+    "valid-trained": Example(
+        ("data.valid.web={blend: [{prefix: data/hello}]}",),
+        ("data.valid.web.split=[969,30,1]",),
+        "data.valid.web.blend.0.prefix",
     ),
     "sample-tokenizer": Example(("data=random", "~data.blend"), ("train.sample=null",), "train.sample"),
 }
