@@ -104,7 +104,7 @@ def test_an_evaluation_set_has_the_tokenizer_of_the_training_data(tmp_path):
     training = data_facts(data)
     web = evaluation_facts(data, training)["web"]
     assert (web.problems, web.tokens["valid"]) == ((), 80)
-    other = replace(training, tokenizer_sha256="0" * 64)
+    other = replace(training, tokenizer_sha256="f" * 64)
     (problem,) = evaluation_facts(data, other)["web"].problems
     assert (problem.key, problem.code) == ("data.valid.web", "data-tokenizers")
     gone = data.model_copy(update={"valid": {"web": indexed(tmp_path / "gone")}})
