@@ -161,7 +161,7 @@ _SWEEPS = {
     "sweep.points": KnownCode("Every point is resolved before the first starts; one is wrong.", "Mend or drop it."),
     "sweep.metric": KnownCode(
         "Points are compared by a number that each of them comes to have.",
-        "Set train.eval_every to at most train.steps, or sweep.metric=loss.",
+        "Set train.eval_every above 0, or sweep.metric=loss.",
     ),
     "sweep.gpus": KnownCode("Slots share the GPUs of this machine.", "Ask for fewer."),
     "sweep.launcher": KnownCode(

@@ -3,7 +3,7 @@
 import hashlib
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,19 +33,41 @@ class DataFacts:
     """Whole sequences of `train`, `valid` and `test` in one pass; None for a source without end."""
     tokenizer: str | None
     """Name of the tokenizer; None when there is none or it isn't known."""
+    tokenizer_sha256: str | None
+    """Of the tokenizer that made all of the data; None when there is none, several, or it isn't known."""
     fingerprint: str
     """Hash that changes with the content of the data; "" for data that is made from the seed."""
     problems: tuple[Problem, ...]
     """What keeps the data from being used (missing or damaged files, data sets that don't belong together)."""
 
 
-def data_facts(data_spec: DataSpec) -> DataFacts:
-    """The facts for a data spec. What is wrong with the files is told in `problems`, never raised."""
+def data_facts(data_spec: DataSpec, *, key: str = "data") -> DataFacts:
+    """The facts for a data spec. What is wrong with the files is told in `problems`, never raised.
+
+    `key`: where the spec stands in a recipe; an evaluation set stands below `data.valid` and trains nothing.
+    """
     # a plug-in's source is made as it is read
-    return FACTS.get(type(data_spec), made)(data_spec)
+    return FACTS.get(type(data_spec), made)(data_spec, key=key)
 
 
-def made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
+def evaluation_facts(data_spec: DataSpec, training: DataFacts) -> dict[str, DataFacts]:
+    """The facts for each evaluation set. Among their problems: another tokenizer than that of the training data."""
+    found = {}
+    for name, one in data_spec.valid.items():
+        key = f"data.valid.{name}"
+        facts = data_facts(one, key=key)
+        ours = training.tokenizer_sha256
+        theirs = facts.tokenizer_sha256
+        if ours is not None and theirs is not None and ours != theirs:
+            text = f"{key} was made by the tokenizer {facts.tokenizer} (sha256 {theirs[:8]}), the training data by "
+            text += f"{training.tokenizer} ({ours[:8]}): the same id is another token; prepare both with one tokenizer"
+            problem = Problem(key, text, code="data-tokenizers")
+            facts = replace(facts, problems=(*facts.problems, problem))
+        found[name] = facts
+    return found
+
+
+def made(spec: SyntheticSpec | RandomSpec, *, key: str) -> DataFacts:
     """Of data that is made as it is read: no files, no end."""
     endless = dict.fromkeys(SPLITS)
     return DataFacts(
@@ -55,29 +77,31 @@ def made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
         tokens=endless,
         samples=endless,
         tokenizer=None,
+        tokenizer_sha256=None,
         fingerprint="",
         problems=(),
     )
 
 
-def _indexed(spec: IndexedSpec) -> DataFacts:
+def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
+    is_training = key == "data"
     problems: list[Problem] = []
     manifests: list[DataManifest] = []
     tokens = dict.fromkeys(SPLITS, 0)
     samples = dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
     for number, part in enumerate(spec.blend):
-        key = f"data.blend.{number}.prefix"
+        prefix_key = f"{key}.blend.{number}.prefix"
         try:
             manifest = load_manifest(part.prefix)
             counts = _counts(part.prefix, spec.split)
             if manifest is not None:
                 _check_sizes(part.prefix, manifest)
         except DataError as error:
-            text = f"{key}={part.prefix}: {error}"
+            text = f"{prefix_key}={part.prefix}: {error}"
             if not Path(f"{part.prefix}.idx").exists():
                 text += f"; make it with `{prepare_command(spec, number)}`"
-            problems.append(Problem(key, text, code="data-files"))
+            problems.append(Problem(prefix_key, text, code="data-files"))
             continue
         for name, n_tokens in zip(SPLITS, counts.tokens, strict=True):
             tokens[name] += n_tokens
@@ -88,10 +112,11 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
             digest.update(manifest.fingerprint.encode())
         else:
             digest.update(counts.lengths)
-        if len(spec.blend) > 1 and part.weight is None and counts.tokens[0] <= spec.seq_len:
-            problems.append(_nothing_to_count(key, part.prefix, spec, counts.tokens[0]))
-    problems += _mixed_tokenizers(spec, manifests)
-    if not problems and not tokens["train"]:
+        is_counted = is_training and len(spec.blend) > 1 and part.weight is None
+        if is_counted and counts.tokens[0] <= spec.seq_len:
+            problems.append(_nothing_to_count(prefix_key, part.prefix, spec, counts.tokens[0]))
+    problems += _mixed_tokenizers(spec, manifests, key=f"{key}.blend")
+    if is_training and not problems and not tokens["train"]:
         problems.append(
             Problem(
                 "data.split", f"data.split={list(spec.split)} leaves no document for training; raise its first share"
@@ -100,6 +125,7 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
     vocab_size = None
     eod = None
     tokenizer = None
+    hashes = {manifest.tokenizer.sha256 for manifest in manifests}
     if manifests:
         tokenizers = [manifest.tokenizer for manifest in manifests]
         vocab_size = max(one.vocab_size for one in tokenizers)
@@ -113,6 +139,7 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
         tokens=tokens,
         samples=samples,
         tokenizer=tokenizer,
+        tokenizer_sha256=hashes.pop() if len(hashes) == 1 else None,
         fingerprint=digest.hexdigest(),
         problems=tuple(problems),
     )
@@ -175,7 +202,7 @@ def _nothing_to_count(key: str, prefix: str, spec: IndexedSpec, tokens: int) -> 
     return Problem(key, text, code="data-files")
 
 
-def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest]) -> list[Problem]:
+def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest], *, key: str) -> list[Problem]:
     """A problem where the data sets of a blend were made by different tokenizers."""
     by_hash = {manifest.tokenizer.sha256: manifest.tokenizer for manifest in manifests}
     if len(by_hash) < 2:
@@ -184,8 +211,8 @@ def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest]) -> list[
     for tokenizer in by_hash.values():
         names.append(f"{tokenizer.name} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:8]})")
     prefixes = ", ".join(part.prefix for part in spec.blend)
-    text = f"data.blend={prefixes} mixes tokens of {' and '.join(names)}; prepare all data sets with one tokenizer"
-    return [Problem("data.blend", text, code="data-tokenizers")]
+    text = f"{key}={prefixes} mixes tokens of {' and '.join(names)}; prepare all data sets with one tokenizer"
+    return [Problem(key, text, code="data-tokenizers")]
 
 
 FACTS: dict[type[DataSpec], Callable[..., DataFacts]] = {

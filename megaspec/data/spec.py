@@ -1,19 +1,41 @@
 """Where tokens come from."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveFloat, PositiveInt
-from megaspec.core.kinds import Kinds
+from megaspec.core.kinds import Kinds, tags_of
 
 # Version of the rules that make the training order of token files out of a spec. 1 divided a blend's weights by their
 # sum once, and built as much of a single weighted data set as of a bare one; 2 does both as Megatron (data/order.py).
 ORDER_VERSION = 2
 
 
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""Name of an evaluation set: a part of dotted paths and of TensorBoard's, so it holds no dot and no slash."""
+# What an editor is told of evaluation sets: each may leave out what follows the training data.
+_SETS_SCHEMA = {"type": "object", "additionalProperties": {"type": ["object", "string"]}}
+
+
 class DataSpec(Frozen):
     """What every source shares."""
+
+    OWN: ClassVar[frozenset[str]] = frozenset()
+    """Fields that say which data it is: an evaluation set of the same kind takes none of them from the training data.
+    """
+    WHOLE: ClassVar[Mapping[str, Any]] = {}
+    """What an evaluation set has in fields that it leaves out, so that all of its data is read as the split `valid`."""
 
     seq_len: PositiveInt
     """Tokens per training sequence."""
@@ -21,6 +43,45 @@ class DataSpec(Frozen):
     """Seed of the data order. auto: train.seed."""
     document_mask: bool = False
     """Attention and positions stop at document bounds inside a packed sequence, and no loss crosses them."""
+    valid: Annotated[dict[SetName, "DataSource"], WithJsonSchema(_SETS_SCHEMA)] = Field(
+        {}, exclude_if=lambda sets: not sets
+    )
+    """Evaluation sets by name, each with a loss of its own: {web: data/web, code: {blend: [{prefix: data/code}]}}. A
+    text is the prefix of token files. What a set leaves out follows the training data; it is read whole, in a fixed
+    order. Empty: the second share of `split`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sets_follow(cls, said: Any, info: ValidationInfo) -> Any:
+        """What evaluation sets leave out is said for them."""
+        if info.mode == "json":
+            # what comes from here is read as Python's, where a list stands for no tuple
+            said = _with_tuples(said)
+        if not isinstance(said, Mapping) or not isinstance(said.get("valid"), Mapping):
+            return said
+        sets = {name: _whole_set(one, training=said) for name, one in said["valid"].items()}
+        return {**said, "valid": sets}
+
+    @field_validator("valid")
+    @classmethod
+    def _sets_hold_none(cls, sets: dict[str, "DataSpec"]) -> dict[str, "DataSpec"]:
+        """A set is no training data: it has no evaluation sets."""
+        for name, one in sets.items():
+            if one.valid:
+                rule = "sets without evaluation sets of their own"
+                raise PydanticCustomError("set_in_set", "{rule}; drop {name}.valid", {"rule": rule, "name": name})
+        return sets
+
+    @field_serializer("valid", mode="wrap")
+    def _without_what_follows(self, sets: dict[str, "DataSpec"], handler: SerializerFunctionWrapHandler) -> Any:
+        """Sets without what they would take from the training data, so that they go on following it."""
+        training = {name: getattr(self, name) for name in type(self).model_fields}
+        dumped = handler(sets)
+        for name, one in sets.items():
+            for key, value in _followed(training, type(one)).items():
+                if getattr(one, key) == value:
+                    dumped[name].pop(key, None)
+        return dumped
 
 
 class BlendPart(Frozen):
@@ -45,6 +106,9 @@ class PrepareSpec(Frozen):
 
 class IndexedSpec(DataSpec):
     """Megatron's .bin/.idx files, one or a weighted blend."""
+
+    OWN: ClassVar[frozenset[str]] = frozenset({"blend", "split", "cache"})
+    WHOLE: ClassVar[Mapping[str, Any]] = {"split": (0.0, 1.0, 0.0)}
 
     kind: Literal["indexed"]
     blend: tuple[BlendPart, ...] = Field(min_length=1)
@@ -91,3 +155,45 @@ class RandomSpec(DataSpec):
 
 SOURCE_KINDS = Kinds()
 DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec, SOURCE_KINDS]
+
+
+def _whole_set(one: Any, *, training: Mapping[str, Any]) -> Any:
+    """An evaluation set as it was written, and what it leaves out. `training`: the data that it stands in."""
+    if isinstance(one, str):
+        one = {"kind": "indexed", "blend": ({"prefix": one},)}
+    if not isinstance(one, Mapping):
+        return one
+    kind = one.get("kind", training.get("kind"))
+    for source in (*SOURCE_KINDS.ours, *SOURCE_KINDS.added):
+        if kind in tags_of(source):
+            return {**source.WHOLE, **_followed(training, source), **one}
+    # a kind that there is not: told with its name
+    return {"kind": kind, **one}
+
+
+def _followed(training: Mapping[str, Any], source: type[DataSpec]) -> dict[str, Any]:
+    """The fields of the training data that a set of a class takes where it leaves them out."""
+    names = set(DataSpec.model_fields)
+    if training.get("kind") in tags_of(source):
+        names = set(source.model_fields) - source.OWN
+    names.discard("valid")
+    return {name: training[name] for name in training if name in names}
+
+
+def _with_tuples(content: Any) -> Any:
+    """Plain data with tuples for lists."""
+    if isinstance(content, Mapping):
+        return {name: _with_tuples(one) for name, one in content.items()}
+    if isinstance(content, list | tuple):
+        return tuple(_with_tuples(one) for one in content)
+    return content
+
+
+def evaluation_sets(data: DataSpec) -> dict[str, DataSpec]:
+    """Name -> what an evaluation reads, as the split `valid`: the sets of `data.valid`, else the share of the data."""
+    return dict(data.valid) or {"valid": data}
+
+
+# they name DataSource, which is made of them
+for _source in (IndexedSpec, SyntheticSpec, RandomSpec):
+    _source.model_rebuild()

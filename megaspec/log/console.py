@@ -47,8 +47,7 @@ class ConsoleSink:
             case StepDone():
                 self._step(event)
             case EvalDone():
-                text = f"{event.split} loss {event.loss:.4f} ({perplexity(event.loss)}), {event.seconds:.1f} s"
-                self._line(f"step {event.step}  {text}")
+                self._evaluated(event)
             case CheckpointSaved():
                 self._line(printable(f"step {event.step}  saved {event.path}, {event.seconds:.1f} s"))
             case Sampled():
@@ -64,6 +63,16 @@ class ConsoleSink:
         """Leaves the terminal at the start of a line."""
         if self._live_text:
             self._line("")
+
+    def _evaluated(self, event: EvalDone) -> None:
+        seconds = f", {event.seconds:.1f} s"
+        if len(event.sets) == 1:
+            (name,) = event.sets
+            self._line(f"step {event.step}  {loss_text(name, event.loss)}{seconds}")
+            return
+        for name, loss in event.sets.items():
+            self._line(f"step {event.step}  {loss_text(name, loss)}")
+        self._line(f"step {event.step}  valid loss {event.loss:.4f}, the mean of {len(event.sets)} sets{seconds}")
 
     def _step(self, event: StepDone) -> None:
         # the first step of an attempt pays for compilation and caches: it says nothing about the others
@@ -154,6 +163,11 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{rest:02}"
     return f"{minutes}:{rest:02}"
+
+
+def loss_text(name: str, loss: float) -> str:
+    """`web loss 2.9870 (perplexity 19.83)`."""
+    return f"{name} loss {loss:.4f} ({perplexity(loss)})"
 
 
 def perplexity(loss: float) -> str:

@@ -92,11 +92,15 @@ class RoutersDone:
 
 @dataclass(frozen=True)
 class EvalDone:
-    """An evaluation."""
+    """An evaluation: of all sets, each on its own."""
 
     step: int
-    split: str
     loss: float
+    """The validation loss of the run: the mean over the sets, each of which counts the same however large it is."""
+    sets: dict[str, float]
+    """By name: the mean over the valid tokens of a set. `valid` is the share that data.split leaves for it."""
+    tokens: dict[str, int]
+    """By name: valid tokens that a set's loss is the mean over."""
     seconds: float
 
 

@@ -1,12 +1,15 @@
 """The numbers of an event under the names by which services and TensorBoard draw them. Torch-free.
 
 Those of a step are called as in metrics.jsonl. Others are called by their event, by what tells several of it apart, and
-by their key in metrics.jsonl: eval/valid/loss, routers/entropy/layers.1.
+by their key in metrics.jsonl: eval/loss, eval/NAME/loss, routers/entropy/layers.1.
 """
 
 from dataclasses import asdict
 
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, StepDone
+
+SPLIT = "valid"
+"""What the evaluated share of the training data is called, where no set has a name of its own."""
 
 
 def scalars(event: Event) -> dict[str, float]:
@@ -17,8 +20,7 @@ def scalars(event: Event) -> dict[str, float]:
         case RoutersDone():
             return _of_routers(event)
         case EvalDone():
-            prefix = f"eval/{event.split}"
-            return {f"{prefix}/loss": event.loss, f"{prefix}/seconds": event.seconds}
+            return _of_evaluation(event)
         case CheckpointSaved():
             return {"checkpoint/seconds": event.seconds}
         case _:
@@ -30,6 +32,15 @@ def _known(event: StepDone) -> dict[str, float]:
     for name, value in asdict(event).items():
         if name not in ("step", "steps") and value is not None:
             found[name] = float(value)
+    return found
+
+
+def _of_evaluation(event: EvalDone) -> dict[str, float]:
+    """The mean of the sets, and each set's own loss where there are several, or one that has a name."""
+    found = {"eval/loss": event.loss, "eval/seconds": event.seconds}
+    if set(event.sets) != {SPLIT}:
+        for name, loss in event.sets.items():
+            found[f"eval/{name}/loss"] = loss
     return found
 
 

@@ -246,7 +246,7 @@ GROUPS = (
         Fate.LOST,
         "no such data, or order of it",
         """
-        --valid-data-path text*, --data-args-path text, --per-split-data-args-path text,
+        --data-args-path text,
         --phase-transition-iterations text, --dataloader-inter-document-masking, --fim-data, --sft,
         --iterations-to-skip text+, --mid-level-dataset-surplus text = 0.005
         """,

@@ -17,6 +17,7 @@ from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
+from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -131,6 +132,10 @@ def data_cache(draft: ResolverDraft) -> None:
     if draft["data.kind"] == "indexed":
         folder = PurePath(draft["data.blend"][0]["prefix"]).parent / "index-cache"
         draft.fill("data.cache", str(folder), "beside the first data set")
+    for name, source in draft.recipe.data.valid.items():
+        if isinstance(source, IndexedSpec):
+            folder = PurePath(source.blend[0].prefix).parent / "index-cache"
+            draft.fill(f"data.valid.{name}.cache", str(folder), "beside the first data set")
 
 
 def searched(draft: ResolverDraft) -> None:

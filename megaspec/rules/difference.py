@@ -21,6 +21,7 @@ FREE = (
     "checkpoint",
     "data.cache",
     "data.prepare",
+    "data.valid",
     "model.vocab_pad_to",
     "run_dir",
     "train.steps",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from megaspec.estimate.target import Target
-from megaspec.rules.run_facts import Facts, RunStart
+from megaspec.rules.run_facts import Facts, RunStart, SetFacts
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
@@ -11,6 +11,11 @@ WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+
+
+def _with_web(of_set: SetFacts) -> Facts:
+    """FACTS with an evaluation set called web."""
+    return replace(FACTS, valid_sets={"web": of_set})
 
 
 @dataclass(frozen=True)
@@ -366,6 +371,27 @@ _BATCH = {
         ("train.eval_every=0",),
         "data.seq_len",
         facts=Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=2000),
+    ),
+    "valid-samples": Example(
+        ("data.valid.web=data/web",), ("~data.valid",), "data.valid.web", facts=_with_web(SetFacts(257, samples=0))
+    ),
+    "valid-vocab": Example(
+        ("data.valid.web=data/web",), ("~data.valid",), "data.valid.web", facts=_with_web(SetFacts(512, samples=9))
+    ),
+    "valid-seq": Example(
+        ("data.valid.web={blend: [{prefix: data/web}], seq_len: 512}",),
+        ("data.valid.web.seq_len=128",),
+        "data.valid.web.seq_len",
+    ),
+    "valid-mask": Example(
+        ("data.valid.web={blend: [{prefix: data/web}], document_mask: true}",),
+        ("~data.valid.web.document_mask",),
+        "data.valid.web.document_mask",
+    ),
+    "valid-trained": Example(
+        ("data.valid.web={blend: [{prefix: data/hello}]}",),
+        ("data.valid.web.split=[969,30,1]",),
+        "data.valid.web.blend.0.prefix",
     ),
     "sample-tokenizer": Example(("data=random", "~data.blend"), ("train.sample=null",), "train.sample"),
 }

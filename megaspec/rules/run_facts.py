@@ -1,6 +1,7 @@
 """What the resolver has to know about data and run folders, gathered before it so that it stays pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megaspec.core.errors import Problem
 
@@ -13,6 +14,16 @@ class RunStart:
     """Optimizer steps that are done: in a fork those of its checkpoint."""
     lr: float = 0.0
     """Learning rate at that step, of the run that a fork is from; 0 in a run that is none."""
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """Of one evaluation set of `data.valid`."""
+
+    vocab_size: int | None = None
+    """Token ids are below it; None where nothing says so."""
+    samples: int | None = None
+    """Whole sequences in one pass; None for sources without end."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,8 @@ class Facts:
     """Whole sequences of the training split in one pass; None for sources without end."""
     valid_tokens: int | None = None
     """Tokens of the validation split; None for sources without end."""
+    valid_sets: Mapping[str, SetFacts] = field(default_factory=dict)
+    """By name, of the sets of data.valid that can be read."""
     fingerprint: str = ""
     """Changes with the content of the data; "" for data that is made as it is read, or not there."""
     problems: tuple[Problem, ...] = ()

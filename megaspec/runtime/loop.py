@@ -15,24 +15,26 @@ from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core.errors import CheckpointError, Preempted, printable
 from megaspec.core.faults import failpoint
-from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
+from megaspec.data.loader import Loader, StepBatch, open_source
 from megaspec.data.source import Source
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunStarted, Sampled, StepDone
+from megaspec.log.jsonl import is_evaluated
 from megaspec.log.sinks import METRICS
 from megaspec.log.speed import speed_of
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.runtime.build import TrainState, initialise
+from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
-from megaspec.runtime.step import PHASES, StepResult, evaluate, train_step
-from megaspec.spec import UNKNOWN_ORIGIN
+from megaspec.runtime.step import PHASES, StepResult, train_step
+from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint
 from megaspec.train.batch_schedule import BatchSchedule
 
 Mark = float | torch.cuda.Event
@@ -166,12 +168,12 @@ class Run:
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
-    valid: Source | None = None
-    """What evaluations read, opened and checked by the first of them."""
+    evaluation: Evaluation = field(init=False)
     scaler: LossScaler = field(init=False)
     schedule: BatchSchedule = field(init=False)
 
     def __post_init__(self) -> None:
+        self.evaluation = Evaluation(self.built)
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
         spec = self.built.spec
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
@@ -218,7 +220,9 @@ class Run:
     def train(self) -> None:
         """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
         spec = self.built.spec
-        source = self._source("train")
+        if self._owes_evaluation():
+            self._evaluate()
+        source = self._source()
         loader = Loader(
             source,
             self.schedule,
@@ -247,15 +251,15 @@ class Run:
                 stop = False
                 while len(pending) > lag:
                     stop = self._report(pending.pop(0), clock) or stop
-                # before a stop is honoured: the resumed run goes on behind it
-                if self._due(spec.train.eval_every):
-                    self._evaluate()
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
                     while pending:
                         self._report(pending.pop(0), clock)
+                    # an evaluation that is due is made up for by the resumed run: it may take longer than the grace
                     self._save()
-                    raise Preempted(f"stopped after step {self.step} and saved; megaspec resume {self.run_dir} goes on")
+                    raise Preempted(f"stopped after step {self.step} and saved; {self._goes_on()}")
+                if self._evaluation_due():
+                    self._evaluate()
                 if self._due(spec.checkpoint.every) or self.step == spec.train.steps:
                     self._save()
                 if at_rest:
@@ -282,10 +286,15 @@ class Run:
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
+    def _evaluation_due(self) -> bool:
+        """After every train.eval_every-th step and after the last one; never where that is 0."""
+        train = self.built.spec.train
+        return train.eval_every > 0 and (self._due(train.eval_every) or self.step == train.steps)
+
     def _wants_rest(self) -> bool:
         """Whether the host has to have seen everything before it goes on."""
         spec = self.built.spec
-        return self._due(spec.train.eval_every) or self._due(spec.checkpoint.every) or self.step == spec.train.steps
+        return self._evaluation_due() or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
     def _report(self, pending: PendingStep, clock: StepClock) -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
@@ -327,27 +336,29 @@ class Run:
         return stop > 0
 
     def _evaluate(self) -> None:
-        spec = self.built.spec
+        """Evaluates, or raises Preempted where a stop was asked for meanwhile: the resumed run evaluates anew."""
         start = time.perf_counter()
-        if self.valid is None:
-            self.valid = self._source("valid")
-        for chunk in self.built.chunks:
-            chunk.eval()
-        batches = eval_batches(
-            self.valid,
-            spec.train.eval_samples,
-            micro_batch=spec.train.micro_batch,
-            dp_rank=self.built.mesh.index("dp"),
-            dp_size=self.built.mesh.size("dp"),
-            device=self.built.device,
-            document_mask=spec.data.document_mask,
-        )
-        self.built.position.mark("evaluation")
-        failpoint("evaluate")
-        loss = float(evaluate(self.built, batches))
-        for chunk in self.built.chunks:
-            chunk.train()
-        self.emit(EvalDone(step=self.step, split="valid", loss=loss, seconds=time.perf_counter() - start))
+        evaluated = self.evaluation.run()
+        if evaluated is None:
+            self._save()
+            raise Preempted(f"stopped in the evaluation after step {self.step} and saved; {self._goes_on()}")
+        losses = {name: one.loss for name, one in evaluated.sets.items()}
+        tokens = {name: one.tokens for name, one in evaluated.sets.items()}
+        seconds = time.perf_counter() - start
+        self.emit(EvalDone(step=self.step, loss=evaluated.loss, sets=losses, tokens=tokens, seconds=seconds))
+
+    def _owes_evaluation(self) -> bool:
+        """Whether the run stopped before, or in, the evaluation of the step that it goes on after."""
+        spec = self.built.spec
+        is_fork_start = isinstance(spec.forked_from, ForkPoint) and spec.forked_from.step == self.step
+        if self.step == 0 or is_fork_start or not self._evaluation_due():
+            return False
+        # the first rank's word: the file may look different from another machine
+        is_done = self.comm.rank == 0 and is_evaluated(self.run_dir / METRICS, self.step)
+        return not self.comm.broadcast(is_done)
+
+    def _goes_on(self) -> str:
+        return f"megaspec resume {self.run_dir} goes on"
 
     def _save(self) -> None:
         if self.last_saved == self.step:
@@ -388,12 +399,12 @@ class Run:
         )
         self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=tokenizer.decode(written)))
 
-    def _source(self, split: str) -> Source:
+    def _source(self) -> Source:
         spec = self.built.spec
         assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
         return open_source(
             spec.data,
-            split=split,
+            split="train",
             seed=spec.data.seed,
             segments=spec.segments,
             vocab_size=spec.model.vocab_size,

@@ -189,14 +189,33 @@ def train_step(
     return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, routers)
 
 
-@torch.no_grad()
 def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:
     """The mean loss over the valid tokens of all ranks' batches, a scalar in at least fp32."""
+    sums = evaluation_sums(built, batches, is_cut=lambda: False)
+    assert sums is not None, "an evaluation that nothing cuts"
+    return mean_loss(sums)
+
+
+def mean_loss(sums: Tensor) -> Tensor:
+    """The mean of what `evaluation_sums` returns."""
+    return sums[0] / sums[1].clamp(min=1)
+
+
+@torch.no_grad()
+def evaluation_sums(built: TrainState, batches: Iterable[Batch], *, is_cut: Callable[[], bool]) -> Tensor | None:
+    """float64 [2]: the sum of the losses of the valid tokens of all ranks' batches, and how many tokens these are.
+
+    `is_cut` is asked before each pass through the pipeline, by all ranks together, and answers the same on each. None:
+    it said yes, and the rest was left.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
     one = torch.ones((), dtype=built.wide, device=built.device)
     count_here = built.mesh.index("cp") == 0 and built.mesh.index("pp") == 0
     following = iter(batches)
     while window := list(islice(following, built.pipeline.window)):
+        if is_cut():
+            built.pipeline.finish()
+            return None
 
         def forward(chunk: int, micro: int, x: Tensor | None, window: Sequence[Batch] = window) -> Tensor:
             built.position.micro = micro
@@ -210,8 +229,7 @@ def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:
         if count_here:
             sums[1] += torch.stack([batch.mask.sum() for batch in window]).sum()
     built.pipeline.finish()
-    sums = _summed(built, sums)
-    return sums[0] / sums[1].clamp(min=1)
+    return _summed(built, sums)
 
 
 def _summed(built: TrainState, x: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from megaspec.data.facts import data_facts, prepare_command
+from megaspec.data.facts import data_facts, evaluation_facts, prepare_command
 from megaspec.data.spec import BlendPart, IndexedSpec, PrepareSpec, RandomSpec, SyntheticSpec
 from tests.data.helpers import add_manifest, write_dataset
 
@@ -108,3 +110,20 @@ def test_a_blend_without_weights_counts_sequences_of_each(tmp_path):
     weighted = tuple(BlendPart(prefix=str(tmp_path / name), weight=1.0) for name in "ab")
     spec = indexed(tmp_path / "a", split=(1.0, 0.0, 0.0)).model_copy(update={"blend": weighted})
     assert data_facts(spec).problems == ()
+
+
+def test_an_evaluation_set_has_the_tokenizer_of_the_training_data(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8)
+    write_dataset(tmp_path / "web", [10] * 8)
+    data = indexed(tmp_path / "a").model_copy(
+        update={"valid": {"web": indexed(tmp_path / "web", split=(0.0, 1.0, 0.0))}}
+    )
+    training = data_facts(data)
+    web = evaluation_facts(data, training)["web"]
+    assert (web.problems, web.tokens["valid"]) == ((), 80)
+    other = replace(training, tokenizer_sha256="f" * 64)
+    (problem,) = evaluation_facts(data, other)["web"].problems
+    assert (problem.key, problem.code) == ("data.valid.web", "data-tokenizers")
+    gone = data.model_copy(update={"valid": {"web": indexed(tmp_path / "gone")}})
+    (problem,) = evaluation_facts(gone, training)["web"].problems
+    assert problem.key == "data.valid.web.blend.0.prefix"

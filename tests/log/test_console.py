@@ -79,7 +79,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
 def test_other_events_stay_above_the_live_line():
     events = [
         step_done(1),
-        EvalDone(step=1, split="valid", loss=2.0, seconds=1.0),
+        EvalDone(step=1, loss=2.0, sets={"valid": 2.0}, tokens={"valid": 9}, seconds=1.0),
         step_done(10),
         CheckpointSaved(step=10, path="runs/x/10", seconds=0.5),
         Sampled(step=10, prompt="Once", text=" upon\x1b]0;title\x07 a time"),

@@ -34,7 +34,7 @@ def live(steps, how, resumed=0):
     with open_sinks(log, run, step=resumed) as emit:
         for step in steps:
             emit(step_done(step, loss=10.0 + step + resumed / 100))
-        emit(EvalDone(step=steps[-1], split="valid", loss=2.5, seconds=1.0))
+        emit(EvalDone(step=steps[-1], loss=2.5, sets={"valid": 2.5}, tokens={"valid": 9}, seconds=1.0))
         if how == "done":
             emit(Sampled(step=steps[-1], prompt="a <b> ", text="c"))
         emit(RunEnded(step=steps[-1], how=how))
@@ -97,7 +97,7 @@ def test_wandb(run, fork):
     assert [line["loss"] for line in first["history"] if "loss" in line] == [11.0, 12.0, 13.0, 14.0]
     assert [line["_step"] for line in second["history"] if "loss" in line] == [3, 4, 5, 6]
     last = second["history"][-1]
-    assert last["eval/valid/loss"] == 2.5
+    assert last["eval/loss"] == 2.5
     assert last["sample/_type"] == "html-file", last
     assert first["summary"]["status"] == "preempted"
     assert (first["code"], first["is_preempting"]) == (75, True)
@@ -131,7 +131,7 @@ def test_mlflow(run, fork):
     history = {m.step: m.value for m in client.get_metric_history(found.info.run_id, "loss")}
     assert len(client.get_metric_history(found.info.run_id, "loss")) == 6
     assert history == {1: 11.0, 2: 12.0, 3: 13.0, 4: 14.0, 5: 15.02, 6: 16.02}
-    assert found.data.metrics["eval/valid/loss"] == 2.5
+    assert found.data.metrics["eval/loss"] == 2.5
     (sample,) = run.glob("mlflow/**/samples/step-6.txt")
     assert sample.read_text() == "a <b> c"
     assert list(run.glob("mlflow/**/spec.json"))

@@ -584,14 +584,27 @@ def test_evaluation_takes_its_own_batch():
 def test_why_nothing_is_evaluated():
     per_split = SMALL.replace("--data-path", "--train-data-path") + "--eval-interval 5 --valid-data-path data/y"
     draft = draft_of(per_split)
-    assert "--valid-data-path data/y: no such data" in draft.lost[0].message
-    assert draft.content["train"].get("eval_every") == 0
-    text = recipe_text(draft)
-    assert "leaves nothing" not in text
-    why = "validation takes a share of data.split, and those data sets are lost"
-    assert f"eval_every: 0  # --eval-interval; {why}" in text
+    assert not draft.lost
+    assert draft.content["data"]["valid"] == {"valid": {"blend": [{"prefix": "data/y"}]}}
+    assert draft.content["train"]["eval_every"] == 5
+    assert "leaves nothing" not in recipe_text(draft)
     for line in (f"{SMALL} --eval-interval 5 --split 1,0,0", per_split.replace("--valid-data-path data/y", "")):
         assert "eval_every: 0  # --eval-interval; there is nothing to evaluate" in recipe_text(draft_of(line))
+
+
+def test_the_file_of_each_splits_data_sets(tmp_path):
+    path = tmp_path / "data.json"
+    line = f"{SMALL.replace('--data-path data/x', '')} --eval-interval 5 --per-split-data-args-path {path}"
+    assert "can't be read as JSON" in draft_of(line).problems[0].message
+    path.write_text('{"train": ["3", "data/a", "1", "data/b"], "valid": ["data/c"], "test": ["data/d"]}')
+    draft = draft_of(line)
+    assert not draft.problems
+    data = draft.content["data"]
+    assert data["blend"] == [{"prefix": "data/a", "weight": 3.0}, {"prefix": "data/b", "weight": 1.0}]
+    assert (data["split"], data["valid"]) == ([1.0, 0.0, 0.0], {"valid": {"blend": [{"prefix": "data/c"}]}})
+    assert "under test" in draft.notes["--per-split-data-args-path"]
+    path.write_text('{"train": "data/a"}')
+    assert "must hold a list" in draft_of(line).problems[0].message
 
 
 def test_behind_a_key_stands_where_its_value_is_from():
