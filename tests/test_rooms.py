@@ -96,6 +96,17 @@ RUNS = {
         "optim={kind: muon, lr: 0.1}",
         *MADE_UP,
     ),
+    "stream": (
+        "data=stream",
+        "data.files=[{path: '*.jsonl', weight: 1}]",
+        "data.tokenizer=byte",
+        "data.window=100",
+        "data.key=text",
+        "train.eval_every=0",
+        "train.sample.tokens=1",
+        "~data.blend",
+        "~data.split",
+    ),
     "experts": (
         "model.layer={kind: parallel}",
         "model.attention.qk_norm=per_head",

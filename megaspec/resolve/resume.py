@@ -12,7 +12,7 @@ from typing import Any
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import origin_of, show, value_at
-from megaspec.data.spec import ORDER_VERSION
+from megaspec.data.spec import ORDER_VERSION, StreamSpec
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import Refused, Settled, settle
@@ -76,8 +76,8 @@ def fork(
 
     With the same data, sequence length and seed it goes on in the same training order; otherwise it takes the new
     order from the sample at which the checkpoint stands: after `done_steps` steps, that many `done_samples`, whatever
-    the batch was and is. `forked_from`: that checkpoint. `facts.run_dir` is its folder. RecipeError: it would end
-    before it begins, or what `resolve` raises.
+    the batch was and is; another stream from its beginning. `forked_from`: that checkpoint. `facts.run_dir` is its
+    folder. RecipeError: it would end before it begins, or what `resolve` raises.
     """
     problems = _too_short(recipe, done_steps, origins or {})
     if problems:
@@ -90,6 +90,9 @@ def fork(
         segments = old.segments
     # what the checkpoint's run had taken by that step, beyond what this run's batches would have
     moved = done_samples - BatchSchedule(new.train).consumed(done_steps)
+    if isinstance(new.data, StreamSpec) and not is_same_data:
+        # Another stream begins at its beginning: to be behind a sample, all before it would have to be tokenized.
+        moved = -BatchSchedule(new.train).consumed(done_steps)
     return settled.spec(_longer(segments, settled, moved), moved=moved, forked_from=forked_from)
 
 
@@ -166,8 +169,9 @@ def _pinned(old: Spec, recipe: Recipe) -> tuple[Recipe, tuple[Decision, ...]]:
 def _order(recipe: Recipe) -> dict[str, Any]:
     """What the training order is made from."""
     content = recipe.data.model_dump(mode="json")
-    # where the index lies, not what is in it
+    # where the index lies, not what is in it, and who tokenizes
     content.pop("cache", None)
+    content.pop("workers", None)
     return content
 
 

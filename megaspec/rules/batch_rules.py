@@ -4,7 +4,7 @@ from math import isinf, lcm
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
-from megaspec.data.spec import IndexedSpec
+from megaspec.data.spec import IndexedSpec, StreamSpec
 from megaspec.rules.case import LONGEST_RAMP, Case
 from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
@@ -170,6 +170,9 @@ def evaluation_has_data(case: Case) -> Problem | None:
     """Evaluation needs documents that are not for training."""
     data = case.recipe.data
     every = case.recipe.train.eval_every
+    if every and isinstance(data, StreamSpec):
+        text = f"train.eval_every={every} needs validation data, data.kind=stream trains on all of its files"
+        return Problem("train.eval_every", f"{text}; set train.eval_every=0")
     if not every or not isinstance(data, IndexedSpec) or data.split[1] > 0:
         return None
     text = f"train.eval_every={every} needs validation data, data.split={list(data.split)} leaves none"
@@ -199,8 +202,8 @@ def _enough(case: Case, split: str, tokens: int | None) -> Problem | None:
 
 
 def sampling_has_a_tokenizer(case: Case) -> Problem | None:
-    """A text can be written only with the tokenizer of prepared data."""
-    if case.recipe.train.sample is None or isinstance(case.recipe.data, IndexedSpec):
+    """A text can be written only with the tokenizer of data that is made from text."""
+    if case.recipe.train.sample is None or isinstance(case.recipe.data, IndexedSpec | StreamSpec):
         return None
     text = f"train.sample needs a tokenizer, data.kind={case.recipe.data.kind} has none; set train.sample=null"
     return Problem("train.sample", text)

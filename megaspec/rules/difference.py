@@ -20,6 +20,7 @@ FREE = (
     "log",
     "checkpoint",
     "data.cache",
+    "data.workers",
     "model.vocab_pad_to",
     "run_dir",
     "train.steps",
