@@ -121,8 +121,11 @@ def fingerprint(groups: Sequence[FileGroup], tokenizer: "Tokenizer") -> str:
 
 
 def check_unchanged(spec: StreamSpec, said: str) -> None:
-    """Raises DataError where files or tokenizer are not those that the run was resolved with. said: their hash then."""
-    if fingerprint(find_groups(spec), stream_tokenizer(spec)) == said:
+    """Raises DataError where files or tokenizer are not those that the run was resolved with.
+
+    said: their hash then; "" for a Spec that was made without looking at them.
+    """
+    if not said or fingerprint(find_groups(spec), stream_tokenizer(spec)) == said:
         return
     text = "data.files: names, sizes or times of change of the files, or the tokenizer, are other than those that the "
     text += "run began with, so its samples would be others"
