@@ -14,6 +14,10 @@ from megaspec.data.spec import StreamFiles, StreamSpec
 if TYPE_CHECKING:
     from megaspec.data.tokenizer import Tokenizer
 
+OTHER_FILES = (
+    "data.files: names, sizes or times of change of the files, or the tokenizer, are other than those that the run began "
+    "with, so its samples would be others; put the old files back with their times (cp -p, rsync -a), or give --fork NAME"
+)
 # Files whose beginning is read before a run; of more the first so many, the others when it comes to them.
 TRIED_FILES = 512
 # Of a file that is tried, the bytes in which its first document begins.
@@ -127,9 +131,7 @@ def check_unchanged(spec: StreamSpec, said: str) -> None:
     """
     if not said or fingerprint(find_groups(spec), stream_tokenizer(spec)) == said:
         return
-    text = "data.files: names, sizes or times of change of the files, or the tokenizer, are other than those that the "
-    text += "run began with, so its samples would be others"
-    raise DataError(f"{text}; put the old files back with their times (cp -p, rsync -a), or give --fork NAME")
+    raise DataError(OTHER_FILES)
 
 
 def file_problems(spec: StreamSpec, groups: Sequence[FileGroup]) -> list[Problem]:

@@ -13,6 +13,7 @@ from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import origin_of, show, value_at
 from megaspec.data.spec import ORDER_VERSION, StreamSpec
+from megaspec.data.stream_files import OTHER_FILES
 from megaspec.estimate.target import Target
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import Refused, Settled, settle
@@ -120,6 +121,8 @@ def _other_data(old: Spec, facts: Facts, origins: Mapping[str, str]) -> list[Pro
     """Data of another content than the run began with, where both are known."""
     if not old.data_fingerprint or not facts.fingerprint or old.data_fingerprint == facts.fingerprint:
         return []
+    if isinstance(old.data, StreamSpec):
+        return [Problem("data", OTHER_FILES, origin_of(origins, "data"), "resume-data")]
     # of data with a manifest it is the manifest's word, of data without one the lengths of its documents
     text = "data: its content has changed since the run began, or a .manifest.json beside it has come or gone; "
     text += "put the old data back, or give --fork NAME"

@@ -67,7 +67,8 @@ def compare(folder: Path, args: argparse.Namespace) -> dict:
     return {
         "benchmark": "stream",
         "date": str(date.today()),
-        "command": f"bench_stream.py --megabytes {args.megabytes:g} --sequences {args.sequences} --rounds {args.rounds}",
+        "command": f"bench_stream.py --megabytes {args.megabytes:g} --sequences {args.sequences} "
+        f"--rounds {args.rounds}",
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "python": platform.python_version(),
         "tokenizers": tokenizers.__version__,
