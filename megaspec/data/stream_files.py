@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from megaspec.data.tokenizer import Tokenizer
 
 OTHER_FILES = (
-    "data.files: names, sizes or times of change of the files, or the tokenizer, are other than those that the run began "
-    "with, so its samples would be others; put the old files back with their times (cp -p, rsync -a), or give --fork NAME"
+    "data.files: names, sizes or times of change of the files, or the tokenizer, are other than those that the run "
+    "began with, so its samples would be others; put the old files back with their times (cp -p, rsync -a), or give "
+    "--fork NAME"
 )
 # Files whose beginning is read before a run; of more the first so many, the others when it comes to them.
 TRIED_FILES = 512
