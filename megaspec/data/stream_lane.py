@@ -189,7 +189,7 @@ class StreamOrder:
         try:
             for piece, line, text in _lines_of(stretch, self.spec.key):
                 if isinstance(text, BadLine):
-                    self._refuse_or_count(file, lines_before(piece) + line, text)
+                    self._refuse_or_count(piece, line, text)
                 else:
                     found.append(Document(piece, line, text))
         except DataError as error:
@@ -206,8 +206,7 @@ class StreamOrder:
             raise DataError(f"{error} (the text is in {file.path}:{line})") from error
         tokens = np.asarray(ids, dtype=np.int32)
         if not len(tokens):
-            line = lines_before(document.piece) + document.line
-            self._refuse_or_count(file, line, BadLine("empty document"))
+            self._refuse_or_count(document.piece, document.line, BadLine("empty document"))
         elif self.tokenizer.eod is not None:
             tokens = np.append(tokens, np.int32(self.tokenizer.eod))
         return tokens
@@ -222,15 +221,15 @@ class StreamOrder:
             text = f"{file.path}: size or time of change is another than when the run began to read it"
             raise DataError(f"{text}; put the old file back with its time, and resume")
 
-    def _refuse_or_count(self, file: StreamFile, line: int, bad: BadLine) -> None:
+    def _refuse_or_count(self, piece: InputSlice, line: int, bad: BadLine) -> None:
         """Raises DataError for a bad line, or counts it: says so at the first and whenever there are twice as many."""
         if self.spec.bad_lines == "refuse":
-            raise DataError(bad_line(file.path, line, bad, self.spec.key))
+            raise DataError(bad_line(piece.path, lines_before(piece) + line, bad, self.spec.key))
         self._n_left_out += 1
         n_bad = self._n_left_out
-        # 1, 2, 4, 8, ...
+        # 1, 2, 4, 8, ...; to find a line's number, the file is read up to it
         if n_bad & (n_bad - 1) == 0:
-            last = f"{file.path}:{line}: {bad.kind}"
+            last = f"{piece.path}:{lines_before(piece) + line}: {bad.kind}"
             text = f"megaspec: data.bad_lines=skip: left out {n_bad:,} so far in this process, the last {last}"
             print(printable(text), file=sys.stderr, flush=True)
 

@@ -3,7 +3,8 @@
     python tests/benchmarks/bench_stream.py [--megabytes 24] [--sequences 1024] [--rounds 3]
 
 No training: sequences of 2,048 tokens are read one after the other, 32 of them first, which are not timed. The rounds
-are interleaved. The indexed source reads what the prepared files hold; what preparing them took is said beside it.
+are interleaved. CPU time, of the workers too and of their start, says what a loaded machine hides. The indexed source
+reads what the prepared files hold; what preparing them took is said beside it.
 Prints a JSON line and appends it to the results.
 """
 
@@ -61,9 +62,13 @@ def compare(folder: Path, args: argparse.Namespace) -> dict:
     for workers in (0, 1, 2):
         ways[f"stream, {workers} workers"] = stream(text, tokenizer, workers=workers)
     rates: dict[str, list[float]] = {way: [] for way in ways}
+    cpu: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(args.rounds):
         for way, spec in ways.items():
+            cpu_before = cpu_seconds()
             rates[way].append(tokens_per_second(spec, args.sequences))
+            million_tokens = (LANES + args.sequences) * SEQ_LEN / 10**6
+            cpu[way].append((cpu_seconds() - cpu_before) / million_tokens)
     return {
         "benchmark": "stream",
         "date": str(date.today()),
@@ -76,6 +81,8 @@ def compare(folder: Path, args: argparse.Namespace) -> dict:
         "jsonl_bytes": text.stat().st_size,
         "prepare_seconds": prepare_seconds,
         "tokens_per_second": rates,
+        "cpu_seconds_per_million_tokens": cpu,
+        "median_cpu_seconds_per_million_tokens": {way: statistics.median(values) for way, values in cpu.items()},
         "median_tokens_per_second": {way: statistics.median(values) for way, values in rates.items()},
     }
 
@@ -101,6 +108,12 @@ def stream(text: Path, tokenizer: Path, *, workers: int) -> StreamSpec:
         seq_len=SEQ_LEN,
         seed=SEED,
     )
+
+
+def cpu_seconds() -> float:
+    """Of this process and of its workers that have ended. Other work on the machine changes it little."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def tokens_per_second(spec: DataSpec, n_sequences: int) -> float:

@@ -272,7 +272,7 @@ def test_a_stream_may_have_other_workers_and_a_fork_of_it_goes_on_or_begins_anew
     assert old.data.lanes == 16
     spec = go_on(run, "data.workers=2", done_steps=50)
     assert (spec.data.workers, spec.samples_moved) == (2, 0)
-    with pytest.raises(RecipeError, match="data.window=5000 changes the experiment"):
+    with pytest.raises(RecipeError, match=r"data\.window=5000 changes the experiment"):
         go_on(run, "data.window=5000")
     with pytest.raises(RecipeError, match="names, sizes or times of change of the files"):
         go_on(run, facts=replace(FACTS, fingerprint="b"))
@@ -283,7 +283,9 @@ def test_a_stream_may_have_other_workers_and_a_fork_of_it_goes_on_or_begins_anew
 
 
 def test_a_stream_has_no_validation_split():
-    with pytest.raises(RecipeError, match="train.eval_every=5 needs validation data, data.kind=stream trains on all"):
+    with pytest.raises(
+        RecipeError, match=r"train\.eval_every=5 needs validation data, data\.kind=stream trains on all"
+    ):
         start(*STREAM[:-1], "train.eval_every=5")
     ramp = "train.batch_ramp={start: 4, increment: 6, samples: 40}"
     assert start(*STREAM, ramp, "train.micro_batch=2")[1].data.lanes == 2
