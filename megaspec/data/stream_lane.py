@@ -167,6 +167,7 @@ class StreamOrder:
             stretch_bytes = max(_LEAST_STRETCH, min(int(spec.window * group.share), fine))
             order = StretchOrder(group, number=number, stretch_bytes=stretch_bytes, seed=seed, shuffled=shuffled)
             self.groups.append(order)
+        self._refuses_bad_lines = spec.bad_lines == "refuse"
         self._n_left_out = 0
 
     @property
@@ -223,7 +224,7 @@ class StreamOrder:
 
     def _refuse_or_count(self, piece: InputSlice, line: int, bad: BadLine) -> None:
         """Raises DataError for a bad line, or counts it: says so at the first and whenever there are twice as many."""
-        if self.spec.bad_lines == "refuse":
+        if self._refuses_bad_lines:
             raise DataError(bad_line(piece.path, lines_before(piece) + line, bad, self.spec.key))
         self._n_left_out += 1
         n_bad = self._n_left_out
