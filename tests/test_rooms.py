@@ -105,6 +105,17 @@ RUNS = {
         "{shape: cosine, until: 2, start_lr: 0.02, lr: 0.01}, {shape: constant, steps: 9, start_factor: 0.2}]}",
         *MADE_UP,
     ),
+    "stream": (
+        "data=stream",
+        "data.files=[{path: '*.jsonl', weight: 1}]",
+        "data.tokenizer=byte",
+        "data.window=100",
+        "data.key=text",
+        "train.eval_every=0",
+        "train.sample.tokens=1",
+        "~data.blend",
+        "~data.split",
+    ),
     "experts": (
         "model.layer={kind: parallel}",
         "model.attention.qk_norm=per_head",

@@ -13,7 +13,8 @@ from megaspec.compose.compose import Composed
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
 from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import terminal
-from megaspec.data.spec import IndexedSpec
+from megaspec.data.spec import IndexedSpec, StreamSpec
+from megaspec.data.stream_files import described
 from megaspec.estimate.target import Target, detect_target
 from megaspec.launcher import exit_file
 from megaspec.launcher.stop import before_leaving
@@ -214,3 +215,5 @@ def _record(folder: Path) -> None:
 
 def _show(spec: Spec, target: Target) -> None:
     print_plan(spec, target, terminal())
+    if isinstance(spec.data, StreamSpec):
+        print(printable(f"data: {described(spec.data)}"))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from megaspec.core.errors import DataError, Problem
 from megaspec.data.manifest import DataManifest, load_manifest
-from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, SyntheticSpec
+from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec
+from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
 
 if TYPE_CHECKING:
     from megaspec.data.counts import Counts
@@ -215,8 +216,41 @@ def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest], *, key: 
     return [Problem(key, text, code="data-tokenizers")]
 
 
+def _stream(spec: StreamSpec, *, key: str = "data") -> DataFacts:
+    """Of text files: how many tokens they have is not known before they are read."""
+    problems: list[Problem] = []
+    groups = None
+    tokenizer = None
+    try:
+        groups = find_groups(spec)
+        for wrong in file_problems(spec, groups):
+            problems.append(Problem(f"{key}.files", f"{key}.files: {wrong}", code="data-files"))
+    except DataError as error:
+        problems.append(Problem(f"{key}.files", str(error), code="data-files"))
+    try:
+        tokenizer = stream_tokenizer(spec)
+    except DataError as error:
+        problems.append(Problem(f"{key}.tokenizer", str(error), code="data-files"))
+    known = ""
+    if groups is not None and tokenizer is not None:
+        known = fingerprint(groups, tokenizer)
+    endless = dict.fromkeys(SPLITS)
+    return DataFacts(
+        vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+        eod=None if tokenizer is None else tokenizer.eod,
+        train_samples_per_epoch=None,
+        tokens=endless,
+        samples=endless,
+        tokenizer=None if tokenizer is None else tokenizer.name,
+        tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
+        fingerprint=known,
+        problems=tuple(problems),
+    )
+
+
 FACTS: dict[type[DataSpec], Callable[..., DataFacts]] = {
     IndexedSpec: _indexed,
     SyntheticSpec: made,
     RandomSpec: made,
+    StreamSpec: _stream,
 }

@@ -29,6 +29,13 @@ def row_group_sizes(path: str) -> list[int]:
         return [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
 
 
+def row_group_rows(path: str) -> list[int]:
+    """Rows of each row group, as the footer says. Raises DataError."""
+    file = _open(path)
+    with _bad_data(path):
+        return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+
+
 def read_texts(path: str, start: int, stop: int, fields: TextFields) -> Iterator[tuple[int, str | BadLine]]:
     """(row, text or what is wrong) of the row groups start to stop; rows count from 1 at the beginning of the file.
 

@@ -14,12 +14,23 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveFloat, PositiveInt
+from megaspec.core.frozen import (
+    Auto,
+    Count,
+    Frozen,
+    NonNegativeCount,
+    NonNegativeFloat,
+    PositiveCount,
+    PositiveFloat,
+    PositiveInt,
+)
 from megaspec.core.kinds import Kinds, tags_of
 
 # Version of the rules that make the training order of token files out of a spec. 1 divided a blend's weights by their
 # sum once, and built as much of a single weighted data set as of a bare one; 2 does both as Megatron (data/order.py).
 ORDER_VERSION = 2
+# Of a stream: what a checkpoint notes of each is a few numbers.
+MOST_LANES = 2**14
 
 
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
@@ -153,8 +164,42 @@ class RandomSpec(DataSpec):
     """Token ids are below this."""
 
 
+class StreamFiles(Frozen):
+    """Text files of a stream."""
+
+    path: str
+    """A .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or a pattern such as data/*.jsonl."""
+    weight: PositiveFloat | None = None
+    """Share of these files in the samples; the weights are divided by their sum. All entries have one, or none has:
+    then they are one collection, of which a pass takes every document once."""
+
+
+class StreamSpec(DataSpec):
+    """Text files that are tokenized while the run reads them: nothing is prepared before it."""
+
+    OWN: ClassVar[frozenset[str]] = frozenset({"files"})
+
+    kind: Literal["stream"]
+    files: tuple[StreamFiles, ...] = Field(min_length=1)
+    """Where the text is."""
+    tokenizer: str
+    """`byte`, a tokenizer.json or a folder with one."""
+    key: str = "text"
+    """Key of JSON lines, or column of parquet, that holds the text."""
+    window: PositiveCount = 1_000_000
+    """Bytes of text within which a lane shuffles documents, over all files; a rank holds as many for each of its lanes.
+    The stretches of so many bytes are shuffled among themselves, over all files."""
+    lanes: Auto[Annotated[Count, Field(gt=0, le=MOST_LANES)]] = "auto"
+    """Rows of documents, each packed for itself: sample i is the next one of lane i modulo lanes. A rank tokenizes the
+    lanes that it takes samples of. auto: the largest divisor of every global batch that is at most 256."""
+    bad_lines: Literal["refuse", "skip"] = "refuse"
+    """What happens at a line that is no document: the run ends, or the line is left out and counted."""
+    workers: Annotated[Count, Field(ge=0, le=256)] = 1
+    """Processes of each rank that tokenize ahead of it; 0: the rank does it itself. Changes nothing in the order."""
+
+
 SOURCE_KINDS = Kinds()
-DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec, SOURCE_KINDS]
+DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec | StreamSpec, SOURCE_KINDS]
 
 
 def _whole_set(one: Any, *, training: Mapping[str, Any]) -> Any:
@@ -195,5 +240,5 @@ def evaluation_sets(data: DataSpec) -> dict[str, DataSpec]:
 
 
 # they name DataSource, which is made of them
-for _source in (IndexedSpec, SyntheticSpec, RandomSpec):
+for _source in (IndexedSpec, SyntheticSpec, RandomSpec, StreamSpec):
     _source.model_rebuild()

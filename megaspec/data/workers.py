@@ -26,24 +26,25 @@ class WorkerDied(MegaspecError):
     """A worker process ended before its work did."""
 
 
+def start_worker(module: str) -> subprocess.Popen:
+    """A process that runs a module of ours, with pipes to its standard input and output."""
+    path = str(_ROOT)
+    given = os.environ.get("PYTHONPATH")
+    if given:
+        path = f"{path}{os.pathsep}{given}"
+    # One process per worker: the tokenizer's own threads would only compete with the other workers.
+    environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    # What the tokenizer's library fails on becomes an error of ours; its own stack says nothing to a user.
+    environment["RUST_BACKTRACE"] = "0"
+    command = [sys.executable, "-P", "-m", module]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
 class _Worker:
     """A process of a module such as prepare_worker.py, and the part that it works on."""
 
     def __init__(self, module: str, settings: Settings, part: InputPart):
-        path = str(_ROOT)
-        given = os.environ.get("PYTHONPATH")
-        if given:
-            path = f"{path}{os.pathsep}{given}"
-        # One process per worker: the tokenizer's own threads would only compete with the other workers.
-        environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        # What the tokenizer's library fails on becomes an error of ours; its own stack says nothing to a user.
-        environment["RUST_BACKTRACE"] = "0"
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+        self.process = start_worker(module)
         self.part = part
         self._rest = b""
         self.send(asdict(settings))

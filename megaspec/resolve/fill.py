@@ -31,6 +31,8 @@ from megaspec.spec import Decision
 from megaspec_kernels.catalog import CATALOG, Use, choose
 
 MICRO_BATCH_TOKENS = 8192
+# A rank holds data.window bytes of text for each lane that it reads.
+MOST_LANES = 256
 CPU_RANKS = 2
 NODE_RANKS = 8
 # What only a search decides, and what stands there without one.
@@ -136,6 +138,18 @@ def data_cache(draft: ResolverDraft) -> None:
         if isinstance(source, IndexedSpec):
             folder = PurePath(source.blend[0].prefix).parent / "index-cache"
             draft.fill(f"data.valid.{name}.cache", str(folder), "beside the first data set")
+
+
+def data_lanes(draft: ResolverDraft) -> None:
+    if draft["data.kind"] != "stream":
+        return
+    sizes = [draft["train.global_batch"]]
+    ramp = draft["train.batch_ramp"]
+    if ramp:
+        sizes += [ramp["start"], ramp["increment"]]
+    most = max(one for one in divisors(gcd(*sizes)) if one <= MOST_LANES)
+    reason = f"the largest divisor of every global batch that is at most {MOST_LANES}"
+    draft.fill("data.lanes", most, reason)
 
 
 def searched(draft: ResolverDraft) -> None:
@@ -439,6 +453,7 @@ FILLS: tuple[Callable[[ResolverDraft], None], ...] = (
     model_shape,
     vocabulary,
     data_cache,
+    data_lanes,
     searched,
     # ranks before the layout that divides them, the layout before the batch that it divides
     ranks,

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
-from megaspec.data.spec import DataSpec, IndexedSpec
+from megaspec.data.spec import DataSpec, IndexedSpec, StreamSpec
 from megaspec.rules.case import LONGEST_RAMP, Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
@@ -179,7 +179,12 @@ def evaluation_has_data(case: Case) -> Problem | None:
     """Evaluation needs documents that are not for training."""
     data = case.recipe.data
     every = case.recipe.train.eval_every
-    if not every or data.valid or not isinstance(data, IndexedSpec) or data.split[1] > 0:
+    if not every or data.valid:
+        return None
+    if isinstance(data, StreamSpec):
+        text = f"train.eval_every={every} needs validation data, data.kind=stream trains on all of its files"
+        return Problem("train.eval_every", f"{text}; set train.eval_every=0, or data.valid.NAME=PREFIX")
+    if not isinstance(data, IndexedSpec) or data.split[1] > 0:
         return None
     text = f"train.eval_every={every} needs validation data, data.split={list(data.split)} leaves none"
     return Problem(
@@ -294,8 +299,8 @@ def evaluation_sets_are_not_trained_on(case: Case) -> Problem | None:
 
 
 def sampling_has_a_tokenizer(case: Case) -> Problem | None:
-    """A text can be written only with the tokenizer of prepared data."""
-    if case.recipe.train.sample is None or isinstance(case.recipe.data, IndexedSpec):
+    """A text can be written only with the tokenizer of data that is made from text."""
+    if case.recipe.train.sample is None or isinstance(case.recipe.data, IndexedSpec | StreamSpec):
         return None
     text = f"train.sample needs a tokenizer, data.kind={case.recipe.data.kind} has none; set train.sample=null"
     return Problem("train.sample", text)

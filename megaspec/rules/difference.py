@@ -22,6 +22,7 @@ FREE = (
     "data.cache",
     "data.prepare",
     "data.valid",
+    "data.workers",
     "model.vocab_pad_to",
     "run_dir",
     "train.steps",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megaspec.core.faults import failpoint
 from megaspec.data.loader import eval_batches, open_source
-from megaspec.data.source import Source
+from megaspec.data.source import CountedSource, Source
 from megaspec.data.spec import ORDER_VERSION, DataSpec, evaluation_sets
 from megaspec.launcher.stop import stop_requested
 from megaspec.parallelism.mesh import Mesh
@@ -77,6 +77,13 @@ class StopVote:
         return before is not None and before.item() > 0
 
 
+def _sequences(source: Source, most: int) -> int:
+    """How many sequences of a set are evaluated: `most`, or all where it has fewer, so that none is taken twice."""
+    if isinstance(source, CountedSource):
+        return source.count(most)
+    return min(most, len(source))
+
+
 class Evaluation:
     """The evaluation sets of a run. They are opened and checked by the first evaluation."""
 
@@ -102,7 +109,7 @@ class Evaluation:
         sets = {}
         for name, data in evaluation_sets(self._built.spec.data).items():
             source = self._source(name, data)
-            sequences = min(self._built.spec.train.eval_samples, len(source))
+            sequences = _sequences(source, self._built.spec.train.eval_samples)
             sums = self._sums(source, sequences, is_cut, document_mask=data.document_mask)
             if sums is None:
                 return None

@@ -16,7 +16,8 @@ from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.core.errors import CheckpointError, DataError
 from megaspec.data.provenance import tokenizer_of
-from megaspec.data.spec import DataSource, IndexedSpec
+from megaspec.data.spec import DataSource, IndexedSpec, StreamSpec
+from megaspec.data.stream_files import stream_tokenizer
 from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
@@ -82,6 +83,8 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
 
 def run_tokenizer(data: DataSource) -> Tokenizer:
     """The tokenizer that made a run's data. Raises DataError where the data was not made from text."""
+    if isinstance(data, StreamSpec):
+        return stream_tokenizer(data)
     if not isinstance(data, IndexedSpec):
         raise DataError(f"data.kind={data.kind} has no tokenizer, so there is no text to write; use data.kind=indexed")
     return tokenizer_of(data.blend[0].prefix)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -16,8 +17,9 @@ from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core.errors import CheckpointError, Preempted, printable
 from megaspec.core.faults import failpoint
 from megaspec.data.loader import Loader, StepBatch, open_source
-from megaspec.data.source import Source
-from megaspec.data.spec import ORDER_VERSION
+from megaspec.data.source import ResumableSource, Source
+from megaspec.data.spec import ORDER_VERSION, StreamSpec
+from megaspec.data.stream_files import check_unchanged
 from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunStarted, Sampled, StepDone
 from megaspec.log.jsonl import is_evaluated
@@ -27,6 +29,7 @@ from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.runtime.build import TrainState, initialise
+from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_place
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
@@ -169,6 +172,8 @@ class Run:
     tokens: int = 0
     last_saved: int = -1
     evaluation: Evaluation = field(init=False)
+    place: np.ndarray | None = None
+    """Where this rank's source stands after `step`, for a source that has to be told when the run goes on."""
     scaler: LossScaler = field(init=False)
     schedule: BatchSchedule = field(init=False)
 
@@ -202,6 +207,9 @@ class Run:
             self.tokens = reader.state["tokens"]
             self.scaler.load_state(reader.state["loss_scale"])
             self.last_saved = self.step
+            # a fork to another stream begins that at its beginning
+            if self.schedule.consumed(self.step) > 0:
+                self.place = read_place(reader)
 
     def _tell_new_start(self) -> None:
         """Says on stderr that a run which was under way before, or may have been, starts with weights from the seed."""
@@ -215,7 +223,15 @@ class Run:
 
     def _objections(self, manifest: Manifest) -> list[str]:
         """Why this rank can't go on from a checkpoint."""
-        return objections(manifest, self.built.spec) or misfits(self.built, manifest)
+        spec = self.built.spec
+        found = objections(manifest, spec) or misfits(self.built, manifest)
+        if (
+            isinstance(spec.data, StreamSpec)
+            and self.schedule.consumed(manifest.step)
+            and PLACE not in manifest.tensors
+        ):
+            found = [*found, f"holds no {PLACE}: where the stream of its data stood"]
+        return found
 
     def train(self) -> None:
         """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
@@ -223,6 +239,8 @@ class Run:
         if self._owes_evaluation():
             self._evaluate()
         source = self._source()
+        if isinstance(source, ResumableSource) and self.place is not None:
+            source.go_to(self.place)
         loader = Loader(
             source,
             self.schedule,
@@ -241,6 +259,7 @@ class Run:
                 phases = PhaseMarks(clock)
                 result = self._one_step(read.batch, on_phase=phases.end)
                 self.step += 1
+                self.place = read.batch.place
                 routers = router_numbers(self.built, result.routers)
                 numbers = numbers_of(result, routers)
                 # the mark after the numbers: their copy is a part of what it waits for
@@ -266,6 +285,9 @@ class Run:
                     # evaluating and saving are no part of the next step's time
                     clock.restart()
         finally:
+            # the source first: the loader's thread may be waiting for it
+            if isinstance(source, ResumableSource):
+                source.close()
             loader.close()
         self._sample()
 
@@ -373,9 +395,12 @@ class Run:
             tokens=self.tokens,
             scaler=self.scaler.state(),
         )
-        path = self.store.save(
-            self.step, pieces_of(self.built), spec=spec.model_dump(mode="json"), state=state, comm=self.comm
-        )
+        pieces = pieces_of(self.built)
+        if self.place is not None:
+            place = place_of_all(self.place, device=self.built.device)
+            if self.comm.rank == 0:
+                pieces.append(place_piece(place))
+        path = self.store.save(self.step, pieces, spec=spec.model_dump(mode="json"), state=state, comm=self.comm)
         self.last_saved = self.step
         if self.comm.rank == 0 and spec.checkpoint.keep != "all":
             self.store.prune(spec.checkpoint.keep, inspect=lambda manifest: objections(manifest, spec))
@@ -402,6 +427,8 @@ class Run:
     def _source(self) -> Source:
         spec = self.built.spec
         assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
+        if isinstance(spec.data, StreamSpec):
+            check_unchanged(spec.data, spec.data_fingerprint)
         return open_source(
             spec.data,
             split="train",

@@ -365,3 +365,36 @@ def test_the_format_of_the_gradient_sum_belongs_to_the_experiment():
 def test_a_constant_rate_goes_on():
     run = start("optim.schedule={kind: constant, min_lr: 0}")
     assert go_on(run, "train.steps=240", done_steps=10).train.steps == 240
+
+
+STREAM = (
+    "data=stream",
+    "~data.blend",
+    "data.files=[{path: a.jsonl}]",
+    "data.tokenizer=byte",
+    "train.eval_every=0",
+)
+
+
+def test_a_stream_may_have_other_workers_and_a_fork_of_it_goes_on_or_begins_anew():
+    saved, old = run = start(*STREAM)
+    assert old.data.lanes == 16
+    spec = go_on(run, "data.workers=2", done_steps=50)
+    assert (spec.data.workers, spec.samples_moved) == (2, 0)
+    with pytest.raises(RecipeError, match=r"data\.window=5000 changes the experiment"):
+        go_on(run, "data.window=5000")
+    with pytest.raises(RecipeError, match="names, sizes or times of change of the files"):
+        go_on(run, facts=replace(FACTS, fingerprint="b"))
+    same = fork(old, recompose(saved, "r", ["data.workers=0"]).recipe, CPU, FACTS, done_steps=50, done_samples=800)
+    assert BatchSchedule(same.train, moved=same.samples_moved).consumed(50) == 800
+    other = fork(old, recompose(saved, "r", ["data.seed=9"]).recipe, CPU, FACTS, done_steps=50, done_samples=800)
+    assert BatchSchedule(other.train, moved=other.samples_moved).consumed(50) == 0
+
+
+def test_a_stream_has_no_validation_split():
+    with pytest.raises(
+        RecipeError, match=r"train\.eval_every=5 needs validation data, data\.kind=stream trains on all"
+    ):
+        start(*STREAM[:-1], "train.eval_every=5")
+    ramp = "train.batch_ramp={start: 4, increment: 6, samples: 40}"
+    assert start(*STREAM, ramp, "train.micro_batch=2")[1].data.lanes == 2
