@@ -243,10 +243,10 @@ def test_the_operators_take_what_they_are_given() -> None:
     k = k.to(torch.bfloat16)
     mask = torch.ones(2, 1, 40, 33, device="meta", dtype=torch.bool)
     for forward, backward, more in (
-        (sdpa_block._cudnn_forward, sdpa_block._cudnn_backward, (False,)),
-        (sdpa_block._flash_forward, sdpa_block._flash_backward, (False,)),
-        (sdpa_block._efficient_forward, sdpa_block._efficient_backward, (False, None)),
-        (sdpa_block._efficient_forward, sdpa_block._efficient_backward, (False, mask)),
+        (sdpa_block._cudnn_forward, sdpa_block._cudnn_backward, (False, 0.5)),
+        (sdpa_block._flash_forward, sdpa_block._flash_backward, (False, 0.5)),
+        (sdpa_block._efficient_forward, sdpa_block._efficient_backward, (False, None, 0.5)),
+        (sdpa_block._efficient_forward, sdpa_block._efficient_backward, (False, mask, None)),
     ):
         out, lse = forward(q, k, k, *more)
         assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 8, 40), torch.float32)

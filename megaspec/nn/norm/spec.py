@@ -13,6 +13,9 @@ WeightForm = Literal["scale", "one_plus", "none"]
 class NormSpec(Frozen):
     """A norm: what every kind of them says of itself."""
 
+    eps: PositiveFloat = 1e-5
+    """Added to the mean square, or to the variance."""
+
     statistics: ClassVar[int]
     """Sums of a row that wait for the backward pass."""
 
@@ -34,8 +37,6 @@ class RmsNormSpec(NormSpec):
     """x / rms(x) · weight (Zhang and Sennrich 2019)."""
 
     kind: Literal["rms"] = "rms"
-    eps: PositiveFloat = 1e-5
-    """Added to the mean square."""
     weight: WeightForm = "scale"
     """What the normed input is multiplied by. scale: a weight that starts at 1. one_plus: 1 plus a weight that starts
     at 0, as Gemma has it, so that weight decay pulls toward 1. none: nothing."""
@@ -57,8 +58,6 @@ class LayerNormSpec(NormSpec):
     """(x - mean) / std · weight + bias (Ba et al. 2016)."""
 
     kind: Literal["layer"]
-    eps: PositiveFloat = 1e-5
-    """Added to the variance."""
     weight: WeightForm = "scale"
     """What the normed input is multiplied by. scale: a weight that starts at 1. one_plus: 1 plus a weight that starts
     at 0. none: nothing."""
