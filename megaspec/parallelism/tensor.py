@@ -198,10 +198,9 @@ class ParallelMeanSquares(MeanSquares):
         self.group = group
 
     def forward(self, q_BTI: Tensor, k_BTI: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(q_BTI.dtype, torch.float32)
-        q_sum = q_BTI.to(wide).square().sum(dim=-1)
+        q_sum = q_BTI.square().sum(dim=-1)
         # each copy of a key counts for its share
-        k_sum = k_BTI.to(wide).square().sum(dim=-1) / self.copies
+        k_sum = k_BTI.square().sum(dim=-1) / self.copies
         # every rank norms its own heads by the sum, so that the gradient of the sum is one over the ranks too
         sums = reduce_forward(torch.stack((q_sum, k_sum), dim=-1), self.group)
         q_sum, k_sum = reduce_backward(sums, self.group).split(1, dim=-1)

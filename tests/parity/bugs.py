@@ -564,8 +564,8 @@ ATTENTIONS = [
         "key heads that two ranks hold counted twice in a norm",
         Patch(
             TENSOR,
-            "k_sum = k_BTI.to(wide).square().sum(dim=-1) / self.copies",
-            "k_sum = k_BTI.to(wide).square().sum(dim=-1)",
+            "k_sum = k_BTI.square().sum(dim=-1) / self.copies",
+            "k_sum = k_BTI.square().sum(dim=-1)",
         ),
         Case(tp=4, kv_heads=2, options="whole"),
     ),

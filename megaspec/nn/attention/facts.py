@@ -159,9 +159,8 @@ def _kept_by_norms(
         wide = 0 if execution.is_compiled else 1
         statistics = 1
     if spec.qk_norm == "whole":
-        # one of queries and one of keys; as plain operations the squares are taken of copies of their own
+        # one of queries and one of keys
         heads = (features(2),)
-        wide += 0 if execution.is_compiled else 1
     yield Kept("qk_norm.statistics", heads, element="statistic", times=statistics)
     if wide:
         yield Kept("qk_norm.wide", (products.queries, products.keys), element="wide", times=wide)

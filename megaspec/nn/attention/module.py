@@ -176,14 +176,13 @@ class MeanSquares(nn.Module):
     several ranks."""
 
     def forward(self, q_BTI: Tensor, k_BTI: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, N · H], [B, T, K · H] -> [B, T, 1] twice, in at least fp32"""
+        """[B, T, N · H], [B, T, K · H] in at least fp32 -> [B, T, 1] twice"""
         return mean_square(q_BTI), mean_square(k_BTI)
 
 
 def mean_square(x_BTI: Tensor) -> Tensor:
-    """[B, T, I] -> [B, T, 1], in at least fp32"""
-    wide = x_BTI.to(torch.promote_types(x_BTI.dtype, torch.float32))
-    return wide.square().mean(dim=-1, keepdim=True)
+    """[B, T, I] -> [B, T, 1]"""
+    return x_BTI.square().mean(dim=-1, keepdim=True)
 
 
 def warmed(q_BTNH: Tensor, positions: Tensor, spec: LogTemperature) -> Tensor:
@@ -254,9 +253,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
         q, k, v, *gate = self.wqkv(x_BTD).split(self.wqkv.parts, dim=-1)
         if self.mean_squares is not None:
-            q_square, k_square = self.mean_squares(q, k)
-            q = self.q_norm(q, q_square)
-            k = self.k_norm(k, k_square)
+            q, k = self._normed_whole(q, k)
         q, k, v = (part.unflatten(-1, (-1, self.d_head)) for part in (q, k, v))
         if self.mean_squares is None and self.q_norm is not None:
             q = self.q_norm(q)
@@ -269,6 +266,15 @@ class Attention(nn.Module):
         if gate:
             o_BTI = o_BTI * torch.sigmoid(gate[0])
         return self.dropout(self.wo(o_BTI), context.noise)
+
+    def _normed_whole(self, q_BTI: Tensor, k_BTI: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys normed over all heads of a token."""
+        # once for the squares and the norms, which keep them
+        wide = torch.promote_types(q_BTI.dtype, torch.float32)
+        q_wide = q_BTI.to(wide)
+        k_wide = k_BTI.to(wide)
+        q_square, k_square = self.mean_squares(q_wide, k_wide)
+        return self.q_norm(q_wide, q_square).to(q_BTI.dtype), self.k_norm(k_wide, k_square).to(k_BTI.dtype)
 
     def _at_positions(self, q_BTNH: Tensor, k_BTKH: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """Queries and keys with what their positions do to them."""
