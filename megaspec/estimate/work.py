@@ -177,7 +177,8 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
 
 def _computed_pairs(run: LayerRun, attention: AttentionProducts, *, whole_sequences: bool) -> float:
     """A fused kernel computes what a mask hides: of whole sequences the future too, of blocks nothing that comes behind
-    them."""
+    them. Blocks that a window hides as a whole are skipped, which is not counted: ranks wait for the one that has
+    most."""
     seq_len = run.tokens.seq_len
     is_masked = attention.sight.twice_the_pairs(seq_len) < seq_len**2
     if is_masked and whole_sequences:

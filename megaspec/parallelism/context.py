@@ -185,26 +185,35 @@ class OnlineSoftmax:
         return out_BTNH.to(dtype), lse_BNT
 
 
-def ring_block(rank: int, source: int, tokens: int) -> AttentionBlock:
-    """What a rank's queries see of the keys of rank `source`; see the note on balance."""
+def ring_block(rank: int, source: int, tokens: int, window: int | None = None) -> AttentionBlock | None:
+    """What a rank's queries see of the keys of rank `source`; see the note on balance. None: nothing, for all of them
+    are behind the window."""
     every = slice(0, tokens)
     early, late = _halves(tokens)
     if source == rank:
         return AttentionBlock(every, every, causal=True)
+    # the chunks of both that are nearest to each other: early ones, or late ones, lie as far apart as the ranks
+    between = (abs(rank - source) - 1) * early.stop
+    if window is not None and between + 1 >= window:
+        return None
     if source < rank:
         return AttentionBlock(every, early)
     return AttentionBlock(late, every)
 
 
-def gathered_blocks(rank: int, size: int, tokens: int) -> Iterator[AttentionBlock]:
-    """What a rank's queries see of the keys of the whole sequence in order."""
+def gathered_blocks(rank: int, size: int, tokens: int, window: int | None = None) -> Iterator[AttentionBlock]:
+    """What a rank's queries see of the keys of the whole sequence in order; with a window, from the first key that one
+    of them sees."""
     chunk = tokens // 2
     numbers = (rank, 2 * size - 1 - rank)
     for queries, number in zip(_halves(tokens), numbers, strict=True):
         start = number * chunk
         yield AttentionBlock(queries, slice(start, start + chunk), causal=True)
-        if start:
-            yield AttentionBlock(queries, slice(0, start))
+        first = 0
+        if window is not None:
+            first = max(0, start - window + 1)
+        if first < start:
+            yield AttentionBlock(queries, slice(first, start))
 
 
 @dataclass
@@ -246,8 +255,9 @@ class _RingAttention(torch.autograd.Function):
             is_last = _is_last(source, group)
             # before the block is computed, so that it hides behind it
             handle = None if is_last else send_recv(group, kv)
-            block = ring_block(group.rank(), source, q_BTNH.shape[1])
-            softmax.merge(block, *attention.forward(block, places, q_BTNH, kv))
+            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.window)
+            if block is not None:
+                softmax.merge(block, *attention.forward(block, places, q_BTNH, kv))
             if not is_last:
                 (kv,) = handle.wait()
         out_BTNH, lse_BNT = softmax.rows(q_BTNH.dtype, sinks_N)
@@ -289,11 +299,12 @@ class _RingAttention(torch.autograd.Function):
             if d_kv is not None:
                 outgoing.append(d_kv)
             handle = send_recv(group, *outgoing)
-            block = ring_block(group.rank(), source, q_BTNH.shape[1])
-            grads = gradients(block, places, kv)
+            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.window)
+            grads = None if block is None else gradients(block, places, kv)
             arrived = handle.wait()
             d_kv = torch.zeros_like(d_own_kv) if d_kv is None else arrived[-1]
-            _add_gradients(attention.merging, block, grads, d_q, d_kv)
+            if grads is not None:
+                _add_gradients(attention.merging, block, grads, d_q, d_kv)
             if not is_last:
                 kv = arrived[0]
         # the last hop takes the gradients home
@@ -354,7 +365,7 @@ class _GatheredAttention(torch.autograd.Function):
         own_kv = torch.stack((k_BTKH, v_BTKH))
         kv_2BSKH = _gather_chunks(own_kv, group)
         places = _gathered_places(q_BTNH, attention, group)
-        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1]):
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.window):
             softmax.merge(block, *attention.forward(block, places, q_BTNH, kv_2BSKH))
         out_BTNH, lse_BNT = softmax.rows(q_BTNH.dtype, sinks_N)
         # the gathered ones are not kept: they are as large as all ranks' together
@@ -372,7 +383,7 @@ class _GatheredAttention(torch.autograd.Function):
         places = _gathered_places(q_BTNH, attention, group)
         d_q = torch.zeros_like(q_BTNH, dtype=lse_BNT.dtype)
         d_kv = torch.zeros_like(kv_2BSKH, dtype=lse_BNT.dtype)
-        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1]):
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.window):
             grads = attention.backward(block, places, grad_BTNH, q_BTNH, kv_2BSKH, out_BTNH, lse_BNT)
             _add_gradients(attention.merging, block, grads, d_q, d_kv)
         d_own_kv = _reduce_scatter_chunks(d_kv, group)

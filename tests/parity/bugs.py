@@ -515,6 +515,16 @@ ATTENTIONS = [
         Case(cp=2, options="window"),
     ),
     Bug(
+        "a block at the edge of the window skipped",
+        Patch(CONTEXT, "between + 1 >= window", "between + 2 >= window"),
+        Case(cp=4, options="edge"),
+    ),
+    Bug(
+        "the first key that a gathered block sees left out",
+        Patch(CONTEXT, "start - window + 1", "start - window + 2"),
+        Case(cp=2, context="all_gather", options="window"),
+    ),
+    Bug(
         "chunks from the start of the sequence",
         Patch(
             ATTENTION,

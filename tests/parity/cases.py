@@ -64,6 +64,7 @@ SHARED: dict[str, dict[str, Any]] = {
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "window": {"mask": {"kind": "window", "size": 5}},
+    "edge": {"mask": {"kind": "window", "size": 4}},
     "chunk": {"mask": {"kind": "chunk", "size": 5}, "qk_norm": "whole"},
     "sinks": {"sinks": True, "mask": {"kind": "window", "size": 6}, "score_scale": 0.7},
     "whole": {"qk_norm": "whole", "qkv_bias": True, "clip_qkv": 0.8},

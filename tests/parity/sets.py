@@ -472,6 +472,7 @@ def _attentions() -> list[Case]:
         {"cp": 4, "context": "hierarchical", "options": "sinks", "documents": True},
         {"cp": 2, "options": "chunk", "documents": True},
         {"cp": 4, "context": "all_gather", "options": "window"},
+        {"cp": 4, "options": "all", "attention": "reference", "kv_heads": 2},
         {"cp": 2, "context": "all_to_all", "options": "cap", "documents": True, "attention": "reference"},
         {"cp": 4, "options": "cap", "dropout": True, "attention": "reference"},
         {"cp": 2, "family": "flat", "n_layers": 4, "options": "temperature", "also": again},
