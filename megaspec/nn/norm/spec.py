@@ -13,11 +13,13 @@ WeightForm = Literal["scale", "one_plus", "none"]
 class NormSpec(Frozen):
     """A norm: what every kind of them says of itself."""
 
-    eps: PositiveFloat = 1e-5
-    """Added to the mean square, or to the variance."""
-
     statistics: ClassVar[int]
     """Sums of a row that wait for the backward pass."""
+
+    @property
+    def head_eps(self) -> float:
+        """What a norm of query and key heads without a weight adds to their mean square."""
+        return 1e-5
 
     def vectors(self, width: int, *, name: str) -> tuple[Vector, ...]:
         """Its parameters over `width` features. `name`: of its module."""
@@ -37,12 +39,18 @@ class RmsNormSpec(NormSpec):
     """x / rms(x) · weight (Zhang and Sennrich 2019)."""
 
     kind: Literal["rms"] = "rms"
+    eps: PositiveFloat = 1e-5
+    """Added to the mean square."""
     weight: WeightForm = "scale"
     """What the normed input is multiplied by. scale: a weight that starts at 1. one_plus: 1 plus a weight that starts
     at 0, as Gemma has it, so that weight decay pulls toward 1. none: nothing."""
 
     # the root of the mean square
     statistics: ClassVar[int] = 1
+
+    @property
+    def head_eps(self) -> float:
+        return self.eps
 
     def vectors(self, width: int, *, name: str) -> tuple[Vector, ...]:
         return gain_and_bias(self.weight, width, name=name)
@@ -58,6 +66,8 @@ class LayerNormSpec(NormSpec):
     """(x - mean) / std · weight + bias (Ba et al. 2016)."""
 
     kind: Literal["layer"]
+    eps: PositiveFloat = 1e-5
+    """Added to the variance."""
     weight: WeightForm = "scale"
     """What the normed input is multiplied by. scale: a weight that starts at 1. one_plus: 1 plus a weight that starts
     at 0. none: nothing."""
@@ -66,6 +76,10 @@ class LayerNormSpec(NormSpec):
 
     # the mean, and what the rest is divided by
     statistics: ClassVar[int] = 2
+
+    @property
+    def head_eps(self) -> float:
+        return self.eps
 
     def vectors(self, width: int, *, name: str) -> tuple[Vector, ...]:
         return gain_and_bias(self.weight, width, name=name, bias=self.bias)
