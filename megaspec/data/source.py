@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class CountedSource(Source, Protocol):
-    """A source of which an evaluation takes another number of sequences than its length, so that none is taken twice."""
+    """A source that counts by itself how many of its sequences an evaluation takes, so that none is taken twice."""
 
     def count(self, most: int) -> int:
         """Sequences of one pass, at most `most`. Raises DataError where there is none."""
