@@ -4,14 +4,19 @@ import argparse
 from types import ModuleType
 from typing import Any
 
-from megaspec.commands import checkpoint_list, checkpoint_verify
+from megaspec.commands import checkpoint_diff, checkpoint_inspect, checkpoint_list, checkpoint_verify
 
-COMMANDS: dict[str, ModuleType] = {"list": checkpoint_list, "verify": checkpoint_verify}
+COMMANDS: dict[str, ModuleType] = {
+    "list": checkpoint_list,
+    "verify": checkpoint_verify,
+    "inspect": checkpoint_inspect,
+    "diff": checkpoint_diff,
+}
 
 
 def add_parser(commands: Any) -> None:
     """Register `checkpoint` with its sub-commands."""
-    checkpoint = commands.add_parser("checkpoint", help="list or verify the checkpoints of a run")
+    checkpoint = commands.add_parser("checkpoint", help="list, verify, inspect or compare checkpoints")
     below = checkpoint.add_subparsers(dest="checkpoint_command", required=True, metavar=" | ".join(COMMANDS))
     for module in COMMANDS.values():
         module.add_parser(below)

@@ -53,7 +53,7 @@ class Completed:
     flags: tuple[str, ...] = ()
     takes: str = ""
     """words: recipe=, groups and keys. changes: groups and keys. sweep: what a sweep that goes on may change. names:
-    recipes. sides: recipes and runs. key, group, shell: one of those."""
+    recipes. sides: recipes and runs. folders: more of its first word. key, group, shell: one of those."""
     own_words: tuple[str, ...] = ()
     """Words of this command that are no keys: names of `COMMAND_WORDS`."""
     folder: str = ""
@@ -118,11 +118,17 @@ COMMANDS: dict[str, Completed] = {
     "checkpoint": Completed(),
     "checkpoint list": Completed(folder=RUN),
     "checkpoint verify": Completed(("--step",), folder=RUN),
+    "checkpoint inspect": Completed(("--json", "--statistics", "--step"), folder=RUN),
+    "checkpoint diff": Completed(("--all", "--json", "--step"), "folders", folder=RUN),
 }
 # Flags that stand alone; what follows any other is its value, which the shell completes as a file.
 _ALONE = (
     "--json",
     "--cpu",
+    "--origins",
+    "--resolved",
+    "--statistics",
+    "--all",
     "--multirun",
     "--trainable",
     "--partial",
@@ -209,6 +215,8 @@ def _following(name: str, before: list[str], current: str, search: SearchPath, *
         case "sides":
             yield from search.choices("recipe")
             yield from _folders(current, RUN)
+        case "folders":
+            yield from _folders(current, command.folder)
         case "shell":
             yield from SCRIPTS
         case "group":
