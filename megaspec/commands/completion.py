@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.compose.search_path import SearchPath
-from megaspec.core.fields import ENTRY, fields_of
+from megaspec.core.fields import ENTRY, NAME, fields_of
 from megaspec.core.frozen import Frozen
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.recipe import SECTIONS, Recipe
@@ -270,7 +270,8 @@ def _keys(current: str, *, end: str = "=", model: type[Frozen] = Recipe, prefix:
     """The keys that begin with a word, up to their next dot. `end`: what stands behind one that is complete."""
     for field in fields_of(model):
         path = f"{prefix}{field.path}"
-        if ENTRY in field.path or not path.startswith(current):
+        has_no_word = ENTRY in field.path or NAME in field.path.split(".")
+        if has_no_word or not path.startswith(current):
             continue
         next_dot = path.find(".", len(current))
         if next_dot >= 0:

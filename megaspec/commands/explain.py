@@ -16,7 +16,7 @@ from megaspec.compose.compose import Composed, compose, recompose
 from megaspec.compose.search_path import SearchPath
 from megaspec.compose.words import words_parser
 from megaspec.core.errors import COMMAND_LINE, DataError, Problem, RecipeError
-from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
+from megaspec.core.fields import ENTRY, NAME, FieldAt, fields_of, same_path
 from megaspec.core.kinds import tags_of
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import did_you_mean, one_of, show, value_at
@@ -209,12 +209,12 @@ def _keys_of(found: list[FieldAt], every: list[FieldAt]) -> Iterator[tuple[str, 
     """The keys of a section, each with the beginning of its description; and which kinds have it, where not all do."""
     sections = set()
     for field in found:
-        sections |= {field.path, f"{field.path}.{ENTRY}"}
+        sections |= {field.path, f"{field.path}.{ENTRY}", f"{field.path}.{NAME}"}
     # name of a key -> the fields of that name, one for each class that has it
     fields_named: dict[str, list[FieldAt]] = {}
     for field in every:
         section, _, name = field.path.rpartition(".")
-        if section in sections and name != ENTRY:
+        if section in sections and name not in (ENTRY, NAME):
             fields_named.setdefault(name, []).append(field)
     all_kinds = set()
     for fields in fields_named.values():
@@ -353,7 +353,9 @@ def read_by(code: str) -> frozenset[str]:
     filled = Recipe.model_validate_json(json.dumps(draft.content))
     decided = frozenset(decision.key for decision in draft.decisions)
     case = Case(filled, example.target, example.facts, decided)
-    return fields_read(RULES[code], case) | {example.key}
+    # sections with names of the user's own are told without them
+    named = next((field.path for field in fields_of(Recipe) if same_path(field.path, example.key)), example.key)
+    return fields_read(RULES[code], case) | {named}
 
 
 def _composed(example: Example) -> Composed:

@@ -322,8 +322,11 @@ def _annotations(model: type[BaseModel], key: str) -> list[Any]:
     owners = [model]
     found: list[Any] = []
     for name in filter(None, key.split(".")):
+        named = [one for one in map(_named_annotation, found) if one is not None]
         if name.isdigit():
             found = [_entry_annotation(annotation) for annotation in found]
+        elif named:
+            found = named
         else:
             found = [annotation_of(owner.model_fields[name]) for owner in owners if name in owner.model_fields]
         owners = []
@@ -372,6 +375,10 @@ def _path(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
             parts.append(str(element))
             here = _entry_annotation(here)
             owner = None
+        elif _named_annotation(here) is not None:
+            parts.append(str(element))
+            here = _named_annotation(here)
+            owner = None
         elif len(models) == 1:
             parts.append(str(element))
             owner = models[0]
@@ -395,6 +402,14 @@ def _entry_annotation(annotation: Any) -> Any:
     for option in options_of(annotation):
         if get_origin(option) in (tuple, list):
             return get_args(option)[0]
+    return None
+
+
+def _named_annotation(annotation: Any) -> Any:
+    """The annotation of sections that have names of the user's own; None for what is none of them."""
+    for option in options_of(annotation):
+        if get_origin(option) is dict:
+            return get_args(option)[1]
     return None
 
 

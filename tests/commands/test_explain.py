@@ -13,7 +13,7 @@ from megaspec.commands.explain import explain_key, explain_rule, first_sentence,
 from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import RecipeError
-from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
+from megaspec.core.fields import ENTRY, NAME, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import field_paths
 from megaspec.recipe import Recipe
@@ -137,7 +137,11 @@ def test_types_in_words():
 
 
 def test_fields_are_those_that_pydantic_knows():
-    assert set(field_paths(Recipe)) == {f.path for f in FIELDS if f".{ENTRY}" not in f.path}
+    assert set(field_paths(Recipe)) == {f.path for f in FIELDS if not {ENTRY, NAME} & {*f.path.split(".")}}
+    assert {f.path for f in FIELDS if f.path.startswith("model.layer_types.NAME.positions.") and "base" in f.path} == {
+        "model.layer_types.NAME.positions.base"
+    }
+    assert same_path("model.layer_types.NAME.positions", "model.layer_types.local.positions")
     assert {f.path for f in FIELDS if f".{ENTRY}" in f.path} == {
         "data.blend.*.prefix",
         "data.blend.*.weight",

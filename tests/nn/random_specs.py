@@ -17,9 +17,21 @@ _NORMS = st.one_of(
         }
     ),
 )
-_POSITIONS = st.one_of(
+_SCALINGS: list[dict[str, Any]] = [
+    {"kind": "llama3", "original_max_seq_len": 4},
+    {"kind": "linear", "factor": 2.0},
+    {"kind": "dynamic", "factor": 2.0, "original_max_seq_len": 4},
+    {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 4},
+    {"kind": "proportional", "fraction": 0.5},
+]
+_ROTARY = st.one_of(
     st.fixed_dictionaries({"kind": st.just("rotary"), "base": st.sampled_from([100.0, 10_000.0])}),
-    st.just({"kind": "rotary", "scaling": {"kind": "llama3", "original_max_seq_len": 4}}),
+    st.fixed_dictionaries({"kind": st.just("rotary"), "scaling": st.sampled_from(_SCALINGS)}),
+    # two features of four, four of six
+    st.just({"kind": "rotary", "fraction": 0.67}),
+)
+_POSITIONS = st.one_of(
+    _ROTARY,
     st.just({"kind": "learned"}),
     st.just({"kind": "none"}),
 )
@@ -97,4 +109,9 @@ def decoders(draw: st.DrawFn) -> dict[str, Any]:
     elif model["moe"]:
         model["moe"]["first_dense"] = draw(st.integers(0, n_layers - 1))
     model["layer"] = layer
+    may_differ = model["positions"]["kind"] in ("rotary", "none") and kind != "flat" and n_layers > 1
+    if may_differ and draw(st.booleans()):
+        turns = draw(_ROTARY | st.just({"kind": "none"}))
+        model["layer_types"] = {"plain": {}, "other": {"positions": turns}}
+        model["layer_pattern"] = draw(st.sampled_from([["plain", "other"], ["other", "plain", "other"]]))
     return model

@@ -148,7 +148,8 @@ class Saved:
 def saved_by(decoder: Decoder, number: int, x: Tensor) -> Saved:
     """What one layer's forward pass keeps, its input included."""
     context = decoder.context(torch.arange(TOKENS), length=TOKENS)
-    saved = Saved([*decoder.parameters(), *decoder.buffers(), *(context.angles or ()), context.positions])
+    angles = [x for table in context.angles for x in table]
+    saved = Saved([*decoder.parameters(), *decoder.buffers(), *angles, context.positions])
     unit = next(unit for unit in decoder.units if unit.name == f"layers.{number}")
     for module in unit.modules[0].modules():
         if isinstance(module, Router):

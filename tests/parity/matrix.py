@@ -91,6 +91,7 @@ MORE: dict[str, Has] = {
     "norms before and behind": lambda c: c.family == "sandwich",
     "sub-layers side by side": lambda c: c.family == "parallel",
     "one sub-layer a layer": lambda c: c.family == "flat",
+    "layers that turn differently": lambda c: c.family == "mixed",
 }
 
 

@@ -456,6 +456,18 @@ def _layers() -> list[Case]:
     return [Case(n_layers=4, family=family, **way) for family in LAYERS for way in ways]
 
 
+def _options() -> list[Case]:
+    """Options that say what differs from layer to layer, beside everything that splits a sequence or a model."""
+    mixed: list[dict[str, Any]] = [
+        {"tp": 2, "sequence": True, "mask": "uneven"},
+        {"cp": 2, "context": "ring", "documents": True},
+        {"cp": 2, "context": "all_to_all"},
+        {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
+        {"dp": 2, "strategy": "fsdp", "also": RECOMPUTES["block 1"]},
+    ]
+    return [Case(n_layers=4, family="mixed", **way) for way in mixed]
+
+
 LAYERS = ("post", "sandwich", "parallel", "flat")
 """Families of tests/families.py whose layers are no pre-norm pairs."""
 
@@ -515,6 +527,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "optimizers": _optimizers,
     "switches": _switches,
     "layers": _layers,
+    "options": _options,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,
     "all pairs": lambda: dress(_all_pairs()),

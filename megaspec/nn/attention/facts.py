@@ -31,7 +31,8 @@ class AttentionPlace:
     """Of queries and keys, where they are normed."""
     input_kept: str
     """What it takes, by the name of the kept tensor: `norm1.out`."""
-    is_rotary: bool
+    d_rotary: int
+    """Features of a head that rotary positions turn; 0: none."""
     rotation: PartFacts
     """Of what turns queries and keys."""
     dropout: bool = False
@@ -48,7 +49,7 @@ def attention_facts(
         n_kv_heads=n_kv_heads,
         d_key=d_head,
         d_value=d_head,
-        rotated=d_head if place.is_rotary else 0,
+        rotated=place.d_rotary,
         norms_heads=norms_heads,
     )
     wqkv = Linear(
@@ -93,7 +94,7 @@ def _kept(products: AttentionProducts, place: AttentionPlace, execution: Executi
     if takes_values or norm_takes_heads:
         # queries, keys and values are views of one product, so that all of it stays
         yield Kept("qkv", (queries, keys, values))
-    if takes_values and (place.is_rotary or products.norms_heads):
+    if takes_values and (products.rotated or products.norms_heads):
         yield Kept("q", (queries,))
         yield Kept("k", (keys,))
     if products.norms_heads:
