@@ -46,6 +46,14 @@ MIXED: dict[str, Any] = LLAMA | {
     "layer_pattern": ["near", "free", "far"],
 }
 """Layers that turn their heads in different ways, or not, as in Gemma 3, SmolLM3 and Cohere 2."""
+ENDS: dict[str, Any] = LLAMA | {
+    "residual_scale": 0.6,
+    "head_bias": True,
+    "logit_scale": 0.7,
+    "logit_cap": 1.5,
+    "mlp": {"kind": "clamped", "limit": 0.5, "bias": True},
+}
+"""Factors on branches and logits, a cap and a bias, as Granite, Cohere, Gemma 2 and Phi have them."""
 FAMILIES = {
     "llama": LLAMA,
     "gpt": GPT2,
@@ -54,6 +62,7 @@ FAMILIES = {
     "parallel": PARALLEL,
     "flat": FLAT,
     "mixed": MIXED,
+    "ends": ENDS,
 }
 """By the name that tests have for them."""
 

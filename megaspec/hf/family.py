@@ -140,6 +140,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu_squared",
+    "quick_gelu": "quick_gelu",
 }
 """Ours by transformers' names."""
 THEIR_ACTIVATIONS = {
@@ -148,4 +149,5 @@ THEIR_ACTIVATIONS = {
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
     "relu_squared": "relu2",
+    "quick_gelu": "quick_gelu",
 }

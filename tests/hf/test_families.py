@@ -127,6 +127,7 @@ def shapes_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     found |= {f"{name}.bias": () for name, linear in facts.linears() if linear.bias}
     found |= {name: (vector.size,) for name, vector in facts.vectors()}
     found |= {table.name: (table.rows, table.width) for table in facts.tables()}
+    found |= {f"{table.name}.bias": () for table in facts.tables() if table.bias}
     return found | facts.tied_names
 
 

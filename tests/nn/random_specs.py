@@ -43,12 +43,15 @@ _ATTENTION = st.fixed_dictionaries(
         "qk_norm": st.sampled_from(["none", "per_head"]),
     }
 )
-_MLP = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from(["gated", "plain"]),
-        "activation": st.sampled_from(["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]),
-        "bias": st.booleans(),
-    }
+_MLP = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "kind": st.sampled_from(["gated", "plain"]),
+            "activation": st.sampled_from(["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"]),
+            "bias": st.booleans(),
+        }
+    ),
+    st.fixed_dictionaries({"kind": st.just("clamped"), "limit": st.sampled_from([0.5, 7.0]), "bias": st.booleans()}),
 )
 _MIXERS = ("attention", "mlp", "moe")
 
@@ -90,6 +93,10 @@ def decoders(draw: st.DrawFn) -> dict[str, Any]:
         "tied_embeddings": draw(st.booleans()),
         "embedding_scale": draw(st.sampled_from([1.0, 3.5])),
         "init_std": 0.2,
+        "residual_scale": draw(st.sampled_from([1.0, 0.7])),
+        "head_bias": draw(st.booleans()),
+        "logit_scale": draw(st.sampled_from([1.0, 0.3])),
+        "logit_cap": draw(st.sampled_from([None, 2.0])),
         "norm": draw(_NORMS),
         "positions": draw(_POSITIONS),
         "attention": draw(_ATTENTION),

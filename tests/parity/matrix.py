@@ -92,6 +92,7 @@ MORE: dict[str, Has] = {
     "sub-layers side by side": lambda c: c.family == "parallel",
     "one sub-layer a layer": lambda c: c.family == "flat",
     "layers that turn differently": lambda c: c.family == "mixed",
+    "scaled branches, shaped logits, head bias": lambda c: c.family == "ends",
 }
 
 

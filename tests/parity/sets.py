@@ -457,7 +457,7 @@ def _layers() -> list[Case]:
 
 
 def _options() -> list[Case]:
-    """Options that say what differs from layer to layer, beside everything that splits a sequence or a model."""
+    """Layers that differ and the ends of a model, beside everything that splits a sequence, a model or a head."""
     mixed: list[dict[str, Any]] = [
         {"tp": 2, "sequence": True, "mask": "uneven"},
         {"cp": 2, "context": "ring", "documents": True},
@@ -465,7 +465,14 @@ def _options() -> list[Case]:
         {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
         {"dp": 2, "strategy": "fsdp", "also": RECOMPUTES["block 1"]},
     ]
-    return [Case(n_layers=4, family="mixed", **way) for way in mixed]
+    ends: list[dict[str, Any]] = [
+        {"tp": 2, "sequence": True, "mask": "uneven", "pad": 8},
+        {"tp": 2, "cross_entropy": "reference", "tied": True, "pad": 64},
+        {"pp": 2, "tied": True, "accumulate": 3},
+        {"dp": 2, "strategy": "fsdp", "router": "sigmoid", "every": 2},
+    ]
+    cases = [Case(n_layers=4, family="mixed", **way) for way in mixed]
+    return cases + [Case(family="ends", **way) for way in ends]
 
 
 LAYERS = ("post", "sandwich", "parallel", "flat")

@@ -31,7 +31,7 @@ def decoder_facts(spec: "DecoderSpec") -> ModelFacts:
         embedding=embedding_facts(vocab_size=spec.vocab_size, d_model=spec.d_model, learned_positions=learned),
         layers=tuple(layers),
         norm=spec.norm.facts(spec.d_model, name="norm", feeds_product=False),
-        head=head_facts(vocab_size=spec.vocab_size, d_model=spec.d_model),
+        head=head_facts(vocab_size=spec.vocab_size, d_model=spec.d_model, bias=spec.head_bias),
         is_tied=spec.tied_embeddings,
         vocab_pad_to=spec.vocab_pad_to,
         angles=sum(d_rotary(spec, positions) for positions in spec.rotary_tables),

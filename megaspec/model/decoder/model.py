@@ -23,6 +23,7 @@ from megaspec.nn.moe.module import Experts, Moe
 from megaspec.nn.moe.router import Router
 from megaspec.nn.norm.module import Norm
 from megaspec.nn.rope.module import PositionModules, Rotation
+from megaspec_kernels.cross_entropy.reference import LogitForm
 from megaspec_kernels.registry import Kernels
 
 
@@ -43,7 +44,14 @@ def decoder(spec: DecoderSpec, kernels: Kernels, builders: PartBuilders = PARTS)
         ropes=[table.rope for table in tables.values()],
         layers=nn.ModuleDict(layers),
         norm=parts.norm(spec.d_model),
-        head=OutputHead(spec.vocab_size, spec.d_model, kernels.cross_entropy, pad_to=spec.vocab_pad_to),
+        head=OutputHead(
+            spec.vocab_size,
+            spec.d_model,
+            kernels.cross_entropy,
+            pad_to=spec.vocab_pad_to,
+            bias=spec.head_bias,
+            form=LogitForm(spec.logit_scale, spec.logit_cap),
+        ),
     )
     start_weights(model, std=spec.init_std)
     return model
@@ -137,4 +145,5 @@ def layer(parts: _Parts, mixers: tuple[Mixer, ...], layer_type: LayerType, name:
         if post:
             modules[post] = parts.norm(spec.d_model)
         sublayers.append(SubLayer(short, pre, post))
-    return Layer(modules, sublayers, norm="norm1" if is_parallel else "")
+    norm = "norm1" if is_parallel else ""
+    return Layer(modules, sublayers, norm=norm, residual_scale=spec.residual_scale)

@@ -38,6 +38,14 @@ class DecoderSpec(TransformerSpec):
     kind: Literal["decoder"]
     embedding_scale: PositiveFloat = 1.0
     """Factor on the embedding of tokens; Gemma has sqrt(d_model)."""
+    residual_scale: PositiveFloat = 1.0
+    """Factor on what each sub-layer adds to the residual stream, as in Granite."""
+    head_bias: bool = False
+    """Add a learned number to the logit of each token."""
+    logit_scale: PositiveFloat = 1.0
+    """Factor on the logits; Granite's logits_scaling divides, this multiplies."""
+    logit_cap: PositiveFloat | None = None
+    """Bound of the logits: cap · tanh(logit / cap), as in Gemma 2. None: there is none."""
     positions: AnyPositions = RotarySpec()
     """How the model knows where a token is."""
     norm: AnyNorm = RmsNormSpec()
