@@ -37,7 +37,7 @@ MIXED: dict[str, Any] = LLAMA | {
         "scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 8},
     },
     "layer_types": {
-        "near": {},
+        "near": {"mask": {"kind": "window", "size": 3}},
         "far": {
             "positions": {"kind": "rotary", "scaling": {"kind": "dynamic", "factor": 2, "original_max_seq_len": 4}}
         },
@@ -45,7 +45,7 @@ MIXED: dict[str, Any] = LLAMA | {
     },
     "layer_pattern": ["near", "free", "far"],
 }
-"""Layers that turn their heads in different ways, or not, as in Gemma 3, SmolLM3 and Cohere 2."""
+"""Layers that see a window, and that turn their heads in different ways, or not, as in Gemma 3 and Cohere 2."""
 ENDS: dict[str, Any] = LLAMA | {
     "residual_scale": 0.6,
     "head_bias": True,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,8 +16,11 @@ from megaspec import cli
 from megaspec.commands import starting
 from megaspec.core.fields import kinds_below
 from megaspec.core.frozen import Frozen
+from megaspec.estimate import target
 from megaspec.launcher.rendezvous import FileRendezvous
+from megaspec.log.remote import SERVICE_FOLDERS
 from megaspec.recipe import SECTIONS, Recipe
+from megaspec.rules.examples import SERVICES
 from megaspec.rules.unbuilt import UNBUILT
 from megaspec.runtime.rank import RankInfo, run_rank
 from megaspec.spec import Spec
@@ -48,6 +52,8 @@ NOT_FOR_RANKS = {
     "AboutSpec.hardware": "megaspec.plan.plan",
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
     **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("source", "manifest", "step", "tokens")},
+    # the rates of ranks stay behind the last piece either way
+    "ScheduleSpec.after_pieces": "megaspec.rules.schedule_rules",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
@@ -68,9 +74,11 @@ MADE_UP = ("~data.blend", "~data.split", "train.sample=null")
 RUNS = {
     "llama": (
         "model.positions.scaling={kind: llama3}",
+        "model.attention.mask={kind: chunk, size: 3}",
         "precision=fp16",
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
         "parallelism.recompute={kind: full, method: block, layers: 1}",
+        "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
     ),
     "gpt": (
         "model=gpt2_124m",
@@ -92,25 +100,41 @@ RUNS = {
         "model.n_layers=3",
         "model.layer={kind: flat, mixers: [attention, mlp, moe]}",
         "model.positions={kind: none}",
+        "model.attention={kind: gqa, mask: {kind: window, size: 3}, temperature: {kind: log}, sinks: true}",
         "model.moe={n_experts: 2, top_k: 1, router: {softmax_first: true}}",
         "optim={kind: muon, lr: 0.1}",
+        "optim.schedule={kind: piecewise, warmup_steps: 0, min_lr: 0, pieces: [{shape: linear, steps: 1, factor: 0.5}, "
+        "{shape: cosine, until: 2, start_lr: 0.02, lr: 0.01}, {shape: constant, steps: 9, start_factor: 0.2}]}",
         *MADE_UP,
+    ),
+    "stream": (
+        "data=stream",
+        "data.files=[{path: '*.jsonl', weight: 1}]",
+        "data.tokenizer=byte",
+        "data.window=100",
+        "data.key=text",
+        "train.eval_every=0",
+        "train.sample.tokens=1",
+        "~data.blend",
+        "~data.split",
     ),
     "experts": (
         "model.layer={kind: parallel}",
         "model.n_layers=5",
         "model.d_head=8",
+        "model.layer_types.a.mask={kind: chunk, size: 3}",
         "model.layer_types.a.positions={kind: rotary, scaling: {kind: linear, factor: 2}}",
         "model.layer_types.b.positions={kind: rotary, scaling: {kind: dynamic, factor: 2, original_max_seq_len: 4}}",
-        "model.layer_types.c.positions={kind: rotary, scaling: {kind: yarn, factor: 2, original_max_seq_len: 4}}",
+        "model.layer_types.c.positions={kind: rotary, scaling: {kind: yarn, factor: 2, original_max_seq_len: 4, "
+        "mscale: 0.7, mscale_all_dim: 0.6}}",
         "model.layer_types.d.positions={kind: rotary, scaling: {kind: proportional, fraction: 0.5}}",
         "model.layer_types.e.positions={kind: rotary, fraction: 0.5, scaling: {kind: longrope, "
         "short_factor: [1, 1], long_factor: [2, 2], original_max_seq_len: 4, factor: 2}}",
         "model.layer_pattern=[a, b, c, d, e]",
+        "~model.mlp.activation",
         "model.mlp={kind: clamped}",
-        "model.moe.every=2",
         "model.attention.qk_norm=per_head",
-        "model.moe={n_experts: 4, d_shared: 16, drop: position, capacity_factor: 2, "
+        "model.moe={n_experts: 4, every: 2, d_shared: 16, drop: position, capacity_factor: 2, "
         "router: {score: sigmoid, n_groups: 2, group_top_k: 1, losses: [{kind: aux, coefficient: 0.1}], z_loss: 0.1}}",
         "precision=bf16",
         "optim.formats={exp_avg: bf16}",
@@ -128,12 +152,15 @@ def classes_in(annotation: Any) -> Iterator[type[Frozen]]:
         yield from classes_in(part)
 
 
-def reachable(root: type[Frozen]) -> dict[type[Frozen], None]:
+def reachable(root: type[Frozen], found: dict[type[Frozen], None] | None = None) -> dict[type[Frozen], None]:
     """`root` and every class of its fields, in the order of the fields."""
-    found = {root: None}
+    if found is None:
+        found = {}
+    found[root] = None
     for field in root.model_fields.values():
         for one in classes_in(field.annotation):
-            found |= reachable(one)
+            if one not in found:
+                reachable(one, found)
     return found
 
 
@@ -145,6 +172,19 @@ def leaves() -> list[str]:
         for name, field in one.model_fields.items()
         if not list(classes_in(field.annotation)) and not (name == "kind" and len(get_args(field.annotation)) == 1)
     ]
+
+
+def pretend_services(patch: pytest.MonkeyPatch) -> None:
+    """Packages of services that take everything: what our sinks read is the same whether they are installed or not."""
+    installed = target._versions() | SERVICES
+    patch.setattr(target, "_versions", lambda: installed)
+    for name in ("wandb", "mlflow", "mlflow.entities", "mlflow.tracking", "trackio"):
+        patch.setitem(sys.modules, name, MagicMock())
+    for name in SERVICE_FOLDERS:
+        # ours are imported anew, now and after this
+        patch.setitem(sys.modules, f"megaspec.log.{name}", None)
+        del sys.modules[f"megaspec.log.{name}"]
+    patch.setenv("TRACKIO_DIR", "")
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +211,7 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         patch.delenv("RANK", raising=False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr(starting, "launch", launch)
+        pretend_services(patch)
         assert cli.main(["data", "prepare", "text.jsonl", "--out", "text", "--workers", "1"]) == 0
         patch.setattr(Frozen, "__getattribute__", watched)
         for name, words in RUNS.items():

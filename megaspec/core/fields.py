@@ -57,12 +57,16 @@ class FieldAt:
         return _words(self.info.annotation, self.info.metadata)
 
 
-def fields_of(model: type[BaseModel], prefix: str = "", when: str = "") -> Iterator[FieldAt]:
-    """Every field below a class, each alternative of a section and the entries of lists included; sections first."""
+def fields_of(
+    model: type[BaseModel], prefix: str = "", when: str = "", above: tuple[type[BaseModel], ...] = ()
+) -> Iterator[FieldAt]:
+    """Every field below a class, each alternative of a section and the entries of lists included; sections first.
+    `above`: the classes around it; a mapping that holds one of them, as data.valid holds data, is not gone into."""
+    around = (*above, model)
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield FieldAt(path, info, when)
-        yield from _below(annotation_of(info), path, when)
+        yield from _below(annotation_of(info), path, when, around)
 
 
 def kinds_below(model: type[BaseModel], section: str) -> dict[str, dict[str, type[BaseModel]]]:
@@ -77,7 +81,7 @@ def kinds_below(model: type[BaseModel], section: str) -> dict[str, dict[str, typ
     return found
 
 
-def _below(annotation: Any, path: str, when: str) -> Iterator[FieldAt]:
+def _below(annotation: Any, path: str, when: str, around: tuple[type[BaseModel], ...]) -> Iterator[FieldAt]:
     """The fields of the sections that may stand at a path, and of the entries of a list there."""
     models = models_of(annotation)
     for model in models:
@@ -86,12 +90,12 @@ def _below(annotation: Any, path: str, when: str) -> Iterator[FieldAt]:
         chosen_by = when
         if len(models) > 1 and tags:
             chosen_by = f"{path}.kind={one_of(tags)}"
-        yield from fields_of(model, f"{path}.", chosen_by)
+        yield from fields_of(model, f"{path}.", chosen_by, around)
     for option in options_of(annotation):
         if get_origin(option) is tuple:
-            yield from _below(get_args(option)[0], f"{path}.{ENTRY}", when)
-        elif get_origin(option) is dict:
-            yield from _below(get_args(option)[1], f"{path}.{NAME}", when)
+            yield from _below(get_args(option)[0], f"{path}.{ENTRY}", when, around)
+        elif get_origin(option) is dict and not set(models_of(get_args(option)[1])) & set(around):
+            yield from _below(get_args(option)[1], f"{path}.{NAME}", when, around)
 
 
 def same_path(pattern: str, path: str) -> bool:
@@ -138,7 +142,7 @@ def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             size = f" of {len(inner)}"
         return f"list{size}, each {_words(inner[0])}{_bounds(metadata)}"
     if origin is dict:
-        return f"sections by name, each a {_words(get_args(annotation)[1])}"
+        return f"mapping of names, each a {_words(get_args(annotation)[1])}"
     if annotation is type(None):
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

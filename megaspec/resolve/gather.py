@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from megaspec.core.frozen import AUTO
-from megaspec.data.facts import data_facts
+from megaspec.data.facts import data_facts, evaluation_facts
 from megaspec.recipe import Recipe
-from megaspec.rules.run_facts import Facts
+from megaspec.rules.run_facts import Facts, SetFacts
 
 RUNS = Path("runs")
 
@@ -15,16 +15,24 @@ def gather_facts(recipe: Recipe) -> Facts:
     `problems`, never raised."""
     data = data_facts(recipe.data)
     run_dir = str(free_run_dir(recipe.name))
+    problems = list(data.problems)
+    sets = {}
+    for name, facts in evaluation_facts(recipe.data, data).items():
+        problems += facts.problems
+        if not facts.problems:
+            sets[name] = SetFacts(facts.vocab_size, facts.samples["valid"])
     if data.problems:
         # a tokenizer may be known beside documents that can't be read
-        return Facts(run_dir=run_dir, vocab_size=data.vocab_size, problems=data.problems)
+        return Facts(run_dir=run_dir, vocab_size=data.vocab_size, valid_sets=sets, problems=tuple(problems))
     return Facts(
         run_dir=run_dir,
         vocab_size=data.vocab_size,
         train_tokens=data.tokens["train"],
         train_samples=data.samples["train"],
         valid_tokens=data.tokens["valid"],
+        valid_sets=sets,
         fingerprint=data.fingerprint,
+        problems=tuple(problems),
     )
 
 

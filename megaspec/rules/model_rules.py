@@ -70,7 +70,7 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
 
 
 def attention_kernel_runs(case: Case) -> Problem | None:
-    """The attention implementation runs on the target, with the dropout that the model asks for."""
+    """The attention implementation runs on the target, with the dropout and the cap of scores that the model has."""
     return _kernel(case, "attention")
 
 
@@ -115,6 +115,8 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     # the catalog knows what is asked, not where
     if lacks == "has no attention dropout":
         lacks += f", model.attention.dropout={case.recipe.model.attention.dropout}"
+    if lacks == "caps no scores":
+        lacks += ", model.attention.score_cap says so"
     if lacks == "keeps states in 32 bits":
         lacks += ", optim.formats says fewer"
     best = choose(operation, device=device, sm=sm, use=use)
@@ -165,6 +167,17 @@ def latent_attention_is_rotary(case: Case) -> Problem | None:
             text = f"model.attention.kind=mla needs {key}.kind=rotary, it is {positions.kind}"
             return Problem(f"{key}.kind", f"{text}; set it to rotary, or model.attention={{kind: gqa}}")
     return None
+
+
+def whole_norms_are_root_mean_squares(case: Case) -> Problem | None:
+    """A norm over all heads of a token is one that takes no mean away: ranks add up one number of their heads."""
+    model = case.recipe.model
+    if model.attention.kind != "gqa" or model.attention.qk_norm != "whole" or model.norm.kind == "rms":
+        return None
+    text = f"model.attention.qk_norm=whole needs model.norm.kind=rms, it is {model.norm.kind}"
+    return Problem(
+        "model.attention.qk_norm", f"{text}; set model.attention.qk_norm=per_head, or model.norm={{kind: rms}}"
+    )
 
 
 def flat_layers_are_as_many_as_the_model_has(case: Case) -> Problem | None:

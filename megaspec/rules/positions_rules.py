@@ -1,4 +1,4 @@
-"""Rules about rotary positions, and about layers that differ in theirs."""
+"""Rules about rotary positions, and about layers that differ in theirs or in their masks."""
 
 from collections.abc import Iterator
 
@@ -169,3 +169,57 @@ def layers_turn_where_nothing_is_added(case: Case) -> Problem | None:
             text = f"{key} needs model.positions.kind=rotary or none, it is {model.positions.kind}"
             return Problem(key, f"{text}; set that to none, or drop {key}")
     return None
+
+
+def layers_have_masks_where_attention_has(case: Case) -> Problem | None:
+    """Layers differ in their masks where attention has more than one."""
+    model = case.recipe.model
+    if model.has_masks:
+        return None
+    for name, layer_type in model.layer_types.items():
+        if layer_type.mask is not None:
+            key = f"model.layer_types.{name}.mask"
+            text = f"{key}.kind={layer_type.mask.kind} needs model.attention.kind=gqa, it is {model.attention.kind}"
+            return Problem(key, f"{text}; set that to gqa, or drop {key}")
+    return None
+
+
+def _kinds_in_layers(case: Case) -> frozenset[str]:
+    """Kinds of positions that layers with attention have."""
+    model = case.recipe.model
+    pattern = model.layer_pattern
+    kinds = set()
+    for number, mixers in enumerate(model.mixers):
+        if "attention" not in mixers:
+            continue
+        positions = model.positions
+        layer_type = None
+        if pattern:
+            layer_type = model.layer_types.get(pattern[number % len(pattern)])
+        if layer_type is not None and layer_type.positions is not None:
+            positions = layer_type.positions
+        kinds.add(positions.kind)
+    return frozenset(kinds)
+
+
+def l2_norms_have_positions_before_them(case: Case) -> Problem | None:
+    """The norm behind rotary positions is in layers that have them."""
+    model = case.recipe.model
+    if model.attention.kind != "gqa" or model.attention.qk_norm != "l2" or "rotary" in _kinds_in_layers(case):
+        return None
+    text = "model.attention.qk_norm=l2 does nothing in layers without rotary positions, which all are"
+    text += f" with model.positions.kind={model.positions.kind}"
+    text += "; set model.attention.qk_norm=none or per_head, or model.positions={kind: rotary}"
+    return Problem("model.attention.qk_norm", text)
+
+
+def temperature_is_for_layers_without_rotary_positions(case: Case) -> Problem | None:
+    """Queries grow with their position in layers without rotary positions."""
+    model = case.recipe.model
+    if model.attention.kind != "gqa" or model.attention.temperature.kind == "none":
+        return None
+    if _kinds_in_layers(case) != {"rotary"}:
+        return None
+    text = f"model.attention.temperature={model.attention.temperature.kind} does nothing with rotary positions"
+    text += ", which all layers have; set model.attention.temperature={kind: none}, or model.positions={kind: none}"
+    return Problem("model.attention.temperature", text)

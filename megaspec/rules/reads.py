@@ -3,7 +3,7 @@
 from typing import Any, get_args
 
 from megaspec.core.fields import ENTRY, NAME
-from megaspec.core.frozen import Frozen
+from megaspec.core.frozen import ByName, Frozen
 from megaspec.rules.case import Case, Rule
 
 
@@ -32,7 +32,7 @@ class _WatchedSection:
         self._seen.add(path)
         if isinstance(value, tuple) and value and isinstance(value[0], Frozen):
             return tuple(_WatchedSection(one, f"{path}.{ENTRY}.", self._seen) for one in value)
-        if isinstance(value, dict):
+        if isinstance(value, ByName):
             return {name: _WatchedSection(one, f"{path}.{NAME}.", self._seen) for name, one in value.items()}
         return value
 

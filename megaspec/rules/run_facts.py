@@ -1,8 +1,29 @@
 """What the resolver has to know about data and run folders, gathered before it so that it stays pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megaspec.core.errors import Problem
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """With what a run begins."""
+
+    step: int = 0
+    """Optimizer steps that are done: in a fork those of its checkpoint."""
+    lr: float = 0.0
+    """Learning rate at that step, of the run that a fork is from; 0 in a run that is none."""
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """Of one evaluation set of `data.valid`."""
+
+    vocab_size: int | None = None
+    """Token ids are below it; None where nothing says so."""
+    samples: int | None = None
+    """Whole sequences in one pass; None for sources without end."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +40,11 @@ class Facts:
     """Whole sequences of the training split in one pass; None for sources without end."""
     valid_tokens: int | None = None
     """Tokens of the validation split; None for sources without end."""
+    valid_sets: Mapping[str, SetFacts] = field(default_factory=dict)
+    """By name, of the sets of data.valid that can be read."""
     fingerprint: str = ""
     """Changes with the content of the data; "" for data that is made as it is read, or not there."""
     problems: tuple[Problem, ...] = ()
     """Data that is missing or damaged."""
+    start: RunStart = RunStart()
+    """With what the run begins. Of a fork the resolver knows it, since the run that it is from is one of its inputs."""

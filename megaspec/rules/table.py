@@ -9,6 +9,7 @@ from megaspec.core.problems import origin_of
 from megaspec.rules import (
     batch_rules,
     context_rules,
+    log_rules,
     mesh_rules,
     model_rules,
     moe_rules,
@@ -18,6 +19,7 @@ from megaspec.rules import (
     positions_rules,
     precision_rules,
     recompute_rules,
+    schedule_rules,
 )
 from megaspec.rules.case import Case, Rule
 from megaspec.spec import Decision
@@ -93,6 +95,7 @@ RULES: dict[str, Rule] = {
     "layer-pattern": positions_rules.layer_pattern_names_layer_types,
     "layer-types": positions_rules.layer_types_are_used,
     "layer-positions": positions_rules.layers_turn_where_nothing_is_added,
+    "layer-masks": positions_rules.layers_have_masks_where_attention_has,
     "seq-model": model_rules.sequences_fit_the_model,
     "vocab-data": model_rules.vocabulary_holds_the_data,
     "kernel-attention": model_rules.attention_kernel_runs,
@@ -105,6 +108,9 @@ RULES: dict[str, Rule] = {
     "mla-head": model_rules.latent_heads_have_their_parts,
     "mla-rope": model_rules.latent_rotary_part_is_even,
     "mla-positions": model_rules.latent_attention_is_rotary,
+    "qk-norm-whole": model_rules.whole_norms_are_root_mean_squares,
+    "qk-norm-l2": positions_rules.l2_norms_have_positions_before_them,
+    "temperature-positions": positions_rules.temperature_is_for_layers_without_rotary_positions,
     "flat-length": model_rules.flat_layers_are_as_many_as_the_model_has,
     "flat-experts": model_rules.flat_layers_and_experts_agree,
     "flat-which": model_rules.flat_layers_say_where_experts_are,
@@ -126,6 +132,11 @@ RULES: dict[str, Rule] = {
     "eval-split": batch_rules.evaluation_has_data,
     "data-train": batch_rules.training_split_fills_a_sequence,
     "data-valid": batch_rules.validation_split_fills_a_sequence,
+    "valid-samples": batch_rules.evaluation_sets_fill_a_sequence,
+    "valid-vocab": batch_rules.evaluation_sets_fit_the_vocabulary,
+    "valid-seq": batch_rules.evaluation_lengths_fit,
+    "valid-mask": batch_rules.evaluation_masks_as_training,
+    "valid-trained": batch_rules.evaluation_sets_are_not_trained_on,
     "sample-tokenizer": batch_rules.sampling_has_a_tokenizer,
     "lr-warmup": optim_rules.warmup_ends_before_decay,
     "lr-constant": optim_rules.a_constant_rate_stays,
@@ -134,9 +145,21 @@ RULES: dict[str, Rule] = {
     "wsd-only": optim_rules.only_wsd_has_a_final_decay,
     "lr-min": optim_rules.lowest_rate_is_lowest,
     "lr-init": optim_rules.first_rate_is_not_highest,
+    "lr-init-warmup": schedule_rules.a_first_rate_has_a_warmup,
+    "first-step": schedule_rules.schedules_begin_with_the_run,
+    "lr-steps": schedule_rules.the_schedule_has_steps,
+    "pieces-kind": schedule_rules.piecewise_has_pieces,
+    "pieces-length": schedule_rules.pieces_have_one_length,
+    "pieces-ascend": schedule_rules.pieces_ascend,
+    "pieces-rate": schedule_rules.pieces_say_a_rate_once,
+    "pieces-highest": schedule_rules.pieces_stay_below_the_highest_rate,
+    "pieces-end": schedule_rules.pieces_reach_the_end,
     "wd-ramp": optim_rules.weight_decay_ramp_is_whole,
     "fp16-scale": optim_rules.fp16_scale_is_in_bounds,
-    "log-tensorboard": optim_rules.tensorboard_is_installed,
+    "log-tensorboard": log_rules.tensorboard_is_installed,
+    "log-installed": log_rules.sinks_are_installed,
+    "log-address": log_rules.no_password_in_an_address,
+    "log-once": log_rules.each_service_once,
 }
 
 

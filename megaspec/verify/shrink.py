@@ -16,6 +16,7 @@ from megaspec.core.errors import Problem, RecipeError
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.target import Target
 from megaspec.model.spec import TransformerSpec
+from megaspec.nn.attention.spec import CausalMask, GroupedQuerySpec, LogTemperature, MaskSpec
 from megaspec.nn.embedding.spec import PositionsSpec
 from megaspec.nn.layer.spec import FlatLayers
 from megaspec.nn.mla.spec import LatentSpec
@@ -149,7 +150,7 @@ def _small(spec: Spec, grid: Grid, target: Target) -> Recipe:
 
 def _kernels(spec: Spec, target: Target) -> dict[str, Any]:
     """The implementations of the recipe where they compute in fp64 here, else the best that do, nothing compiled."""
-    use = Use(attention_dropout=spec.model.attention.dropout > 0, precision="fp64")
+    use = Use(attention_dropout=spec.model.attention.dropout > 0, score_cap=spec.model.caps_scores, precision="fp64")
     chosen: dict[str, Any] = {"compile": "none"}
     for name, operation in CATALOG.items():
         kernel = getattr(spec.kernels, name)
@@ -300,6 +301,8 @@ def _model(spec: Spec, grid: Grid, n_layers: int, length: int) -> dict[str, Any]
     }
     if mla is not None:
         changes["attention"] = small_mla
+    elif isinstance(model.attention, GroupedQuerySpec):
+        changes["attention"] = _attention(spec, model.attention, length)
     if moe is not None:
         changes["moe"] = _experts(spec, moe, grid, n_layers)
     d_turned = d_head if mla is None else small_mla["d_rope"]
@@ -330,8 +333,29 @@ def _layers(spec: Spec, n_layers: int, d_turned: int, length: int) -> dict[str, 
             layer_type = model.layer_types[name].model_dump(mode="json")
             if layer_type["positions"] is not None:
                 layer_type["positions"] = _positions(spec, model.layer_types[name].positions, d_turned, length)
+            if layer_type["mask"] is not None:
+                layer_type["mask"] = _mask(spec, model.layer_types[name].mask, length)
             changes["layer_types"][name] = layer_type
     return changes
+
+
+def _attention(spec: Spec, attention: GroupedQuerySpec, length: int) -> dict[str, Any]:
+    """With masks that hide as much of a sequence as before, and queries that grow in it where they did."""
+    small = attention.model_dump(mode="json")
+    small["mask"] = _mask(spec, attention.mask, length)
+    temperature = attention.temperature
+    if isinstance(temperature, LogTemperature) and temperature.floor_scale < spec.data.seq_len:
+        small["temperature"]["floor_scale"] = length / 4
+    return small
+
+
+def _mask(spec: Spec, mask: MaskSpec, length: int) -> dict[str, Any]:
+    """A window or chunk that is shorter than the sequence where it was, so that some pairs are hidden by it."""
+    small = mask.model_dump(mode="json")
+    if not isinstance(mask, CausalMask):
+        is_shorter = mask.size < spec.data.seq_len
+        small["size"] = max(1, length // 3) if is_shorter else length
+    return small
 
 
 def _few(many: Sequence[T], n: int) -> list[T]:

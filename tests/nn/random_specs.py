@@ -35,14 +35,40 @@ _POSITIONS = st.one_of(
     st.just({"kind": "learned"}),
     st.just({"kind": "none"}),
 )
-_ATTENTION = st.fixed_dictionaries(
-    {
-        "kind": st.just("gqa"),
-        "qkv_bias": st.booleans(),
-        "out_bias": st.booleans(),
-        "qk_norm": st.sampled_from(["none", "per_head"]),
-    }
+_MASKS = st.one_of(
+    st.just({"kind": "causal"}),
+    st.fixed_dictionaries(
+        {"kind": st.sampled_from(["window", "chunk"]), "size": st.sampled_from([1, 3, TOKENS, 2 * TOKENS])}
+    ),
 )
+
+
+@st.composite
+def _attention(draw: st.DrawFn, *, positions: set[str], norm: str) -> dict[str, Any]:
+    """`positions`: kinds that the layers have."""
+    qk_norms = ["none", "per_head"]
+    if norm == "rms":
+        qk_norms.append("whole")
+    if "rotary" in positions:
+        qk_norms.append("l2")
+    temperature: dict[str, Any] = {"kind": "none"}
+    if positions != {"rotary"} and draw(st.booleans()):
+        temperature = {"kind": "log", "scale": 0.5, "floor_scale": 3.0}
+    return {
+        "kind": "gqa",
+        "mask": draw(_MASKS),
+        "qkv_bias": draw(st.booleans()),
+        "out_bias": draw(st.booleans()),
+        "qk_norm": draw(st.sampled_from(qk_norms)),
+        "clip_qkv": draw(st.sampled_from([None, 0.5])),
+        "score_scale": draw(st.sampled_from([None, 0.3])),
+        "score_cap": draw(st.sampled_from([None, 2.0])),
+        "sinks": draw(st.booleans()),
+        "output_gate": draw(st.booleans()),
+        "temperature": temperature,
+    }
+
+
 _MLP = st.one_of(
     st.fixed_dictionaries(
         {
@@ -99,7 +125,6 @@ def decoders(draw: st.DrawFn) -> dict[str, Any]:
         "logit_cap": draw(st.sampled_from([None, 2.0])),
         "norm": draw(_NORMS),
         "positions": draw(_POSITIONS),
-        "attention": draw(_ATTENTION),
         "mlp": draw(_MLP),
         "moe": draw(st.none() | _moe()),
     }
@@ -116,9 +141,13 @@ def decoders(draw: st.DrawFn) -> dict[str, Any]:
     elif model["moe"]:
         model["moe"]["first_dense"] = draw(st.integers(0, n_layers - 1))
     model["layer"] = layer
-    may_differ = model["positions"]["kind"] in ("rotary", "none") and kind != "flat" and n_layers > 1
-    if may_differ and draw(st.booleans()):
-        turns = draw(_ROTARY | st.just({"kind": "none"}))
-        model["layer_types"] = {"plain": {}, "other": {"positions": turns}}
+    positions = {model["positions"]["kind"]}
+    if kind != "flat" and n_layers > 1 and draw(st.booleans()):
+        other: dict[str, Any] = {"mask": draw(_MASKS)}
+        if positions <= {"rotary", "none"} and draw(st.booleans()):
+            other["positions"] = draw(_ROTARY | st.just({"kind": "none"}))
+            positions.add(other["positions"]["kind"])
+        model["layer_types"] = {"plain": {}, "other": other}
         model["layer_pattern"] = draw(st.sampled_from([["plain", "other"], ["other", "plain", "other"]]))
+    model["attention"] = draw(_attention(positions=positions, norm=model["norm"]["kind"]))
     return model

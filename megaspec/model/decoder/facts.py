@@ -99,4 +99,5 @@ def _attention(spec: "DecoderSpec", layer_type: "LayerType", input_kept: str) ->
         ),
         dropout=spec.dropout > 0,
     )
-    return spec.attention.facts(n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, d_head=spec.d_head, place=place)
+    attention = spec.attention_of(layer_type)
+    return attention.facts(n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, d_head=spec.d_head, place=place)

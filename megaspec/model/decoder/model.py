@@ -103,9 +103,10 @@ class _Parts:
             name=name,
             dropout=spec.dropout,
             norm=self.norm,
+            norm_eps=spec.norm.head_eps,
             rotation=self.rotation(layer_type),
         )
-        return self.builders.attentions[type(spec.attention)](spec.attention, setting)
+        return self.builders.attentions[type(spec.attention)](spec.attention_of(layer_type), setting)
 
     def mlp(self, name: str) -> FeedForward:
         spec = self.spec

@@ -9,7 +9,7 @@ from megaspec.core.frozen import Frozen, NamedSections, PositiveFloat
 from megaspec.core.kinds import Kinds
 from megaspec.model.decoder.facts import decoder_facts
 from megaspec.model.spec import TransformerSpec
-from megaspec.nn.attention.spec import GroupedQuerySpec
+from megaspec.nn.attention.spec import AttentionSpec, GroupedQuerySpec, MaskSpec
 from megaspec.nn.embedding.spec import LearnedPositionsSpec, NoPositionsSpec, PositionsSpec
 from megaspec.nn.layer.spec import FlatLayers, LayerSpec, Mixer, SequentialLayer
 from megaspec.nn.mla.spec import LatentSpec
@@ -28,6 +28,8 @@ AnyAttention = Annotated[GroupedQuerySpec | LatentSpec, ATTENTION_KINDS]
 class LayerType(Frozen):
     """What differs in some layers. What isn't said is as in the model."""
 
+    mask: MaskSpec | None = None
+    """Which keys a query sees. None: as model.attention.mask says."""
     positions: Annotated[RotarySpec | NoPositionsSpec, Field(discriminator="kind")] | None = None
     """How queries and keys are turned. None: as model.positions says."""
 
@@ -84,6 +86,17 @@ class DecoderSpec(TransformerSpec):
             found.append(self.layer_types.get(name, LayerType()) if has_attention else LayerType())
         return tuple(found)
 
+    def attention_of(self, layer_type: LayerType) -> AttentionSpec:
+        """Attention of such a layer. Also of a spec that breaks rules."""
+        if layer_type.mask is None or not self.has_masks:
+            return self.attention
+        return self.attention.model_copy(update={"mask": layer_type.mask})
+
+    @property
+    def has_masks(self) -> bool:
+        """Attention of this kind has more than one mask."""
+        return "mask" in type(self.attention).model_fields
+
     def positions_of(self, layer_type: LayerType) -> PositionsSpec:
         """How queries and keys of such a layer are turned."""
         return self.positions if layer_type.positions is None else layer_type.positions
@@ -97,6 +110,10 @@ class DecoderSpec(TransformerSpec):
             if "attention" in mixers and positions.is_rotary:
                 found.append(positions)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def caps_scores(self) -> bool:
+        return self.attention.caps_scores
 
     @property
     def facts(self) -> ModelFacts:
