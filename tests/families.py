@@ -30,6 +30,30 @@ PARALLEL: dict[str, Any] = LLAMA | {
 """Attention and feed-forward side by side, behind one norm without a bias, as in Cohere's models."""
 FLAT: dict[str, Any] = LLAMA | {"positions": {"kind": "none"}}
 """One sub-layer a layer, without positions, as in Nemotron-H; its list of sub-layers is as long as the model."""
+MIXED: dict[str, Any] = LLAMA | {
+    "positions": {
+        "kind": "rotary",
+        "fraction": 0.5,
+        "scaling": {"kind": "yarn", "factor": 4.0, "original_max_seq_len": 8},
+    },
+    "layer_types": {
+        "near": {"mask": {"kind": "window", "size": 3}},
+        "far": {
+            "positions": {"kind": "rotary", "scaling": {"kind": "dynamic", "factor": 2, "original_max_seq_len": 4}}
+        },
+        "free": {"positions": {"kind": "none"}},
+    },
+    "layer_pattern": ["near", "free", "far"],
+}
+"""Layers that see a window, and that turn their heads in different ways, or not, as in Gemma 3 and Cohere 2."""
+ENDS: dict[str, Any] = LLAMA | {
+    "residual_scale": 0.6,
+    "head_bias": True,
+    "logit_scale": 0.7,
+    "logit_cap": 1.5,
+    "mlp": {"kind": "clamped", "limit": 0.5, "bias": True},
+}
+"""Factors on branches and logits, a cap and a bias, as Granite, Cohere, Gemma 2 and Phi have them."""
 FAMILIES = {
     "llama": LLAMA,
     "gpt": GPT2,
@@ -37,6 +61,8 @@ FAMILIES = {
     "sandwich": SANDWICH,
     "parallel": PARALLEL,
     "flat": FLAT,
+    "mixed": MIXED,
+    "ends": ENDS,
 }
 """By the name that tests have for them."""
 

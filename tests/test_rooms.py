@@ -120,8 +120,21 @@ RUNS = {
     ),
     "experts": (
         "model.layer={kind: parallel}",
+        "model.n_layers=5",
+        "model.d_head=8",
+        "model.layer_types.a.mask={kind: chunk, size: 3}",
+        "model.layer_types.a.positions={kind: rotary, scaling: {kind: linear, factor: 2}}",
+        "model.layer_types.b.positions={kind: rotary, scaling: {kind: dynamic, factor: 2, original_max_seq_len: 4}}",
+        "model.layer_types.c.positions={kind: rotary, scaling: {kind: yarn, factor: 2, original_max_seq_len: 4, "
+        "mscale: 0.7, mscale_all_dim: 0.6}}",
+        "model.layer_types.d.positions={kind: rotary, scaling: {kind: proportional, fraction: 0.5}}",
+        "model.layer_types.e.positions={kind: rotary, fraction: 0.5, scaling: {kind: longrope, "
+        "short_factor: [1, 1], long_factor: [2, 2], original_max_seq_len: 4, factor: 2}}",
+        "model.layer_pattern=[a, b, c, d, e]",
+        "~model.mlp.activation",
+        "model.mlp={kind: clamped}",
         "model.attention.qk_norm=per_head",
-        "model.moe={n_experts: 4, d_shared: 16, drop: position, capacity_factor: 2, "
+        "model.moe={n_experts: 4, every: 2, d_shared: 16, drop: position, capacity_factor: 2, "
         "router: {score: sigmoid, n_groups: 2, group_top_k: 1, losses: [{kind: aux, coefficient: 0.1}], z_loss: 0.1}}",
         "precision=bf16",
         "optim.formats={exp_avg: bf16}",

@@ -49,7 +49,8 @@ class AttentionMergeKernel:
 
 
 CrossEntropyKernel = Callable[..., Any]
-"""(x_MD, weight_VD, labels_M, weights_M, shard) -> scalar"""
+"""(x_MD, weight_VD, labels_M, weights_M, shard, *, bias_V, form) -> scalar; the last two only of heads that have
+them, see cross_entropy/reference.py"""
 GroupedKernel = Callable[..., Any]
 """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
 UnpermuteKernel = Callable[..., Any]

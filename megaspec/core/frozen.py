@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 T = TypeVar("T")
 
@@ -25,6 +25,18 @@ class Frozen(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+
+class ByName(dict[str, T]):
+    """Sections by names of the user's own. It has a hash, as sections have: nobody changes it once it is made."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+SectionName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+# Of a section: NamedSections[LayerType].
+NamedSections = Annotated[dict[SectionName, T], AfterValidator(ByName)]
 
 
 def parse_count(value: Any) -> Any:

@@ -171,6 +171,13 @@ class Table:
     purpose: Purpose
     split: Literal["vocab", "sequence"] = "vocab"
     """vocab: its rows are padded and shared out over tp. sequence: every rank holds it whole."""
+    bias: bool = False
+    """A number for each row is added to what is computed with it, and lies where the row does."""
+
+    @property
+    def size(self) -> int:
+        """Numbers of it, the bias with them."""
+        return self.rows * (self.width + self.bias)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Stands = Literal["embedding", "layer", "last norm", "head"]
-"""Where in a model a parameter stands. embedding: tokens and positions. head: the output head's matrix."""
+"""Where in a model a parameter stands. embedding: tokens and positions. head: the output head's matrix and bias."""
 
 
 @dataclass(frozen=True)

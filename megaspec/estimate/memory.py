@@ -445,16 +445,18 @@ def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
     if run.tokens.stream_ranks > 1:
         total += rows * d * e
     kernel = recipe.kernels.cross_entropy
+    # of logits that are bent by a cap, the backward pass takes how far: one number more for each
+    bent = int(recipe.model.logit_cap is not None)
     if kernel == "reference":
         # logits and two more tensors as large, in at least fp32
-        return total + rows * columns * 3 * w
+        return total + rows * columns * (3 + bent) * w
     # the gradient of the norm's output [rows, d] and of the table are added up over pieces of the tokens
     total += rows * d * e + table * w
     piece = logits_piece(rows, columns * e)
     # a piece's logits are dropped when the next piece's are there
     at_piece = (piece + min(piece, rows - piece)) * columns * e
     if kernel != "triton":
-        at_piece += _softmax_numbers(e, w) * piece * columns
+        at_piece += (_softmax_numbers(e, w) + 2 * bent * w) * piece * columns
     # at the end the last piece's logits, and the table's gradient in the model's format
     last_piece = (rows - 1) % piece + 1
     at_end = last_piece * columns * e
@@ -476,7 +478,8 @@ def _head_waits(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
     both gradients that it has made on the way."""
     table = facts.table_on(tp=run.degrees.tp)
     if recipe.kernels.cross_entropy == "reference":
-        return _last_norm(run, facts) + 2 * run.tokens.all * table // facts.d_model * run.wide
+        kept = 2 + int(recipe.model.logit_cap is not None)
+        return _last_norm(run, facts) + kept * run.tokens.all * table // facts.d_model * run.wide
     return _last_norm(run, facts) + (run.tokens.all * facts.d_model + table) * run.width
 
 

@@ -57,9 +57,10 @@ def count_parameters(model: ModelSpec) -> ParameterCount:
     found: Counter[str] = Counter()
     active = 0
     for table in facts.tables():
-        found[table.purpose] += table.rows * table.width
+        found[table.purpose] += table.size
     if facts.is_tied:
-        found["head"] = 0
+        # the embedding's, but for its bias
+        found["head"] -= facts.head_table.rows * facts.head_table.width
     for _, vector in facts.vectors():
         found[vector.purpose] += vector.size
     for _, linear in facts.linears():
@@ -100,7 +101,7 @@ def rank_parameters(recipe: Recipe, stage: int) -> WeightCount:
             dense += layers * weights.dense
             expert += layers * weights.expert
         if chunk.head:
-            dense += facts.norm_weights
+            dense += facts.norm_weights + facts.head_bias_on(tp=degrees.tp)
         if chunk.embedding:
             dense += facts.position_weights
         # a tied table is one weight where both ends are on one rank

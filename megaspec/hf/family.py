@@ -68,7 +68,23 @@ def objections(family: Family, spec: DecoderSpec) -> list[str]:
     section = family.read(config)
     config.finish()
     said = typed(section)
-    return list(_differences(spec.model_dump(), said.model_dump(), "", family.model_type))
+    return list(_differences(_content(spec), _content(said), "", family.model_type))
+
+
+def _content(spec: DecoderSpec) -> dict[str, Any]:
+    """What is compared of a model: of layers that differ what each is, however a pattern names them."""
+    content = spec.model_dump()
+    if not spec.layer_pattern:
+        return content
+    for name in ("layer_types", "layer_pattern", "positions"):
+        del content[name]
+    del content["attention"]["mask"]
+    for number, layer_type in enumerate(spec.types):
+        content[f"layers.{number}"] = {
+            "mask": spec.attention_of(layer_type).mask.model_dump(),
+            "positions": spec.positions_of(layer_type).model_dump(),
+        }
+    return content
 
 
 def typed(section: Mapping[str, Any]) -> DecoderSpec:
@@ -95,8 +111,8 @@ def _differences(mine: Any, said: Any, path: str, family: str) -> Iterator[str]:
         yield f"model.{path}={mine}, where {family} has {said}"
 
 
-def base_section(config: Config) -> dict[str, Any]:
-    """What nearly every family says by the same keys."""
+def base_section(config: Config, *, has_head_dim: bool = True) -> dict[str, Any]:
+    """What nearly every family says by the same keys. `has_head_dim`: the size of heads is one of them."""
     n_heads = config.count("num_attention_heads")
     d_model = config.count("hidden_size")
     d_head = None
@@ -108,7 +124,7 @@ def base_section(config: Config) -> dict[str, Any]:
         "d_model": d_model,
         "n_heads": n_heads,
         "n_kv_heads": config.count("num_key_value_heads", n_heads),
-        "d_head": config.count("head_dim", d_head),
+        "d_head": config.count("head_dim", d_head) if has_head_dim else d_head,
         "d_ffn": config.count("intermediate_size"),
         "vocab_size": config.count("vocab_size"),
         "max_seq_len": config.count("max_position_embeddings"),
@@ -116,9 +132,9 @@ def base_section(config: Config) -> dict[str, Any]:
     }
 
 
-def base_keys(spec: DecoderSpec) -> dict[str, Any]:
+def base_keys(spec: DecoderSpec, *, has_head_dim: bool = True) -> dict[str, Any]:
     """`base_section`, the other way round."""
-    return {
+    keys = {
         "hidden_size": spec.d_model,
         "num_hidden_layers": spec.n_layers,
         "num_attention_heads": spec.n_heads,
@@ -130,6 +146,9 @@ def base_keys(spec: DecoderSpec) -> dict[str, Any]:
         "initializer_range": spec.init_std,
         "tie_word_embeddings": spec.tied_embeddings,
     }
+    if not has_head_dim:
+        del keys["head_dim"]
+    return keys
 
 
 ACTIVATIONS: Mapping[str, str] = {
@@ -140,6 +159,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu_squared",
+    "quick_gelu": "quick_gelu",
 }
 """Ours by transformers' names."""
 THEIR_ACTIVATIONS = {
@@ -148,4 +168,5 @@ THEIR_ACTIVATIONS = {
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
     "relu_squared": "relu2",
+    "quick_gelu": "quick_gelu",
 }

@@ -74,6 +74,10 @@ def weight_table(facts: ModelFacts, names: Names) -> WeightTable:
     shapes: dict[str, tuple[int, ...]] = {}
     copies = {}
     for table in facts.tables():
+        if table.bias:
+            bias = names.ends[table.name] + ".bias"
+            shape = (table.rows,)
+            _add(maps, shapes, f"model/{table.name}.bias", shape, (Block(bias, table.rows),), {bias: shape})
         theirs = names.ends[table.name] + ".weight"
         if facts.is_tied and table is facts.head_table:
             copies[theirs] = names.ends[facts.embedding_table.name] + ".weight"

@@ -6,7 +6,23 @@ from typing import Any
 from megaspec.core.errors import CheckpointError
 from megaspec.core.problems import did_you_mean
 from megaspec.hf.config import Config
-from megaspec.hf.families import gpt2, llama, mistral, mixtral, qwen2, qwen3
+from megaspec.hf.families import (
+    cohere2,
+    gemma,
+    glm4,
+    gpt2,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    nemotron,
+    olmo,
+    phi,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from megaspec.hf.family import Family, typed
 from megaspec.model.decoder.spec import DecoderSpec
 
@@ -20,6 +36,20 @@ FAMILIES: Mapping[str, Family] = {
         qwen2.FAMILY,
         qwen3.FAMILY,
         qwen3.EXPERTS,
+        gemma.FAMILY,
+        gemma.GEMMA_2,
+        gemma.GEMMA_3,
+        olmo.FAMILY,
+        olmo.OLMO_2,
+        olmo.OLMO_3,
+        phi.FAMILY,
+        phi.PHI_3,
+        smollm3.FAMILY,
+        glm4.FAMILY,
+        granite.FAMILY,
+        nemotron.FAMILY,
+        cohere2.FAMILY,
+        starcoder2.FAMILY,
     )
 }
 

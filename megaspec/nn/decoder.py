@@ -17,7 +17,7 @@ from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.head.module import OutputHead
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.nn.moe.router import Router
-from megaspec.nn.rope.module import Rope
+from megaspec.nn.rope.module import Angles, Rope
 
 
 def fill_buffers(model: nn.Module) -> None:
@@ -51,8 +51,8 @@ class Decoder(nn.Module):
     """A model, or the chunk of it that lies on one pipeline stage: `embed`, `norm` and `head` are None elsewhere, and
     `layers` holds the chunk's, by their numbers in the model.
 
-    `facts`: what its parts say of themselves. `positions`: learned ones, `rope`: angles of rotary ones, None where
-    there are none.
+    `facts`: what its parts say of themselves. `positions`: learned ones, None where there are none. `ropes`: angles of
+    rotary ones, a table for each way in which layers turn.
     """
 
     embedding_names: tuple[str, ...] = ("embed", "positions", "embed_dropout")
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
         embed: nn.Module,
         positions: nn.Module | None,
         embed_dropout: Dropout,
-        rope: Rope | None,
+        ropes: Sequence[Rope],
         layers: nn.ModuleDict,
         norm: nn.Module,
         head: OutputHead,
@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         self.embed: nn.Module | None = embed
         self.positions = positions
         self.embed_dropout: nn.Module | None = embed_dropout
-        self.rope = rope
+        self.ropes = nn.ModuleList(ropes)
         self.layers = layers
         self.norm: nn.Module | None = norm
         self.head: OutputHead | None = head
@@ -100,9 +100,9 @@ class Decoder(nn.Module):
             x_BTD = self.positions(x_BTD, context.positions)
         return self.embed_dropout(x_BTD, context.noise)
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Cosine and sine at int64 [T] or [B, T]; None without rotary positions."""
-        return None if self.rope is None else self.rope.angles(positions)
+    def angles(self, positions: Tensor, *, length: int) -> tuple[Angles, ...]:
+        """Cosine and sine at int64 [T] or [B, T] of a sequence of `length` tokens, of every table."""
+        return tuple(rope.angles(positions, length=length) for rope in self.ropes)
 
     def context(
         self,
@@ -116,7 +116,8 @@ class Decoder(nn.Module):
     ) -> SequenceContext:
         """What blocks need to know of a batch of which this rank has the tokens `index_T`; see SequenceContext."""
         positions = index_T if documents is None else document_positions(documents)[:, index_T]
-        return SequenceContext(positions, self.angles(positions), documents, noise, index_T, length, aux_weight, way)
+        angles = self.angles(positions, length=length)
+        return SequenceContext(positions, angles, documents, noise, index_T, length, aux_weight, way)
 
     def body(self, x: Tensor, context: SequenceContext) -> Tensor:
         """tokens [B, T] on the first stage, activations [B, T, D] on others -> activations [B, T, D]"""

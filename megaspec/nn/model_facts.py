@@ -84,6 +84,12 @@ class ModelFacts:
         """Numbers of the embedding's table, or of the output head's, on one rank, padding included."""
         return self.padded_vocab(tp=tp) // tp * self.d_model
 
+    def head_bias_on(self, *, tp: int) -> int:
+        """Numbers of the output head's bias on one rank, padding included."""
+        if not self.head_table.bias:
+            return 0
+        return self.padded_vocab(tp=tp) // tp
+
     @cached_property
     def placement(self) -> tuple[Row, ...]:
         """How parameters may be split: one row for each module that has some or acts on each token."""
@@ -118,6 +124,7 @@ class ModelFacts:
         residuals = sum(len(layer.sublayers) for layer in self.layers)
         stds = {f"{table.name}.weight": std for table in self.tables()}
         constants = {name: vector.start for name, vector in self.vectors()}
+        constants |= {f"{table.name}.bias": 0.0 for table in self.tables() if table.bias}
         for name, linear in self.linears():
             stds[f"{name}.weight"] = std
             if linear.is_residual:
@@ -143,6 +150,8 @@ class ModelFacts:
                 found[name] = WeightFacts(stands="last norm" if name in last_norms else "layer")
         if not self.is_tied:
             found[f"{self.head_table.name}.weight"] = WeightFacts(stands="head")
+        if self.head_table.bias:
+            found[f"{self.head_table.name}.bias"] = WeightFacts(stands="head")
         return found
 
     @cached_property

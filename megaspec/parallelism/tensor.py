@@ -158,8 +158,11 @@ class VocabParallelHead(OutputHead):
     def __init__(self, whole: OutputHead, *, rows: VocabRows, group: dist.ProcessGroup, sequence: bool):
         """`whole`: the head on one device that this is a rank's part of."""
         d = whole.weight.shape[1]
-        super().__init__(whole.vocab_size, d, whole.kernel, pad_to=whole.pad_to)
+        has_bias = whole.bias is not None
+        super().__init__(whole.vocab_size, d, whole.kernel, pad_to=whole.pad_to, bias=has_bias, form=whole.form)
         self.weight = nn.Parameter(torch.empty(rows.count, d))
+        if has_bias:
+            self.bias = nn.Parameter(torch.empty(rows.count))
         self.first = rows.first
         self.group = group
         self.sequence = sequence
@@ -178,7 +181,7 @@ class VocabParallelHead(OutputHead):
         return gather_forward(x_BTD, self.group) if self.sequence else reduce_backward(x_BTD, self.group)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        local = self.gather(x_BTD) @ self.weight.t()
+        local = self.logits(self.gather(x_BTD))
         # the functional gather joins on the sequence's dimension: the vocabulary takes its place for once
         whole_BTV = wait_sequence(gather_sequence(local.transpose(1, 2), self.group)).transpose(1, 2)
         return whole_BTV[..., : self.vocab_size]
@@ -409,6 +412,8 @@ class TensorParallel:
         valid = min(max(module.vocab_size - first, 0), count)
         pieces = (Piece((first, 0), (0, 0), (valid, d)),) if valid else ()
         self.layouts[f"{name}.weight"] = Layout(f"{name}.weight", (module.vocab_size, d), (count, d), pieces)
+        bias_pieces = (Piece((first,), (0,), (valid,)),) if valid else ()
+        self.layouts[f"{name}.bias"] = Layout(f"{name}.bias", (module.vocab_size,), (count,), bias_pieces)
         if tp > 1:
             self._put(name, module, self._vocab_twin(module, VocabRows(first, count)))
 

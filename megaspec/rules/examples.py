@@ -39,6 +39,11 @@ def _router(*settings: str, base: str = "n_experts: 8") -> str:
     return _moe(f"router: {{{', '.join(settings)}}}", base=base)
 
 
+def _longrope(*settings: str) -> str:
+    factors = "short_factor: [1.0, 1.5], long_factor: [2.0, 3.0], original_max_seq_len: 64"
+    return f"model.positions.scaling={{kind: longrope, {', '.join((factors, *settings))}}}"
+
+
 def _mla(d_rope: int = 16) -> str:
     return f"model.attention={{kind: mla, kv_rank: 32, d_nope: 16, d_rope: {d_rope}, d_value: 32}}"
 
@@ -246,6 +251,50 @@ _MODEL = {
         ("model.positions.scaling.kind=llama3", "model.positions.scaling.low_freq_factor=4"),
         ("model.positions.scaling.low_freq_factor=1",),
         "model.positions.scaling.low_freq_factor",
+    ),
+    "rope-yarn": Example(
+        ("model.positions.scaling={kind: yarn, factor: 4, original_max_seq_len: 64}", "model.positions.base=1"),
+        ("model.positions.base=10000",),
+        "model.positions.base",
+    ),
+    "rope-longrope": Example(
+        (_longrope("factor: 2"), "model.positions.fraction=0.5", "model.d_head=16"),
+        ("model.d_head=8",),
+        "model.positions.scaling.short_factor",
+    ),
+    "rope-attention": Example(
+        (_longrope("factor: 2", "attention_factor: 1.1"), "model.d_head=4"),
+        ("model.positions.scaling.factor=null",),
+        "model.positions.scaling.factor",
+    ),
+    "layer-pattern": Example(
+        ("model.layer_types={local: {}, full: {positions: {kind: none}}}", "model.layer_pattern=[local, ful, full]"),
+        ("model.layer_pattern=[local, full]",),
+        "model.layer_pattern",
+    ),
+    "layer-types": Example(
+        ("model.layer_types.full.positions.kind=none",),
+        ("model.layer_pattern=[full]",),
+        "model.layer_types",
+    ),
+    "layer-positions": Example(
+        (
+            "model.positions={kind: learned}",
+            "model.layer_types.full.positions.kind=none",
+            "model.layer_pattern=[full]",
+        ),
+        ("model.positions={kind: none}",),
+        "model.layer_types.full.positions",
+    ),
+    "layer-masks": Example(
+        (
+            _mla(),
+            "model.n_kv_heads=4",
+            "model.layer_types.local.mask={kind: window, size: 8}",
+            "model.layer_pattern=[local]",
+        ),
+        ("model.layer_types.local.mask=null",),
+        "model.layer_types.local.mask",
     ),
     "seq-model": Example(("model.max_seq_len=128",), ("data.seq_len=128",), "data.seq_len"),
     "vocab-data": Example(("model.vocab_size=256",), ("model.vocab_size=auto",), "model.vocab_size"),

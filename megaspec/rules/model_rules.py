@@ -2,7 +2,6 @@
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
-from megaspec.nn.rope.spec import Llama3RopeScaling
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
 from megaspec.rules.ways import Way, way_out
@@ -38,39 +37,6 @@ def heads_divide_width(case: Case) -> Problem | None:
         Way("model.d_model", multiples(d_model, 2 * heads), d_model, most=2),
     )
     return Problem("model.n_heads", f"{text}; {way}, or set model.d_head")
-
-
-def rotary_heads_are_even(case: Case) -> Problem | None:
-    """Rotary positions turn pairs of a head's numbers."""
-    model = case.recipe.model
-    if model.positions.kind != "rotary" or case.mla is not None or model.d_head % 2 == 0:
-        return None
-    text = f"model.d_head={model.d_head} must be even for rotary positions"
-    # widths of the model whose heads are even, where d_head follows from it
-    unit = 2 * model.n_heads
-    widths = []
-    if "model.d_head" in case.decided:
-        widths = multiples(model.d_model, unit)
-    way = way_out(
-        case,
-        Way("model.d_head", multiples(model.d_head, 2), model.d_head, most=2),
-        Way("model.d_model", widths, model.d_model, most=2),
-    )
-    return Problem("model.d_head", f"{text}; {way}")
-
-
-def rotary_scaling_is_ordered(case: Case) -> Problem | None:
-    """Llama 3's rotary scaling goes from low to high frequencies."""
-    positions = case.recipe.model.positions
-    if positions.kind != "rotary" or not isinstance(positions.scaling, Llama3RopeScaling):
-        return None
-    low = positions.scaling.low_freq_factor
-    high = positions.scaling.high_freq_factor
-    if low < high:
-        return None
-    key = "model.positions.scaling.low_freq_factor"
-    text = f"{key}={low} must be below model.positions.scaling.high_freq_factor={high}"
-    return Problem(key, f"{text}; Llama 3 has 1 and 4")
 
 
 def sequences_fit_the_model(case: Case) -> Problem | None:
@@ -189,11 +155,18 @@ def latent_rotary_part_is_even(case: Case) -> Problem | None:
 
 def latent_attention_is_rotary(case: Case) -> Problem | None:
     """Latent attention turns a part of each head by its position."""
-    positions = case.recipe.model.positions.kind
-    if case.mla is None or positions == "rotary":
+    model = case.recipe.model
+    if case.mla is None:
         return None
-    text = f"model.attention.kind=mla needs model.positions.kind=rotary, it is {positions}"
-    return Problem("model.positions.kind", f"{text}; set it to rotary, or model.attention={{kind: gqa}}")
+    sections = {"model.positions": model.positions}
+    for name, layer_type in model.layer_types.items():
+        if layer_type.positions is not None:
+            sections[f"model.layer_types.{name}.positions"] = layer_type.positions
+    for key, positions in sections.items():
+        if positions.kind != "rotary":
+            text = f"model.attention.kind=mla needs {key}.kind=rotary, it is {positions.kind}"
+            return Problem(f"{key}.kind", f"{text}; set it to rotary, or model.attention={{kind: gqa}}")
+    return None
 
 
 def whole_norms_are_root_mean_squares(case: Case) -> Problem | None:
@@ -205,28 +178,6 @@ def whole_norms_are_root_mean_squares(case: Case) -> Problem | None:
     return Problem(
         "model.attention.qk_norm", f"{text}; set model.attention.qk_norm=per_head, or model.norm={{kind: rms}}"
     )
-
-
-def l2_norms_have_positions_before_them(case: Case) -> Problem | None:
-    """The norm behind rotary positions is in layers that have them."""
-    model = case.recipe.model
-    if model.attention.kind != "gqa" or model.attention.qk_norm != "l2" or model.positions.kind == "rotary":
-        return None
-    text = f"model.attention.qk_norm=l2 does nothing with model.positions.kind={model.positions.kind}"
-    text += "; set model.attention.qk_norm=none or per_head, or model.positions={kind: rotary}"
-    return Problem("model.attention.qk_norm", text)
-
-
-def temperature_is_for_layers_without_rotary_positions(case: Case) -> Problem | None:
-    """Queries grow with their position in layers without rotary positions."""
-    model = case.recipe.model
-    if model.attention.kind != "gqa" or model.attention.temperature.kind == "none":
-        return None
-    if model.positions.kind != "rotary":
-        return None
-    text = f"model.attention.temperature={model.attention.temperature.kind} does nothing with rotary positions"
-    text += "; set model.attention.temperature={kind: none}, or model.positions={kind: none}"
-    return Problem("model.attention.temperature", text)
 
 
 def flat_layers_are_as_many_as_the_model_has(case: Case) -> Problem | None:

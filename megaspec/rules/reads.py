@@ -32,7 +32,7 @@ class _WatchedSection:
         self._seen.add(path)
         if isinstance(value, tuple) and value and isinstance(value[0], Frozen):
             return tuple(_WatchedSection(one, f"{path}.{ENTRY}.", self._seen) for one in value)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and any(isinstance(one, Frozen) for one in value.values()):
             return {name: _WatchedSection(one, f"{path}.{NAME}.", self._seen) for name, one in value.items()}
         return value
 

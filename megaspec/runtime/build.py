@@ -2,10 +2,11 @@
 `_wrap_optimizer`, one behind the other, a line and a reason each. megaspec/parallelism/README.md shows a strategy."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -164,13 +165,25 @@ def plain_model(spec: Spec, *, device: torch.device, dtype: torch.dtype | None =
     return model
 
 
+def _check_takes(kernel: Callable[..., Tensor], name: str, is_asked: bool, loss: str, setting: str) -> None:
+    """UsageError: a loss of a plug-in does not take what the model's head asks of it."""
+    if is_asked and name not in signature(kernel).parameters:
+        text = f"{loss} takes no {name}, which {setting} asks of a loss"
+        raise UsageError(f"{text}; set train.loss=null, or add {name} to it as megaspec/README.md says")
+
+
 def _kernels(spec: Spec) -> Kernels:
     """The functions that a Spec names, with the loss of a plug-in in place of the cross-entropy's."""
     kernels = kernels_of(spec.kernels)
     loss = spec.train.loss
     if loss is None:
         return kernels
-    return replace(kernels, cross_entropy=loaded_builders().losses[type(loss)](loss))
+    kernel = loaded_builders().losses[type(loss)](loss)
+    _check_takes(kernel, "bias_V", spec.model.head_bias, f"train.loss.kind={loss.kind}", "model.head_bias=true")
+    is_shaped = spec.model.logit_scale != 1.0 or spec.model.logit_cap is not None
+    shape = f"model.logit_scale={spec.model.logit_scale} with model.logit_cap={show(spec.model.logit_cap)}"
+    _check_takes(kernel, "form", is_shaped, f"train.loss.kind={loss.kind}", shape)
+    return replace(kernels, cross_entropy=kernel)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, TypeVar
 
 from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.target import Target
 from megaspec.model.spec import TransformerSpec
+from megaspec.nn.attention.spec import CausalMask, GroupedQuerySpec, LogTemperature, MaskSpec
+from megaspec.nn.embedding.spec import PositionsSpec
 from megaspec.nn.layer.spec import FlatLayers
 from megaspec.nn.mla.spec import LatentSpec
 from megaspec.nn.moe.spec import MoeSpec
+from megaspec.nn.rope.spec import DynamicRopeScaling, LongRopeScaling, RotarySpec
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.parallelism.stages import parse_layout, stages_of
 from megaspec.recipe import Recipe
@@ -30,6 +33,8 @@ from megaspec.rules.table import is_legal
 from megaspec.spec import Decision, Spec
 from megaspec.verify.shrink_grid import Grid, grid_of, smaller_grids
 from megaspec_kernels.catalog import CATALOG, Use, choose, unmet
+
+T = TypeVar("T")
 
 # Of CPU ranks, unless the axes need more.
 RANKS = 8
@@ -145,7 +150,7 @@ def _small(spec: Spec, grid: Grid, target: Target) -> Recipe:
 
 def _kernels(spec: Spec, target: Target) -> dict[str, Any]:
     """The implementations of the recipe where they compute in fp64 here, else the best that do, nothing compiled."""
-    use = Use(attention_dropout=spec.model.attention.dropout > 0, precision="fp64")
+    use = Use(attention_dropout=spec.model.attention.dropout > 0, score_cap=spec.model.caps_scores, precision="fp64")
     chosen: dict[str, Any] = {"compile": "none"}
     for name, operation in CATALOG.items():
         kernel = getattr(spec.kernels, name)
@@ -296,20 +301,91 @@ def _model(spec: Spec, grid: Grid, n_layers: int, length: int) -> dict[str, Any]
     }
     if mla is not None:
         changes["attention"] = small_mla
+    elif isinstance(model.attention, GroupedQuerySpec):
+        changes["attention"] = _attention(spec, model.attention, length)
     if moe is not None:
         changes["moe"] = _experts(spec, moe, grid, n_layers)
-    if isinstance(model.layer, FlatLayers):
-        changes["layer"] = model.layer.model_dump(mode="json") | {"mixers": _mixers(model.layer, n_layers)}
+    d_turned = d_head if mla is None else small_mla["d_rope"]
+    changes["positions"] = _positions(spec, model.positions, d_turned, length)
+    changes |= _layers(spec, n_layers, d_turned, length)
     return changes
 
 
-def _mixers(layer: FlatLayers, n_layers: int) -> list[str]:
-    """What so few layers are, each kind of them among them where there is room."""
-    few = [layer.mixers[number * len(layer.mixers) // n_layers] for number in range(n_layers)]
-    absent = [mixer for mixer in dict.fromkeys(layer.mixers) if mixer not in few]
-    for place, mixer in enumerate(absent[: max(0, n_layers - 1)]):
-        few[-1 - place] = mixer
+def _layers(spec: Spec, n_layers: int, d_turned: int, length: int) -> dict[str, Any]:
+    """What so few layers are, and in what they differ."""
+    model = spec.model
+    pattern = model.layer_pattern
+    names = [pattern[number % len(pattern)] if pattern else "" for number in range(model.n_layers)]
+    changes: dict[str, Any] = {}
+    if isinstance(model.layer, FlatLayers):
+        kinds = _few(list(zip(model.layer.mixers, names, strict=True)), n_layers)
+        changes["layer"] = model.layer.model_dump(mode="json") | {"mixers": [mixer for mixer, _ in kinds]}
+        # only layers with attention have a type, so that the others may have any
+        names = [name for mixer, name in kinds if mixer == "attention"]
+        if pattern and names:
+            names = [name if mixer == "attention" else names[0] for mixer, name in kinds]
+    else:
+        names = _few(names, n_layers)
+    if pattern:
+        changes["layer_pattern"] = names
+        changes["layer_types"] = {}
+        for name in names:
+            layer_type = model.layer_types[name].model_dump(mode="json")
+            if layer_type["positions"] is not None:
+                layer_type["positions"] = _positions(spec, model.layer_types[name].positions, d_turned, length)
+            if layer_type["mask"] is not None:
+                layer_type["mask"] = _mask(spec, model.layer_types[name].mask, length)
+            changes["layer_types"][name] = layer_type
+    return changes
+
+
+def _attention(spec: Spec, attention: GroupedQuerySpec, length: int) -> dict[str, Any]:
+    """With masks that hide as much of a sequence as before, and queries that grow in it where they did."""
+    small = attention.model_dump(mode="json")
+    small["mask"] = _mask(spec, attention.mask, length)
+    temperature = attention.temperature
+    if isinstance(temperature, LogTemperature) and temperature.floor_scale < spec.data.seq_len:
+        small["temperature"]["floor_scale"] = length / 4
+    return small
+
+
+def _mask(spec: Spec, mask: MaskSpec, length: int) -> dict[str, Any]:
+    """A window or chunk that is shorter than the sequence where it was, so that some pairs are hidden by it."""
+    small = mask.model_dump(mode="json")
+    if not isinstance(mask, CausalMask):
+        is_shorter = mask.size < spec.data.seq_len
+        small["size"] = max(1, length // 3) if is_shorter else length
+    return small
+
+
+def _few(many: Sequence[T], n: int) -> list[T]:
+    """`n` of them in their order, each kind among them where there is room."""
+    few = [many[number * len(many) // n] for number in range(n)]
+    absent = [kind for kind in dict.fromkeys(many) if kind not in few]
+    for place, kind in enumerate(absent[: max(0, n - 1)]):
+        few[-1 - place] = kind
     return few
+
+
+def _positions(spec: Spec, positions: PositionsSpec, d_turned: int, length: int) -> dict[str, Any]:
+    """Of heads of which `d_turned` features may turn: as large a part of them, stretched as before."""
+    small = positions.model_dump(mode="json")
+    if not isinstance(positions, RotarySpec):
+        return small
+    scaling = positions.scaling
+    if positions.fraction < 1:
+        least = 4 if isinstance(scaling, DynamicRopeScaling) else 2
+        small["fraction"] = max(least, positions.turned(d_turned) // 2 * 2) / d_turned
+        d_turned = max(least, positions.turned(d_turned) // 2 * 2)
+    if isinstance(scaling, DynamicRopeScaling | LongRopeScaling):
+        # a sequence is longer than the original one, or not, as before
+        is_longer = spec.data.seq_len > scaling.original_max_seq_len
+        small["scaling"]["original_max_seq_len"] = length // 2 if is_longer else length
+    if isinstance(scaling, LongRopeScaling):
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name)
+            small["scaling"][name] = [factors[i * len(factors) // (d_turned // 2)] for i in range(d_turned // 2)]
+    return small
 
 
 def _heads(spec: Spec, grid: Grid) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def test_folders_of_the_user_count(tmp_path, monkeypatch):
     (tmp_path / "recipes" / "mine.yaml").write_text("defaults: [hello]\n")
     (tmp_path / "more" / "model").mkdir(parents=True)
     (tmp_path / "more" / "model" / "tiny.yaml").write_text("defaults: [hello]\n")
-    assert complete("megaspec train recipe=mi") == ["recipe=mine", "recipe=mixtral_8x7b"]
+    assert complete("megaspec train recipe=mi") == ["recipe=mine", "recipe=mistral_7b", "recipe=mixtral_8x7b"]
     assert complete("megaspec train --config-dir more recipe=mine model=ti") == ["model=tiny"]
     assert complete("megaspec train --config-dir none recipe=mine model=ti") == []
 

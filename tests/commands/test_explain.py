@@ -147,6 +147,8 @@ def test_fields_are_those_that_pydantic_knows():
     named = {path for path in paths if NAME in path.split(".")}
     entries = {path for path in paths - named if ENTRY in path.split(".")}
     assert set(field_paths(Recipe)) == paths - named - entries
+    assert same_path("model.layer_types.NAME.positions", "model.layer_types.local.positions")
+    assert {"model.layer_types.NAME", "model.layer_types.NAME.positions.base"} < named
     assert {"data.valid.NAME", "data.valid.NAME.blend.*.prefix", "data.valid.NAME.files"} < named
     assert not [path for path in named if path.count(NAME) > 1]
     assert {"log.sinks.*.kind", "log.sinks.*.project"} < entries

@@ -111,7 +111,7 @@ def test_a_plain_block_keeps_what_autograd_saves(model, changes):
     index = torch.arange(128)
     noise = Noise(1, torch.arange(2), index) if recipe.model.dropout else None
     context = decoder.context(index, length=128, noise=noise)
-    own |= {a.untyped_storage().data_ptr() for a in context.angles or ()}
+    own |= {a.untyped_storage().data_ptr() for table in context.angles for a in table}
     saved: dict[int, int] = {}
 
     def pack(tensor):

@@ -32,6 +32,28 @@ _LLAMA3 = {
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
+_WITH_LAYER_NORM = {name: value for name, value in _SIZES.items() if name != "rms_norm_eps"}
+_LAYERS = {"num_hidden_layers": 4, "sliding_window": 7}
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    # ends of the ramp that lie between the first and the last frequency
+    "beta_fast": 1.2,
+    "beta_slow": 0.2,
+    # rounding would hide what the ends of the ramp follow from
+    "truncate": False,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 5.0],
+    "partial_rotary_factor": 0.75,
+}
+
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
@@ -55,9 +77,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2": ("llama", _SIZES | {"num_key_value_heads": 4}),
     "llama 3.1": ("llama", _SIZES | {"head_dim": 12, "rope_parameters": _LLAMA3}),
     "llama with biases": ("llama", _SIZES | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral 0.1": ("mistral", _SIZES | {"head_dim": 12, "sliding_window": 7}),
     "mistral": ("mistral", _SIZES | {"head_dim": 12, "sliding_window": None}),
     "mixtral": ("mixtral", _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": ("qwen2", _SIZES),
+    "qwen2, windows": ("qwen2", _SIZES | _LAYERS | {"use_sliding_window": True, "max_window_layers": 3}),
     "qwen3": ("qwen3", _SIZES | {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3 with experts": ("qwen3_moe", _SIZES | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True}),
     "qwen3, some with experts": (
@@ -71,6 +95,64 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
             "mlp_only_layers": [3],
         },
+    ),
+    "llama, yarn": ("llama", _SIZES | {"head_dim": 32, "rope_parameters": _YARN}),
+    "gemma": ("gemma", _SIZES | {"head_dim": 12}),
+    "gemma2": (
+        "gemma2",
+        _SIZES
+        | _LAYERS
+        | {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            # large scores and logits, which caps bend
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 1.5,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _SIZES
+        | _LAYERS
+        | {
+            "head_dim": 12,
+            "query_pre_attn_scalar": 10,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": _LINEAR,
+            },
+        },
+    ),
+    "olmo": ("olmo", _WITH_LAYER_NORM | {"clip_qkv": 0.3, "initializer_range": 0.05}),
+    "olmo2": ("olmo2", _SIZES),
+    "olmo3": (
+        "olmo3",
+        _SIZES | _LAYERS | {"rope_parameters": {"sliding_attention": {"rope_theta": 5e5}, "full_attention": _LINEAR}},
+    ),
+    "phi": ("phi", _WITH_LAYER_NORM | {"layer_norm_eps": 0.02}),
+    "phi3": (
+        "phi3",
+        _SIZES | {"sliding_window": 19, "original_max_position_embeddings": 16, "rope_parameters": _LONGROPE},
+    ),
+    "phi3, short sequences": ("phi3", _SIZES | {"original_max_position_embeddings": 32, "rope_parameters": _LONGROPE}),
+    "smollm3": ("smollm3", _SIZES | {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "glm4": ("glm4", _SIZES | {"head_dim": 16, "attention_bias": True}),
+    "granite": (
+        "granite",
+        _SIZES
+        | {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "nemotron": ("nemotron", _WITH_LAYER_NORM | {"head_dim": 16, "norm_eps": 0.02}),
+    "cohere2": ("cohere2", _WITH_LAYER_NORM | _LAYERS | {"layer_norm_eps": 0.02, "logit_scale": 0.6}),
+    "starcoder2": (
+        "starcoder2",
+        _WITH_LAYER_NORM | {"norm_epsilon": 0.02, "sliding_window": 7, "initializer_range": 0.3},
     ),
 }
 """By a name: the `model_type`, and its keys."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec_kernels import catalog
-from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 
@@ -63,15 +63,37 @@ def _triton_can_run(request: pytest.FixtureRequest) -> None:
             pytest.skip("Triton runs on the CPU under TRITON_INTERPRET=1 only: see test_triton_interpreted.py")
 
 
-def plain(x: Tensor, weight: Tensor, *, labels: Tensor, weights: Tensor, valid: int) -> Tensor:
+def plain(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor,
+    weights: Tensor,
+    valid: int,
+    form: LogitForm = PLAIN_LOGITS,
+) -> Tensor:
     """torch's own cross-entropy over the logits of the valid columns, in at least fp32."""
-    logits = (x @ weight[:valid].t()).to(torch.promote_types(x.dtype, torch.float32))
+    product = F.linear(x, weight[:valid], None if bias is None else bias[:valid])
+    logits = product.to(torch.promote_types(x.dtype, torch.float32)) * form.scale
+    if form.cap is not None:
+        logits = form.cap * torch.tanh(logits / form.cap)
     return (F.cross_entropy(logits, labels, reduction="none") * weights.to(logits.dtype)).sum()
 
 
-def run(name: str, x: Tensor, weight: Tensor, *, labels: Tensor, weights: Tensor, shard: VocabShard) -> Tensor:
+def run(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    labels: Tensor,
+    weights: Tensor,
+    shard: VocabShard,
+    form: LogitForm = PLAIN_LOGITS,
+) -> Tensor:
     wide = weights.to(torch.promote_types(x.dtype, torch.float32))
-    return REGISTRY["cross_entropy"][name](x, weight, labels, wide, shard)
+    return REGISTRY["cross_entropy"][name](x, weight, labels, wide, shard, bias_V=bias, form=form)
 
 
 def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -99,6 +121,27 @@ def gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> N
         results(partial(run, name, **others, shard=VocabShard(0, shape.V)), mine, grad),
         results(partial(plain, **others, valid=shape.V), mine, grad),
         results(partial(plain, **others, valid=shape.V), inputs, grad),
+    )
+
+
+# Around a logit's size, far below it, and a scale alone; 0.3 has no exact form.
+FORMS = [LogitForm(scale=0.3), LogitForm(cap=5.0), LogitForm(scale=2.0, cap=0.5)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+def test_gate_of_shaped_logits(name: str, dtype: torch.dtype, form: LogitForm, device: torch.device) -> None:
+    """With a bias beside the table, whose padding holds numbers too."""
+    shape = Shape(63, 32, 67, 5)
+    inputs, others = make(shape, device)
+    drawn = torch.randn(shape.V + shape.P, generator=torch.Generator().manual_seed(6))
+    inputs["bias"] = drawn.bfloat16().double().to(device)
+    grad = torch.tensor(0.37, dtype=torch.float32).double().to(device)
+    mine = in_dtype(inputs, dtype)
+    check(
+        results(partial(run, name, **others, shard=VocabShard(0, shape.V), form=form), mine, grad),
+        results(partial(plain, **others, valid=shape.V, form=form), mine, grad),
+        results(partial(plain, **others, valid=shape.V, form=form), inputs, grad),
     )
 
 

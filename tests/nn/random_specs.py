@@ -17,9 +17,21 @@ _NORMS = st.one_of(
         }
     ),
 )
-_POSITIONS = st.one_of(
+_SCALINGS: list[dict[str, Any]] = [
+    {"kind": "llama3", "original_max_seq_len": 4},
+    {"kind": "linear", "factor": 2.0},
+    {"kind": "dynamic", "factor": 2.0, "original_max_seq_len": 4},
+    {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 4},
+    {"kind": "proportional", "fraction": 0.5},
+]
+_ROTARY = st.one_of(
     st.fixed_dictionaries({"kind": st.just("rotary"), "base": st.sampled_from([100.0, 10_000.0])}),
-    st.just({"kind": "rotary", "scaling": {"kind": "llama3", "original_max_seq_len": 4}}),
+    st.fixed_dictionaries({"kind": st.just("rotary"), "scaling": st.sampled_from(_SCALINGS)}),
+    # two features of four, four of six
+    st.just({"kind": "rotary", "fraction": 0.67}),
+)
+_POSITIONS = st.one_of(
+    _ROTARY,
     st.just({"kind": "learned"}),
     st.just({"kind": "none"}),
 )
@@ -32,14 +44,15 @@ _MASKS = st.one_of(
 
 
 @st.composite
-def _attention(draw: st.DrawFn, *, positions: str, norm: str) -> dict[str, Any]:
+def _attention(draw: st.DrawFn, *, positions: set[str], norm: str) -> dict[str, Any]:
+    """`positions`: kinds that the layers have."""
     qk_norms = ["none", "per_head"]
     if norm == "rms":
         qk_norms.append("whole")
-    if positions == "rotary":
+    if "rotary" in positions:
         qk_norms.append("l2")
     temperature: dict[str, Any] = {"kind": "none"}
-    if positions != "rotary" and draw(st.booleans()):
+    if positions != {"rotary"} and draw(st.booleans()):
         temperature = {"kind": "log", "scale": 0.5, "floor_scale": 3.0}
     return {
         "kind": "gqa",
@@ -56,12 +69,15 @@ def _attention(draw: st.DrawFn, *, positions: str, norm: str) -> dict[str, Any]:
     }
 
 
-_MLP = st.fixed_dictionaries(
-    {
-        "kind": st.sampled_from(["gated", "plain"]),
-        "activation": st.sampled_from(["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]),
-        "bias": st.booleans(),
-    }
+_MLP = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "kind": st.sampled_from(["gated", "plain"]),
+            "activation": st.sampled_from(["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared"]),
+            "bias": st.booleans(),
+        }
+    ),
+    st.fixed_dictionaries({"kind": st.just("clamped"), "limit": st.sampled_from([0.5, 7.0]), "bias": st.booleans()}),
 )
 _MIXERS = ("attention", "mlp", "moe")
 
@@ -103,12 +119,15 @@ def decoders(draw: st.DrawFn) -> dict[str, Any]:
         "tied_embeddings": draw(st.booleans()),
         "embedding_scale": draw(st.sampled_from([1.0, 3.5])),
         "init_std": 0.2,
+        "residual_scale": draw(st.sampled_from([1.0, 0.7])),
+        "head_bias": draw(st.booleans()),
+        "logit_scale": draw(st.sampled_from([1.0, 0.3])),
+        "logit_cap": draw(st.sampled_from([None, 2.0])),
         "norm": draw(_NORMS),
         "positions": draw(_POSITIONS),
         "mlp": draw(_MLP),
         "moe": draw(st.none() | _moe()),
     }
-    model["attention"] = draw(_attention(positions=model["positions"]["kind"], norm=model["norm"]["kind"]))
     kind = draw(st.sampled_from(["sequential", "sequential", "parallel", "flat"]))
     layer: dict[str, Any] = {"kind": kind}
     if kind == "sequential":
@@ -122,4 +141,13 @@ def decoders(draw: st.DrawFn) -> dict[str, Any]:
     elif model["moe"]:
         model["moe"]["first_dense"] = draw(st.integers(0, n_layers - 1))
     model["layer"] = layer
+    positions = {model["positions"]["kind"]}
+    if kind != "flat" and n_layers > 1 and draw(st.booleans()):
+        other: dict[str, Any] = {"mask": draw(_MASKS)}
+        if positions <= {"rotary", "none"} and draw(st.booleans()):
+            other["positions"] = draw(_ROTARY | st.just({"kind": "none"}))
+            positions.add(other["positions"]["kind"])
+        model["layer_types"] = {"plain": {}, "other": other}
+        model["layer_pattern"] = draw(st.sampled_from([["plain", "other"], ["other", "plain", "other"]]))
+    model["attention"] = draw(_attention(positions=positions, norm=model["norm"]["kind"]))
     return model

@@ -1,6 +1,8 @@
 """Kinds of decoders against their equations written out, and against transformers."""
 
+from collections.abc import Callable
 from importlib import import_module
+from math import log
 from types import ModuleType
 
 import pytest
@@ -29,13 +31,14 @@ def model_of(case: Case) -> tuple[Decoder, dict[str, Tensor]]:
     return built.model, {n: p.detach() for n, p in built.model.named_parameters(remove_duplicate=False)}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, window: int = TOKENS) -> Tensor:
     """[N, T, H], [K, T, H], [K, T, H] -> [T, N · H], one head after the other."""
     outs = []
     for n in range(len(q)):
         kv = n * len(k) // len(q)
         scores = q[n] @ k[kv].t() / SIZE**0.5
-        scores = scores + torch.triu(torch.full_like(scores, float("-inf")), diagonal=1)
+        hidden = torch.full_like(scores, float("-inf"))
+        scores = scores + torch.triu(hidden, diagonal=1) + torch.tril(hidden, diagonal=-window)
         outs.append(scores.softmax(-1) @ v[kv])
     return torch.cat(outs, dim=-1)
 
@@ -91,22 +94,34 @@ def rms(x: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
 
 
-def turned(x: Tensor) -> Tensor:
+def turned(x: Tensor, base: float = 10_000.0) -> Tensor:
     """Rotary positions, [N, T, H] -> [N, T, H]."""
-    angle = torch.outer(torch.arange(x.shape[1]).double(), 10_000.0 ** (-torch.arange(0, SIZE, 2).double() / SIZE))
+    return turned_by(x, base ** (-torch.arange(0, SIZE, 2).double() / SIZE))
+
+
+def turned_by(x: Tensor, frequencies: Tensor) -> Tensor:
+    """[N, T, R] -> [N, T, R], by R / 2 frequencies."""
+    angle = torch.outer(torch.arange(x.shape[1]).double(), frequencies)
     cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
-    return x * cos + torch.cat((-x[..., SIZE // 2 :], x[..., : SIZE // 2]), dim=-1) * sin
+    half = len(frequencies)
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
 
 
-def attention(x: Tensor, w: dict[str, Tensor], name: str, kv: int, *, is_rotary: bool = True) -> Tensor:
+def attention(
+    x: Tensor,
+    w: dict[str, Tensor],
+    name: str,
+    kv: int,
+    *,
+    turn: Callable[[Tensor], Tensor] = turned,
+    window: int = TOKENS,
+) -> Tensor:
     """[T, D] -> [T, D]"""
     qkv = x @ w[f"{name}.wqkv.weight"].t()
     if f"{name}.wqkv.bias" in w:
         qkv = qkv + w[f"{name}.wqkv.bias"]
     q, k, v = map(heads, qkv.split([32, kv * SIZE, kv * SIZE], dim=-1))
-    if is_rotary:
-        q, k = turned(q), turned(k)
-    return attend(q, k, v) @ w[f"{name}.wo.weight"].t()
+    return attend(turn(q), turn(k), v, window) @ w[f"{name}.wo.weight"].t()
 
 
 def gated(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
@@ -165,12 +180,65 @@ def flat(w: dict[str, Tensor], tokens: Tensor, kv: int) -> Tensor:
     """x + attention(norm(x)) in one layer, x + mlp(norm(x)) in the next, without positions. [T] -> [T, V]."""
     x = w["embed.weight"][tokens]
     h = rms(x) * w["layers.0.norm1.weight"]
-    x = x + attention(h, w, "layers.0.attn", kv, is_rotary=False)
+    x = x + attention(h, w, "layers.0.attn", kv, turn=unturned)
     x = x + swiglu(rms(x) * w["layers.1.norm1.weight"], w, "layers.1.mlp")
     return rms(x) * w["norm.weight"] @ w["head.weight"].t()
 
 
-EQUATIONS = {"llama": llama, "gpt": gpt, "post": post, "sandwich": sandwich, "parallel": parallel, "flat": flat}
+def unturned(x: Tensor) -> Tensor:
+    return x
+
+
+def near(x: Tensor) -> Tensor:
+    """Half of each head, YaRN of 4 from 8 tokens on: of two frequencies the first stays and the second is divided."""
+    half = turned_by(x[..., : SIZE // 2], torch.tensor([1.0, 0.01 / 4], dtype=torch.float64))
+    factor = 0.1 * log(4.0) + 1.0
+    return torch.cat((factor * half, x[..., SIZE // 2 :]), dim=-1)
+
+
+def far(x: Tensor) -> Tensor:
+    """A base that has grown with the sequence, by 2 from 4 tokens on."""
+    growth = 2 * x.shape[1] / 4 - 1
+    return turned(x, 10_000.0 * growth ** (SIZE / (SIZE - 2)))
+
+
+def mixed(w: dict[str, Tensor], tokens: Tensor, kv: int) -> Tensor:
+    """Three layers that turn in three ways, the first one with a window. [T] -> [T, V]."""
+    x = w["embed.weight"][tokens]
+    for i, (turn, window) in enumerate([(near, 3), (unturned, TOKENS), (far, TOKENS)]):
+        b = f"layers.{i}"
+        h = rms(x) * w[f"{b}.norm1.weight"]
+        x = x + attention(h, w, f"{b}.attn", kv, turn=turn, window=window)
+        x = x + swiglu(rms(x) * w[f"{b}.norm2.weight"], w, f"{b}.mlp")
+    return rms(x) * w["norm.weight"] @ w["head.weight"].t()
+
+
+def ends(w: dict[str, Tensor], tokens: Tensor, kv: int) -> Tensor:
+    """Branches times 0.6, gpt-oss's feed-forward layer, logits with a bias, a factor and a cap. [T] -> [T, V]."""
+    x = w["embed.weight"][tokens]
+    for i in range(2):
+        b = f"layers.{i}"
+        x = x + 0.6 * attention(rms(x) * w[f"{b}.norm1.weight"], w, f"{b}.attn", kv)
+        gate, up = gated(rms(x) * w[f"{b}.norm2.weight"], w, f"{b}.mlp")
+        bias = w[f"{b}.mlp.w_gate_up.bias"].chunk(2)
+        gate = (gate + bias[0]).clamp(max=0.5)
+        up = (up + bias[1]).clamp(-0.5, 0.5)
+        h = (up + 1) * gate / (1 + torch.exp(-1.702 * gate))
+        x = x + 0.6 * (h @ w[f"{b}.mlp.w_down.weight"].t() + w[f"{b}.mlp.w_down.bias"])
+    product = rms(x) * w["norm.weight"] @ w["head.weight"].t() + w["head.bias"]
+    return 1.5 * torch.tanh(0.7 * product / 1.5)
+
+
+EQUATIONS = {
+    "llama": llama,
+    "gpt": gpt,
+    "post": post,
+    "sandwich": sandwich,
+    "parallel": parallel,
+    "flat": flat,
+    "mixed": mixed,
+    "ends": ends,
+}
 
 
 def test_every_family_is_held_to_its_equations() -> None:
@@ -188,10 +256,13 @@ def test_every_family_is_held_to_its_equations() -> None:
         ("sandwich", 2, True),
         ("parallel", 2, False),
         ("flat", 2, False),
+        ("mixed", 2, False),
+        ("ends", 2, True),
     ],
 )
 def test_logits_and_loss_are_the_equations(family: str, kv: int, tied: bool, attention: str) -> None:
-    case = Case(family=family, kv_heads=kv, tied=tied, attention=attention, mask="uneven")
+    n_layers = 3 if family == "mixed" else 2
+    case = Case(family=family, kv_heads=kv, tied=tied, attention=attention, mask="uneven", n_layers=n_layers)
     model, weights = model_of(case)
     batch = batches_of(case, [], 1)[0]
     expected = torch.stack([EQUATIONS[family](weights, tokens, kv) for tokens in batch.tokens])
@@ -203,7 +274,7 @@ def test_logits_and_loss_are_the_equations(family: str, kv: int, tied: bool, att
     assert abs(loss - truth) <= 1e-13 * truth
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt", "post", "sandwich", "parallel"])
+@pytest.mark.parametrize("family", ["llama", "gpt", "post", "sandwich", "parallel", "ends"])
 def test_a_document_is_computed_as_if_it_were_alone(family: str) -> None:
     model, _ = model_of(Case(family=family, documents=True))
     batch = batches_of(Case(documents=True), [], 1)[0]

@@ -117,5 +117,5 @@ def test_angles_are_not_rounded_with_the_weights(cast: torch.dtype) -> None:
     wide = torch.promote_types(cast, torch.float32)
     model = plain_model(spec, device=CPU, dtype=torch.float32).to(cast)
     expected = plain_model(spec, device=CPU, dtype=wide)
-    assert torch.equal(model.rope.cos_TH, expected.rope.cos_TH)
-    assert torch.equal(model.rope.sin_TH, expected.rope.sin_TH)
+    assert torch.equal(model.ropes[0].cos_TH, expected.ropes[0].cos_TH)
+    assert torch.equal(model.ropes[0].sin_TH, expected.ropes[0].sin_TH)

@@ -152,7 +152,8 @@ class Saved:
 def saved_by(decoder: Decoder, number: int, x: Tensor) -> Saved:
     """What one layer's forward pass keeps, its input included."""
     context = decoder.context(torch.arange(TOKENS), length=TOKENS)
-    saved = Saved([*decoder.parameters(), *decoder.buffers(), *(context.angles or ()), context.positions])
+    angles = [x for table in context.angles for x in table]
+    saved = Saved([*decoder.parameters(), *decoder.buffers(), *angles, context.positions])
     unit = next(unit for unit in decoder.units if unit.name == f"layers.{number}")
     for module in unit.modules[0].modules():
         if isinstance(module, Router):
@@ -174,7 +175,11 @@ def check_kept(model: dict[str, Any]) -> None:
         router = sum(tensor.size for tensor in tensors if tensor.what.startswith("router."))
         rest = sum(tensor.size for tensor in tensors) - router
         if halves_statistics(recipe.model.norm):
-            rest -= sum(tensor.size for tensor in tensors if tensor.what.endswith("statistics")) // 2
+            halved = [tensor for tensor in tensors if tensor.what.endswith("statistics")]
+            if recipe.model.attention.qk_norm == "l2":
+                # always a root mean square
+                halved = [tensor for tensor in halved if tensor.what != "qk_norm.statistics"]
+            rest -= sum(tensor.size for tensor in halved) // 2
         small = 0
         if layer.routing is not None:
             small = 4 * run.expert_rows(layer.routing) + 4 * layer.routing.n_experts

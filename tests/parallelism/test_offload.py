@@ -43,7 +43,7 @@ def test_every_tensor_of_an_offloaded_layer_leaves() -> None:
         parameter.data.normal_()
     context = model.context(torch.arange(16), length=16)
     x_BTD = torch.randn(2, 16, 32, dtype=torch.float64, requires_grad=True)
-    here = (x_BTD, *model.parameters(), *context.angles)
+    here = (x_BTD, *model.parameters(), *(x for table in context.angles for x in table))
     plain = kept_bytes(lambda: model.units[1].run(x_BTD, context), without=here)
     copies = []
     one = Offload(1, SavedTensors(), device=torch.device("cpu"))

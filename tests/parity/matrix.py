@@ -101,6 +101,8 @@ MORE: dict[str, Has] = {
     "norms before and behind": lambda c: c.family == "sandwich",
     "sub-layers side by side": lambda c: c.family == "parallel",
     "one sub-layer a layer": lambda c: c.family == "flat",
+    "layers that turn differently": lambda c: c.family == "mixed",
+    "scaled branches, shaped logits, head bias": lambda c: c.family == "ends",
 }
 
 

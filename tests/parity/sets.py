@@ -456,6 +456,25 @@ def _layers() -> list[Case]:
     return [Case(n_layers=4, family=family, **way) for family in LAYERS for way in ways]
 
 
+def _options() -> list[Case]:
+    """Layers that differ and the ends of a model, beside everything that splits a sequence, a model or a head."""
+    mixed: list[dict[str, Any]] = [
+        {"tp": 2, "sequence": True, "mask": "uneven"},
+        {"cp": 2, "context": "ring", "documents": True},
+        {"cp": 2, "context": "all_to_all"},
+        {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
+        {"dp": 2, "strategy": "fsdp", "also": RECOMPUTES["block 1"]},
+    ]
+    ends: list[dict[str, Any]] = [
+        {"tp": 2, "sequence": True, "mask": "uneven", "pad": 8},
+        {"tp": 2, "cross_entropy": "reference", "tied": True, "pad": 64},
+        {"pp": 2, "tied": True, "accumulate": 3},
+        {"dp": 2, "strategy": "fsdp", "router": "sigmoid", "every": 2},
+    ]
+    cases = [Case(n_layers=4, family="mixed", **way) for way in mixed]
+    return cases + [Case(family="ends", **way) for way in ends]
+
+
 def _attentions() -> list[Case]:
     """Options of attention beside everything that cuts heads, sequences or layers, or computes attention again."""
     again = RECOMPUTES["core_attention"]
@@ -544,6 +563,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "optimizers": _optimizers,
     "switches": _switches,
     "layers": _layers,
+    "options": _options,
     "attention": _attentions,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,

@@ -180,6 +180,30 @@ def test_what_a_layout_depends_on_stays():
     assert listed.capacity_factor == 1.25
 
 
+def test_masks_hide_what_they_hid_and_no_more():
+    """The sequence has 48 tokens: one kind of layer has a window in it, the other one a window that is longer."""
+    types = {
+        "near": {"mask": {"kind": "window", "size": 16}},
+        "far": {"mask": {"kind": "window", "size": 64}, "positions": {"kind": "none"}},
+    }
+    attention = {
+        "kind": "gqa",
+        "mask": {"kind": "chunk", "size": 8},
+        "score_cap": 3.0,
+        "temperature": {"kind": "log", "floor_scale": 16},
+    }
+    model = LLAMA | {"attention": attention, "layer_types": types, "layer_pattern": ["near", "near", "far"]}
+    spec = spec_of(model | {"n_layers": 6}, parallelism__cp=2, data__seq_len=48, kernels__attention="reference")
+    small = shrink(spec, on_cpu(CPU))
+    length = small.data.seq_len
+    found = small.model.layer_types
+    assert found["near"].mask.size < length <= found["far"].mask.size
+    assert found["far"].positions.kind == "none"
+    assert small.model.attention.mask.size < length
+    assert small.model.attention.temperature.floor_scale < length
+    assert {"near", "far"} == {*small.model.layer_pattern}
+
+
 def test_more_ranks_keep_more():
     spec = shipped("llama3_70b_32gpu", "")
     assert [shrink(spec, on_cpu(CPU), ranks=n).world_size for n in (8, 9, 16, 64)] == [8, 8, 16, 32]

@@ -5,21 +5,27 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec_kernels.catalog import logits_piece
-from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
 from megaspec_kernels.product import add_product_
 
-Stats = Callable[[Tensor, Tensor, VocabShard], tuple[Tensor, Tensor, Tensor]]
-"""(logits_CV, labels_C, shard) -> this rank's peak, Σ exp(logit − peak) and label's logit (0 where it is not here)"""
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, VocabShard], Tensor]
-"""(logits_CV, labels_C, top_C, total_C, weights_C, shard) -> d loss / d logits [C, V], zero in padding; may reuse it"""
+Stats = Callable[[Tensor, Tensor, VocabShard, LogitForm], tuple[Tensor, Tensor, Tensor]]
+"""(product_CV, labels_C, shard, form) -> this rank's peak, Σ exp(logit − peak) and label's logit (0 where it is not
+here), of logits that the form makes of the product"""
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, VocabShard, LogitForm], Tensor]
+"""(product_CV, labels_C, top_C, total_C, weights_C, shard, form) -> d loss / d product [C, V], zero in padding; may
+reuse it"""
 
 
-def local_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+def local_stats(
+    product_CV: Tensor, labels_C: Tensor, shard: VocabShard, form: LogitForm
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Stats`."""
-    wide = logits_CV[:, : shard.valid].to(torch.promote_types(logits_CV.dtype, torch.float32))
+    wide = product_CV[:, : shard.valid].to(torch.promote_types(product_CV.dtype, torch.float32))
+    wide = form.shaped(wide)
     if shard.valid == 0:
         zero = wide.new_zeros(len(labels_C))
         return torch.full_like(zero, torch.finfo(wide.dtype).min), zero, zero
@@ -31,24 +37,35 @@ def local_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple
 
 
 def local_gradient(
-    logits_CV: Tensor, labels_C: Tensor, top_C: Tensor, total_C: Tensor, weights_C: Tensor, shard: VocabShard
+    product_CV: Tensor,
+    labels_C: Tensor,
+    top_C: Tensor,
+    total_C: Tensor,
+    weights_C: Tensor,
+    shard: VocabShard,
+    form: LogitForm,
 ) -> Tensor:
     """See `Gradient`."""
-    wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    grad_CV = (logits_CV.to(wide) - top_C[:, None]).exp_().mul_((weights_C / total_C)[:, None])
+    wide = torch.promote_types(product_CV.dtype, torch.float32)
+    logits_CV = form.shaped(product_CV.to(wide))
+    grad_CV = (logits_CV - top_C[:, None]).exp_().mul_((weights_C / total_C)[:, None])
     grad_CV[:, shard.valid :] = 0
     here = (labels_C >= shard.first) & (labels_C < shard.first + shard.valid)
     column = (labels_C - shard.first).clamp(0, logits_CV.shape[1] - 1)
     # one element a row, so that indexing serves; scatter_add has no deterministic form on CUDA
     grad_CV[torch.arange(len(column), device=column.device), column] -= torch.where(here, weights_C, 0)
-    return grad_CV.to(logits_CV.dtype)
+    if form != PLAIN_LOGITS:
+        grad_CV *= form.slope(logits_CV)
+        # what padding holds may be anything, infinite slopes too
+        grad_CV[:, shard.valid :] = 0
+    return grad_CV.to(product_CV.dtype)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and both gradients in one pass over the tokens; backward only scales them."""
+    """The loss and all gradients in one pass over the tokens; backward only scales them."""
 
     @staticmethod
-    def forward(ctx, x_MD, weight_VD, labels_M, weights_M, shard, stats: Stats, gradient: Gradient):
+    def forward(ctx, x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, stats: Stats, gradient: Gradient):
         M = x_MD.shape[0]
         piece = logits_piece(M, weight_VD.shape[0] * x_MD.element_size())
         wide = torch.promote_types(x_MD.dtype, torch.float32)
@@ -57,34 +74,51 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if need_grad:
             grad_x_MD = torch.empty_like(x_MD)
             grad_weight_VD = torch.empty_like(weight_VD, dtype=wide)
+            grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         for first in range(0, M, piece):
             part = slice(first, first + piece)
-            logits_CV = x_MD[part] @ weight_VD.t()
-            peak_C, total_C, target_C = stats(logits_CV, labels_M[part], shard)
+            product_CV = F.linear(x_MD[part], weight_VD, bias_V)
+            peak_C, total_C, target_C = stats(product_CV, labels_M[part], shard, form)
             # over all ranks of the vocabulary: the largest logit, and Σ exp(logit − top)
             top_C = shard.max(peak_C)
             total_C = shard.sum(total_C * (peak_C - top_C).exp())
             # log Σ exp − target without the digits that top + log Σ would lose to a large top
             loss += (weights_M[part] * (total_C.log() + (top_C - shard.sum(target_C)))).sum()
             if need_grad:
-                grad_CV = gradient(logits_CV, labels_M[part], top_C, total_C, weights_M[part], shard)
+                grad_CV = gradient(product_CV, labels_M[part], top_C, total_C, weights_M[part], shard, form)
                 torch.mm(grad_CV, weight_VD, out=grad_x_MD[part])
                 add_product_(grad_weight_VD, grad_CV.t(), x_MD[part], overwrite=first == 0)
+                if grad_bias_V is not None:
+                    grad_bias_V += grad_CV.sum(0, dtype=wide)
         if need_grad:
-            ctx.save_for_backward(grad_x_MD, grad_weight_VD.to(weight_VD.dtype))
+            if grad_bias_V is not None:
+                grad_bias_V = grad_bias_V.to(bias_V.dtype)
+            ctx.save_for_backward(grad_x_MD, grad_weight_VD.to(weight_VD.dtype), grad_bias_V)
         return loss
 
     @staticmethod
     def backward(ctx, grad_out):
-        grad_x_MD, grad_weight_VD = ctx.saved_tensors
+        grad_x_MD, grad_weight_VD, grad_bias_V = ctx.saved_tensors
         d_x_MD = grad_x_MD * grad_out.to(grad_x_MD.dtype)
         d_weight_VD = grad_weight_VD * grad_out.to(grad_weight_VD.dtype)
-        # nothing for labels, weights, shard and the two functions
-        return d_x_MD, d_weight_VD, None, None, None, None, None
+        d_bias_V = None
+        if grad_bias_V is not None:
+            d_bias_V = grad_bias_V * grad_out.to(grad_bias_V.dtype)
+        # nothing for labels, weights, shard, form and the two functions
+        return d_x_MD, d_weight_VD, d_bias_V, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
-    x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard
+    x_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    shard: VocabShard,
+    *,
+    bias_V: Tensor | None = None,
+    form: LogitForm = PLAIN_LOGITS,
 ) -> Tensor:
     """See reference.py; logits of two pieces live at a time (catalog.logits_piece)."""
-    return ChunkedCrossEntropy.apply(x_MD, weight_VD, labels_M, weights_M, shard, local_stats, local_gradient)
+    return ChunkedCrossEntropy.apply(
+        x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, local_stats, local_gradient
+    )

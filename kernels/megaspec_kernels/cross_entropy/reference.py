@@ -1,4 +1,4 @@
-"""Output head and loss as their equation: Σ wᵢ (log Σⱼ exp(xᵢ·Wⱼ) − xᵢ·W_labelᵢ)."""
+"""Output head and loss as their equation: Σ wᵢ (log Σⱼ exp(zᵢⱼ) − zᵢ_labelᵢ) of logits z = form(xᵢ·Wⱼ + bⱼ)."""
 
 # M tokens, D model, V rows of the weight on this rank
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -28,12 +29,50 @@ class VocabShard:
     max: Callable[[Tensor], Tensor] = _same
 
 
+@dataclass(frozen=True)
+class LogitForm:
+    """What the head's product becomes before the softmax: cap · tanh(scale · product / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    """None: scale · product, without a bound."""
+
+    def shaped(self, product: Tensor) -> Tensor:
+        """[..., V] in at least fp32 -> logits, the same shape and dtype."""
+        scaled = product
+        if self.scale != 1.0:
+            scaled = product * self.scale
+        if self.cap is None:
+            return scaled
+        return (scaled / self.cap).tanh() * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d product where the logits are these: 1 − tanh² of what the cap has bent, times the scale."""
+        if self.cap is None:
+            return self.scale
+        return (1 - (logits / self.cap).square()) * self.scale
+
+
+PLAIN_LOGITS = LogitForm()
+
+
 def linear_cross_entropy(
-    x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard
+    x_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    shard: VocabShard,
+    *,
+    bias_V: Tensor | None = None,
+    form: LogitForm = PLAIN_LOGITS,
 ) -> Tensor:
-    """[M, D], [V, D], int64 [M], [M] in at least fp32 -> scalar in the dtype of `weights_M`, in at least fp32."""
-    logits_MV = x_MD @ weight_VD[: shard.valid].t()
-    logits_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+    """[M, D], [V, D], int64 [M], [M] in at least fp32 -> scalar in the dtype of `weights_M`, in at least fp32.
+
+    `bias_V`: [V], added to the product; None: nothing is.
+    """
+    bias = None if bias_V is None else bias_V[: shard.valid]
+    product_MV = F.linear(x_MD, weight_VD[: shard.valid], bias)
+    logits_MV = form.shaped(product_MV.to(torch.promote_types(product_MV.dtype, torch.float32)))
     lowest = logits_MV.new_full((len(logits_MV), 1), torch.finfo(logits_MV.dtype).min)
     peak_M = shard.max(torch.cat((logits_MV.detach(), lowest), dim=1).amax(dim=1))
     total_M = shard.sum((logits_MV - peak_M[:, None]).exp().sum(dim=1))

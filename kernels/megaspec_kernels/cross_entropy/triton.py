@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.cross_entropy.chunked import ChunkedCrossEntropy
-from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
 
 try:
     import triton
@@ -21,8 +21,29 @@ WARPS = 16
 if triton is not None:
 
     @triton.jit
+    def shaped_logit(x, scale, cap, has_cap: tl.constexpr):
+        x *= scale
+        if has_cap:
+            # tanh of |x| / cap, by the exponential that can't overflow
+            small = tl.exp(-2 * tl.abs(x) / cap)
+            bent = cap * (1 - small) / (1 + small)
+            x = tl.where(x < 0, -bent, bent)
+        return x
+
+    @triton.jit
     def softmax_stats_kernel(
-        logits_ptr, labels_ptr, peak_ptr, total_ptr, target_ptr, stride, first, valid, b_v: tl.constexpr
+        logits_ptr,
+        labels_ptr,
+        peak_ptr,
+        total_ptr,
+        target_ptr,
+        stride,
+        first,
+        valid,
+        scale,
+        cap,
+        has_cap: tl.constexpr,
+        b_v: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * stride
@@ -30,20 +51,34 @@ if triton is not None:
         total = 0.0
         for start in range(0, valid, b_v):
             column = start + tl.arange(0, b_v)
-            x = tl.load(logits_ptr + column, mask=column < valid, other=-float("inf")).to(tl.float32)
+            x = tl.load(logits_ptr + column, mask=column < valid, other=0.0).to(tl.float32)
+            x = tl.where(column < valid, shaped_logit(x, scale, cap, has_cap), -float("inf"))
             higher = tl.maximum(peak, tl.max(x, 0))
             total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), 0)
             peak = higher
         label = tl.load(labels_ptr + row) - first
         here = (label >= 0) & (label < valid)
-        target = tl.load(logits_ptr + label, mask=here, other=0.0).to(tl.float32)
+        # 0 is 0 in every form
+        target = shaped_logit(tl.load(logits_ptr + label, mask=here, other=0.0).to(tl.float32), scale, cap, has_cap)
         tl.store(peak_ptr + row, peak)
         tl.store(total_ptr + row, total)
         tl.store(target_ptr + row, target)
 
     @triton.jit
     def softmax_gradient_kernel(
-        logits_ptr, labels_ptr, top_ptr, total_ptr, weights_ptr, stride, first, valid, n_columns, b_v: tl.constexpr
+        logits_ptr,
+        labels_ptr,
+        top_ptr,
+        total_ptr,
+        weights_ptr,
+        stride,
+        first,
+        valid,
+        n_columns,
+        scale,
+        cap,
+        has_cap: tl.constexpr,
+        b_v: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         logits_ptr += row * stride
@@ -53,12 +88,19 @@ if triton is not None:
         share = weight / tl.load(total_ptr + row)
         for start in range(0, n_columns, b_v):
             column = start + tl.arange(0, b_v)
-            x = tl.load(logits_ptr + column, mask=column < valid, other=-float("inf")).to(tl.float32)
-            grad = tl.exp(x - top) * share - tl.where((column == label) & (column < valid), weight, 0.0)
+            x = tl.load(logits_ptr + column, mask=column < valid, other=0.0).to(tl.float32)
+            x = shaped_logit(x, scale, cap, has_cap)
+            slope = scale
+            if has_cap:
+                slope = scale * (1 - (x / cap) * (x / cap))
+            grad = (tl.exp(x - top) * share - tl.where(column == label, weight, 0.0)) * slope
+            grad = tl.where(column < valid, grad, 0.0)
             tl.store(logits_ptr + column, grad.to(logits_ptr.dtype.element_ty), mask=column < n_columns)
 
 
-def softmax_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_stats(
+    logits_CV: Tensor, labels_C: Tensor, shard: VocabShard, form: LogitForm
+) -> tuple[Tensor, Tensor, Tensor]:
     """See chunked.Stats; logits contiguous along V, sums in fp32."""
     rows = logits_CV.shape[0]
     if shard.valid == 0:
@@ -68,13 +110,31 @@ def softmax_stats(logits_CV: Tensor, labels_C: Tensor, shard: VocabShard) -> tup
     if logits_CV.is_meta:
         return peak, total, target
     softmax_stats_kernel[(rows,)](
-        logits_CV, labels_C, peak, total, target, logits_CV.stride(0), shard.first, shard.valid, BLOCK, num_warps=WARPS
+        logits_CV,
+        labels_C,
+        peak,
+        total,
+        target,
+        logits_CV.stride(0),
+        shard.first,
+        shard.valid,
+        form.scale,
+        form.cap or 1.0,
+        form.cap is not None,
+        BLOCK,
+        num_warps=WARPS,
     )
     return peak, total, target
 
 
 def softmax_gradient(
-    logits_CV: Tensor, labels_C: Tensor, top_C: Tensor, total_C: Tensor, weights_C: Tensor, shard: VocabShard
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    top_C: Tensor,
+    total_C: Tensor,
+    weights_C: Tensor,
+    shard: VocabShard,
+    form: LogitForm,
 ) -> Tensor:
     """See chunked.Gradient; overwrites and returns the logits."""
     rows, columns = logits_CV.shape
@@ -90,6 +150,9 @@ def softmax_gradient(
         shard.first,
         shard.valid,
         columns,
+        form.scale,
+        form.cap or 1.0,
+        form.cap is not None,
         BLOCK,
         num_warps=WARPS,
     )
@@ -97,10 +160,25 @@ def softmax_gradient(
 
 
 def linear_cross_entropy(
-    x_MD: Tensor, weight_VD: Tensor, labels_M: Tensor, weights_M: Tensor, shard: VocabShard
+    x_MD: Tensor,
+    weight_VD: Tensor,
+    labels_M: Tensor,
+    weights_M: Tensor,
+    shard: VocabShard,
+    *,
+    bias_V: Tensor | None = None,
+    form: LogitForm = PLAIN_LOGITS,
 ) -> Tensor:
     """See reference.py; fp32 sums, logits in the dtype of x (fp32, bf16 or fp16)."""
     assert x_MD.dtype != torch.float64, "the fused kernels sum in fp32; fp64 takes chunked"
     return ChunkedCrossEntropy.apply(
-        x_MD, weight_VD, labels_M.contiguous(), weights_M.contiguous(), shard, softmax_stats, softmax_gradient
+        x_MD,
+        weight_VD,
+        bias_V,
+        labels_M.contiguous(),
+        weights_M.contiguous(),
+        shard,
+        form,
+        softmax_stats,
+        softmax_gradient,
     )

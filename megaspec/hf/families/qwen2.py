@@ -5,30 +5,54 @@ from typing import Any
 from megaspec.hf.config import Config
 from megaspec.hf.families import llama
 from megaspec.hf.family import ACTIVATIONS, THEIR_ACTIVATIONS, Family, base_keys, base_section
+from megaspec.hf.layer_kinds import FULL, SLIDING, put_kinds, read_window, with_window, write_kinds
 from megaspec.hf.rope import read_rope, write_rope
 from megaspec.model.decoder.spec import DecoderSpec
 
 
 def read(config: Config) -> dict[str, Any]:
-    read_windows(config)
-    return base_section(config) | {
+    section = base_section(config) | {
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "positions": read_rope(config),
         "norm": {"kind": "rms", "eps": config.number("rms_norm_eps", 1e-6)},
         "attention": {"kind": "gqa", "qkv_bias": True, "dropout": config.number("attention_dropout", 0.0)},
         "mlp": {"kind": "gated", "activation": config.one_of("hidden_act", ACTIVATIONS, "silu")},
     }
+    read_windows(config, section)
+    return section
 
 
-def read_windows(config: Config) -> None:
-    """Which layers see a window alone: with use_sliding_window=false, none, whatever the other keys say."""
-    if config.flag("use_sliding_window", False):
-        config.refuse("use_sliding_window=true: windows are no option of attention")
-    config.ignore("sliding_window", "use_sliding_window=false")
-    config.ignore("max_window_layers", "use_sliding_window=false")
-    kinds = config.entries("layer_types", [])
-    if set(kinds) - {"full_attention"}:
-        config.refuse(f"layer_types has {', '.join(sorted(set(kinds)))}: windows are no option of attention")
+def read_windows(config: Config, section: dict[str, Any]) -> None:
+    """Which layers see a window: those from max_window_layers on, or those that layer_types names. With
+    use_sliding_window=false, none, whatever the other keys say."""
+    n_layers = section["n_layers"] or 0
+    listed = config.entries("layer_types", None)
+    if not config.flag("use_sliding_window", False):
+        config.ignore("sliding_window", "use_sliding_window=false")
+        config.ignore("max_window_layers", "use_sliding_window=false")
+        if set(listed or ()) - {FULL}:
+            config.refuse(f"layer_types names other layers than {FULL}, and use_sliding_window=false")
+        return
+    first = config.count("max_window_layers", 28, least=0)
+    kinds = listed or [SLIDING if i >= first else FULL for i in range(n_layers)]
+    if set(kinds) - {FULL, SLIDING} or len(kinds) != n_layers:
+        config.refuse(f"layer_types must have {FULL} or {SLIDING} for each of num_hidden_layers={n_layers}")
+        return
+    put_kinds(section, kinds, {FULL: {}, SLIDING: {"mask": read_window(config, kinds)}})
+
+
+def write_windows(spec: DecoderSpec) -> dict[str, Any]:
+    """The other way round."""
+    windows = with_window(spec)
+    if not any(windows):
+        return {"use_sliding_window": False}
+    keys = {"use_sliding_window": True, **write_kinds(spec)}
+    first = windows.index(True)
+    if all(windows[first:]):
+        # what readers of old files know
+        del keys["layer_types"]
+        keys["max_window_layers"] = first
+    return keys
 
 
 def write(spec: DecoderSpec) -> dict[str, Any]:
@@ -36,7 +60,7 @@ def write(spec: DecoderSpec) -> dict[str, Any]:
         "rms_norm_eps": spec.norm.eps,
         "hidden_act": THEIR_ACTIVATIONS[spec.mlp.activation],
         "attention_dropout": spec.attention.dropout,
-        "use_sliding_window": False,
+        **write_windows(spec),
         **write_rope(spec.positions),
     }
 

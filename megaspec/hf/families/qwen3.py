@@ -5,7 +5,7 @@ from typing import Any
 
 from megaspec.hf.config import Config
 from megaspec.hf.families import llama
-from megaspec.hf.families.qwen2 import read_windows
+from megaspec.hf.families.qwen2 import read_windows, write_windows
 from megaspec.hf.family import ACTIVATIONS, THEIR_ACTIVATIONS, Family, base_keys, base_section
 from megaspec.hf.names import matrix
 from megaspec.hf.rope import read_rope, write_rope
@@ -28,9 +28,8 @@ NAMES = replace(
 
 
 def read(config: Config) -> dict[str, Any]:
-    read_windows(config)
     bias = config.flag("attention_bias", False)
-    return base_section(config) | {
+    section = base_section(config) | {
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "positions": read_rope(config),
         "norm": {"kind": "rms", "eps": config.number("rms_norm_eps", 1e-6)},
@@ -43,6 +42,8 @@ def read(config: Config) -> dict[str, Any]:
         },
         "mlp": {"kind": "gated", "activation": config.one_of("hidden_act", ACTIVATIONS, "silu")},
     }
+    read_windows(config, section)
+    return section
 
 
 def write(spec: DecoderSpec) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def write(spec: DecoderSpec) -> dict[str, Any]:
         "hidden_act": THEIR_ACTIVATIONS[spec.mlp.activation],
         "attention_bias": spec.attention.qkv_bias,
         "attention_dropout": spec.attention.dropout,
-        "use_sliding_window": False,
+        **write_windows(spec),
         **write_rope(spec.positions),
     }
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from megaspec.core.part_facts import PartFacts
 from megaspec.nn.attention.facts import AttentionPlace
 from megaspec.nn.embedding.facts import embedding_facts
+from megaspec.nn.embedding.spec import PositionsSpec
 from megaspec.nn.head.facts import head_facts
 from megaspec.nn.layer.facts import LayerFacts, SubLayer, stream_name
 from megaspec.nn.layer.spec import FlatLayers, Mixer, ParallelLayer
@@ -13,36 +14,36 @@ from megaspec.nn.model_facts import ModelFacts
 from megaspec.nn.moe.facts import ExpertsPlace, moe_facts, shared_facts
 
 if TYPE_CHECKING:
-    from megaspec.model.decoder.spec import DecoderSpec
+    from megaspec.model.decoder.spec import DecoderSpec, LayerType
 
 
 def decoder_facts(spec: "DecoderSpec") -> ModelFacts:
     """Of a spec without open fields."""
-    kinds: dict[tuple[Mixer, ...], LayerFacts] = {}
+    kinds: dict[tuple[tuple[Mixer, ...], LayerType], LayerFacts] = {}
     layers = []
-    for mixers in spec.mixers:
-        if mixers not in kinds:
-            kinds[mixers] = layer_facts(spec, mixers)
-        layers.append(kinds[mixers])
+    for kind in zip(spec.mixers, spec.types, strict=True):
+        if kind not in kinds:
+            kinds[kind] = layer_facts(spec, *kind)
+        layers.append(kinds[kind])
     learned = spec.positions.learned_rows(spec.max_seq_len)
     return ModelFacts(
         d_model=spec.d_model,
         embedding=embedding_facts(vocab_size=spec.vocab_size, d_model=spec.d_model, learned_positions=learned),
         layers=tuple(layers),
         norm=spec.norm.facts(spec.d_model, name="norm", feeds_product=False),
-        head=head_facts(vocab_size=spec.vocab_size, d_model=spec.d_model),
+        head=head_facts(vocab_size=spec.vocab_size, d_model=spec.d_model, bias=spec.head_bias),
         is_tied=spec.tied_embeddings,
         vocab_pad_to=spec.vocab_pad_to,
-        angles=d_rotary(spec),
+        angles=sum(d_rotary(spec, positions) for positions in spec.rotary_tables),
     )
 
 
-def d_rotary(spec: "DecoderSpec") -> int:
-    """Features of a head that rotary positions turn."""
-    return spec.attention.rotated(spec.d_head) if spec.positions.is_rotary else 0
+def d_rotary(spec: "DecoderSpec", positions: PositionsSpec) -> int:
+    """Features of a head that positions turn."""
+    return positions.turned(spec.attention.rotated(spec.d_head))
 
 
-def layer_facts(spec: "DecoderSpec", mixers: tuple[Mixer, ...]) -> LayerFacts:
+def layer_facts(spec: "DecoderSpec", mixers: tuple[Mixer, ...], layer_type: "LayerType") -> LayerFacts:
     """A layer of these sub-layers. Norms are called norm1, norm2, ... where they stand before a sub-layer, post_norm1,
     ... where they stand behind it."""
     is_parallel = isinstance(spec.layer, ParallelLayer)
@@ -59,13 +60,14 @@ def layer_facts(spec: "DecoderSpec", mixers: tuple[Mixer, ...]) -> LayerFacts:
             pre = spec.norm.facts(spec.d_model, name=f"norm{norm_number}")
         if placement != "pre":
             post = spec.norm.facts(spec.d_model, name=f"post_norm{number + 1}", feeds_product=False)
-        sublayers.append(_sublayer(spec, mixer, input_kept, pre, post, takes_stream=takes_stream))
+        sublayers.append(_sublayer(spec, mixer, layer_type, input_kept, pre, post, takes_stream=takes_stream))
     return LayerFacts(spec.d_model, tuple(sublayers), is_parallel=is_parallel)
 
 
 def _sublayer(
     spec: "DecoderSpec",
     mixer: Mixer,
+    layer_type: "LayerType",
     input_kept: str,
     pre: PartFacts | None,
     post: PartFacts | None,
@@ -74,7 +76,7 @@ def _sublayer(
 ) -> SubLayer:
     drops = spec.dropout > 0
     if mixer == "attention":
-        return SubLayer("attention", _attention(spec, input_kept), pre, post, takes_stream=takes_stream)
+        return SubLayer("attention", _attention(spec, layer_type, input_kept), pre, post, takes_stream=takes_stream)
     if mixer == "mlp":
         place = FeedForwardPlace("mlp", input_kept, dropout=drops)
         mix = spec.mlp.facts(d_model=spec.d_model, d_ffn=spec.d_ffn, place=place)
@@ -84,15 +86,18 @@ def _sublayer(
     return SubLayer("experts", moe_facts(spec.moe, place), pre, post, shared, takes_stream)
 
 
-def _attention(spec: "DecoderSpec", input_kept: str) -> PartFacts:
+def _attention(spec: "DecoderSpec", layer_type: "LayerType", input_kept: str) -> PartFacts:
+    positions = spec.positions_of(layer_type)
+    turned = d_rotary(spec, positions)
     place = AttentionPlace(
         d_model=spec.d_model,
         norm=spec.norm,
         input_kept=input_kept,
-        is_rotary=spec.positions.is_rotary,
-        rotation=spec.positions.rotation_facts(
-            d_rotary(spec), n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, name="attn.rotation"
+        d_rotary=turned,
+        rotation=positions.rotation_facts(
+            turned, n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, name="attn.rotation"
         ),
         dropout=spec.dropout > 0,
     )
-    return spec.attention.facts(n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, d_head=spec.d_head, place=place)
+    attention = spec.attention_of(layer_type)
+    return attention.facts(n_heads=spec.n_heads, n_kv_heads=spec.n_kv_heads, d_head=spec.d_head, place=place)

@@ -1,15 +1,17 @@
 """A decoder from its parts, for one device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
-from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.model.decoder.spec import DecoderSpec, LayerType
 from megaspec.model.part_builders import PARTS, PartBuilders
 from megaspec.nn.attention.module import AttentionSetting
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.dropout import Dropout
 from megaspec.nn.embedding.module import Embedding
+from megaspec.nn.embedding.spec import PositionsSpec
 from megaspec.nn.head.module import OutputHead
 from megaspec.nn.init import start_weights
 from megaspec.nn.layer.module import Layer, SubLayer
@@ -20,29 +22,45 @@ from megaspec.nn.mlp.spec import GatedMlpSpec
 from megaspec.nn.moe.module import Experts, Moe
 from megaspec.nn.moe.router import Router
 from megaspec.nn.norm.module import Norm
-from megaspec.nn.rope.module import PositionModules
+from megaspec.nn.rope.module import PositionModules, Rotation
+from megaspec_kernels.cross_entropy.reference import LogitForm
 from megaspec_kernels.registry import Kernels
 
 
 def decoder(spec: DecoderSpec, kernels: Kernels, builders: PartBuilders = PARTS) -> Decoder:
     """The whole model, on the device that torch makes tensors on. `builders`: of its parts."""
-    positions = builders.positions[type(spec.positions)](
-        spec.positions, d_model=spec.d_model, d_head=spec.d_head, max_seq_len=spec.max_seq_len
-    )
-    parts = _Parts(spec, kernels, builders, positions)
-    layers = {str(number): layer(parts, mixers, f"layers.{number}") for number, mixers in enumerate(spec.mixers)}
+    tables = {table: positions_of(spec, table, builders) for table in spec.rotary_tables}
+    # what is added to the embedding, the model alone says
+    whole = tables.get(spec.positions) or positions_of(spec, spec.positions, builders)
+    parts = _Parts(spec, kernels, builders, tables)
+    layers = {}
+    for number, (mixers, layer_type) in enumerate(zip(spec.mixers, spec.types, strict=True)):
+        layers[str(number)] = layer(parts, mixers, layer_type, f"layers.{number}")
     model = Decoder(
         facts=spec.facts,
         embed=Embedding(spec.vocab_size, spec.d_model, pad_to=spec.vocab_pad_to, scale=spec.embedding_scale),
-        positions=positions.added,
+        positions=whole.added,
         embed_dropout=Dropout(spec.dropout, "embed"),
-        rope=positions.rope,
+        ropes=[table.rope for table in tables.values()],
         layers=nn.ModuleDict(layers),
         norm=parts.norm(spec.d_model),
-        head=OutputHead(spec.vocab_size, spec.d_model, kernels.cross_entropy, pad_to=spec.vocab_pad_to),
+        head=OutputHead(
+            spec.vocab_size,
+            spec.d_model,
+            kernels.cross_entropy,
+            pad_to=spec.vocab_pad_to,
+            bias=spec.head_bias,
+            form=LogitForm(spec.logit_scale, spec.logit_cap),
+        ),
     )
     start_weights(model, std=spec.init_std)
     return model
+
+
+def positions_of(spec: DecoderSpec, positions: PositionsSpec, builders: PartBuilders) -> PositionModules:
+    """One way in which positions enter."""
+    build = builders.positions[type(positions)]
+    return build(positions, d_model=spec.d_model, d_head=spec.d_head, max_seq_len=spec.max_seq_len)
 
 
 @dataclass(frozen=True)
@@ -52,21 +70,30 @@ class _Parts:
     spec: DecoderSpec
     kernels: Kernels
     builders: PartBuilders
-    positions: PositionModules
+    tables: Mapping[PositionsSpec, PositionModules]
+    """Of DecoderSpec.rotary_tables, in their order."""
 
     def norm(self, width: int) -> Norm:
         return self.builders.norms[type(self.spec.norm)](width, self.spec.norm)
 
-    def mixer(self, mixer: Mixer, name: str) -> tuple[str, nn.Module]:
+    def mixer(self, mixer: Mixer, layer_type: LayerType, name: str) -> tuple[str, nn.Module]:
         """What a sub-layer of the layer `name` computes, behind the name that it has there."""
         if mixer == "attention":
-            return "attn", self.attention(f"{name}.attn")
+            return "attn", self.attention(layer_type, f"{name}.attn")
         if mixer == "mlp":
             return "mlp", self.mlp(f"{name}.mlp")
         return "moe", self.experts(f"{name}.moe")
 
-    def attention(self, name: str) -> nn.Module:
-        spec, rotation = self.spec, self.positions.rotation
+    def rotation(self, layer_type: LayerType) -> Rotation | None:
+        """Turns the heads of such a layer; None: nothing does."""
+        positions = self.spec.positions_of(layer_type)
+        if not positions.is_rotary:
+            return None
+        number = list(self.tables).index(positions)
+        return self.tables[positions].rotation(number)
+
+    def attention(self, layer_type: LayerType, name: str) -> nn.Module:
+        spec = self.spec
         setting = AttentionSetting(
             d_model=spec.d_model,
             n_heads=spec.n_heads,
@@ -77,9 +104,9 @@ class _Parts:
             dropout=spec.dropout,
             norm=self.norm,
             norm_eps=spec.norm.head_eps,
-            rotation=None if rotation is None else rotation(),
+            rotation=self.rotation(layer_type),
         )
-        return self.builders.attentions[type(spec.attention)](spec.attention, setting)
+        return self.builders.attentions[type(spec.attention)](spec.attention_of(layer_type), setting)
 
     def mlp(self, name: str) -> FeedForward:
         spec = self.spec
@@ -102,7 +129,7 @@ class _Parts:
         )
 
 
-def layer(parts: _Parts, mixers: tuple[Mixer, ...], name: str) -> Layer:
+def layer(parts: _Parts, mixers: tuple[Mixer, ...], layer_type: LayerType, name: str) -> Layer:
     """One layer; `name` tells its sites of dropout and noise apart."""
     spec = parts.spec
     placement = spec.layer.norms if isinstance(spec.layer, SequentialLayer) else "pre"
@@ -114,9 +141,10 @@ def layer(parts: _Parts, mixers: tuple[Mixer, ...], name: str) -> Layer:
         post = "" if placement == "pre" else f"post_norm{number}"
         if pre or (is_parallel and number == 1):
             modules[f"norm{number}"] = parts.norm(spec.d_model)
-        short, module = parts.mixer(mixer, name)
+        short, module = parts.mixer(mixer, layer_type, name)
         modules[short] = module
         if post:
             modules[post] = parts.norm(spec.d_model)
         sublayers.append(SubLayer(short, pre, post))
-    return Layer(modules, sublayers, norm="norm1" if is_parallel else "")
+    norm = "norm1" if is_parallel else ""
+    return Layer(modules, sublayers, norm=norm, residual_scale=spec.residual_scale)

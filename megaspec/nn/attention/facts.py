@@ -32,11 +32,17 @@ class AttentionPlace:
     """Of queries and keys, where they are normed."""
     input_kept: str
     """What it takes, by the name of the kept tensor: `norm1.out`."""
-    is_rotary: bool
+    d_rotary: int
+    """Features of a head that rotary positions turn; 0: none."""
     rotation: PartFacts
     """Of what turns queries and keys."""
     dropout: bool = False
     """Its output has a site of it that drops."""
+
+    @property
+    def is_rotary(self) -> bool:
+        """Rotary positions turn queries and keys here."""
+        return self.d_rotary > 0
 
 
 def attention_facts(
@@ -49,7 +55,7 @@ def attention_facts(
         n_kv_heads=n_kv_heads,
         d_key=d_head,
         d_value=d_head,
-        rotated=d_head if place.is_rotary else 0,
+        rotated=place.d_rotary,
         sums_heads=spec.qk_norm == "whole",
         sight=spec.mask.sight,
         caps_scores=spec.caps_scores,

@@ -16,7 +16,7 @@ from megaspec.nn.hashing import keep_mask, site_key
 from megaspec.nn.linear import Linear
 from megaspec.nn.norm.module import RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
-from megaspec.nn.rope.module import Rotation
+from megaspec.nn.rope.module import Angles, Rotation
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.registry import AttentionKernel
 
@@ -27,8 +27,8 @@ class SequenceContext:
 
     positions: Tensor
     """int64 [T], or [B, T] when documents are packed: of this rank's tokens, in their documents."""
-    angles: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine of the rotary angles at `positions`; None for models without rotary embedding."""
+    angles: tuple[Angles, ...] = ()
+    """Cosine and sine of the rotary angles at `positions`, of every table of the model; empty without any."""
     documents: Tensor | None = None
     """int32 [B, S]: document of each token of the whole sequence; attention stays inside it. None: one document."""
     noise: Noise | None = None

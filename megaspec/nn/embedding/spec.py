@@ -16,6 +16,10 @@ class PositionsSpec(Frozen):
         """Rows of a learned table that is added to the embedding; 0: there is none."""
         return 0
 
+    def turned(self, width: int) -> int:
+        """Features of a head that are turned, where `width` may be."""
+        return width if self.is_rotary else 0
+
     def rotation_facts(self, d_rotary: int, *, n_heads: int, n_kv_heads: int, name: str) -> PartFacts:
         """Of what turns heads in each layer. `d_rotary`: features of a head that turn; `name`: of its module."""
         return PartFacts()

@@ -2,23 +2,41 @@
 
 # B sequences, T tokens, D model, V vocabulary
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec.nn.embedding.module import padded
-from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
 from megaspec_kernels.registry import CrossEntropyKernel
 
 
 class OutputHead(nn.Module):
-    """Logits and cross-entropy over the vocabulary. Rows of the weight past `vocab_size` are padding."""
+    """Logits and cross-entropy over the vocabulary. Rows of the weight past `vocab_size` are padding.
 
-    def __init__(self, vocab_size: int, d: int, kernel: CrossEntropyKernel, *, pad_to: int = 1):
+    `bias`: add a learned number to the product of each token; `form`: what becomes of it then.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d: int,
+        kernel: CrossEntropyKernel,
+        *,
+        pad_to: int = 1,
+        bias: bool = False,
+        form: LogitForm = PLAIN_LOGITS,
+    ):
         super().__init__()
         self.vocab_size = vocab_size
         self.pad_to = pad_to
         self.kernel = kernel
-        self.weight = nn.Parameter(torch.empty(padded(vocab_size, pad_to), d))
+        self.form = form
+        rows = padded(vocab_size, pad_to)
+        self.weight = nn.Parameter(torch.empty(rows, d))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
     @property
     def shard(self) -> VocabShard:
@@ -31,9 +49,21 @@ class OutputHead(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """-> logits [B, T, V]"""
-        return (self.gather(x_BTD) @ self.weight.t())[..., : self.vocab_size]
+        return self.logits(self.gather(x_BTD))[..., : self.vocab_size]
+
+    def logits(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] -> those of this rank's rows of the vocabulary, padding included, in the format of x."""
+        product = F.linear(x_BTD, self.weight, self.bias)
+        if self.form == PLAIN_LOGITS:
+            return product
+        wide = torch.promote_types(product.dtype, torch.float32)
+        return self.form.shaped(product.to(wide)).to(product.dtype)
 
     def loss(self, x_BTD: Tensor, labels_BT: Tensor, weights_BT: Tensor) -> Tensor:
         """Σ weight · cross-entropy over all tokens: a scalar in at least fp32."""
         x_MD = self.gather(x_BTD).flatten(0, 1)
-        return self.kernel(x_MD, self.weight, labels_BT.flatten(), weights_BT.flatten(), self.shard)
+        # a loss of a plug-in takes these where its model has them
+        more: dict[str, Any] = {}
+        if self.bias is not None or self.form != PLAIN_LOGITS:
+            more = {"bias_V": self.bias, "form": self.form}
+        return self.kernel(x_MD, self.weight, labels_BT.flatten(), weights_BT.flatten(), self.shard, **more)

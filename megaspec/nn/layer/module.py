@@ -29,18 +29,27 @@ class SubLayer(NamedTuple):
 class Layer(nn.Module):
     """h = h + post(mix(pre(h))) for one sub-layer after the other, [B, T, D] -> [B, T, D].
 
-    `norm` names one norm for all sub-layers, which then stand side by side: x + Σ post(mix(norm(x))).
+    `norm` names one norm for all sub-layers, which then stand side by side: x + Σ post(mix(norm(x))). Each sub-layer's
+    output is multiplied by `residual_scale` before it is added.
 
     Experts can't be traced as a whole, since their rows differ from step to step: where the last mixer is one, `lead`
     is what comes before it.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], sublayers: Sequence[SubLayer], *, norm: str = ""):
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        sublayers: Sequence[SubLayer],
+        *,
+        norm: str = "",
+        residual_scale: float = 1.0,
+    ):
         """`modules`: norms and mixers by name. Only the last sub-layer may be one of experts."""
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
         self.norm = norm
+        self.residual_scale = residual_scale
         self.traced = tuple(sublayers)
         self.last: SubLayer | None = None
         has_experts = hasattr(modules[sublayers[-1].mix], "compile_parts")
@@ -52,7 +61,7 @@ class Layer(nn.Module):
         h_BTD, mixer_input_BTD = self.lead(x_BTD, context)
         if self.last is None:
             return h_BTD
-        return h_BTD + self._mixed(self.last, mixer_input_BTD, context)
+        return self._added(h_BTD, self._mixed(self.last, mixer_input_BTD, context))
 
     def lead(self, x_BTD: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """-> the stream behind all sub-layers but experts, and what the experts take, which is the stream without
@@ -61,7 +70,7 @@ class Layer(nn.Module):
         common_BTD = self._normed(self.norm, x_BTD)
         for sublayer in self.traced:
             mixer_input_BTD = self._mixer_input(sublayer, common_BTD, h_BTD)
-            h_BTD = h_BTD + self._mixed(sublayer, mixer_input_BTD, context)
+            h_BTD = self._added(h_BTD, self._mixed(sublayer, mixer_input_BTD, context))
         if self.last is None:
             return h_BTD, h_BTD
         return h_BTD, self._mixer_input(self.last, common_BTD, h_BTD)
@@ -85,6 +94,13 @@ class Layer(nn.Module):
         if not norm:
             return x_BTD
         return getattr(self, norm)(x_BTD)
+
+    def _added(self, h_BTD: Tensor, y_BTD: Tensor) -> Tensor:
+        """The stream and what a sub-layer puts out."""
+        if self.residual_scale == 1.0:
+            return h_BTD + y_BTD
+        # in one kernel, and rounded once
+        return torch.add(h_BTD, y_BTD, alpha=self.residual_scale)
 
     def _mixed(self, sublayer: SubLayer, x_BTD: Tensor, context: SequenceContext) -> Tensor:
         mixer = getattr(self, sublayer.mix)

@@ -4,12 +4,13 @@
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.linear import Linear
-from megaspec.nn.mlp.spec import Activation, GatedMlpSpec, PlainMlpSpec
+from megaspec.nn.mlp.spec import Activation, ClampedMlpSpec, GatedMlpSpec, PlainMlpSpec
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -22,10 +23,16 @@ def relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """CLIP's form of GELU (Hendrycks and Gimpel 2016, section 2)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
     "relu": F.relu,
     "relu_squared": relu_squared,
 }
@@ -89,5 +96,21 @@ class PlainMlp(FeedForward):
         return self.activation(up)
 
 
+class ClampedMlp(GatedMlp):
+    """down((up + 1) · gate · sigmoid(alpha · gate)) with a bounded gate and up, [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, d_model: int, d_ffn: int, spec: ClampedMlpSpec, *, out: Dropout):
+        super().__init__(d_model, d_ffn, GatedMlpSpec(bias=spec.bias), out=out)
+        self.limit = spec.limit
+        self.alpha = spec.alpha
+
+    def activate(self, gate_up: Tensor) -> Tensor:
+        """[..., 2 F] -> [..., F]"""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
+
+
 # Built by (width of the model, width between the products, spec, out=dropout).
-MLPS: dict[type, type[FeedForward]] = {GatedMlpSpec: GatedMlp, PlainMlpSpec: PlainMlp}
+MLPS: dict[type, type[FeedForward]] = {GatedMlpSpec: GatedMlp, PlainMlpSpec: PlainMlp, ClampedMlpSpec: ClampedMlp}

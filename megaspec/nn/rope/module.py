@@ -1,8 +1,7 @@
-"""Rotary position embedding (Su et al. 2021), with Llama 3's scaling of the low frequencies."""
+"""Rotary position embedding (Su et al. 2021)."""
 
-# B sequences, T tokens, N heads, H head size
+# B sequences, T tokens, N heads, H head size, R features of a head that turn
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -10,50 +9,41 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from megaspec.nn.rope.spec import Llama3RopeScaling, NoRopeScaling, RotarySpec
+from megaspec.nn.rope.frequencies import inverse_frequencies
+from megaspec.nn.rope.spec import RotarySpec
 
-
-def inverse_frequencies(d_head: int, base: float, scaling: NoRopeScaling | Llama3RopeScaling) -> Tensor:
-    """float64 [d_head / 2]: radians per token of each pair of dimensions."""
-    # base^(-2i / d_head)
-    inv = 1.0 / base ** (torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
-    if isinstance(scaling, NoRopeScaling):
-        return inv
-    # tokens of a whole turn; those longer than `low` slow down by the factor, those shorter than `high` stay
-    wavelength = 2 * math.pi / inv
-    low = scaling.original_max_seq_len / scaling.low_freq_factor
-    high = scaling.original_max_seq_len / scaling.high_freq_factor
-    # between both, from one to the other, linear in the frequency
-    smooth = (scaling.original_max_seq_len / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    between = (1 - smooth) * inv / scaling.factor + smooth * inv
-    scaled = torch.where(wavelength < high, inv, between)
-    return torch.where(wavelength > low, inv / scaling.factor, scaled)
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine, each [T or B T, R / 2]."""
 
 
 class Rope(nn.Module):
-    """Angles of every position up to max_seq_len, in at least fp32: one table for all layers."""
+    """Angles of every position up to max_seq_len, in at least fp32: one table for all layers that turn by them.
 
-    def __init__(self, d_head: int, max_seq_len: int, spec: RotarySpec):
+    With some scalings, frequencies depend on the length of the sequence. The table holds those of one length.
+    """
+
+    def __init__(self, d_rotary: int, max_seq_len: int, spec: RotarySpec):
         super().__init__()
-        self.d_head = d_head
+        self.d_rotary = d_rotary
         self.max_seq_len = max_seq_len
         self.spec = spec
-        self.register_buffer("cos_TH", torch.empty(max_seq_len, d_head // 2), persistent=False)
-        self.register_buffer("sin_TH", torch.empty(max_seq_len, d_head // 2), persistent=False)
+        self.effective_length = spec.scaling.effective_length(1)
+        """Whose angles the table holds, see RopeScalingSpec."""
+        self.register_buffer("cos_TH", torch.empty(max_seq_len, d_rotary // 2), persistent=False)
+        self.register_buffer("sin_TH", torch.empty(max_seq_len, d_rotary // 2), persistent=False)
         self.fill_buffers()
 
     def fill_buffers(self) -> None:
         """Computes the angles, where the module is not on the meta device."""
         if self.cos_TH.is_meta:
             return
+        factor = self.spec.scaling.angle_factor()
         # whatever device tensors are made on by default: the angles are the same on all
         with torch.device("cpu"):
-            inv = inverse_frequencies(self.d_head, self.spec.base, self.spec.scaling)
+            inv = inverse_frequencies(self.spec, self.d_rotary, length=self.effective_length)
             angles = torch.arange(self.max_seq_len, dtype=torch.float64)[:, None] * inv
-        self.cos_TH.copy_(angles.cos())
-        self.sin_TH.copy_(angles.sin())
+        self.cos_TH.copy_(angles.cos() * factor)
+        self.sin_TH.copy_(angles.sin() * factor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda`, `bfloat16` and `to_empty` call: angles are computed anew, for a cast has rounded them, and
@@ -65,19 +55,37 @@ class Rope(nn.Module):
         self.fill_buffers()
         return self
 
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [T] or [B, T] -> cosine and sine, each [T or B T, H / 2], in at least fp32."""
+    def angles(self, positions: Tensor, *, length: int) -> Angles:
+        """int64 [T] or [B, T] -> cosine and sine, each [T or B T, R / 2], in at least fp32.
+
+        `length`: tokens of the whole sequence, of which `positions` may be a part.
+        """
+        effective_length = self.spec.scaling.effective_length(length)
+        if effective_length != self.effective_length:
+            # angles that were given out are copies, so that a backward pass under way keeps its own
+            self.effective_length = effective_length
+            self.fill_buffers()
         return self.cos_TH[positions], self.sin_TH[positions]
 
 
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + H/2) of each head, the pairing of Hugging Face's Llama, in at least fp32."""
+    """Rotates the pairs (i, i + R/2) of the first R features of each head, the pairing of Hugging Face's Llama, in at
+    least fp32; other features stay."""
+    d_head = x_BTNH.shape[-1]
+    d_rotary = 2 * cos.shape[-1]
+    turned = x_BTNH
+    rest = None
+    if d_rotary < d_head:
+        turned, rest = x_BTNH.split((d_rotary, d_head - d_rotary), dim=-1)
     wide = torch.promote_types(x_BTNH.dtype, torch.float32)
-    a, b = x_BTNH.to(wide).chunk(2, dim=-1)
+    a, b = turned.to(wide).chunk(2, dim=-1)
     # the same angles for every head
     cos = cos.unsqueeze(-2)
     sin = sin.unsqueeze(-2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTNH.dtype)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTNH.dtype)
+    if rest is None:
+        return turned
+    return torch.cat((turned, rest), dim=-1)
 
 
 class Rotation(nn.Module):
@@ -86,8 +94,14 @@ class Rotation(nn.Module):
     [B, T, N, H], [B, T, K, H] -> the same shapes
     """
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        cos, sin = angles
+    def __init__(self, table: int):
+        """`table`: number of the layer's angles among those of the model."""
+        super().__init__()
+        self.table = table
+
+    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, angles: tuple[Angles, ...]) -> tuple[Tensor, Tensor]:
+        """`angles`: of every table of the model, SequenceContext.angles."""
+        cos, sin = angles[self.table]
         return rotate(q_BTNH, cos, sin), rotate(k_BTKH, cos, sin)
 
 
@@ -98,11 +112,11 @@ class PositionModules:
     added: nn.Module | None = None
     """Adds to the embedding, ([B, T, D], positions) -> [B, T, D]."""
     rope: Rope | None = None
-    """Angles for all layers."""
-    rotation: Callable[[], Rotation] | None = None
-    """Makes what turns the heads of one layer by these angles."""
+    """Angles for all layers that turn by them."""
+    rotation: Callable[[int], Rotation] | None = None
+    """Makes what turns the heads of one layer by the angles of the table of this number."""
 
 
 def rotary(spec: RotarySpec, *, d_model: int, d_head: int, max_seq_len: int) -> PositionModules:
-    """Angles that all layers share."""
-    return PositionModules(rope=Rope(d_head, max_seq_len, spec), rotation=Rotation)
+    """Angles that layers share."""
+    return PositionModules(rope=Rope(spec.turned(d_head), max_seq_len, spec), rotation=Rotation)
