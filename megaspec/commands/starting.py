@@ -14,6 +14,7 @@ from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeErro
 from megaspec.core.terminal import terminal
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target, detect_target
+from megaspec.hf.companions import kept_companions, read_companions
 from megaspec.launcher import exit_file
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
@@ -21,16 +22,18 @@ from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
 from megaspec.plugins import loaded
 from megaspec.recipe import Recipe
-from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.gather import gather_facts, with_digest
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import resume
 from megaspec.run_folder import (
     is_run,
+    keep_companions,
     make_folder,
     newest_step,
     read_run,
     refuse_links,
     refuse_lost_fork,
+    refuse_weights_alone,
     saved_in_words,
     write_run,
 )
@@ -106,7 +109,7 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
 
 def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memory: str) -> Prepared:
     """A new run. `folder`: where it is to be, None for the place that the recipe says; another job may have made it."""
-    facts = gather_facts(composed.recipe)
+    facts = with_digest(gather_facts(composed.recipe))
     if folder is not None:
         facts = replace(facts, run_dir=str(folder))
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
@@ -116,8 +119,21 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
     lock = lock_new(place, goes_on=folder is not None)
     if lock is None:
         return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
-    write_run(place, composed.recipe, target, spec)
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        keep_companions(place, _companions_of_source(composed.recipe))
+        write_run(place, composed.recipe, target, spec)
+        stack.pop_all()
     return Prepared(place, spec, lock)
+
+
+def _companions_of_source(recipe: Recipe) -> dict[str, bytes]:
+    """The tokenizer files that belong to the weights that a run begins with. CheckpointError: one can't be read."""
+    if recipe.init.from_hf is not None:
+        return read_companions(Path(recipe.init.from_hf).resolve())
+    if recipe.init.load is not None:
+        return kept_companions(Path(recipe.init.load))
+    return {}
 
 
 def lock_new(place: Path, *, goes_on: bool) -> RunLock | None:
@@ -147,6 +163,7 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
     with ExitStack() as stack:
         stack.callback(lock.release)
         old = read_run(folder).spec
+        refuse_weights_alone(folder, old)
         refuse_lost_fork(folder, old)
         done = newest_step(folder)
         refused = partial(start_problems, target=target, origins=origins, memory=memory)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -85,13 +86,13 @@ def open_hf_folder(path: Path) -> HfFolder:
         raise CheckpointError(f"{path} is no folder; name one with a config.json and safetensors files")
     # the folder itself may be a link, as the hub's cache makes them; what is in it may not
     path = path.resolve()
-    folder_fd = open_folder(path)
-    try:
+    with ExitStack() as stack:
+        folder_fd = open_folder(path)
+        stack.callback(os.close, folder_fd)
         config = _read_config(path, folder_fd)
         tensors = _read_headers(path, folder_fd)
-    except BaseException:
-        os.close(folder_fd)
-        raise
+        # it stays open with what is returned
+        stack.pop_all()
     return HfFolder(path, config, tensors, folder_fd)
 
 
@@ -125,6 +126,11 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} is a {type(value).__name__}, expected an object")
     return value
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    """Indented and in the order of the keys, as transformers writes it."""
+    return (json.dumps(value, indent=2, sort_keys=False) + "\n").encode()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from megaspec.core.problems import origin_of
 from megaspec.rules import (
     batch_rules,
     context_rules,
+    init_rules,
     mesh_rules,
     model_rules,
     moe_rules,
@@ -129,6 +130,11 @@ RULES: dict[str, Rule] = {
     "lr-init": optim_rules.first_rate_is_not_highest,
     "wd-ramp": optim_rules.weight_decay_ramp_is_whole,
     "fp16-scale": optim_rules.fp16_scale_is_in_bounds,
+    "init-twice": init_rules.one_source_of_weights,
+    "init-off": init_rules.weights_have_a_source,
+    "init-read": init_rules.source_of_weights_is_read,
+    "init-model": init_rules.initial_weights_are_of_this_model,
+    "init-weights": init_rules.initial_weights_cover_the_model,
     "log-tensorboard": optim_rules.tensorboard_is_installed,
 }
 

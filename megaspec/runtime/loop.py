@@ -318,7 +318,7 @@ class Run:
         spec = self.built.spec
         if spec.train.sample is None or spec.train.sample.tokens == 0:
             return
-        tokenizer = run_tokenizer(spec.data)
+        tokenizer = run_tokenizer(spec.data, self.run_dir)
         for chunk in self.built.chunks:
             chunk.eval()
         written = generate(

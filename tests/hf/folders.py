@@ -1,0 +1,58 @@
+"""Folders of Hugging Face's on the disk, as transformers writes them, and the tensors in them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.hf.models import their_model
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model of a tiny configuration (tiny.py)."""
+    model = their_model(name).to(dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 96 tokens with a chat template, beside a model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'-()[]{}<>|/+*=_#@%&$Ġ"
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    for letter in letters:
+        vocab[letter] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    wrapped.save_pretrained(folder)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def config_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """To the bit, in the same formats."""
+    a = tensors_of(one)
+    b = tensors_of(other)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype, name
+        assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
