@@ -25,6 +25,7 @@ from megaspec.commands import (
     completion,
     data,
     diff,
+    evaluate,
     explain,
     from_megatron,
     generate,
@@ -33,6 +34,7 @@ from megaspec.commands import (
     recipes,
     resume,
     schema,
+    show,
     sweep,
     train,
     tune,
@@ -44,9 +46,9 @@ from megaspec.plugins import load, take_flags
 
 INTERRUPTED_EXIT = 130
 _SWEEP = "only `megaspec train` runs several points"
-_IN_FOLDER = "megaspec plan shows what is decided; a run keeps recipe.json and spec.json in its folder"
+_SHOW = "megaspec show prints the composed recipe, one section of it with its name, with --resolved every auto"
 # What users of Hydra reach for.
-_HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _IN_FOLDER, "-c": _IN_FOLDER}
+_HYDRA_FLAGS = {"-m": _SWEEP, "--multirun": _SWEEP, "--cfg": _SHOW, "-c": _SHOW, "-p": _SHOW}
 
 # Each command stands in a file of its own: `add_parser(commands)` adds the parser of that name, `run(args)` runs it.
 COMMANDS: dict[str, ModuleType] = {
@@ -54,8 +56,10 @@ COMMANDS: dict[str, ModuleType] = {
     "resume": resume,
     "generate": generate,
     "hf": hf,
+    "eval": evaluate,
     "tune": tune,
     "plan": plan,
+    "show": show,
     "verify": verify,
     "data": data,
     "checkpoint": checkpoint,

@@ -8,10 +8,12 @@ folder ever makes anything be imported.
 import ast
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,18 +84,45 @@ class _Place:
     """Fields that a spec has to have."""
     says: tuple[str, ...] = ()
     """What a spec has to say of itself, which its base leaves open."""
+    called_with: tuple[str, ...] = ("spec",)
+    """What a builder is called with, by position."""
+    called_by_name: tuple[str, ...] = ()
+    """And by name."""
 
 
 _PLACES = {
-    "models": _Place("model", MODEL_KINDS, (DecoderSpec,)),
-    "norms": _Place("model.norm", NORM_KINDS, (NormSpec,), says=("statistics", "vectors", "wide_copies")),
-    "mlps": _Place("model.mlp", MLP_KINDS, (MlpSpec,), says=("facts",)),
-    "attentions": _Place("model.attention", ATTENTION_KINDS, (AttentionSpec,), says=("facts",)),
-    "positions": _Place("model.positions", POSITIONS_KINDS, (PositionsSpec,)),
-    "sources": _Place("data", SOURCE_KINDS, (DataSpec,), ("seq_len", "vocab_size")),
-    "optimizers": _Place("optim", OPTIMIZER_KINDS, (AdamWSpec, SgdSpec)),
+    "models": _Place("model", MODEL_KINDS, (DecoderSpec,), called_with=("spec", "kernels", "part_builders")),
+    "norms": _Place(
+        "model.norm",
+        NORM_KINDS,
+        (NormSpec,),
+        says=("statistics", "vectors", "wide_copies"),
+        called_with=("width", "spec"),
+    ),
+    "mlps": _Place(
+        "model.mlp",
+        MLP_KINDS,
+        (MlpSpec,),
+        says=("facts",),
+        called_with=("d_model", "d_ffn", "spec"),
+        called_by_name=("out",),
+    ),
+    "attentions": _Place(
+        "model.attention", ATTENTION_KINDS, (AttentionSpec,), says=("facts",), called_with=("spec", "setting")
+    ),
+    "positions": _Place(
+        "model.positions", POSITIONS_KINDS, (PositionsSpec,), called_by_name=("d_model", "d_head", "max_seq_len")
+    ),
+    "sources": _Place(
+        "data",
+        SOURCE_KINDS,
+        (DataSpec,),
+        ("seq_len", "vocab_size"),
+        called_by_name=("split", "seed", "segments", "vocab_size"),
+    ),
+    "optimizers": _Place("optim", OPTIMIZER_KINDS, (AdamWSpec, SgdSpec), called_with=("parameters", "spec")),
     "losses": _Place("train.loss", LOSS_KINDS, (Frozen,)),
-    "sinks": _Place("log.sinks", SINK_KINDS, (Frozen,)),
+    "sinks": _Place("log.sinks", SINK_KINDS, (Frozen,), called_with=("spec", "run_dir", "step")),
 }
 
 
@@ -169,9 +198,24 @@ def demand(saved: Mapping[str, Any], label: str) -> None:
         names = ["?"]
     missing = [n for n in names if n not in _LOADED.names]
     if missing:
-        flags = " ".join(f"{_FLAG} {n}" for n in missing)
+        flags = " ".join(f"{_FLAG} {_findable(name)}" for name in missing)
         text = f"{label} was made with plugins, which only a command line can name; add {flags}, or their folders"
         raise RecipeError([Problem("", text, "", "plugin-missing")])
+
+
+def _findable(name: str) -> str:
+    """What `--plugin` takes for an import name here: itself, or where it lies in the folder of this process."""
+    for path in (Path(name), Path(f"{name}.py")):
+        if "." not in name and not _is_installed(name) and path.exists():
+            return f"./{path}"
+    return name
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _is_path(package: str) -> bool:
@@ -197,8 +241,12 @@ def _imported(name: str, package: str) -> ModuleType:
     had_torch = "torch" in sys.modules
     try:
         module = import_module(name)
-    except (ImportError, SyntaxError) as error:
-        text = f"{_FLAG} {package}: can't be imported: {error}; install it, or give its folder: {_FLAG} ./{name}"
+    # A package may raise anything while it is imported, and may even ask to leave: whatever it is, it is a mistake in
+    # the package, told with its line.
+    except (Exception, SystemExit) as error:
+        text = f"{_FLAG} {package}: can't be imported: {import_failure(error, name)}"
+        if isinstance(error, ModuleNotFoundError) and error.name in _packages_of(name):
+            text = f"{_FLAG} {package}: can't be imported: {error}; install it, or give its folder: {_FLAG} ./{name}"
         raise RecipeError([Problem("", text, COMMAND_LINE, "plugin")]) from None
     if not had_torch and "torch" in sys.modules:
         text = f"{_FLAG} {package}: its specs import torch; name builders as text, module:name"
@@ -208,6 +256,32 @@ def _imported(name: str, package: str) -> ModuleType:
         text = f"{_FLAG} {package}: {file} has the same name and is found first; rename yours"
         raise RecipeError([Problem("", text, COMMAND_LINE, "plugin")])
     return module
+
+
+def import_failure(error: BaseException, name: str) -> str:
+    """`file:line: KeyError: 'x'; mend it`: what a module raised while it was imported, and where.
+
+    The line is the last one in the package of `name`: what it calls elsewhere is called from there.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f"{error.filename}:{error.lineno}"
+        return f"{place}: {type(error).__name__}: {error.msg}; mend it"
+    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    what = type(error).__name__
+    if text:
+        what += f": {text}"
+    top = name.partition(".")[0]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.stem == top or top in path.parent.parts:
+            return f"{frame.filename}:{frame.lineno}: {what}; mend it"
+    return f"{what}; mend it"
+
+
+def _packages_of(name: str) -> list[str]:
+    """`a.b.c` -> a, a.b, a.b.c"""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
 
 
 def _all_kinds(plugin: Plugin) -> Iterator[tuple[str, Kind]]:
@@ -266,7 +340,7 @@ def _wrong_kind(place: _Place, kind: Any) -> list[str]:
     if match is None:
         problems.append(f"build={kind.build!r} must be text such as my_plugin.model:MyModel")
     else:
-        problems += _wrong_builder(*match.groups())
+        problems += _wrong_builder(place, *match.groups())
     return problems
 
 
@@ -276,18 +350,69 @@ def _is_left_open(spec: type[Frozen], name: str, bases: tuple[type[Frozen], ...]
     return said is None or any(said is getattr(base, name, None) for base in bases)
 
 
-def _wrong_builder(module: str, name: str) -> list[str]:
-    """Why a builder isn't there. Its source is read, not run: it may import torch."""
-    try:
+def _wrong_builder(place: _Place, module: str, name: str) -> list[str]:
+    """Why a builder can't be called. Its source is read, not run: it may import torch."""
+    found = None
+    if _is_installed(module):
         found = find_spec(module)
-    except ImportError:
-        found = None
     if found is None or found.origin is None or not found.origin.endswith(".py"):
         return [f"build={module}:{name}: there is no module {module}"]
-    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    file = Path(found.origin)
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        return [f"build={module}:{name}: can't be read: {import_failure(error, module)}"]
     if name not in set(_top_names(tree)):
         return [f"build={module}:{name}: {module} defines no {name}"]
+    return _wrong_call(place, tree, f"build={module}:{name}", name)
+
+
+def _wrong_call(place: _Place, tree: ast.Module, label: str, name: str) -> list[str]:
+    """Why what is defined as `name` does not take what it is called with; nothing where the source does not tell."""
+    parameters = _parameters(tree, name)
+    if parameters is None:
+        return []
+    try:
+        parameters.bind(*place.called_with, **dict.fromkeys(place.called_by_name))
+    except TypeError as error:
+        given = [*place.called_with]
+        given += [f"{one}=" for one in place.called_by_name]
+        return [f"{label}: is called with ({', '.join(given)}): {error}"]
     return []
+
+
+def _parameters(tree: ast.Module, name: str) -> Signature | None:
+    """What a function takes, or the `__init__` of a class; None where it is inherited, imported or decorated."""
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name != name or node.decorator_list:
+            continue
+        if isinstance(node, ast.FunctionDef):
+            return _signature(node.args, skip=0)
+        for inner in node.body:
+            if isinstance(inner, ast.FunctionDef) and inner.name == "__init__" and not inner.decorator_list:
+                return _signature(inner.args, skip=1)
+    return None
+
+
+def _signature(arguments: ast.arguments, *, skip: int) -> Signature:
+    """Of a definition, without its first `skip` arguments, such as self."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    n_required = len(positional) - len(arguments.defaults)
+    parameters = []
+    for number, argument in enumerate(positional):
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        if number < len(arguments.posonlyargs):
+            kind = Parameter.POSITIONAL_ONLY
+        default = Parameter.empty if number < n_required else None
+        parameters.append(Parameter(argument.arg, kind, default=default))
+    if arguments.vararg is not None:
+        parameters.append(Parameter(arguments.vararg.arg, Parameter.VAR_POSITIONAL))
+    for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        default = Parameter.empty if value is None else None
+        parameters.append(Parameter(argument.arg, Parameter.KEYWORD_ONLY, default=default))
+    if arguments.kwarg is not None:
+        parameters.append(Parameter(arguments.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters[skip:])
 
 
 def _top_names(tree: ast.Module) -> Iterator[str]:

@@ -29,10 +29,11 @@ from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
 from megaspec.hf.companions import FOLDER as TOKENIZER_FOLDER
 from megaspec.hf.companions import kept_companions
-from megaspec.launcher.exit_file import EXIT_FILE
+from megaspec.launcher.exit_file import EXIT_FILE, read_exit
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
 from megaspec.log.prediction import FILE_NAME as PREDICTION
+from megaspec.log.remote import REMOTE_RUNS, SERVICE_FOLDERS, hand_down
 from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plan.predict import predict
 from megaspec.plugins import demand
@@ -96,9 +97,11 @@ def refuse_links(folder: Path) -> None:
 
     Looked at before anything is locked, read or written; who opens a file looks again.
     """
-    folders = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}", LOCK_FOLDER, LOGS, TENSORBOARD, TOKENIZER_FOLDER)
+    files = (SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE, REMOTE_RUNS)
+    checkpoints = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}")
+    folders = (*checkpoints, LOCK_FOLDER, LOGS, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
     try:
-        check_kinds(folder, files=(SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE), folders=folders)
+        check_kinds(folder, files=files, folders=folders)
         if (folder / LOGS).is_dir():
             rank_logs = [name for name in os.listdir(folder / LOGS) if name.startswith("rank-")]
             check_kinds(folder / LOGS, files=rank_logs)
@@ -134,6 +137,8 @@ def make_folder(folder: Path) -> None:
         what = "exists and is not empty"
         if is_run(folder):
             what = f"holds a run; megaspec resume {folder} goes on with it"
+            if has_ended_well(folder):
+                what = f"holds a finished run; megaspec resume {folder} train.steps=N trains it to step N"
         text = f"run_dir={folder} {what}; choose another run_dir or name"
         raise RecipeError([Problem("run_dir", text, code="run-exists")])
 
@@ -213,6 +218,12 @@ def newest_step(folder: Path) -> int:
     return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec))
 
 
+def has_ended_well(folder: Path) -> bool:
+    """Whether the last start of a run ended with all its steps done, all its sinks and samples written."""
+    last = read_exit(folder)
+    return last is not None and last.code == 0
+
+
 def saved_in_words(folder: Path) -> str:
     """What a run would go on from that ended just now: only a checkpoint that is whole is called saved.
 
@@ -277,6 +288,7 @@ def make_fork(place: Path, source: Path, good: GoodCheckpoint, recipe: Recipe, t
             copy_checkpoint(good.candidate, good.manifest, place)
             failpoint("fork_copied")
             keep_companions(place, kept_companions(source))
+            _hand_down(source, place)
             write_run(place, recipe, target, spec)
         except (MegaspecError, KeyboardInterrupt):
             _undo_fork(place)
@@ -289,6 +301,16 @@ def make_fork(place: Path, source: Path, good: GoodCheckpoint, recipe: Recipe, t
             raise write_error(marker, error) from None
 
 
+def _hand_down(source: Path, place: Path) -> None:
+    """The ids by which services know the run that a fork is from. RecipeError: their file is damaged."""
+    try:
+        hand_down(source, place)
+    except OSError as error:
+        raise write_error(Path(error.filename or place), error) from None
+    except ValueError as error:
+        raise RecipeError([Problem("", str(error), code="run-damaged")]) from None
+
+
 def _undo_fork(place: Path) -> None:
     """Makes the folder of an unfinished fork as good as new. Where that fails, the marker stays and says so."""
     if not os.path.lexists(place / FORKING):
@@ -298,6 +320,7 @@ def _undo_fork(place: Path) -> None:
         for name in (CHECKPOINTS, TOKENIZER_FOLDER):
             if os.path.lexists(place / name):
                 shutil.rmtree(place / name)
+        (place / REMOTE_RUNS).unlink(missing_ok=True)
         # last: while anything is left, it says that this is no run
         (place / FORKING).unlink()
 

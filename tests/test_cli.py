@@ -67,7 +67,6 @@ def test_plan_shows_the_essentials_without_data(capsys):
     out, err = capsys.readouterr()
     for line in (
         "world 2 = pp 1 · dp_replicate 1 · dp_shard 1 · cp 1 · tp 2",
-        "world 2 = pp 1 · edp 2 · ep 1 · etp 1",
         "16 sequences = micro 16 · accumulation 1 · dp 1; 4,096 tokens a step",
         "722,176 = embedding 32,896",
         "a token with causal attention",
@@ -76,7 +75,7 @@ def test_plan_shows_the_essentials_without_data(capsys):
     ):
         assert line in out, line
     assert "not ready to train: data.blend.0.prefix=data/hello" in err
-    assert "megaspec data prepare" in err
+    assert "make it with `megaspec data prepare python --out data/hello --tokenizer byte`" in err
     assert list(Path().iterdir()) == []
 
 
@@ -116,7 +115,7 @@ def test_keys_that_a_choice_leaves_out_are_told(command, code, capsys):
         (["generate", "x", "y", "--temperature", "inf"], "must be at least 0, and finite"),
         (["generate", "x", "\udcff"], "TEXT is not valid UTF-8"),
         (["plan", "recipe=hello", "-m", "optim.lr=1,2"], "-m: unknown; only `megaspec train` runs several points"),
-        (["train", "recipe=hello", "--cfg", "job"], "--cfg: unknown; megaspec plan shows"),
+        (["train", "recipe=hello", "--cfg", "job"], "--cfg: unknown; megaspec show prints"),
         (["checkpoint", "list", "x", "--fork"], "--fork: unknown"),
     ],
 )
@@ -225,7 +224,7 @@ def test_a_run_trains_goes_on_and_forks(capfd):
     assert first.spec.parallelism.tp == 1
 
     assert main(["train", *TINY, "name=one", "run_dir=runs/one"]) == 64
-    assert "megaspec resume runs/one goes on with it" in capfd.readouterr().err
+    assert "holds a finished run; megaspec resume runs/one train.steps=N trains it" in capfd.readouterr().err
     assert main(["resume", "runs/one", "optim.lr=1"]) == 64
     assert "changes the experiment" in capfd.readouterr().err
     assert main(["resume", "runs/one", "run_dir=x"]) == 64
@@ -246,6 +245,39 @@ def test_a_run_trains_goes_on_and_forks(capfd):
     assert (two.spec.name, two.spec.run_dir, two.spec.optim.lr) == ("two", "runs/two", 1e-3)
     assert newest_step(Path("runs/two")) == 6
     assert read_run(folder).spec.optim.lr == 3e-3
+
+
+def test_a_finished_run_is_answered_at_once(capfd, monkeypatch):
+    assert main(["train", *tiny("train.steps=1")]) == 0
+    folder = Path("runs/hello")
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
+    capfd.readouterr()
+    # without torch, in a process of its own
+    script = "import sys; from megaspec.cli import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", f"{script}; sys.exit(code)"]
+    environment = os.environ | {"PYTHONPATH": PATH}
+    for words in (["resume", "runs/hello"], ["train", *tiny("train.steps=1", "resume=auto")]):
+        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        says = (
+            "runs/hello is finished: all 1 steps are done; megaspec resume runs/hello train.steps=N trains it to step N"
+        )
+        assert done.stdout == f"{says}\n"
+    assert read_exit(folder).code == 0
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")} == files
+
+    started = []
+    monkeypatch.setattr(starting, "launch", lambda place, **_: started.append(place) or 0)
+    # a second run of its name is another one, and says so
+    assert main(["train", *tiny("train.steps=1")]) == 0
+    says = "runs/hello holds a run of this name: this is another one, in runs/hello-2; megaspec resume runs/hello"
+    assert says in capfd.readouterr().out
+    # all steps are saved, but the start before did not end well: ranks write what is missing
+    (folder / "exit_code.json").unlink()
+    assert main(["resume", "runs/hello"]) == 0
+    # and there is more to do
+    assert main(["resume", "runs/hello", "train.steps=2"]) == 0
+    assert started == ["runs/hello-2", "runs/hello", "runs/hello"]
 
 
 def test_a_new_run_never_takes_a_folder_that_is_used(capfd):
@@ -344,7 +376,7 @@ def test_ranks_that_torchrun_started_train_one_run(tmp_path):
     assert done.returncode == 0, done.stderr
     run = read_run(Path("runs/world"))
     assert (run.spec.world_size, newest_step(run.folder)) == (2, 2)
-    assert done.stdout.count("Decided for you") == 1
+    assert done.stdout.count("\ndecided  ") == 1
     failing = subprocess.run(
         command.replace("'train.steps=2'", "optim.lrr=1"), shell=True, env=environment, capture_output=True, text=True
     )

@@ -360,6 +360,7 @@ RUN_FILES = {
     "prediction.json",
     "exit_code.json",
     "forking.json",
+    "remote_runs.json",
 }
 
 

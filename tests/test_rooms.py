@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -15,8 +16,11 @@ from megaspec import cli
 from megaspec.commands import starting
 from megaspec.core.fields import kinds_below
 from megaspec.core.frozen import Frozen
+from megaspec.estimate import target
 from megaspec.launcher.rendezvous import FileRendezvous
+from megaspec.log.remote import SERVICE_FOLDERS
 from megaspec.recipe import SECTIONS, Recipe
+from megaspec.rules.examples import SERVICES
 from megaspec.rules.unbuilt import UNBUILT
 from megaspec.runtime.rank import RankInfo, run_rank
 from megaspec.spec import Spec
@@ -48,6 +52,8 @@ NOT_FOR_RANKS = {
     "AboutSpec.hardware": "megaspec.plan.plan",
     # what ranks ask before they load a checkpoint: one place says whose it is, for them and for commands
     **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("source", "manifest", "step", "tokens")},
+    # the rates of ranks stay behind the last piece either way
+    "ScheduleSpec.after_pieces": "megaspec.rules.schedule_rules",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
@@ -68,9 +74,11 @@ MADE_UP = ("~data.blend", "~data.split", "train.sample=null")
 RUNS = {
     "llama": (
         "model.positions.scaling={kind: llama3}",
+        "model.attention.mask={kind: chunk, size: 3}",
         "precision=fp16",
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
         "parallelism.recompute={kind: full, method: block, layers: 1}",
+        "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
     ),
     "gpt": (
         "model=gpt2_124m",
@@ -92,9 +100,23 @@ RUNS = {
         "model.n_layers=3",
         "model.layer={kind: flat, mixers: [attention, mlp, moe]}",
         "model.positions={kind: none}",
+        "model.attention={kind: gqa, mask: {kind: window, size: 3}, temperature: {kind: log}, sinks: true}",
         "model.moe={n_experts: 2, top_k: 1, router: {softmax_first: true}}",
         "optim={kind: muon, lr: 0.1}",
+        "optim.schedule={kind: piecewise, warmup_steps: 0, min_lr: 0, pieces: [{shape: linear, steps: 1, factor: 0.5}, "
+        "{shape: cosine, until: 2, start_lr: 0.02, lr: 0.01}, {shape: constant, steps: 9, start_factor: 0.2}]}",
         *MADE_UP,
+    ),
+    "stream": (
+        "data=stream",
+        "data.files=[{path: '*.jsonl', weight: 1}]",
+        "data.tokenizer=byte",
+        "data.window=100",
+        "data.key=text",
+        "train.eval_every=0",
+        "train.sample.tokens=1",
+        "~data.blend",
+        "~data.split",
     ),
     "experts": (
         "model.layer={kind: parallel}",
@@ -136,6 +158,19 @@ def leaves() -> list[str]:
     ]
 
 
+def pretend_services(patch: pytest.MonkeyPatch) -> None:
+    """Packages of services that take everything: what our sinks read is the same whether they are installed or not."""
+    installed = target._versions() | SERVICES
+    patch.setattr(target, "_versions", lambda: installed)
+    for name in ("wandb", "mlflow", "mlflow.entities", "mlflow.tracking", "trackio"):
+        patch.setitem(sys.modules, name, MagicMock())
+    for name in SERVICE_FOLDERS:
+        # ours are imported anew, now and after this
+        patch.setitem(sys.modules, f"megaspec.log.{name}", None)
+        del sys.modules[f"megaspec.log.{name}"]
+    patch.setenv("TRACKIO_DIR", "")
+
+
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory) -> dict[str, set[str]]:
     """`Class.field` -> modules that read it, in runs from the command line to their end."""
@@ -160,6 +195,7 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         patch.delenv("RANK", raising=False)
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setattr(starting, "launch", launch)
+        pretend_services(patch)
         assert cli.main(["data", "prepare", "text.jsonl", "--out", "text", "--workers", "1"]) == 0
         patch.setattr(Frozen, "__getattribute__", watched)
         for name, words in RUNS.items():

@@ -29,6 +29,10 @@ AFTER_FAILURE_SECONDS = 5.0
 STACKS_SECONDS = 1.0
 # How long killed ranks may take to go: the kernel gives the memory of a large one back for seconds.
 AFTER_KILL_SECONDS = 60.0
+# How long what follows a traceback of rank 0 is kept from the terminal: a failure of another rank, which explains it,
+# is heard of meanwhile.
+HOLD_SECONDS = 10.0
+_TRACEBACK = b"Traceback (most recent call last):"
 # File descriptors.
 STDOUT = 1
 STDERR = 2
@@ -54,7 +58,8 @@ def launch(
     Each rank is a call `entry(run_dir, rank=, world_size=, local_rank=, attempt=, store=, timeout_seconds=,
     **arguments)` that returns an exit code; `entry` is "module:function", `arguments` plain JSON data, `store` a
     FileRendezvous that no other attempt has seen. Rank 0 writes to this terminal, its stderr also to
-    run_dir/logs/rank-0.log; the others write to run_dir/logs/rank-N.log.
+    run_dir/logs/rank-0.log; the others write to run_dir/logs/rank-N.log. When a rank has failed, what rank 0 says of
+    missing it goes to its log alone: the terminal shows the first cause.
 
     SIGTERM, SIGINT, SIGHUP or SIGUSR1 here reaches every rank once, as SIGTERM. Ranks that still run `grace_seconds`
     later, or when a second signal comes, are killed. When a rank fails, the others are stopped; when the failure is one
@@ -135,6 +140,10 @@ class _Attempt:
     logs: list[int] = field(default_factory=list)
     began_at: list[int] = field(default_factory=list)
     """Bytes that earlier attempts had left in each rank's log."""
+    held: bytearray = field(default_factory=bytearray)
+    """What rank 0 wrote to stderr and the terminal has not been shown."""
+    held_until: float = float("inf")
+    """Monotonic seconds at which it is shown although no rank has failed."""
     asked_at: list[int] = field(default_factory=list)
     """Bytes in each rank's log when ranks were asked for their stacks before they are killed."""
 
@@ -146,7 +155,9 @@ class _Attempt:
         try:
             self.began_at = self._log_sizes()
             outcome = self._run()
-            if outcome.cause is not None:
+            if outcome.cause is None:
+                self._show_held()
+            else:
                 self._tell_cause(outcome.cause)
             return outcome
         finally:
@@ -215,8 +226,9 @@ class _Attempt:
     def _wait(self) -> None:
         """Until something happens or the deadline is there; takes in what happened."""
         timeout = None  # for ever
-        if self.deadline < float("inf"):
-            timeout = max(0.0, self.deadline - time.monotonic())
+        until = min(self.deadline, self.held_until)
+        if until < float("inf"):
+            timeout = max(0.0, until - time.monotonic())
         ready = self._selector.select(timeout)
         for key, _ in ready:
             if key.fileobj is self.stop:
@@ -240,7 +252,9 @@ class _Attempt:
             self._not_later_than(self.timeout_seconds)
 
     def _act(self) -> None:
-        """Passes requests on, and kills ranks whose time is over."""
+        """Passes requests on, shows what was held back in vain, and kills ranks whose time is over."""
+        if time.monotonic() >= self.held_until:
+            self._show_held()
         if self.stop.stacks > self.stacks_told:
             self.stacks_told = self.stop.stacks
             _say(f"{signal.Signals(STACKS).name}: every rank writes its stacks to its log and goes on")
@@ -313,7 +327,7 @@ class _Attempt:
         return os.pread(log, most, start).decode(errors="replace")
 
     def _copy(self, pipe: int) -> bool:
-        """What rank 0 wrote to stderr, to this stderr and to its log. -> False when nothing more can come."""
+        """What rank 0 wrote to stderr, to its log and to this stderr. -> False when nothing more can come."""
         while True:
             try:
                 data = os.read(pipe, 1 << 16)
@@ -321,19 +335,46 @@ class _Attempt:
                 return True
             if not data:
                 return False
-            _write(STDERR, data)
             if self.is_ours():
                 _write(self.logs[0], data)
+            self._show(data)
+
+    def _show(self, data: bytes) -> None:
+        """On the terminal: at once, unless it may be a consequence of another rank's failure."""
+        has_failed = any(not end.is_clean for end in self.ends)
+        if has_failed or self.held:
+            self.held += data
+            return
+        begin = data.find(_TRACEBACK)
+        if begin >= 0:
+            # torch puts the rank's number before it
+            begin = data.rfind(b"\n", 0, begin) + 1
+            self.held += data[begin:]
+            self.held_until = time.monotonic() + HOLD_SECONDS
+            data = data[:begin]
+        _write(STDERR, data)
+
+    def _show_held(self) -> None:
+        _write(STDERR, bytes(self.held))
+        self.held.clear()
+        self.held_until = float("inf")
 
     def _tell_cause(self, cause: RankEnd) -> None:
+        """The first cause on the terminal, and where the rest is."""
         rank = cause.rank
-        _say(f"{cause}; what it wrote: {Path(self.run_dir, 'logs', _log_name(rank))}")
+        logs = Path(self.run_dir, "logs")
+        if rank == 0 or not cause.explains_others:
+            self._show_held()
+        _say(f"{cause}; what it wrote: {logs / _log_name(rank)}")
         if rank == 0:
             return  # its stderr is on the terminal
         written = self._written(rank, since=self.began_at[rank], most=TAIL_BYTES)
         for line in written.splitlines()[-15:]:
             shown = printable(line, keep="\t")
             _write(STDERR, f"  [rank {rank}] {shown}\n".encode())
+        if self.held:
+            named = printable(str(logs / _log_name("*")))
+            _write(STDERR, f"  what other ranks wrote when they missed it: {named}\n".encode())
 
 
 def _server_gone(killed: int, killed_by: int | None) -> Outcome:
@@ -377,7 +418,7 @@ def _open_logs(run_dir: str, ranks: int) -> list[int]:
     return logs
 
 
-def _log_name(rank: int) -> str:
+def _log_name(rank: int | str) -> str:
     return f"rank-{rank}.log"
 
 

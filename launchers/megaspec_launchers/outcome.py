@@ -38,6 +38,11 @@ class RankEnd:
     def is_clean(self) -> bool:
         return self.code in (DONE, PREEMPTED)
 
+    @property
+    def explains_others(self) -> bool:
+        """It failed by itself: what others report of a collective is a consequence, and tells nothing more."""
+        return not self.is_clean and not self.by_launcher and self.code != HANG
+
     def __str__(self) -> str:
         if self.signal is None:
             return f"rank {self.rank} ended with exit code {self.code}"

@@ -124,7 +124,7 @@ _RUNS = {
     ),
     "hardware-unknown": KnownCode("Nothing is known of such a GPU.", "Name one with hardware=."),
     "vocab-unknown": KnownCode("model.vocab_size=auto takes that of the data.", "Prepare the data, or set the size."),
-    "data-files": KnownCode("Data that is named is not there, or damaged.", "Make it with `megaspec data prepare`."),
+    "data-files": KnownCode("Data that is named is not there, or damaged.", "Give the command that the message names."),
     "data-tokenizers": KnownCode("All data sets of a blend have one tokenizer.", "Prepare them with the same."),
     "run-exists": KnownCode("A new run starts in an empty folder.", "Choose another name, or go on with resume=auto."),
     "run-missing": KnownCode("A folder holds neither a run nor a checkpoint.", "Give the one that `train` named."),
@@ -168,7 +168,7 @@ _SWEEPS = {
     "sweep.points": KnownCode("Every point is resolved before the first starts; one is wrong.", "Mend or drop it."),
     "sweep.metric": KnownCode(
         "Points are compared by a number that each of them comes to have.",
-        "Set train.eval_every to at most train.steps, or sweep.metric=loss.",
+        "Set train.eval_every above 0, or sweep.metric=loss.",
     ),
     "sweep.gpus": KnownCode("Slots share the GPUs of this machine.", "Ask for fewer."),
     "sweep.launcher": KnownCode(

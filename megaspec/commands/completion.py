@@ -78,7 +78,8 @@ _MACHINE = ("hardware", "gpus", "throughput")
 COMMANDS: dict[str, Completed] = {
     "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
     "plan": Completed(("--config-dir", "--json", "--ranks", "--trace"), "words", _MACHINE),
-    "verify": Completed(("--config-dir", "--cpu", "--json", "--ranks", "--steps"), "words", _MACHINE),
+    "show": Completed(("--config-dir", "--origins", "--resolved"), "words", _MACHINE, RUN),
+    "verify": Completed(("--config-dir", "--cpu", "--json", "--ranks", "--steps"), "words", (*_MACHINE, "memory")),
     "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
     "resume": Completed(("--config-dir", "--fork"), "changes", ("memory",), RUN),
     "generate": Completed(("--seed", "--temperature", "--tokens"), folder=RUN),
@@ -100,9 +101,12 @@ COMMANDS: dict[str, Completed] = {
         (
             "--allow-lossy-tokenizer",
             "--eod",
+            "--join",
             "--key",
+            "--merges",
             "--out",
             "--overwrite",
+            "--per-key",
             "--restart",
             "--skip-bad",
             "--tokenizer",

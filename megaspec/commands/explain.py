@@ -353,7 +353,10 @@ def read_by(code: str) -> frozenset[str]:
     filled = Recipe.model_validate_json(json.dumps(draft.content))
     decided = frozenset(decision.key for decision in draft.decisions)
     case = Case(filled, example.target, example.facts, decided)
-    return fields_read(RULES[code], case) | {example.key}
+    names = []
+    for name in example.key.split("."):
+        names.append(ENTRY if name.isdigit() else name)
+    return fields_read(RULES[code], case) | {".".join(names)}
 
 
 def _composed(example: Example) -> Composed:

@@ -10,8 +10,10 @@ from typing import Any
 from megaspec.commands.planned import plan_words
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import tell_left_out, words_parser
-from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError, printable
 from megaspec.core.terminal import terminal
+from megaspec.data.spec import StreamSpec
+from megaspec.data.stream_files import described
 from megaspec.plan.plan import make_plan, rank_view
 from megaspec.plan.report import print_ranks, print_whole_plan
 from megaspec.resolve.gather import gather_facts
@@ -64,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
     agrees = True
     if args.json:
         content = plan.as_json()
+        content["recipe"] = composed.recipe.model_dump(mode="json")
+        if isinstance(spec.data, StreamSpec) and not facts.problems:
+            content["data"] = described(spec.data)
         if views:
             content["ranks"] = [view.model_dump(mode="json") for view in views]
         if args.trace:
@@ -72,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1))
     else:
         print_whole_plan(plan, terminal())
+        if isinstance(spec.data, StreamSpec) and not facts.problems:
+            print(printable(f"data: {described(spec.data)}"))
         print_ranks(views, terminal())
         if args.trace:
             agrees = _print_traces(spec, ranks)

@@ -14,6 +14,7 @@ from megaspec.compose.compose import Composed, recompose
 from megaspec.compose.words import take
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
 from megaspec.estimate.target import Target, detect_target
+from megaspec.optim.schedule import learning_rate
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
@@ -88,5 +89,14 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
         stack.callback(lock.release)
         make_fork(place, source, good, recipe, target, spec)
         stack.pop_all()
-    print(printable(f"{place} starts from step {began.step} of {source}"))
+    print(printable(f"{place} starts from step {began.step} of {source}; {_rates(old, spec, began.step)}"))
     return Prepared(place, spec, lock)
+
+
+def _rates(old: Spec, new: Spec, step: int) -> str:
+    """The learning rate before and behind the step of a fork, and from where its schedule is counted."""
+    there = f"learning rate {learning_rate(old.optim.schedule, old.optim.lr, step):.4g} there"
+    if step == new.train.steps:
+        return there
+    here = learning_rate(new.optim.schedule, new.optim.lr, step + 1)
+    return f"{there}, {here:.4g} in step {step + 1} here, counted from step {new.optim.schedule.first_step}"

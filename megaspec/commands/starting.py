@@ -11,8 +11,10 @@ from pathlib import Path
 from megaspec.checkpoint.lock import RunLock
 from megaspec.compose.compose import Composed
 from megaspec.core.errors import HangError, MegaspecError, Preempted, RecipeError, printable
+from megaspec.core.frozen import AUTO
 from megaspec.core.terminal import terminal
-from megaspec.data.spec import IndexedSpec
+from megaspec.data.spec import IndexedSpec, StreamSpec
+from megaspec.data.stream_files import described
 from megaspec.estimate.target import Target, detect_target
 from megaspec.hf.companions import kept_companions, read_companions
 from megaspec.launcher import exit_file
@@ -22,10 +24,11 @@ from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
 from megaspec.plugins import loaded
 from megaspec.recipe import Recipe
-from megaspec.resolve.gather import gather_facts, with_digest
+from megaspec.resolve.gather import gather_facts, planned_run_dir, with_digest
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import resume
 from megaspec.run_folder import (
+    has_ended_well,
     is_run,
     keep_companions,
     make_folder,
@@ -52,6 +55,8 @@ class Prepared:
     folder: Path
     spec: Spec
     lock: RunLock | None = None
+    is_finished: bool = False
+    """There is nothing to start."""
 
 
 def refuse_tasks() -> None:
@@ -84,6 +89,8 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
     assert prepared.lock is not None, "a run without its lock"
     with ExitStack() as stack:
         stack.callback(prepared.lock.release)
+        if prepared.is_finished:
+            return 0
         # a request to stop that comes before ranks listen to one, or after: the file says then how this start ended
         stack.enter_context(before_leaving(partial(_ended, prepared, Preempted.exit_code)))
         _record(prepared.folder)
@@ -116,6 +123,8 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     warn(spec, target)
     place = Path(spec.run_dir)
+    if folder is None and composed.recipe.run_dir == AUTO:
+        _tell_of_the_one_before(planned_run_dir(composed.recipe), place)
     lock = lock_new(place, goes_on=folder is not None)
     if lock is None:
         return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
@@ -134,6 +143,13 @@ def _companions_of_source(recipe: Recipe) -> dict[str, bytes]:
     if recipe.init.load is not None:
         return kept_companions(Path(recipe.init.load))
     return {}
+
+
+def _tell_of_the_one_before(planned: Path, place: Path) -> None:
+    """That a run of this name is there already, so that this one gets a number."""
+    if place != planned and is_run(planned):
+        text = f"{planned} holds a run of this name: this is another one, in {place}"
+        print(printable(f"{text}; megaspec resume {planned} goes on with the first"))
 
 
 def lock_new(place: Path, *, goes_on: bool) -> RunLock | None:
@@ -166,16 +182,21 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
         refuse_weights_alone(folder, old)
         refuse_lost_fork(folder, old)
         done = newest_step(folder)
-        refused = partial(start_problems, target=target, origins=origins, memory=memory)
+        is_finished = done == recipe.train.steps and has_ended_well(folder)
+        refused = None
+        if not is_finished:
+            refused = partial(start_problems, target=target, origins=origins, memory=memory)
         spec = resume(old, recipe, target, gather_facts(recipe), origins, done_steps=done, refused=refused)
-        warn(spec, target)
-        if done == spec.train.steps:
-            print(printable(f"{folder}: all {done:,} steps are done; a larger train.steps trains it further"))
-        elif done:
+        if is_finished:
+            more = f"megaspec resume {folder} train.steps=N trains it to step N"
+            print(printable(f"{folder} is finished: all {done:,} steps are done; {more}"))
+        else:
+            warn(spec, target)
+        if done and not is_finished:
             print(printable(f"{folder} after step {done:,} {promise_of_change(old, spec)}"))
         write_run(folder, recipe, target, spec)
         stack.pop_all()
-    return Prepared(folder, spec, lock)
+    return Prepared(folder, spec, lock, is_finished)
 
 
 def warn(spec: Spec, target: Target) -> None:
@@ -211,3 +232,5 @@ def _record(folder: Path) -> None:
 
 def _show(spec: Spec, target: Target) -> None:
     print_plan(spec, target, terminal())
+    if isinstance(spec.data, StreamSpec):
+        print(printable(f"data: {described(spec.data)}"))

@@ -17,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from megaspec.commands.planned import plan_words
-from megaspec.compose.words import tell_left_out, words_parser
+from megaspec.compose.words import take, tell_left_out, words_parser
 from megaspec.core.axes import DENSE_AXES, coordinates
 from megaspec.core.errors import MegaspecError, RecipeError
 from megaspec.core.problems import show
@@ -29,6 +29,7 @@ from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.difference import changed
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec.search.fits import MEMORY, memory_problem
 from megaspec.spec import Spec
 from megaspec.verify.shrink import alone, on_cpu, shrink
 from megaspec.verify.shrink_grid import grid_of
@@ -78,7 +79,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Shrink, run, compare, print. -> 0 when all is equal or there is nothing to compare, NOT_EQUAL when not."""
     _refuse_arguments(args)
-    planned = plan_words(args.words, args.config_dir)
+    memory, words = take(args.words, "memory", MEMORY)
+    planned = plan_words(words, args.config_dir)
     composed = planned.composed
     facts = replace(gather_facts(composed.recipe), problems=())
     whole = resolve(composed.recipe, planned.target, facts, composed.origins)
@@ -90,7 +92,11 @@ def run(args: argparse.Namespace) -> int:
             print(f"{whole.name}: one rank, there is nothing to compare; give it several, e.g. parallelism.tp=2")
         return 0
     small = _shrunk(whole, detect_target(), ranks=args.ranks, cpu=args.cpu)
-    problems = unbuilt_problems(small, composed.origins)
+    problems = list(unbuilt_problems(small, composed.origins))
+    if small.device == "cpu" and memory == "check":
+        too_large = memory_problem(small, on_cpu(detect_target()), composed.origins)
+        if too_large is not None:
+            problems.append(too_large)
     if problems:
         raise RecipeError(problems)
     if not args.json:

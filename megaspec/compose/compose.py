@@ -21,7 +21,7 @@ from megaspec.checkable import Checkable, PartlyError, checkable
 from megaspec.compose.interpolation import interpolate
 from megaspec.compose.left_out import replaced_kinds
 from megaspec.compose.plain import plain_content
-from megaspec.compose.search_path import SearchPath, SourceFile, search_path
+from megaspec.compose.search_path import SearchPath, SourceFile, choice_hint, search_path
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.fields import kinds_below
 from megaspec.core.marked_yaml import MAX_DEPTH, Quoted
@@ -491,8 +491,7 @@ def _choice_problems(search: SearchPath, choices: Mapping[str, str], origins: Ma
     problems = []
     for group, choice in choices.items():
         if not search.exists(f"{group}/{choice}"):
-            options = search.choices(group)
-            hint = did_you_mean(choice, options) or f"choose {one_of(options)}"
+            hint = choice_hint(group, choice, search.choices(group))
             problems.append(
                 Problem(group, f"{group}={choice} does not exist; {hint}", origins[group], "choice.unknown")
             )

@@ -8,8 +8,10 @@ from typing import Any
 
 from megaspec.compose.paths import conf_dir, recipes_dir
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
+from megaspec.core.kinds import annotation_of, is_open
 from megaspec.core.marked_yaml import read_yaml
 from megaspec.core.problems import did_you_mean, one_of
+from megaspec.recipe import Recipe
 
 _NAME = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*(?:/[A-Za-z0-9_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*)*"
@@ -103,8 +105,7 @@ class SearchPath:
                 problems.append(Problem("defaults", problem, origin, "defaults"))
             elif target is not None and not self.exists(target):
                 group, _, name = target.partition("/")
-                options = self.choices(group)
-                hint = did_you_mean(name, options) or f"choose {one_of(options)}"
+                hint = choice_hint(group, name, self.choices(group))
                 problems.append(Problem("defaults", f"{target} does not exist; {hint}", origin, "choice.unknown"))
             elif target in (*above, config_path) or len(above) >= _MAX_INHERITANCE:
                 chain = " -> ".join([*above, config_path, str(target)])
@@ -172,13 +173,14 @@ def _target(entry: Any, *, config_path: str, groups: Sequence[str]) -> tuple[str
         hint = did_you_mean(group, groups) or f"groups are {', '.join(groups)}"
         return None, f"{key}: {group} is no group; {hint}"
     is_base = config_path == "base"
-    if is_base and choice is None:
-        return None, None
-    if not isinstance(choice, str) or not _NAME.fullmatch(choice):
-        return None, f"{key}: {choice} is no name of a file; letters, digits, dots, dashes and underscores"
     is_recipe = config_path.startswith("recipe/")
+    if choice is not None and (not isinstance(choice, str) or not _NAME.fullmatch(choice)):
+        return None, f"{key}: {choice} is no name of a file; letters, digits, dots, dashes and underscores"
     if not is_base and (words != ["override", f"/{group}"] or group == "recipe" or not is_recipe):
         return None, f"{key}: a recipe chooses with `override /group: choice`, after what it inherits"
+    if choice is None:
+        # no file: whoever reads this entry writes the section out
+        return None, None
     return f"{group}/{choice}", None
 
 
@@ -229,3 +231,12 @@ def _label(path: Path) -> str:
 def _roots() -> Iterator[Path]:
     yield Path.cwd()
     yield conf_dir().parent
+
+
+def choice_hint(group: str, name: str, options: Sequence[str]) -> str:
+    """What to write in place of a choice that does not exist, and where plug-ins may add kinds how one is chosen."""
+    hint = did_you_mean(name, options) or f"choose {one_of(options)}"
+    field = Recipe.model_fields.get(group)
+    if field is not None and is_open(annotation_of(field)):
+        hint = f"{hint.removesuffix('?')}, or {group}.kind={name} for a plug-in's, with --plugin PACKAGE"
+    return hint

@@ -133,6 +133,8 @@ def _words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         if inner[-1] is not Ellipsis:
             size = f" of {len(inner)}"
         return f"list{size}, each {_words(inner[0])}{_bounds(metadata)}"
+    if origin is dict:
+        return f"mapping of names, each a {_words(get_args(annotation)[1])}"
     if annotation is type(None):
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

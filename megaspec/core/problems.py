@@ -36,6 +36,8 @@ _WORDS = {
     "dict_type": "a section (a mapping of keys to values)",
     "finite_number": "a finite number",
 }
+# Errors of a key that is not there.
+_ABSENT = ("missing", "union_tag_not_found")
 MOST_PROBLEMS = 50
 _BOUNDS = {
     "greater_than": ("greater than", "gt"),
@@ -165,6 +167,8 @@ def typed_problems(
         key, owner = _path(model, one["loc"])
         if one["type"] == "too_short" and len(value_at(content, key)) >= one["ctx"]["min_length"]:
             continue  # long enough: its entries are wrong, and told themselves
+        if one["type"] not in _ABSENT and not _is_said(content, key):
+            continue  # it follows another value, which is told itself
         if one["type"].startswith("union_tag"):
             # pydantic names the section; what is wrong or missing is its `kind`, given in quotes
             key = f"{key}.{one['ctx']['discriminator'].strip(chr(39))}"
@@ -187,11 +191,21 @@ def _problem(
     if kind == "extra_forbidden":
         text = _unknown_key(recipe, key, owner)
         return Problem(key, text, origin_of(recipe.origins, key), "key.unknown")
-    if kind in ("missing", "union_tag_not_found"):
+    if kind in _ABSENT:
         section = key.rpartition(".")[0]
         return Problem(key, _missing_key(recipe, key), origin_of(recipe.origins, section), "key.missing")
     text = _wrong_value(recipe, key, errors)
     return Problem(key, text, origin_of(recipe.origins, key), "key.type")
+
+
+def _is_said(content: Mapping[str, Any], key: str) -> bool:
+    """Whether something stands at a dotted path of plain data, or the path is that of its top."""
+    section, _, name = key.rpartition(".")
+    holder = value_at(content, section)
+    if isinstance(holder, Mapping):
+        return not key or name in holder
+    # an entry of a list, or a text that stands for a section
+    return holder is not None
 
 
 def _missing_key(recipe: _RefusedRecipe, key: str) -> str:
@@ -219,11 +233,14 @@ def _wrong_value(recipe: _RefusedRecipe, key: str, errors: list[dict[str, Any]])
     for error in errors:
         options += _literals(error)
     hint = did_you_mean(value, options)
-    if hint:
-        return f"{text}; {hint}"
     section, _, name = key.rpartition(".")
     if name == "kind" and any(is_open(one) for one in _annotations(recipe.model, section)):
-        return f"{text}; --plugin PACKAGE adds kinds"
+        # after the nearest of ours: it may be a plug-in's that is named alike
+        hint = f"{hint} --plugin PACKAGE adds kinds".lstrip()
+    if hint:
+        return f"{text}; {hint}"
+    if any(is_open(one) for one in _annotations(recipe.model, key)):
+        return f"{text}; write {key}={{kind: {value}}}, of a plug-in with --plugin PACKAGE"
     wants_no_text = any("number" in rule or rule == "true or false" for rule in rules)
     if wants_no_text:
         return f"{text}; {_why_text(value)}"
@@ -318,12 +335,14 @@ def _section_models(model: type[BaseModel], section: str) -> list[type[BaseModel
 
 
 def _annotations(model: type[BaseModel], key: str) -> list[Any]:
-    """Of the field at a dotted path, or of the entries of a list there: one of each class that may hold it."""
+    """Of the field at a dotted path, or of the entries of a list or mapping: one of each class that may hold it."""
     owners = [model]
     found: list[Any] = []
     for name in filter(None, key.split(".")):
-        if name.isdigit():
-            found = [_entry_annotation(annotation) for annotation in found]
+        entries = [_entry_annotation(annotation) for annotation in found]
+        is_named = any(named_annotation(annotation) is not None for annotation in found)
+        if name.isdigit() or is_named:
+            found = entries
         else:
             found = [annotation_of(owner.model_fields[name]) for owner in owners if name in owner.model_fields]
         owners = []
@@ -368,7 +387,7 @@ def _path(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[str, type
         tagged = _model_tagged(models, element)
         if tagged is not None:
             here = tagged
-        elif isinstance(element, int):
+        elif isinstance(element, int) or named_annotation(here) is not None:
             parts.append(str(element))
             here = _entry_annotation(here)
             owner = None
@@ -391,10 +410,18 @@ def _model_tagged(models: Sequence[type[BaseModel]], element: int | str) -> type
 
 
 def _entry_annotation(annotation: Any) -> Any:
-    """The annotation of a list's entries; None for what is no list."""
+    """The annotation of the entries of a list or of a mapping of names; None for what is neither."""
     for option in options_of(annotation):
         if get_origin(option) in (tuple, list):
             return get_args(option)[0]
+    return named_annotation(annotation)
+
+
+def named_annotation(annotation: Any) -> Any:
+    """The annotation of what a mapping of names holds; None for what is none."""
+    for option in options_of(annotation):
+        if get_origin(option) is dict:
+            return get_args(option)[1]
     return None
 
 

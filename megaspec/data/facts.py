@@ -1,14 +1,16 @@
 """What the resolver has to know about the data, read from manifests and index headers only. Torch-free and fast."""
 
 import hashlib
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megaspec.core.errors import DataError, Problem
 from megaspec.data.manifest import DataManifest, load_manifest
-from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, SyntheticSpec
+from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
+from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
 
 if TYPE_CHECKING:
     from megaspec.data.counts import Counts
@@ -32,19 +34,76 @@ class DataFacts:
     """Whole sequences of `train`, `valid` and `test` in one pass; None for a source without end."""
     tokenizer: str | None
     """Name of the tokenizer; None when there is none or it isn't known."""
+    tokenizer_sha256: str | None
+    """Of the tokenizer that made all of the data; None when there is none, several, or it isn't known."""
     fingerprint: str
     """Hash that changes with the content of the data; "" for data that is made from the seed."""
     problems: tuple[Problem, ...]
     """What keeps the data from being used (missing or damaged files, data sets that don't belong together)."""
 
 
-def data_facts(data_spec: DataSpec) -> DataFacts:
-    """The facts for a data spec. What is wrong with the files is told in `problems`, never raised."""
+def data_facts(data_spec: DataSpec, *, key: str = "data") -> DataFacts:
+    """The facts for a data spec. What is wrong with the files is told in `problems`, never raised.
+
+    `key`: where the spec stands in a recipe; an evaluation set stands below `data.valid` and trains nothing.
+    """
     # a plug-in's source is made as it is read
-    return FACTS.get(type(data_spec), made)(data_spec)
+    return FACTS.get(type(data_spec), made)(data_spec, key=key)
 
 
-def made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
+def evaluation_facts(data_spec: DataSpec, training: DataFacts) -> dict[str, DataFacts]:
+    """The facts for each evaluation set. Among their problems: another tokenizer than that of the training data, and
+    files that are trained on."""
+    found = {}
+    for name, one in data_spec.valid.items():
+        key = f"data.valid.{name}"
+        facts = data_facts(one, key=key)
+        ours = training.tokenizer_sha256
+        theirs = facts.tokenizer_sha256
+        if ours is not None and theirs is not None and ours != theirs:
+            text = f"{key} was made by the tokenizer {facts.tokenizer} (sha256 {theirs[:8]}), the training data by "
+            text += f"{training.tokenizer} ({ours[:8]}): the same id is another token; prepare both with one tokenizer"
+            problem = Problem(key, text, code="data-tokenizers")
+            facts = replace(facts, problems=(*facts.problems, problem))
+        trained = _trained_on(data_spec, one, key=key)
+        if trained is not None:
+            facts = replace(facts, problems=(*facts.problems, trained))
+        found[name] = facts
+    return found
+
+
+def _trained_on(training: DataSpec, one: DataSpec, *, key: str) -> Problem | None:
+    """A problem where an evaluation set reads a file of the training data. Of token files by the same path a rule
+    tells, which looks at no files."""
+    if isinstance(training, IndexedSpec) and isinstance(one, IndexedSpec) and shares_documents(training, one):
+        prefixes = {Path(part.prefix).resolve(): PurePath(part.prefix) for part in training.blend}
+        for number, part in enumerate(one.blend):
+            given = PurePath(part.prefix)
+            if prefixes.get(Path(part.prefix).resolve(), given) != given:
+                return _also_trained(f"{key}.blend.{number}.prefix", part.prefix)
+    if isinstance(training, StreamSpec) and isinstance(one, StreamSpec):
+        trained = _streamed_files(training)
+        for real, path in _streamed_files(one).items():
+            if real in trained:
+                return _also_trained(f"{key}.files", path)
+    return None
+
+
+def _also_trained(key: str, path: str) -> Problem:
+    text = f"{key}: {path} is training data, too: the model would be evaluated on what it has seen; take other data"
+    return Problem(key, text, code="valid-trained")
+
+
+def _streamed_files(spec: StreamSpec) -> dict[Path, str]:
+    """Where each file of a stream really lies, and its path; none where that is told as a problem of the stream."""
+    try:
+        groups = find_groups(spec)
+    except DataError:
+        return {}
+    return {Path(file.path).resolve(): file.path for group in groups for file in group.files}
+
+
+def made(spec: SyntheticSpec | RandomSpec, *, key: str) -> DataFacts:
     """Of data that is made as it is read: no files, no end."""
     endless = dict.fromkeys(SPLITS)
     return DataFacts(
@@ -54,29 +113,31 @@ def made(spec: SyntheticSpec | RandomSpec) -> DataFacts:
         tokens=endless,
         samples=endless,
         tokenizer=None,
+        tokenizer_sha256=None,
         fingerprint="",
         problems=(),
     )
 
 
-def _indexed(spec: IndexedSpec) -> DataFacts:
+def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
+    is_training = key == "data"
     problems: list[Problem] = []
     manifests: list[DataManifest] = []
     tokens = dict.fromkeys(SPLITS, 0)
     samples = dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
     for number, part in enumerate(spec.blend):
-        key = f"data.blend.{number}.prefix"
+        prefix_key = f"{key}.blend.{number}.prefix"
         try:
             manifest = load_manifest(part.prefix)
             counts = _counts(part.prefix, spec.split)
             if manifest is not None:
                 _check_sizes(part.prefix, manifest)
         except DataError as error:
-            text = f"{key}={part.prefix}: {error}"
+            text = f"{prefix_key}={part.prefix}: {error}"
             if not Path(f"{part.prefix}.idx").exists():
-                text += "; make it with `megaspec data prepare`"
-            problems.append(Problem(key, text, code="data-files"))
+                text += f"; make it with `{prepare_command(spec, number)}`"
+            problems.append(Problem(prefix_key, text, code="data-files"))
             continue
         for name, n_tokens in zip(SPLITS, counts.tokens, strict=True):
             tokens[name] += n_tokens
@@ -87,10 +148,11 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
             digest.update(manifest.fingerprint.encode())
         else:
             digest.update(counts.lengths)
-        if len(spec.blend) > 1 and part.weight is None and counts.tokens[0] <= spec.seq_len:
-            problems.append(_nothing_to_count(key, part.prefix, spec, counts.tokens[0]))
-    problems += _mixed_tokenizers(spec, manifests)
-    if not problems and not tokens["train"]:
+        is_counted = is_training and len(spec.blend) > 1 and part.weight is None
+        if is_counted and counts.tokens[0] <= spec.seq_len:
+            problems.append(_nothing_to_count(prefix_key, part.prefix, spec, counts.tokens[0]))
+    problems += _mixed_tokenizers(spec, manifests, key=f"{key}.blend")
+    if is_training and not problems and not tokens["train"]:
         problems.append(
             Problem(
                 "data.split", f"data.split={list(spec.split)} leaves no document for training; raise its first share"
@@ -99,6 +161,7 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
     vocab_size = None
     eod = None
     tokenizer = None
+    hashes = {manifest.tokenizer.sha256 for manifest in manifests}
     if manifests:
         tokenizers = [manifest.tokenizer for manifest in manifests]
         vocab_size = max(one.vocab_size for one in tokenizers)
@@ -112,9 +175,38 @@ def _indexed(spec: IndexedSpec) -> DataFacts:
         tokens=tokens,
         samples=samples,
         tokenizer=tokenizer,
+        tokenizer_sha256=hashes.pop() if len(hashes) == 1 else None,
         fingerprint=digest.hexdigest(),
         problems=tuple(problems),
     )
+
+
+def prepare_command(spec: IndexedSpec, number: int) -> str:
+    """The command that makes a data set of the blend. INPUT and NAME stand for what nothing says."""
+    given = "INPUT"
+    tokenizer = None
+    if spec.prepare is not None:
+        given = spec.prepare.input or given
+        tokenizer = spec.prepare.tokenizer
+    # all data sets of a blend have one tokenizer
+    for part in spec.blend:
+        tokenizer = _tokenizer_beside(part.prefix) or tokenizer
+    words = [given, "--out", spec.blend[number].prefix, "--tokenizer", tokenizer or "NAME"]
+    return f"megaspec data prepare {shlex.join(words)}"
+
+
+def _tokenizer_beside(prefix: str) -> str | None:
+    """What makes further data sets of the tokenizer of one that is there; None where it isn't there, or doesn't say."""
+    try:
+        manifest = load_manifest(prefix)
+    except DataError:
+        return None
+    if manifest is None:
+        return None
+    if not manifest.tokenizer.ending or manifest.tokenizer.name == "byte":
+        return "byte"
+    copy = f"{prefix}.tokenizer{manifest.tokenizer.ending}"
+    return copy if Path(copy).exists() else None
 
 
 def _counts(prefix: str, split: tuple[float, float, float]) -> "Counts":
@@ -146,7 +238,7 @@ def _nothing_to_count(key: str, prefix: str, spec: IndexedSpec, tokens: int) -> 
     return Problem(key, text, code="data-files")
 
 
-def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest]) -> list[Problem]:
+def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest], *, key: str) -> list[Problem]:
     """A problem where the data sets of a blend were made by different tokenizers."""
     by_hash = {manifest.tokenizer.sha256: manifest.tokenizer for manifest in manifests}
     if len(by_hash) < 2:
@@ -155,12 +247,45 @@ def _mixed_tokenizers(spec: IndexedSpec, manifests: list[DataManifest]) -> list[
     for tokenizer in by_hash.values():
         names.append(f"{tokenizer.name} ({tokenizer.vocab_size} ids, sha256 {tokenizer.sha256[:8]})")
     prefixes = ", ".join(part.prefix for part in spec.blend)
-    text = f"data.blend={prefixes} mixes tokens of {' and '.join(names)}; prepare all data sets with one tokenizer"
-    return [Problem("data.blend", text, code="data-tokenizers")]
+    text = f"{key}={prefixes} mixes tokens of {' and '.join(names)}; prepare all data sets with one tokenizer"
+    return [Problem(key, text, code="data-tokenizers")]
+
+
+def _stream(spec: StreamSpec, *, key: str = "data") -> DataFacts:
+    """Of text files: how many tokens they have is not known before they are read."""
+    problems: list[Problem] = []
+    groups = None
+    tokenizer = None
+    try:
+        groups = find_groups(spec)
+        for wrong in file_problems(spec, groups):
+            problems.append(Problem(f"{key}.files", f"{key}.files: {wrong}", code="data-files"))
+    except DataError as error:
+        problems.append(Problem(f"{key}.files", str(error), code="data-files"))
+    try:
+        tokenizer = stream_tokenizer(spec)
+    except DataError as error:
+        problems.append(Problem(f"{key}.tokenizer", str(error), code="data-files"))
+    known = ""
+    if groups is not None and tokenizer is not None:
+        known = fingerprint(groups, tokenizer)
+    endless = dict.fromkeys(SPLITS)
+    return DataFacts(
+        vocab_size=None if tokenizer is None else tokenizer.vocab_size,
+        eod=None if tokenizer is None else tokenizer.eod,
+        train_samples_per_epoch=None,
+        tokens=endless,
+        samples=endless,
+        tokenizer=None if tokenizer is None else tokenizer.name,
+        tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
+        fingerprint=known,
+        problems=tuple(problems),
+    )
 
 
 FACTS: dict[type[DataSpec], Callable[..., DataFacts]] = {
     IndexedSpec: _indexed,
     SyntheticSpec: made,
     RandomSpec: made,
+    StreamSpec: _stream,
 }

@@ -6,31 +6,42 @@ How the input is cut depends on the input alone, never on the number of workers,
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megaspec.core.errors import DataError
-from megaspec.data import parquet, python_corpus
+from megaspec.data import arrow, json_lines, parquet, python_corpus
+from megaspec.data.text_fields import BadLine, TextFields, bad_utf8, checked_text
 
 PYTHON_CORPUS = "python"
-LINE_LIMIT = 64 * 2**20
 # Bytes of a part. There are about _PARTS of them, where that makes them neither too small nor too large.
 SMALLEST_PART = 2**19
 LARGEST_PART = 256 * 2**20
 _PARTS = 1024
-_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".md": "text", ".parquet": "parquet"}
-_KNOWN = "a .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or the word python"
-
-BAD_KINDS = ("broken JSON", "missing key", "wrong type", "bad UTF-8", "empty document", "line too long")
+_KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonl.gz": "compressed",
+    ".jsonl.zst": "compressed",
+    ".ndjson.gz": "compressed",
+    ".ndjson.zst": "compressed",
+    ".json.gz": "compressed",
+    ".json.zst": "compressed",
+    ".txt": "text",
+    ".md": "text",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_FILES = ".jsonl, .ndjson, .jsonl.gz, .jsonl.zst, .txt, .md, .parquet or .arrow file"
+_KNOWN = f"a {_FILES}, a folder of them, a folder that datasets saved, or the word python"
 
 
 @dataclass(frozen=True)
 class InputSlice:
-    """A stretch of one input file: bytes of JSON lines, row groups of parquet, units of the Python corpus."""
+    """A stretch of one input file: bytes of JSON lines, row groups of parquet, record batches of Arrow, units of the
+    Python corpus; of other files all."""
 
     kind: str
     path: str
@@ -57,14 +68,6 @@ class InputPart:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "InputPart":
         return InputPart(value["number"], tuple(InputSlice(**s) for s in value["slices"]), value["bytes"])
-
-
-@dataclass(frozen=True)
-class BadLine:
-    """A line that is no document."""
-
-    kind: str
-    """One of BAD_KINDS."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,51 @@ def cut(inputs: list[Input]) -> list[InputPart]:
     return parts
 
 
-def read_documents(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
+@dataclass(frozen=True)
+class Document:
+    """A text and where it stands."""
+
+    text: str
+    path: str
+    line: int
+    """Line or row of the file, from 1."""
+
+
+def documents(path: str, key: str | TextFields = "text") -> Iterator[Document]:
+    """The documents of one file, in order. Raises DataError for the first bad line, with its place."""
+    for part in cut(find_inputs([path])):
+        for piece in part.slices:
+            above = None
+            for line, text in read_documents(piece, key):
+                if above is None:
+                    above = lines_before(piece)
+                if isinstance(text, BadLine):
+                    raise DataError(f"{piece.path}:{above + line}: {text}")
+                yield Document(text, piece.path, above + line)
+
+
+def read_documents(piece: InputSlice, key: str | TextFields) -> Iterator[tuple[int, str | BadLine]]:
     """(line, text or what is wrong with it) of a slice. Lines count from 1 at the beginning of the slice.
 
     Raises DataError when a file as a whole can't be read.
     """
-    yield from _READERS[piece.kind](piece, key)
+    for line, text in read_lines(piece, key):
+        if text is not None:
+            yield line, text
 
 
-def carries_checksums(piece: InputSlice, key: str) -> bool:
+def read_lines(piece: InputSlice, key: str | TextFields) -> Iterator[tuple[int, str | BadLine | None]]:
+    """The same with None for every blank line of JSON lines, so that the last number counts them all."""
+    yield from _READERS[piece.kind](piece, TextFields.of(key))
+
+
+def carries_checksums(piece: InputSlice, key: str | TextFields) -> bool:
     """False for a slice that has been read, in which damage may be other text without a word. Raises DataError."""
-    return piece.kind != "parquet" or parquet.carries_checksums(piece.path, piece.start, key)
+    if piece.kind == "parquet":
+        return parquet.carries_checksums(piece.path, piece.start, TextFields.of(key))
+    if piece.kind == "compressed":
+        return json_lines.carries_checksum(piece.path)
+    return piece.kind != "arrow"
 
 
 def lines_before(piece: InputSlice) -> int:
@@ -141,7 +178,7 @@ def lines_before(piece: InputSlice) -> int:
     count = 0
     left = piece.start
     chunk = b""
-    with _opened(piece.path) as file:
+    with json_lines.opened(piece.path) as file:
         while left and (chunk := file.read(min(2**20, left))):
             count += chunk.count(b"\n")
             left -= len(chunk)
@@ -155,37 +192,55 @@ def _python_input() -> Input:
     return Input(PYTHON_CORPUS, (corpus,), 0)
 
 
+def _kind(path: Path) -> str | None:
+    """How a file is read, by its name; None for one of no known kind."""
+    name = path.name.lower()
+    for ending, kind in _KINDS.items():
+        if name.endswith(ending):
+            return kind
+    return None
+
+
 def _file_input(name: str) -> Input:
     root = Path(name)
     if root.is_dir():
         found = _files_below(root)
-        known = [path for path in found if path.suffix.lower() in _KINDS]
+        known = [path for path in found if _kind(path) is not None]
         if not known:
-            raise DataError(f"{name}: no .jsonl, .ndjson, .txt, .md or .parquet file in this folder")
+            raise DataError(f"{name}: no {_FILES} in this folder")
         return _input_of(name, known, len(found) - len(known))
     if not root.exists():
         raise DataError(f"{name}: no such file or folder; an input is {_KNOWN}")
-    if root.suffix.lower() not in _KINDS:
+    if _kind(root) is None:
         raise DataError(f"{name}: an input is {_KNOWN}; JSON lines need the ending .jsonl")
     return _input_of(name, [root], 0)
 
 
 def _files_below(root: Path) -> list[Path]:
-    """All files of a folder, in the order of their paths. Raises OSError for a folder in it that can't be read,
-    DataError for a link to nothing that would be an input."""
+    """All files of a folder, in the order of their paths, those of a data set that was saved in its own.
+
+    Of a saved data set nothing else is an input. Raises OSError for a folder in it that can't be read, DataError for a
+    link to nothing that would be an input.
+    """
 
     def refuse(error: OSError) -> None:
         raise error
 
-    found: list[Path] = []
-    for folder, _, names in os.walk(root, onerror=refuse):
+    # with the place of a file among its folder's, which is that of its name but in saved data sets
+    found: list[tuple[tuple[Path, int], Path]] = []
+    for folder, below, names in os.walk(root, onerror=refuse):
+        saved = arrow.saved_files(Path(folder))
+        if saved is not None:
+            below.clear()
+            found += [((Path(folder), number), path) for number, path in enumerate(saved)]
+            continue
         for name in names:
             path = Path(folder, name)
             if path.is_file():
-                found.append(path)
-            elif path.is_symlink() and not path.exists() and path.suffix.lower() in _KINDS:
+                found.append(((path, 0), path))
+            elif path.is_symlink() and not path.exists() and _kind(path) is not None:
                 raise DataError(f"{path}: a link to nothing; put its file back, or remove the link")
-    return sorted(found)
+    return [path for _, path in sorted(found)]
 
 
 def _input_of(name: str, paths: list[Path], passed_over: int) -> Input:
@@ -193,7 +248,7 @@ def _input_of(name: str, paths: list[Path], passed_over: int) -> Input:
     touched = []
     for path in paths:
         status = path.stat()
-        files.append((_KINDS[path.suffix.lower()], str(path), status.st_size, status.st_mtime_ns))
+        files.append((_kind(path), str(path), status.st_size, status.st_mtime_ns))
         touched.append(status.st_ctime_ns)
     return Input(name, tuple(files), passed_over, tuple(touched))
 
@@ -204,8 +259,13 @@ def _cut_jsonl(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, 
         yield InputSlice("jsonl", path, start, stop), stop - start
 
 
-def _cut_text(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
-    yield InputSlice("text", path, 0, size), size
+def _cut_whole(kind: str) -> Callable[[str, int, int], Iterator[tuple[InputSlice, int]]]:
+    """Of files that can't be read from the middle."""
+
+    def cut_file(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
+        yield InputSlice(kind, path, 0, size), size
+
+    return cut_file
 
 
 def _cut_parquet(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
@@ -213,138 +273,72 @@ def _cut_parquet(path: str, size: int, target: int) -> Iterator[tuple[InputSlice
         yield InputSlice("parquet", path, group, group + 1), n_bytes
 
 
+def _cut_arrow(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
+    # batches are small, often of 1,000 rows
+    start = 0
+    filled = 0
+    for number, n_bytes in enumerate(arrow.batch_sizes(path)):
+        if filled and filled + n_bytes > target:
+            yield InputSlice("arrow", path, start, number), filled
+            start = number
+            filled = 0
+        filled += n_bytes
+    if filled:
+        yield InputSlice("arrow", path, start, number + 1), filled
+
+
 def _cut_python(path: str, size: int, target: int) -> Iterator[tuple[InputSlice, int]]:
     for unit in python_corpus.units():
         yield InputSlice("python", f"{unit.kind}:{unit.name}", 0, unit.bytes), unit.bytes
 
 
-def _read_jsonl(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
-    quoted = json.dumps(key).encode()
-    with _opened(piece.path) as file:
-        position = 0
-        if piece.start:
-            # A line belongs to the slice in which it begins. From the byte before the slice on: where that ends a line,
-            # nothing of the slice is skipped.
-            file.seek(piece.start - 1)
-            position = piece.start - 1 + _skip_line(file)
-        line = 0
-        while position < piece.stop:
-            raw = file.readline(LINE_LIMIT)
-            if not raw:
-                return
-            position += len(raw)
-            line += 1
-            if len(raw) == LINE_LIMIT and not raw.endswith(b"\n"):
-                position += _skip_line(file)
-                yield line, BadLine("line too long")
-                continue
-            # a byte order mark at the beginning of the file
-            if position == len(raw) and raw.startswith(b"\xef\xbb\xbf"):
-                raw = raw[3:]
-            yield line, _text_of_line(raw, key, quoted)
+def _read_jsonl(piece: InputSlice, fields: TextFields) -> Iterator[tuple[int, str | BadLine | None]]:
+    return json_lines.read_lines(piece.path, piece.start, piece.stop, fields)
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[BinaryIO]:
+def _read_compressed(piece: InputSlice, fields: TextFields) -> Iterator[tuple[int, str | BadLine | None]]:
+    return json_lines.read_compressed(piece.path, fields)
+
+
+def _read_text(piece: InputSlice, fields: TextFields) -> Iterator[tuple[int, str | BadLine]]:
     try:
-        with open(path, "rb", buffering=2**20) as file:
-            yield file
-    except OSError as error:
-        raise DataError(f"{path}: can't be read: {error.strerror or error}") from error
-
-
-def _skip_line(file: BinaryIO) -> int:
-    skipped = 0
-    while chunk := file.readline(LINE_LIMIT):
-        skipped += len(chunk)
-        if chunk.endswith(b"\n"):
-            break
-    return skipped
-
-
-def _text_of_line(raw: bytes, key: str, quoted: bytes) -> str | BadLine:
-    try:
-        decoded = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return BadLine("bad UTF-8")
-    if not decoded.strip():
-        return BadLine("empty document")
-    try:
-        # Counting is cheap, the hook is not: only a line that may hold the key twice gets it.
-        hook = _once if raw.count(quoted) > 1 else None
-        record = json.loads(decoded, object_pairs_hook=hook, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return BadLine("broken JSON")
-    if not isinstance(record, dict):
-        return BadLine("wrong type")
-    if key not in record:
-        return BadLine("missing key")
-    return _checked(record[key])
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        raise ValueError("key twice")
-    return record
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
-def _checked(text: Any) -> str | BadLine:
-    if not isinstance(text, str):
-        return BadLine("wrong type")
-    if not text.strip():
-        return BadLine("empty document")
-    if _SURROGATE.search(text):
-        return BadLine("bad UTF-8")
-    return text
-
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def _read_text(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
-    try:
-        with _opened(piece.path) as file:
+        with json_lines.opened(piece.path) as file:
             text = file.read().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        yield 1, BadLine("bad UTF-8")
+    except UnicodeDecodeError as error:
+        yield 1, bad_utf8(error)
         return
-    yield 1, _checked(text)
+    yield 1, checked_text(text)
 
 
-def _read_parquet(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
-    for row, value in parquet.read_column(piece.path, piece.start, piece.stop, key):
-        yield row, _arrow_text(value)
+def _read_parquet(piece: InputSlice, fields: TextFields) -> Iterator[tuple[int, str | BadLine]]:
+    return parquet.read_texts(piece.path, piece.start, piece.stop, fields)
 
 
-def _arrow_text(value: Any) -> str | BadLine:
-    try:
-        return _checked(value.as_py())
-    except UnicodeDecodeError:
-        return BadLine("bad UTF-8")
+def _read_arrow(piece: InputSlice, fields: TextFields) -> Iterator[tuple[int, str | BadLine]]:
+    return arrow.read_texts(piece.path, piece.start, piece.stop, fields)
 
 
-def _read_python(piece: InputSlice, key: str) -> Iterator[tuple[int, str | BadLine]]:
+def _read_python(piece: InputSlice, fields: TextFields) -> Iterator[tuple[int, str | BadLine]]:
     kind, _, name = piece.path.partition(":")
     for text in python_corpus.documents(kind, name):
-        if isinstance(checked := _checked(text), str):
+        if isinstance(checked := checked_text(text), str):
             yield 1, checked
 
 
 _CUTTERS: dict[str, Callable[[str, int, int], Iterator[tuple[InputSlice, int]]]] = {
     "jsonl": _cut_jsonl,
-    "text": _cut_text,
+    "compressed": _cut_whole("compressed"),
+    "text": _cut_whole("text"),
     "parquet": _cut_parquet,
+    "arrow": _cut_arrow,
     "python": _cut_python,
 }
-_READERS: dict[str, Callable[[InputSlice, str], Iterator[tuple[int, str | BadLine]]]] = {
+_READERS: dict[str, Callable[[InputSlice, TextFields], Iterator[tuple[int, str | BadLine | None]]]] = {
     "jsonl": _read_jsonl,
+    "compressed": _read_compressed,
     "text": _read_text,
     "parquet": _read_parquet,
+    "arrow": _read_arrow,
     "python": _read_python,
 }
 

@@ -19,8 +19,9 @@ import torch
 from megaspec.data.batch import Batch
 from megaspec.data.indexed_source import IndexedSource
 from megaspec.data.random import RandomSource
-from megaspec.data.source import Source
-from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, SyntheticSpec
+from megaspec.data.source import ResumableSource, Source
+from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec
+from megaspec.data.stream_source import StreamSource
 from megaspec.data.synthetic import SyntheticSource
 
 Split = Literal["train", "valid", "test"]
@@ -29,6 +30,7 @@ SOURCES: Mapping[type[DataSpec], Callable[..., Source]] = {
     IndexedSpec: IndexedSource,
     SyntheticSpec: lambda spec, *, vocab_size, **rest: SyntheticSource(spec, **rest),
     RandomSpec: lambda spec, *, vocab_size, **rest: RandomSource(spec, **rest),
+    StreamSpec: StreamSource,
 }
 
 
@@ -48,6 +50,8 @@ class StepBatch:
     """On the device, in the order in which they are run."""
     ids: tuple[int, int]
     """First position and number of the sequences that all ranks together take in this step."""
+    place: np.ndarray | None = None
+    """Where the source stands once this rank's sequences are read; None for a source that finds any position."""
 
 
 def open_source(
@@ -113,7 +117,7 @@ class Loader:
                 raise item
             if item is None:
                 break
-            yield StepBatch([batch.to(self._device) for batch in item.micro_batches], item.ids)
+            yield StepBatch([batch.to(self._device) for batch in item.micro_batches], item.ids, item.place)
         self.close()
 
     def close(self) -> None:
@@ -174,7 +178,11 @@ class Loader:
             if self._device.type == "cuda":
                 batch = pinned(batch)
             batches.append(batch)
-        return StepBatch(batches, (first, count))
+        place = None
+        if isinstance(self._source, ResumableSource):
+            # here, since the thread reads on before the step is trained
+            place = self._source.place()
+        return StepBatch(batches, (first, count), place)
 
 
 def eval_batches(

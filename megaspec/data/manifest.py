@@ -27,13 +27,17 @@ class TokenizerRecord(Frozen):
     """The tokenizer that made the tokens."""
 
     name: str
-    """`byte`, or the name under which a tokenizer.json was given."""
+    """`byte`, or the name under which its file was given."""
     sha256: Sha256
-    """Hash of tokenizer.json; for `byte` of the word byte."""
+    """Hash of its copy beside the data; for `byte` of the word byte."""
     vocab_size: PositiveInt
     """Token ids are below this."""
     eod: NonNegativeInt | None
     """Token that ends a document; None when the tokenizer has none."""
+    eod_token: str | None = None
+    """That token as it is written; None for bytes, and in the manifests of versions that didn't say."""
+    ending: Literal["", ".json", ".model"] = ".json"
+    """Of its copy beside the data: a tokenizer.json or SentencePiece's .model; "" for bytes, which have none."""
 
 
 class SourceFileRecord(Frozen):
@@ -94,6 +98,8 @@ class DataManifest(Frozen):
     """Every document ends with the eod token."""
     bad_lines: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Input lines that were left out, by kind."""
+    bad_lines_file: str | None = None
+    """File beside these that lists them with file, line and reason; None where none were left out."""
     sample: SampleRecord | None = None
     """What the tokenizer lost of a sample; None in the files of versions that tried none."""
     sources: tuple[SourceRecord, ...]

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megaspec.core.errors import DataError
+from megaspec.data.arrow import check_text_type, columns_of, row_texts
+from megaspec.data.text_fields import BadLine, TextFields
 
 # Of the header of a page, in Thrift's compact protocol: the type of its numbers, the field that holds the CRC-32, and
 # bytes that the fields up to it take at most.
@@ -27,15 +29,22 @@ def row_group_sizes(path: str) -> list[int]:
         return [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
 
 
-def read_column(path: str, start: int, stop: int, key: str) -> Iterator[tuple[int, Any]]:
-    """(row, value as pyarrow has it) of the row groups start to stop; rows count from 1 at the beginning of the file.
+def row_group_rows(path: str) -> list[int]:
+    """Rows of each row group, as the footer says. Raises DataError."""
+    file = _open(path)
+    with _bad_data(path):
+        return [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
 
-    Raises DataError for a file without a text column of that name, or a damaged one.
+
+def read_texts(path: str, start: int, stop: int, fields: TextFields) -> Iterator[tuple[int, str | BadLine]]:
+    """(row, text or what is wrong) of the row groups start to stop; rows count from 1 at the beginning of the file.
+
+    Raises DataError for a file without such text columns, or a damaged one.
     """
     file = _open(path)
     with _bad_data(path):
         metadata = file.metadata
-        _check_column(path, file.schema_arrow, key)
+        names = [_column_name(path, file.schema_arrow, key) for key in fields.keys]
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if sum(rows) != metadata.num_rows:
             raise DataError(
@@ -44,29 +53,32 @@ def read_column(path: str, start: int, stop: int, key: str) -> Iterator[tuple[in
         row = sum(rows[:start])
         for group in range(start, stop):
             before = row
-            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=[key]):
-                for value in batch.column(0):
+            for batch in file.iter_batches(batch_size=1024, row_groups=[group], columns=names):
+                for text in row_texts(columns_of(path, batch, fields), batch.num_rows, fields):
                     row += 1
-                    yield row, value
+                    yield row, text
             if row - before != rows[group]:
                 found = row - before
                 raise DataError(f"{path}: row group {group} gives {found} rows, its footer says {rows[group]}: damaged")
 
 
-def carries_checksums(path: str, group: int, key: str) -> bool:
-    """Whether the first page of a column in a row group carries a checksum; writers write all of them or none.
+def carries_checksums(path: str, group: int, fields: TextFields) -> bool:
+    """Whether the first page of the columns in a row group carries a checksum; writers write all of them or none.
 
-    The column has to have been read: pyarrow ends the process where it is asked for the place of one whose entry in the
-    footer is damaged, which reading tells as an error.
+    The columns have to have been read: pyarrow ends the process where it is asked for the place of one whose entry in
+    the footer is damaged, which reading tells as an error.
     """
     file = _open(path)
     with _bad_data(path), open(path, "rb") as raw:
         columns = [file.schema.column(number).path for number in range(len(file.schema.names))]
-        if key not in columns:
-            return True  # a list or a struct: no value of it is text
-        column = file.metadata.row_group(group).column(columns.index(key))
-        raw.seek(_first_page(column))
-        return _has_crc(raw.read(_HEADER_BYTES))
+        for key in fields.keys:
+            if key not in columns:
+                continue  # a list or a struct: no value of it is text
+            column = file.metadata.row_group(group).column(columns.index(key))
+            raw.seek(_first_page(column))
+            if not _has_crc(raw.read(_HEADER_BYTES)):
+                return False
+    return True
 
 
 def _open(path: str) -> Any:
@@ -90,14 +102,14 @@ def _bad_data(path: str, what: str = "can't be read") -> Iterator[None]:
         raise DataError(f"{path}: {what}: {cause}: damaged, or not what its ending says") from error
 
 
-def _check_column(path: str, schema: Any, key: str) -> None:
-    from pyarrow import types
-
-    if key not in schema.names:
-        raise DataError(f"{path}: no column {key}; --key names one of {', '.join(schema.names)}")
-    kind = schema.field(key).type
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
-        raise DataError(f"{path}: column {key} is of type {kind}, not text: damaged, or write it as strings")
+def _column_name(path: str, schema: Any, key: str) -> str:
+    """What is asked for of a file: a column, or a field within one. Raises DataError where it is not text."""
+    if key in schema.names:
+        check_text_type(path, key, schema.field(key).type)
+        return key
+    if key.split(".")[0] in schema.names:
+        return key
+    raise DataError(f"{path}: no column {key}; --key names one of {', '.join(schema.names)}")
 
 
 def _first_page(column: Any) -> int:

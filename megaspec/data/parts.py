@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import DataError, WriteError
-from megaspec.data.inputs import InputPart, lines_before
+from megaspec.data.bad_lines import InputScan, check_bad_lines
+from megaspec.data.inputs import InputPart
 from megaspec.data.manifest import SampleRecord
-from megaspec.data.prepare_worker import PrepareSettings, part_path
+from megaspec.data.prepare_worker import NO_TOKENS, PrepareSettings, part_path
 from megaspec.data.workers import run_workers
 
 _SHOWN = 10
@@ -30,7 +31,7 @@ class JobProgress:
     tokens: int
     bad: int
     stage: str
-    """`tokenizer`, `tokens` or `files`."""
+    """`lines`, `tokenizer`, `tokens` or `files`."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,18 @@ class Allowed:
 
 
 def make_parts(
+    prefix: str,
     parts: list[InputPart],
+    scan: InputScan,
     settings: PrepareSettings,
     workers: int,
     allowed: Allowed,
     progress: Callable[[JobProgress], None],
 ) -> tuple[list[dict[str, Any]], int]:
-    """What NUMBER.json says of every part, made where it isn't there; and how many were there."""
+    """What NUMBER.json says of every part, made where it isn't there; and how many were there.
+
+    Raises DataError where a part holds other bad lines than the pass over the inputs found: it changed since.
+    """
     entries: dict[int, dict[str, Any]] = {}
     missing = []
     bytes_total = 0
@@ -64,11 +70,11 @@ def make_parts(
             entries[part.number] = entry
             bytes_done += part.bytes
     n_reused = len(entries)
-    check_losses(parts, entries, settings, allowed)
-    check_bad(parts, entries, allowed.bad_lines)
+    check_losses(parts, scan, entries, settings, allowed)
+    check_bad(prefix, parts, scan, entries, allowed.bad_lines)
     # characters, documents and tokens of the parts that are being made, as their workers tell them
     running: dict[int, Counter[str]] = {}
-    for part, event in run_workers(missing, settings, workers):
+    for part, event in run_workers("megaspec.data.prepare_worker", missing, settings, workers):
         if "done" in event:
             running.pop(part.number, None)
             # what a worker says it wrote is read back and held against its checksums
@@ -79,8 +85,9 @@ def make_parts(
             bytes_done += part.bytes
             # Before bad lines: a document of which nothing is left counts as an empty one.
             if entry["sample"]["lost_characters"]:
-                check_losses(parts, entries, settings, allowed)
-            check_bad(parts, entries, allowed.bad_lines)
+                check_losses(parts, scan, entries, settings, allowed)
+            if entry["no_tokens"] and _n_bad(entries) > allowed.bad_lines:
+                check_bad(prefix, parts, scan, entries, allowed.bad_lines)
         else:
             running.setdefault(part.number, Counter()).update(event)
         extra = sum(running.values(), Counter())
@@ -96,6 +103,8 @@ def make_parts(
                 stage="tokens",
             )
         )
+    # what came after the last time, and whether each part held what the pass over the inputs saw
+    check_bad(prefix, parts, scan, entries, allowed.bad_lines)
     return [entries[part.number] for part in parts], n_reused
 
 
@@ -140,25 +149,28 @@ def bad_by_kind(entries: list[dict[str, Any]]) -> dict[str, int]:
     return dict(kinds)
 
 
-def check_bad(parts: list[InputPart], entries: dict[int, dict[str, Any]], skip_bad: int) -> None:
-    """Raises DataError that tells places, where there are more bad lines than are left out."""
-    kinds = bad_by_kind(list(entries.values()))
-    n_bad = sum(kinds.values())
-    if n_bad <= skip_bad:
-        return
-    shown = []
+def check_bad(
+    prefix: str, parts: list[InputPart], scan: InputScan, entries: dict[int, dict[str, Any]], allowed: int
+) -> None:
+    """Raises DataError that tells places, where there are more bad lines than are left out.
+
+    Those that the tokenizer leaves nothing of are known only now, part by part.
+    """
+    extra: dict[int, list[tuple[int, int, str]]] = {}
     for part in parts:
-        for number, line, kind in entries.get(part.number, {}).get("places", ()):
-            if len(shown) < _SHOWN:
-                piece = part.slices[number]
-                shown.append(f"  {piece.path}:{lines_before(piece) + line}: {kind}")
-    counted = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-    lines = [f"{n_bad} bad lines{_so_far(parts, entries)} ({counted}), --skip-bad {skip_bad} allows {skip_bad}:"]
-    lines += shown
-    if n_bad > len(shown):
-        lines.append(f"  and {n_bad - len(shown)} more")
-    lines.append("mend the input, or leave them out with a larger --skip-bad")
-    raise DataError(lines)
+        entry = entries.get(part.number)
+        if entry is None:
+            continue
+        found = {kind: count for kind, count in entry["bad"].items() if kind != NO_TOKENS}
+        if found != scan.of_part(part.number):
+            raise DataError(f"{part.slices[0].path}: changed while it was read; start the same command again")
+        if entry["no_tokens"]:
+            extra[part.number] = [(number, line, NO_TOKENS) for number, line in entry["no_tokens"]]
+    check_bad_lines(scan, prefix, allowed, extra=extra)
+
+
+def _n_bad(entries: dict[int, dict[str, Any]]) -> int:
+    return sum(bad_by_kind(list(entries.values())).values())
 
 
 def _so_far(parts: list[InputPart], entries: dict[int, dict[str, Any]]) -> str:
@@ -194,7 +206,11 @@ def losses(sample: SampleRecord) -> str:
 
 
 def check_losses(
-    parts: list[InputPart], entries: dict[int, dict[str, Any]], settings: PrepareSettings, allowed: Allowed
+    parts: list[InputPart],
+    scan: InputScan,
+    entries: dict[int, dict[str, Any]],
+    settings: PrepareSettings,
+    allowed: Allowed,
 ) -> None:
     """Raises DataError where the tokenizer loses characters and may not."""
     sample = sample_of(list(entries.values()))
@@ -204,8 +220,8 @@ def check_losses(
     for part in parts:
         for number, line in entries.get(part.number, {}).get("sample", {}).get("places", ()):
             if len(shown) < _SHOWN:
-                piece = part.slices[number]
-                shown.append(f"  {piece.path}:{lines_before(piece) + line}")
+                path, at = scan.place(part, number, line)
+                shown.append(f"  {path}:{at}")
     raise DataError(
         [
             f"{settings.tokenizer_where}: this tokenizer loses {losses(sample)}{_so_far(parts, entries)}:",

@@ -24,6 +24,7 @@ import numpy as np
 import tokenizers
 
 from megaspec.core.errors import DataError, WriteError
+from megaspec.data.bad_lines import bad_lines_path, check_bad_lines, scan_inputs
 from megaspec.data.files import write_atomically, write_error
 from megaspec.data.indexed import index_bytes, token_dtype
 from megaspec.data.inputs import Input, InputPart, changed, cut, find_inputs, read_documents
@@ -38,13 +39,14 @@ from megaspec.data.parts import Allowed, JobProgress, bad_by_kind, make_parts, r
 from megaspec.data.prepare_worker import PrepareSettings, part_path
 from megaspec.data.provenance import record_of
 from megaspec.data.source_sums import SUMS, SourceSums, differences
-from megaspec.data.tokenizer import BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
+from megaspec.data.text_fields import TextFields
+from megaspec.data.tokenizer import COPIES, BpeRequest, FileTokenizer, Tokenizer, tokenizer_path, train_bpe
 
 BPE_TRAINING_BYTES = 64 * 2**20
 # CPU time that a tokenizer has for a batch of short texts, in seconds; a batch takes a fifth of one.
 TOKENIZER_SECONDS = 60.0
 # What is kept of a part; those of another format are made again.
-PARTS_FORMAT = "2"
+PARTS_FORMAT = "3"
 _COPY = 2**22
 
 
@@ -69,7 +71,7 @@ def prepare(
     out_prefix: str | Path,
     tokenizer: Tokenizer | BpeRequest,
     *,
-    key: str = "text",
+    key: str | TextFields = "text",
     workers: int = 1,
     skip_bad: int = 0,
     allow_lossy: bool = False,
@@ -78,11 +80,13 @@ def prepare(
     overwrite: bool = False,
     progress: Callable[[JobProgress], None] = lambda progress: None,
 ) -> PreparedData:
-    """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, `.tokenizer.json`.
+    """Make `<out_prefix>.bin`, `.idx`, `.manifest.json` and, unless it is bytes, a copy of the
+    tokenizer, `.tokenizer.json` or `.tokenizer.model`.
 
-    inputs: files, folders, or `python` for the corpus that ships with Python. key: where JSON lines and parquet
-    hold the text. skip_bad: how many bad lines are left out before the job stops. allow_lossy: go on where a sample of
-    the documents shows that the tokenizer loses characters. resume: use the finished parts of an interrupted job.
+    inputs: files, folders, or `python` for the corpus that ships with Python. key: where JSON lines, parquet and Arrow
+    hold the text. skip_bad: how many bad lines are left out before the job stops; `<out_prefix>.bad-lines.txt` lists
+    them either way, before a tokenizer is trained or a token written. allow_lossy: go on where a sample of the
+    documents shows that the tokenizer loses characters. resume: use the finished parts of an interrupted job.
     overwrite: replace files that another job made.
     Raises DataError for bad input and for a tokenizer that loses text or fails on it, WriteError for a disk that is
     full or not writable, WorkerDied.
@@ -92,8 +96,9 @@ def prepare(
         raise DataError(
             f"--tokenizer {tokenizer.name}: no token is known to end a document; name one with --eod, or say --eod none"
         )
+    fields = TextFields.of(key)
     found = _find(inputs, prefix)
-    job = _job_hash(found, tokenizer, key=key, append_eod=append_eod)
+    job = _job_hash(found, tokenizer, fields=fields, append_eod=append_eod)
     folder = Path(f"{prefix}.parts")
     passed_over = sum(given.passed_over for given in found)
 
@@ -109,10 +114,9 @@ def prepare(
         sources = SourceSums(folder, found)
         parts = cut(found)
         total = sum(part.bytes for part in parts)
-        if isinstance(tokenizer, BpeRequest):
-            progress(JobProgress(0, total, 0, 0, 0, "tokenizer"))
-        tokenizer = _tokenizer_in(folder, tokenizer, parts, key)
-        settings = _worker_settings(folder, tokenizer, key=key, append_eod=append_eod)
+
+        def show_lines(n_bytes: int) -> None:
+            progress(JobProgress(n_bytes, total, 0, 0, 0, "lines"))
 
         def show(now: JobProgress) -> None:
             # as soon as the hashes are there: where an input has changed, work on its parts is for nothing
@@ -120,7 +124,14 @@ def prepare(
             progress(now)
 
         try:
-            entries, reused = make_parts(parts, settings, workers, allowed, show)
+            show_lines(0)
+            scan = scan_inputs(str(folder), parts, fields, workers, show_lines)
+            check_bad_lines(scan, prefix, skip_bad)
+            if isinstance(tokenizer, BpeRequest):
+                progress(JobProgress(0, total, 0, 0, 0, "tokenizer"))
+            tokenizer = _tokenizer_in(folder, tokenizer, parts, fields)
+            settings = _worker_settings(folder, tokenizer, fields=fields, append_eod=append_eod)
+            entries, reused = make_parts(prefix, parts, scan, settings, workers, allowed, show)
         finally:
             # a job that ends by an error may go on later, and has to know then what its parts were made from
             sources.keep()
@@ -144,32 +155,33 @@ def prepare(
     return PreparedData(prefix, manifest, False, reused, passed_over, tuple(sorted(without_checksums)))
 
 
-def _worker_settings(folder: Path, tokenizer: Tokenizer, *, key: str, append_eod: bool) -> PrepareSettings:
-    """What every worker is told; one that reads a tokenizer.json reads the folder's own copy."""
+def _worker_settings(folder: Path, tokenizer: Tokenizer, *, fields: TextFields, append_eod: bool) -> PrepareSettings:
+    """What every worker is told; one that reads a tokenizer's file reads the folder's own copy."""
     path = None
-    where = tokenizer.name
-    if isinstance(tokenizer, FileTokenizer):
-        path = str(folder / "tokenizer.json")
-        where = tokenizer.where
+    if tokenizer.ending:
+        path = str(folder / f"tokenizer{tokenizer.ending}")
     return PrepareSettings(
         folder=str(folder),
-        key=key,
+        fields=fields,
         eod=tokenizer.eod if append_eod else None,
         dtype=token_dtype(tokenizer.vocab_size).str,
         tokenizer=path,
-        tokenizer_where=where,
+        tokenizer_where=tokenizer.where,
         cpu_seconds=TOKENIZER_SECONDS,
     )
 
 
-def _job_hash(inputs: list[Input], tokenizer: Tokenizer | BpeRequest, *, key: str, append_eod: bool) -> str:
+def _job_hash(inputs: list[Input], tokenizer: Tokenizer | BpeRequest, *, fields: TextFields, append_eod: bool) -> str:
     """Hash of all that the files depend on, but for what the inputs hold: their names, sizes and times stand for it."""
     job = {
         "format": 1,
         "inputs": [[given.name, given.files] for given in inputs],
-        "key": key,
+        "key": fields.keys[0],
         "append_eod": append_eod,
     }
+    # files that were made from one key keep their hash
+    if len(fields.keys) > 1:
+        job |= {"key": fields.keys, "join": fields.join}
     if isinstance(tokenizer, BpeRequest):
         # it is trained on the inputs
         job |= {"tokenizer": f"bpe:{tokenizer.vocab_size}", "eod": None}
@@ -283,7 +295,7 @@ def _own_folder(folder: Path, job: str, *, resume: bool) -> Iterator[None]:
 
 def _remove_leftovers(prefix: str) -> None:
     """Remove the temporary files of a job that was killed while it published."""
-    for ending in (".bin", ".idx", ".manifest.json", ".tokenizer.json"):
+    for ending in (".bin", ".idx", ".manifest.json", ".tokenizer.json", ".tokenizer.model", ".bad-lines.txt"):
         path = Path(f"{prefix}{ending}")
         for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -310,26 +322,28 @@ def _lock(folder: Path) -> int:
         os.close(lock)
 
 
-def _tokenizer_in(folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[InputPart], key: str) -> Tokenizer:
+def _tokenizer_in(
+    folder: Path, tokenizer: Tokenizer | BpeRequest, parts: list[InputPart], fields: TextFields
+) -> Tokenizer:
     """The tokenizer with its file in the folder, trained if need be."""
-    path = folder / "tokenizer.json"
     if isinstance(tokenizer, BpeRequest):
+        path = folder / "tokenizer.json"
         name = f"bpe:{tokenizer.vocab_size}"
         if path.exists():
             return FileTokenizer(path.read_bytes(), name=name)
-        tokenizer = train_bpe(_training_texts(parts, key), tokenizer.vocab_size)
-    if isinstance(tokenizer, FileTokenizer):
-        write_atomically(path, [tokenizer.text])
+        tokenizer = train_bpe(_training_texts(parts, fields), tokenizer.vocab_size)
+    if tokenizer.ending:
+        write_atomically(folder / f"tokenizer{tokenizer.ending}", [tokenizer.text])
     return tokenizer
 
 
-def _training_texts(parts: list[InputPart], key: str) -> Iterator[str]:
+def _training_texts(parts: list[InputPart], fields: TextFields) -> Iterator[str]:
     """Documents from the beginning of every part, so that all of the input has its share."""
     each = BPE_TRAINING_BYTES // max(1, len(parts))
     for part in parts:
         left = each
         for piece in part.slices:
-            for _, text in read_documents(piece, key):
+            for _, text in read_documents(piece, fields):
                 if isinstance(text, str) and left > 0:
                     yield text[:left]
                     left -= len(text)
@@ -362,16 +376,21 @@ def _publish(
     bin_path = Path(f"{prefix}.bin")
     write_atomically(bin_path, _chunks(folder, parts, entries), need=n_bytes)
     write_atomically(Path(f"{prefix}.idx"), [index], need=len(index))
-    if isinstance(tokenizer, FileTokenizer):
-        write_atomically(tokenizer_path(prefix), [tokenizer.text], need=len(tokenizer.text))
-    else:
-        tokenizer_path(prefix).unlink(missing_ok=True)
+    if tokenizer.ending:
+        copy = tokenizer_path(prefix, tokenizer.ending)
+        write_atomically(copy, [tokenizer.text], need=len(tokenizer.text))
+    for ending in COPIES:
+        # of another tokenizer, whose files are replaced
+        if ending != tokenizer.ending:
+            tokenizer_path(prefix, ending).unlink(missing_ok=True)
+    bad = bad_by_kind(entries)
     manifest = DataManifest(
         tokens=n_bytes // dtype.itemsize,
         documents=len(lengths),
         sequences=len(lengths),
         dtype=dtype.name,
-        bad_lines=bad_by_kind(entries),
+        bad_lines=bad,
+        bad_lines_file=bad_lines_path(prefix).name if bad else None,
         bin_bytes=n_bytes,
         idx_bytes=len(index),
         idx_sha256=hashlib.sha256(index).hexdigest(),

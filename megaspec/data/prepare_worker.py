@@ -21,11 +21,14 @@ import numpy as np
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_error
-from megaspec.data.inputs import BadLine, InputPart, InputSlice, carries_checksums, lines_before, read_documents
-from megaspec.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from megaspec.data.inputs import InputPart, InputSlice, carries_checksums, lines_before, read_documents
+from megaspec.data.text_fields import BadLine, TextFields
+from megaspec.data.tokenizer import ByteTokenizer, Tokenizer, open_copy
 
-# Bad lines of a part that are kept with their place; all are counted.
+# Lossy documents of a part that are kept with their place; all are counted.
 PLACES_KEPT = 100
+# The kind of a document of which the tokenizer leaves nothing.
+NO_TOKENS = "no tokens"
 # Texts that the tokenizer gets at once: until they have so many characters, or are so many.
 _BATCH_CHARACTERS = 2**17
 _BATCH_TEXTS = 128
@@ -48,18 +51,23 @@ class PrepareSettings:
 
     folder: str
     """Folder of the parts' files."""
-    key: str
-    """Key or column that holds the text."""
+    fields: TextFields
+    """Which fields of a line are its document."""
     eod: int | None
     """Appended to every document; None appends nothing."""
     dtype: str
     """Number format of the token ids, as numpy writes it: <u2 or <i4."""
     tokenizer: str | None
-    """Path of tokenizer.json; None for bytes."""
+    """Path of the tokenizer's file; None for bytes."""
     tokenizer_where: str
     """The file that the user named, for errors."""
     cpu_seconds: float
     """CPU time that a text or a batch of short ones may take; more for long ones."""
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "PrepareSettings":
+        fields = TextFields(tuple(value["fields"]["keys"]), value["fields"]["join"])
+        return PrepareSettings(**value | {"fields": fields})
 
 
 def part_path(folder: str | Path, number: int, ending: str) -> Path:
@@ -82,7 +90,7 @@ class PartWriter:
         self._crc = 0
         self._bytes = 0
         self._bad: dict[str, int] = {}
-        self._places: list[tuple[int, int, str]] = []
+        self._no_tokens: list[tuple[int, int]] = []
         self._checksums: dict[str, bool] = {}
         self._sample = RoundTripSample(SAMPLE_CHARACTERS if part.number else SAMPLE_FIRST_PART)
         temporary = part_path(self._settings.folder, part.number, f".{os.getpid()}.tmp")
@@ -102,7 +110,7 @@ class PartWriter:
                 "tokens": self._bytes // self._dtype.itemsize,
                 "lengths_crc32": zlib.crc32(lengths),
                 "bad": self._bad,
-                "places": self._places,
+                "no_tokens": self._no_tokens,
                 "sample": self._sample.as_json(),
                 "without_checksums": [path for path, carried in self._checksums.items() if not carried],
             }
@@ -117,9 +125,10 @@ class PartWriter:
         texts: list[str] = []
         lines: list[int] = []
         characters = 0
-        for line, text in read_documents(piece, self._settings.key):
+        for line, text in read_documents(piece, self._settings.fields):
             if isinstance(text, BadLine):
-                self._count(number, line, text.kind)
+                # listed before anything was tokenized: only counted here
+                self._bad[text.kind] = self._bad.get(text.kind, 0) + 1
                 continue
             texts.append(text)
             lines.append(line)
@@ -132,7 +141,7 @@ class PartWriter:
         if texts:
             self._encode(number, piece, texts, lines)
         if piece.path not in self._checksums:
-            self._checksums[piece.path] = carries_checksums(piece, self._settings.key)
+            self._checksums[piece.path] = carries_checksums(piece, self._settings.fields)
 
     def _encode(self, number: int, piece: InputSlice, texts: list[str], lines: list[int]) -> None:
         eod = self._settings.eod
@@ -149,7 +158,8 @@ class PartWriter:
             raise DataError(f"{error} (the text is in {place})") from error
         for ids, line in zip(encoded, lines, strict=True):
             if not len(ids):
-                self._count(number, line, "empty document")
+                self._bad[NO_TOKENS] = self._bad.get(NO_TOKENS, 0) + 1
+                self._no_tokens.append((number, line))
                 continue
             if isinstance(ids, np.ndarray):
                 tokens = array(self._typecode, ids.astype(self._dtype).tobytes())
@@ -170,11 +180,6 @@ class PartWriter:
                 "tokens": len(data) // self._dtype.itemsize,
             }
         )
-
-    def _count(self, number: int, line: int, kind: str) -> None:
-        self._bad[kind] = self._bad.get(kind, 0) + 1
-        if len(self._places) < PLACES_KEPT:
-            self._places.append((number, line, kind))
 
     def _publish(self, number: int, ending: str, data: bytes) -> None:
         temporary = part_path(self._settings.folder, number, f"{ending}.{os.getpid()}.tmp")
@@ -244,8 +249,8 @@ def open_tokenizer(settings: PrepareSettings) -> Tokenizer:
     """The tokenizer of a worker."""
     if settings.tokenizer is None:
         return ByteTokenizer()
-    text = Path(settings.tokenizer).read_bytes()
-    return FileTokenizer(text, name=settings.tokenizer, where=settings.tokenizer_where)
+    path = Path(settings.tokenizer)
+    return open_copy(path.read_bytes(), path.suffix, name=settings.tokenizer, where=settings.tokenizer_where)
 
 
 def main() -> int:
@@ -256,7 +261,7 @@ def main() -> int:
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
 
-    settings = PrepareSettings(**json.loads(sys.stdin.readline()))
+    settings = PrepareSettings.from_json(json.loads(sys.stdin.readline()))
     try:
         writer = PartWriter(settings, open_tokenizer(settings), report)
         for line in sys.stdin:

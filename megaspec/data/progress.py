@@ -3,14 +3,21 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaspec.core.terminal import Terminal, escape
+from megaspec.data.manifest import DataManifest
 from megaspec.data.parts import JobProgress, losses
 from megaspec.data.prepare import PreparedData
 
-_STAGES = {"tokenizer": "training the tokenizer", "tokens": "tokenizing", "files": "writing the files"}
+_STAGES = {
+    "lines": "looking for bad lines",
+    "tokenizer": "training the tokenizer",
+    "tokens": "tokenizing",
+    "files": "writing the files",
+}
 
 
 @contextmanager
@@ -53,21 +60,36 @@ def print_prepared(prepared: PreparedData) -> None:
     how = "was already prepared" if prepared.was_there else "prepared"
     text = (
         f"{prepared.prefix}: {how}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.dtype}, "
-        f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids)"
+        f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids), {_end_of_document(manifest)}"
     )
     console.print(escape(text))
     if prepared.parts_reused:
         console.print(f"  {prepared.parts_reused} parts were there from a job that was stopped", markup=False)
     for kind, count in sorted(manifest.bad_lines.items()):
         console.print(escape(f"  left out: {count} lines, {kind}"))
+    if manifest.bad_lines_file is not None:
+        console.print(
+            escape(f"  listed with their reasons: {Path(prepared.prefix).with_name(manifest.bad_lines_file)}")
+        )
     sample = manifest.sample
     if sample is not None and sample.lost_characters:
         console.print(escape(f"  lost by the tokenizer: {losses(sample)}"))
     for path in prepared.without_checksums:
-        text = f"  {path}: its pages carry no checksums, damage in them can't be told from text"
+        text = f"  {path}: carries no checksums, damage in it can't be told from text"
         console.print(escape(text))
     if prepared.passed_over:
         console.print(f"  passed over: {prepared.passed_over} files of other kinds", markup=False)
+
+
+def _end_of_document(manifest: DataManifest) -> str:
+    """Which token ends a document, by its number and as it is written."""
+    record = manifest.tokenizer
+    if not manifest.append_eod or record.eod is None:
+        return "no token ends a document"
+    text = f"each document ends with {record.eod}"
+    if record.eod_token is not None:
+        text += f", {record.eod_token}"
+    return text
 
 
 def _stage_lines(console: Terminal) -> Callable[[JobProgress], None]:

@@ -10,8 +10,8 @@ from megaspec.data.manifest import SourceFileRecord, SourceRecord, TokenizerReco
 from megaspec.data.tokenizer import (
     TOKENIZER_LIMIT,
     ByteTokenizer,
-    FileTokenizer,
     Tokenizer,
+    open_copy,
     read_limited,
     tokenizer_path,
 )
@@ -43,12 +43,17 @@ def _written(name: str) -> str:
 def record_of(tokenizer: Tokenizer) -> TokenizerRecord:
     """What the manifest says about a tokenizer."""
     return TokenizerRecord(
-        name=tokenizer.name, sha256=tokenizer.sha256, vocab_size=tokenizer.vocab_size, eod=tokenizer.eod
+        name=tokenizer.name,
+        sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        eod_token=tokenizer.eod_token,
+        ending=tokenizer.ending,
     )
 
 
 def tokenizer_of(prefix: str | Path) -> Tokenizer:
-    """The tokenizer that made a data set, from its manifest and the copy of tokenizer.json beside it.
+    """The tokenizer that made a data set, from its manifest and the copy of its file beside it.
 
     Raises DataError when either is missing or they don't belong together.
     """
@@ -58,8 +63,9 @@ def tokenizer_of(prefix: str | Path) -> Tokenizer:
     record = manifest.tokenizer
     if record.name == ByteTokenizer.name:
         return ByteTokenizer()
-    path = tokenizer_path(prefix)
-    tokenizer = FileTokenizer(read_limited(path, TOKENIZER_LIMIT), name=record.name, where=str(path))
+    path = tokenizer_path(prefix, record.ending)
+    text = read_limited(path, TOKENIZER_LIMIT)
+    tokenizer = open_copy(text, record.ending, name=record.name, where=str(path))
     if tokenizer.sha256 != record.sha256:
         raise DataError(f"{path}: sha256={tokenizer.sha256}, the manifest says {record.sha256}: not its tokenizer")
     tokenizer.eod = record.eod

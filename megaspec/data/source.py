@@ -3,7 +3,7 @@
 # T tokens
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -33,6 +33,33 @@ class Source(Protocol):
 
     def read(self, position: int) -> Sample:
         """The sequence at a position. Raises DataError that names position and file when it can't be used."""
+        ...
+
+
+@runtime_checkable
+class CountedSource(Source, Protocol):
+    """A source that counts by itself how many of its sequences an evaluation takes, so that none is taken twice."""
+
+    def count(self, most: int) -> int:
+        """Sequences of one pass, at most `most`. Raises DataError where there is none."""
+        ...
+
+
+@runtime_checkable
+class ResumableSource(Source, Protocol):
+    """A source that finds a position only by reading on from an earlier one, so that a checkpoint keeps where it is."""
+
+    def place(self) -> np.ndarray:
+        """int64 [rows, columns]: where it stands after what was read. Row by row the first number counts samples, and
+        of two places that ranks of a run give the one with more is behind the other in the same order."""
+        ...
+
+    def go_to(self, place: np.ndarray) -> None:
+        """Reads on from a place, on any layout. Raises CheckpointError for what no place of this source is."""
+        ...
+
+    def close(self) -> None:
+        """Ends what reads ahead. May be called more than once."""
         ...
 
 

@@ -1,19 +1,52 @@
 """Where tokens come from."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveFloat, PositiveInt
-from megaspec.core.kinds import Kinds
+from megaspec.core.frozen import (
+    Auto,
+    Count,
+    Frozen,
+    NonNegativeCount,
+    NonNegativeFloat,
+    PositiveCount,
+    PositiveFloat,
+    PositiveInt,
+)
+from megaspec.core.kinds import Kinds, tags_of
 
 # Version of the rules that make the training order of token files out of a spec. 1 divided a blend's weights by their
 # sum once, and built as much of a single weighted data set as of a bare one; 2 does both as Megatron (data/order.py).
 ORDER_VERSION = 2
+# Of a stream: what a checkpoint notes of each is a few numbers.
+MOST_LANES = 2**14
+
+
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+"""Name of an evaluation set: a part of dotted paths and of TensorBoard's, so it holds no dot and no slash."""
+# What an editor is told of evaluation sets: each may leave out what follows the training data.
+_SETS_SCHEMA = {"type": "object", "additionalProperties": {"type": ["object", "string"]}}
 
 
 class DataSpec(Frozen):
     """What every source shares."""
+
+    OWN: ClassVar[frozenset[str]] = frozenset()
+    """Fields that say which data it is: an evaluation set of the same kind takes none of them from the training data.
+    """
+    WHOLE: ClassVar[Mapping[str, Any]] = {}
+    """What an evaluation set has in fields that it leaves out, so that all of its data is read as the split `valid`."""
 
     seq_len: PositiveInt
     """Tokens per training sequence."""
@@ -21,6 +54,45 @@ class DataSpec(Frozen):
     """Seed of the data order. auto: train.seed."""
     document_mask: bool = False
     """Attention and positions stop at document bounds inside a packed sequence, and no loss crosses them."""
+    valid: Annotated[dict[SetName, "DataSource"], WithJsonSchema(_SETS_SCHEMA)] = Field(
+        {}, exclude_if=lambda sets: not sets
+    )
+    """Evaluation sets by name, each with a loss of its own: {web: data/web, code: {blend: [{prefix: data/code}]}}. A
+    text is the prefix of token files. What a set leaves out follows the training data; it is read whole, in a fixed
+    order. Empty: the second share of `split`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sets_follow(cls, said: Any, info: ValidationInfo) -> Any:
+        """What evaluation sets leave out is said for them."""
+        if info.mode == "json":
+            # what comes from here is read as Python's, where a list stands for no tuple
+            said = _with_tuples(said)
+        if not isinstance(said, Mapping) or not isinstance(said.get("valid"), Mapping):
+            return said
+        sets = {name: _whole_set(one, training=said) for name, one in said["valid"].items()}
+        return {**said, "valid": sets}
+
+    @field_validator("valid")
+    @classmethod
+    def _sets_hold_none(cls, sets: dict[str, "DataSpec"]) -> dict[str, "DataSpec"]:
+        """A set is no training data: it has no evaluation sets."""
+        for name, one in sets.items():
+            if one.valid:
+                rule = "sets without evaluation sets of their own"
+                raise PydanticCustomError("set_in_set", "{rule}; drop {name}.valid", {"rule": rule, "name": name})
+        return sets
+
+    @field_serializer("valid", mode="wrap")
+    def _without_what_follows(self, sets: dict[str, "DataSpec"], handler: SerializerFunctionWrapHandler) -> Any:
+        """Sets without what they would take from the training data, so that they go on following it."""
+        training = {name: getattr(self, name) for name in type(self).model_fields}
+        dumped = handler(sets)
+        for name, one in sets.items():
+            for key, value in _followed(training, type(one)).items():
+                if getattr(one, key) == value:
+                    dumped[name].pop(key, None)
+        return dumped
 
 
 class BlendPart(Frozen):
@@ -34,8 +106,20 @@ class BlendPart(Frozen):
     Megatron 0.5 % more of it is built then than a run needs, which changes the order near the end of an epoch."""
 
 
+class PrepareSpec(Frozen):
+    """What the data sets are made from: told to who doesn't have them yet, and read by nothing else."""
+
+    tokenizer: str
+    """As `megaspec data prepare --tokenizer` takes it."""
+    input: str | None = None
+    """The INPUT of `megaspec data prepare`; null where it is the user's own."""
+
+
 class IndexedSpec(DataSpec):
     """Megatron's .bin/.idx files, one or a weighted blend."""
+
+    OWN: ClassVar[frozenset[str]] = frozenset({"blend", "split", "cache"})
+    WHOLE: ClassVar[Mapping[str, Any]] = {"split": (0.0, 1.0, 0.0)}
 
     kind: Literal["indexed"]
     blend: tuple[BlendPart, ...] = Field(min_length=1)
@@ -44,6 +128,9 @@ class IndexedSpec(DataSpec):
     """Shares of documents for training, validation and test."""
     cache: Auto[str] = "auto"
     """Folder for index files. auto: `index-cache` beside the first data set."""
+
+    prepare: PrepareSpec | None = None
+    """With what `megaspec data prepare` makes the data sets, for the command that is told where one is missing."""
 
     @property
     def weights(self) -> list[float] | None:
@@ -77,5 +164,90 @@ class RandomSpec(DataSpec):
     """Token ids are below this."""
 
 
+class StreamFiles(Frozen):
+    """Text files of a stream."""
+
+    path: str
+    """A .jsonl, .ndjson, .txt, .md or .parquet file, a folder of them, or a pattern such as data/*.jsonl."""
+    weight: PositiveFloat | None = None
+    """Share of these files in the samples; the weights are divided by their sum. All entries have one, or none has:
+    then they are one collection, of which a pass takes every document once."""
+
+
+class StreamSpec(DataSpec):
+    """Text files that are tokenized while the run reads them: nothing is prepared before it."""
+
+    OWN: ClassVar[frozenset[str]] = frozenset({"files"})
+
+    kind: Literal["stream"]
+    files: tuple[StreamFiles, ...] = Field(min_length=1)
+    """Where the text is."""
+    tokenizer: str
+    """`byte`, a tokenizer.json or a folder with one."""
+    key: str = "text"
+    """Key of JSON lines, or column of parquet, that holds the text."""
+    window: PositiveCount = 1_000_000
+    """Bytes of text within which a lane shuffles documents, over all files; a rank holds as many for each of its lanes.
+    The stretches of so many bytes are shuffled among themselves, over all files."""
+    lanes: Auto[Annotated[Count, Field(gt=0, le=MOST_LANES)]] = "auto"
+    """Rows of documents, each packed for itself: sample i is the next one of lane i modulo lanes. A rank tokenizes the
+    lanes that it takes samples of. auto: the largest divisor of every global batch that is at most 256."""
+    bad_lines: Literal["refuse", "skip"] = "refuse"
+    """What happens at a line that is no document: the run ends, or the line is left out and counted."""
+    workers: Annotated[Count, Field(ge=0, le=256)] = 1
+    """Processes of each rank that tokenize ahead of it; 0: the rank does it itself. Changes nothing in the order."""
+
+
 SOURCE_KINDS = Kinds()
-DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec, SOURCE_KINDS]
+DataSource = Annotated[IndexedSpec | SyntheticSpec | RandomSpec | StreamSpec, SOURCE_KINDS]
+
+
+def _whole_set(one: Any, *, training: Mapping[str, Any]) -> Any:
+    """An evaluation set as it was written, and what it leaves out. `training`: the data that it stands in."""
+    if isinstance(one, str):
+        one = {"kind": "indexed", "blend": ({"prefix": one},)}
+    if not isinstance(one, Mapping):
+        return one
+    kind = one.get("kind", training.get("kind"))
+    for source in (*SOURCE_KINDS.ours, *SOURCE_KINDS.added):
+        if kind in tags_of(source):
+            return {**source.WHOLE, **_followed(training, source), **one}
+    # a kind that there is not: told with its name
+    return {"kind": kind, **one}
+
+
+def _followed(training: Mapping[str, Any], source: type[DataSpec]) -> dict[str, Any]:
+    """The fields of the training data that a set of a class takes where it leaves them out."""
+    names = set(DataSpec.model_fields)
+    if training.get("kind") in tags_of(source):
+        names = set(source.model_fields) - source.OWN
+    names.discard("valid")
+    return {name: training[name] for name in training if name in names}
+
+
+def _with_tuples(content: Any) -> Any:
+    """Plain data with tuples for lists."""
+    if isinstance(content, Mapping):
+        return {name: _with_tuples(one) for name, one in content.items()}
+    if isinstance(content, list | tuple):
+        return tuple(_with_tuples(one) for one in content)
+    return content
+
+
+def evaluation_sets(data: DataSpec) -> dict[str, DataSpec]:
+    """Name -> what an evaluation reads, as the split `valid`: the sets of `data.valid`, else the share of the data."""
+    return dict(data.valid) or {"valid": data}
+
+
+def shares_documents(training: IndexedSpec, one: IndexedSpec) -> bool:
+    """Whether an evaluation set takes documents of a data set that training takes of it, too."""
+    if not one.split[1]:
+        return False
+    # shares of a data set's documents, from its first on
+    end_of_training = training.split[0] / (sum(training.split) or 1)
+    return one.split[0] / sum(one.split) < end_of_training
+
+
+# they name DataSource, which is made of them
+for _source in (IndexedSpec, SyntheticSpec, RandomSpec, StreamSpec):
+    _source.model_rebuild()

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, built in, and every Hugging Face tokenizer.json."""
+"""Tokenizers: bytes, built in; every Hugging Face tokenizer.json; what SentencePiece and GPT-2 write."""
 
 import hashlib
 import json
@@ -16,11 +16,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megaspec.core.errors import DataError
 from megaspec.data.round_trip import RoundTrip
+from megaspec.data.sentencepiece_model import SentencePieceTokenizer
+from megaspec.data.vocab_merges import from_vocab_and_merges, is_vocabulary, merges_beside
 
 TOKENIZER_LIMIT = 256 * 2**20
 CONFIG_LIMIT = 16 * 2**20
 VOCAB_LIMIT = 2**24
+# Endings of the copies beside the data.
+COPIES = (".json", ".model")
 BPE_EOD = "<|endoftext|>"
+# Files that a folder is searched for, in this order: a tokenizer.json says more than what it was made from.
+_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 # Tokens that end a document, in the order in which they are looked for when nothing says which one it is.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -32,6 +38,17 @@ class Tokenizer(Protocol):
     sha256: str
     vocab_size: int
     eod: int | None
+    ending: str
+    """Of the copy of its file that lies beside the data; "" for bytes, which have none."""
+    text: bytes
+    """Content of its file."""
+    where: str
+    """The file that the user named, for errors."""
+
+    @property
+    def eod_token(self) -> str | None:
+        """The token that ends a document, as it is written; None where it has no text."""
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int] | np.ndarray]:
         """Token ids of each text, without eod and without the tokens that a post-processor would add."""
@@ -53,6 +70,10 @@ class ByteTokenizer:
     sha256 = hashlib.sha256(b"byte").hexdigest()
     vocab_size = 257
     eod: int | None = 256
+    ending = ""
+    text = b""
+    where = "byte"
+    eod_token = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
@@ -72,6 +93,8 @@ class FileTokenizer:
     Raises DataError when the content is no tokenizer or has no token of that name; so does every method for a text
     that the tokenizer fails on.
     """
+
+    ending = ".json"
 
     def __init__(self, text: bytes, *, name: str, where: str = "", eod: str | None = None):
         self.where = where or name
@@ -109,6 +132,13 @@ class FileTokenizer:
     @cached_property
     def _round_trip(self) -> RoundTrip:
         return RoundTrip(self.text.decode(), self._tokenizer)
+
+    @property
+    def eod_token(self) -> str | None:
+        """The token that ends a document, as it is written."""
+        if self.eod is None:
+            return None
+        return self._tokenizer.id_to_token(self.eod)
 
     def _find_eod(self, wanted: str | None) -> int | None:
         if wanted is not None:
@@ -153,11 +183,15 @@ class BpeRequest:
     vocab_size: int
 
 
-def parse_tokenizer(choice: str, *, eod: str | None = None) -> Tokenizer | BpeRequest:
+def parse_tokenizer(choice: str, *, eod: str | None = None, merges: str | None = None) -> Tokenizer | BpeRequest:
     """A tokenizer by what the command line says: `byte`, `bpe:SIZE`, a file, a folder or a hub name.
+
+    merges: the merges.txt of a vocab.json; None looks for it beside.
 
     Raises DataError.
     """
+    if merges is not None and not choice.endswith(".json"):
+        raise DataError(f"--merges {merges}: belongs to a vocab.json, --tokenizer {choice} is none; leave it out")
     if choice == "byte":
         if eod is not None:
             raise DataError(f"--eod {eod}: the byte tokenizer has its own, 256; leave --eod out")
@@ -169,28 +203,54 @@ def parse_tokenizer(choice: str, *, eod: str | None = None) -> Tokenizer | BpeRe
         if not size.isdecimal() or not 257 < int(size) <= VOCAB_LIMIT:
             raise DataError(f"--tokenizer {choice}: the size is a number above 257 (256 bytes and eod), as in bpe:8192")
         return BpeRequest(int(size))
-    return load_tokenizer(choice, eod=eod)
+    return load_tokenizer(choice, eod=eod, merges=merges)
 
 
-def load_tokenizer(where: str | Path, *, eod: str | None = None) -> FileTokenizer:
-    """The tokenizer of a tokenizer.json, of a folder that holds one, or of a model on the Hugging Face hub.
+def load_tokenizer(where: str | Path, *, eod: str | None = None, merges: str | None = None) -> Tokenizer:
+    """The tokenizer of a file, of a folder that holds one, or of a model on the Hugging Face hub.
 
-    eod: token that ends a document; None takes eos_token of tokenizer_config.json, else a known name.
+    A file is a tokenizer.json, SentencePiece's .model, or GPT-2's vocab.json, whose merges lie beside it or in
+    `merges`. eod: token that ends a document; None takes eos_token of tokenizer_config.json, else a known name, and of
+    SentencePiece the model's own end of sentence.
     Raises DataError when there is none, or it is too large or damaged.
     """
     path = Path(where)
     if path.is_dir():
-        path = path / "tokenizer.json"
+        path = _in_folder(path)
     elif not path.exists():
         path = _from_hub(str(where))
     text = read_limited(path, TOKENIZER_LIMIT)
-    name = path.parent.name if path.name == "tokenizer.json" else path.name
+    name = path.parent.name if path.name in _NAMES else path.name
     configured = _configured_eod(path.with_name("tokenizer_config.json"))
+    if path.suffix == SentencePieceTokenizer.ending:
+        return SentencePieceTokenizer(text, name=name or str(path), where=str(path), eod=eod or configured)
+    if merges is not None or (path.name != "tokenizer.json" and is_vocabulary(text)):
+        beside = merges_beside(path) if merges is None else Path(merges)
+        if not beside.exists():
+            raise DataError(f"{path}: a vocabulary without its merges, {beside} is not there; name them with --merges")
+        merged = read_limited(beside, TOKENIZER_LIMIT)
+        text = from_vocab_and_merges(text, merged, where=str(path), merges_where=str(beside))
     return FileTokenizer(text, name=name or str(path), where=str(path), eod=eod or configured)
 
 
-def tokenizer_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.tokenizer.json")
+def open_copy(text: bytes, ending: str, *, name: str, where: str) -> Tokenizer:
+    """A tokenizer from the copy of its file that a job keeps. Raises DataError."""
+    if ending == SentencePieceTokenizer.ending:
+        return SentencePieceTokenizer(text, name=name, where=where)
+    return FileTokenizer(text, name=name, where=where)
+
+
+def tokenizer_path(prefix: str | Path, ending: str = ".json") -> Path:
+    """Where the copy lies beside the data."""
+    return Path(f"{prefix}.tokenizer{ending}")
+
+
+def _in_folder(folder: Path) -> Path:
+    """The first file of a known name."""
+    for name in _NAMES:
+        if (folder / name).exists():
+            return folder / name
+    return folder / _NAMES[0]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:

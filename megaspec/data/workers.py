@@ -16,7 +16,9 @@ from typing import Any
 from megaspec.core.errors import DataError, MegaspecError, WriteError
 from megaspec.data.inputs import InputPart
 from megaspec.data.prepare_worker import PrepareSettings
+from megaspec.data.scan_worker import ScanSettings
 
+Settings = PrepareSettings | ScanSettings
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,24 +26,25 @@ class WorkerDied(MegaspecError):
     """A worker process ended before its work did."""
 
 
-class _Worker:
-    """A process of prepare_worker.py, and the part that it works on."""
+def start_worker(module: str) -> subprocess.Popen:
+    """A process that runs a module of ours, with pipes to its standard input and output."""
+    path = str(_ROOT)
+    given = os.environ.get("PYTHONPATH")
+    if given:
+        path = f"{path}{os.pathsep}{given}"
+    # One process per worker: the tokenizer's own threads would only compete with the other workers.
+    environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    # What the tokenizer's library fails on becomes an error of ours; its own stack says nothing to a user.
+    environment["RUST_BACKTRACE"] = "0"
+    command = [sys.executable, "-P", "-m", module]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
-    def __init__(self, settings: PrepareSettings, part: InputPart):
-        path = str(_ROOT)
-        given = os.environ.get("PYTHONPATH")
-        if given:
-            path = f"{path}{os.pathsep}{given}"
-        # One process per worker: the tokenizer's own threads would only compete with the other workers.
-        environment = os.environ | {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        # What the tokenizer's library fails on becomes an error of ours; its own stack says nothing to a user.
-        environment["RUST_BACKTRACE"] = "0"
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "megaspec.data.prepare_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
+
+class _Worker:
+    """A process of a module such as prepare_worker.py, and the part that it works on."""
+
+    def __init__(self, module: str, settings: Settings, part: InputPart):
+        self.process = start_worker(module)
         self.part = part
         self._rest = b""
         self.send(asdict(settings))
@@ -70,9 +73,9 @@ class _Worker:
 
 
 def run_workers(
-    parts: Iterable[InputPart], settings: PrepareSettings, n_workers: int
+    module: str, parts: Iterable[InputPart], settings: Settings, n_workers: int
 ) -> Iterator[tuple[InputPart, dict[str, Any]]]:
-    """Have every part made; yields (part, event) as events come in, {"done": number} when a part is finished.
+    """Have every part made by processes of a module; yields (part, event) as events come in, {"done": number} last.
 
     Raises DataError and WriteError of the workers, and WorkerDied when one ends on its own. No worker is left behind.
     """
@@ -81,7 +84,7 @@ def run_workers(
     selector = selectors.DefaultSelector()
     try:
         while waiting and len(workers) < n_workers:
-            worker = _Worker(settings, waiting.popleft())
+            worker = _Worker(module, settings, waiting.popleft())
             workers.append(worker)
             selector.register(worker.process.stdout, selectors.EVENT_READ, worker)
         while selector.get_map():
@@ -114,10 +117,10 @@ def _raise_error(event: dict[str, Any]) -> None:
         raise WriteError(event["write_error"])
 
 
-def _death_of(worker: _Worker, settings: PrepareSettings) -> MegaspecError:
+def _death_of(worker: _Worker, settings: Settings) -> MegaspecError:
     code = worker.process.wait()
     first = worker.part.slices[0].path
-    if code == -signal.SIGPROF:
+    if code == -signal.SIGPROF and isinstance(settings, PrepareSettings):
         return DataError(
             f"{settings.tokenizer_where}: this tokenizer takes more than {settings.cpu_seconds:g} s of CPU time, and "
             f"one more for each 10,000 characters, for a text of part {worker.part.number} ({first}): a regular "

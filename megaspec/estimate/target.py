@@ -17,9 +17,22 @@ except ImportError:
 from pydantic import Field
 
 from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
+from megaspec.estimate.cpu_memory import available_memory
 from megaspec.estimate.hardware import hardware_of
 
-_PACKAGES = ("megaspec", "torch", "numpy", "pydantic", "safetensors", "tokenizers", "triton", "tensorboard")
+_PACKAGES = (
+    "megaspec",
+    "torch",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "tensorboard",
+    "wandb",
+    "mlflow-skinny",
+    "trackio",
+)
 
 
 class DetectedGpu(NamedTuple):
@@ -45,6 +58,9 @@ class Target(Frozen):
     """Memory of one GPU in bytes."""
     cores: PositiveInt = 1
     """CPU cores that the run may use."""
+    memory: NonNegativeInt = 0
+    """Bytes of this machine's own memory that processes could still take when it was looked at; 0 where it is not
+    known."""
     world_size: PositiveInt | None = None
     """Ranks that torchrun has started. None: the launcher starts them."""
     local_ranks: PositiveInt | None = None
@@ -70,10 +86,11 @@ class Target(Frozen):
 
 
 def detect_target(environment: Mapping[str, str] | None = None) -> Target:
-    """This machine. Imports no torch: GPUs are asked through NVML or nvidia-smi, cores through the scheduler."""
+    """This machine. Imports no torch: GPUs are asked through NVML or nvidia-smi, cores through the scheduler,
+    memory through the kernel."""
     if environment is None:
         environment = os.environ
-    found: dict[str, object] = {"cores": _cores(), "versions": _versions()}
+    found: dict[str, object] = {"cores": _cores(), "memory": available_memory(), "versions": _versions()}
     gpus = _visible(_gpus_by_nvml() or _gpus_by_command(), environment.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
         # those of one machine are taken to be alike

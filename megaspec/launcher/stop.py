@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -18,6 +19,7 @@ _STDERR = 2
 _TRAIN = {"train", "resume"}
 
 _asked: list[int] = []
+_asked_at: list[float] = []
 _watching: list[int] = []
 _before_leaving: list[Callable[[], object]] = []
 
@@ -75,7 +77,15 @@ def stop_requested() -> bool:
     return bool(_asked)
 
 
+def seconds_since_request() -> float | None:
+    """Since the first signal of REQUESTS arrived; None while there was none."""
+    if not _asked_at:
+        return None
+    return time.monotonic() - _asked_at[0]
+
+
 def _note(number: int, _: FrameType | None) -> None:
+    _asked_at.append(time.monotonic())
     _asked.append(number)
 
 

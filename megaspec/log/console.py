@@ -9,10 +9,13 @@ from typing import TextIO
 
 from megaspec.core.errors import printable
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, RunEnded, RunStarted, Sampled, StepDone
+from megaspec.log.speed import speed_of
 
 # Steps over which speed is averaged, and how often the live line is drawn at most.
 WINDOW = 20
 REDRAW_SECONDS = 0.1
+# Share of the time that the host waits for data from which on a line says so.
+WORTH_A_WORD = 0.05
 CLEAR_LINE = "\r\x1b[2K"
 
 
@@ -44,8 +47,7 @@ class ConsoleSink:
             case StepDone():
                 self._step(event)
             case EvalDone():
-                text = f"{event.split} loss {event.loss:.4f} ({perplexity(event.loss)}), {event.seconds:.1f} s"
-                self._line(f"step {event.step}  {text}")
+                self._evaluated(event)
             case CheckpointSaved():
                 self._line(printable(f"step {event.step}  saved {event.path}, {event.seconds:.1f} s"))
             case Sampled():
@@ -61,6 +63,16 @@ class ConsoleSink:
         """Leaves the terminal at the start of a line."""
         if self._live_text:
             self._line("")
+
+    def _evaluated(self, event: EvalDone) -> None:
+        seconds = f", {event.seconds:.1f} s"
+        if len(event.sets) == 1:
+            (name,) = event.sets
+            self._line(f"step {event.step}  {loss_text(name, event.loss)}{seconds}")
+            return
+        for name, loss in event.sets.items():
+            self._line(f"step {event.step}  {loss_text(name, loss)}")
+        self._line(f"step {event.step}  valid loss {event.loss:.4f}, the mean of {len(event.sets)} sets{seconds}")
 
     def _step(self, event: StepDone) -> None:
         # the first step of an attempt pays for compilation and caches: it says nothing about the others
@@ -109,13 +121,15 @@ def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted, routers
         f"grad norm {event.grad_norm:.3f}",
     ]
     seconds = sum(step.seconds for step in recent)
+    speed = speed_of(sum(step.sequence_tokens for step in recent), seconds, run)
+    if speed.tokens_per_second is not None:
+        parts.append(f"{quantity(speed.tokens_per_second)} tokens/s")
+    if speed.mfu_causal is not None and speed.mfu_full is not None:
+        parts.append(f"MFU {100 * speed.mfu_causal:.1f} % causal, {100 * speed.mfu_full:.1f} % full")
     if seconds > 0:
-        tokens_per_second = sum(step.sequence_tokens for step in recent) / seconds
-        parts.append(f"{quantity(tokens_per_second)} tokens/s")
-        if run.flops_per_token is not None and run.peak_flops is not None:
-            # model FLOPs utilisation, in percent: FLOP/s of the model over the peak of all GPUs
-            mfu = 100 * tokens_per_second * run.flops_per_token / (run.world_size * run.peak_flops)
-            parts.append(f"MFU {mfu:.1f} %")
+        waited = sum(step.data_seconds or 0.0 for step in recent) / seconds
+        if waited >= WORTH_A_WORD:
+            parts.append(f"waits for data {100 * waited:.0f} % of the time")
     if event.memory_bytes is not None:
         parts.append(f"{event.memory_bytes / 1e9:.1f} GB")
     if routers is not None:
@@ -149,6 +163,11 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes:02}:{rest:02}"
     return f"{minutes}:{rest:02}"
+
+
+def loss_text(name: str, loss: float) -> str:
+    """`web loss 2.9870 (perplexity 19.83)`."""
+    return f"{name} loss {loss:.4f} ({perplexity(loss)})"
 
 
 def perplexity(loss: float) -> str:

@@ -17,10 +17,14 @@ class RunStarted:
     """Steps of the whole run."""
     attempt: int = 0
     world_size: int = 1
-    flops_per_token: float | None = None
-    """Forward and backward of one token, with causal attention counted once."""
+    flops_per_token_causal: float | None = None
+    """Forward and backward of one token, with half of the attention scores counted. None: not known."""
+    flops_per_token_full: float | None = None
+    """The same with all attention scores counted."""
     peak_flops: float | None = None
-    """Of one device, per second, in the run's format. None: not known, so no MFU is shown."""
+    """Of one GPU, per second, in the run's format: the data sheet's. None: not known, so there is no MFU."""
+    no_peak: str | None = None
+    """Why `peak_flops` is not known."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,26 @@ class StepDone:
     """The update was not applied, since the gradient was not finite."""
     loss_scale: float | None
     seconds: float
+    """From the end of the step before to the end of this one: on a GPU as its events tell."""
     sequence_tokens: int
     """All tokens of the step, masked ones too: what the machine worked on."""
     memory_bytes: int | None
     """Most that rank 0's GPU has held; on the CPU what rank 0's process holds now. None: not known."""
+    tokens_per_second: float | None = None
+    """This and the next five as in `Speed` (log/speed.py)."""
+    tokens_per_second_per_gpu: float | None = None
+    tflops_per_gpu_causal: float | None = None
+    tflops_per_gpu_full: float | None = None
+    mfu_causal: float | None = None
+    mfu_full: float | None = None
+    data_seconds: float | None = None
+    """How long rank 0's host waited for the batch. A GPU that is still at the step before does not wait with it."""
+    forward_backward_seconds: float | None = None
+    """Of rank 0's device: all micro batches, with the communication inside of them and what it waits for stages."""
+    reduce_gradients_seconds: float | None = None
+    """Of rank 0's device: what is left of summing gradients over ranks once the last backward pass is done."""
+    optimizer_seconds: float | None = None
+    """Of rank 0's device: gradient norm, clipping, update, and gathering the weights that it made."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +92,15 @@ class RoutersDone:
 
 @dataclass(frozen=True)
 class EvalDone:
-    """An evaluation."""
+    """An evaluation: of all sets, each on its own."""
 
     step: int
-    split: str
     loss: float
+    """The validation loss of the run: the mean over the sets, each of which counts the same however large it is."""
+    sets: dict[str, float]
+    """By name: the mean over the valid tokens of a set. `valid` is the share that data.split leaves for it."""
+    tokens: dict[str, int]
+    """By name: valid tokens that a set's loss is the mean over."""
     seconds: float
 
 
@@ -109,6 +133,24 @@ class RunEnded:
 
 Event = RunStarted | StepDone | RoutersDone | EvalDone | CheckpointSaved | Sampled | RunEnded
 Emit = Callable[[Event], None]
+
+TIMED = (
+    "time",
+    "seconds",
+    "memory_bytes",
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "tflops_per_gpu_causal",
+    "tflops_per_gpu_full",
+    "mfu_causal",
+    "mfu_full",
+    "data_seconds",
+    "forward_backward_seconds",
+    "reduce_gradients_seconds",
+    "optimizer_seconds",
+)
+"""Keys of metrics.jsonl that depend on the clock and the machine: what is left is the same whenever a run is repeated
+to the bit."""
 
 # How each event is called in metrics.jsonl.
 NAMES: dict[type, str] = {

@@ -18,12 +18,14 @@ from typing import Any, BinaryIO
 
 from megaspec.core.bounded_json import parse_json
 from megaspec.core.regular_files import open_inside, write_beside
-from megaspec.log.events import NAMES, Event
+from megaspec.log.events import NAMES, EvalDone, Event
 
 # Lines that are kept while they can't be written.
 MOST_WAITING = 100_000
 # Bytes of a line; those of a step have some 400, and no sample of text comes near it.
 MAX_LINE = 1 << 20
+# What stands in the line of an evaluation.
+EVALUATION = f'"{NAMES[EvalDone]}"'.encode()
 
 
 class JsonlSink:
@@ -76,6 +78,28 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Every whole line of a metrics.jsonl."""
     data = Path(path).read_bytes()
     return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+
+
+def is_evaluated(path: Path, step: int) -> bool:
+    """Whether a metrics.jsonl tells of an evaluation after a step; False where there is none that can be read."""
+    try:
+        fd = open_inside(path.parent, path.name)
+    except OSError:
+        return False
+    with open(fd, "rb") as file:
+        while line := file.readline(MAX_LINE):
+            # most lines are steps: they need no parsing
+            if EVALUATION in line and _is_evaluation_of(line, step):
+                return True
+    return False
+
+
+def _is_evaluation_of(line: bytes, step: int) -> bool:
+    try:
+        found = parse_json(line)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and found.get("event") == NAMES[EvalDone] and found.get("step") == step
 
 
 def _open(path: Path) -> int:

@@ -22,10 +22,14 @@ class Saving(Frozen):
 class Prediction(Frozen):
     """Written into the run folder whenever a run is started, from the Spec and the machine that it was resolved for."""
 
-    flops_per_token: PositiveFloat
-    """Operations of a forward and a backward pass for one token, causal attention counted as causal."""
+    flops_per_token_causal: PositiveFloat
+    """Operations of a forward and a backward pass for one token, with half of the attention scores counted."""
+    flops_per_token_full: PositiveFloat
+    """The same with all attention scores counted."""
     peak_flops: PositiveFloat | None = None
-    """Peak of one GPU in FLOP/s in the run's precision; None where it is not known."""
+    """Peak of one GPU in FLOP/s in the run's precision, the data sheet's; None where it is not known."""
+    no_peak: str | None = None
+    """Why it is not known."""
     memory: tuple[dict[str, NonNegativeInt], ...] = Field(min_length=1)
     """Bytes of a rank of each pipeline stage, by what they are for."""
     savings: tuple[Saving, ...] = ()

@@ -1,8 +1,13 @@
-"""Where events go. A sink that fails is warned about once and never stops a training."""
+"""Where events go. A sink that fails is warned about once and never stops a training.
+
+metrics.jsonl, the console and TensorBoard write files of this machine, and do it at once. What a recipe lists under
+log.sinks may be a service: each runs in a thread of its own.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -10,10 +15,11 @@ from typing import Any, Protocol
 
 from megaspec.core.errors import printable
 from megaspec.core.frozen import Frozen
+from megaspec.log.background import CLOSE_SECONDS, BackgroundSink
 from megaspec.log.console import ConsoleSink
 from megaspec.log.events import Emit, Event
 from megaspec.log.jsonl import JsonlSink
-from megaspec.log.spec import LogSpec
+from megaspec.log.spec import LogSpec, MlflowSpec, TrackioSpec, WandbSpec
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -58,8 +64,36 @@ SinkBuilder = Callable[[Any, Path, int], Sink]
 """(an entry of log.sinks, run folder, the step that a run goes on at) -> its sink"""
 
 
+def open_wandb(spec: WandbSpec, run_dir: Path, step: int) -> Sink:
+    """Weights & Biases."""
+    return import_module("megaspec.log.wandb").WandbSink(spec, run_dir, step)
+
+
+def open_mlflow(spec: MlflowSpec, run_dir: Path, step: int) -> Sink:
+    """MLflow."""
+    return import_module("megaspec.log.mlflow").MlflowSink(spec, run_dir, step)
+
+
+def open_trackio(spec: TrackioSpec, run_dir: Path, step: int) -> Sink:
+    """Trackio."""
+    return import_module("megaspec.log.trackio").TrackioSink(spec, run_dir, step)
+
+
+# By the class of an entry of log.sinks; each imports a package that is optional.
+SERVICES: dict[type[Frozen], SinkBuilder] = {
+    WandbSpec: open_wandb,
+    MlflowSpec: open_mlflow,
+    TrackioSpec: open_trackio,
+}
+
+
 def nothing_to_check() -> None:
     """Who has the run folder to itself."""
+
+
+def usual_patience() -> float:
+    """Who was not asked to stop."""
+    return CLOSE_SECONDS
 
 
 @contextmanager
@@ -69,49 +103,59 @@ def open_sinks(
     *,
     step: int,
     check: Callable[[], None] = nothing_to_check,
-    builders: Mapping[type[Frozen], SinkBuilder] = MappingProxyType({}),
+    builders: Mapping[type[Frozen], SinkBuilder] = MappingProxyType(SERVICES),
+    close_seconds: Callable[[], float] = usual_patience,
 ) -> Iterator[Emit]:
     """A function that takes events. `step`: where the run goes on, 0 for a new one.
-    `builders`: of the entries of log.sinks.
+    `builders`: of the entries of log.sinks. `close_seconds`: how long, at the end, each of these may still send.
 
-    A sink that can't be opened, written or closed gets one warning on stderr; training goes on. `check` is called
-    before each of these; what it raises, because the folder is another job's now, is raised here: nothing is written.
+    A sink that can't be opened or written gets one warning on stderr, and another one if what it lost at the end is
+    something else; training goes on. `check` is called before each of these; what it raises, because the folder is
+    another job's now, is raised here: nothing is written.
     """
     sinks: dict[str, Sink] = {}
-    warned: set[str] = set()
+    warned: dict[str, str] = {}
 
-    def fails(name: str, action: Callable[[], object]) -> bool:
+    def tell(name: str, text: str) -> None:
+        print(printable(f"megaspec: {name}: {text}"), file=sys.stderr, flush=True)
+
+    def tries(name: str, action: Callable[[], object]) -> None:
         try:
             action()
         except FAILURES as error:
             if name not in warned:
-                warned.add(name)
-                print(printable(f"megaspec: {name}: {error}; training goes on"), file=sys.stderr, flush=True)
-            return True
-        return False
+                warned[name] = str(error)
+                tell(name, f"{error}; training goes on")
+
+    def closes(name: str, sink: Sink) -> None:
+        try:
+            sink.close()
+        except FAILURES as error:
+            if warned.get(name) != str(error):
+                tell(name, str(error))
 
     def open_one(name: str) -> None:
         sink = SINKS[name](log, run_dir, step)
         if sink is not None:
             sinks[name] = sink
 
-    def open_added(name: str, entry: Frozen) -> None:
-        sinks[name] = builders[type(entry)](entry, run_dir, step)
+    def open_listed(name: str, entry: Frozen) -> None:
+        build = partial(builders[type(entry)], entry, run_dir, step)
+        sinks[name] = BackgroundSink(build, close_seconds=close_seconds)
 
     def emit(event: Event) -> None:
         check()
         for name, sink in sinks.items():
-            fails(name, lambda sink=sink: sink(event))
+            tries(name, lambda sink=sink: sink(event))
 
     check()
     for name in SINKS:
-        fails(name, lambda name=name: open_one(name))
+        tries(name, lambda name=name: open_one(name))
     for number, entry in enumerate(log.sinks):
-        name = f"log.sinks.{number}"
-        fails(name, lambda name=name, entry=entry: open_added(name, entry))
+        open_listed(f"log.sinks.{number}", entry)
     try:
         yield emit
     finally:
         check()  # a sink may write when it is closed
         for name, sink in sinks.items():
-            fails(name, sink.close)
+            closes(name, sink)

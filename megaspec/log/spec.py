@@ -1,6 +1,6 @@
 """What a run reports, and where."""
 
-from typing import Annotated, Literal, Never
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -8,6 +8,42 @@ from megaspec.core.frozen import Auto, Frozen, PositiveInt
 from megaspec.core.kinds import Kinds
 
 SINK_KINDS = Kinds()
+# W&B and Trackio take these; a slash would be part of a path there.
+ServiceName = Annotated[str, Field(pattern=r"^[^/\\#?%:\x00-\x1f]{1,128}$")]
+
+
+class WandbSpec(Frozen):
+    """Weights & Biases, with the extra `wandb`. Its key comes from `wandb login` or WANDB_API_KEY, never from here."""
+
+    kind: Literal["wandb"]
+    project: ServiceName = "megaspec"
+    """Where the run is listed, under the run's name."""
+    entity: ServiceName | None = None
+    """User or team; null: the default of whose key it is."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: files in the run's folder, which `wandb sync` sends later."""
+
+
+class MlflowSpec(Frozen):
+    """MLflow, with the extra `mlflow`. User, password and token come from MLflow's own variables, never from here."""
+
+    kind: Literal["mlflow"]
+    experiment: Annotated[str, Field(min_length=1, max_length=256)] = "megaspec"
+    """Where the run is listed, under the run's name."""
+    tracking_uri: str | None = None
+    """`https://HOST`, or `sqlite:///FILE`; null: a database in the run's folder, offline."""
+
+
+class TrackioSpec(Frozen):
+    """Trackio, with the extra `trackio`. The token for a Space comes from `hf auth login` or HF_TOKEN."""
+
+    kind: Literal["trackio"]
+    project: ServiceName = "megaspec"
+    """Where the run is listed."""
+    folder: str | None = None
+    """Of Trackio's databases, which several runs may share; null: one in the run's folder."""
+    space: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """`user/space` on Hugging Face that shows the run; null: offline."""
 
 
 class LogSpec(Frozen):
@@ -19,5 +55,7 @@ class LogSpec(Frozen):
     """live: one line that is rewritten on a terminal, plain lines elsewhere."""
     tensorboard: Auto[bool] = "auto"
     """Write TensorBoard event files. auto: where tensorboard is installed."""
-    sinks: tuple[Annotated[Never, SINK_KINDS], ...] = Field((), exclude_if=lambda sinks: not sinks)
-    """Sinks of plug-ins, beside those of megaspec."""
+    sinks: tuple[Annotated[WandbSpec | MlflowSpec | TrackioSpec, SINK_KINDS], ...] = Field(
+        (), exclude_if=lambda sinks: not sinks
+    )
+    """Services that the run is reported to, and sinks of plug-ins. None of them can stop or delay a run."""

@@ -129,22 +129,43 @@ GROUPS = (
         """,
     ),
     FlagGroup(
+        Fate.IDLE,
+        "a resumed run keeps its schedule; another one asks for megaspec resume RUN --fork NEW, counted from step 0 as "
+        "there, or with optim.schedule.first_step=auto from the fork",
+        """
+        --override-opt_param-scheduler --override-opt-param-scheduler
+        """,
+    ),
+    FlagGroup(
+        Fate.IDLE,
+        "a resumed run keeps its schedule and refuses another one, where Megatron takes the checkpoint's in its place",
+        """
+        --use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler
+        """,
+    ),
+    FlagGroup(
         Fate.DETAIL,
         "--load",
         """
         --load-main-params-from-ckpt, --finetune, --ckpt-step text, --no-load-optim, --no-load-rng,
         --override-ckpt-iteration text, --use-checkpoint-args, --use-mp-args-from-checkpoint-args,
-        --override-opt_param-scheduler --override-opt-param-scheduler,
-        --use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler, --exit-on-missing-checkpoint,
+        --exit-on-missing-checkpoint,
         --auto-detect-ckpt-format,
         --no-use-tokenizer-model-from-checkpoint-args --disable-use-tokenizer-model-from-checkpoint-args
         """,
     ),
     FlagGroup(
         Fate.LOST,
+        "in the recipe, model.attention.mask, .sinks or .output_gate says it",
+        """
+        --softmax-type text = vanilla, --window-size text, --attention-output-gate
+        """,
+    ),
+    FlagGroup(
+        Fate.LOST,
         "no such attention",
         """
-        --softmax-type text = vanilla, --window-size text, --qk-l2-norm, --qk-clip, --attention-output-gate,
+        --qk-l2-norm, --qk-clip,
         --experimental-attention-variant text, --linear-attention-freq text, --no-rope-freq text
         """,
     ),
@@ -220,10 +241,19 @@ GROUPS = (
     ),
     FlagGroup(
         Fate.LOST,
+        "cyclic draws the order of samples anew on every pass, each data-parallel rank within a share of its own, so "
+        "it depends on dp and on the micro batch, and external is a loader of one's own; samples here come in the "
+        "order of --dataloader-type single, shuffled too and the same for every layout: leave the flag out, or give "
+        "single, to train on the same samples in that order (the data's README: Megatron's cyclic order)",
+        """
+        --dataloader-type text = single
+        """,
+    ),
+    FlagGroup(
+        Fate.LOST,
         "no such data, or order of it",
         """
-        --valid-data-path text*, --data-args-path text, --per-split-data-args-path text,
-        --dataloader-type text = single,
+        --data-args-path text,
         --phase-transition-iterations text, --dataloader-inter-document-masking, --fim-data, --sft,
         --iterations-to-skip text+, --mid-level-dataset-surplus text = 0.005
         """,

@@ -283,7 +283,10 @@ def _learning_rate(draft: RecipeDraft, schedule: BatchSchedule | None, steps: in
         _warmup_fraction(draft, decay)
     else:
         _length(draft, f"{key}warmup_steps", ("--lr-warmup-iters", "--lr-warmup-samples"), schedule)
-    draft.put(f"{key}init_lr", draft["--lr-warmup-init"], "--lr-warmup-init", ours=0.0)
+    if draft["--lr-warmup-init"] and not draft.content["optim"]["schedule"].get("warmup_steps"):
+        draft.note("--lr-warmup-init", "without a warm-up it is not read")
+    else:
+        draft.put(f"{key}init_lr", draft["--lr-warmup-init"], "--lr-warmup-init", ours=0.0)
     if style == "constant":
         _leave_out_decay(draft, key)
     else:

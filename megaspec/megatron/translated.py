@@ -172,6 +172,8 @@ _RUN = """
 --encoder-seq-length int -> data.seq_len
 --data-path text* -> data.blend
 --train-data-path text* -> data.blend
+--valid-data-path text* -> data.valid
+--per-split-data-args-path text -> data.blend
 --mock-data -> data.kind
 --split text = 969,30,1 -> data.split
 --data-cache-path text -> data.cache

@@ -3,9 +3,8 @@
 import textwrap
 from typing import Any
 
-import yaml
-
 from megaspec.core.units import plural
+from megaspec.core.yaml_text import flow
 from megaspec.megatron.draft import RecipeDraft
 from megaspec.megatron.flag import COMMIT, COMMIT_DATE, Fate
 from megaspec.megatron.flags import BY_NAME
@@ -126,14 +125,8 @@ def _section(draft: RecipeDraft, path: str, content: dict[str, Any], depth: int)
         if isinstance(value, dict) and remark is None:
             lines += [f"{indent}{name}:", *_section(draft, key, value, depth + 1)]
             continue
-        line = f"{indent}{name}: {_flow(value)}"
+        line = f"{indent}{name}: {flow(value)}"
         if remark:
             line += f"  # {remark}"
         lines.append(line)
     return lines
-
-
-def _flow(value: Any) -> str:
-    """A value on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from megaspec.core.frozen import (
     Auto,
     Degree,
+    Fraction,
     Frozen,
     NonNegativeCount,
     NonNegativeFloat,
@@ -15,23 +16,51 @@ from megaspec.core.frozen import (
 from megaspec.core.kinds import Kinds
 
 
-class ScheduleSpec(Frozen):
-    """Learning rate over steps. All lengths are in optimizer steps."""
+class PieceSpec(Frozen):
+    """A piece of a piecewise schedule. Its rates are absolute (lr, start_lr) or factors of optim.lr, the highest."""
 
-    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "cosine"
+    shape: Literal["constant", "linear", "cosine", "exponential", "minus_sqrt"]
+    """How the rate goes from the piece's start to its end, up or down."""
+    steps: PositiveCount | None = None
+    """Length in steps. Set this or `until`."""
+    until: PositiveCount | None = None
+    """Step at which it ends, counted as all lengths of the schedule. Set this or `steps`."""
+    lr: NonNegativeFloat | None = None
+    """Learning rate at its end. Set this or `factor`; a constant piece has neither."""
+    factor: Fraction | None = None
+    """Learning rate at its end over optim.lr."""
+    start_lr: NonNegativeFloat | None = None
+    """Learning rate from which it starts, for a jump. With neither this nor start_factor: where the piece before it
+    ended; of the first piece optim.lr."""
+    start_factor: Fraction | None = None
+    """Learning rate from which it starts over optim.lr, for a jump."""
+
+
+class ScheduleSpec(Frozen):
+    """Learning rate over steps. All lengths are in optimizer steps, counted from first_step."""
+
+    kind: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd", "piecewise"] = "cosine"
     """Shape after the warm-up."""
+    first_step: Auto[NonNegativeCount] = 0
+    """Step from which warmup_steps, decay_steps and pieces are counted. auto: the step with which the run begins, that
+    of its checkpoint in a fork (megaspec resume RUN --fork NEW), else 0."""
     warmup_steps: NonNegativeCount = 0
     """Steps over which the rate rises linearly from init_lr to lr."""
     decay_steps: Auto[PositiveCount] = "auto"
-    """Step at which min_lr is reached. auto: train.steps."""
-    init_lr: NonNegativeFloat = 0.0
-    """Learning rate at step 0."""
+    """Steps after first_step at which min_lr is reached. auto: those that train.steps leaves."""
+    init_lr: Auto[NonNegativeFloat] = 0.0
+    """Learning rate from which the warm-up starts. auto: in a fork the rate of the run that it is forked from, at the
+    step of its checkpoint, else 0."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at and after decay_steps."""
     wsd_decay_steps: PositiveCount | None = None
     """Length of the final decay of wsd (warm-up, stable, decay)."""
     wsd_decay: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """Shape of the final decay of wsd."""
+    pieces: tuple[PieceSpec, ...] = ()
+    """What piecewise consists of, one after the other, from the end of the warm-up."""
+    after_pieces: Literal["stay"] | None = None
+    """What follows the last piece. stay: its last rate. None: the pieces have to reach train.steps."""
 
 
 class WeightDecayRamp(Frozen):
@@ -43,6 +72,9 @@ class WeightDecayRamp(Frozen):
     """Weight decay at and after `steps`. None with constant."""
     steps: PositiveCount | None = None
     """Length of the change in steps. None with constant."""
+    first_step: Auto[NonNegativeCount] = 0
+    """Step from which `steps` is counted. auto: the step with which the run begins, that of its checkpoint in a fork,
+    else 0."""
 
 
 class StateFormats(Frozen):

@@ -18,13 +18,15 @@ from megaspec.estimate.schedule import bubble_formula, chart, shape_of
 from megaspec.estimate.step_time import StepTime, exposed_collectives, step_time
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import MeasuredThroughput
+from megaspec.optim.schedule import outline, weight_decay
 from megaspec.parallelism.stages import EVENLY, Chunk, layer_ranges, stages_of
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.balance import divided_by_time
 from megaspec.search.changes import Change, best_change
-from megaspec.search.remedies import Remedy, remedies
+from megaspec.search.fits import need_here
+from megaspec.search.remedies import Remedy, remedies, remedies_on_cpu
 from megaspec.spec import Decision, Spec
 
 MEMORY_KINDS = tuple(f.name for f in fields(StageMemory))
@@ -76,16 +78,31 @@ class StageShare(Frozen):
     """Bytes of one of its ranks by kind, and `total`."""
 
 
+class MachineMemory(Frozen):
+    """Of the machine whose CPU a run is planned for."""
+
+    ranks: int
+    """Of the run on this machine."""
+    needed: int
+    """Bytes that they and their processes take together."""
+    of_processes: int
+    """Bytes of those for the interpreter and libraries of ranks and launcher."""
+    available: int
+    """Bytes that processes can still take; 0 where that is not known."""
+
+
 class Fit(Frozen):
-    """Whether the fullest rank fits."""
+    """Whether the fullest rank fits its GPU, or all ranks the machine whose CPU they share."""
 
     by_kind: dict[str, int]
     """Bytes of the fullest rank, in the order of its parts."""
     total: int
     capacity: int
-    """Of one device; 0 where it is not known."""
+    """Of one GPU; 0 where it is not known."""
+    machine: MachineMemory | None
+    """None on GPUs."""
     fits: bool | None
-    """None where the capacity is not known."""
+    """None where the capacity, or what is available, is not known."""
     rank: int
     """The pipeline rank that is fullest."""
     fits_on: tuple[str, ...]
@@ -106,7 +123,7 @@ class Message(Frozen):
     sent: int
     """Bytes that the rank sends in a step."""
     link: str
-    """nvlink or network."""
+    """nvlink or network; machine between ranks that share a CPU."""
     seconds: float | None
     """In a step, with nothing beside it."""
     exposed_seconds: float | None
@@ -144,6 +161,19 @@ class Speed(Frozen):
     """For all steps of the run."""
 
 
+class SchedulePart(Frozen):
+    """A part of a schedule in which the value has one shape."""
+
+    shape: str
+    """`warm-up`, or a shape of optim.schedule or optim.weight_decay_ramp."""
+    first_step: int
+    last_step: int
+    start: float
+    """From which it goes at first_step; where it jumps the step itself still has the value before."""
+    end: float
+    """At last_step."""
+
+
 class Plan(Frozen):
     """A run, planned. The keys of `megaspec plan --json`."""
 
@@ -163,6 +193,10 @@ class Plan(Frozen):
     batch: dict[str, Any]
     segments: int
     """Index segments of the data order."""
+    learning_rate: tuple[SchedulePart, ...]
+    """Over the steps of the run; of a fork also over those before it, where its schedule is counted from there."""
+    weight_decay: tuple[SchedulePart, ...]
+    """Likewise."""
     memory: Fit
     source_fit: str
     """Whether it fits the hardware that the recipe's source names, where that is not what it is planned for."""
@@ -253,7 +287,9 @@ def make_plan(
         stages=stages,
         batch=_batch(spec, batch),
         segments=len(spec.segments),
-        memory=fit_of(spec, memory, hardware=hardware, capacity=capacity),
+        learning_rate=_rates(spec),
+        weight_decay=_weight_decays(spec),
+        memory=fit_of(spec, memory, target, hardware=hardware, capacity=capacity),
         source_fit=_source_fit(spec, memory, hardware),
         flops_per_token=flops,
         flops=flops["causal"] * batch.tokens,
@@ -290,6 +326,45 @@ def _batch(spec: Spec, batch: BatchPlan) -> dict[str, Any]:
     content["steps"] = spec.train.steps
     content["seq_len"] = spec.data.seq_len
     return content
+
+
+def _rates(spec: Spec) -> tuple[SchedulePart, ...]:
+    """The parts of the learning rate's schedule."""
+    parts = []
+    for piece in outline(spec.optim.schedule, spec.optim.lr, steps=spec.train.steps):
+        part = SchedulePart(
+            shape=piece.shape,
+            first_step=piece.start,
+            last_step=piece.end,
+            start=piece.start_lr,
+            end=piece.end_lr,
+        )
+        parts.append(part)
+    return tuple(parts)
+
+
+def _weight_decays(spec: Spec) -> tuple[SchedulePart, ...]:
+    """The ramp of the weight decay, and what stays before and behind it."""
+    ramp = spec.optim.weight_decay_ramp
+    steps = spec.train.steps
+    first = steps
+    end = steps
+    if ramp.kind != "constant":
+        assert ramp.steps is not None, f"optim.weight_decay_ramp has no steps: {ramp}"
+        first = min(ramp.first_step, steps)
+        end = min(ramp.first_step + ramp.steps, steps)
+    parts = []
+    for shape, start, stop in (("constant", 0, first), (ramp.kind, first, end), ("constant", end, steps)):
+        if start < stop:
+            part = SchedulePart(
+                shape=shape,
+                first_step=start,
+                last_step=stop,
+                start=weight_decay(spec.optim, start),
+                end=weight_decay(spec.optim, stop),
+            )
+            parts.append(part)
+    return tuple(parts)
 
 
 def groups_of(topology: Topology) -> tuple[RankGroup, ...]:
@@ -375,13 +450,22 @@ def memory_by_kind(stage: StageMemory) -> dict[str, int]:
     return {kind: getattr(stage, kind) for kind in MEMORY_KINDS} | {"total": stage.total}
 
 
-def fit_of(spec: Spec, memory: Sequence[StageMemory], *, hardware: Hardware | None, capacity: int) -> Fit:
-    """The fullest rank against the memory of a device; capacity 0: not known."""
+def fit_of(
+    spec: Spec, memory: Sequence[StageMemory], target: Target, *, hardware: Hardware | None, capacity: int
+) -> Fit:
+    """The fullest rank against the memory of a GPU (capacity 0: not known), or all ranks against the machine's."""
     most = fullest(memory)
     by_kind = memory_by_kind(most)
     total = by_kind.pop("total")
     fits = None
+    machine = None
     ways: list[Remedy] = []
+    if spec.device == "cpu":
+        machine = _machine_memory(spec, target)
+        if machine.available:
+            fits = machine.needed <= machine.available
+        if fits is False:
+            ways = remedies_on_cpu(spec, target)
     if capacity > 0:
         fits = total <= capacity
         if not fits and hardware is not None:
@@ -390,11 +474,17 @@ def fit_of(spec: Spec, memory: Sequence[StageMemory], *, hardware: Hardware | No
         by_kind=by_kind,
         total=total,
         capacity=capacity,
+        machine=machine,
         fits=fits,
         rank=list(memory).index(most),
         fits_on=tuple(name for name, one in HARDWARE.items() if total <= one.memory),
         remedies=tuple(ways),
     )
+
+
+def _machine_memory(spec: Spec, target: Target) -> MachineMemory:
+    need = need_here(spec, target)
+    return MachineMemory(ranks=need.ranks, needed=need.total, of_processes=need.of_processes, available=target.memory)
 
 
 def _source_fit(spec: Spec, memory: Sequence[StageMemory], hardware: Hardware | None) -> str:
@@ -422,6 +512,8 @@ def _messages(spec: Spec, hardware: Hardware | None, throughput: MeasuredThrough
         link = "network"
         if one.within_node:
             link = "nvlink"
+            if spec.device == "cpu":
+                link = "machine"
         message = Message(
             what=one.what,
             kind=one.kind,
@@ -486,6 +578,8 @@ class RankView(Frozen):
     dense: dict[str, int]
     """Its place on each axis."""
     expert: dict[str, int]
+    has_experts: bool
+    """Without them the second place says nothing that is printed."""
     groups: dict[str, tuple[int, ...]]
     """The ranks that it shares each axis with, itself among them."""
     layers: tuple[str, ...]
@@ -503,15 +597,17 @@ def rank_view(plan: Plan, rank: int) -> RankView:
     for axis in DENSE_AXES:
         if dense_sizes[axis] > 1:
             groups[axis] = _shared_with(axis, dense, dense_sizes, DENSE_AXES)
+    has_experts = bool(plan.model.get("moe"))
     for axis in EXPERT_AXES:
         # both meshes have the same stages
-        if expert_sizes[axis] > 1 and axis != "pp":
+        if has_experts and expert_sizes[axis] > 1 and axis != "pp":
             groups[axis] = _shared_with(axis, expert, expert_sizes, EXPERT_AXES)
     stage = plan.stages[dense["pp"]]
     return RankView(
         rank=rank,
         dense=dense,
         expert=expert,
+        has_experts=has_experts,
         groups=groups,
         layers=stage.layers,
         parameters=stage.parameters,

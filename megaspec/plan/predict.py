@@ -17,9 +17,25 @@ def predict(spec: Spec, target: Target) -> Prediction:
     found = []
     if hardware is not None:
         found = savings(spec, hardware)
+    sizes = {"seq_len": spec.data.seq_len, "tp": spec.parallelism.tp}
+    peak_flops = target.peak_flops(spec.precision.kind)
+    no_peak = None
+    if peak_flops is None:
+        no_peak = _why_no_peak(spec, target)
     return Prediction(
-        flops_per_token=flops_per_token(spec.model, seq_len=spec.data.seq_len, tp=spec.parallelism.tp),
-        peak_flops=target.peak_flops(spec.precision.kind),
+        flops_per_token_causal=flops_per_token(spec.model, convention="causal", **sizes),
+        flops_per_token_full=flops_per_token(spec.model, convention="full", **sizes),
+        peak_flops=peak_flops,
+        no_peak=no_peak,
         memory=tuple(asdict(stage) for stage in memory_of(spec)),
         savings=tuple(Saving(words=one.words, total=one.total) for one in found),
     )
+
+
+def _why_no_peak(spec: Spec, target: Target) -> str:
+    """Why MFU can't be told."""
+    if target.device != "cuda":
+        return "the run is on CPUs, of which no peak is known"
+    if hardware_of(target) is None:
+        return f"the GPU {target.gpu} is not in megaspec/estimate/hardware.py"
+    return f"no peak in {spec.precision.kind} is known of the GPU {target.gpu}"

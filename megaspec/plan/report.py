@@ -8,19 +8,34 @@ from rich.table import Table
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import in_a_shell, one_of, show
 from megaspec.core.terminal import escape
-from megaspec.core.units import bytes_in_words, seconds_in_words
+from megaspec.core.units import bytes_in_words, plural, seconds_in_words
 from megaspec.estimate.hardware import LEFT_FREE, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
-from megaspec.plan.plan import Fit, Message, Plan, RankGroup, RankView, make_plan
+from megaspec.plan.plan import Fit, MachineMemory, Message, Plan, RankGroup, RankView, SchedulePart, make_plan
 from megaspec.resolve.fill import PLAIN
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
 
 _BAR = 40
 _MOST_STAGES = 8
+_MOST_PARTS = 8
 # A degree or strategy that was decided to be one of these leaves things as they are: those are told in a line.
 _PLAIN = ("1", "false", "none", "replicate")
+# Before `train` those decisions are told that say how it runs; of kernels, which are many, their names.
+_FOREMOST = ("launcher.ranks", "parallelism.", "train.micro_batch", "precision.")
+_KERNELS = "kernels."
+_OF_PIPELINES = "parallelism.pipeline."
+# Axes in words, as the first screen names them.
+_AXES = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "etp": "tensor parallel inside experts",
+    "pp": "pipeline parallel",
+    "dp_shard": "data parallel, sharded",
+    "dp_replicate": "data parallel, replicas",
+}
 # Headings of what a rank sends, and the side that their columns lean to.
 _MESSAGE_COLUMNS: dict[str, JustifyMethod] = {
     "over": "left",
@@ -30,12 +45,13 @@ _MESSAGE_COLUMNS: dict[str, JustifyMethod] = {
     "exposed": "right",
     "what": "left",
 }
+_OF_GPUS = ("link", "ms", "exposed")
 
 Lines = Iterator[tuple[str, str]]
 
 
 def print_plan(spec: Spec, target: Target, console: Console) -> None:
-    """The first screen of a plan, before `train`: mesh, batch, memory, time, and what was decided for the user."""
+    """Before `train`, on one screen: what is trained, how it is divided, memory, time, and what decides about it."""
     hardware = None
     throughput = None
     if spec.device == "cuda":
@@ -45,12 +61,13 @@ def print_plan(spec: Spec, target: Target, console: Console) -> None:
     plan = make_plan(spec, target, hardware=hardware, throughput=throughput)
     _print_lines(_run(plan), console)
     _print_lines(_model(plan), console)
-    _print_lines(_mesh(plan), console)
+    _print_lines(_layout(plan), console)
     _print_lines(_batch(plan), console)
+    _print_lines(_schedules(plan), console)
     _print_lines(_memory_in_short(plan), console)
     _print_lines(_speed_in_short(plan), console)
+    _print_lines(_decided_in_short(plan), console)
     _print_hints(plan, console)
-    _print_decisions(plan, console)
 
 
 def print_whole_plan(plan: Plan, console: Console) -> None:
@@ -62,6 +79,7 @@ def print_whole_plan(plan: Plan, console: Console) -> None:
     _print_lines(_mesh(plan), console)
     _print_groups(plan, console)
     _print_lines(_batch(plan), console)
+    _print_lines(_schedules(plan), console)
     _print_lines(_flops(plan), console)
     _print_memory(plan, console)
     _print_messages(plan, console)
@@ -85,7 +103,8 @@ def print_ranks(views: Sequence[RankView], console: Console) -> None:
         console.print(f"\n[bold]Rank {view.rank}[/]")
         facts = Table.grid(padding=(0, 2))
         facts.add_row("place", ", ".join(f"{axis} {view.dense[axis]}" for axis in DENSE_AXES))
-        facts.add_row("for experts", ", ".join(f"{axis} {view.expert[axis]}" for axis in EXPERT_AXES))
+        if view.has_experts:
+            facts.add_row("for experts", ", ".join(f"{axis} {view.expert[axis]}" for axis in EXPERT_AXES))
         for axis, ranks in view.groups.items():
             facts.add_row(f"its {axis} group", _ranks(ranks))
         facts.add_row("layers", "; ".join(view.layers))
@@ -128,9 +147,9 @@ def _model(plan: Plan) -> Lines:
     model = plan.model
     heads = f"{model['n_heads']} heads"
     if model["n_kv_heads"] != model["n_heads"]:
-        heads += f" on {model['n_kv_heads']}"
+        heads += f" ({model['n_kv_heads']} for keys and values)"
     shape = f"{model['kind']}, {model['n_layers']} layers of {model['d_model']}, {heads} of {model['d_head']}"
-    yield "model", f"{shape}, ffn {model['d_ffn']}, vocabulary {model['vocab_size']:,}"
+    yield "model", f"{shape}, feed-forward {model['d_ffn']}, vocabulary {model['vocab_size']:,}"
     moe = model.get("moe")
     if moe:
         yield "", f"{moe['n_experts']} experts of {moe['d_expert']}, {moe['top_k']} for each token"
@@ -171,7 +190,23 @@ def _mesh(plan: Plan) -> Lines:
     if plan.sequence_parallel:
         sequence = "split over tp"
     yield "mesh", f"{plan.equations[0]}; sequence {sequence}"
-    yield "", f"{plan.equations[1]} (the same ranks, as experts see them)"
+    if plan.model.get("moe"):
+        yield "", f"{plan.equations[1]} (the same ranks, as experts see them)"
+
+
+def _layout(plan: Plan) -> Lines:
+    """How the ranks divide the work: the axes of more than one rank."""
+    ranks = plan.mesh["world"]
+    text = f"{ranks:,} {plural('rank', ranks)}"
+    axes = []
+    for axis, words in _AXES.items():
+        if plan.mesh[axis] > 1:
+            axes.append(f"{axis} {plan.mesh[axis]:,} ({words})")
+    if axes:
+        text += f" = {' · '.join(axes)}"
+    if plan.sequence_parallel:
+        text += "; norms and dropout on a part of the tokens each"
+    yield "layout", text
 
 
 def _print_groups(plan: Plan, console: Console) -> None:
@@ -180,14 +215,17 @@ def _print_groups(plan: Plan, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     heading = "[bold]groups"
     for group in plan.groups:
-        table.add_row(heading, *_group(group))
+        table.add_row(heading, *_group(group, plan.device))
         heading = "          "
     console.print(table)
 
 
-def _group(group: RankGroup) -> tuple[str, str, str]:
+def _group(group: RankGroup, device: str) -> tuple[str, str, str]:
     where = "across nodes"
-    if group.within_node:
+    if device != "cuda":
+        # ranks of one machine, unless torchrun has joined several
+        where = ""
+    elif group.within_node:
         where = "in a node"
     return f"{group.axis} {group.size}", f"{group.count} of them, the first: {_ranks(group.first)}", where
 
@@ -213,6 +251,31 @@ def _batch(plan: Plan) -> Lines:
     yield "length", length
 
 
+def _schedules(plan: Plan) -> Lines:
+    """The learning rate at the steps at which it turns, and the weight decay where it changes."""
+    first = plan.learning_rate[0].first_step
+    if first:
+        yield "rate", f"counted from step {first:,}"
+    yield from _parts("rate" if not first else "", plan.learning_rate)
+    if len(plan.weight_decay) > 1 or plan.weight_decay[0].shape != "constant":
+        yield from _parts("decay", plan.weight_decay)
+
+
+def _parts(heading: str, parts: Sequence[SchedulePart]) -> Lines:
+    for number, part in enumerate(parts):
+        if number == _MOST_PARTS and len(parts) > _MOST_PARTS + 1:
+            yield "", f"... and {len(parts) - _MOST_PARTS} more"
+            return
+        text = f"{part.start:.4g}"
+        if part.shape != "constant":
+            text += f" to {part.end:.4g}, {part.shape}"
+        # a jump: it does not go on where the part before it ended
+        if number and part.start != parts[number - 1].end:
+            text += f" (jumps from {parts[number - 1].end:.4g})"
+        yield heading, f"steps {part.first_step:,}-{part.last_step:,}: {text}"
+        heading = ""
+
+
 def _flops(plan: Plan) -> Lines:
     causal = plan.flops_per_token["causal"]
     full = plan.flops_per_token["full"]
@@ -222,6 +285,8 @@ def _flops(plan: Plan) -> Lines:
 
 def verdict(fit: Fit, hardware: str) -> str:
     """Whether it fits, by how much, and what would."""
+    if fit.machine is not None:
+        return _machine_verdict(fit.machine)
     if fit.fits is None:
         return "of a machine whose memory is not known"
     free = fit.capacity - fit.total
@@ -237,13 +302,23 @@ def verdict(fit: Fit, hardware: str) -> str:
     return f"{text}; fits {one_of(fit.fits_on)}"
 
 
+def _machine_verdict(machine: MachineMemory) -> str:
+    """Of ranks that share a machine's memory with its other processes."""
+    ranks = f"{machine.ranks:,} {plural('rank', machine.ranks)} with their processes"
+    needed = bytes_in_words(machine.needed)
+    if not machine.available:
+        return f"{ranks} need {needed}; how much this machine has available is not known"
+    available = f"the {bytes_in_words(machine.available)} that this machine has available"
+    free = machine.available - machine.needed
+    if free < 0:
+        return f"{ranks} need {needed}, which does NOT fit {available}, {bytes_in_words(-free)} too much"
+    return f"{ranks} need {needed}, which fits {available}"
+
+
 def _memory_in_short(plan: Plan) -> Lines:
     fit = plan.memory
     text = f"{bytes_in_words(fit.total)} on the fullest rank"
-    if plan.device != "cuda":
-        yield "memory", text
-        return
-    yield "memory", f"{text}: {verdict(fit, plan.hardware.name)}"
+    yield "memory", f"{text}; {verdict(fit, plan.hardware.name)}"
     if not fit.fits:
         for remedy in fit.remedies:
             yield "", f"{remedy.words} would take {bytes_in_words(remedy.total)}"
@@ -264,8 +339,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
             table.add_row(kind.replace("_", " "), bytes_in_words(count), "#" * round(_BAR * count / scale))
     table.add_row("[bold]total", bytes_in_words(fit.total), escape(f"[{_memory_bar(fit)}]"))
     console.print(table)
-    if plan.device == "cuda":
-        console.print(escape(verdict(fit, plan.hardware.name)))
+    console.print(escape(verdict(fit, plan.hardware.name)))
     if not fit.fits:
         for remedy in fit.remedies:
             console.print(f"  {bytes_in_words(remedy.total)} with {escape(remedy.words)}", soft_wrap=True)
@@ -289,10 +363,16 @@ def _memory_bar(fit: Fit) -> str:
 def _print_messages(plan: Plan, console: Console) -> None:
     if not plan.communication:
         return
-    console.print("\n[bold]What a rank sends in a step[/] (exposed: ms that the step waits for it)")
+    is_on_gpus = plan.device == "cuda"
+    exposed_in_words = ""
+    if is_on_gpus:
+        exposed_in_words = " (exposed: ms that the step waits for it)"
+    console.print(f"\n[bold]What a rank sends in a step[/]{exposed_in_words}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in _MESSAGE_COLUMNS.items():
-        table.add_column(heading, justify=justify, overflow="fold")
+        # between ranks on a CPU there are neither links nor times
+        if is_on_gpus or heading not in _OF_GPUS:
+            table.add_column(heading, justify=justify, overflow="fold")
     # a line for all that goes over one link of one axis
     by_link: dict[tuple[str, str], list[Message]] = {}
     for message in plan.communication:
@@ -302,7 +382,11 @@ def _print_messages(plan: Plan, console: Console) -> None:
         alone = _milliseconds([message.seconds for message in messages])
         exposed = _milliseconds([message.exposed_seconds for message in messages])
         what = ", ".join(dict.fromkeys(message.what for message in messages))
-        table.add_row(f"{group} ({messages[0].ranks})", link, f"{gigabytes:,.3f}", alone, exposed, what)
+        over = f"{group} ({messages[0].ranks})"
+        if is_on_gpus:
+            table.add_row(over, link, f"{gigabytes:,.3f}", alone, exposed, what)
+        else:
+            table.add_row(over, f"{gigabytes:,.3f}", what)
     console.print(table)
 
 
@@ -385,6 +469,41 @@ def _days(days: float) -> str:
         if count >= 1:
             return f"{count:,.1f} {unit}"
     return f"{86_400 * days:.1f} seconds"
+
+
+def _decided_in_short(plan: Plan) -> Lines:
+    """The decisions that say how the run is laid out, and how many there are besides."""
+    plain = _left_plain(plan.decisions)
+    told = []
+    kernels = []
+    for decision in plan.decisions:
+        if decision in plain or _is_idle(decision.key, plan):
+            continue
+        if decision.key.startswith(_KERNELS):
+            kernels.append(decision)
+        elif decision.key.startswith(_FOREMOST):
+            told.append(f"{decision.key}={show(decision.value)}: {decision.reason}")
+    if kernels:
+        names = [f"{one.key.removeprefix(_KERNELS)} {show(one.value)}" for one in kernels]
+        told.append(f"kernels: {', '.join(names)}")
+    n_others = len(plan.decisions) - len(told) - max(0, len(kernels) - 1)
+    if n_others:
+        told.append(f"and {n_others} more, with reasons: megaspec show {plan.run_dir} --origins")
+    heading = "decided"
+    for text in told:
+        yield heading, text
+        heading = ""
+
+
+def _is_idle(key: str, plan: Plan) -> bool:
+    """Whether nothing of this run asks for a decision, or another line of the screen says it."""
+    if key.startswith(_OF_PIPELINES):
+        return plan.mesh["pp"] == 1
+    if key in ("kernels.grouped", "kernels.unpermute"):
+        return not plan.model.get("moe")
+    if key == "kernels.attention_merge":
+        return plan.mesh["cp"] == 1
+    return key == "parallelism.sequence_parallel"
 
 
 def _print_decisions(plan: Plan, console: Console) -> None:

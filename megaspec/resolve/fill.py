@@ -17,6 +17,7 @@ from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
+from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -30,6 +31,8 @@ from megaspec.spec import Decision
 from megaspec_kernels.catalog import CATALOG, Use, choose
 
 MICRO_BATCH_TOKENS = 8192
+# A rank holds data.window bytes of text for each lane that it reads.
+MOST_LANES = 256
 CPU_RANKS = 2
 NODE_RANKS = 8
 # What only a search decides, and what stands there without one.
@@ -79,6 +82,21 @@ class ResolverDraft:
         self.decisions.append(Decision(key=key, value=value, reason=reason))
 
 
+def beginnings(draft: ResolverDraft) -> None:
+    """The step from which schedules are counted, and the rate from which a warm-up starts."""
+    start = draft.facts.start
+    reason = "the run is no fork: it begins with step 0"
+    rate = "the run is no fork: no rate to start from"
+    if start.step:
+        reason = "the step of the checkpoint with which the fork begins"
+        rate = "the rate of the run that this is a fork of, at the step with which the fork begins"
+    draft.fill("optim.schedule.first_step", start.step, reason)
+    draft.fill("optim.schedule.init_lr", start.lr, rate)
+    draft.fill("optim.weight_decay_ramp.first_step", start.step, reason)
+    if draft["train.batch_ramp"]:
+        draft.fill("train.batch_ramp.first_step", start.step, reason)
+
+
 def run_folder(draft: ResolverDraft) -> None:
     draft.fill("run_dir", draft.facts.run_dir, "runs/<name>, with a number where that exists")
 
@@ -116,6 +134,22 @@ def data_cache(draft: ResolverDraft) -> None:
     if draft["data.kind"] == "indexed":
         folder = PurePath(draft["data.blend"][0]["prefix"]).parent / "index-cache"
         draft.fill("data.cache", str(folder), "beside the first data set")
+    for name, source in draft.recipe.data.valid.items():
+        if isinstance(source, IndexedSpec):
+            folder = PurePath(source.blend[0].prefix).parent / "index-cache"
+            draft.fill(f"data.valid.{name}.cache", str(folder), "beside the first data set")
+
+
+def data_lanes(draft: ResolverDraft) -> None:
+    if draft["data.kind"] != "stream":
+        return
+    sizes = [draft["train.global_batch"]]
+    ramp = draft["train.batch_ramp"]
+    if ramp:
+        sizes += [ramp["start"], ramp["increment"]]
+    most = max(one for one in divisors(gcd(*sizes)) if one <= MOST_LANES)
+    reason = f"the largest divisor of every global batch that is at most {MOST_LANES}"
+    draft.fill("data.lanes", most, reason)
 
 
 def searched(draft: ResolverDraft) -> None:
@@ -369,6 +403,8 @@ def kernels(draft: ResolverDraft) -> None:
     reasons = {"grouped": f"{where} in {use.precision}"}
     if use.attention_dropout:
         reasons["attention"] = f"{where} with attention dropout"
+    elif use.score_cap:
+        reasons["attention"] = f"{where} with capped attention scores"
     if use.narrow_states:
         reasons["adamw"] = f"{where} with the states of optim.formats"
     for operation in CATALOG:
@@ -389,6 +425,7 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         widths = (draft["model.d_model"], moe["d_expert"] // draft["parallelism.etp"])
     return Use(
         attention_dropout=draft["model.attention.dropout"] > 0,
+        score_cap=draft.recipe.model.caps_scores,
         precision=draft["precision.kind"],
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
@@ -396,7 +433,12 @@ def _kernel_use(draft: ResolverDraft) -> Use:
 
 
 def schedule(draft: ResolverDraft) -> None:
-    draft.fill("optim.schedule.decay_steps", draft["train.steps"], "train.steps")
+    steps = draft["train.steps"]
+    first = draft["optim.schedule.first_step"]
+    if first == 0:
+        draft.fill("optim.schedule.decay_steps", steps, "train.steps")
+    # a schedule that would begin behind the run is refused
+    draft.fill("optim.schedule.decay_steps", max(1, steps - first), "train.steps - optim.schedule.first_step")
 
 
 def logging(draft: ResolverDraft) -> None:
@@ -407,11 +449,14 @@ def logging(draft: ResolverDraft) -> None:
 
 
 FILLS: tuple[Callable[[ResolverDraft], None], ...] = (
+    # first: what the batch grows by is read by all that divides it
+    beginnings,
     run_folder,
     seeds,
     model_shape,
     vocabulary,
     data_cache,
+    data_lanes,
     searched,
     # ranks before the layout that divides them, the layout before the batch that it divides
     ranks,

@@ -12,14 +12,14 @@ from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.spec import InitSpec
 from megaspec.core.errors import CheckpointError
 from megaspec.core.frozen import AUTO
-from megaspec.data.facts import data_facts
+from megaspec.data.facts import data_facts, evaluation_facts
 from megaspec.hf.digest import folder_digest
 from megaspec.hf.fits import entries_of, misfits
 from megaspec.hf.folder import first_of, open_hf_folder
 from megaspec.hf.names import weight_table
 from megaspec.hf.table import family_of, read_model
 from megaspec.recipe import Recipe
-from megaspec.rules.run_facts import Facts, SourceFacts
+from megaspec.rules.run_facts import Facts, SetFacts, SourceFacts
 from megaspec.spec import Spec
 
 RUNS = Path("runs")
@@ -31,17 +31,31 @@ def gather_facts(recipe: Recipe) -> Facts:
     data = data_facts(recipe.data)
     run_dir = str(free_run_dir(recipe.name))
     weights = source_of_weights(recipe.init)
+    problems = list(data.problems)
+    sets = {}
+    for name, facts in evaluation_facts(recipe.data, data).items():
+        problems += facts.problems
+        if not facts.problems:
+            sets[name] = SetFacts(facts.vocab_size, facts.samples["valid"])
     if data.problems:
         # a tokenizer may be known beside documents that can't be read
-        return Facts(run_dir=run_dir, vocab_size=data.vocab_size, weights=weights, problems=data.problems)
+        return Facts(
+            run_dir=run_dir,
+            vocab_size=data.vocab_size,
+            valid_sets=sets,
+            weights=weights,
+            problems=tuple(problems),
+        )
     return Facts(
         run_dir=run_dir,
         vocab_size=data.vocab_size,
         train_tokens=data.tokens["train"],
         train_samples=data.samples["train"],
         valid_tokens=data.tokens["valid"],
+        valid_sets=sets,
         fingerprint=data.fingerprint,
         weights=weights,
+        problems=tuple(problems),
     )
 
 

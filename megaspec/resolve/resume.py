@@ -12,12 +12,14 @@ from typing import Any
 from megaspec.core.errors import Problem, RecipeError
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import origin_of, show, value_at
-from megaspec.data.spec import ORDER_VERSION
+from megaspec.data.spec import ORDER_VERSION, StreamSpec
+from megaspec.data.stream_files import OTHER_FILES
 from megaspec.estimate.target import Target
+from megaspec.optim.schedule import learning_rate
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import Refused, Settled, settle
 from megaspec.rules.difference import changed, is_free, leaves
-from megaspec.rules.run_facts import Facts
+from megaspec.rules.run_facts import Facts, RunStart
 from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -49,7 +51,7 @@ def resume(
     pinned, kept = _pinned(old, recipe)
     kept_keys = frozenset(decision.key for decision in kept)
     # where its weights began is behind it
-    facts = replace(facts, run_dir=old.run_dir, weights=None)
+    facts = replace(facts, run_dir=old.run_dir, start=_start_of(old), weights=None)
     settled = settle(pinned, target, facts, origins, kept=kept_keys, refused=refused)
     is_decided_anew = any(decision not in old.decisions for decision in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
@@ -79,13 +81,14 @@ def fork(
 
     With the same data, sequence length and seed it goes on in the same training order; otherwise it takes the new
     order from the sample at which the checkpoint stands: after `done_steps` steps, that many `done_samples`, whatever
-    the batch was and is. `forked_from`: that checkpoint. `facts.run_dir` is its folder. RecipeError: it would end
-    before it begins, or what `resolve` raises.
+    the batch was and is; another stream from its beginning. `forked_from`: that checkpoint. `facts.run_dir` is its
+    folder. RecipeError: it would end before it begins, or what `resolve` raises.
     """
     problems = _too_short(recipe, done_steps, origins or {}) + _other_weights(old, recipe, origins or {})
     if problems:
         raise RecipeError(problems)
-    settled = settle(recipe, target, replace(facts, weights=None), origins, refused=refused)
+    start = RunStart(done_steps, learning_rate(old.optim.schedule, old.optim.lr, done_steps))
+    settled = settle(recipe, target, replace(facts, start=start, weights=None), origins, refused=refused)
     new = settled.recipe
     is_same_data = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
     segments: tuple[int, ...] = ()
@@ -93,6 +96,9 @@ def fork(
         segments = old.segments
     # what the checkpoint's run had taken by that step, beyond what this run's batches would have
     moved = done_samples - BatchSchedule(new.train).consumed(done_steps)
+    if isinstance(new.data, StreamSpec) and not is_same_data:
+        # Another stream begins at its beginning: to be behind a sample, all before it would have to be tokenized.
+        moved = -BatchSchedule(new.train).consumed(done_steps)
     longer = _longer(segments, settled, moved)
     return settled.spec(longer, moved=moved, forked_from=forked_from, weights_from=old.weights_from)
 
@@ -108,6 +114,13 @@ def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
         if after != AUTO and not is_free(key, was, now):
             found.append((key, before, after))
     return found
+
+
+def _start_of(run: Spec) -> RunStart:
+    """With what a run began. The rate there is kept in its schedule, where that starts from it."""
+    if isinstance(run.forked_from, ForkPoint):
+        return RunStart(run.forked_from.step)
+    return RunStart()
 
 
 def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> list[Problem]:
@@ -131,6 +144,8 @@ def _other_data(old: Spec, facts: Facts, origins: Mapping[str, str]) -> list[Pro
     """Data of another content than the run began with, where both are known."""
     if not old.data_fingerprint or not facts.fingerprint or old.data_fingerprint == facts.fingerprint:
         return []
+    if isinstance(old.data, StreamSpec):
+        return [Problem("data", OTHER_FILES, origin_of(origins, "data"), "resume-data")]
     # of data with a manifest it is the manifest's word, of data without one the lengths of its documents
     text = "data: its content has changed since the run began, or a .manifest.json beside it has come or gone; "
     text += "put the old data back, or give --fork NAME"
@@ -180,8 +195,10 @@ def _pinned(old: Spec, recipe: Recipe) -> tuple[Recipe, tuple[Decision, ...]]:
 def _order(recipe: Recipe) -> dict[str, Any]:
     """What the training order is made from."""
     content = recipe.data.model_dump(mode="json")
-    # where the index lies, not what is in it
+    # where the index lies, how the data were made and who tokenizes, not what is in them
     content.pop("cache", None)
+    content.pop("prepare", None)
+    content.pop("workers", None)
     return content
 
 

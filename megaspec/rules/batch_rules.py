@@ -1,11 +1,13 @@
 """Rules about batches, evaluation and data."""
 
 from math import isinf, lcm
+from pathlib import PurePath
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
-from megaspec.data.spec import IndexedSpec
-from megaspec.rules.case import LONGEST_RAMP, Case
+from megaspec.core.problems import show
+from megaspec.data.spec import DataSpec, IndexedSpec, StreamSpec, shares_documents
+from megaspec.rules.case import LONGEST_RAMP, Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -124,20 +126,27 @@ def ramp_stages_divide(case: Case) -> Problem | None:
 
 def blend_weights_make_shares(case: Case) -> Problem | None:
     """All data sets of a blend have a weight, or none has; each weight is a share of their sum."""
-    data = case.recipe.data
+    problem = _uneven_weights("data", case.recipe.data)
+    for name, one in case.recipe.data.valid.items():
+        problem = problem or _uneven_weights(f"data.valid.{name}", one)
+    return problem
+
+
+def _uneven_weights(key: str, data: DataSpec) -> Problem | None:
     if not isinstance(data, IndexedSpec) or len(data.blend) == 1:
         return None
+    key = f"{key}.blend"
     missing = [number for number, part in enumerate(data.blend) if part.weight is None]
     if len(missing) == len(data.blend):
         return None
     if missing:
-        text = f"data.blend: {data.blend[missing[0]].prefix} has no weight, other data sets have one"
-        return Problem("data.blend", f"{text}; set a weight for each, or drop all of them")
+        text = f"{key}: {data.blend[missing[0]].prefix} has no weight, other data sets have one"
+        return Problem(key, f"{text}; set a weight for each, or drop all of them")
     total = sum(part.weight for part in data.blend)
     for part in data.blend:
         if isinf(total) or part.weight / total == 0:
-            text = f"data.blend: the weight {part.weight} of {part.prefix} is no share of the weights' sum {total}"
-            return Problem("data.blend", f"{text}; set weights nearer to 1")
+            text = f"{key}: the weight {part.weight} of {part.prefix} is no share of the weights' sum {total}"
+            return Problem(key, f"{text}; set weights nearer to 1")
     return None
 
 
@@ -170,10 +179,17 @@ def evaluation_has_data(case: Case) -> Problem | None:
     """Evaluation needs documents that are not for training."""
     data = case.recipe.data
     every = case.recipe.train.eval_every
-    if not every or not isinstance(data, IndexedSpec) or data.split[1] > 0:
+    if not every or data.valid:
+        return None
+    if isinstance(data, StreamSpec):
+        text = f"train.eval_every={every} needs validation data, data.kind=stream trains on all of its files"
+        return Problem("train.eval_every", f"{text}; set train.eval_every=0, or data.valid.NAME=PREFIX")
+    if not isinstance(data, IndexedSpec) or data.split[1] > 0:
         return None
     text = f"train.eval_every={every} needs validation data, data.split={list(data.split)} leaves none"
-    return Problem("train.eval_every", f"{text}; set train.eval_every=0 or data.split=[969,30,1]")
+    return Problem(
+        "train.eval_every", f"{text}; set train.eval_every=0, data.split=[969,30,1] or data.valid.NAME=PREFIX"
+    )
 
 
 def training_split_fills_a_sequence(case: Case) -> Problem | None:
@@ -185,7 +201,7 @@ def validation_split_fills_a_sequence(case: Case) -> Problem | None:
     """One pass over the validation data gives a sequence at least."""
     data = case.recipe.data
     every = case.recipe.train.eval_every
-    if not every or (isinstance(data, IndexedSpec) and data.split[1] == 0):
+    if not every or data.valid or (isinstance(data, IndexedSpec) and data.split[1] == 0):
         return None
     return _enough(case, "validation", case.facts.valid_tokens)
 
@@ -198,9 +214,89 @@ def _enough(case: Case, split: str, tokens: int | None) -> Problem | None:
     return Problem("data.seq_len", f"{text}; shorten it, change data.split or prepare more data")
 
 
+def evaluation_sets_fill_a_sequence(case: Case) -> Problem | None:
+    """One pass over each evaluation set gives a sequence at least."""
+    for name, one in case.recipe.data.valid.items():
+        facts = case.facts.valid_sets.get(name)
+        if facts is None or facts.samples is None or facts.samples > 0:
+            continue
+        key = f"data.valid.{name}"
+        text = f"{key}: no data set of it has the {one.seq_len + 1} tokens that a sequence of {one.seq_len} needs"
+        if isinstance(one, IndexedSpec):
+            text += f" in the second share of {key}.split={list(one.split)}"
+        return Problem(key, f"{text}; prepare more data, or drop it: ~{key}")
+    return None
+
+
+def evaluation_sets_fit_the_vocabulary(case: Case) -> Problem | None:
+    """The model has an id for each token of its evaluation sets."""
+    vocab_size = case.recipe.model.vocab_size
+    for name in case.recipe.data.valid:
+        facts = case.facts.valid_sets.get(name)
+        if facts is not None and facts.vocab_size is not None and facts.vocab_size > vocab_size:
+            key = f"data.valid.{name}"
+            text = f"{key} has a vocabulary of {facts.vocab_size}, model.vocab_size={vocab_size} must be at least that"
+            way = f"set model.vocab_size={facts.vocab_size}, or drop it: ~{key}"
+            return Problem(key, f"{text}; {way}")
+    return None
+
+
+def evaluation_lengths_fit(case: Case) -> Problem | None:
+    """The sequences of an evaluation set are as long as the model allows, and divide among ranks as all do."""
+    longest = case.recipe.model.max_seq_len
+    unit = sequence_unit(case)
+    training = case.recipe.data.seq_len
+    for name, one in case.recipe.data.valid.items():
+        if one.seq_len == training:
+            continue  # told of the training data
+        key = f"data.valid.{name}.seq_len"
+        text = ""
+        if one.seq_len > longest:
+            text = f"{key}={one.seq_len} must be at most model.max_seq_len={longest}"
+        elif one.seq_len % unit:
+            text = f"{key}={one.seq_len} must be a multiple of {unit}, since ranks divide sequences"
+        if text:
+            return Problem(key, f"{text}; drop it, and data.seq_len={training} holds")
+    return None
+
+
+def evaluation_masks_as_training(case: Case) -> Problem | None:
+    """A sequence of an evaluation set keeps documents apart as one of the training data does."""
+    mask = case.recipe.data.document_mask
+    for name, one in case.recipe.data.valid.items():
+        if one.document_mask != mask:
+            key = f"data.valid.{name}.document_mask"
+            text = (
+                f"{key}={show(one.document_mask)} must be data.document_mask={show(mask)}: a model is evaluated as it"
+            )
+            return Problem(key, f"{text} is trained; drop it")
+    return None
+
+
+def evaluation_sets_are_not_trained_on(case: Case) -> Problem | None:
+    """No document is in an evaluation set and in the training data."""
+    data = case.recipe.data
+    if not isinstance(data, IndexedSpec):
+        return None
+    trained = {PurePath(part.prefix) for part in data.blend}
+    for name, one in data.valid.items():
+        if not isinstance(one, IndexedSpec) or not shares_documents(data, one):
+            continue
+        for number, part in enumerate(one.blend):
+            if PurePath(part.prefix) in trained:
+                key = f"data.valid.{name}.blend.{number}.prefix"
+                text = f"{key}={part.prefix} is training data, too: the model would be evaluated on what it has seen"
+                share = f"data.valid.{name}.split={list(data.split)}".replace(" ", "")
+                way = "take other data"
+                if data.split[1]:
+                    way += f", or the share that training leaves: {share}"
+                return Problem(key, f"{text}; {way}")
+    return None
+
+
 def sampling_has_a_tokenizer(case: Case) -> Problem | None:
-    """A text can be written only with the tokenizer of prepared data."""
-    if case.recipe.train.sample is None or isinstance(case.recipe.data, IndexedSpec):
+    """A text can be written only with the tokenizer of data that is made from text."""
+    if case.recipe.train.sample is None or isinstance(case.recipe.data, IndexedSpec | StreamSpec):
         return None
     text = f"train.sample needs a tokenizer, data.kind={case.recipe.data.kind} has none; set train.sample=null"
     return Problem("train.sample", text)

@@ -7,12 +7,19 @@ from pydantic import TypeAdapter
 from megaspec.estimate.target import Target
 from megaspec.recipe import ModelSpec
 from megaspec.rules.initial_weights import weight_shapes
-from megaspec.rules.run_facts import Facts, SourceFacts
+from megaspec.rules.run_facts import Facts, RunStart, SetFacts, SourceFacts
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
+SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
+WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+
+
+def _with_web(of_set: SetFacts) -> Facts:
+    """FACTS with an evaluation set called web."""
+    return replace(FACTS, valid_sets={"web": of_set})
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,9 @@ _PP2, _CP4, _TP1, _TP2 = "parallelism.pp=2", "parallelism.cp=4", "parallelism.tp
 _PIPELINE, _CONTEXT = "parallelism.pipeline", "parallelism.context"
 _CHUNKS = f"{_PIPELINE}.virtual_stages=2"
 _SP = "parallelism.sequence_parallel"
+_PIECES_KEY = "optim.schedule.pieces"
+_PIECEWISE = "optim.schedule={kind: piecewise, min_lr: 0}"
+_PIECES = f"{_PIECES_KEY}=[{{shape: constant, until: 120}}, {{shape: linear, until: 240, factor: 0.1}}]"
 
 _MESH = {
     "ranks-torchrun": Example(
@@ -256,6 +266,21 @@ _MODEL = {
     "flat-length": Example(
         ("model.layer={kind: flat, mixers: [attention, mlp]}",), ("model.n_layers=2",), "model.layer.mixers"
     ),
+    "qk-norm-whole": Example(
+        ("model.attention.qk_norm=whole", "model.norm={kind: layer}"),
+        ("model.attention.qk_norm=per_head",),
+        "model.attention.qk_norm",
+    ),
+    "qk-norm-l2": Example(
+        ("model.attention.qk_norm=l2", "model.positions={kind: none}"),
+        ("model.attention.qk_norm=none",),
+        "model.attention.qk_norm",
+    ),
+    "temperature-positions": Example(
+        ("model.attention.temperature={kind: log}",),
+        ("model.positions={kind: none}",),
+        "model.attention.temperature",
+    ),
     "flat-experts": Example(
         ("model.layer={kind: flat, mixers: [attention, moe]}", "model.n_layers=2"),
         ("model.layer={kind: flat, mixers: [attention, mlp]}",),
@@ -366,6 +391,27 @@ _BATCH = {
         "data.seq_len",
         facts=Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=2000),
     ),
+    "valid-samples": Example(
+        ("data.valid.web=data/web",), ("~data.valid",), "data.valid.web", facts=_with_web(SetFacts(257, samples=0))
+    ),
+    "valid-vocab": Example(
+        ("data.valid.web=data/web",), ("~data.valid",), "data.valid.web", facts=_with_web(SetFacts(512, samples=9))
+    ),
+    "valid-seq": Example(
+        ("data.valid.web={blend: [{prefix: data/web}], seq_len: 512}",),
+        ("data.valid.web.seq_len=128",),
+        "data.valid.web.seq_len",
+    ),
+    "valid-mask": Example(
+        ("data.valid.web={blend: [{prefix: data/web}], document_mask: true}",),
+        ("~data.valid.web.document_mask",),
+        "data.valid.web.document_mask",
+    ),
+    "valid-trained": Example(
+        ("data.valid.web={blend: [{prefix: data/hello}]}",),
+        ("data.valid.web.split=[969,30,1]",),
+        "data.valid.web.blend.0.prefix",
+    ),
     "sample-tokenizer": Example(("data=random", "~data.blend"), ("train.sample=null",), "train.sample"),
 }
 _OPTIM = {
@@ -388,6 +434,44 @@ _OPTIM = {
     ),
     "lr-min": Example(("optim.schedule.min_lr=0.1",), ("optim.lr=0.1",), "optim.schedule.min_lr"),
     "lr-init": Example(("optim.schedule.init_lr=0.1",), ("optim.schedule.init_lr=0",), "optim.schedule.init_lr"),
+    "lr-init-warmup": Example(
+        ("optim.schedule={warmup_steps: 0, init_lr: 1e-5}",),
+        ("optim.schedule.warmup_steps=10",),
+        "optim.schedule.init_lr",
+    ),
+    "first-step": Example(
+        ("optim.schedule.first_step=100",), ("optim.schedule.first_step=auto",), "optim.schedule.first_step"
+    ),
+    "lr-steps": Example(
+        ("optim.schedule.first_step=auto", "train.steps=240"),
+        ("train.steps=480",),
+        "optim.schedule.first_step",
+        facts=replace(FACTS, start=RunStart(240, 1e-4)),
+    ),
+    "pieces-kind": Example(("optim.schedule={kind: piecewise, min_lr: 0}",), (_PIECES,), "optim.schedule.kind"),
+    "pieces-length": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: linear, factor: 0.1}}]"), (_PIECES,), f"{_PIECES_KEY}.0.steps"
+    ),
+    "pieces-ascend": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: constant, until: 120}}, {{shape: linear, until: 120, factor: 0.1}}]"),
+        (_PIECES,),
+        f"{_PIECES_KEY}.1.until",
+    ),
+    "pieces-rate": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: constant, until: 240, factor: 0.1}}]"),
+        (_PIECES,),
+        f"{_PIECES_KEY}.0.factor",
+    ),
+    "pieces-highest": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: linear, until: 240, lr: 1.0}}]"),
+        ("optim.lr=1.0",),
+        f"{_PIECES_KEY}.0.lr",
+    ),
+    "pieces-end": Example(
+        (_PIECEWISE, f"{_PIECES_KEY}=[{{shape: linear, until: 200, factor: 0.1}}]"),
+        ("optim.schedule.after_pieces=stay",),
+        f"{_PIECES_KEY}.0.until",
+    ),
     "wd-ramp": Example(
         ("optim.weight_decay_ramp={kind: linear, end: 0.2}",),
         ("optim.weight_decay_ramp.steps=10",),
@@ -403,6 +487,19 @@ _OPTIM = {
         ("log.tensorboard=false",),
         "log.tensorboard",
         target=CPU.model_copy(update={"versions": {}}),
+    ),
+    "log-installed": Example(("log.sinks=[{kind: wandb}]",), ("log.sinks=[]",), "log.sinks.0.kind"),
+    "log-address": Example(
+        ("log.sinks=[{kind: mlflow, tracking_uri: https://me:secret@tracking.example}]",),
+        ("log.sinks=[{kind: mlflow, tracking_uri: https://tracking.example}]",),
+        "log.sinks.0.tracking_uri",
+        target=WITH_SERVICES,
+    ),
+    "log-once": Example(
+        ("log.sinks=[{kind: wandb}, {kind: wandb, project: other}]",),
+        ("log.sinks=[{kind: wandb}]",),
+        "log.sinks.1.kind",
+        target=WITH_SERVICES,
     ),
 }
 # A run of the recipe hello whose weights are there.

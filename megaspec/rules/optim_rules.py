@@ -1,4 +1,4 @@
-"""Rules about optimization and logging."""
+"""Rules about optimization."""
 
 from megaspec.core.errors import Problem
 from megaspec.rules.case import Case
@@ -8,10 +8,14 @@ from megaspec.rules.ways import Way, way_out
 def warmup_ends_before_decay(case: Case) -> Problem | None:
     """The warm-up is over before the rate has decayed, and before the run is."""
     schedule = case.recipe.optim.schedule
-    steps = case.recipe.train.steps
+    # those that the schedule counts
+    steps = case.recipe.train.steps - schedule.first_step
     warmup = schedule.warmup_steps
     key = "optim.schedule.warmup_steps"
-    decays_first = schedule.kind != "constant" and warmup >= schedule.decay_steps
+    if steps <= 0:
+        # what leaves the schedule no step is told by another rule
+        return None
+    decays_first = schedule.kind not in ("constant", "piecewise") and warmup >= schedule.decay_steps
     if decays_first and schedule.decay_steps < steps:
         text = f"{key}={warmup} must be below optim.schedule.decay_steps={schedule.decay_steps}"
         longer = Way("optim.schedule.decay_steps", (steps,))
@@ -19,8 +23,11 @@ def warmup_ends_before_decay(case: Case) -> Problem | None:
         bound = "at most"
         if decays_first:
             bound = "below"
-        text = f"{key}={warmup} must be {bound} train.steps={steps}, or the rate never reaches optim.lr"
-        longer = Way("train.steps", (10 * warmup,))
+        end = f"train.steps={steps}"
+        if schedule.first_step:
+            end = f"train.steps={case.recipe.train.steps} - optim.schedule.first_step={schedule.first_step} = {steps}"
+        text = f"{key}={warmup} must be {bound} {end}, or the rate never reaches optim.lr"
+        longer = Way("train.steps", (schedule.first_step + 10 * warmup,))
     else:
         return None
     tenth = min(schedule.decay_steps, steps) // 10
@@ -28,10 +35,10 @@ def warmup_ends_before_decay(case: Case) -> Problem | None:
 
 
 def a_constant_rate_stays(case: Case) -> Problem | None:
-    """A constant rate has no lowest value and no decay: neither min_lr nor decay_steps is read."""
+    """A constant rate and one of pieces have no lowest value and no decay: neither min_lr nor decay_steps is read."""
     schedule = case.recipe.optim.schedule
     lowest = schedule.min_lr
-    if schedule.kind != "constant":
+    if schedule.kind not in ("constant", "piecewise"):
         return None
     if lowest > 0:
         key = "optim.schedule.min_lr"
@@ -44,7 +51,7 @@ def a_constant_rate_stays(case: Case) -> Problem | None:
     else:
         return None
     return Problem(
-        key, f"{key}={value} is not read with optim.schedule.kind=constant; set {key}={idle}, or kind=cosine"
+        key, f"{key}={value} is not read with optim.schedule.kind={schedule.kind}; set {key}={idle}, or kind=cosine"
     )
 
 
@@ -102,7 +109,7 @@ def first_rate_is_not_highest(case: Case) -> Problem | None:
     init_lr = case.recipe.optim.schedule.init_lr
     if init_lr <= lr:
         return None
-    text = f"optim.schedule.init_lr={init_lr:g} must be at most optim.lr={lr:g}; try 0"
+    text = f"optim.schedule.init_lr={init_lr:g} must be at most optim.lr={lr:g}, to which it warms up; try 0"
     return Problem("optim.schedule.init_lr", text)
 
 
@@ -112,6 +119,10 @@ def weight_decay_ramp_is_whole(case: Case) -> Problem | None:
     values = {"end": ramp.end, "steps": ramp.steps}
     given = [name for name, value in values.items() if value is not None]
     absent = [name for name, value in values.items() if value is None]
+    if ramp.kind == "constant" and ramp.first_step and not given:
+        # one that was left to the resolver is not read, and is no mistake of the recipe
+        given = [] if "optim.weight_decay_ramp.first_step" in case.decided else ["first_step"]
+        values["first_step"] = ramp.first_step
     if ramp.kind == "constant" and given:
         key = f"optim.weight_decay_ramp.{given[0]}"
         text = f"{key}={values[given[0]]} needs a ramp, optim.weight_decay_ramp.kind=constant"
@@ -129,11 +140,3 @@ def fp16_scale_is_in_bounds(case: Case) -> Problem | None:
         return None
     text = f"precision.min_scale={precision.min_scale:g} must be at most initial_scale={precision.initial_scale:g}"
     return Problem("precision.min_scale", f"{text}; try 1")
-
-
-def tensorboard_is_installed(case: Case) -> Problem | None:
-    """TensorBoard files are written with the package tensorboard."""
-    if not case.recipe.log.tensorboard or "tensorboard" in case.target.versions:
-        return None
-    text = "log.tensorboard=true needs the package tensorboard; install megaspec[tensorboard] or set it to false"
-    return Problem("log.tensorboard", text)

@@ -30,6 +30,26 @@ class SourceFacts:
 
 
 @dataclass(frozen=True)
+class RunStart:
+    """With what a run begins."""
+
+    step: int = 0
+    """Optimizer steps that are done: in a fork those of its checkpoint."""
+    lr: float = 0.0
+    """Learning rate at that step, of the run that a fork is from; 0 in a run that is none."""
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """Of one evaluation set of `data.valid`."""
+
+    vocab_size: int | None = None
+    """Token ids are below it; None where nothing says so."""
+    samples: int | None = None
+    """Whole sequences in one pass; None for sources without end."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """Plain data. `gather_facts` in gather.py reads it from disk."""
 
@@ -43,9 +63,13 @@ class Facts:
     """Whole sequences of the training split in one pass; None for sources without end."""
     valid_tokens: int | None = None
     """Tokens of the validation split; None for sources without end."""
+    valid_sets: Mapping[str, SetFacts] = field(default_factory=dict)
+    """By name, of the sets of data.valid that can be read."""
     fingerprint: str = ""
     """Changes with the content of the data; "" for data that is made as it is read, or not there."""
     weights: SourceFacts | None = None
     """Where the weights begin; None: nowhere but in train.seed."""
     problems: tuple[Problem, ...] = ()
     """Data that is missing or damaged."""
+    start: RunStart = RunStart()
+    """With what the run begins. Of a fork the resolver knows it, since the run that it is from is one of its inputs."""

@@ -2,11 +2,12 @@
 
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -15,23 +16,28 @@ from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.store import START_ANEW, Store
 from megaspec.core.errors import CheckpointError, Preempted, printable
 from megaspec.core.faults import failpoint
-from megaspec.data.loader import Loader, StepBatch, eval_batches, open_source
-from megaspec.data.source import Source
-from megaspec.data.spec import ORDER_VERSION
+from megaspec.data.loader import Loader, StepBatch, open_source
+from megaspec.data.source import ResumableSource, Source
+from megaspec.data.spec import ORDER_VERSION, StreamSpec
+from megaspec.data.stream_files import check_unchanged
 from megaspec.launcher.stop import stop_requested
-from megaspec.log.events import CheckpointSaved, EvalDone, Event, Sampled, StepDone
+from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunStarted, Sampled, StepDone
+from megaspec.log.jsonl import is_evaluated
 from megaspec.log.sinks import METRICS
+from megaspec.log.speed import speed_of
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.runtime.build import TrainState, initialise
+from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_place
+from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
-from megaspec.runtime.step import StepResult, evaluate, train_step
-from megaspec.spec import UNKNOWN_ORIGIN
+from megaspec.runtime.step import PHASES, StepResult, train_step
+from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint
 from megaspec.train.batch_schedule import BatchSchedule
 
 Mark = float | torch.cuda.Event
@@ -63,7 +69,35 @@ class StepClock:
         if not self._cuda:
             return mark - last
         mark.synchronize()
-        return last.elapsed_time(mark) / 1e3  # from milliseconds
+        return self.between(last, mark)
+
+    def between(self, first: Mark, second: Mark) -> float:
+        """Seconds between two points in time, both of which the device has passed."""
+        if not self._cuda:
+            return second - first
+        return first.elapsed_time(second) / 1e3  # from milliseconds
+
+
+class PhaseMarks:
+    """Where the phases of a step end; it begins when this is made."""
+
+    def __init__(self, clock: StepClock):
+        self._clock = clock
+        self._began = clock.mark()
+        self._ends: dict[str, Mark] = {}
+
+    def end(self, phase: str) -> None:
+        """The device was given all of a phase's work."""
+        self._ends[phase] = self._clock.mark()
+
+    def seconds(self) -> dict[str, float]:
+        """By phase, in the words of StepDone, once the device has passed them all."""
+        found = {}
+        last = self._began
+        for phase in PHASES:
+            found[f"{phase}_seconds"] = self._clock.between(last, self._ends[phase])
+            last = self._ends[phase]
+        return found
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
@@ -87,6 +121,25 @@ def memory_of(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
+@dataclass(frozen=True)
+class ReadBatch:
+    """A step's batch, and how long the host waited for it."""
+
+    batch: StepBatch
+    waited_seconds: float
+
+
+def read_batches(loader: Iterable[StepBatch]) -> Iterator[ReadBatch]:
+    """What a loader gives."""
+    batches = iter(loader)
+    while True:
+        began = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield ReadBatch(batch, time.perf_counter() - began)
+
+
 def ignore(event: Event) -> None:
     """What ranks other than 0 do with an event."""
 
@@ -96,10 +149,11 @@ class PendingStep:
     """A step that the device was given, and whose numbers the host has not read yet."""
 
     step: int
-    batch: StepBatch
+    read: ReadBatch
     result: StepResult
     numbers: torch.Tensor
     """As `numbers_of` makes them; there once the device has passed `mark`."""
+    phases: PhaseMarks
     mark: Mark
 
 
@@ -112,15 +166,19 @@ class Run:
     store: Store
     comm: Comm
     emit: Callable[[Event], None] = ignore
+    started: RunStarted = field(default_factory=lambda: RunStarted(step=0, steps=0))
+    """What speed is measured against."""
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
-    valid: Source | None = None
-    """What evaluations read, opened and checked by the first of them."""
+    evaluation: Evaluation = field(init=False)
+    place: np.ndarray | None = None
+    """Where this rank's source stands after `step`, for a source that has to be told when the run goes on."""
     scaler: LossScaler = field(init=False)
     schedule: BatchSchedule = field(init=False)
 
     def __post_init__(self) -> None:
+        self.evaluation = Evaluation(self.built)
         self.scaler = build_scaler(self.built.spec.precision, device=self.built.device)
         spec = self.built.spec
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
@@ -149,6 +207,9 @@ class Run:
             self.tokens = reader.state["tokens"]
             self.scaler.load_state(reader.state["loss_scale"])
             self.last_saved = self.step
+            # a fork to another stream begins that at its beginning
+            if self.schedule.consumed(self.step) > 0:
+                self.place = read_place(reader)
 
     def _tell_new_start(self) -> None:
         """Says on stderr that a run which was under way before, or may have been, starts with weights from the seed."""
@@ -162,12 +223,24 @@ class Run:
 
     def _objections(self, manifest: Manifest) -> list[str]:
         """Why this rank can't go on from a checkpoint."""
-        return objections(manifest, self.built.spec) or misfits(self.built, manifest)
+        spec = self.built.spec
+        found = objections(manifest, spec) or misfits(self.built, manifest)
+        if (
+            isinstance(spec.data, StreamSpec)
+            and self.schedule.consumed(manifest.step)
+            and PLACE not in manifest.tensors
+        ):
+            found = [*found, f"holds no {PLACE}: where the stream of its data stood"]
+        return found
 
     def train(self) -> None:
         """Trains to the last step. Raises Preempted once a stop was asked for and the run is saved."""
         spec = self.built.spec
-        source = self._source("train")
+        if self._owes_evaluation():
+            self._evaluate()
+        source = self._source()
+        if isinstance(source, ResumableSource) and self.place is not None:
+            source.go_to(self.place)
         loader = Loader(
             source,
             self.schedule,
@@ -182,38 +255,43 @@ class Run:
         clock = StepClock(self.built.device)
         pending: list[PendingStep] = []
         try:
-            for batch in loader:
-                result = self._one_step(batch)
+            for read in read_batches(loader):
+                phases = PhaseMarks(clock)
+                result = self._one_step(read.batch, on_phase=phases.end)
                 self.step += 1
+                self.place = read.batch.place
                 routers = router_numbers(self.built, result.routers)
                 numbers = numbers_of(result, routers)
                 # the mark after the numbers: their copy is a part of what it waits for
-                pending.append(PendingStep(self.step, batch, result, numbers, clock.mark()))
+                pending.append(PendingStep(self.step, read, result, numbers, phases, clock.mark()))
                 at_rest = self._wants_rest()
                 # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
                 lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
                 stop = False
                 while len(pending) > lag:
                     stop = self._report(pending.pop(0), clock) or stop
-                # before a stop is honoured: the resumed run goes on behind it
-                if self._due(spec.train.eval_every):
-                    self._evaluate()
                 if stop:
                     # what is saved has been looked at: a step that is not finite raises here
                     while pending:
                         self._report(pending.pop(0), clock)
+                    # an evaluation that is due is made up for by the resumed run: it may take longer than the grace
                     self._save()
-                    raise Preempted(f"stopped after step {self.step} and saved; megaspec resume {self.run_dir} goes on")
+                    raise Preempted(f"stopped after step {self.step} and saved; {self._goes_on()}")
+                if self._evaluation_due():
+                    self._evaluate()
                 if self._due(spec.checkpoint.every) or self.step == spec.train.steps:
                     self._save()
                 if at_rest:
                     # evaluating and saving are no part of the next step's time
                     clock.restart()
         finally:
+            # the source first: the loader's thread may be waiting for it
+            if isinstance(source, ResumableSource):
+                source.close()
             loader.close()
         self._sample()
 
-    def _one_step(self, batch: StepBatch) -> StepResult:
+    def _one_step(self, batch: StepBatch, *, on_phase: Callable[[str], object]) -> StepResult:
         spec = self.built.spec
         self.built.position.step = self.step + 1
         failpoint("step")
@@ -224,15 +302,21 @@ class Run:
             weight_decay=weight_decay(spec.optim, self.step + 1),
             scaler=self.scaler,
             stop=stop_requested(),
+            on_phase=on_phase,
         )
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
 
+    def _evaluation_due(self) -> bool:
+        """After every train.eval_every-th step and after the last one; never where that is 0."""
+        train = self.built.spec.train
+        return train.eval_every > 0 and (self._due(train.eval_every) or self.step == train.steps)
+
     def _wants_rest(self) -> bool:
         """Whether the host has to have seen everything before it goes on."""
         spec = self.built.spec
-        return self._due(spec.train.eval_every) or self._due(spec.checkpoint.every) or self.step == spec.train.steps
+        return self._evaluation_due() or self._due(spec.checkpoint.every) or self.step == spec.train.steps
 
     def _report(self, pending: PendingStep, clock: StepClock) -> bool:
         """Reads a step's numbers, checks and emits them. -> whether some rank asked to stop."""
@@ -248,6 +332,7 @@ class Run:
             raise explain(
                 self.built, self.comm, step=step, loss=loss, norm=norm, result=pending.result, samples=samples
             )
+        sequence_tokens = self.schedule.batch(step - 1) * spec.data.seq_len
         event = StepDone(
             step=step,
             steps=spec.train.steps,
@@ -256,12 +341,15 @@ class Run:
             grad_norm=norm,
             tokens=int(tokens),
             samples=self.schedule.consumed(step),
-            first_sample=pending.batch.ids[0],
+            first_sample=pending.read.batch.ids[0],
             skipped=bool(skipped),
             loss_scale=loss_scale if self.scaler.may_skip else None,
             seconds=seconds,
-            sequence_tokens=self.schedule.batch(step - 1) * spec.data.seq_len,
+            sequence_tokens=sequence_tokens,
             memory_bytes=memory_of(self.built.device),
+            data_seconds=pending.read.waited_seconds,
+            **pending.phases.seconds(),
+            **asdict(speed_of(sequence_tokens, seconds, self.started)),
         )
         routers = routers_done(self.built, step, of_routers, steps=spec.train.steps)
         if routers is not None:
@@ -270,27 +358,29 @@ class Run:
         return stop > 0
 
     def _evaluate(self) -> None:
-        spec = self.built.spec
+        """Evaluates, or raises Preempted where a stop was asked for meanwhile: the resumed run evaluates anew."""
         start = time.perf_counter()
-        if self.valid is None:
-            self.valid = self._source("valid")
-        for chunk in self.built.chunks:
-            chunk.eval()
-        batches = eval_batches(
-            self.valid,
-            spec.train.eval_samples,
-            micro_batch=spec.train.micro_batch,
-            dp_rank=self.built.mesh.index("dp"),
-            dp_size=self.built.mesh.size("dp"),
-            device=self.built.device,
-            document_mask=spec.data.document_mask,
-        )
-        self.built.position.mark("evaluation")
-        failpoint("evaluate")
-        loss = float(evaluate(self.built, batches))
-        for chunk in self.built.chunks:
-            chunk.train()
-        self.emit(EvalDone(step=self.step, split="valid", loss=loss, seconds=time.perf_counter() - start))
+        evaluated = self.evaluation.run()
+        if evaluated is None:
+            self._save()
+            raise Preempted(f"stopped in the evaluation after step {self.step} and saved; {self._goes_on()}")
+        losses = {name: one.loss for name, one in evaluated.sets.items()}
+        tokens = {name: one.tokens for name, one in evaluated.sets.items()}
+        seconds = time.perf_counter() - start
+        self.emit(EvalDone(step=self.step, loss=evaluated.loss, sets=losses, tokens=tokens, seconds=seconds))
+
+    def _owes_evaluation(self) -> bool:
+        """Whether the run stopped before, or in, the evaluation of the step that it goes on after."""
+        spec = self.built.spec
+        is_fork_start = isinstance(spec.forked_from, ForkPoint) and spec.forked_from.step == self.step
+        if self.step == 0 or is_fork_start or not self._evaluation_due():
+            return False
+        # the first rank's word: the file may look different from another machine
+        is_done = self.comm.rank == 0 and is_evaluated(self.run_dir / METRICS, self.step)
+        return not self.comm.broadcast(is_done)
+
+    def _goes_on(self) -> str:
+        return f"megaspec resume {self.run_dir} goes on"
 
     def _save(self) -> None:
         if self.last_saved == self.step:
@@ -305,9 +395,12 @@ class Run:
             tokens=self.tokens,
             scaler=self.scaler.state(),
         )
-        path = self.store.save(
-            self.step, pieces_of(self.built), spec=spec.model_dump(mode="json"), state=state, comm=self.comm
-        )
+        pieces = pieces_of(self.built)
+        if self.place is not None:
+            place = place_of_all(self.place, device=self.built.device)
+            if self.comm.rank == 0:
+                pieces.append(place_piece(place))
+        path = self.store.save(self.step, pieces, spec=spec.model_dump(mode="json"), state=state, comm=self.comm)
         self.last_saved = self.step
         if self.comm.rank == 0 and spec.checkpoint.keep != "all":
             self.store.prune(spec.checkpoint.keep, inspect=lambda manifest: objections(manifest, spec))
@@ -331,12 +424,14 @@ class Run:
         )
         self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=tokenizer.decode(written)))
 
-    def _source(self, split: str) -> Source:
+    def _source(self) -> Source:
         spec = self.built.spec
         assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
+        if isinstance(spec.data, StreamSpec):
+            check_unchanged(spec.data, spec.data_fingerprint)
         return open_source(
             spec.data,
-            split=split,
+            split="train",
             seed=spec.data.seed,
             segments=spec.segments,
             vocab_size=spec.model.vocab_size,

@@ -11,13 +11,13 @@ from megaspec.core.frozen import Frozen
 from megaspec.data.loader import SOURCES
 from megaspec.data.source import Source
 from megaspec.data.spec import DataSpec
-from megaspec.log.sinks import SinkBuilder
+from megaspec.log.sinks import SERVICES, SinkBuilder
 from megaspec.model.builders import MODELS, ModelBuilder
 from megaspec.model.part_builders import PARTS, PartBuilders
 from megaspec.model.spec import TransformerSpec
 from megaspec.optim.optimizer import OPTIMIZERS, OptimizerBuilder
 from megaspec.optim.spec import OptimizerSpec
-from megaspec.plugins import Kind, added_kinds
+from megaspec.plugins import Kind, added_kinds, import_failure
 from megaspec_kernels.registry import CrossEntropyKernel
 
 
@@ -51,14 +51,19 @@ def loaded_builders() -> Builders:
         sources={**SOURCES, **builders_of("sources")},
         optimizers={**OPTIMIZERS, **builders_of("optimizers")},
         losses=builders_of("losses"),
-        sinks=builders_of("sinks"),
+        sinks={**SERVICES, **builders_of("sinks")},
     )
 
 
 @cache
 def _imported(kind: Kind) -> Callable[..., Any]:
-    module, _, name = kind.build.partition(":")
+    name, _, builder = kind.build.partition(":")
+    label = f"--plugin: {kind.build} of {kind.spec.__name__}"
     try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise RecipeError(f"--plugin: {kind.build} of {kind.spec.__name__} can't be imported: {error}") from None
+        module = import_module(name)
+    # A package may raise anything while it is imported, as in megaspec/plugins.py.
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{label} can't be imported: {import_failure(error, name)}") from None
+    if not hasattr(module, builder):
+        raise RecipeError(f"{label}: {name} has no {builder} once it is imported; define it there")
+    return getattr(module, builder)

@@ -26,8 +26,9 @@ from megaspec.core.regular_files import read_inside
 from megaspec.launcher import exit_file
 from megaspec.launcher.memory_kills import memory_kills
 from megaspec.launcher.rendezvous import FileRendezvous, Rendezvous, TcpRendezvous
-from megaspec.launcher.stop import watch_signals
+from megaspec.launcher.stop import seconds_since_request, watch_signals
 from megaspec.log import prediction
+from megaspec.log.background import CLOSE_SECONDS
 from megaspec.log.events import RunEnded, RunStarted
 from megaspec.log.prediction import Prediction
 from megaspec.log.sinks import open_sinks
@@ -41,6 +42,8 @@ from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position, Watchdog, ignore_code
 from megaspec.spec import Spec
 
+_TO_LEAVE = 2.0
+"""Seconds of the grace that are kept for what follows the sinks' end: ranks part, and their processes end."""
 _GRACE = 2.0
 """Seconds that a collective has to fail by itself before the watchdog ends its rank."""
 
@@ -161,9 +164,17 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
         run.start()
         if me.rank == 0:
             assert lock is not None, "rank 0 without the run's lock"
-            sinks = open_sinks(spec.log, run_dir, step=run.step, check=lock.check_line, builders=builders.sinks)
+            sinks = open_sinks(
+                spec.log,
+                run_dir,
+                step=run.step,
+                check=lock.check_line,
+                builders=builders.sinks,
+                close_seconds=partial(patience_with_sinks, spec.launcher.grace_seconds),
+            )
             run.emit = stack.enter_context(sinks)
-        run.emit(started(spec, run_dir, step=run.step, attempt=me.attempt))
+        run.started = started(spec, run_dir, step=run.step, attempt=me.attempt)
+        run.emit(run.started)
         how = "failed"
         try:
             run.train()
@@ -173,6 +184,16 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
             raise
         finally:
             run.emit(RunEnded(step=run.step, how=how))
+
+
+def patience_with_sinks(grace_seconds: float) -> float:
+    """How long sinks may still send what they have not sent: a rank that was asked to stop is killed after its grace,
+    and would then not have ended well."""
+    asked = seconds_since_request()
+    if asked is None:
+        return CLOSE_SECONDS
+    left = grace_seconds - asked - _TO_LEAVE
+    return min(CLOSE_SECONDS, max(0.0, left))
 
 
 def seed_generators(seed: int) -> None:
@@ -276,8 +297,10 @@ def started(spec: Spec, run_dir: Path, *, step: int, attempt: int) -> RunStarted
         steps=spec.train.steps,
         attempt=attempt,
         world_size=spec.world_size,
-        flops_per_token=predicted.flops_per_token,
+        flops_per_token_causal=predicted.flops_per_token_causal,
+        flops_per_token_full=predicted.flops_per_token_full,
         peak_flops=predicted.peak_flops,
+        no_peak=predicted.no_peak,
     )
 
 

@@ -15,6 +15,13 @@ from megaspec.parallelism.expert import RouterStatistics
 from megaspec.precision.scaler import LossScaler
 from megaspec.runtime.build import Summed, TrainState
 
+FORWARD_BACKWARD, REDUCE_GRADIENTS, OPTIMIZER = PHASES = ("forward_backward", "reduce_gradients", "optimizer")
+"""What a step consists of, in this order."""
+
+
+def ignore_phase(phase: str) -> None:
+    """For who measures no phases."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -40,10 +47,18 @@ class StepResult:
     """Of the layers on this rank; None where none has experts."""
 
 
-def forward_backward(built: TrainState, batches: Sequence[Batch], *, tokens: Tensor, loss_scale: Tensor) -> Tensor:
+def forward_backward(
+    built: TrainState,
+    batches: Sequence[Batch],
+    *,
+    tokens: Tensor,
+    loss_scale: Tensor,
+    on_phase: Callable[[str], object] = ignore_phase,
+) -> Tensor:
     """Adds the gradients of all micro batches to the buckets. -> this rank's share of the mean loss.
 
-    `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars.
+    `tokens`: valid tokens of the global batch; `loss_scale`: factor on the loss; both scalars. `on_phase`: as in
+    `train_step`.
     """
     data, pipeline = built.data_parallel, built.pipeline
     data.start_step()
@@ -66,7 +81,9 @@ def forward_backward(built: TrainState, batches: Sequence[Batch], *, tokens: Ten
         forward=forward,
         start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
     )
+    on_phase(FORWARD_BACKWARD)
     finish_gradients(built, loss_scale=loss_scale)
+    on_phase(REDUCE_GRADIENTS)
     return total / loss_scale
 
 
@@ -140,14 +157,16 @@ def train_step(
     scaler: LossScaler,
     stop: bool = False,
     on_gradients: Callable[[], None] | None = None,
+    on_phase: Callable[[str], object] = ignore_phase,
 ) -> StepResult:
     """One step on this rank's micro batches. The host reads nothing back.
 
     `on_gradients` is called when the gradients are summed, before the update, which may divide them in place.
+    `on_phase` is called with each of PHASES when the device was given all of its work.
     """
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
-    local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale)
+    local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale, on_phase=on_phase)
     data = built.data_parallel
     if on_gradients is not None:
         on_gradients()
@@ -166,17 +185,37 @@ def train_step(
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)
+    on_phase(OPTIMIZER)
     return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, routers)
 
 
-@torch.no_grad()
 def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:
     """The mean loss over the valid tokens of all ranks' batches, a scalar in at least fp32."""
+    sums = evaluation_sums(built, batches, is_cut=lambda: False)
+    assert sums is not None, "an evaluation that nothing cuts"
+    return mean_loss(sums)
+
+
+def mean_loss(sums: Tensor) -> Tensor:
+    """The mean of what `evaluation_sums` returns."""
+    return sums[0] / sums[1].clamp(min=1)
+
+
+@torch.no_grad()
+def evaluation_sums(built: TrainState, batches: Iterable[Batch], *, is_cut: Callable[[], bool]) -> Tensor | None:
+    """float64 [2]: the sum of the losses of the valid tokens of all ranks' batches, and how many tokens these are.
+
+    `is_cut` is asked before each pass through the pipeline, by all ranks together, and answers the same on each. None:
+    it said yes, and the rest was left.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=built.device)
     one = torch.ones((), dtype=built.wide, device=built.device)
     count_here = built.mesh.index("cp") == 0 and built.mesh.index("pp") == 0
     following = iter(batches)
     while window := list(islice(following, built.pipeline.window)):
+        if is_cut():
+            built.pipeline.finish()
+            return None
 
         def forward(chunk: int, micro: int, x: Tensor | None, window: Sequence[Batch] = window) -> Tensor:
             built.position.micro = micro
@@ -190,8 +229,7 @@ def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:
         if count_here:
             sums[1] += torch.stack([batch.mask.sum() for batch in window]).sum()
     built.pipeline.finish()
-    sums = _summed(built, sums)
-    return sums[0] / sums[1].clamp(min=1)
+    return _summed(built, sums)
 
 
 def _summed(built: TrainState, x: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from megaspec.core.axes import world_size
 from megaspec.core.frozen import Frozen
 from megaspec.core.problems import as_word, in_a_shell
+from megaspec.estimate.cpu_memory import cpu_need
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.estimate.memory import fullest, fullest_within, memory_of
 from megaspec.estimate.target import Target
@@ -29,7 +31,7 @@ class Remedy(Frozen):
     overrides: tuple[str, ...]
     """`path=value` each; `hardware=NAME` where only larger GPUs help."""
     total: int
-    """Bytes of the fullest rank."""
+    """Bytes of the fullest rank; on a CPU, of all ranks of a machine and their processes."""
 
     @property
     def words(self) -> str:
@@ -95,6 +97,21 @@ def remedies(recipe: Recipe, hardware: Hardware) -> list[Remedy]:
     return [*[one.remedy for one in in_order[: MOST - len(larger)]], *larger]
 
 
+def remedies_on_cpu(recipe: Recipe, target: Target) -> list[Remedy]:
+    """The single changes with which the ranks of a filled recipe fit a machine without GPUs, what costs least first."""
+    world = world_size(recipe.parallelism.degrees)
+    already_broken = _broken_on(recipe, target)
+    found = []
+    for lever in sorted(LEVERS, key=lambda lever: lever.cost):
+        changed = lever.turn(recipe)
+        if changed is None or _broken_on(changed, target) - already_broken or unbuilt_problems(changed):
+            continue
+        total = cpu_need(changed, world=world, local=target.local_ranks).total
+        if total <= target.memory:
+            found.append(Remedy(overrides=overrides_of(recipe, changed), total=total))
+    return found
+
+
 def savings(recipe: Recipe, hardware: Hardware, *, most: int = 3) -> list[Remedy]:
     """The single changes of a filled recipe that can be trained and save most memory, the largest saving first."""
     now = fullest(memory_of(recipe)).total
@@ -148,7 +165,11 @@ def target_of(recipe: Recipe, hardware: Hardware) -> Target:
 
 def broken(recipe: Recipe, hardware: Hardware) -> set[str]:
     """Codes of the rules that a recipe breaks on such GPUs."""
-    case = Case(recipe, target_of(recipe, hardware), Facts(recipe.run_dir), frozenset())
+    return _broken_on(recipe, target_of(recipe, hardware))
+
+
+def _broken_on(recipe: Recipe, target: Target) -> set[str]:
+    case = Case(recipe, target, Facts(recipe.run_dir), frozenset())
     return {code for code, rule in RULES.items() if rule(case) is not None}
 
 

@@ -22,13 +22,12 @@ _SHOWN = 5
 def never_has(metric: str, recipe: Recipe) -> str:
     """Why a run of this recipe never comes to have a metric, and the way out; "" where it does.
 
-    The loop evaluates after every train.eval_every-th step, and never for the sake of the end.
+    The last step is evaluated whatever train.eval_every is, unless it is 0.
     """
-    every, steps = recipe.train.eval_every, recipe.train.steps
-    if metric != "valid_loss" or 0 < every <= steps:
+    if metric != "valid_loss" or recipe.train.eval_every > 0:
         return ""
-    what = f"train.eval_every={every} with train.steps={steps} never evaluates"
-    return f"sweep.metric={metric}: {what}; set train.eval_every from 1 to {steps}, or sweep.metric=loss"
+    what = "train.eval_every=0 never evaluates"
+    return f"sweep.metric={metric}: {what}; set train.eval_every={recipe.train.steps}, or sweep.metric=loss"
 
 
 def choose_metric(spec: SweepSpec, checked: Sequence[CheckedPoint]) -> Metric:

@@ -1,6 +1,7 @@
 """Every point of a sweep is run: begun by `train -m`, gone on with by `sweep resume`. Torch-free."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from megaspec.search.fits import MEMORY
 from megaspec.sweep import hydra_jobs
 from megaspec.sweep.driver import Driver, PointSearch, SweepTable, exit_code, to_run
 from megaspec.sweep.metric import choose_direction, choose_metric, has_value, never_has
-from megaspec.sweep.points import CheckedPoint, Checker, grid, refuse_invalid, without_repeats
+from megaspec.sweep.points import CheckedPoint, Checker, grid, left_out_in_words, refuse_invalid, without_repeats
 from megaspec.sweep.report import print_results
 from megaspec.sweep.slots import make_slots, point_target
 from megaspec.sweep.spec import KEPT
@@ -53,9 +54,12 @@ def multirun(words: Sequence[str], config_dirs: Sequence[str]) -> int:
 
         # a search makes its points while it runs
         checked: list[CheckedPoint] = []
-        metric = choose_metric(taken.spec, probe(axes, taken.plain, checker))
+        probed = probe(axes, taken.plain, checker)
+        _tell_left_out(probed)
+        metric = choose_metric(taken.spec, probed)
     else:
         checked = _checked_grid(taken, checker)
+        _tell_left_out(checked)
         metric = choose_metric(taken.spec, checked)
     head = SweepHead(
         name=name,
@@ -229,6 +233,12 @@ def _checked_grid(taken: SweepWords, checker: Checker) -> list[CheckedPoint]:
     if len(repeats) > _MOST_REPEATS:
         _say(f"... and {len(repeats) - _MOST_REPEATS} repeats more")
     return different
+
+
+def _tell_left_out(points: Sequence[CheckedPoint]) -> None:
+    """On stderr, as every command does."""
+    for line in left_out_in_words(points):
+        print(printable(line), file=sys.stderr)
 
 
 def _axes(taken: SweepWords) -> tuple[Axis, ...]:

@@ -29,6 +29,7 @@ from megaspec.sweep.words import SweepWords
 # Characters of a folder that tell the overrides.
 _MOST_CHARACTERS = 80
 _SHOWN = 20
+_LEFT_OUT_SHOWN = 3
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Checker:
         try:
             composed = self._composed([*plain, *overrides])
             checked.recipe = composed.recipe
+            checked.left_out = composed.left_out
             checked.ranks = self.spec(composed.recipe, Path("run"), composed.origins).world_size
         except RecipeError as error:
             checked.problems = error.problems
@@ -85,6 +87,8 @@ class CheckedPoint:
     """World size; 0 where the point can't be run."""
     problems: list[Problem] = field(default_factory=list)
     only_data_is_wrong: bool = False
+    left_out: tuple[str, ...] = ()
+    """See compose/compose.py."""
 
     @property
     def fingerprint(self) -> str:
@@ -179,3 +183,21 @@ def _shared_problems(checked: Sequence[CheckedPoint]) -> list[str]:
         texts = point.problem_texts
         shared = [text for text in shared if text in texts]
     return shared
+
+
+def left_out_in_words(points: Sequence[CheckedPoint]) -> list[str]:
+    """`left out: ...` for each key that points leave out, with those points where others keep it."""
+    points_of: dict[str, list[CheckedPoint]] = {}
+    for point in points:
+        for text in point.left_out:
+            points_of.setdefault(text, []).append(point)
+    lines = []
+    for text, leaving in points_of.items():
+        where = ""
+        if len(leaving) < len(points):
+            words = [" ".join(point.overrides) for point in leaving[:_LEFT_OUT_SHOWN]]
+            where = f" at {', '.join(words)}"
+            if len(leaving) > len(words):
+                where += f" and {len(leaving) - len(words)} more"
+        lines.append(f"left out{where}: {text}")
+    return lines

@@ -142,7 +142,7 @@ class Follower:
             self.result.steps = _count(event, "steps")
             _put(self.result.loss, step, loss)
             _put(self.result.speed, step, speed)
-        elif kind == "eval" and event["split"] == "valid":
+        elif kind == "eval":
             _put(self.result.valid_loss, _count(event, "step"), float(event["loss"]))
 
     def _start(self, step: int, steps: int) -> None:

@@ -31,7 +31,7 @@ class SweepSpec(Frozen):
     again: Literal["unfinished", "failed"] = "unfinished"
     """What a sweep that is started again runs: points without an end, or those that failed as well."""
     metric: Auto[Literal["loss", "valid_loss", "tokens_per_second"]] = "auto"
-    """Number that points are compared by. auto: valid_loss where every point evaluates within its steps, else loss."""
+    """Number that points are compared by. auto: valid_loss where every point evaluates, else loss."""
     direction: Auto[Literal["minimize", "maximize"]] = "auto"
     """What is better. auto: more tokens per second, less loss."""
     trials: PositiveCount = 20

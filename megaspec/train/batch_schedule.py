@@ -7,8 +7,8 @@ class BatchSchedule:
     """How many sequences each optimizer step takes.
 
     With a ramp, the batch at a step is start + k · increment, k = number of whole `samples / increments` parts that
-    lie behind it, until it is global_batch. `moved` sequences are added to what any step has consumed: see
-    Spec.samples_moved.
+    lie between the ramp's first step and it, until it is global_batch; before the first step it is `start`. `moved`
+    sequences are added to what any step has consumed: see Spec.samples_moved.
     """
 
     def __init__(self, train: TrainSpec, *, moved: int = 0):
@@ -18,11 +18,15 @@ class BatchSchedule:
         sample = 0
         if train.batch_ramp is not None:
             ramp = train.batch_ramp
+            assert ramp.first_step != "auto", "train.batch_ramp.first_step was left open by the resolver"
+            step = ramp.first_step
+            first_sample = step * ramp.start
+            sample = first_sample
             n_increments = (train.global_batch - ramp.start) // ramp.increment
             for k in range(n_increments):
                 batch = ramp.start + k * ramp.increment
                 # the batch grows at the first step that begins at or behind this sample
-                until = -(-(k + 1) * ramp.samples // n_increments)
+                until = first_sample - (-(k + 1) * ramp.samples // n_increments)
                 n_steps = max(0, -(-(until - sample) // batch))
                 # a short part may lie wholly within the last step of the one before it
                 if n_steps:
@@ -52,4 +56,6 @@ class BatchSchedule:
             first_step, _, _ = stage
             if first_step <= step:
                 return stage
-        raise AssertionError(f"step={step} must not be negative")
+        assert step >= 0, f"step={step} must not be negative"
+        # a ramp that begins later
+        return self._stages[0]

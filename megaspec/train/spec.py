@@ -17,6 +17,8 @@ class BatchRamp(Frozen):
     """Sequences by which it grows each time, until it is train.global_batch."""
     samples: PositiveCount
     """Sequences over which it grows."""
+    first_step: Auto[NonNegativeCount] = 0
+    """Step from which it grows. auto: the step with which the run begins, that of its checkpoint in a fork, else 0."""
 
 
 class SampleSpec(Frozen):
@@ -52,8 +54,8 @@ class TrainSpec(Frozen):
     loss: Annotated[Never, LOSS_KINDS] | None = Field(None, exclude_if=lambda loss: loss is None)
     """A plug-in's loss. None: cross-entropy."""
     eval_every: NonNegativeCount = 0
-    """Steps between evaluations on the validation split; 0 evaluates never."""
+    """Steps between evaluations; the last step is evaluated, too. 0 evaluates never."""
     eval_samples: PositiveCount = 64
-    """Sequences of the validation split per evaluation."""
+    """Sequences of each evaluation set per evaluation; a set that has fewer is read whole, and none of it twice."""
     sample: SampleSpec | None = None
     """Write a text at the end. None: don't."""

@@ -8,6 +8,7 @@ import pytest
 
 from megaspec.commands import data
 from megaspec.core.errors import DataError
+from megaspec.data.indexed import IndexedFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +43,56 @@ def test_prepare_then_inspect(source, tmp_path, capsys):
 def test_bad_lines_stop_it(source, tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl:3: wrong type"):
         run("prepare", source, "--out", tmp_path / "d", "--workers", "1")
+
+
+def test_skip_bad_without_a_number_leaves_all_out_and_says_where(source, tmp_path, capsys):
+    assert run("prepare", source, "--out", tmp_path / "d", "--workers", "1", "--skip-bad") == 0
+    out = capsys.readouterr().out
+    assert "left out: 1 lines, wrong type" in out
+    assert f"listed with their reasons: {tmp_path}/d.bad-lines.txt" in out
+    listed = (tmp_path / "d.bad-lines.txt").read_text()
+    assert listed == f'{source}:3: wrong type: "text" must be a string, found a number (1)\n'
+
+
+def test_skip_bad_in_front_of_an_input_is_told(source, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run("prepare", "--out", tmp_path / "d", "--skip-bad", source)
+    assert "name INPUT before --skip-bad" in capsys.readouterr().err
+
+
+@pytest.fixture
+def articles(tmp_path):
+    (tmp_path / "articles.jsonl").write_text('{"title": "A", "body": "one"}\n{"title": "B", "body": "two"}\n')
+    return tmp_path / "articles.jsonl"
+
+
+def test_several_keys_are_joined(articles, tmp_path, capsys):
+    words = ["prepare", articles, "--key", "title", "--key", "body", "--workers", "1"]
+    assert run(*words, "--out", tmp_path / "d") == 0
+    assert run(*words, "--out", tmp_path / "e", "--join", r": \t") == 0
+    assert [bytes(IndexedFile(tmp_path / name).read(1)[:-1].tolist()) for name in "de"] == [b"B\n\ntwo", b"B: \ttwo"]
+
+
+def test_a_data_set_for_each_key(articles, tmp_path, capsys):
+    words = ["prepare", articles, "--key", "title", "--key", "body", "--workers", "1", "--per-key"]
+    assert run(*words, "--out", tmp_path / "d") == 0
+    for key, text in (("title", b"B"), ("body", b"two")):
+        assert bytes(IndexedFile(tmp_path / f"d_{key}_document").read(1)[:-1].tolist()) == text
+    assert not (tmp_path / "d.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--key", "a", "--key", "a"], "names one key twice"),
+        (["--key", "a", "--join", " "], "--key a is one"),
+        (["--key", "a", "--key", "b", "--join", " ", "--per-key"], "drop one"),
+        (["--key", "a", "--key", "b", "--per-key", "--tokenizer", "bpe:300"], r"--tokenizer .*/d\.tokenizer\.json"),
+    ],
+)
+def test_keys_that_do_not_go_together(articles, tmp_path, words, told):
+    with pytest.raises(DataError, match=told):
+        run("prepare", articles, "--out", tmp_path / "d", *words)
 
 
 def test_no_eod(source, tmp_path, capsys):

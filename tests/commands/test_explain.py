@@ -16,6 +16,7 @@ from megaspec.core.errors import RecipeError
 from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import field_paths
+from megaspec.optim.spec import PieceSpec
 from megaspec.recipe import Recipe
 from megaspec.rules.examples import EXAMPLES
 from megaspec.rules.table import RULES
@@ -51,7 +52,12 @@ def test_a_key_in_a_recipe(capsys):
     assert told["type"] == ["number above 0"]
     assert told["default"] == ["none: it must be set"]
     assert told["in llama3_70b"] == ["0.00015   (recipes/llama3_70b.yaml:7)"]
-    assert [text.partition(":")[0] for text in told["rule"]] == ["lr-min", "lr-init"]
+    assert [text.partition(":")[0] for text in told["rule"]] == [
+        "lr-min",
+        "lr-init",
+        "pieces-highest",
+        "pieces-end",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +109,8 @@ def test_every_kind_of_a_section_has_one_line(capsys):
     headings = [heading for heading in explain(capsys, "model.positions") if heading.startswith("kind")]
     assert headings == ["kind rotary", "kind learned", "kind none"]
     told = explain(capsys, "optim.schedule")
-    assert told["means"][-1] == "Learning rate over steps. All lengths are in optimizer steps."
-    assert told["kind"] == ["constant, linear, cosine, inverse_sqrt or wsd"]
+    assert told["means"][-1] == "Learning rate over steps. All lengths are in optimizer steps, counted from first_step."
+    assert told["kind"] == ["constant, linear, cosine, inverse_sqrt, wsd or piecewise"]
 
 
 def test_keys_of_a_section_are_told_in_whole_sentences(capsys):
@@ -143,6 +149,7 @@ def test_fields_are_those_that_pydantic_knows():
         "data.blend.*.weight",
         "model.moe.router.losses.*.kind",
         "model.moe.router.losses.*.coefficient",
+        *(f"optim.schedule.pieces.*.{name}" for name in PieceSpec.model_fields),
     }
     assert same_path("data.blend.*.prefix", "data.blend.12.prefix")
     assert not same_path("data.blend.*.prefix", "data.blend.x.prefix")
@@ -230,7 +237,7 @@ def test_a_code_in_words(capsys):
     [
         (["optim.lrr"], "did you mean optim.lr"),
         (["warmup"], "did you mean optim.schedule.warmup_steps?"),
-        (["lr"], "did you mean optim.lr?"),
+        (["lr"], "did you mean optim.lr or optim.schedule.pieces.*.lr?"),
         (["tp-head"], "did you mean tp-heads"),
         (["qqqqqqq"], "sections are"),
         ([], "give one key or code"),

@@ -1,6 +1,8 @@
 """Small data sets for the tests of data."""
 
 import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from megaspec.data.manifest import (
     crc32_of_blocks,
     write_manifest,
 )
+from megaspec.data.spec import StreamFiles, StreamSpec
 
 NO_HASH = "0" * 64
 
@@ -56,3 +59,27 @@ def add_manifest(
     )
     write_manifest(prefix, manifest)
     return manifest
+
+
+def text_of(name: str, number: int) -> str:
+    """A document that says which one it is, of uneven length."""
+    return f"<{name} {number}>" + "abcdefghij"[number % 10] * (7 * number % 43)
+
+
+def write_texts(path: Path, n_documents: int, *, line: Callable[[int], str] | None = None) -> Path:
+    """JSON lines of `text_of`; `line` writes some of them otherwise."""
+    lines = []
+    for number in range(n_documents):
+        written = None if line is None else line(number)
+        lines.append(json.dumps({"text": text_of(path.stem, number)}) if written is None else written)
+    path.write_text("".join(f"{one}\n" for one in lines))
+    return path
+
+
+def stream_spec(*paths: Path | str, weights: tuple[float, ...] = (), **fields) -> StreamSpec:
+    """A stream of bytes; the lanes and the seed are filled as the resolver would."""
+    files = []
+    for number, path in enumerate(paths):
+        files.append(StreamFiles(path=str(path), weight=weights[number] if weights else None))
+    given = {"seq_len": 32, "tokenizer": "byte", "lanes": 4, "workers": 0, "seed": 3, **fields}
+    return StreamSpec(kind="stream", files=tuple(files), **given)

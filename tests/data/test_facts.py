@@ -1,8 +1,11 @@
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from megaspec.data.facts import data_facts
-from megaspec.data.spec import BlendPart, IndexedSpec, RandomSpec, SyntheticSpec
-from tests.data.helpers import add_manifest, write_dataset
+from megaspec.data.facts import data_facts, evaluation_facts, prepare_command
+from megaspec.data.spec import BlendPart, IndexedSpec, PrepareSpec, RandomSpec, SyntheticSpec
+from tests.data.helpers import add_manifest, stream_spec, write_dataset, write_texts
 
 
 def indexed(*prefixes, **fields) -> IndexedSpec:
@@ -47,7 +50,24 @@ def test_every_problem_is_told_at_once(tmp_path):
     assert "a.bin: size=0, its manifest says 160" in first.message
     assert second.key == "data.blend.1.prefix"
     assert "nothing.idx: can't be read" in second.message
-    assert "megaspec data prepare" in second.message
+    # with the tokenizer of the one that is there
+    command = f"megaspec data prepare INPUT --out {tmp_path}/nothing --tokenizer byte"
+    assert second.message.endswith(f"; make it with `{command}`")
+
+
+def test_the_command_that_makes_a_data_set(tmp_path):
+    made = PrepareSpec(tokenizer="openai-community/gpt2", input="my text.jsonl")
+    gone = indexed(tmp_path / "gone", prepare=made)
+    command = f"megaspec data prepare 'my text.jsonl' --out {tmp_path}/gone --tokenizer openai-community/gpt2"
+    assert prepare_command(gone, 0) == command
+    assert f"`{command}`" in data_facts(gone).problems[0].message
+    assert prepare_command(indexed("a b"), 0) == "megaspec data prepare INPUT --out 'a b' --tokenizer NAME"
+    # what is there counts more than what the recipe says
+    write_dataset(tmp_path / "a", [10] * 8, manifest=False)
+    add_manifest(tmp_path / "a", vocab_size=1000, documents=8, tokens=80, tokenizer="bpe:1000")
+    (tmp_path / "a.tokenizer.json").write_text("{}")
+    both = indexed(tmp_path / "a", tmp_path / "gone", prepare=made)
+    assert prepare_command(both, 1).endswith(f"--tokenizer {tmp_path}/a.tokenizer.json")
 
 
 def test_two_tokenizers_in_one_blend(tmp_path):
@@ -91,3 +111,45 @@ def test_a_blend_without_weights_counts_sequences_of_each(tmp_path):
     weighted = tuple(BlendPart(prefix=str(tmp_path / name), weight=1.0) for name in "ab")
     spec = indexed(tmp_path / "a", split=(1.0, 0.0, 0.0)).model_copy(update={"blend": weighted})
     assert data_facts(spec).problems == ()
+
+
+def test_an_evaluation_set_has_the_tokenizer_of_the_training_data(tmp_path):
+    write_dataset(tmp_path / "a", [10] * 8)
+    write_dataset(tmp_path / "web", [10] * 8)
+    data = indexed(tmp_path / "a").model_copy(
+        update={"valid": {"web": indexed(tmp_path / "web", split=(0.0, 1.0, 0.0))}}
+    )
+    training = data_facts(data)
+    web = evaluation_facts(data, training)["web"]
+    assert (web.problems, web.tokens["valid"]) == ((), 80)
+    other = replace(training, tokenizer_sha256="f" * 64)
+    (problem,) = evaluation_facts(data, other)["web"].problems
+    assert (problem.key, problem.code) == ("data.valid.web", "data-tokenizers")
+    gone = data.model_copy(update={"valid": {"web": indexed(tmp_path / "gone")}})
+    (problem,) = evaluation_facts(gone, training)["web"].problems
+    assert problem.key == "data.valid.web.blend.0.prefix"
+
+
+def test_an_evaluation_set_of_files_that_are_streamed_for_training_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "web"):
+        write_texts(tmp_path / f"{name}.jsonl", 20)
+    # the same file by another name
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "b.jsonl")
+    found = {}
+    for name, files in {"web": ("web.jsonl",), "b": (tmp_path / "link.jsonl",)}.items():
+        data = stream_spec("a.jsonl", "b.jsonl").model_copy(update={"valid": {name: stream_spec(*files)}})
+        found[name] = evaluation_facts(data, data_facts(data))[name].problems
+    assert found["web"] == ()
+    (problem,) = found["b"]
+    assert (problem.key, problem.code) == ("data.valid.b.files", "valid-trained")
+    assert "link.jsonl is training data, too" in problem.message
+
+
+def test_an_evaluation_set_that_is_training_data_by_another_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "a", [10] * 8)
+    for split, is_refused in (((0.0, 1.0, 0.0), True), ((969.0, 30.0, 1.0), False)):
+        data = indexed(Path("a")).model_copy(update={"valid": {"web": indexed(tmp_path / "a", split=split)}})
+        problems = evaluation_facts(data, data_facts(data))["web"].problems
+        assert [one.key for one in problems] == ["data.valid.web.blend.0.prefix"] * is_refused

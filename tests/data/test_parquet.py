@@ -9,6 +9,7 @@ import pytest
 from megaspec.cli import main
 from megaspec.core.errors import DataError
 from megaspec.data.inputs import carries_checksums, cut, find_inputs, read_documents
+from megaspec.data.text_fields import TextFields
 
 TEXTS = [f"row {i} " + "abcdefghij klmnop"[i % 9 :] for i in range(14)] + ["the same text"] * 6
 FORMATS = [
@@ -127,7 +128,18 @@ def test_files_without_checksums_are_named_once(tmp_path, capsys):
 def test_bytes_are_no_text(tmp_path):
     """A flip makes a text column one of bytes; so do writers that say nothing of what the bytes are."""
     pyarrow.parquet.write_table(pyarrow.table({"text": [b"a", b"b"]}), tmp_path / "t.parquet")
-    with pytest.raises(DataError, match=r"t\.parquet: column text is of type binary, not text"):
+    with pytest.raises(DataError, match=r"t\.parquet: wrong type: column text must hold strings, found binary"):
         read(tmp_path / "t.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": [["a"], ["b"]]}), tmp_path / "t.parquet")
-    assert [text.kind for text in read(tmp_path / "t.parquet")] == ["wrong type"] * 2
+    with pytest.raises(DataError, match=r"column text must hold strings, found list"):
+        read(tmp_path / "t.parquet")
+
+
+def test_several_columns_and_fields_of_structs(tmp_path):
+    table = pyarrow.table({"title": ["A", "", None], "meta": [{"body": "a"}, {"body": "b"}, {"body": "c"}]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=2)
+    found = []
+    for part in cut(find_inputs([str(tmp_path / "t.parquet")])):
+        for piece in part.slices:
+            found += [str(text) for _, text in read_documents(piece, TextFields(("title", "meta.body"), ": "))]
+    assert found == ["A: a", "b", 'wrong type: "title" must be a string, found null']

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import resource
@@ -16,16 +17,18 @@ from hypothesis import strategies as st
 
 from megaspec.core.errors import DataError, WriteError
 from megaspec.data import inputs as inputs_module
+from megaspec.data import json_lines
 from megaspec.data import manifest as manifest_module
 from megaspec.data import prepare as prepare_module
 from megaspec.data import workers as workers_module
 from megaspec.data.files import write_atomically
 from megaspec.data.indexed import IndexedFile
-from megaspec.data.inputs import cut, find_inputs, lines_before, read_documents
+from megaspec.data.inputs import Document, cut, documents, find_inputs, lines_before, read_documents
 from megaspec.data.inspect import inspect
 from megaspec.data.manifest import load_manifest, sha256_of_files
 from megaspec.data.prepare import JobProgress, prepare
 from megaspec.data.provenance import tokenizer_of
+from megaspec.data.text_fields import TextFields
 from megaspec.data.tokenizer import ByteTokenizer, parse_tokenizer
 from megaspec.data.workers import WorkerDied
 
@@ -110,43 +113,135 @@ def test_other_keys_and_no_eod(tmp_path):
 
 BAD_LINES = [
     (b'{"text": "good"}', None),
-    (b'{"text": "cut', "broken JSON"),
-    (b'{"other": "x"}', "missing key"),
-    (b'{"text": 5}', "wrong type"),
-    (b'{"text": null}', "wrong type"),
-    (b'["text"]', "wrong type"),
-    (b'{"text": "\xff"}', "bad UTF-8"),
-    (b'{"text": "\\ud800"}', "bad UTF-8"),
+    (b'{"text": "cut', "broken JSON: Unterminated string starting at character 10"),
+    (b'{"other": "x", "id": 1}', 'missing key: no "text"; the line has "other", "id"'),
+    (b'{"text": 5}', 'wrong type: "text" must be a string, found a number (5)'),
+    (b'{"text": null}', 'wrong type: "text" must be a string, found null'),
+    (b'{"text": {"a": 1}}', 'wrong type: "text" must be a string, found an object'),
+    (b'["text"]', "no object: a line must be an object, found a list"),
+    (b'{"text": "\xff"}', "bad UTF-8: byte 0xff at byte 11"),
+    (b"", None),
+    (b'{"text": "\\ud800"}', "bad UTF-8: half a character, \\ud800, at character 1"),
     (b'{"text": ""}', "empty document"),
     (b'{"text": " \\n"}', "empty document"),
-    (b"", "empty document"),
-    (b'{"text": "a", "text": "b"}', "broken JSON"),
-    (b'{"text": "a", "n": NaN}', "broken JSON"),
-    (b'{"text": "a"} {"text": "b"}', "broken JSON"),
-    (b"[" * 100_000, "broken JSON"),
+    (b" \t\r", None),
+    (b'{"text": "a", "text": "b"}', "broken JSON: a key twice in one object"),
+    (b'{"text": "a", "n": NaN}', "broken JSON: NaN is no JSON"),
+    (b'{"text": "a"} {"text": "b"}', "broken JSON: Extra data at character 15"),
+    (b"[" * 100_000, "broken JSON: brackets within brackets without end"),
     (b'{"text": "also good"}', None),
+    (b"", None),
+    (b"", None),
 ]
+KINDS = [reason.partition(":")[0] for _, reason in BAD_LINES if reason]
 
 
-def test_bad_lines_stop_the_job_and_are_named(tmp_path):
+def bad_file(tmp_path: Path) -> Path:
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(line for line, _ in BAD_LINES))
-    kinds = [kind for _, kind in BAD_LINES if kind]
+    return tmp_path / "a.jsonl"
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_all_bad_lines_are_found_before_anything_is_made(tmp_path, tokenizer):
+    source = bad_file(tmp_path)
+    stages = []
     with pytest.raises(DataError) as error:
-        prepare([str(tmp_path / "a.jsonl")], tmp_path / "d", ByteTokenizer(), skip_bad=len(kinds) - 1)
+        prepare(
+            [str(source)], tmp_path / "d", parse_tokenizer(tokenizer), progress=lambda now: stages.append(now.stage)
+        )
+    assert set(stages) == {"lines"}
+    assert not list((tmp_path / "d.parts").glob("*.bin"))
+    assert not (tmp_path / "d.parts" / "tokenizer.json").exists()
     text = str(error.value)
-    assert text.startswith(f"{len(kinds)} bad lines (")
-    for kind in set(kinds):
-        assert f"{kinds.count(kind)} {kind}" in text
-    for number, (_, kind) in enumerate(BAD_LINES[:10], start=1):
-        assert (f"a.jsonl:{number}: {kind}\n" in text) == (kind is not None)
-    assert "and 4 more" in text
+    assert text.startswith(f"{len(KINDS)} bad lines (")
+    for kind in set(KINDS):
+        assert f"{KINDS.count(kind)} {kind}" in text
+    listed = [f"{source}:{n}: {reason}" for n, (_, reason) in enumerate(BAD_LINES, start=1) if reason]
+    assert [line.strip() for line in text.splitlines()[1:11]] == listed[:10]
+    assert f"and {len(KINDS) - 10} more" in text
+    assert f"all of them: {tmp_path}/d.bad-lines.txt" in text
+    assert (tmp_path / "d.bad-lines.txt").read_text().splitlines() == listed
     assert error.value.exit_code == 65
     assert not (tmp_path / "d.bin").exists()
 
-    prepared = prepare([str(tmp_path / "a.jsonl")], tmp_path / "d", ByteTokenizer(), skip_bad=len(kinds))
+
+def test_bad_lines_are_left_out_up_to_a_number(tmp_path):
+    source = bad_file(tmp_path)
+    with pytest.raises(DataError, match=f"--skip-bad {len(KINDS) - 1} allows {len(KINDS) - 1}:"):
+        prepare([str(source)], tmp_path / "d", ByteTokenizer(), skip_bad=len(KINDS) - 1)
+    prepared = prepare([str(source)], tmp_path / "d", ByteTokenizer(), skip_bad=len(KINDS))
     assert documents_of(tmp_path / "d") == ["good", "also good"]
-    assert prepared.manifest.bad_lines == {kind: kinds.count(kind) for kind in kinds}
-    assert prepared.parts_reused == 1
+    assert prepared.manifest.bad_lines == {kind: KINDS.count(kind) for kind in KINDS}
+    assert prepared.manifest.bad_lines_file == "d.bad-lines.txt"
+    assert len((tmp_path / "d.bad-lines.txt").read_text().splitlines()) == len(KINDS)
+    source.write_text('{"text": "mended"}\n\n')
+    prepared = prepare([str(source)], tmp_path / "d", ByteTokenizer(), overwrite=True)
+    assert (prepared.manifest.documents, prepared.manifest.bad_lines_file) == (1, None)
+    assert not (tmp_path / "d.bad-lines.txt").exists()
+
+
+def test_a_document_of_which_no_token_is_left_is_bad(tmp_path):
+    tokenizer = json.dumps(
+        {
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"},
+            "normalizer": {"type": "Replace", "pattern": {"String": "b"}, "content": ""},
+        }
+    )
+    (tmp_path / "t.json").write_text(tokenizer)
+    write_jsonl(tmp_path / "a.jsonl", ["a", "b", "a"])
+    made = parse_tokenizer(str(tmp_path / "t.json"))
+    with pytest.raises(DataError, match=r"1 bad line \(1 no tokens\):\n  .*a\.jsonl:2: no tokens"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "d", made, append_eod=False)
+    done = prepare([str(tmp_path / "a.jsonl")], tmp_path / "d", made, append_eod=False, skip_bad=1)
+    assert done.manifest.bad_lines == {"no tokens": 1}
+    assert (tmp_path / "d.bad-lines.txt").read_text() == f"{tmp_path}/a.jsonl:2: no tokens\n"
+
+
+def test_several_keys_and_paths_are_one_document(tmp_path):
+    lines = [
+        {"title": "A", "meta": {"body": "a"}},
+        {"title": " ", "meta": {"body": "only"}},
+        {"title": "B", "meta": {"body": "x"}, "meta.body": "b"},
+        {"title": "C", "meta": {}},
+        {"title": "D", "meta": "text"},
+        {"title": 1, "meta": {"body": "d"}},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    fields = TextFields(("title", "meta.body"))
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "d", ByteTokenizer(), key=fields, skip_bad=9)
+    assert documents_of(tmp_path / "d") == ["A\n\na", "only", "B\n\nb"]
+    assert (tmp_path / "d.bad-lines.txt").read_text().splitlines() == [
+        f'{tmp_path}/a.jsonl:4: missing key: no "meta.body"; the line has "title", "meta"',
+        f'{tmp_path}/a.jsonl:5: missing key: no "meta.body"; the line has "title", "meta"',
+        f'{tmp_path}/a.jsonl:6: wrong type: "title" must be a string, found a number (1)',
+    ]
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_compressed_lines(tmp_path, ending):
+    texts = texts_of(3000)
+    raw = write_jsonl(tmp_path / "raw.jsonl", texts).read_bytes()
+    packed = gzip.compress(raw)
+    if ending == "zst":
+        packed = pyarrow.Codec("zstd").compress(raw, asbytes=True)
+    source = tmp_path / f"a.jsonl.{ending}"
+    # two members, as `cat` makes them
+    source.write_bytes(packed + packed)
+    prepared = prepare([str(source)], tmp_path / "d", ByteTokenizer())
+    assert documents_of(tmp_path / "d") == texts * 2
+    assert bool(prepared.without_checksums) == (ending == "zst")
+    for damaged in (packed[:-3], packed[: len(packed) // 2], b"none", packed[:40] + b"\0" * 20 + packed[60:]):
+        source.write_bytes(damaged)
+        with pytest.raises(DataError, match=rf"a\.jsonl\.{ending}: can't be decompressed: .*damaged"):
+            prepare([str(source)], tmp_path / "e", ByteTokenizer())
+
+
+def test_documents_of_a_file_are_strict(tmp_path, small_parts):
+    source = write_jsonl(tmp_path / "a.jsonl", texts_of(300))
+    assert list(documents(str(source)))[299] == Document(texts_of(300)[299], str(source), 300)
+    source.write_text(source.read_text() + '\n{"text": 4}\n')
+    with pytest.raises(DataError, match=r'a\.jsonl:302: wrong type: "text" must be a string, found a number \(4\)'):
+        list(documents(str(source)))
 
 
 def test_line_numbers_count_from_the_beginning_of_the_file(tmp_path, small_parts):
@@ -158,11 +253,11 @@ def test_line_numbers_count_from_the_beginning_of_the_file(tmp_path, small_parts
 
 
 def test_long_lines_are_bad_and_are_not_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs_module, "LINE_LIMIT", 1000)
+    monkeypatch.setattr(json_lines, "LINE_LIMIT", 1000)
     (tmp_path / "a.jsonl").write_text(f'{{"text": "{"x" * 5000}"}}\n{{"text": "next"}}\n')
     (part,) = cut(find_inputs([str(tmp_path / "a.jsonl")]))
     found = [(line, text) for piece in part.slices for line, text in read_documents(piece, "text")]
-    assert found == [(1, inputs_module.BadLine("line too long")), (2, "next")]
+    assert found == [(1, inputs_module.BadLine("line too long", "more than 1,000 bytes")), (2, "next")]
 
 
 @given(
@@ -302,10 +397,14 @@ def test_stopped_while_publishing(tmp_path, monkeypatch, step, over_another):
 
 
 def test_a_damaged_part_is_made_again(tmp_path, small_parts):
-    lines = [json.dumps({"text": text}) for text in texts_of(200)]
-    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{"]))
-    with pytest.raises(DataError):
-        prepare([str(tmp_path / "a.jsonl")], tmp_path / "d", ByteTokenizer())
+    source = write_jsonl(tmp_path / "a.jsonl", texts_of(200))
+
+    def stop(now: JobProgress) -> None:
+        if now.stage == "files":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([str(source)], tmp_path / "d", ByteTokenizer(), progress=stop)
     n_parts = len(list((tmp_path / "d.parts").glob("*.bin")))
     assert n_parts > 3
     victim = tmp_path / "d.parts" / "000001.bin"
@@ -313,12 +412,14 @@ def test_a_damaged_part_is_made_again(tmp_path, small_parts):
     data[10] ^= 1
     victim.write_bytes(data)
     (tmp_path / "d.parts" / "000002.len").write_bytes(b"")
-    prepared = prepare([str(tmp_path / "a.jsonl")], tmp_path / "d", ByteTokenizer(), skip_bad=1)
+    (tmp_path / "d.parts" / "000003.bad").write_bytes(b"[]")
+    prepared = prepare([str(source)], tmp_path / "d", ByteTokenizer())
     assert prepared.parts_reused == n_parts - 2
     assert documents_of(tmp_path / "d") == texts_of(200)
 
 
-def test_a_dead_worker_is_an_error(tmp_path, small_parts, monkeypatch):
+@pytest.mark.parametrize("stage", ["lines", "tokens"])
+def test_a_dead_worker_is_an_error(tmp_path, small_parts, monkeypatch, stage):
     source = write_jsonl(tmp_path / "a.jsonl", texts_of(2000))
     started = []
 
@@ -330,8 +431,8 @@ def test_a_dead_worker_is_an_error(tmp_path, small_parts, monkeypatch):
     monkeypatch.setattr(workers_module, "_Worker", Worker)
 
     def kill_one(progress: JobProgress) -> None:
-        if progress.stage == "tokens":
-            started[0].kill()
+        if progress.stage == stage and started:
+            started[-1].kill()
 
     with pytest.raises(WorkerDied, match="was killed by SIGKILL at part"):
         prepare([str(source)], tmp_path / "d", ByteTokenizer(), workers=2, progress=kill_one)

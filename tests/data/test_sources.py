@@ -9,8 +9,8 @@ from megaspec.core.errors import DataError
 from megaspec.data.facts import FACTS, data_facts
 from megaspec.data.indexed import IndexedFile
 from megaspec.data.loader import SOURCES, open_source
-from megaspec.data.spec import BlendPart, DataSource, IndexedSpec, RandomSpec, SyntheticSpec
-from tests.data.helpers import write_dataset
+from megaspec.data.spec import BlendPart, DataSource, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec
+from tests.data.helpers import stream_spec, write_dataset, write_texts
 
 
 def synthetic(**fields) -> SyntheticSpec:
@@ -32,6 +32,7 @@ EXAMPLES = {
     IndexedSpec: lambda folder: indexed(folder / "d", split=(1.0, 0.0, 0.0), seq_len=64),
     SyntheticSpec: lambda folder: synthetic(),
     RandomSpec: lambda folder: RandomSpec(kind="random", seq_len=64, vocab_size=17),
+    StreamSpec: lambda folder: stream_spec(write_texts(folder / "d.jsonl", 50), seq_len=64),
 }
 
 

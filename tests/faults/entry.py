@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core import faults
+from megaspec.log.events import Event
+from megaspec.log.sinks import SERVICES
+from megaspec.log.spec import WandbSpec
 from megaspec.runtime import rank as runtime
 
 NEW_HOLDER = '{"event": "step", "step": 1, "by": "the new holder"}\n'
@@ -21,11 +24,18 @@ def main(run_dir: str, *, rank: int, fault: dict[str, Any] | None = None, **keyw
     point   kill -9 at the `count`-th time at `point`
     mark    at that time (or at once, for the point "warm-up") make the file `mark` and wait a moment, so that a signal
             that its appearance triggers comes while the rank is there
+    raise   at that time an error that nobody expects
     full    from that time on there is no space left on the disk
     halt    at that time it stops where it is, alive (SIGSTOP)
     lose    at that time another job takes the run over, as it may when this one has stood still for long
     move    at that time the run folder is renamed
+
+    With "service" its wandb sink is a `Service` that needs so many seconds for an event.
     """
+    if fault is not None and fault["rank"] == rank and "service" in fault:
+        seconds = fault["service"]
+        SERVICES[WandbSpec] = lambda spec, run_dir, step: Service(run_dir, seconds)
+        fault = {name: value for name, value in fault.items() if name != "service"}
     if fault is not None and fault["rank"] == rank:
         _arm(run_dir, **{k: v for k, v in fault.items() if k != "rank"})
     return runtime.main(run_dir, rank=rank, **keywords)
@@ -43,6 +53,8 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             _mark(mark)
         case "mark":
             faults.arm(point, lambda: _mark(mark), count=count)
+        case "raise":
+            faults.arm(point, _raise, count=count)
         case "full":
             faults.arm(point, _disk_is_full, count=count)
         case "halt":
@@ -51,6 +63,23 @@ def _arm(run_dir: str, *, kind: str, point: str = "", count: int = 1, seconds: f
             faults.arm(point, lambda: _take_over(Path(run_dir)), count=count)
         case "move":
             faults.arm(point, lambda: _move(Path(run_dir)), count=count)
+
+
+class Service:
+    """Writes the step of each event that it has taken to service.txt, and how the run ended."""
+
+    def __init__(self, run_dir: Path, seconds: float):
+        self._path = run_dir / "service.txt"
+        self._seconds = seconds
+
+    def __call__(self, event: Event) -> None:
+        time.sleep(self._seconds)
+        with self._path.open("a") as file:
+            file.write(f"{type(event).__name__} {event.step}\n")
+
+    def close(self) -> None:
+        with self._path.open("a") as file:
+            file.write("closed\n")
 
 
 def _mark(mark: str) -> None:
@@ -74,6 +103,10 @@ def _take_over(run: Path) -> None:
 def _move(run: Path) -> None:
     run.rename(run.with_name("elsewhere"))
     faults.disarm()
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("planted")
 
 
 def _disk_is_full() -> None:

@@ -10,6 +10,7 @@ import torch
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.estimate.target import Target
+from megaspec.log.events import TIMED
 from megaspec.log.jsonl import read_metrics
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
@@ -20,6 +21,7 @@ from megaspec_launchers.rank_factory import RankFactory
 
 STEPS, BATCH = 24, 4
 ENTRY = "tests.faults.entry:main"
+TARGET = Target(cores=2)
 
 
 def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 1234) -> Recipe:
@@ -51,9 +53,8 @@ def recipe(*, steps: int = STEPS, tp: int = 2, save_every: int = 3, seed: int = 
     )
 
 
-def make_run(folder: Path, recipe: Recipe) -> Path:
+def make_run(folder: Path, recipe: Recipe, *, target: Target = TARGET) -> Path:
     """A run folder that is ready to start."""
-    target = Target(cores=2)
     make_folder(folder)
     write_run(folder, recipe, target, resolve(recipe, target, Facts(run_dir=str(folder))))
     return folder
@@ -86,9 +87,8 @@ def newest(run: Path) -> tuple[int, dict[str, bytes], dict[str, Any]]:
 
 def result(run: Path) -> Result:
     """The newest good checkpoint of a run and its steps and evaluations, without what depends on the clock."""
-    timed = ("time", "seconds", "memory_bytes")
     history = [
-        {k: v for k, v in line.items() if k not in timed}
+        {k: v for k, v in line.items() if k not in TIMED}
         for line in read_metrics(run / "metrics.jsonl")
         if line["event"] in ("step", "eval")
     ]

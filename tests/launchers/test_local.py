@@ -42,6 +42,13 @@ def run(tmp_path, factory, name, ranks, *, restarts=0, grace=5.0, timeout=30.0, 
     )
 
 
+def test_a_traceback_that_explains_nothing_is_shown_all_the_same(tmp_path, factory, capfd, monkeypatch):
+    monkeypatch.setattr(local, "HOLD_SECONDS", 0.2)
+    assert run(tmp_path, factory, "tracebacks", 2) == 0
+    said = capfd.readouterr().err
+    assert said.index("survived") < said.index("after it") < said.index("much later")
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [

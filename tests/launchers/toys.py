@@ -119,3 +119,13 @@ def _wait(run_dir: str, done: Any) -> None:
     end = time.monotonic() + 60
     while not done() and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def tracebacks(run_dir: str, *, rank: int, **_: Any) -> int:
+    """Rank 0 writes a traceback that it survives, a line after it, and one much later."""
+    if rank == 0:
+        print("Traceback (most recent call last):\n  survived", file=sys.stderr)
+        print("after it", file=sys.stderr)
+        time.sleep(1.0)
+        print("much later", file=sys.stderr)
+    return 0

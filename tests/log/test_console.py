@@ -38,18 +38,28 @@ def test_without_a_terminal_a_line_every_few_steps():
 
 
 def test_the_numbers_of_a_step():
-    run = RunStarted(step=0, steps=100, world_size=4, flops_per_token=3e9, peak_flops=5e12)
+    run = RunStarted(
+        step=0, steps=100, world_size=4, flops_per_token_causal=3e9, flops_per_token_full=4e9, peak_flops=5e12
+    )
     slow_first = step_done(1, seconds=60.0)
     events = [run, slow_first, *(step_done(s, memory_bytes=12_300_000_000) for s in range(2, 11))]
     (line,) = show(io.StringIO(), events).splitlines()
     # 1000 tokens in 0.5 s; 2000 tokens/s * 3e9 FLOPs / (4 * 5e12 FLOP/s) = 30 %; 90 steps left of 0.5 s
     assert line == (
-        "step 10/100  loss 3.9000  lr 1.00e-03  grad norm 0.500  2k tokens/s  MFU 30.0 %  12.3 GB  ETA 0:45"
+        "step 10/100  loss 3.9000  lr 1.00e-03  grad norm 0.500  2k tokens/s  MFU 30.0 % causal, 40.0 % full  "
+        "12.3 GB  ETA 0:45"
     )
 
 
+def test_a_line_says_so_where_the_host_waits_for_data():
+    run = RunStarted(step=0, steps=100)
+    slow = show(io.StringIO(), [run, *(step_done(s, data_seconds=0.1) for s in range(1, 11))])
+    assert "waits for data 20 % of the time" in slow
+    assert "waits" not in show(io.StringIO(), [run, *(step_done(s, data_seconds=0.02) for s in range(1, 11))])
+
+
 def test_no_mfu_where_the_peak_is_not_known():
-    run = RunStarted(step=0, steps=100, flops_per_token=3e9)
+    run = RunStarted(step=0, steps=100, flops_per_token_causal=3e9, flops_per_token_full=4e9)
     assert "MFU" not in show(io.StringIO(), [run, *(step_done(s) for s in range(1, 11))])
 
 
@@ -69,7 +79,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
 def test_other_events_stay_above_the_live_line():
     events = [
         step_done(1),
-        EvalDone(step=1, split="valid", loss=2.0, seconds=1.0),
+        EvalDone(step=1, loss=2.0, sets={"valid": 2.0}, tokens={"valid": 9}, seconds=1.0),
         step_done(10),
         CheckpointSaved(step=10, path="runs/x/10", seconds=0.5),
         Sampled(step=10, prompt="Once", text=" upon\x1b]0;title\x07 a time"),

@@ -34,7 +34,7 @@ def test_a_line_per_event(tmp_path):
     events = [
         RunStarted(step=0, steps=2),
         step_done(1, loss=0.1 + 0.2),
-        EvalDone(step=1, split="valid", loss=1 / 3, seconds=0.1),
+        EvalDone(step=1, loss=1 / 3, sets={"valid": 1 / 3}, tokens={"valid": 9}, seconds=0.1),
         CheckpointSaved(step=1, path="runs/x/1", seconds=0.2),
         Sampled(step=1, prompt="a\nb", text='"ü\x00\ud800'),
         RunEnded(step=1, how="done"),
@@ -79,7 +79,7 @@ def test_lines_that_belong_to_the_resumed_step_stay(tmp_path):
     path = tmp_path / "m"
     sink = JsonlSink(path, step=0)
     sink(step_done(5))
-    sink(EvalDone(step=5, split="valid", loss=1.0, seconds=1.0))
+    sink(EvalDone(step=5, loss=1.0, sets={"valid": 1.0}, tokens={"valid": 9}, seconds=1.0))
     sink(CheckpointSaved(step=5, path="p", seconds=1.0))
     sink(step_done(6))
     sink(RunEnded(step=6, how="failed"))

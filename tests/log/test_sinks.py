@@ -92,17 +92,18 @@ def test_tensorboard_has_each_step_once_after_a_resume(tmp_path):
     with open_sinks(chosen, tmp_path, step=0) as emit:
         for step in range(1, 7):
             emit(step_done(step, loss=1.0))
-        emit(EvalDone(step=3, split="valid", loss=2.5, seconds=1.0))
+        emit(EvalDone(step=3, loss=2.5, sets={"web": 2.0, "code": 3.0}, tokens={"web": 5, "code": 5}, seconds=1.0))
     with open_sinks(chosen, tmp_path, step=4) as emit:
         for step in range(5, 9):
             emit(step_done(step, loss=2.0))
         emit(Sampled(step=8, prompt="a", text="b"))
         emit(RunEnded(step=8, how="done"))
     shown = curves(tmp_path / "tensorboard")
-    assert shown["loss/train"] == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 9)]
-    assert shown["loss/valid"] == [(3, 2.5)]
-    assert shown["speed/tokens_per_second"][0] == (1, 2000.0)
-    assert "optim/loss_scale" not in shown
+    assert shown["loss"] == [(s, 1.0 if s <= 4 else 2.0) for s in range(1, 9)]
+    assert shown["eval/loss"] == [(3, 2.5)]
+    assert (shown["eval/web/loss"], shown["eval/code/loss"]) == ([(3, 2.0)], [(3, 3.0)])
+    assert shown["sequence_tokens"][0] == (1, 1000.0)
+    assert "loss_scale" not in shown
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # tensorboard's own thread

@@ -104,7 +104,7 @@ def test_lengths_and_schedules_are_those_of_the_command(tmp_path):
     gpt = recipe_of(commands.GPT3_175B, tmp_path)
     assert (gpt.train.steps, gpt.train.global_batch) == (500_000, 1536)
     # 2.4 billion tokens are 1,171,875 samples of 2,048
-    ramp = {"start": 16, "increment": 304, "samples": 5 * 1_171_875}
+    ramp = {"start": 16, "increment": 304, "samples": 5 * 1_171_875, "first_step": 0}
     assert gpt.train.batch_ramp.model_dump() == ramp
     schedule = gpt.optim.schedule
     assert (schedule.kind, schedule.decay_steps, schedule.warmup_steps, schedule.min_lr) == (
@@ -249,7 +249,12 @@ def with_schedule(schedule: str, *, more: str = "--train-iters 100") -> str:
 def test_a_batch_that_steps_up_becomes_a_ramp(tmp_path):
     """Thresholds are tokens, of which SMALL has 32 in a sample, with and without a suffix."""
     recipe = recipe_of(with_schedule("0:8,512:16,1024:24", more="--train-samples 80"), tmp_path)
-    assert recipe.train.batch_ramp.model_dump() == {"start": 8, "increment": 8, "samples": 32}
+    assert recipe.train.batch_ramp.model_dump() == {
+        "start": 8,
+        "increment": 8,
+        "samples": 32,
+        "first_step": 0,
+    }
     assert recipe.train.steps == 2 + 1 + 2  # 8 8 16 24 24 = 80
     for word in ("1.024K", "1.024k", "0.001024M", "1024"):
         assert recipe_of(with_schedule(f"0:8,512:16,{word}:24"), tmp_path).train.batch_ramp.samples == 32
@@ -364,6 +369,18 @@ def test_what_a_recipe_can_not_say_is_lost_and_told(more, told, capsys):
     assert "# Lost: this recipe trains something else" in out
     assert told in " ".join(out.replace("\n#    ", "").split())
     assert "lost: " in err
+
+
+@pytest.mark.parametrize("kind", ["cyclic", "external"])
+def test_another_order_of_samples_is_never_passed_over(kind, capsys):
+    """It depends on the layout there; what to give instead is said."""
+    line = f"{SMALL} {LLAMA} --dataloader-type {kind}"
+    assert main(["from-megatron", "--gpus", "4", "--", *line.split()]) == 64
+    err = capsys.readouterr().err
+    assert f"--dataloader-type {kind}" in err
+    assert "depends on dp and on the micro batch" in err
+    assert "leave the flag out, or give single" in err
+    assert main(["from-megatron", "--gpus", "4", "--", *line.replace(kind, "single").split()]) == 0
 
 
 def test_a_published_command_that_can_not_be_said_lists_all_that_is_lost():
@@ -567,14 +584,27 @@ def test_evaluation_takes_its_own_batch():
 def test_why_nothing_is_evaluated():
     per_split = SMALL.replace("--data-path", "--train-data-path") + "--eval-interval 5 --valid-data-path data/y"
     draft = draft_of(per_split)
-    assert "--valid-data-path data/y: no such data" in draft.lost[0].message
-    assert draft.content["train"].get("eval_every") == 0
-    text = recipe_text(draft)
-    assert "leaves nothing" not in text
-    why = "validation takes a share of data.split, and those data sets are lost"
-    assert f"eval_every: 0  # --eval-interval; {why}" in text
+    assert not draft.lost
+    assert draft.content["data"]["valid"] == {"valid": {"blend": [{"prefix": "data/y"}]}}
+    assert draft.content["train"]["eval_every"] == 5
+    assert "leaves nothing" not in recipe_text(draft)
     for line in (f"{SMALL} --eval-interval 5 --split 1,0,0", per_split.replace("--valid-data-path data/y", "")):
         assert "eval_every: 0  # --eval-interval; there is nothing to evaluate" in recipe_text(draft_of(line))
+
+
+def test_the_file_of_each_splits_data_sets(tmp_path):
+    path = tmp_path / "data.json"
+    line = f"{SMALL.replace('--data-path data/x', '')} --eval-interval 5 --per-split-data-args-path {path}"
+    assert "can't be read as JSON" in draft_of(line).problems[0].message
+    path.write_text('{"train": ["3", "data/a", "1", "data/b"], "valid": ["data/c"], "test": ["data/d"]}')
+    draft = draft_of(line)
+    assert not draft.problems
+    data = draft.content["data"]
+    assert data["blend"] == [{"prefix": "data/a", "weight": 3.0}, {"prefix": "data/b", "weight": 1.0}]
+    assert (data["split"], data["valid"]) == ([1.0, 0.0, 0.0], {"valid": {"blend": [{"prefix": "data/c"}]}})
+    assert "under test" in draft.notes["--per-split-data-args-path"]
+    path.write_text('{"train": "data/a"}')
+    assert "must hold a list" in draft_of(line).problems[0].message
 
 
 def test_behind_a_key_stands_where_its_value_is_from():

@@ -12,7 +12,7 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.plan.plan import make_plan, rank_view
-from megaspec.plan.report import print_plan, print_whole_plan
+from megaspec.plan.report import print_plan, print_ranks, print_whole_plan
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.search.tune import SEARCHED
@@ -180,10 +180,65 @@ def test_before_train_there_is_one_screen():
     for target in (CPU, machine(4, "H200"), replace_name(machine(4, "H200"), "Unheard-of GPU")):
         spec = resolve(composed.recipe, target, facts, composed.origins)
         shown = text_of(print_plan, spec, target, width=120)
-        assert shown.count("\n") <= 40
+        assert shown.count("\n") <= 20
         assert "16 sequences = micro" in shown
         assert "on the fullest rank" in shown
         assert ("a step predicted" in shown) == (target.gpu == "H200")
+
+
+def on_cpu(*words, memory=16 * 2**30, width=80):
+    """`train`'s screen and the whole plan of hello with changes, on a machine with so much memory left."""
+    target = CPU.model_copy(update={"memory": memory})
+    composed = compose("hello", words)
+    facts = Facts(run_dir="runs/x", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
+    spec = resolve(composed.recipe, target, facts, composed.origins)
+    plan = make_plan(spec, target, hardware=None, throughput=None)
+    return plan, text_of(print_plan, spec, target, width=width), text_of(print_whole_plan, plan, width=width)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_dense_model_hears_nothing_of_experts_and_a_cpu_nothing_of_gpus(width):
+    zero1 = ("parallelism.tp=1", "parallelism.dp_strategy=zero1", "parallelism.dp_shard=2")
+    for words in ((), zero1, ("parallelism.pp=2", "parallelism.tp=1")):
+        plan, first, whole = on_cpu(*words, width=width)
+        for shown in (first, whole, text_of(print_ranks, [rank_view(plan, 0)], width=width)):
+            for word in ("edp", "etp", "expert", "nvlink", "in a node", "exposed", "None", "of a machine whose"):
+                assert word not in shown, (word, words)
+            assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
+
+
+def test_a_model_with_experts_has_both_equations():
+    words = ("model=mixtral_8x7b", "model.n_layers=2", "parallelism.ep=2", "parallelism.tp=1")
+    _, first, whole = on_cpu(*words)
+    assert "layout      2 ranks = ep 2 (expert parallel)" in first
+    assert "ep 2 · etp 1 (the same ranks, as experts" in whole
+
+
+def test_a_plan_for_a_cpu_has_a_verdict():
+    plan, first, whole = on_cpu()
+    assert (plan.memory.fits, plan.memory.machine.ranks, plan.communication[0].link) == (True, 2, "machine")
+    for shown in (first, whole):
+        assert "which fits the 16.0 GiB that this machine has available" in " ".join(shown.split())
+    plan, first, whole = on_cpu("model=llama3_8b")
+    assert plan.memory.fits is False
+    assert plan.memory.machine.needed > 100 * 2**30
+    for shown in (first, whole):
+        assert "which does NOT fit the 16.0 GiB that this machine has available" in " ".join(shown.split())
+    assert on_cpu(memory=0)[0].memory.fits is None
+
+
+def test_before_train_the_decisions_are_told_that_say_how_it_runs():
+    plan, first, whole = on_cpu(width=200)
+    lines = first[first.index("\ndecided") :].split("\n")[1:-1]
+    assert len(lines) == 5
+    assert lines[0].split()[1].startswith("launcher.ranks=2:")
+    assert "kernels: attention sdpa, cross_entropy chunked, adamw torch, compile none" in lines[3]
+    # every decision is either told or counted
+    counted = int(lines[-1].split()[1])
+    assert len(plan.decisions) == 3 + 4 + counted
+    assert "megaspec show runs/x --origins" in lines[-1]
+    for decision in plan.decisions:
+        assert decision.key in whole
 
 
 def replace_name(target, name):

@@ -16,7 +16,7 @@ from megaspec.cli import main
 from megaspec.core.errors import RecipeError
 from megaspec.core.kinds import annotation_of, models_of, tags_of
 from megaspec.core.problems import one_of
-from megaspec.plugins import load, loaded, take_flags
+from megaspec.plugins import demand, load, loaded, take_flags
 from megaspec.recipe import Recipe
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
@@ -151,9 +151,32 @@ def test_without_the_flag_nothing_is_known(tmp_path, monkeypatch, capsys):
         f"data.kind=count must be {kinds_of('data')}; --plugin",
         f"optim.kind=lion must be {kinds_of('optim')}; --plugin",
         "train.loss.kind=smooth must be a plug-in's; --plugin",
-        "log.sinks.0.kind=csv must be a plug-in's; --plugin",
+        "log.sinks.0.kind=csv must be wandb, mlflow or trackio; --plugin",
     ):
         assert told in error
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("model.norm.kind=tanh", "model.norm.kind=tanh must be rms or layer; --plugin PACKAGE adds kinds"),
+        ("model.mlp={kind: squared, power: 3}", "model.mlp.kind=squared must be gated or plain; --plugin PACKAGE"),
+        ("model.attention.kind=linear", "model.attention.kind=linear must be gqa or mla; --plugin PACKAGE adds kinds"),
+        ("model.positions.kind=alibi", "model.positions.kind=alibi must be rotary, learned or none; --plugin PACKAGE"),
+        # named like one of ours
+        ("optim.kind=adamw8", "did you mean adamw? --plugin PACKAGE adds kinds"),
+        # in a text alone, or where a choice is looked for
+        ("train.loss=smooth", "write train.loss={kind: smooth}, of a plug-in with --plugin PACKAGE"),
+        ("log.sinks=[csv]", "write log.sinks.0={kind: csv}, of a plug-in with --plugin PACKAGE"),
+        ("optim=lion", "or optim.kind=lion for a plug-in's, with --plugin PACKAGE"),
+        ("data=count", "or data.kind=count for a plug-in's, with --plugin PACKAGE"),
+        ("model=sparse", "or model.kind=sparse for a plug-in's, with --plugin PACKAGE"),
+    ],
+)
+def test_every_kind_of_a_plugin_is_told_of_the_flag(word, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "recipe=hello", word]) == 64
+    assert told in capsys.readouterr().err
 
 
 def test_yaml_names_no_plugin(tmp_path, monkeypatch, capsys):
@@ -235,9 +258,18 @@ from megaspec.plugins import Kind, Plugin
 class Silent(NormSpec):
     kind: Literal["silent"]
     statistics = 1
+class Sink(Frozen):
+    kind: Literal["sink"]
 class Mine(DecoderSpec):
     kind: Literal["{kind}"]
     "A model."
+"""
+# Of what is written behind them.
+FIRST_LINE = IMPORTS.count("\n") + 1
+CALLED = "is called with (spec, run_dir, step): "
+TWO = """
+class Two:
+    def __init__(self, spec, run_dir): pass
 """
 
 
@@ -261,8 +293,21 @@ class Mine(DecoderSpec):
         ("PLUGIN = Plugin(mlps=(Kind(Mine, 'NAME:Mine'),))", "Mine must inherit from megaspec.nn.mlp.spec.MlpSpec"),
         ("PLUGIN = Plugin(norms=(Kind(Silent, 'NAME:Mine'),))", "norms: Silent doesn't say its vectors"),
         ("PLUGIN = Plugin(mlps=(Kind(GatedMlpSpec, 'NAME:Mine'),))", "model.mlp.kind=gated is megaspec's"),
-        ("import nowhere_at_all", "can't be imported: No module named 'nowhere_at_all'"),
-        ("x = = 1", "can't be imported: invalid syntax"),
+        ("import nowhere_at_all", "FILE:FIRST: ModuleNotFoundError: No module named 'nowhere_at_all'; mend it"),
+        ("x = = 1", "FILE:FIRST: SyntaxError: invalid syntax; mend it"),
+        ("{}['here']", "FILE:FIRST: KeyError: 'here'; mend it"),
+        ("import json\njson.loads('{')", "FILE:SECOND: JSONDecodeError: Expecting property name"),
+        ("def f():\n    raise ValueError('a\\nb')\nf()", "FILE:SECOND: ValueError: a; b; mend it"),
+        ("raise SystemExit(0)", "FILE:FIRST: SystemExit: 0; mend it"),
+        ("PLUGIN = Plugin(loses=())", "FILE:FIRST: TypeError: Plugin.__init__() got an unexpected keyword argument"),
+        ("class Bad(Frozen):\n    x: object()", "FILE:FIRST: "),
+        ("PLUGIN = Plugin(sinks=(Kind(Sink, 'NAME:two'),))\ndef two(spec, run_dir): pass", CALLED + "too many"),
+        ("PLUGIN = Plugin(sinks=(Kind(Sink, 'NAME:Two'),))\n" + TWO, CALLED + "too many positional arguments"),
+        ("PLUGIN = Plugin(sinks=(Kind(Sink, 'NAME:f'),))\ndef f(a, b, c, *, d): pass", CALLED + "missing"),
+        (
+            "PLUGIN = Plugin(losses=(Kind(Sink, 'NAME:f'),))\ndef f(a, b): pass",
+            "called with (spec): missing a required",
+        ),
     ],
 )
 def test_a_plugin_that_lacks_a_part_is_refused_with_what_is_missing(body, told, tmp_path, monkeypatch):
@@ -274,7 +319,15 @@ def test_a_plugin_that_lacks_a_part_is_refused_with_what_is_missing(body, told, 
     before = models_of(annotation_of(Recipe.model_fields["model"]))
     with pytest.raises(RecipeError) as refused:
         load([f"{tmp_path / name}.py"])
-    assert told.replace("NAME", name) in str(refused.value)
+    for word, value in (
+        ("NAME", name),
+        ("FILE", tmp_path / f"{name}.py"),
+        ("FIRST", FIRST_LINE),
+        ("SECOND", FIRST_LINE + 1),
+    ):
+        told = told.replace(word, str(value))
+    assert told in str(refused.value)
+    assert refused.value.exit_code == 64
     assert (loaded(), models_of(annotation_of(Recipe.model_fields["model"]))) == ((), before)
 
 
@@ -299,3 +352,46 @@ def test_specs_that_import_torch_are_refused(tmp_path):
     refused = start("plan", "recipe=hello", "--plugin", "./heavy.py", cwd=tmp_path)
     assert refused.returncode == 64
     assert "its specs import torch" in refused.stderr
+
+
+BUILDERS = {
+    "raises.py": ("import torch\n\nraise KeyError('weights')\n", "raises.py:4: KeyError: 'weights'; mend it"),
+    "gone.py": ("def build(spec): pass\ndel build\n", "gone has no build once it is imported; define it there"),
+}
+
+
+@pytest.mark.parametrize("file", BUILDERS)
+def test_a_builder_that_raises_on_import_is_one_line_on_a_rank(file, tmp_path):
+    body, told = BUILDERS[file]
+    spec = "class Spec(Frozen):\n    kind: Literal['late']\n"
+    head = "from typing import Literal\nfrom megaspec.core.frozen import Frozen\n"
+    head += "from megaspec.plugins import Kind, Plugin\n"
+    plugin = f"PLUGIN = Plugin(losses=(Kind(Spec, 'late.{file[:-3]}:build'),))\n"
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late" / "__init__.py").write_text(head + spec + plugin)
+    (tmp_path / "late" / file).write_text("def build(spec): pass\n" * (file == "raises.py") + body)
+    words = ["recipe=hello", "data={kind: synthetic, seq_len: 16}", "~data.blend", "launcher.ranks=1"]
+    words += ["train={steps: 1, eval_every: 0, sample: null, loss: {kind: late}}", "optim.schedule.warmup_steps=0"]
+    trained = start("train", *words, "--plugin", "./late", cwd=tmp_path)
+    assert trained.returncode == 64, trained.stderr
+    assert told in trained.stderr
+    assert "Traceback" not in trained.stderr
+
+
+def test_a_builder_that_can_not_be_read_is_refused_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "halved.py").write_text("def build(spec):\n    return (\n")
+    (tmp_path / "whole.py").write_text(
+        IMPORTS.replace("{kind}", "mine") + "PLUGIN = Plugin(losses=(Kind(Sink, 'halved:build'),))"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(RecipeError, match=r"build=halved:build: can't be read: .*halved\.py:2: SyntaxError: '\(' was"):
+        load([f"{tmp_path}/whole.py"])
+
+
+def test_a_run_without_its_plugins_names_the_flag_that_finds_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "near").mkdir()
+    (tmp_path / "beside.py").write_text("")
+    with pytest.raises(RecipeError) as refused:
+        demand({"plugins": ["beside", "elsewhere", "near"]}, "runs/x")
+    assert "add --plugin ./beside.py --plugin elsewhere --plugin ./near, or their folders" in str(refused.value)

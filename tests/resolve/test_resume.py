@@ -1,6 +1,7 @@
 """What may change when a run goes on, what asks for a fork, and what stays as it was decided."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,13 @@ from megaspec.compose.compose import compose, recompose
 from megaspec.core.errors import RecipeError
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.estimate.target import Target
+from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import changes, fork, resume
 from megaspec.rules.difference import FREE
 from megaspec.rules.run_facts import Facts
 from megaspec.run_folder import read_run
+from megaspec.spec import ForkPoint
 from megaspec.train.batch_schedule import BatchSchedule
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
@@ -218,6 +221,112 @@ def test_a_fork_can_not_end_before_it_begins():
         fork(old, composed.recipe, CPU, FACTS, composed.origins, done_steps=50, done_samples=800)
 
 
+AGAIN = "optim.schedule={first_step: auto, init_lr: auto, warmup_steps: 20}"
+
+
+def forked(run, *overrides, done_steps=60):
+    """The recipe of a fork, as saved, and its Spec."""
+    saved, old = run
+    composed = recompose(saved, "r", overrides)
+    spec = fork(old, composed.recipe, CPU, FACTS, composed.origins, done_steps=done_steps, done_samples=done_steps * 16)
+    point = ForkPoint(manifest="0" * 64, step=done_steps, tokens=1)
+    return json.loads(composed.recipe.model_dump_json()), spec.model_copy(update={"forked_from": point})
+
+
+def test_a_fork_warms_up_again_from_the_rate_at_which_it_begins():
+    run = start("optim.lr=3e-3", "optim.schedule.min_lr=3e-4")
+    _, spec = forked(run, AGAIN, "optim.lr=2e-3", "train.steps=200")
+    schedule = spec.optim.schedule
+    assert (schedule.first_step, schedule.decay_steps) == (60, 140)
+    # the cosine of the first run: 50 of its 110 steps behind the warm-up
+    there = 3e-4 + (1 + math.cos(math.pi * 50 / 110)) / 2 * (3e-3 - 3e-4)
+    assert schedule.init_lr == pytest.approx(there, rel=1e-12)
+    rates = [learning_rate(schedule, spec.optim.lr, step) for step in (60, 70, 80, 140, 200)]
+    assert rates == pytest.approx([there, (there + 2e-3) / 2, 2e-3, 1.15e-3, 3e-4], rel=1e-12)
+    reasons = {decision.key: decision.reason for decision in spec.decisions}
+    assert reasons["optim.schedule.first_step"] == "the step of the checkpoint with which the fork begins"
+    assert "at the step with which the fork begins" in reasons["optim.schedule.init_lr"]
+    assert reasons["optim.schedule.decay_steps"] == "train.steps - optim.schedule.first_step"
+
+
+def test_the_schedule_of_a_fork_survives_its_resumes():
+    fork_of_a_run = forked(start(), AGAIN, "train.steps=200")
+    _, spec = fork_of_a_run
+    # no new decision, hence the very Spec
+    assert go_on(fork_of_a_run, done_steps=90) == spec
+    again = go_on(fork_of_a_run, "parallelism.tp=1", "train.steps=300", done_steps=90)
+    assert again.optim == spec.optim
+    for step in range(60, 301):
+        assert learning_rate(again.optim.schedule, again.optim.lr, step) == learning_rate(
+            spec.optim.schedule, spec.optim.lr, step
+        )
+    # a fork of the fork counts from itself; the number goes on with the first one's schedule
+    _, child = forked(fork_of_a_run, "train.steps=300", done_steps=120)
+    assert child.optim.schedule.first_step == 120
+    _, child = forked(fork_of_a_run, "train.steps=300", "optim.schedule.first_step=60", done_steps=120)
+    assert (child.optim.schedule.first_step, child.optim.schedule.decay_steps) == (60, 240)
+    with pytest.raises(RecipeError, match=r"first_step=130 must be at most 120, the step with which the run begins"):
+        forked(fork_of_a_run, "train.steps=300", "optim.schedule.first_step=130", done_steps=120)
+
+
+@pytest.mark.parametrize("saved_at", [1, 5, 10, 50, 99])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "{kind: cosine}",
+        "{kind: wsd, wsd_decay_steps: 30}",
+        "{kind: piecewise, min_lr: 0, pieces: [{shape: constant, until: 50}, {shape: linear, until: 120, lr: 0}]}",
+    ],
+)
+def test_a_rate_at_a_step_is_the_same_with_a_stop_as_without(schedule, saved_at):
+    run = start(f"optim.schedule={schedule}")
+    spec = go_on(run, "parallelism.tp=1", "checkpoint.every=7", done_steps=saved_at)
+    for step in range(121):
+        before = learning_rate(run[1].optim.schedule, run[1].optim.lr, step)
+        assert learning_rate(spec.optim.schedule, spec.optim.lr, step) == before
+
+
+def test_a_run_that_is_no_fork_begins_with_step_0():
+    _, spec = start(AGAIN)
+    assert (spec.optim.schedule.first_step, spec.optim.schedule.init_lr) == (0, 0.0)
+    reasons = {decision.key: decision.reason for decision in spec.decisions}
+    assert reasons["optim.schedule.first_step"] == "the run is no fork: it begins with step 0"
+
+
+def test_a_fork_without_a_word_stands_in_the_middle_of_its_schedule():
+    run = start()
+    _, spec = forked(run, "train.steps=120")
+    assert spec.optim.schedule == run[1].optim.schedule
+
+
+def test_a_fork_that_leaves_its_schedule_no_step_is_refused():
+    with pytest.raises(RecipeError, match=r"first_step=120 leaves the schedule no step of train\.steps=120") as caught:
+        forked(start(), AGAIN, done_steps=120)
+    assert [problem.code for problem in caught.value.problems] == ["lr-steps"]
+
+
+def test_weight_decay_and_batch_ramp_are_counted_from_the_fork_too():
+    ramps = (
+        "optim.weight_decay_ramp={kind: linear, end: 0.2, steps: 10, first_step: auto}",
+        "train.batch_ramp={start: 4, increment: 4, samples: 48, first_step: auto}",
+        "train.micro_batch=2",
+    )
+    run = forked(start(), *ramps, "train.steps=200")
+    _, spec = run
+    assert [weight_decay(spec.optim, step) for step in (60, 65, 70)] == pytest.approx([0.1, 0.15, 0.2])
+    schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
+    assert [schedule.batch(step) for step in (60, 63, 64, 66, 68)] == [4, 4, 8, 12, 16]
+    # the sample after the last one that was taken
+    assert schedule.consumed(60) == 60 * 16
+    longer = go_on(run, "train.steps=300", done_steps=100)
+    assert (longer.optim, longer.train.batch_ramp) == (spec.optim, spec.train.batch_ramp)
+
+
+def test_a_schedule_is_not_moved_without_a_fork():
+    with pytest.raises(RecipeError, match=r"optim\.schedule\.first_step=50 changes the experiment"):
+        go_on(start(), "optim.schedule.first_step=50", done_steps=50)
+
+
 def test_free_keys_exist():
     from megaspec.core.problems import field_paths
     from megaspec.recipe import Recipe
@@ -256,3 +365,36 @@ def test_the_format_of_the_gradient_sum_belongs_to_the_experiment():
 def test_a_constant_rate_goes_on():
     run = start("optim.schedule={kind: constant, min_lr: 0}")
     assert go_on(run, "train.steps=240", done_steps=10).train.steps == 240
+
+
+STREAM = (
+    "data=stream",
+    "~data.blend",
+    "data.files=[{path: a.jsonl}]",
+    "data.tokenizer=byte",
+    "train.eval_every=0",
+)
+
+
+def test_a_stream_may_have_other_workers_and_a_fork_of_it_goes_on_or_begins_anew():
+    saved, old = run = start(*STREAM)
+    assert old.data.lanes == 16
+    spec = go_on(run, "data.workers=2", done_steps=50)
+    assert (spec.data.workers, spec.samples_moved) == (2, 0)
+    with pytest.raises(RecipeError, match=r"data\.window=5000 changes the experiment"):
+        go_on(run, "data.window=5000")
+    with pytest.raises(RecipeError, match="names, sizes or times of change of the files"):
+        go_on(run, facts=replace(FACTS, fingerprint="b"))
+    same = fork(old, recompose(saved, "r", ["data.workers=0"]).recipe, CPU, FACTS, done_steps=50, done_samples=800)
+    assert BatchSchedule(same.train, moved=same.samples_moved).consumed(50) == 800
+    other = fork(old, recompose(saved, "r", ["data.seed=9"]).recipe, CPU, FACTS, done_steps=50, done_samples=800)
+    assert BatchSchedule(other.train, moved=other.samples_moved).consumed(50) == 0
+
+
+def test_a_stream_has_no_validation_split():
+    with pytest.raises(
+        RecipeError, match=r"train\.eval_every=5 needs validation data, data\.kind=stream trains on all"
+    ):
+        start(*STREAM[:-1], "train.eval_every=5")
+    ramp = "train.batch_ramp={start: 4, increment: 6, samples: 40}"
+    assert start(*STREAM, ramp, "train.micro_batch=2")[1].data.lanes == 2

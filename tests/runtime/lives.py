@@ -17,15 +17,15 @@ from megaspec.core.errors import MegaspecError, Preempted
 from megaspec.data.batch import Batch
 from megaspec.data.loader import Loader, eval_batches, open_source
 from megaspec.launcher import stop
-from megaspec.log.events import EvalDone, StepDone
+from megaspec.log.events import TIMED, EvalDone, StepDone
+from megaspec.log.jsonl import JsonlSink
+from megaspec.log.sinks import METRICS
 from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime import rank as runtime
 from megaspec.runtime.build import TrainState, build
 from megaspec.runtime.loop import Run
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
-
-TIMED = ("seconds", "memory_bytes")
 
 
 def comm_of(spec: Spec, rank: int) -> Comm:
@@ -51,13 +51,19 @@ def live(rank: int, text: str, folder: str, *, stop_after: int = 0) -> list[dict
     events: list[dict[str, Any]] = []
 
     def note(event: Any) -> None:
+        if rank == 0:
+            sink(event)
         if isinstance(event, StepDone | EvalDone):
             # as text where it is not finite: NaN equals nothing
             numbers = {k: str(v) if isinstance(v, float) and not isfinite(v) else v for k, v in asdict(event).items()}
             events.append({k: v for k, v in numbers.items() if k not in TIMED})
 
-    run.emit = note
     run.start()
+    if rank == 0:
+        # what a run that goes on reads of the life before
+        Path(folder).mkdir(exist_ok=True)
+        sink = JsonlSink(Path(folder) / METRICS, step=run.step)
+    run.emit = note
     taken = 0
 
     def each_step() -> None:

@@ -207,12 +207,13 @@ def test_a_checkpoint_that_is_passed_over_and_a_run_that_is_done_are_told(megasp
     assert megaspec("train", "recipe=tiny", "name=bent", "train.steps=4", "checkpoint.every=2") == 0
     capfd.readouterr()
     assert megaspec("resume", "runs/bent") == 0
-    assert "all 4 steps are done; a larger train.steps" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert said.startswith("runs/bent is finished: all 4 steps are done; megaspec resume runs/bent train.steps=N")
     shard = next(Path("runs/bent/checkpoints/step-00000004").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    for words in (("generate", "runs/bent", "a", "--tokens", "2"), ("resume", "runs/bent")):
+    for words in (("generate", "runs/bent", "a", "--tokens", "2"), ("resume", "runs/bent", "train.steps=5")):
         capfd.readouterr()
         assert megaspec(*words) == 0
         err = capfd.readouterr().err

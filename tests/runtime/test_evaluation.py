@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megaspec.data.loader import open_source
-from megaspec.runtime import loop
+from megaspec.runtime import evaluation, loop
 from megaspec.runtime.build import initialise
 from megaspec.runtime.step import evaluate
 from tests.runtime import lives
@@ -64,10 +64,12 @@ def splits_opened(rank, text, folder):
         return open_source(data_spec, split=split, **more)
 
     loop.open_source = note
+    evaluation.open_source = note
     try:
         lives.live(rank, text, folder)
     finally:
         loop.open_source = open_source
+        evaluation.open_source = open_source
     return opened
 
 

@@ -54,7 +54,7 @@ def test_another_layout_goes_on_in_the_same_run(name, tmp_path, pool):
     first = train(pool, tmp_path / "moved", {**changes, **before}, HALF)
     second = train(pool, tmp_path / "moved", {**changes, **after}, 2 * HALF)
     moved = first + second
-    keys = ("step", "first_sample", "samples", "tokens", "lr", "sequence_tokens", "split")
+    keys = ("step", "first_sample", "samples", "tokens", "lr", "sequence_tokens")
     assert [[e.get(k) for k in keys] for e in moved] == [[e.get(k) for k in keys] for e in undisturbed]
     for one, other in zip(moved, undisturbed, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=CLOSE, abs=0), one["step"]

@@ -3,7 +3,7 @@
 import pytest
 
 from megaspec import cli
-from megaspec.commands import starting
+from megaspec.commands import starting, verify
 from megaspec.compose.compose import compose
 from megaspec.core.units import GIB
 from megaspec.estimate.hardware import HARDWARE
@@ -11,7 +11,8 @@ from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.target import Target
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
-from megaspec.search.fits import memory_problem, memory_warning
+from megaspec.search.fits import memory_problem, memory_warning, need_here
+from megaspec.search.remedies import remedies_on_cpu
 from tests.resolve.planned import RANDOM
 
 WORDS = ("model=llama3_8b_half", "precision=bf16", "data.seq_len=8192", *RANDOM, "train.global_batch=8")
@@ -48,11 +49,79 @@ def test_refused_warned_and_left_alone():
     assert problem.origin == "mine.yaml:4"
 
 
-def test_a_cpu_is_not_asked():
-    target = Target(cores=2, versions={"torch": "2.13.0+cpu"})
-    spec = spec_for(target)
-    assert memory_problem(spec, target) is None
-    assert memory_warning(spec, target) == ""
+def cpu(memory):
+    return Target(cores=2, memory=memory, versions={"torch": "2.13.0+cpu"})
+
+
+def test_ranks_on_a_cpu_are_weighed_against_what_the_machine_has_available():
+    words = ("data.seq_len=256", "train.micro_batch=4")
+    spec = spec_for(cpu(0), *words)
+    needed = need_here(spec, cpu(0)).total
+    assert needed > 20 * GIB
+    for share, is_refused, is_told in (
+        (1.01, True, False),
+        (0.99, False, True),
+        (0.85, False, True),
+        (0.8, False, False),
+    ):
+        target = cpu(int(needed / share))
+        assert (memory_problem(spec, target) is not None) == is_refused
+        assert bool(memory_warning(spec, target)) == is_told
+    problem = memory_problem(spec, cpu(16 * GIB), {"train.micro_batch": "mine.yaml:4"})
+    assert (problem.code, problem.origin) == ("memory", "mine.yaml:4")
+    assert f"ranks need {needed / GIB:,.1f} GiB as predicted" in problem.message
+    assert "16.0 GiB of this machine's memory are available" in problem.message
+    assert "smaller model (model=hello) or a larger machine, or memory=ignore" in problem.message
+    # where nobody knows, nobody is refused
+    assert memory_problem(spec, cpu(0)) is None
+    assert memory_warning(spec, cpu(0)) == ""
+
+
+def test_what_is_offered_on_a_cpu_fits():
+    words = ("data.seq_len=8192", "model.n_layers=2", "launcher.ranks=1", "model.vocab_size=257")
+    spec = spec_for(cpu(0), *words)
+    needed = need_here(spec, cpu(0)).total
+    target = cpu(int(0.9 * needed))
+    ways = remedies_on_cpu(spec, target)
+    assert ways
+    assert f"try {ways[0].words} ({ways[0].total / GIB:,.1f} GiB)" in memory_problem(spec, target).message
+    for way in ways:
+        taken = [word for word in way.overrides if word.partition("=")[0] != "train.micro_batch"]
+        batch = next((word for word in way.overrides if word.startswith("train.micro_batch=")), "train.micro_batch=4")
+        changed = resolve(
+            compose("hello", (*WORDS, *words, batch, *taken)).recipe,
+            target,
+            Facts(run_dir="runs/x", train_tokens=10**9, valid_tokens=10**9),
+        )
+        assert need_here(changed, target).total == way.total <= target.memory
+
+
+@pytest.mark.parametrize("word", ["", "memory=ignore"])
+def test_train_on_a_cpu_asks_before_it_makes_a_folder(word, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(starting, "detect_target", lambda: cpu(16 * GIB))
+    started = []
+    monkeypatch.setattr(starting, "launch", lambda folder, **_: started.append(folder) or 0)
+    code = cli.main(["train", "recipe=hello", *WORDS[:2], *WORDS[3:], *filter(None, [word])])
+    assert (code, len(started)) == ((0, 1) if word else (64, 0))
+    assert (tmp_path / "runs").exists() == bool(word)
+    out, err = capsys.readouterr()
+    if word:
+        assert "does NOT fit" in " ".join(out.split())
+    else:
+        assert "of this machine's memory are available" in err
+
+
+def test_verify_asks_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(verify, "detect_target", lambda: cpu(GIB // 4))
+    monkeypatch.setattr(verify, "compare", lambda *_, **__: (0, None))
+    words = ["verify", "recipe=hello", "hardware=cpu", "parallelism.tp=2"]
+    assert cli.main(words) == 64
+    assert "of this machine's memory are available" in capsys.readouterr().err
+    assert cli.main([*words, "memory=ignore"]) == 0
 
 
 @pytest.mark.parametrize("word", ["", "memory=ignore"])

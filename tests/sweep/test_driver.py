@@ -81,6 +81,20 @@ def test_an_invalid_point_is_named_and_nothing_starts(capsys):
     assert not Path("sweeps").exists()
 
 
+def test_keys_that_points_leave_out_are_told_once(capsys):
+    tiny = [word for word in TINY if word not in ("~data.blend", "data=synthetic")]
+    assert main(["train", "-m", *tiny, "sweep.name=s", "train.steps=2", "data=synthetic", "optim.lr=1e-3,1e-2"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
+    assert lines == ["left out: data.blend (recipes/hello.yaml:7): no key of data.kind=synthetic"]
+    words = ("data=synthetic,random", "train.seed=1,2,3,4", "train.batch_ramp=null")
+    assert main(["train", "-m", *tiny, "sweep.name=t", "train.steps=2", *words]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
+    points = ", ".join(f"data=random train.seed={seed}" for seed in (1, 2, 3))
+    no_key = "data.blend (recipes/hello.yaml:7): no key of data.kind=random"
+    assert lines[1] == f"left out at {points} and 1 more: {no_key}"
+    assert len(lines) == 2
+
+
 def test_what_is_wrong_with_every_point_is_told_once(capsys):
     assert sweep("data.seed=1,2,3", "optim.lrr=3") == 64
     err = capsys.readouterr().err

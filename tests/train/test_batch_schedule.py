@@ -67,3 +67,16 @@ def test_without_a_way_to_grow_the_batch_is_constant(ramp):
     schedule = BatchSchedule(train_spec(8, ramp))
     assert schedule.batches == (8,)
     assert [schedule.consumed(s) for s in (0, 1, 1000)] == [0, 8, 8000]
+
+
+def test_a_ramp_that_begins_later_is_the_same_one_from_there():
+    ramp = BatchRamp(start=10, increment=10, samples=100)
+    now = BatchSchedule(train_spec(40, ramp))
+    later = BatchSchedule(train_spec(40, ramp.model_copy(update={"first_step": 50})))
+    assert later.batches == now.batches == (10, 20, 30, 40)
+    for step in range(40):
+        assert later.batch(50 + step) == now.batch(step)
+        assert later.consumed(50 + step) - later.consumed(50) == now.consumed(step)
+    # before it, its first batch: nothing is skipped where it begins
+    assert [later.batch(step) for step in (0, 49)] == [10, 10]
+    assert later.consumed(50) == 500
