@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from io import TextIOWrapper
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megaspec import __version__
 from megaspec.commands import (
@@ -140,6 +140,15 @@ class _Parser(argparse.ArgumentParser):
         self.print_usage(sys.stderr)
         raise RecipeError(message)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """RecipeError: a command that does not exist, with the nearest one."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            hint = did_you_mean(value, action.choices)
+            if not hint:
+                hint = f"choose from {', '.join(map(repr, action.choices))}"
+            raise RecipeError(f"{value}: no command of {self.prog}; {hint}")
+        super()._check_value(action, value)
+
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command and its words. Overrides may stand anywhere; an unknown flag is an error. Raises RecipeError."""
@@ -172,6 +181,8 @@ def _unknown_words(words: list[str], command: argparse.ArgumentParser) -> str:
         hint = "the flags of pretrain_gpt.py stand after --"
     if not hint and "=" in written:
         hint = f"settings have no dashes: {written.lstrip('-')}"
+    if not hint and written.startswith("--") and "a.b=c" in command.format_usage():
+        hint = f"settings have no dashes: {written.lstrip('-')}=VALUE"
     if not hint:
         hint = f"see megaspec {command.prog.split()[-1]} --help"
     return f"{written}: unknown; {hint}"

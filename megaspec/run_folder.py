@@ -23,6 +23,7 @@ from megaspec.checkpoint.lock import LOCK_FOLDER, RunLock
 from megaspec.core.bounded_json import MAX_BYTES, parse_json
 from megaspec.core.errors import CheckpointError, MegaspecError, Problem, RecipeError, RunLockedError
 from megaspec.core.faults import failpoint
+from megaspec.core.problems import one_of
 from megaspec.core.regular_files import check_kinds, make_folder_inside, open_inside, read_inside
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
@@ -60,6 +61,10 @@ class SavedRun:
     """The recipe as it was composed."""
     spec: Spec
     """With the folder where it is now as run_dir."""
+
+
+# Runs in a folder that an error names.
+_MOST_NEAR = 3
 
 
 def is_run(folder: Path) -> bool:
@@ -150,13 +155,25 @@ def write_run(folder: Path, recipe: Recipe, target: Target, spec: Spec) -> None:
         write_atomically(folder / name, [(content.model_dump_json(indent=1) + "\n").encode()])
 
 
+def _where_a_run_is(folder: Path) -> str:
+    """What to give in place of a folder that holds no run: one near it, where there is one."""
+    inside = sorted(path.parent for path in folder.glob(f"*/{SPEC}"))
+    if inside:
+        return f"give one of the runs in it: {one_of(inside[:_MOST_NEAR])}"
+    near = [Path("runs", folder.name), *folder.parents]
+    for other in near:
+        if is_run(other) and other != Path():
+            return f"did you mean {other}?"
+    if folder.is_dir():
+        return "give the folder that `megaspec train` named"
+    return "there is no such folder"
+
+
 def read_run(folder: Path) -> SavedRun:
     """The run of a folder. RecipeError: there is none, or its files are damaged. Others: `refuse_unfinished_fork`."""
     refuse_unfinished_fork(folder)
     if not is_run(folder):
-        hint = "there is no such folder"
-        if folder.is_dir():
-            hint = "give the folder that `megaspec train` named"
+        hint = _where_a_run_is(folder)
         raise RecipeError([Problem("", f"{folder} holds no run (no {SPEC}); {hint}", code="run-missing")])
     refuse_links(folder)
     recipe = _read_json(folder, RECIPE)

@@ -32,7 +32,9 @@ ROOT = Path(__file__).parents[1]
 TOPS = ("conf", "recipes", "megaspec", "kernels", "launchers", "tests")
 READMES = [ROOT / "README.md", *sorted(path for top in TOPS for path in (ROOT / top).rglob("README.md"))]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-PAGES = [*READMES, CONTRIBUTING]
+# Its commands build on each other and need a shell: tests/test_first_hour.py runs them.
+FIRST_HOUR = ROOT / "recipes/FIRST_HOUR.md"
+PAGES = [*READMES, CONTRIBUTING, FIRST_HOUR]
 MOST_LINES = 200
 # Hydra's namespace package: a file of ours in it would lie where other packages install theirs.
 NAMESPACES = ("launchers/hydra_plugins",)

@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from megaspec.commands.paragraphs import Paragraphs
 from megaspec.core.errors import MegaspecError, Problem, RecipeError, printable
 from megaspec.core.problems import did_you_mean
 from megaspec.estimate.hardware import hardware_of
@@ -31,7 +32,7 @@ def add_parser(commands: Any) -> None:
         "kernel",
         help="correctness and speed of the kernels",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
     )
     kernel.add_argument("operations", nargs="*", metavar="OP", help=f"of {', '.join(CATALOG)} (default: all)")
     kernel.add_argument("--json", action="store_true", help="a JSON line for each row in place of the table")

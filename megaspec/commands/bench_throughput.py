@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megaspec.commands.paragraphs import Paragraphs
 from megaspec.core.errors import RecipeError, WriteError
 from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware, hardware_of
@@ -27,7 +28,7 @@ def add_parser(commands: Any) -> None:
         "throughput",
         help="times of the pieces of a training step",
         description=_THROUGHPUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
     )
     throughput.add_argument(
         "--out", metavar="FILE", help="where to write (default: throughput-NAME.json, the GPU's name)"

@@ -4,15 +4,14 @@ import argparse
 from typing import Any
 
 from megaspec.commands.numbers import count, positive
+from megaspec.commands.paragraphs import Paragraphs
 
 _INSPECT = """Show counts, lengths and decoded samples of PREFIX.bin and PREFIX.idx, and check every byte of them."""
 
 
 def add_parser(commands: Any) -> None:
     """The parser of `data inspect`."""
-    inspect = commands.add_parser(
-        "inspect", help="check token files", description=_INSPECT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    inspect = commands.add_parser("inspect", help="check token files", description=_INSPECT, formatter_class=Paragraphs)
     inspect.add_argument("prefix", metavar="PREFIX", help="path of the files without their ending")
     inspect.add_argument("--tokenizer", metavar="NAME", help="decode samples with it (default: the one beside them)")
     inspect.add_argument("--vocab-size", type=positive, metavar="N", help="token ids must be below N")

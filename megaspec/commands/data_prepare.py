@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from megaspec.commands.numbers import count, positive
+from megaspec.commands.paragraphs import Paragraphs
 
 # What `--skip-bad` allows without a number.
 ALL = 2**63
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
         "prepare",
         help="turn text into token files",
         description=_PREPARE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
     )
     prepare.add_argument("inputs", nargs="+", metavar="INPUT", help="file, folder, or the word python")
     prepare.add_argument("--out", required=True, metavar="PREFIX", help="path of the files without their ending")

@@ -35,7 +35,9 @@ def add_parser(commands: Any) -> None:
     text = "the loss of a run's checkpoint on its evaluation sets, or on others"
     command = commands.add_parser("eval", help=text, description=text, allow_abbrev=False)
     command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
-    command.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, such as another layout or data.valid")
+    command.add_argument(
+        "words", nargs="*", default=[], metavar="a.b=c", help="path=value, such as another layout or data.valid"
+    )
     text = "evaluate on these token files, and on no other set; may be given again"
     command.add_argument("--data", action="append", default=[], metavar="NAME=PREFIX", help=text)
     command.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (the newest good one)")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megaspec.commands.paragraphs import Paragraphs
 from megaspec.core.errors import Problem, RecipeError, printable
 from megaspec.data.files import write_text
 
@@ -23,7 +24,7 @@ def add_parser(commands: Any) -> None:
         "from-megatron",
         help="a recipe from the flags of a pretrain_gpt.py command: -- --num-layers 32 ...",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
         allow_abbrev=False,
     )
     command.add_argument("flags", nargs="*", metavar="FLAG", help="flags after --, or [NAME=VALUE] @FILE ARG...")

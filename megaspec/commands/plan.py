@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megaspec.commands.paragraphs import Paragraphs
 from megaspec.commands.planned import plan_words
 from megaspec.compose.compose import Composed
 from megaspec.compose.words import tell_left_out, words_parser
-from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError, printable
+from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.terminal import terminal
 from megaspec.data.spec import StreamSpec
 from megaspec.data.stream_files import described
@@ -36,7 +37,7 @@ def add_parser(commands: Any) -> None:
         "plan",
         help=text,
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
         allow_abbrev=False,
         parents=[words_parser()],
     )
@@ -64,11 +65,14 @@ def run(args: argparse.Namespace) -> int:
     ranks = _ranks(args.ranks, spec.world_size)
     views = [rank_view(plan, rank) for rank in ranks]
     agrees = True
+    data = ""
+    if isinstance(spec.data, StreamSpec) and not facts.problems:
+        data = described(spec.data)
     if args.json:
         content = plan.as_json()
         content["recipe"] = composed.recipe.model_dump(mode="json")
-        if isinstance(spec.data, StreamSpec) and not facts.problems:
-            content["data"] = described(spec.data)
+        if data:
+            content["data"] = data
         if views:
             content["ranks"] = [view.model_dump(mode="json") for view in views]
         if args.trace:
@@ -76,9 +80,7 @@ def run(args: argparse.Namespace) -> int:
             agrees = _all_agree(content["traces"])
         print(json.dumps(content, indent=1))
     else:
-        print_whole_plan(plan, terminal())
-        if isinstance(spec.data, StreamSpec) and not facts.problems:
-            print(printable(f"data: {described(spec.data)}"))
+        print_whole_plan(plan, terminal(), data=data)
         print_ranks(views, terminal())
         if args.trace:
             agrees = _print_traces(spec, ranks)

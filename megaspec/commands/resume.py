@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser("resume", help=text, description=text, allow_abbrev=False)
     command.add_argument("run", metavar="RUN", type=Path, help="folder of the run")
     command.add_argument("--fork", metavar="NEW", help="start another run from its newest checkpoint; all may change")
-    command.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, group=choice or ~path")
+    command.add_argument("words", nargs="*", default=[], metavar="a.b=c", help="path=value, group=choice or ~path")
     command.add_argument("--config-dir", action="append", default=[], metavar="DIR", help="more groups")
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megaspec.commands.paragraphs import Paragraphs
 from megaspec.commands.planned import Planned, plan_words
 from megaspec.compose.words import tell_left_out, words_parser
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError, printable
@@ -36,7 +37,7 @@ def add_parser(commands: Any) -> None:
         "show",
         help=text,
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
         allow_abbrev=False,
         parents=[words_parser()],
     )

@@ -231,6 +231,7 @@ def _record(folder: Path) -> None:
 
 
 def _show(spec: Spec, target: Target) -> None:
-    print_plan(spec, target, terminal())
+    data = ""
     if isinstance(spec.data, StreamSpec):
-        print(printable(f"data: {described(spec.data)}"))
+        data = described(spec.data)
+    print_plan(spec, target, terminal(), data=data)

@@ -14,7 +14,7 @@ def add_parser(commands: Any) -> None:
     command = commands.add_parser("resume", help=text, description=text)
     command.add_argument("folder", metavar="FOLDER", type=Path, help="folder of the sweep: sweeps/<name>")
     what = "slots, gpus, keep_going, again, trials; hydra.launcher.* of its launcher"
-    command.add_argument("words", nargs="*", metavar="sweep.a=b", help=what)
+    command.add_argument("words", nargs="*", default=[], metavar="sweep.a=b", help=what)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from rich.table import Table
 
+from megaspec.commands.paragraphs import Paragraphs
 from megaspec.commands.planned import plan_words
 from megaspec.compose.compose import Composed, compose
 from megaspec.compose.words import tell_left_out, words_parser
@@ -57,7 +58,7 @@ def add_parser(commands: Any) -> None:
         "tune",
         help=text,
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
         allow_abbrev=False,
         parents=[words_parser()],
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megaspec.commands.paragraphs import Paragraphs
 from megaspec.commands.planned import plan_words
 from megaspec.compose.words import take, tell_left_out, words_parser
 from megaspec.core.axes import DENSE_AXES, coordinates
@@ -65,7 +66,7 @@ def add_parser(commands: Any) -> None:
         "verify",
         help=text,
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
         allow_abbrev=False,
         parents=[words_parser()],
     )

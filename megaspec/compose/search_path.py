@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megaspec.compose.paths import conf_dir, recipes_dir
@@ -235,7 +235,16 @@ def _roots() -> Iterator[Path]:
 
 def choice_hint(group: str, name: str, options: Sequence[str]) -> str:
     """What to write in place of a choice that does not exist, and where plug-ins may add kinds how one is chosen."""
-    hint = did_you_mean(name, options) or f"choose {one_of(options)}"
+    hint = did_you_mean(name, options)
+    if group == "recipe" and not hint:
+        # a path where a name is due: recipes/mine.yaml
+        stem = PurePath(name).stem
+        if stem in options:
+            hint = f"did you mean {stem}?"
+        else:
+            hint = f"recipes of your own are looked for in {Path('recipes').absolute()}; choose {one_of(options)}"
+    if not hint:
+        hint = f"choose {one_of(options)}"
     field = Recipe.model_fields.get(group)
     if field is not None and is_open(annotation_of(field)):
         hint = f"{hint.removesuffix('?')}, or {group}.kind={name} for a plug-in's, with --plugin PACKAGE"

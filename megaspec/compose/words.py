@@ -15,7 +15,7 @@ from megaspec.core.problems import one_of
 def words_parser() -> argparse.ArgumentParser:
     """A parent parser of `a.b=c` words and --config-dir."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("words", nargs="*", metavar="a.b=c", help="path=value, group=choice or ~path")
+    parser.add_argument("words", nargs="*", default=[], metavar="a.b=c", help="path=value, group=choice or ~path")
     parser.add_argument(
         "--config-dir", action="append", default=[], metavar="DIR", help="more groups (DIR/<group>/) and DIR/recipes/"
     )
@@ -27,6 +27,7 @@ def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] | Sear
     raises."""
     names = [word.removeprefix("recipe=") for word in words if word.startswith("recipe=")]
     if not names:
+        _refuse_lone_name(words, config_dirs)
         _refuse_name("is missing", config_dirs)
     if len(names) > 1:
         _refuse_name("is given more than once", config_dirs)
@@ -35,6 +36,15 @@ def compose_words(words: Sequence[str], config_dirs: Sequence[str | Path] | Sear
     settings = [word for word in words if not word.startswith("recipe=")]
     refuse_two_answers(settings)
     return compose(names[0], settings, config_dirs)
+
+
+def _refuse_lone_name(words: Sequence[str], config_dirs: Sequence[str | Path] | SearchPath) -> None:
+    """RecipeError: a word is the bare name of a recipe."""
+    options = search_path(config_dirs).choices("recipe")
+    for word in words:
+        if word in options:
+            text = f"{word} is no setting; write recipe={word}"
+            raise RecipeError([Problem("recipe", text, COMMAND_LINE, "choice.recipe")])
 
 
 def _refuse_name(what: str, config_dirs: Sequence[str | Path] | SearchPath) -> NoReturn:

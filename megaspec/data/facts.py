@@ -57,7 +57,7 @@ def evaluation_facts(data_spec: DataSpec, training: DataFacts) -> dict[str, Data
     found = {}
     for name, one in data_spec.valid.items():
         key = f"data.valid.{name}"
-        facts = data_facts(one, key=key)
+        facts = data_facts(_without_input(one, data_spec), key=key)
         ours = training.tokenizer_sha256
         theirs = facts.tokenizer_sha256
         if ours is not None and theirs is not None and ours != theirs:
@@ -101,6 +101,14 @@ def _streamed_files(spec: StreamSpec) -> dict[Path, str]:
     except DataError:
         return {}
     return {Path(file.path).resolve(): file.path for group in groups for file in group.files}
+
+
+def _without_input(one: DataSpec, training: DataSpec) -> DataSpec:
+    """A set without the INPUT that it follows the training data in: what it is made from is another text."""
+    prepare = getattr(one, "prepare", None)
+    if prepare is None or prepare != getattr(training, "prepare", None):
+        return one
+    return one.model_copy(update={"prepare": prepare.model_copy(update={"input": None})})
 
 
 def made(spec: SyntheticSpec | RandomSpec, *, key: str) -> DataFacts:

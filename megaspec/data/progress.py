@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaspec.core.terminal import Terminal, escape
+from megaspec.core.units import plural
 from megaspec.data.manifest import DataManifest
 from megaspec.data.parts import JobProgress, losses
 from megaspec.data.prepare import PreparedData
@@ -66,7 +67,7 @@ def print_prepared(prepared: PreparedData) -> None:
     if prepared.parts_reused:
         console.print(f"  {prepared.parts_reused} parts were there from a job that was stopped", markup=False)
     for kind, count in sorted(manifest.bad_lines.items()):
-        console.print(escape(f"  left out: {count} lines, {kind}"))
+        console.print(escape(f"  left out: {count:,} {plural('line', count)}, {kind}"))
     if manifest.bad_lines_file is not None:
         console.print(
             escape(f"  listed with their reasons: {Path(prepared.prefix).with_name(manifest.bad_lines_file)}")

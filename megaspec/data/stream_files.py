@@ -208,4 +208,4 @@ def described(spec: StreamSpec) -> str:
             text += f" ({group.share:.1%} of the samples)"
         parts.append(text)
     ids = f"{tokenizer.name} ({tokenizer.vocab_size:,} ids)"
-    return f"stream of {', '.join(parts)}; tokenizer {ids}; how many tokens a pass has is known once it was read"
+    return f"stream of {', '.join(parts)}; tokenizer {ids}; how many tokens a pass has shows once it has been read"

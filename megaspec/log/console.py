@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TextIO
 
 from megaspec.core.errors import printable
@@ -17,6 +18,7 @@ REDRAW_SECONDS = 0.1
 # Share of the time that the host waits for data from which on a line says so.
 WORTH_A_WORD = 0.05
 CLEAR_LINE = "\r\x1b[2K"
+_BETWEEN = "  "
 
 
 class ConsoleSink:
@@ -78,16 +80,16 @@ class ConsoleSink:
         # the first step of an attempt pays for compilation and caches: it says nothing about the others
         if event.step != self._run.step + 1:
             self._recent.append(event)
-        text = step_line(event, self._recent, self._run, self._routers)
+        parts = step_parts(event, self._recent, self._run, self._routers)
         is_due = event.step % self._every == 0 or event.step == event.steps or event.skipped
         if not self._live:
             if is_due:
-                self._write(text + "\n")
+                self._write(_BETWEEN.join(parts) + "\n")
             return
         now = time.monotonic()
         if is_due or now - self._drawn_at >= REDRAW_SECONDS:
             columns = shutil.get_terminal_size().columns
-            self._live_text = text[: columns - 1]
+            self._live_text = fitted(parts, columns - 1)
             self._drawn_at = now
             self._write(CLEAR_LINE + self._live_text)
 
@@ -111,8 +113,18 @@ class ConsoleSink:
         self._stream.flush()
 
 
-def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted, routers: RoutersDone | None = None) -> str:
-    """A step in one line. `recent`: the steps that speed is averaged over, none of them 0 s long in sum, or empty.
+def fitted(parts: Sequence[str], width: int) -> str:
+    """As many parts of a step as fit into a line: the first ones, and how long the run still takes, the last."""
+    kept = list(parts)
+    while len(kept) > 2 and len(_BETWEEN.join(kept)) > width:
+        kept.pop(-2)
+    return _BETWEEN.join(kept)[:width]
+
+
+def step_parts(
+    event: StepDone, recent: deque[StepDone], run: RunStarted, routers: RoutersDone | None = None
+) -> list[str]:
+    """A step in short texts. `recent`: the steps that speed is averaged over, none of them 0 s long in sum, or empty.
     `routers`: of the same step, shown by their worst layer."""
     parts = [
         f"step {event.step}/{event.steps}",
@@ -143,7 +155,7 @@ def step_line(event: StepDone, recent: deque[StepDone], run: RunStarted, routers
         parts.append("update skipped: gradient not finite")
     if seconds > 0:
         parts.append(f"ETA {duration(seconds / len(recent) * (event.steps - event.step))}")
-    return "  ".join(parts)
+    return parts
 
 
 def quantity(number: float) -> str:

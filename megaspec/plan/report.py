@@ -50,8 +50,11 @@ _OF_GPUS = ("link", "ms", "exposed")
 Lines = Iterator[tuple[str, str]]
 
 
-def print_plan(spec: Spec, target: Target, console: Console) -> None:
-    """Before `train`, on one screen: what is trained, how it is divided, memory, time, and what decides about it."""
+def print_plan(spec: Spec, target: Target, console: Console, *, data: str = "") -> None:
+    """Before `train`, on one screen: what is trained, how it is divided, memory, time, and what decides about it.
+
+    `data`: what it reads, in words, where that says more than the recipe.
+    """
     hardware = None
     throughput = None
     if spec.device == "cuda":
@@ -62,6 +65,7 @@ def print_plan(spec: Spec, target: Target, console: Console) -> None:
     _print_lines(_run(plan), console)
     _print_lines(_model(plan), console)
     _print_lines(_layout(plan), console)
+    _print_lines(_data(data), console)
     _print_lines(_batch(plan), console)
     _print_lines(_schedules(plan), console)
     _print_lines(_memory_in_short(plan), console)
@@ -70,14 +74,15 @@ def print_plan(spec: Spec, target: Target, console: Console) -> None:
     _print_hints(plan, console)
 
 
-def print_whole_plan(plan: Plan, console: Console) -> None:
-    """Everything."""
+def print_whole_plan(plan: Plan, console: Console, *, data: str = "") -> None:
+    """Everything. `data`: see `print_plan`."""
     _print_lines(_run(plan), console)
     _print_lines(_about(plan), console)
     _print_lines(_model(plan), console)
     _print_lines(_stages(plan), console)
     _print_lines(_mesh(plan), console)
     _print_groups(plan, console)
+    _print_lines(_data(data), console)
     _print_lines(_batch(plan), console)
     _print_lines(_schedules(plan), console)
     _print_lines(_flops(plan), console)
@@ -205,7 +210,7 @@ def _layout(plan: Plan) -> Lines:
     if axes:
         text += f" = {' · '.join(axes)}"
     if plan.sequence_parallel:
-        text += "; norms and dropout on a part of the tokens each"
+        text += ", sequence parallel"
     yield "layout", text
 
 
@@ -236,6 +241,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 6:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, {ranks[2]} ... {ranks[-1]}"
+
+
+def _data(text: str) -> Lines:
+    if text:
+        yield "data", text
 
 
 def _batch(plan: Plan) -> Lines:
@@ -304,15 +314,16 @@ def verdict(fit: Fit, hardware: str) -> str:
 
 def _machine_verdict(machine: MachineMemory) -> str:
     """Of ranks that share a machine's memory with its other processes."""
-    ranks = f"{machine.ranks:,} {plural('rank', machine.ranks)} with their processes"
-    needed = bytes_in_words(machine.needed)
+    needed = f"{machine.ranks:,} ranks with their processes need {bytes_in_words(machine.needed)}"
+    if machine.ranks == 1:
+        needed = f"1 rank with its process needs {bytes_in_words(machine.needed)}"
     if not machine.available:
-        return f"{ranks} need {needed}; how much this machine has available is not known"
+        return f"{needed}; how much this machine has available is not known"
     available = f"the {bytes_in_words(machine.available)} that this machine has available"
     free = machine.available - machine.needed
     if free < 0:
-        return f"{ranks} need {needed}, which does NOT fit {available}, {bytes_in_words(-free)} too much"
-    return f"{ranks} need {needed}, which fits {available}"
+        return f"{needed}, which does NOT fit {available}, {bytes_in_words(-free)} too much"
+    return f"{needed}, which fits {available}"
 
 
 def _memory_in_short(plan: Plan) -> Lines:

@@ -96,7 +96,12 @@ def _problems(
         for problem in unbuilt_problems(filled, origins):
             if not _reads([problem.key], draft.unknown):
                 problems.append(problem)
-    return problems + located([*facts.problems, *draft.problems], origins)
+    of_data = []
+    for problem in facts.problems:
+        # what stands in for a value that is missing is no file that a user named
+        if not _reads([problem.key], found.bad):
+            of_data.append(problem)
+    return problems + located([*of_data, *draft.problems], origins)
 
 
 def _reads(read: Iterable[str], unknown: Iterable[str]) -> bool:

@@ -140,7 +140,13 @@ class SweepFolder:
     def head(self) -> SweepHead:
         """What the sweep is. RecipeError: there is none, or it is damaged."""
         if not self.exists():
-            raise RecipeError([Problem("", f"{self.path} holds no sweep (no {HEAD})", code="sweep-missing")])
+            hint = "give the folder that `megaspec train -m` named"
+            if not self.path.exists():
+                hint = "there is no such folder"
+            near = SweepFolder(Path("sweeps", self.path.name))
+            if near.exists():
+                hint = f"did you mean {near.path}?"
+            raise RecipeError([Problem("", f"{self.path} holds no sweep (no {HEAD}); {hint}", code="sweep-missing")])
         self.refuse_links()
         try:
             content = parse_json(read_inside(self.path, HEAD, limit=MAX_BYTES))

@@ -31,7 +31,7 @@ def test_prepare_then_inspect(source, tmp_path, capsys):
     assert run(*words) == 0
     out = capsys.readouterr().out
     assert "prepared: 2 documents, 20 tokens of uint16, tokenizer byte (257 ids)" in out
-    assert "left out: 1 lines, wrong type" in out
+    assert "left out: 1 line, wrong type" in out
     assert run(*words) == 0
     assert "was already prepared" in capsys.readouterr().out
     assert run("inspect", tmp_path / "d") == 0
@@ -48,7 +48,7 @@ def test_bad_lines_stop_it(source, tmp_path):
 def test_skip_bad_without_a_number_leaves_all_out_and_says_where(source, tmp_path, capsys):
     assert run("prepare", source, "--out", tmp_path / "d", "--workers", "1", "--skip-bad") == 0
     out = capsys.readouterr().out
-    assert "left out: 1 lines, wrong type" in out
+    assert "left out: 1 line, wrong type" in out
     assert f"listed with their reasons: {tmp_path}/d.bad-lines.txt" in out
     listed = (tmp_path / "d.bad-lines.txt").read_text()
     assert listed == f'{source}:3: wrong type: "text" must be a string, found a number (1)\n'

@@ -1,0 +1,77 @@
+"""A newcomer's first hour is run as its page has it: every block in order, by the shell, in a folder of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_readme import ENVIRONMENT, FIRST_HOUR, ROOT, Command, assert_shown
+
+MAKE_TRAIN = ("data.seq_len=16", "train.steps=2", "train.eval_every=0", "optim.schedule.warmup_steps=1")
+
+
+def steps(page: Path) -> Iterator[Command]:
+    """The ```bash blocks of a page, each with the lines of the ```text block that follows it."""
+    fenced = re.findall(r"^```(bash|text)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = [*fenced, ("bash", "")]
+    for (language, body), (next_language, shown) in zip(blocks, blocks[1:], strict=False):
+        if language == "text":
+            continue
+        if next_language == "text":
+            yield Command(body, tuple(shown.splitlines()))
+        else:
+            yield Command(body)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder as `make train` leaves it, with less text and fewer steps: .venv, data/hello, runs/hello."""
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    (tmp_path / "recipes").mkdir()
+    (programs / "megaspec").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m megaspec "$@"\n')
+    (programs / "megaspec").chmod(0o755)
+    (programs / "python").symlink_to(sys.executable)
+    (programs / "activate").write_text(f'export PATH="{programs}:$PATH"\n')
+    (tmp_path / "hello.txt").write_text((ROOT / "README.md").read_text() * 2)
+    hello = " ".join(MAKE_TRAIN)
+    made = shell(
+        tmp_path,
+        "mkdir data; . .venv/bin/activate; megaspec data prepare hello.txt --out data/hello --tokenizer byte\n"
+        f"megaspec train recipe=hello data.split=[1,0,0] launcher.ranks=1 {hello}",
+    )
+    assert made.returncode == 0, made.stdout
+    return tmp_path
+
+
+def shell(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-e", "-c", script],
+        cwd=folder,
+        env=ENVIRONMENT | {"COLUMNS": "80"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.timeout(900)
+def test_a_newcomers_first_hour(clone):
+    # what a block exports holds in those that follow it, as in a terminal
+    exported = ""
+    for step in steps(FIRST_HOUR):
+        done = shell(clone, exported + step.line)
+        assert done.returncode == 0, f"{step.line}\n{done.stdout}"
+        if step.shown is not None:
+            assert_shown(step, done.stdout)
+        for line in step.line.splitlines():
+            if line.startswith(("export ", ". ")):
+                exported += f"{line}\n"
+    assert (clone / "runs/streamed/spec.json").exists()
+    assert os.listdir(clone / "sweeps") == ["rates"]
