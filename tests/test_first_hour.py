@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def steps(page: Path) -> Iterator[Command]:
     """The ```bash blocks of a page, each with the lines of the ```text block that follows it."""
     fenced = re.findall(r"^```(bash|text)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     blocks = [*fenced, ("bash", "")]
-    for (language, body), (next_language, shown) in zip(blocks, blocks[1:], strict=False):
+    for (language, body), (next_language, shown) in pairwise(blocks):
         if language == "text":
             continue
         if next_language == "text":

@@ -139,12 +139,15 @@ def classes_in(annotation: Any) -> Iterator[type[Frozen]]:
         yield from classes_in(part)
 
 
-def reachable(root: type[Frozen]) -> dict[type[Frozen], None]:
+def reachable(root: type[Frozen], found: dict[type[Frozen], None] | None = None) -> dict[type[Frozen], None]:
     """`root` and every class of its fields, in the order of the fields."""
-    found = {root: None}
+    if found is None:
+        found = {}
+    found[root] = None
     for field in root.model_fields.values():
         for one in classes_in(field.annotation):
-            found |= reachable(one)
+            if one not in found:
+                reachable(one, found)
     return found
 
 
@@ -201,6 +204,8 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         for name, words in RUNS.items():
             assert cli.main(["train", "recipe=tiny", f"name={name}", *words]) == 0, name
             assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
+        # with what data is made is told where there is none
+        assert cli.main(["train", "recipe=tiny", "name=gone", "data.blend=[{prefix: gone}]"]) == 65
         assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0
         # whose a checkpoint is that is not the fork's own is asked only where there is one
         shutil.copytree("runs/gpt/checkpoints/step-00000003", "runs/forked/checkpoints/step-00000003")

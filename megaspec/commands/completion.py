@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.compose.search_path import SearchPath
-from megaspec.core.fields import ENTRY, fields_of
+from megaspec.core.fields import ENTRY, NAME, fields_of
 from megaspec.core.frozen import Frozen
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.recipe import SECTIONS, Recipe
@@ -82,6 +82,7 @@ COMMANDS: dict[str, Completed] = {
     "verify": Completed(("--config-dir", "--cpu", "--json", "--ranks", "--steps"), "words", (*_MACHINE, "memory")),
     "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
     "resume": Completed(("--config-dir", "--fork"), "changes", ("memory",), RUN),
+    "eval": Completed(("--config-dir", "--data", "--json", "--step"), "changes", folder=RUN),
     "generate": Completed(("--seed", "--temperature", "--tokens"), folder=RUN),
     "check": Completed(("--config-dir", "--json"), "names"),
     "recipes": Completed(("--config-dir", "--json")),
@@ -274,7 +275,8 @@ def _keys(current: str, *, end: str = "=", model: type[Frozen] = Recipe, prefix:
     """The keys that begin with a word, up to their next dot. `end`: what stands behind one that is complete."""
     for field in fields_of(model):
         path = f"{prefix}{field.path}"
-        if ENTRY in field.path or not path.startswith(current):
+        has_no_word = ENTRY in field.path or NAME in field.path.split(".")
+        if has_no_word or not path.startswith(current):
             continue
         next_dot = path.find(".", len(current))
         if next_dot >= 0:

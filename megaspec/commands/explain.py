@@ -16,7 +16,7 @@ from megaspec.compose.compose import Composed, compose, recompose
 from megaspec.compose.search_path import SearchPath
 from megaspec.compose.words import words_parser
 from megaspec.core.errors import COMMAND_LINE, DataError, Problem, RecipeError
-from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
+from megaspec.core.fields import ENTRY, NAME, FieldAt, fields_of, same_path
 from megaspec.core.kinds import tags_of
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import did_you_mean, one_of, show, value_at
@@ -209,12 +209,12 @@ def _keys_of(found: list[FieldAt], every: list[FieldAt]) -> Iterator[tuple[str, 
     """The keys of a section, each with the beginning of its description; and which kinds have it, where not all do."""
     sections = set()
     for field in found:
-        sections |= {field.path, f"{field.path}.{ENTRY}"}
+        sections |= {field.path, f"{field.path}.{ENTRY}", f"{field.path}.{NAME}"}
     # name of a key -> the fields of that name, one for each class that has it
     fields_named: dict[str, list[FieldAt]] = {}
     for field in every:
         section, _, name = field.path.rpartition(".")
-        if section in sections and name != ENTRY:
+        if section in sections and name not in (ENTRY, NAME):
             fields_named.setdefault(name, []).append(field)
     all_kinds = set()
     for fields in fields_named.values():
@@ -230,7 +230,7 @@ def _keys_of(found: list[FieldAt], every: list[FieldAt]) -> Iterator[tuple[str, 
             text = one_of(_distinct(kinds_of_field))
         if not text:
             text = first_sentence(fields[0].description) or fields[0].type_in_words
-        kinds = [field.when for field in fields]
+        kinds = _distinct(field.when for field in fields)
         if set(kinds) < all_kinds:
             text += f"   [{one_of(kinds)}]"
         yield name, text
@@ -353,10 +353,9 @@ def read_by(code: str) -> frozenset[str]:
     filled = Recipe.model_validate_json(json.dumps(draft.content))
     decided = frozenset(decision.key for decision in draft.decisions)
     case = Case(filled, example.target, example.facts, decided)
-    names = []
-    for name in example.key.split("."):
-        names.append(ENTRY if name.isdigit() else name)
-    return fields_read(RULES[code], case) | {".".join(names)}
+    # by the names that all recipes have in common: entries without their numbers, sections without the user's names
+    named = next(field.path for field in fields_of(Recipe) if same_path(field.path, example.key))
+    return fields_read(RULES[code], case) | {named}
 
 
 def _composed(example: Example) -> Composed:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         lines = _whole(shown, remark)
     for line in lines:
-        print(line)
+        print(printable(line))
     return 0
 
 

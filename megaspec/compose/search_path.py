@@ -247,5 +247,5 @@ def choice_hint(group: str, name: str, options: Sequence[str]) -> str:
         hint = f"choose {one_of(options)}"
     field = Recipe.model_fields.get(group)
     if field is not None and is_open(annotation_of(field)):
-        hint = f"{hint.removesuffix('?')}, or {group}.kind={name} for a plug-in's, with --plugin PACKAGE"
+        hint = f"{hint} (a plug-in's kind: {group}.kind={name}, with --plugin PACKAGE)"
     return hint

@@ -13,6 +13,8 @@ from megaspec.core.problems import one_of
 
 # Stands for the number of an entry in the path of a list's entries.
 ENTRY = "*"
+# Stands for a name of the user's own in the path of a section that has one.
+NAME = "NAME"
 
 _PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 # A bound from here on only keeps arithmetic exact.
@@ -25,7 +27,7 @@ class FieldAt:
     """A field of one class, and where that class stands."""
 
     path: str
-    """Dotted, entries of lists as `*`."""
+    """Dotted, entries of lists as `*`, sections with names of the user's own as `NAME`."""
     info: FieldInfo
     when: str = ""
     """`optim.kind=adamw`: what chooses the class, where several may stand in its place."""
@@ -56,7 +58,8 @@ class FieldAt:
 
 
 def fields_of(model: type[BaseModel], prefix: str = "", when: str = "") -> Iterator[FieldAt]:
-    """Every field below a class, each alternative of a section and the entries of lists included; sections first."""
+    """Every field below a class, each alternative of a section, the entries of lists and named sections included;
+    sections first."""
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield FieldAt(path, info, when)
@@ -65,12 +68,12 @@ def fields_of(model: type[BaseModel], prefix: str = "", when: str = "") -> Itera
 
 def kinds_below(model: type[BaseModel], section: str) -> dict[str, dict[str, type[BaseModel]]]:
     """Dotted path -> the classes that `kind` chooses, of a section of `model` and of every section inside of it, outer
-    ones first; entries of lists are left out."""
+    ones first; entries of lists and sections with names of the user's own are left out."""
     found: dict[str, dict[str, type[BaseModel]]] = {}
     for field in fields_of(model):
         if field.path == section or field.path.startswith(f"{section}."):
             classes = {tag: one for one in field.models for tag in tags_of(one)}
-            if classes and ENTRY not in field.path:
+            if classes and ENTRY not in field.path and NAME not in field.path.split("."):
                 found.setdefault(field.path, {}).update(classes)
     return found
 
@@ -88,17 +91,22 @@ def _below(annotation: Any, path: str, when: str) -> Iterator[FieldAt]:
     for option in options_of(annotation):
         if get_origin(option) is tuple:
             yield from _below(get_args(option)[0], f"{path}.{ENTRY}", when)
+        # named sections may be of classes that have named sections themselves, and so without an end
+        elif get_origin(option) is dict and NAME not in path.split("."):
+            named = FieldInfo.from_annotation(get_args(option)[1])
+            yield FieldAt(f"{path}.{NAME}", named, when)
+            yield from _below(annotation_of(named), f"{path}.{NAME}", when)
 
 
 def same_path(pattern: str, path: str) -> bool:
-    """True where a path names the field at `pattern`; any number stands for an entry."""
+    """True where a path names the field at `pattern`; any number stands for an entry, any word for a name."""
     expected = pattern.split(".")
     names = path.split(".")
     if len(expected) != len(names):
         return False
     for one, name in zip(expected, names, strict=True):
         is_entry = one == ENTRY and name.isdigit()
-        if one != name and not is_entry:
+        if one not in (name, NAME) and not is_entry:
             return False
     return True
 

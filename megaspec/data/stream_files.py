@@ -182,10 +182,10 @@ def _wrong_beginning(file: StreamFile, spec: StreamSpec) -> str:
 
 def bad_line(path: str, line: int, bad: BadLine, key: str) -> str:
     """What is said of a line that is no document."""
-    what = str(bad)
+    way_out = "mend it, or set data.bad_lines=skip to leave such lines out"
     if bad.kind in ("missing key", "wrong type"):
-        what = f"{what}: data.key={key} must name a text"
-    return f"{path}:{line}: {what}; mend it, or set data.bad_lines=skip to leave such lines out"
+        way_out = f"data.key={key} must name a text; {way_out}"
+    return f"{path}:{line}: {bad}; {way_out}"
 
 
 def in_recipe_words(error: DataError) -> str:

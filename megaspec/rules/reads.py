@@ -2,7 +2,7 @@
 
 from typing import Any, get_args
 
-from megaspec.core.fields import ENTRY
+from megaspec.core.fields import ENTRY, NAME
 from megaspec.core.frozen import Frozen
 from megaspec.rules.case import Case, Rule
 
@@ -32,6 +32,8 @@ class _WatchedSection:
         self._seen.add(path)
         if isinstance(value, tuple) and value and isinstance(value[0], Frozen):
             return tuple(_WatchedSection(one, f"{path}.{ENTRY}.", self._seen) for one in value)
+        if isinstance(value, dict):
+            return {name: _WatchedSection(one, f"{path}.{NAME}.", self._seen) for name, one in value.items()}
         return value
 
 

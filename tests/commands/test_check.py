@@ -72,7 +72,7 @@ def test_everything_wrong_with_a_file_is_told_with_its_line(capsys, tmp_path):
     out = capsys.readouterr().out
     for text in (
         "mine.yaml: parallelism.tp=3 must divide model.n_heads=32; try 1, 2, 4, 8, 16 or 32   (mine.yaml:3) [tp-heads]",
-        "(recipes/llama3_8b.yaml:8) [cp-seq]",
+        "(recipes/llama3_8b.yaml:9) [cp-seq]",
         "(mine.yaml:4) [lr-min]",
         "2 recipes, 1 wrong",
     ):

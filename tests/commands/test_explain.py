@@ -13,7 +13,7 @@ from megaspec.commands.explain import explain_key, explain_rule, first_sentence,
 from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
 from megaspec.core.errors import RecipeError
-from megaspec.core.fields import ENTRY, FieldAt, fields_of, same_path
+from megaspec.core.fields import ENTRY, NAME, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml
 from megaspec.core.problems import field_paths
 from megaspec.optim.spec import PieceSpec
@@ -67,7 +67,7 @@ def test_a_key_in_a_recipe(capsys):
         (["optim.kind", "recipe=hello"], "adamw   (conf/optim/adamw.yaml:1)"),
         (["optim.beta1", "recipe=hello"], "0.9   (default)"),
         (["data.blend.0.prefix", "recipe=hello"], "data/hello   (recipes/hello.yaml:7)"),
-        (["recipe=llama2_13b", "train.global_batch"], "1024   (recipes/llama2_7b.yaml:11)"),
+        (["recipe=llama2_13b", "train.global_batch"], "1024   (recipes/llama2_7b.yaml:12)"),
         (
             ["parallelism.dp_shard", "recipe=gpt3_175b"],
             "4   (decided for 128 x H100: launcher.ranks / (pp · cp) = 16, / tp)",
@@ -143,16 +143,25 @@ def test_types_in_words():
 
 
 def test_fields_are_those_that_pydantic_knows():
-    assert set(field_paths(Recipe)) == {f.path for f in FIELDS if f".{ENTRY}" not in f.path}
-    assert {f.path for f in FIELDS if f".{ENTRY}" in f.path} == {
+    paths = {f.path for f in FIELDS}
+    named = {path for path in paths if NAME in path.split(".")}
+    entries = {path for path in paths - named if ENTRY in path.split(".")}
+    assert set(field_paths(Recipe)) == paths - named - entries
+    assert {"data.valid.NAME", "data.valid.NAME.blend.*.prefix", "data.valid.NAME.files"} < named
+    assert not [path for path in named if path.count(NAME) > 1]
+    assert {"log.sinks.*.kind", "log.sinks.*.project"} < entries
+    assert {path for path in entries if not path.startswith("log.sinks.")} == {
         "data.blend.*.prefix",
         "data.blend.*.weight",
+        "data.files.*.path",
+        "data.files.*.weight",
         "model.moe.router.losses.*.kind",
         "model.moe.router.losses.*.coefficient",
         *(f"optim.schedule.pieces.*.{name}" for name in PieceSpec.model_fields),
     }
     assert same_path("data.blend.*.prefix", "data.blend.12.prefix")
     assert not same_path("data.blend.*.prefix", "data.blend.x.prefix")
+    assert same_path("data.valid.NAME.blend", "data.valid.web.blend")
 
 
 @pytest.mark.parametrize(

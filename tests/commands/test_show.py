@@ -90,7 +90,7 @@ def test_origins_stand_behind_each_value(capsys):
         value, _, origin = line.partition("  # ")
         remarks[" ".join(value.split())] = origin
     assert remarks["steps: 300"] == "command line"
-    assert remarks["seq_len: 256"] == "recipes/hello.yaml:8"
+    assert remarks["seq_len: 256"] == "recipes/hello.yaml:9"
     assert remarks["- prefix: data/hello"] == "recipes/hello.yaml:7"
     assert remarks["kind: sgd"].startswith("conf/optim/sgd.yaml:")
     assert remarks["tp: auto"] == "conf/parallelism/default.yaml:2"

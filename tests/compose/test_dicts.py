@@ -125,7 +125,7 @@ def test_mistakes_read_as_those_of_a_file(folder: Path) -> None:
             "is of type PosixPath; a recipe holds text, numbers, True, False, None, lists and dicts",
         ),
         ({"data": {"blend": [{"prefix": b"x"}]}}, "data.blend.0.prefix=b'x' is of type bytes"),
-        ({"model": "helo"}, "model=helo does not exist; did you mean hello?   (dict)"),
+        ({"model": "helo"}, "model=helo does not exist; did you mean hello? (a plug-in's kind: model.kind=helo"),
         ({"defaults": ["hello"]}, "defaults: a dict chooses with {'model': 'hello'}, and inherits with start='hello'"),
         ([1], "a recipe is a dict of keys to values, not a list"),
         ({"optim": {"_target_": "os.system"}}, "a recipe is data, it can't name code"),

@@ -45,12 +45,25 @@ def fields(section: object, **expected: object) -> None:
 
 
 # Each part in full, so that no default of a recipe hides in it.
+PLAIN_ATTENTION = {
+    "kind": "gqa",
+    "mask": {"kind": "causal"},
+    "qkv_bias": False,
+    "out_bias": False,
+    "qk_norm": "none",
+    "clip_qkv": None,
+    "score_scale": None,
+    "score_cap": None,
+    "sinks": False,
+    "output_gate": False,
+    "temperature": {"kind": "none"},
+}
 GPT2 = {
     "embedding_scale": 1.0,
     "positions": {"kind": "learned"},
     "norm": {"kind": "layer", "eps": 1e-5, "weight": "scale", "bias": True},
     "layer": {"kind": "sequential", "norms": "pre"},
-    "attention": {"kind": "gqa", "qkv_bias": True, "out_bias": True, "qk_norm": "none", "dropout": 0.1},
+    "attention": {**PLAIN_ATTENTION, "qkv_bias": True, "out_bias": True, "dropout": 0.1},
     "mlp": {"kind": "plain", "activation": "gelu_tanh", "bias": True},
 }
 LLAMA = {
@@ -58,7 +71,7 @@ LLAMA = {
     "positions": {"kind": "rotary", "base": 10_000.0, "scaling": {"kind": "none"}},
     "norm": {"kind": "rms", "eps": 1e-5, "weight": "scale"},
     "layer": {"kind": "sequential", "norms": "pre"},
-    "attention": {"kind": "gqa", "qkv_bias": False, "out_bias": False, "qk_norm": "none", "dropout": 0.1},
+    "attention": {**PLAIN_ATTENTION, "dropout": 0.1},
     "mlp": {"kind": "gated", "activation": "silu", "bias": False},
 }
 

@@ -21,6 +21,7 @@ WORDS = (
     "recipe=hello",
     "data={kind: npy, file: tokens.npy, vocab_size: 16, seq_len: 8}",
     "~data.blend",
+    "~data.prepare",
     "model={n_layers: 2, d_model: 16, n_heads: 2, n_kv_heads: 2, d_ffn: 32, vocab_size: 16}",
     "model.mlp={kind: power, power: 3}",
     "~model.mlp.activation",
@@ -58,17 +59,18 @@ def test_the_plugins_of_the_guide_train_and_go_on(workplace: Path):
     told = (workplace / "runs" / "hello" / "slow_steps.txt").read_text().splitlines()
     lines = [json.loads(line) for line in (workplace / "runs" / "hello" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "grad_norm" in line]
-    valid = [line["loss"] for line in lines if line.get("split") == "valid"]
+    valid = [line["loss"] for line in lines if line["event"] == "eval"]
     assert [re.sub(r"[\d.]+ s", "S", line) for line in told] == [
         "from step 0",
         f"step 1: S, loss {losses[0]:.4f}",
         f"step 2: S, loss {losses[1]:.4f}",
         f"evaluation after step 2: loss {valid[0]:.4f}",
         f"step 3: S, loss {losses[2]:.4f}",
+        f"evaluation after step 3: loss {valid[1]:.4f}",
         "done after step 3",
         "from step 3",
         f"step 4: S, loss {losses[3]:.4f}",
-        f"evaluation after step 4: loss {valid[1]:.4f}",
+        f"evaluation after step 4: loss {valid[2]:.4f}",
         "done after step 4",
     ]
 

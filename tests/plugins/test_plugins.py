@@ -29,6 +29,7 @@ WORDS = (
     "recipe=hello",
     "data={kind: count, vocab_size: 16, seq_len: 16}",
     "~data.blend",
+    "~data.prepare",
     "model={kind: sparse, n_layers: 3, d_model: 16, n_heads: 2, vocab_size: 16, tied_embeddings: true}",
     "model.mlp={kind: squared, power: 3}",
     "~model.mlp.activation",
@@ -168,9 +169,9 @@ def test_without_the_flag_nothing_is_known(tmp_path, monkeypatch, capsys):
         # in a text alone, or where a choice is looked for
         ("train.loss=smooth", "write train.loss={kind: smooth}, of a plug-in with --plugin PACKAGE"),
         ("log.sinks=[csv]", "write log.sinks.0={kind: csv}, of a plug-in with --plugin PACKAGE"),
-        ("optim=lion", "or optim.kind=lion for a plug-in's, with --plugin PACKAGE"),
-        ("data=count", "or data.kind=count for a plug-in's, with --plugin PACKAGE"),
-        ("model=sparse", "or model.kind=sparse for a plug-in's, with --plugin PACKAGE"),
+        ("optim=lion", "(a plug-in's kind: optim.kind=lion, with --plugin PACKAGE)"),
+        ("data=count", "(a plug-in's kind: data.kind=count, with --plugin PACKAGE)"),
+        ("model=sparse", "(a plug-in's kind: model.kind=sparse, with --plugin PACKAGE)"),
     ],
 )
 def test_every_kind_of_a_plugin_is_told_of_the_flag(word, told, tmp_path, monkeypatch, capsys):
@@ -370,7 +371,7 @@ def test_a_builder_that_raises_on_import_is_one_line_on_a_rank(file, tmp_path):
     (tmp_path / "late").mkdir()
     (tmp_path / "late" / "__init__.py").write_text(head + spec + plugin)
     (tmp_path / "late" / file).write_text("def build(spec): pass\n" * (file == "raises.py") + body)
-    words = ["recipe=hello", "data={kind: synthetic, seq_len: 16}", "~data.blend", "launcher.ranks=1"]
+    words = ["recipe=hello", "data={kind: synthetic, seq_len: 16}", "~data.blend", "~data.prepare", "launcher.ranks=1"]
     words += ["train={steps: 1, eval_every: 0, sample: null, loss: {kind: late}}", "optim.schedule.warmup_steps=0"]
     trained = start("train", *words, "--plugin", "./late", cwd=tmp_path)
     assert trained.returncode == 64, trained.stderr

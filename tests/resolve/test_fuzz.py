@@ -63,6 +63,8 @@ def words(annotation: Any) -> set[str]:
     """Every word that some field below an annotation may say."""
     if get_origin(annotation) is Literal:
         return {w for w in get_args(annotation) if isinstance(w, str)}
+    if get_origin(annotation) is dict:
+        return set()
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     inner = [f.annotation for f in annotation.model_fields.values()] if is_model else get_args(annotation)
     return {word for one in inner for word in words(one)}
@@ -70,6 +72,9 @@ def words(annotation: Any) -> set[str]:
 
 def fields(annotation: Any, prefix: str = "") -> dict[str, Any]:
     """The annotation of every field below one, by its dotted path; of fields of the same path the last."""
+    if get_origin(annotation) is dict:
+        # the names are the user's own, and what stands below them stands elsewhere, too
+        return {}
     if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return {k: v for inner in get_args(annotation) for k, v in fields(inner, prefix).items()}
     found = {}

@@ -131,7 +131,7 @@ def test_chunks_without_a_pipeline_are_told_beside_layers_that_lie_in_them(more:
 
 def test_a_file_is_named_where_the_value_is_from():
     (problem,) = broken(("model.max_seq_len=128",))
-    assert problem.origin == "recipes/hello.yaml:8"
+    assert problem.origin == "recipes/hello.yaml:9"
 
 
 def test_everything_is_told_at_once():

@@ -85,14 +85,19 @@ def test_keys_that_points_leave_out_are_told_once(capsys):
     tiny = [word for word in TINY if word not in ("~data.blend", "data=synthetic")]
     assert main(["train", "-m", *tiny, "sweep.name=s", "train.steps=2", "data=synthetic", "optim.lr=1e-3,1e-2"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
-    assert lines == ["left out: data.blend (recipes/hello.yaml:7): no key of data.kind=synthetic"]
+    assert lines == [
+        "left out: data.blend (recipes/hello.yaml:7): no key of data.kind=synthetic",
+        "left out: data.prepare (recipes/hello.yaml:8): no key of data.kind=synthetic",
+    ]
     words = ("data=synthetic,random", "train.seed=1,2,3,4", "train.batch_ramp=null")
     assert main(["train", "-m", *tiny, "sweep.name=t", "train.steps=2", *words]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("left out")]
-    points = ", ".join(f"data=random train.seed={seed}" for seed in (1, 2, 3))
-    no_key = "data.blend (recipes/hello.yaml:7): no key of data.kind=random"
-    assert lines[1] == f"left out at {points} and 1 more: {no_key}"
-    assert len(lines) == 2
+    told = []
+    for kind in ("synthetic", "random"):
+        points = ", ".join(f"data={kind} train.seed={seed}" for seed in (1, 2, 3))
+        for key in ("data.blend (recipes/hello.yaml:7)", "data.prepare (recipes/hello.yaml:8)"):
+            told.append(f"left out at {points} and 1 more: {key}: no key of data.kind={kind}")
+    assert lines == told
 
 
 def test_what_is_wrong_with_every_point_is_told_once(capsys):
