@@ -11,7 +11,7 @@ from megaspec.compose.compose import Composed, compose_dicts
 from megaspec.core.errors import printable
 from megaspec.core.units import count_in_words
 from megaspec.estimate.target import detect_target
-from megaspec.hf.companions import read_companions
+from megaspec.hf.companions import read_companions, refuse_other_vocabulary
 from megaspec.hf.folder import CONFIG, HfFolder, open_hf_folder
 from megaspec.hf.names import weight_table
 from megaspec.hf.short import short_section
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         family = family_of(folder.config, f"{folder.path / CONFIG}")
         weights = HfWeights(folder, weight_table(model.facts, family.names(model)))
         companions = read_companions(folder.path)
+        refuse_other_vocabulary(companions, vocab_size=model.vocab_size, where=str(folder.path))
         target = detect_target()
         composed = _composed(args.folder, args.out, folder, model)
         with published_whole(args.out) as saving:

@@ -16,7 +16,7 @@ from megaspec.core.terminal import terminal
 from megaspec.data.spec import IndexedSpec, StreamSpec
 from megaspec.data.stream_files import described
 from megaspec.estimate.target import Target, detect_target
-from megaspec.hf.companions import kept_companions, read_companions
+from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
 from megaspec.launcher import exit_file
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
@@ -122,6 +122,7 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     warn(spec, target)
+    companions = _companions_of_source(composed.recipe, spec)
     place = Path(spec.run_dir)
     if folder is None and composed.recipe.run_dir == AUTO:
         _tell_of_the_one_before(planned_run_dir(composed.recipe), place)
@@ -130,16 +131,21 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
         return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
     with ExitStack() as stack:
         stack.callback(lock.release)
-        keep_companions(place, _companions_of_source(composed.recipe))
+        keep_companions(place, companions)
         write_run(place, composed.recipe, target, spec)
         stack.pop_all()
     return Prepared(place, spec, lock)
 
 
-def _companions_of_source(recipe: Recipe) -> dict[str, bytes]:
-    """The tokenizer files that belong to the weights that a run begins with. CheckpointError: one can't be read."""
+def _companions_of_source(recipe: Recipe, spec: Spec) -> dict[str, bytes]:
+    """The tokenizer files that belong to the weights that a run begins with.
+
+    CheckpointError: one can't be read, or is of another model.
+    """
     if recipe.init.from_hf is not None:
-        return read_companions(Path(recipe.init.from_hf).resolve())
+        files = read_companions(Path(recipe.init.from_hf).resolve())
+        refuse_other_vocabulary(files, vocab_size=spec.model.vocab_size, where=recipe.init.from_hf)
+        return files
     if recipe.init.load is not None:
         return kept_companions(Path(recipe.init.load))
     return {}

@@ -68,6 +68,36 @@ def kept_companions(run_dir: Path) -> dict[str, bytes]:
     return read_companions(run_dir / FOLDER)
 
 
+def refuse_other_vocabulary(files: Mapping[str, bytes], *, vocab_size: int, where: str) -> None:
+    """CheckpointError: the tokenizer's vocabulary has ids that a model of `vocab_size` tokens has no row for.
+
+    A smaller one is fine: tables are padded. Added tokens may lie behind it, as one for images in a model of text.
+    """
+    for name in (TOKENIZER, "vocab.json"):
+        if name not in files:
+            continue
+        content = parse_object(files[name], f"{where}/{name}")
+        vocabulary: Any = content
+        if name == TOKENIZER:
+            model = content.get("model")
+            vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        largest = _largest_id(vocabulary)
+        if largest is None:
+            raise CheckpointError(f"{where}/{name}: its vocabulary must name a number for each token")
+        if largest >= vocab_size:
+            text = f"{where}/{name} has tokens up to {largest:,}, config.json says vocab_size={vocab_size:,}: it is the"
+            raise CheckpointError(f"{text} tokenizer of another model; put the right one beside the weights")
+
+
+def _largest_id(vocabulary: Any) -> int | None:
+    """Of {token: id}, or of a list of tokens in the order of their ids; None: it is neither."""
+    if isinstance(vocabulary, list):
+        return len(vocabulary) - 1
+    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
+        return None
+    return max(vocabulary.values(), default=-1)
+
+
 def token_ids(kept: Mapping[str, bytes]) -> dict[str, Any]:
     """The ids of special tokens that the weights' own config.json names."""
     if CONFIG not in kept:

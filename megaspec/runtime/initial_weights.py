@@ -21,7 +21,6 @@ from megaspec.runtime.build import TrainState, initialise
 from megaspec.runtime.state import fill
 from megaspec.spec import Spec, WeightsOrigin
 
-
 _OTHER = "has changed since the run was made, whose weights begin with it"
 
 

@@ -6,7 +6,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.hf.models import their_model
+from megaspec.hf.names import weight_table
+from megaspec.hf.table import FAMILIES
+from megaspec.hf.writing import out_tensors, write_folder
+from megaspec.model.decoder.spec import DecoderSpec
+from tests.hf.models import InMemory, their_model
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
@@ -16,6 +20,17 @@ def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -
     model = their_model(name).to(dtype)
     model.save_pretrained(folder)
     return folder
+
+
+def random_folder(folder: Path, model: DecoderSpec, family: str, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A folder that we write, in fp32. -> its values by our stored names"""
+    table = weight_table(model.facts, FAMILIES[family].names(model))
+    generator = torch.Generator().manual_seed(seed)
+    values = {name: torch.randn(ours.shape, generator=generator) / 8 for name, ours in table.ours.items()}
+    weights = InMemory(values)
+    config = {"model_type": family, **FAMILIES[family].write(model)}
+    write_folder(folder, weights, out_tensors(table, weights, None), config=config, others={}, shard_bytes=1 << 30)
+    return values
 
 
 def save_tokenizer(folder: Path) -> None:
