@@ -138,6 +138,44 @@ def configure(folder: Path, **keys: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def header_length(folder: Path, length: int) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(length.to_bytes(8, "little") + content[8:])
+
+
+def two_shards(folder: Path, second: str) -> None:
+    """An index that has every tensor but the first in `second`."""
+    names = list(load_file(folder / "model.safetensors"))
+    weight_map = dict.fromkeys(names, second) | {names[0]: "model.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def link(folder: Path) -> None:
+    blob = folder / "blob"
+    (folder / "model.safetensors").rename(blob)
+    (folder / "model.safetensors").symlink_to(blob)
+
+
+def retokenize(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["more"] = 100_000
+    path.write_text(json.dumps(content))
+
+
+def other_dtype(folder: Path) -> None:
+    """The header says four bytes for what has two."""
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"dtype":"BF16"', b'"dtype":"F32" ', 1))
+
+
 NORM = "model.norm.weight"
 BAD_FOLDERS = {
     "no such folder": (lambda folder: shutil.rmtree(folder), "is no folder"),
@@ -151,6 +189,20 @@ BAD_FOLDERS = {
         lambda folder: change(folder, NORM, torch.ones(32, dtype=torch.float8_e4m3fn)),
         "quantised weights are not read",
     ),
+    "cut": (cut, "it is cut or damaged"),
+    "a header that is longer than the file": (lambda folder: header_length(folder, 1 << 20), "its header says that it"),
+    "a header of 10 GB": (lambda folder: header_length(folder, 10**10), "has 10,000,000,000 bytes, expected at most"),
+    "a header that ends early": (lambda folder: header_length(folder, 40), "is no JSON that can be read"),
+    "another dtype": (other_dtype, "where dtype=F32 and shape="),
+    "a missing shard": (lambda folder: two_shards(folder, "model-2.safetensors"), "is missing, and model.safetensors"),
+    "a file outside": (lambda folder: two_shards(folder, "../x.safetensors"), "must be a .safetensors file of this"),
+    "a link": (link, "model.safetensors"),
+    "more layers": (
+        lambda folder: configure(folder, num_hidden_layers=9),
+        "self_attn.q_proj.weight is missing",
+    ),
+    "fewer layers": (lambda folder: configure(folder, num_hidden_layers=1), "is left over: the configuration has no"),
+    "another tokenizer": (retokenize, "it is the tokenizer of another model"),
     "pickle": (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "are never read"),
 }
 
@@ -164,6 +216,25 @@ def test_what_is_wrong_with_a_folder_is_told_and_nothing_is_written(what, llama,
     assert message in error
     assert "Traceback" not in error
     assert [path.name for path in tmp_path.iterdir() if path != llama] == []
+
+
+@pytest.mark.parametrize("what", ["cut", "NaN", "another tokenizer", "a missing tensor"])
+def test_no_run_is_made_of_such_a_folder_either(what, llama, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hf("recipe", llama, "--out", "recipes/mine.yaml") == 0
+    spoil, message = BAD_FOLDERS[what]
+    spoil(llama)
+    words = ["recipe=mine", f"init.from_hf={llama}", "launcher.ranks=1", "train.steps=1", "run_dir=run"]
+    words += ["data.seq_len=16", "train.global_batch=1", "optim.schedule.warmup_steps=0"]
+    code = cli.main(["train", *words])
+    assert code in (64, 66)
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    if what == "NaN":
+        # found by the rank that reads it
+        log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+        error += log
+    assert message in error
 
 
 def test_nothing_that_exists_is_written_over(folders, tmp_path, capsys) -> None:
