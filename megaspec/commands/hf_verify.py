@@ -30,7 +30,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is equal and what is not. -> 0, or 70 where something is not. Raises CheckpointError, RecipeError."""
-    from megaspec.verify.hf_folder import compare_tensors, model_differences  # torch, only where it is needed
+    from megaspec.hf.weights import HfWeights  # torch, only where it is needed
+    from megaspec.verify.hf_folder import compare_tensors, model_differences
 
     spec = read_run(args.run).spec
     with open_hf_folder(args.folder) as folder, open_checkpoint(args.run, spec, args.step) as reader:
@@ -49,11 +50,15 @@ def run(args: argparse.Namespace) -> int:
             print(printable(line))
         if other_model or found.problems:
             return NOT_EQUAL
-        is_close = args.tensors_only or _logits_are_close(args, spec, reader)
+        weights = reader
+        if found.rounded and found.is_equal:
+            # the folder's, which are the run's rounded, under the run's names: else rounding would be all that shows
+            weights = HfWeights(folder, table)
+        is_close = args.tensors_only or _logits_are_close(args, spec, weights)
     return 0 if found.is_equal and is_close else NOT_EQUAL
 
 
-def _logits_are_close(args: argparse.Namespace, spec: Spec, reader: Any) -> bool:
+def _logits_are_close(args: argparse.Namespace, spec: Spec, weights: Any) -> bool:
     """Prints how far logits lie apart, where transformers is installed."""
     from megaspec.verify.hf_folder import compare_logits, fixed_tokens, has_transformers
 
@@ -67,7 +72,7 @@ def _logits_are_close(args: argparse.Namespace, spec: Spec, reader: Any) -> bool
 
         tokens = encode(run_tokenizer(spec.data, args.run), _TEXT)[: spec.model.max_seq_len]
         what = "tokens of a text"
-    logits = compare_logits(spec, reader, args.folder, tokens)
+    logits = compare_logits(spec, weights, args.folder, tokens)
     numbers = f"the largest difference is {logits.difference:.1e} of logits up to {logits.largest:.1f}"
     print(f"logits of {logits.n_tokens} {what}, with transformers in fp32: {numbers}, KL {logits.kl:.1e}")
     return logits.is_close

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megaspec.checkpoint.reader import Reader
+from megaspec.checkpoint.reader import Reader, Weights
 from megaspec.checkpoint.shard import TORCH_DTYPES, as_bytes
 from megaspec.core.problems import show
 from megaspec.hf.family import OF_TRAINING
@@ -18,11 +18,12 @@ from megaspec.hf.folder import HfFolder, TheirEntry
 from megaspec.hf.names import WeightTable
 from megaspec.hf.weights import their_tensor
 from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.parallelism.expert import buffers_of
 from megaspec.parallelism.mesh import Mesh
 from megaspec.rules.difference import changed
 from megaspec.runtime.build import build_split_model
 from megaspec.runtime.generate import for_one_device
-from megaspec.runtime.state import load_buffers, load_weights
+from megaspec.runtime.state import fill
 from megaspec.spec import Spec
 
 # Both compute in fp32, each in an order of its own: deep models differ by 1e-5 of the largest logit. A forgotten
@@ -126,14 +127,20 @@ def fixed_tokens(vocab_size: int, max_seq_len: int) -> list[int]:
 
 
 @torch.no_grad()
-def compare_logits(spec: Spec, reader: Reader, folder: Path, tokens: Sequence[int]) -> Logits:
-    """What transformers computes with the folder against what the run's model computes, both on the CPU in fp32."""
+def compare_logits(spec: Spec, weights: Weights, folder: Path, tokens: Sequence[int]) -> Logits:
+    """What transformers computes with the folder against what the run's model computes, both on the CPU in fp32.
+
+    `weights`: of the run's model.
+    """
     tokens_1S = torch.tensor([list(tokens)])
     theirs_SV = _their_logits(folder, tokens_1S)
     split = build_split_model(for_one_device(spec, cuda=False), mesh=Mesh({}, rank=0, device=torch.device("cpu")))
     model = split.chunks[0]
-    load_weights(model.global_parameters(), split.strategies.tensor.layouts, reader)
-    load_buffers(split.chunks, reader)
+    layouts = split.strategies.tensor.layouts
+    for name, parameter in model.global_parameters().items():
+        fill(parameter, layouts[name], f"model/{name}", weights)
+    for name, buffer in buffers_of(split.chunks).items():
+        buffer.copy_(weights.read(f"router/{name}"))
     ours_SV = model(tokens_1S)[0].double()
     kl = torch.nn.functional.kl_div(
         ours_SV.log_softmax(-1), theirs_SV.log_softmax(-1), log_target=True, reduction="batchmean"

@@ -1,11 +1,15 @@
 """Folders of Hugging Face's on the disk, as transformers writes them, and the tensors in them."""
 
+import inspect
 import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+from megaspec.data.tokenizer import BPE_EOD, train_bpe
+from megaspec.hf.companions import TOKENIZER, TOKENIZER_CONFIG
+from megaspec.hf.family import typed
 from megaspec.hf.names import weight_table
 from megaspec.hf.table import FAMILIES
 from megaspec.hf.writing import out_tensors, write_folder
@@ -71,3 +75,23 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     for name, value in a.items():
         assert value.dtype == b[name].dtype, name
         assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def small_folder(folder: Path) -> None:
+    """A Llama with random weights and a tokenizer of 300 tokens, as the README's commands find it."""
+    section = {
+        "kind": "decoder",
+        "n_layers": 2,
+        "d_model": 32,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "d_head": 8,
+        "d_ffn": 48,
+        "vocab_size": 300,
+        "max_seq_len": 64,
+    }
+    random_folder(folder, typed(section), "llama")
+    tokenizer = train_bpe([inspect.getsource(inspect)], 300)
+    (folder / TOKENIZER).write_bytes(tokenizer.text)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": BPE_EOD, "chat_template": TEMPLATE}
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config))
