@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megaspec.checkpoint.spec import CheckpointSpec
+from megaspec.checkpoint.spec import CheckpointSpec, InitSpec
 from megaspec.core.frozen import Auto, Frozen
 from megaspec.core.kinds import Kinds
 from megaspec.data.spec import DataSource
@@ -73,6 +73,8 @@ class Recipe(Frozen):
     optim: OptimSpec
     kernels: KernelsSpec = KernelsSpec()
     train: TrainSpec
+    init: InitSpec = InitSpec()
+    """The weights that the run starts with."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()
     launcher: LauncherSpec = LauncherSpec()

@@ -6,6 +6,7 @@ A run's folder may come from somebody else. The folder itself may be reached thr
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ from megaspec.core.regular_files import check_kinds, make_folder_inside, open_in
 from megaspec.data.files import publish, write_atomically, write_error
 from megaspec.data.spec import IndexedSpec
 from megaspec.estimate.target import Target
+from megaspec.hf.companions import FOLDER as TOKENIZER_FOLDER
+from megaspec.hf.companions import kept_companions
 from megaspec.launcher.exit_file import EXIT_FILE, read_exit
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import FILE_NAME as ENVIRONMENT
@@ -43,7 +46,7 @@ RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
 # Stands in a fork's folder while it is made: {"source": folder of the run that it is from, "step": of its checkpoint}.
 FORKING = "forking.json"
 # What an interrupted `train` may leave before spec.json makes it a run.
-_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION)
+_UNFINISHED = ("lock", RECIPE, TARGET, PREDICTION, TOKENIZER_FOLDER)
 LOGS = "logs"
 _COPY_BYTES = 16 << 20
 _FORKING_LIMIT = 1 << 16
@@ -100,7 +103,8 @@ def refuse_links(folder: Path) -> None:
     Looked at before anything is locked, read or written; who opens a file looks again.
     """
     files = (SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE, REMOTE_RUNS)
-    folders = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}", LOCK_FOLDER, LOGS, TENSORBOARD, *SERVICE_FOLDERS)
+    checkpoints = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}")
+    folders = (*checkpoints, LOCK_FOLDER, LOGS, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
     try:
         check_kinds(folder, files=files, folders=folders)
         if (folder / LOGS).is_dir():
@@ -186,6 +190,27 @@ def read_run(folder: Path) -> SavedRun:
         # The Spec was brought up to today's rules as it was read; the recipe says its blend in the same words.
         recipe["data"]["blend"] = [part.model_dump(mode="json") for part in spec.data.blend]
     return SavedRun(folder, recipe, spec)
+
+
+def refuse_weights_alone(folder: Path, run: Spec) -> None:
+    """RecipeError: the run was imported, so that there is nothing to go on with."""
+    if run.holds != "weights":
+        return
+    text = f"{folder} holds imported weights alone, no optimizer and no place in a training order; start a run from"
+    text += f" them: megaspec train recipe=NAME init.load={folder}"
+    raise RecipeError([Problem("", text, code="run-weights")])
+
+
+def keep_companions(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes tokenizer files into a run's folder, each whole or not at all. Raises WriteError."""
+    if not files:
+        return
+    try:
+        make_folder_inside(folder, TOKENIZER_FOLDER)
+    except OSError as error:
+        raise write_error(folder / TOKENIZER_FOLDER, error) from None
+    for name, content in files.items():
+        write_atomically(folder / TOKENIZER_FOLDER / name, [content])
 
 
 def read_target(folder: Path) -> Target | None:
@@ -279,6 +304,7 @@ def make_fork(place: Path, source: Path, good: GoodCheckpoint, recipe: Recipe, t
             # spec.json, which write_run writes last, makes it a run: what the run begins with is there before it
             copy_checkpoint(good.candidate, good.manifest, place)
             failpoint("fork_copied")
+            keep_companions(place, kept_companions(source))
             _hand_down(source, place)
             write_run(place, recipe, target, spec)
         except (MegaspecError, KeyboardInterrupt):
@@ -308,8 +334,9 @@ def _undo_fork(place: Path) -> None:
         return
     with suppress(OSError):
         (place / SPEC).unlink(missing_ok=True)
-        if os.path.lexists(place / CHECKPOINTS):
-            shutil.rmtree(place / CHECKPOINTS)
+        for name in (CHECKPOINTS, TOKENIZER_FOLDER):
+            if os.path.lexists(place / name):
+                shutil.rmtree(place / name)
         (place / REMOTE_RUNS).unlink(missing_ok=True)
         # last: while anything is left, it says that this is no run
         (place / FORKING).unlink()

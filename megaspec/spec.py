@@ -43,6 +43,20 @@ class ForkPoint(Frozen):
 Origin = ForkPoint | Literal["unknown"] | None
 
 
+class WeightsOrigin(Frozen):
+    """The weights of another folder with which a run began, or the run that it was forked from."""
+
+    path: str
+    """The folder: a run's, or one of Hugging Face's."""
+    digest: str = Field(pattern=r"^([0-9a-f]{64})?$")
+    """SHA-256 of a checkpoint's manifest, or of all that a folder of Hugging Face's says of weights
+    (hf/digest.py); "" in a Spec that was made for a plan alone."""
+    step: NonNegativeInt | None = None
+    """Of the run's checkpoint; None: it was a folder of Hugging Face's."""
+    family: str | None = None
+    """Its `model_type`, also where a run had it from there; None: no such folder."""
+
+
 class Spec(Recipe):
     """A recipe without anything left open. JSON both ways: `model_dump_json()` and `Spec.model_validate_json(text)`."""
 
@@ -60,6 +74,10 @@ class Spec(Recipe):
     twice."""
     forked_from: Origin = UNKNOWN_ORIGIN
     """Where a fork began. None: it began with weights from the seed; "unknown" where a file has none: either may be."""
+    weights_from: WeightsOrigin | None = None
+    """Where its weights began (init.from_hf, init.load). None: they were drawn from train.seed."""
+    holds: Literal["training", "weights"] = "training"
+    """What its checkpoints hold. "weights": them alone, of a run that was imported and is never trained."""
     data_order: Literal[1, 2] = 1
     """Version of the rules that make the training order (ORDER_VERSION in data/spec.py); 1 where a file has none."""
     data_fingerprint: str = ""

@@ -26,6 +26,7 @@ from megaspec.plugins import take_flags
 from megaspec.recipe import SECTIONS
 from megaspec.sweep.words import read_words
 from tests.benchmarks import tables
+from tests.hf.folders import small_folder
 from tests.test_sources import tracked
 
 ROOT = Path(__file__).parents[1]
@@ -138,10 +139,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "data"
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Hugging Face's that every page's commands find in models/small."""
+    folder = tmp_path_factory.mktemp("models")
+    small_folder(folder / "small")
+    return folder
+
+
 @pytest.fixture
-def workplace(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(corpus: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to run a page's commands in: token files, a text, and the examples of plug-ins."""
     (tmp_path / "data").symlink_to(corpus)
+    (tmp_path / "models").symlink_to(models)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     (tmp_path / "recipes").mkdir()
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": tables.README.read_text()}) + "\n")

@@ -54,6 +54,11 @@ NOT_FOR_RANKS = {
     **{f"ForkPoint.{name}": "megaspec.rules.belonging" for name in ("source", "manifest", "step", "tokens")},
     # the rates of ranks stay behind the last piece either way
     "ScheduleSpec.after_pieces": "megaspec.rules.schedule_rules",
+    # one place says which weights are read, for rules and for ranks
+    **{f"InitSpec.{name}": "megaspec.rules.initial_weights" for name in ("include", "exclude")},
+    **{f"Renaming.{name}": "megaspec.rules.initial_weights" for name in ("name", "source")},
+    "InitSpec.missing": "megaspec.rules.init_rules",
+    "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",
     "LocalLauncher.grace_seconds": "megaspec.commands.starting",
@@ -79,6 +84,11 @@ RUNS = {
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
         "parallelism.recompute={kind: full, method: block, layers: 1}",
         "log.sinks=[{kind: wandb}, {kind: mlflow}, {kind: trackio}]",
+    ),
+    "loaded": (
+        "model.positions.scaling={kind: llama3}",
+        "model.attention.mask={kind: chunk, size: 3}",
+        "init={load: runs/llama, step: 3, rename: [{name: norm., source: norm.}]}",
     ),
     "gpt": (
         "model=gpt2_124m",
@@ -217,6 +227,8 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
         for name, words in RUNS.items():
             assert cli.main(["train", "recipe=tiny", f"name={name}", *words]) == 0, name
             assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
+        # of which family a run's weights were is asked when it is exported; none has chunks and this scaling
+        assert cli.main(["hf", "export", "runs/loaded", "exported"]) == 64
         # with what data is made is told where there is none
         assert cli.main(["train", "recipe=tiny", "name=gone", "data.blend=[{prefix: gone}]"]) == 65
         assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -29,6 +29,30 @@ KEPT_CHUNKS = 16
 MOST_OPEN_FILES = 128
 ROW_BYTES = 1 << 20  # rows at least this long are read one by one, shorter ones together with what lies between
 BLOCK_BYTES = 256 << 20  # most memory for bytes that are read and not wanted
+
+
+class Weights(Protocol):
+    """Tensors under the names that a checkpoint has for them, of which any rectangle can be read."""
+
+    path: Path
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Number format in which it is stored."""
+        ...
+
+    def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+        """The rectangle of `shape` at `start`, on the CPU, in the format that it is stored in."""
+        ...
 
 
 class Reader:

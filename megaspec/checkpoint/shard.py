@@ -4,7 +4,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -42,12 +42,16 @@ class SavedPiece:
 
     Of all ranks' pieces, exactly one holds each element of a global tensor. Any device, any strides; dtypes of
     TORCH_DTYPES. A piece without elements stores nothing but keeps the tensor's name and shape.
+
+    `read` makes the tensor when it is written, where `tensor` is on the meta device and says its shape and dtype alone:
+    of what is streamed, memory holds the pieces that are being written.
     """
 
     name: str
     global_shape: tuple[int, ...]
     start: tuple[int, ...]
     tensor: Tensor
+    read: Callable[[], Tensor] | None = None
 
     def __post_init__(self) -> None:
         """A piece that can't be stored is a mistake of the caller: AssertionError."""
@@ -58,10 +62,22 @@ class SavedPiece:
         assert is_inside, f"{self.name}: start={self.start} shape={shape} lies outside global_shape={self.global_shape}"
         assert prod(self.global_shape) < LARGEST_NUMBER, f"{self.name}: global_shape={self.global_shape} is too large"
 
+        assert self.tensor.is_meta == (self.read is not None), f"{self.name}: on the meta device, and nothing reads it"
+
     @property
     def rectangle(self) -> Rectangle:
         """Which of the global tensor it is."""
         return Rectangle(self.start, tuple(self.tensor.shape))
+
+    def value(self) -> Tensor:
+        """What is stored, on any device. Raises what `read` raises."""
+        if self.read is None:
+            return self.tensor
+        value = self.read()
+        found = (value.shape, value.dtype)
+        expected = (self.tensor.shape, self.tensor.dtype)
+        assert found == expected, f"{self.name}: what was read is {found}, expected {expected}"
+        return value
 
 
 @dataclass(frozen=True)
@@ -171,7 +187,7 @@ def _chunks(plan: ShardPlan, chunk_bytes: int) -> Iterator[list[memoryview]]:
 def _views(plan: ShardPlan) -> Iterator[memoryview]:
     yield memoryview(plan.header)
     for piece, _ in plan.pieces:
-        yield as_bytes(piece.tensor.detach().cpu().contiguous())
+        yield as_bytes(piece.value().detach().cpu().contiguous())
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

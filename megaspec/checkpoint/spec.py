@@ -1,6 +1,8 @@
-"""When checkpoints are written and how many are kept."""
+"""When checkpoints are written and how many are kept, and the weights that a run starts with."""
 
 from typing import Literal
+
+from pydantic import Field
 
 from megaspec.core.frozen import Frozen, NonNegativeCount, PositiveInt
 
@@ -12,3 +14,36 @@ class CheckpointSpec(Frozen):
     """Steps between checkpoints; 0 writes only at the end."""
     keep: PositiveInt | Literal["all"] = 2
     """How many of the newest good checkpoints stay on disk. all: every one; the disk has to hold them."""
+
+
+class Renaming(Frozen):
+    """Where weights of this run are called otherwise in what they are read from."""
+
+    name: str = Field(min_length=1)
+    """Name of a weight of this run, or how several begin: `layers.4.`."""
+    source: str = Field(min_length=1)
+    """What stands there in its place: `layers.2.`."""
+
+
+class InitSpec(Frozen):
+    """The weights that a run starts with. What says nothing is drawn from train.seed."""
+
+    from_hf: str | None = Field(None, min_length=1)
+    """Folder of Hugging Face's with config.json and safetensors files. Each rank reads the slices that it owns."""
+    load: str | None = Field(None, min_length=1)
+    """Folder of a run, of which the weights alone are taken: steps, optimizer and data order begin anew."""
+    step: NonNegativeCount | None = None
+    """Checkpoint of that run. None: its newest good one."""
+    include: tuple[str, ...] = ("*",)
+    """Names of weights of this run that are read, as patterns with * and ?: `layers.*`."""
+    exclude: tuple[str, ...] = ()
+    """Those that are not, though `include` names them."""
+    rename: tuple[Renaming, ...] = ()
+    """What is called otherwise there; the first that fits a name counts."""
+    missing: Literal["error", "initialise"] = "error"
+    """What becomes of weights that are not read: an error, or they are drawn from train.seed."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether less may be read than the whole model."""
+        return self.missing != "error" or self.include != ("*",) or bool(self.exclude) or bool(self.rename)

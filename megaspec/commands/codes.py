@@ -132,10 +132,17 @@ _RUNS = {
         "A run was begun by a program that writes its files in another format.",
         "Go on with that program, or start a new run.",
     ),
+    "run-weights": KnownCode(
+        "A run that was imported holds weights alone.",
+        "Start a run from them with `init.load=RUN`, or write text with it.",
+    ),
     "run-damaged": KnownCode("A file of a run folder can't be read.", "Restore it, or start another run."),
     "resume-frozen": KnownCode(
         "A run goes on as the experiment that it is: model, data order, batch, optimizer and formats stay.",
         "Take the change back, or start another run from its checkpoint with --fork NAME.",
+    ),
+    "fork-weights": KnownCode(
+        "A fork begins with the weights of its checkpoint.", "Drop what changes `init`, or start a new run."
     ),
     "resume-data": KnownCode("The content of the data has changed since the run began.", "Put it back, or fork."),
     "resume-order": KnownCode(

@@ -20,7 +20,7 @@ from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import fork
 from megaspec.rules.belonging import fork_point
-from megaspec.run_folder import make_fork, newest_good, read_run, refuse_unfinished_fork
+from megaspec.run_folder import make_fork, newest_good, read_run, refuse_unfinished_fork, refuse_weights_alone
 from megaspec.search.fits import MEMORY, start_problems
 from megaspec.spec import Spec
 
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Resolve a run anew with changes, and start its ranks; with --fork, in a folder of its own."""
     refuse_tasks()
     saved = read_run(args.run)
+    refuse_weights_alone(args.run, saved.spec)
     memory, words = take(args.words, "memory", MEMORY)
     try:
         composed = recompose(saved.recipe, str(args.run / "recipe.json"), words, args.config_dir)

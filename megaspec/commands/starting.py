@@ -16,6 +16,7 @@ from megaspec.core.terminal import terminal
 from megaspec.data.spec import IndexedSpec, StreamSpec
 from megaspec.data.stream_files import described
 from megaspec.estimate.target import Target, detect_target
+from megaspec.hf.companions import kept_companions, read_companions, refuse_other_vocabulary
 from megaspec.launcher import exit_file
 from megaspec.launcher.stop import before_leaving
 from megaspec.log.environment import write_environment
@@ -23,17 +24,19 @@ from megaspec.plan.promise import promise_of_change
 from megaspec.plan.report import print_plan
 from megaspec.plugins import loaded
 from megaspec.recipe import Recipe
-from megaspec.resolve.gather import gather_facts, planned_run_dir
+from megaspec.resolve.gather import gather_facts, planned_run_dir, with_digest
 from megaspec.resolve.resolver import resolve
 from megaspec.resolve.resume import resume
 from megaspec.run_folder import (
     has_ended_well,
     is_run,
+    keep_companions,
     make_folder,
     newest_step,
     read_run,
     refuse_links,
     refuse_lost_fork,
+    refuse_weights_alone,
     saved_in_words,
     write_run,
 )
@@ -113,20 +116,39 @@ def start(prepare: Callable[[Target], Prepared]) -> int:
 
 def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memory: str) -> Prepared:
     """A new run. `folder`: where it is to be, None for the place that the recipe says; another job may have made it."""
-    facts = gather_facts(composed.recipe)
+    facts = with_digest(gather_facts(composed.recipe))
     if folder is not None:
         facts = replace(facts, run_dir=str(folder))
     refused = partial(start_problems, target=target, origins=composed.origins, memory=memory)
     spec = resolve(composed.recipe, target, facts, composed.origins, refused=refused)
     warn(spec, target)
+    companions = _companions_of_source(composed.recipe, spec)
     place = Path(spec.run_dir)
     if folder is None and composed.recipe.run_dir == AUTO:
         _tell_of_the_one_before(planned_run_dir(composed.recipe), place)
     lock = lock_new(place, goes_on=folder is not None)
     if lock is None:
         return prepare_resume(place, composed.recipe, composed.origins, target, memory=memory)
-    write_run(place, composed.recipe, target, spec)
+    with ExitStack() as stack:
+        stack.callback(lock.release)
+        keep_companions(place, companions)
+        write_run(place, composed.recipe, target, spec)
+        stack.pop_all()
     return Prepared(place, spec, lock)
+
+
+def _companions_of_source(recipe: Recipe, spec: Spec) -> dict[str, bytes]:
+    """The tokenizer files that belong to the weights that a run begins with.
+
+    CheckpointError: one can't be read, or is of another model.
+    """
+    if recipe.init.from_hf is not None:
+        files = read_companions(Path(recipe.init.from_hf).resolve())
+        refuse_other_vocabulary(files, vocab_size=spec.model.vocab_size, where=recipe.init.from_hf)
+        return files
+    if recipe.init.load is not None:
+        return kept_companions(Path(recipe.init.load))
+    return {}
 
 
 def _tell_of_the_one_before(planned: Path, place: Path) -> None:
@@ -163,6 +185,7 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
     with ExitStack() as stack:
         stack.callback(lock.release)
         old = read_run(folder).spec
+        refuse_weights_alone(folder, old)
         refuse_lost_fork(folder, old)
         done = newest_step(folder)
         is_finished = done == recipe.train.steps and has_ended_well(folder)

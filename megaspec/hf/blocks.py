@@ -19,9 +19,11 @@ neither needs more of a tensor than the rows that are asked for.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,10 @@ class Block:
         group = self.group or self.rows
         return self.within is None and (group == self.rows or self.stride in (0, group))
 
-    def their_rows(self, start: int, stop: int) -> NDArray[np.int64]:
+    def their_rows(self, start: int, stop: int) -> "NDArray[np.int64]":
         """Of rows start..stop of the block: int64 [stop - start]."""
+        import numpy as np  # only where rows are counted: every command knows of this file
+
         rows = np.arange(start, stop, dtype=np.int64)
         if self.is_consecutive:
             return self.first + rows
@@ -118,6 +122,8 @@ def their_tensors(maps: Mapping[str, TensorMap], shapes: Mapping[str, tuple[int,
 
 def _check_coverage(name: str, shape: tuple[int, ...], pieces: list[tuple[TensorMap, int, Block]]) -> None:
     """Every row, or column, of a tensor of theirs is in one block."""
+    import numpy as np
+
     counts: dict[int | None, NDArray[np.int64]] = {}
     for ours, _, block in pieces:
         matrix = shape if block.expert is None else shape[1:]

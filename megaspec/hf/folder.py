@@ -128,6 +128,11 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     return value
 
 
+def as_json(value: Mapping[str, Any]) -> bytes:
+    """Indented and in the order of the keys, as transformers writes it."""
+    return (json.dumps(value, indent=2, sort_keys=False) + "\n").encode()
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):

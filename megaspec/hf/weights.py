@@ -4,17 +4,18 @@ A rank asks for what it owns alone. Beside what it returns, a read takes at most
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megaspec.checkpoint.format import DTYPE_BYTES
-from megaspec.checkpoint.shard import TORCH_DTYPES, as_bytes
+from megaspec.checkpoint.reader import Weights
+from megaspec.checkpoint.shard import TORCH_DTYPES, SavedPiece, as_bytes
 from megaspec.core.errors import CheckpointError
 from megaspec.hf.blocks import Block, TheirTensor
+from megaspec.hf.fits import entries_of, misfits
 from megaspec.hf.folder import HfFolder, TheirEntry, first_of
 from megaspec.hf.names import WeightTable
 
@@ -22,20 +23,8 @@ SLAB_BYTES = 64 << 20
 """Read at once of a tensor of which not every byte is wanted."""
 
 
-class Weights(Protocol):
-    """Whole tensors under the names that a checkpoint has for them, of which any rectangle can be read."""
-
-    path: Path
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        ...
-
-    def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
-        """The rectangle of `shape` at `start`, on the CPU, in the format that it is stored in."""
-        ...
+PIECE_BYTES = 256 << 20
+"""Of a tensor that is streamed from one file to another, what is in memory at once."""
 
 
 class HfWeights:
@@ -46,9 +35,11 @@ class HfWeights:
         self.path = folder.path
         self._folder = folder
         self._table = table
-        problems = misfits(folder, table)
+        self._entries = entries_of(folder, table)
+        problems = misfits(self._entries, table)
         if problems:
             raise CheckpointError([f"{folder.path}: {problem}" for problem in first_of(problems)])
+        _refuse_other_copies(folder, self._entries, table.copies)
 
     def __contains__(self, name: str) -> bool:
         return name in self._table.ours
@@ -66,6 +57,7 @@ class HfWeights:
         return TORCH_DTYPES[max(dtypes, key=DTYPE_BYTES.__getitem__)]
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
+        """As Weights. CheckpointError: what is read of a tensor of theirs holds NaN or infinities."""
         ours = self._table.ours[name]
         if start is None:
             start = (0,) * len(ours.shape)
@@ -79,7 +71,7 @@ class HfWeights:
         return out
 
     def _entry(self, block: Block) -> TheirEntry:
-        return self._folder.tensors[block.name]
+        return self._entries[block.name]
 
     def _read_rows(self, block: Block, low: int, high: int, columns: slice | None) -> Tensor:
         """Rows low..high of a block and those columns of them, in our order."""
@@ -97,6 +89,8 @@ class HfWeights:
             found = read_matrix(self._folder, entry, matrix, offset, columns, span).T
         else:
             found = read_matrix(self._folder, entry, matrix, offset, span, columns)
+        if not torch.isfinite(found).all():
+            raise CheckpointError(f"{self.path}: {block.name} holds NaN or infinities, so it is no trained weight")
         if block.is_consecutive:
             return found
         return found[torch.from_numpy(rows - first)]
@@ -123,22 +117,25 @@ def read_matrix(
     return out
 
 
-def misfits(folder: HfFolder, table: WeightTable) -> list[str]:
-    """Every tensor of a folder that is missing, left over, of another shape or of a format that holds no weights."""
-    found = []
-    for name, theirs in table.theirs.items():
-        entry = folder.tensors.get(name)
-        if entry is None:
-            found.append(f"{name} is missing: this model's configuration needs it, of shape {list(theirs.shape)}")
-        elif entry.shape != theirs.shape:
-            expected = f"the configuration makes it {list(theirs.shape)}"
-            found.append(f"{name} has shape {list(entry.shape)}, {expected}")
-        elif not TORCH_DTYPES[entry.dtype].is_floating_point:
-            found.append(f"{name} has dtype {entry.dtype}, weights are floating-point numbers")
-    for name in folder.tensors:
-        if name not in table.theirs and name not in table.copies and not table.is_ignored(name):
-            found.append(f"{name} is left over: the configuration has no such parameter")
-    return found
+def streamed_pieces(weights: Weights) -> list[SavedPiece]:
+    """All of a source's tensors, for a checkpoint: rows of PIECE_BYTES at most, each read when it is written."""
+    pieces = []
+    for name in weights.names():
+        whole = weights.shape(name)
+        dtype = weights.dtype(name)
+        rows_at_once = max(1, PIECE_BYTES // (prod(whole[1:]) * dtype.itemsize))
+        for first in range(0, whole[0], rows_at_once):
+            start = (first,) + (0,) * (len(whole) - 1)
+            shape = (min(rows_at_once, whole[0] - first), *whole[1:])
+            promised = torch.empty(shape, dtype=dtype, device="meta")
+            pieces.append(SavedPiece(name, whole, start, promised, partial(weights.read, name, start, shape)))
+    return pieces
+
+
+def their_dtype(theirs: TheirTensor, weights: Weights) -> torch.dtype:
+    """The widest format of the tensors of ours that lie in a tensor of theirs."""
+    dtypes = {weights.dtype(ours.name) for ours, _, _ in theirs.pieces}
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def their_tensor(theirs: TheirTensor, weights: Weights, dtype: torch.dtype) -> Tensor:
@@ -155,13 +152,13 @@ def their_tensor(theirs: TheirTensor, weights: Weights, dtype: torch.dtype) -> T
     return out
 
 
-def refuse_other_copies(folder: HfFolder, copies: Mapping[str, str]) -> None:
+def _refuse_other_copies(folder: HfFolder, entries: Mapping[str, TheirEntry], copies: Mapping[str, str]) -> None:
     """CheckpointError: a tensor that the configuration ties to another holds other numbers."""
     for name, other in copies.items():
-        if name not in folder.tensors:
+        if name not in entries:
             continue
-        one = folder.tensors[name]
-        two = folder.tensors[other]
+        one = entries[name]
+        two = entries[other]
         if one.shape != two.shape or one.dtype != two.dtype or not _are_equal(folder, one, two):
             raise CheckpointError(
                 f"{folder.path}: {name} differs from {other}, which tie_word_embeddings=true makes one"

@@ -3,8 +3,9 @@
 import json
 import os
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,14 +13,33 @@ from typing import Any
 
 import torch
 
-from megaspec.checkpoint.files import pwrite_all, remove_tree, rename_durably, sync_folder, write_durably, write_failure
-from megaspec.checkpoint.format import DTYPE_BYTES
+from megaspec.checkpoint.files import (
+    free_bytes,
+    pwrite_all,
+    remove_tree,
+    rename_durably,
+    sync_folder,
+    write_durably,
+)
+from megaspec.checkpoint.reader import Weights
 from megaspec.checkpoint.shard import DTYPE_NAMES, as_bytes
 from megaspec.core.errors import WriteError
 from megaspec.hf.blocks import TheirTensor
-from megaspec.hf.folder import CONFIG, INDEX, SINGLE
+from megaspec.hf.folder import CONFIG, INDEX, SINGLE, as_json
 from megaspec.hf.names import WeightTable
-from megaspec.hf.weights import Weights, their_tensor
+from megaspec.hf.weights import their_dtype, their_tensor
+
+
+@dataclass(frozen=True)
+class OutTensor:
+    """A tensor that is to be written, and the number format that it is written in."""
+
+    theirs: TheirTensor
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.theirs.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -28,44 +48,61 @@ class OutFile:
 
     name: str
     header: bytes
-    tensors: tuple[tuple[TheirTensor, int], ...]
+    tensors: tuple[tuple[OutTensor, int], ...]
     """Each with its first byte in the file."""
 
 
-def plan_files(theirs: Mapping[str, TheirTensor], *, dtype: torch.dtype, shard_bytes: int) -> list[OutFile]:
+def out_tensors(table: WeightTable, weights: Weights, dtype: torch.dtype | None) -> list[OutTensor]:
+    """What is to be written, in the order of the model. `dtype`: of all; None: each as it is stored.
+
+    What experts are chosen by beside the router's scores stays as it is stored: rounded, it would choose others.
+    """
+    found = []
+    for theirs in table.theirs.values():
+        own = their_dtype(theirs, weights)
+        is_kept = theirs.pieces[0][0].name.startswith("router/")
+        found.append(OutTensor(theirs, own if dtype is None or is_kept else dtype))
+    return found
+
+
+def main_dtype(tensors: Sequence[OutTensor]) -> torch.dtype:
+    """The format of most of the bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.bytes
+    return sizes.most_common(1)[0][0]
+
+
+def plan_files(tensors: Sequence[OutTensor], *, shard_bytes: int) -> list[OutFile]:
     """Tensors in the order of the model, in files of at most `shard_bytes`, or of one larger tensor."""
-    groups: list[list[TheirTensor]] = [[]]
+    groups: list[list[OutTensor]] = [[]]
     taken = 0
-    for tensor in theirs.values():
-        size = _bytes(tensor, dtype)
-        if groups[-1] and taken + size > shard_bytes:
+    for tensor in tensors:
+        if groups[-1] and taken + tensor.bytes > shard_bytes:
             groups.append([])
             taken = 0
         groups[-1].append(tensor)
-        taken += size
+        taken += tensor.bytes
     files = []
     for number, group in enumerate(groups, start=1):
         name = SINGLE
         if len(groups) > 1:
             name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        files.append(_plan_file(name, group, dtype))
+        files.append(_plan_file(name, group))
     return files
 
 
-def _bytes(tensor: TheirTensor, dtype: torch.dtype) -> int:
-    return prod(tensor.shape) * DTYPE_BYTES[DTYPE_NAMES[dtype]]
-
-
-def _plan_file(name: str, tensors: list[TheirTensor], dtype: torch.dtype) -> OutFile:
+def _plan_file(name: str, tensors: list[OutTensor]) -> OutFile:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     offsets = []
     for tensor in tensors:
         begin = end
-        end += _bytes(tensor, dtype)
+        end += tensor.bytes
         offsets.append(begin)
-        shape = list(tensor.shape)
-        entries[tensor.name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        shape = list(tensor.theirs.shape)
+        dtype = DTYPE_NAMES[tensor.dtype]
+        entries[tensor.theirs.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     # filled up to a multiple of 8 bytes, so that the tensors behind it are aligned
     text += b" " * (-len(text) % 8)
@@ -77,63 +114,71 @@ def _plan_file(name: str, tensors: list[TheirTensor], dtype: torch.dtype) -> Out
 def write_folder(
     out: Path,
     weights: Weights,
-    table: WeightTable,
+    tensors: Sequence[OutTensor],
     *,
     config: Mapping[str, Any],
     others: Mapping[str, bytes],
-    dtype: torch.dtype,
     shard_bytes: int,
 ) -> int:
     """Writes a folder whole or not at all, and returns the bytes of its tensors. `others`: files beside them, by name.
 
     WriteError: `out` is there, or can't be written; nothing is left of it then.
     """
+    with published_whole(out) as saving:
+        free = free_bytes(saving)
+        need = sum(tensor.bytes for tensor in tensors)
+        if need > free:
+            raise WriteError(f"cannot write {out}: need {need:,} bytes, {free:,} bytes are free; make room there")
+        total = 0
+        weight_map = {}
+        files = plan_files(tensors, shard_bytes=shard_bytes)
+        for file in files:
+            total += _write_file(saving / file.name, file, weights)
+            for tensor, _ in file.tensors:
+                weight_map[tensor.theirs.name] = file.name
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_durably(saving / INDEX, as_json(index))
+        write_durably(saving / CONFIG, as_json(config))
+        for name, content in others.items():
+            write_durably(saving / name, content)
+    return total
+
+
+@contextmanager
+def published_whole(out: Path) -> Iterator[Path]:
+    """A new hidden folder beside `out`, which gets its name at the end: who sees `out` sees all of it.
+
+    WriteError: `out` is there, or can't be written. Whatever is raised, nothing is left then.
+    """
     if os.path.lexists(out):
         raise WriteError(f"{out} exists; name a folder that does not, or remove it")
-    # published by a rename: who sees the folder sees all of it
     saving = out.parent / f".{out.name}.writing-{secrets.token_hex(4)}"
     try:
         saving.mkdir(parents=True)
-        total = 0
-        weight_map = {}
-        files = plan_files(table.theirs, dtype=dtype, shard_bytes=shard_bytes)
-        for file in files:
-            total += _write_file(saving / file.name, file, weights, dtype)
-            for tensor, _ in file.tensors:
-                weight_map[tensor.name] = file.name
-        if len(files) > 1:
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_durably(saving / INDEX, _json(index))
-        write_durably(saving / CONFIG, _json(config))
-        for name, content in others.items():
-            write_durably(saving / name, content)
+        yield saving
         sync_folder(saving)
         rename_durably(saving, out)
     except OSError as error:
-        raise write_failure(out, error) from None
+        why = os.strerror(error.errno or 0)
+        raise WriteError(f"cannot write {error.filename or out}: {why}; name another folder, or make room") from None
     finally:
         if os.path.lexists(saving):
             with suppress(OSError):
                 remove_tree(saving)
-    return total
 
 
-def _write_file(path: Path, file: OutFile, weights: Weights, dtype: torch.dtype) -> int:
+def _write_file(path: Path, file: OutFile, weights: Weights) -> int:
     """-> the bytes of its tensors"""
     total = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         pwrite_all(fd, memoryview(file.header), 0)
         for tensor, offset in file.tensors:
-            data = as_bytes(their_tensor(tensor, weights, dtype))
+            data = as_bytes(their_tensor(tensor.theirs, weights, tensor.dtype))
             pwrite_all(fd, data, offset)
             total += len(data)
         os.fsync(fd)
     finally:
         os.close(fd)
     return total
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    """Indented and in the order of the keys, as transformers writes it."""
-    return (json.dumps(value, indent=2, sort_keys=False) + "\n").encode()

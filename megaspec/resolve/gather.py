@@ -1,11 +1,26 @@
-"""Facts from disk: manifests of the data, and which run folders exist. Torch-free."""
+"""Facts from disk: manifests of the data, which run folders exist, and the weights to begin with. Torch-free."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from megaspec.checkpoint.examine import examine, read_manifest
+from megaspec.checkpoint.folders import CHECKPOINTS, candidates, step_name
+from megaspec.checkpoint.format import Manifest
+from megaspec.checkpoint.spec import InitSpec
+from megaspec.core.errors import CheckpointError
 from megaspec.core.frozen import AUTO
 from megaspec.data.facts import data_facts, evaluation_facts
+from megaspec.hf.digest import folder_digest
+from megaspec.hf.fits import entries_of, misfits
+from megaspec.hf.folder import first_of, open_hf_folder
+from megaspec.hf.names import weight_table
+from megaspec.hf.table import family_of, read_model
 from megaspec.recipe import Recipe
-from megaspec.rules.run_facts import Facts, SetFacts
+from megaspec.rules.run_facts import Facts, SetFacts, SourceFacts
+from megaspec.spec import Spec
 
 RUNS = Path("runs")
 
@@ -15,6 +30,7 @@ def gather_facts(recipe: Recipe) -> Facts:
     `problems`, never raised."""
     data = data_facts(recipe.data)
     run_dir = str(free_run_dir(recipe.name))
+    weights = source_of_weights(recipe.init)
     problems = list(data.problems)
     sets = {}
     for name, facts in evaluation_facts(recipe.data, data).items():
@@ -23,7 +39,13 @@ def gather_facts(recipe: Recipe) -> Facts:
             sets[name] = SetFacts(facts.vocab_size, facts.samples["valid"])
     if data.problems:
         # a tokenizer may be known beside documents that can't be read
-        return Facts(run_dir=run_dir, vocab_size=data.vocab_size, valid_sets=sets, problems=tuple(problems))
+        return Facts(
+            run_dir=run_dir,
+            vocab_size=data.vocab_size,
+            valid_sets=sets,
+            weights=weights,
+            problems=tuple(problems),
+        )
     return Facts(
         run_dir=run_dir,
         vocab_size=data.vocab_size,
@@ -32,8 +54,78 @@ def gather_facts(recipe: Recipe) -> Facts:
         valid_tokens=data.tokens["valid"],
         valid_sets=sets,
         fingerprint=data.fingerprint,
+        weights=weights,
         problems=tuple(problems),
     )
+
+
+def source_of_weights(init: InitSpec) -> SourceFacts | None:
+    """What is known of the weights that a run is to begin with, without reading them. What is wrong with their folder
+    is told in `problem`."""
+    if init.from_hf is not None:
+        source = SourceFacts("init.from_hf", init.from_hf)
+        read = _hf_source
+    elif init.load is not None:
+        source = SourceFacts("init.load", init.load)
+        read = _run_source
+    else:
+        return None
+    try:
+        return read(source, init)
+    except CheckpointError as error:
+        return replace(source, problem="; ".join(problem.message for problem in error.problems[:4]))
+
+
+def _hf_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
+    with open_hf_folder(Path(source.path)) as folder:
+        model = read_model(folder.config, f"{folder.path}/config.json")
+        family = family_of(folder.config, source.path)
+        table = weight_table(model.facts, family.names(model))
+        problems = misfits(entries_of(folder, table), table)
+        if problems:
+            raise CheckpointError(first_of(problems))
+    shapes = {name: ours.shape for name, ours in table.ours.items()}
+    return replace(source, model=model, shapes=shapes, family=family.model_type)
+
+
+def _run_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
+    folder = Path(source.path) / CHECKPOINTS
+    if init.step is None:
+        manifest = _newest_manifest(folder)
+    else:
+        manifest = read_manifest(folder / step_name(init.step), init.step)
+    try:
+        spec = Spec.model_validate_json(json.dumps(manifest.spec))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"step {manifest.step} holds no Spec that is read here: {key}: {first['msg']}") from None
+    shapes = {}
+    for name, tensor in manifest.tensors.items():
+        if name.startswith(("model/", "router/")):
+            shapes[name] = tensor.shape
+    family = None if spec.weights_from is None else spec.weights_from.family
+    return replace(source, model=spec.model, shapes=shapes, digest=manifest.digest, step=manifest.step, family=family)
+
+
+def _newest_manifest(folder: Path) -> Manifest:
+    """Of the newest checkpoint whose manifest and sizes are right. CheckpointError: there is none."""
+    damage = []
+    for candidate in candidates(folder):
+        manifest, problems = examine(candidate.path, candidate.step, deep=False)
+        if manifest is not None and not problems:
+            return manifest
+        damage += problems
+    raise CheckpointError(damage or f"{folder} holds no checkpoint; give the folder of a run that has saved one")
+
+
+def with_digest(facts: Facts) -> Facts:
+    """The facts with which a run begins: every byte of its weights' folder is read. CheckpointError."""
+    source = facts.weights
+    if source is None or source.model is None or source.digest:
+        return facts
+    with open_hf_folder(Path(source.path)) as folder:
+        return replace(facts, weights=replace(source, digest=folder_digest(folder)))
 
 
 def free_run_dir(name: str) -> Path:

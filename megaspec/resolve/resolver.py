@@ -20,7 +20,7 @@ from megaspec.rules.case import Case
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import broken_rules, is_legal
 from megaspec.rules.unbuilt import unbuilt_problems
-from megaspec.spec import Decision, ForkPoint, Origin, Spec
+from megaspec.spec import Decision, ForkPoint, Origin, Spec, WeightsOrigin
 from megaspec.train.batch_schedule import BatchSchedule
 
 # Why a run that keeps every rule can't start.
@@ -40,7 +40,14 @@ class Settled:
         """Sequences of the training order that the run reaches; `moved`: see Spec.samples_moved."""
         return BatchSchedule(self.recipe.train, moved=moved).consumed(self.recipe.train.steps)
 
-    def spec(self, segments: tuple[int, ...], *, moved: int = 0, forked_from: Origin = None) -> Spec:
+    def spec(
+        self,
+        segments: tuple[int, ...],
+        *,
+        moved: int = 0,
+        forked_from: Origin = None,
+        weights_from: WeightsOrigin | None = None,
+    ) -> Spec:
         """The Spec, its training order cut into `segments` (sequences each); `moved`: see Spec.samples_moved."""
         if isinstance(forked_from, ForkPoint):
             forked_from = forked_from.model_dump(mode="json")
@@ -50,6 +57,7 @@ class Settled:
             "segments": segments,
             "samples_moved": moved,
             "forked_from": forked_from,
+            "weights_from": None if weights_from is None else weights_from.model_dump(mode="json"),
             "data_order": ORDER_VERSION,
             "data_fingerprint": self.data_fingerprint,
             "decisions": [decision.model_dump(mode="json") for decision in self.decisions],
@@ -73,7 +81,15 @@ def resolve(
     the data is wrong.
     """
     settled = settle(recipe, target, facts, origins, refused=refused)
-    return settled.spec((settled.samples(),))
+    return settled.spec((settled.samples(),), weights_from=origin_of_weights(facts))
+
+
+def origin_of_weights(facts: Facts) -> WeightsOrigin | None:
+    """Where the weights of a new run begin; None: they are drawn from the seed."""
+    source = facts.weights
+    if source is None:
+        return None
+    return WeightsOrigin(path=source.path, digest=source.digest, step=source.step, family=source.family)
 
 
 def settle(

@@ -50,12 +50,15 @@ def resume(
         raise RecipeError(problems)
     pinned, kept = _pinned(old, recipe)
     kept_keys = frozenset(decision.key for decision in kept)
-    facts = replace(facts, run_dir=old.run_dir, start=_start_of(old))
+    # where its weights began is behind it
+    facts = replace(facts, run_dir=old.run_dir, start=_start_of(old), weights=None)
     settled = settle(pinned, target, facts, origins, kept=kept_keys, refused=refused)
     is_decided_anew = any(decision not in old.decisions for decision in settled.decisions)
     settled = replace(settled, decisions=(*settled.decisions, *kept))
     moved = old.samples_moved
-    new = settled.spec(_longer(old.segments, settled, moved), moved=moved, forked_from=old.forked_from)
+    new = settled.spec(
+        _longer(old.segments, settled, moved), moved=moved, forked_from=old.forked_from, weights_from=old.weights_from
+    )
     # what was decided when the run began is now kept: the same values, for which only the reasons differ
     if not is_decided_anew and new.model_copy(update={"decisions": old.decisions}) == old:
         return old
@@ -81,11 +84,11 @@ def fork(
     the batch was and is; another stream from its beginning. `forked_from`: that checkpoint. `facts.run_dir` is its
     folder. RecipeError: it would end before it begins, or what `resolve` raises.
     """
-    problems = _too_short(recipe, done_steps, origins or {})
+    problems = _too_short(recipe, done_steps, origins or {}) + _other_weights(old, recipe, origins or {})
     if problems:
         raise RecipeError(problems)
     start = RunStart(done_steps, learning_rate(old.optim.schedule, old.optim.lr, done_steps))
-    settled = settle(recipe, target, replace(facts, start=start), origins, refused=refused)
+    settled = settle(recipe, target, replace(facts, start=start, weights=None), origins, refused=refused)
     new = settled.recipe
     is_same_data = _order(new) == _order(old) and facts.fingerprint == old.data_fingerprint
     segments: tuple[int, ...] = ()
@@ -96,7 +99,8 @@ def fork(
     if isinstance(new.data, StreamSpec) and not is_same_data:
         # Another stream begins at its beginning: to be behind a sample, all before it would have to be tokenized.
         moved = -BatchSchedule(new.train).consumed(done_steps)
-    return settled.spec(_longer(segments, settled, moved), moved=moved, forked_from=forked_from)
+    longer = _longer(segments, settled, moved)
+    return settled.spec(longer, moved=moved, forked_from=forked_from, weights_from=old.weights_from)
 
 
 def changes(old: Spec, recipe: Recipe) -> list[tuple[str, Any, Any]]:
@@ -124,6 +128,16 @@ def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> l
         return []
     text = f"train.steps={recipe.train.steps} must be at least the {done_steps} that are done"
     return [Problem("train.steps", text, origin_of(origins, "train.steps"), "resume-steps")]
+
+
+def _other_weights(old: Spec, recipe: Recipe, origins: Mapping[str, str]) -> list[Problem]:
+    """A fork begins with the weights of its checkpoint, so that nothing else can say where they begin."""
+    problems = []
+    for key, was, now in changed(old.init.model_dump(mode="json"), recipe.init.model_dump(mode="json"), "init"):
+        text = f"{key}={show(now)}, the run has {show(was)}: a fork begins with the weights of its checkpoint; drop it,"
+        text += " or start a new run with megaspec train"
+        problems.append(Problem(key, text, origin_of(origins, key), "fork-weights"))
+    return problems
 
 
 def _other_data(old: Spec, facts: Facts, origins: Mapping[str, str]) -> list[Problem]:

@@ -28,6 +28,8 @@ MOST_KEYS = 3
 _MOST_CHARACTERS = 80
 # A loss that is scaled by more is infinite in fp32.
 LARGEST_SCALE = 2.0**128
+# The state of a checkpoint of weights alone, which was imported: there is no place in a training order.
+WEIGHTS_ALONE = {"holds": "weights"}
 
 
 def run_identity(saved: Mapping[str, Any]) -> str:
@@ -46,6 +48,8 @@ def run_identity(saved: Mapping[str, Any]) -> str:
         # a longer training appends to them
         "first_segment": segments[:1],
     }
+    if saved.get("weights_from") is not None:
+        fixed["weights_from"] = saved["weights_from"]["digest"]
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
 
 
@@ -99,6 +103,8 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
             f"from it with megaspec resume {saved.run_dir} --fork NEW"
         )
         return [printable(text)]
+    if saved.holds == "weights":
+        return _more_than_weights(manifest)
     # the generators last: they are counted by the saved Spec's world size
     return _misplaced(manifest, saved) or _wrong_generators(manifest.tensors, saved)
 
@@ -143,6 +149,10 @@ def _foreign(saved: Spec, run: Spec) -> list[Change]:
         found.append(Change("data_fingerprint", saved.data_fingerprint, run.data_fingerprint, True))
     if not _may_have_one_origin(saved, run):
         found.append(Change("forked_from", _origin(saved), _origin(run), True))
+    if _weights_digest(saved) != _weights_digest(run):
+        found.append(Change("weights_from", _weights_digest(saved), _weights_digest(run), True))
+    if saved.holds != run.holds:
+        found.append(Change("holds", saved.holds, run.holds, True))
     # A longer training appends segments and never changes one.
     if saved.segments != run.segments[: len(saved.segments)]:
         found.append(Change("segments", saved.segments, run.segments, True))
@@ -163,6 +173,22 @@ def _origin(spec: Spec) -> Any:
     if isinstance(spec.forked_from, ForkPoint):
         return spec.forked_from.model_dump(mode="json")
     return spec.forked_from
+
+
+def _weights_digest(spec: Spec) -> str | None:
+    """What the weights were that a run began with; where they lay is no matter."""
+    return None if spec.weights_from is None else spec.weights_from.digest
+
+
+def _more_than_weights(manifest: Manifest) -> list[str]:
+    """What a checkpoint that was imported holds beside weights."""
+    if manifest.state != WEIGHTS_ALONE or manifest.step != 0:
+        found = f"step={manifest.step} and state {_short(manifest.state)}"
+        return [printable(f"{found}, expected step=0 and {_short(WEIGHTS_ALONE)}: its run was imported")]
+    for name in manifest.tensors:
+        if not name.startswith(("model/", "router/")):
+            return [printable(f"{name}: expected weights alone, its run was imported")]
+    return []
 
 
 def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+from pydantic import TypeAdapter
+
 from megaspec.estimate.target import Target
-from megaspec.rules.run_facts import Facts, RunStart, SetFacts
+from megaspec.recipe import ModelSpec
+from megaspec.rules.initial_weights import weight_shapes
+from megaspec.rules.run_facts import Facts, RunStart, SetFacts, SourceFacts
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
@@ -547,6 +551,32 @@ _OPTIM = {
         target=WITH_SERVICES,
     ),
 }
+# A run of the recipe hello whose weights are there.
+_SIZES = {"n_layers": 4, "d_model": 128, "n_heads": 4, "n_kv_heads": 2, "d_head": 32, "d_ffn": 320}
+_ENDS = {"vocab_size": 257, "max_seq_len": 256, "tied_embeddings": True}
+_HELLO = TypeAdapter(ModelSpec).validate_python({"kind": "decoder", **_SIZES, **_ENDS})
+_RUN = SourceFacts("init.load", "runs/other", model=_HELLO, shapes=weight_shapes(_HELLO.facts), digest="0" * 64, step=9)
+_WITHOUT_NORM = {name: shape for name, shape in _RUN.shapes.items() if name != "model/norm.weight"}
+_LOADED = "init.load=runs/other"
+_INIT = {
+    "init-twice": Example((_LOADED, "init.from_hf=models/other"), ("init.load=null",), "init.load"),
+    "init-off": Example(("init.include=['layers.*']",), (_LOADED,), "init.include"),
+    "init-read": Example(
+        (_LOADED,),
+        ("init.load=null",),
+        "init.load",
+        facts=replace(FACTS, weights=SourceFacts("init.load", "runs/other", problem="it holds no checkpoint")),
+    ),
+    "init-model": Example(
+        (_LOADED, "model.d_ffn=512"), ("model.d_ffn=320",), "init.load", facts=replace(FACTS, weights=_RUN)
+    ),
+    "init-weights": Example(
+        (_LOADED,),
+        ("init.missing=initialise",),
+        "init.load",
+        facts=replace(FACTS, weights=replace(_RUN, shapes=_WITHOUT_NORM)),
+    ),
+}
 EXAMPLES: dict[str, Example] = {
     **_MESH,
     **_STAGES,
@@ -557,4 +587,5 @@ EXAMPLES: dict[str, Example] = {
     **_PRECISION,
     **_BATCH,
     **_OPTIM,
+    **_INIT,
 }

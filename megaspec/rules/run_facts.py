@@ -4,6 +4,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megaspec.core.errors import Problem
+from megaspec.recipe import ModelSpec
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """The folder with whose weights a run is to begin."""
+
+    key: str
+    """`init.from_hf` or `init.load`."""
+    path: str
+    """As it was given."""
+    problem: str = ""
+    """Why it can't be read; "" where it can."""
+    model: ModelSpec | None = None
+    """None: it can't be read."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of its weights, by the names under which a checkpoint keeps them."""
+    digest: str = ""
+    """As in WeightsOrigin; of a folder of Hugging Face's "" until a run begins, since all of it is read for it."""
+    step: int | None = None
+    """Of the checkpoint; None: a folder of Hugging Face's."""
+    family: str | None = None
+    """Its `model_type`, also where a run had it from there."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,8 @@ class Facts:
     """By name, of the sets of data.valid that can be read."""
     fingerprint: str = ""
     """Changes with the content of the data; "" for data that is made as it is read, or not there."""
+    weights: SourceFacts | None = None
+    """Where the weights begin; None: nowhere but in train.seed."""
     problems: tuple[Problem, ...] = ()
     """Data that is missing or damaged."""
     start: RunStart = RunStart()

@@ -19,7 +19,8 @@ from megaspec.core.errors import CheckpointError, DataError
 from megaspec.data.provenance import tokenizer_of
 from megaspec.data.spec import DataSource, IndexedSpec, StreamSpec
 from megaspec.data.stream_files import stream_tokenizer
-from megaspec.data.tokenizer import Tokenizer
+from megaspec.data.tokenizer import Tokenizer, load_tokenizer
+from megaspec.hf.companions import FOLDER, TOKENIZER, kept_companions
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
 from megaspec.rules.belonging import objections
@@ -41,7 +42,7 @@ def generate_text(
 
     On a CPU in fp32, on CUDA in the run's precision. Raises CheckpointError, DataError.
     """
-    tokenizer = run_tokenizer(trained.data)
+    tokenizer = run_tokenizer(trained.data, run_dir)
     # no repair: another process may train the run meanwhile and holds its lock
     reader = Store(run_dir).newest_good(SoloComm(), repair=False, inspect=partial(objections, run=trained))
     if reader is None:
@@ -86,13 +87,19 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
     return Spec.model_validate_json(json.dumps(fields))
 
 
-def run_tokenizer(data: DataSource) -> Tokenizer:
-    """The tokenizer that made a run's data. Raises DataError where the data was not made from text."""
+def run_tokenizer(data: DataSource, run_dir: Path) -> Tokenizer:
+    """The tokenizer that made a run's data, or else the one that the weights came with that it began with.
+
+    DataError: there is neither. CheckpointError: the run's folder has a link in its place.
+    """
+    if isinstance(data, IndexedSpec):
+        return tokenizer_of(data.blend[0].prefix)
     if isinstance(data, StreamSpec):
         return stream_tokenizer(data)
-    if not isinstance(data, IndexedSpec):
-        raise DataError(f"data.kind={data.kind} has no tokenizer, so there is no text to write; use data.kind=indexed")
-    return tokenizer_of(data.blend[0].prefix)
+    if TOKENIZER in kept_companions(run_dir):
+        return load_tokenizer(run_dir / FOLDER)
+    text = f"data.kind={data.kind} has no tokenizer, and {run_dir / FOLDER} keeps none, so there is no text to write"
+    raise DataError(f"{text}; use data.kind=indexed")
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -28,10 +28,11 @@ from megaspec.log.speed import speed_of
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
 from megaspec.rules.belonging import began_as_fork, fork_again, objections
-from megaspec.runtime.build import TrainState, initialise
+from megaspec.runtime.build import TrainState
 from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_place
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
+from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.router_metrics import router_numbers, routers_done
@@ -184,7 +185,7 @@ class Run:
         self.schedule = BatchSchedule(spec.train, moved=spec.samples_moved)
 
     def start(self) -> None:
-        """Goes on from the newest good checkpoint, or starts the weights from the seed.
+        """Goes on from the newest good checkpoint, or starts with the weights that `init` names, or from the seed.
 
         CheckpointError: there is no good one, though some were saved or the run began as a fork.
         """
@@ -197,7 +198,7 @@ class Run:
         if reader is None:
             if self.comm.rank == 0:
                 self._tell_new_start()
-            initialise(self.built)
+            start_from_source(self.built, self.comm)
             return
         if self.comm.rank == 0:
             tell_passed_over(reader)
@@ -411,7 +412,7 @@ class Run:
         spec = self.built.spec
         if spec.train.sample is None or spec.train.sample.tokens == 0:
             return
-        tokenizer = run_tokenizer(spec.data)
+        tokenizer = run_tokenizer(spec.data, self.run_dir)
         for chunk in self.built.chunks:
             chunk.eval()
         written = generate(

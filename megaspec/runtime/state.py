@@ -15,7 +15,7 @@ import torch
 
 from megaspec.checkpoint.examine import MOST_PROBLEMS
 from megaspec.checkpoint.format import Manifest
-from megaspec.checkpoint.reader import Reader
+from megaspec.checkpoint.reader import Reader, Weights
 from megaspec.checkpoint.shard import TORCH_DTYPES
 from megaspec.checkpoint.store import SavedPiece
 from megaspec.core.errors import CheckpointError, printable
@@ -153,7 +153,7 @@ def load_weights(parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, L
         fill(parameter, layouts[name], f"model/{name}", reader)
 
 
-def fill(tensor: torch.Tensor, layout: Layout, stored: str, reader: Reader) -> None:
+def fill(tensor: torch.Tensor, layout: Layout, stored: str, reader: Weights) -> None:
     """Reads this rank's rectangles of a stored tensor; rows that pad the vocabulary become zero."""
     for piece in layout.pieces:
         tensor[piece.local_slices] = reader.read(stored, piece.global_start, piece.shape).to(tensor.device)

@@ -143,7 +143,7 @@ def _small(spec: Spec, grid: Grid, target: Target) -> Recipe:
         content["optim"]["eps"] = max(content["optim"]["eps"], 1e-8)
     content["kernels"] |= _kernels(spec, target)
     _batch(spec, grid, content)
-    content |= {"run_dir": _FACTS.run_dir, "about": {}, "checkpoint": {}, "log": {"tensorboard": False}}
+    content |= {"run_dir": _FACTS.run_dir, "about": {}, "init": {}, "checkpoint": {}, "log": {"tensorboard": False}}
     content["launcher"] = {"ranks": grid.world}
     return Recipe.model_validate_json(json.dumps(content))
 

@@ -117,6 +117,12 @@ class InMemory:
     def __contains__(self, name: str) -> bool:
         return name in self.values
 
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.values[name].dtype
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.values[name].shape)
 

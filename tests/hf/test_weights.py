@@ -12,10 +12,10 @@ from megaspec.core.errors import CheckpointError, WriteError
 from megaspec.hf.blocks import Block, TensorMap, pairs_to_halves, their_tensors
 from megaspec.hf.family import typed
 from megaspec.hf.folder import open_hf_folder
-from megaspec.hf.names import Matrix, Names, weight_table
+from megaspec.hf.names import Matrix, Names, WeightTable, weight_table
 from megaspec.hf.table import FAMILIES
-from megaspec.hf.weights import HfWeights, refuse_other_copies, their_tensor
-from megaspec.hf.writing import write_folder
+from megaspec.hf.weights import HfWeights, their_tensor
+from megaspec.hf.writing import out_tensors, write_folder
 from tests.hf.models import InMemory
 
 SPEC = typed(
@@ -41,6 +41,11 @@ ODD = Names(
 )
 
 
+def write(out: Path, weights: InMemory, table: WeightTable, *, shard_bytes: int = 1 << 30) -> int:
+    tensors = out_tensors(table, weights, None)
+    return write_folder(out, weights, tensors, config={"model_type": "x"}, others={}, shard_bytes=shard_bytes)
+
+
 def values_of(table) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     return {name: torch.randn(ours.shape, generator=generator) for name, ours in table.ours.items()}
@@ -51,9 +56,7 @@ def test_every_tensor_comes_back_to_the_bit(names: Names, tmp_path: Path) -> Non
     table = weight_table(SPEC.facts, names)
     values = values_of(table)
     out = tmp_path / "out"
-    written = write_folder(
-        out, InMemory(values), table, config={"model_type": "x"}, others={}, dtype=torch.float32, shard_bytes=1500
-    )
+    written = write(out, InMemory(values), table, shard_bytes=1500)
     assert written == sum(value.numel() * 4 for value in values.values())
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == written
@@ -71,7 +74,7 @@ def test_any_rectangle_is_what_the_whole_has_there(
     table = weight_table(SPEC.facts, names)
     values = values_of(table)
     out = tmp_path / "out"
-    write_folder(out, InMemory(values), table, config={}, others={}, dtype=torch.float32, shard_bytes=1 << 30)
+    write(out, InMemory(values), table)
     drawn = np.random.default_rng(5)
     with open_hf_folder(out) as folder:
         weights = HfWeights(folder, table)
@@ -116,9 +119,7 @@ def test_a_map_that_is_no_bijection_is_found() -> None:
 
 def folder_of(path: Path, names: Names) -> dict[str, torch.Tensor]:
     table = weight_table(SPEC.facts, names)
-    write_folder(
-        path, InMemory(values_of(table)), table, config={}, others={}, dtype=torch.float32, shard_bytes=1 << 30
-    )
+    write(path, InMemory(values_of(table)), table)
     return load_file(path / "model.safetensors")
 
 
@@ -157,11 +158,10 @@ def test_a_tied_head_must_be_the_embedding(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
     with open_hf_folder(path) as folder:
         HfWeights(folder, weight_table(SPEC.facts, PLAIN))
-        refuse_other_copies(folder, copies)
     tensors["lm_head.weight"][3, 3] += 1
     save_file(tensors, path / "model.safetensors")
     with open_hf_folder(path) as folder, pytest.raises(CheckpointError, match="tie_word_embeddings=true"):
-        refuse_other_copies(folder, copies)
+        HfWeights(folder, weight_table(SPEC.facts, PLAIN))
 
 
 def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -174,16 +174,8 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
             return super().read(name, start, shape)
 
     with pytest.raises(WriteError, match="No space left"):
-        write_folder(
-            tmp_path / "out",
-            Failing(values_of(table)),
-            table,
-            config={},
-            others={},
-            dtype=torch.float32,
-            shard_bytes=2000,
-        )
+        write(tmp_path / "out", Failing(values_of(table)), table, shard_bytes=2000)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
     with pytest.raises(WriteError, match="exists"):
-        write_folder(tmp_path / "out", InMemory({}), table, config={}, others={}, dtype=torch.float32, shard_bytes=2000)
+        write(tmp_path / "out", InMemory(values_of(table)), table)

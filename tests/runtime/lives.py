@@ -20,10 +20,12 @@ from megaspec.launcher import stop
 from megaspec.log.events import TIMED, EvalDone, StepDone
 from megaspec.log.jsonl import JsonlSink
 from megaspec.log.sinks import METRICS
-from megaspec.parallelism.mesh import Mesh
 from megaspec.runtime import rank as runtime
-from megaspec.runtime.build import TrainState, build
+from megaspec.runtime.build import TrainState, build, mesh_of
+from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.loop import Run
+from megaspec.runtime.state import load, pieces_of
+from megaspec.runtime.weights import weights
 from megaspec.spec import Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -34,8 +36,34 @@ def comm_of(spec: Spec, rank: int) -> Comm:
 
 def build_here(spec: Spec, rank: int) -> TrainState:
     """This rank's share of a Spec."""
-    degrees = {"dp_replicate": spec.parallelism.dp_replicate, "tp": spec.parallelism.tp}
-    return build(spec, mesh=Mesh(degrees, rank=rank, device=runtime.pick_device(spec, rank)))
+    return build(spec, mesh=mesh_of(spec, rank=rank, device=runtime.pick_device(spec, rank)))
+
+
+def starting_weights(rank: int, text: str) -> dict[str, Any] | str:
+    """The weights with which a run starts, whole, by global name; or why it does not."""
+    spec = Spec.model_validate_json(text)
+    built = build_here(spec, rank)
+    try:
+        start_from_source(built, comm_of(spec, rank))
+    except MegaspecError as error:
+        return f"{type(error).__name__}: {error}"
+    return {name: value.numpy() for name, value in weights(built).items()}
+
+
+def save_anew(rank: int, text: str, source: str, folder: str) -> None:
+    """Reads a run's newest checkpoint into the layout of a Spec, and saves it from there in another folder."""
+    spec = Spec.model_validate_json(text)
+    built = build_here(spec, rank)
+    comm = comm_of(spec, rank)
+    with Store(source).newest_good(comm, repair=False) as reader:
+        load(built, reader)
+        Store(folder).save(
+            reader.step,
+            pieces_of(built),
+            spec=spec.model_dump(mode="json"),
+            state=reader.state,
+            comm=comm,
+        )
 
 
 def live(rank: int, text: str, folder: str, *, stop_after: int = 0) -> list[dict[str, Any]]:

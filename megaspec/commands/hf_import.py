@@ -1,0 +1,100 @@
+"""`megaspec hf import FOLDER --out RUN`: a run folder with the weights of a folder of Hugging Face's."""
+
+import argparse
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megaspec.compose.compose import Composed, compose_dicts
+from megaspec.core.errors import printable
+from megaspec.core.units import count_in_words
+from megaspec.estimate.target import detect_target
+from megaspec.hf.companions import read_companions, refuse_other_vocabulary
+from megaspec.hf.folder import CONFIG, HfFolder, open_hf_folder
+from megaspec.hf.names import weight_table
+from megaspec.hf.short import short_section
+from megaspec.hf.table import family_of, read_model
+from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.resolve.gather import gather_facts, with_digest
+from megaspec.resolve.resolver import resolve
+from megaspec.rules.belonging import WEIGHTS_ALONE
+from megaspec.run_folder import keep_companions, write_run
+
+_SEQ_LEN = 2048
+_PRECISIONS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+def add_parser(commands: Any) -> None:
+    """The parser of `hf import`."""
+    text = "make a run folder of a Hugging Face folder: weights, tokenizer and a Spec"
+    command = commands.add_parser("import", help=text, description=text, allow_abbrev=False)
+    command.add_argument("folder", metavar="FOLDER", type=Path, help="folder with config.json and safetensors files")
+    command.add_argument(
+        "--out", required=True, metavar="RUN", type=Path, help="run folder to make, such as runs/start"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import, and say what came of it. Raises CheckpointError, RecipeError, WriteError; nothing is left then."""
+    # torch, only where it is needed
+    from megaspec.checkpoint.comm import SoloComm
+    from megaspec.checkpoint.store import Store
+    from megaspec.hf.weights import HfWeights, streamed_pieces
+    from megaspec.hf.writing import published_whole
+
+    with open_hf_folder(args.folder) as folder:
+        model = read_model(folder.config, f"{folder.path / CONFIG}")
+        family = family_of(folder.config, f"{folder.path / CONFIG}")
+        weights = HfWeights(folder, weight_table(model.facts, family.names(model)))
+        companions = read_companions(folder.path)
+        refuse_other_vocabulary(companions, vocab_size=model.vocab_size, where=str(folder.path))
+        target = detect_target()
+        composed = _composed(args.folder, args.out, folder, model)
+        with published_whole(args.out) as saving:
+            facts = replace(with_digest(gather_facts(composed.recipe)), run_dir=str(args.out))
+            spec = resolve(composed.recipe, target, facts, composed.origins)
+            spec = spec.model_copy(update={"holds": "weights"})
+            Store(saving).save(
+                0,
+                streamed_pieces(weights),
+                spec=spec.model_dump(mode="json"),
+                state=WEIGHTS_ALONE,
+                comm=SoloComm(),
+            )
+            keep_companions(saving, companions)
+            write_run(saving, composed.recipe, target, spec)
+    n_parameters = sum(prod(weights.shape(name)) for name in weights.names())
+    kept = [name for name in companions if name != CONFIG]
+    print(printable(f"{args.out}: a {family.model_type} of {count_in_words(n_parameters)} parameters"))
+    print(printable(f"beside it: {', '.join(kept) or 'no tokenizer, since the folder has none'}"))
+    print(printable(f"megaspec train recipe=NAME init.load={args.out} trains from it"))
+    return 0
+
+
+def _composed(given: Path, out: Path, folder: HfFolder, model: DecoderSpec) -> Composed:
+    """The recipe of a run that is never trained: the folder's model, and what every run has to say."""
+    sizes: Counter[str] = Counter()
+    for entry in folder.tensors.values():
+        sizes[entry.dtype] += entry.bytes
+    main_dtype = sizes.most_common(1)[0][0]
+    return compose_dicts(
+        {
+            "name": out.name,
+            "model": short_section(model),
+            "precision": {"kind": _PRECISIONS[main_dtype]},
+            "data": {
+                "kind": "random",
+                "vocab_size": model.vocab_size,
+                "seq_len": min(model.max_seq_len, _SEQ_LEN),
+            },
+            "train": {"steps": 1, "global_batch": 1},
+            "launcher": {"ranks": 1},
+            "init": {"from_hf": str(given)},
+            "about": {
+                "purpose": "Holds imported weights, and is never trained: data and optimizer are the defaults.",
+                "source": str(given),
+            },
+        }
+    )

@@ -1,0 +1,93 @@
+"""The weights that a run starts with: read from the folder that `init` names, or drawn from the seed."""
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megaspec.checkpoint.comm import Comm, together
+from megaspec.checkpoint.reader import Weights
+from megaspec.checkpoint.store import Store
+from megaspec.core.errors import CheckpointError
+from megaspec.hf.digest import folder_digest
+from megaspec.hf.folder import CONFIG, HfFolder, open_hf_folder
+from megaspec.hf.names import weight_table
+from megaspec.hf.table import family_of, read_model
+from megaspec.hf.weights import HfWeights
+from megaspec.parallelism.expert import buffers_of
+from megaspec.rules.initial_weights import InitialWeights, initial_weights, weight_shapes
+from megaspec.runtime.build import TrainState, initialise
+from megaspec.runtime.state import fill
+from megaspec.spec import Spec, WeightsOrigin
+
+_OTHER = "has changed since the run was made, whose weights begin with it"
+
+
+def start_from_source(built: TrainState, comm: Comm) -> None:
+    """Fills the master weights and copies them into the model. Each rank reads the slices that it owns, a tensor at a
+    time; what the Spec does not read is drawn from the seed. All ranks call it together.
+
+    CheckpointError, on all ranks: the folder is gone, is another one than the run was made with, or is damaged.
+    """
+    origin = built.spec.weights_from
+    if origin is None:
+        initialise(built)
+        return
+    with ExitStack() as stack:
+        source = _open(built.spec, origin, comm, stack)
+        shapes = {name: source.shape(name) for name in source.names()}
+        found = initial_weights(built.spec.init, ours=weight_shapes(built.spec.model.facts), theirs=shapes)
+        if found.missing:
+            initialise(built)
+        # one rank may meet NaN in its slices: the others would wait for its weights
+        together(comm, partial(_fill, built, source, found))
+    built.optimizer.write_back()
+    built.data_parallel.gather_weights()
+
+
+def _open(spec: Spec, origin: WeightsOrigin, comm: Comm, stack: ExitStack) -> Weights:
+    """The folder that the run was made with, opened on every rank. CheckpointError."""
+    if origin.step is not None:
+        reader = stack.enter_context(Store(Path(origin.path)).open(origin.step, comm))
+        if reader.manifest.digest != origin.digest:
+            raise CheckpointError(f"{reader.path} {_OTHER}; put it back, or start a new run")
+        return reader
+    opened: list[HfWeights] = []
+
+    def open_folder() -> None:
+        folder = stack.enter_context(open_hf_folder(Path(origin.path)))
+        if comm.rank == 0:
+            _refuse_other(folder, origin)
+        opened.append(_hf_weights(folder))
+
+    together(comm, open_folder)
+    return opened[0]
+
+
+def _refuse_other(folder: HfFolder, origin: WeightsOrigin) -> None:
+    """CheckpointError: a restart from step 0 would begin with other weights. Reads every byte."""
+    if folder_digest(folder) != origin.digest:
+        raise CheckpointError(f"{origin.path} {_OTHER}; put it back, or start a new run")
+
+
+def _hf_weights(folder: HfFolder) -> HfWeights:
+    where = f"{folder.path / CONFIG}"
+    model = read_model(folder.config, where)
+    family = family_of(folder.config, where)
+    return HfWeights(folder, weight_table(model.facts, family.names(model)))
+
+
+@torch.no_grad()
+def _fill(built: TrainState, source: Weights, found: InitialWeights) -> None:
+    """What this rank owns of the weights that are read."""
+    for name, master in built.optimizer.masters.items():
+        theirs = found.read.get(f"model/{name}")
+        if theirs is not None:
+            value = torch.empty_like(master)
+            fill(value, built.shards[name], theirs, source)
+            built.optimizer.put("master", name, value)
+    for name, buffer in buffers_of(built.chunks).items():
+        theirs = found.read.get(f"router/{name}")
+        if theirs is not None:
+            buffer.copy_(source.read(theirs))
