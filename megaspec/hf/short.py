@@ -1,5 +1,6 @@
 """The section `model` of a recipe, as short as it says the same. Torch-free."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -29,6 +30,8 @@ def _short(spec: BaseModel) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return _short(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
     return value

@@ -157,6 +157,8 @@ def test_fields_are_those_that_pydantic_knows():
         "data.blend.*.weight",
         "data.files.*.path",
         "data.files.*.weight",
+        "init.rename.*.name",
+        "init.rename.*.source",
         "model.moe.router.losses.*.kind",
         "model.moe.router.losses.*.coefficient",
         *(f"optim.schedule.pieces.*.{name}" for name in PieceSpec.model_fields),

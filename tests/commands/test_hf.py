@@ -287,7 +287,7 @@ def test_a_model_is_said_by_the_family_that_it_is_from_or_one_that_is_asked_for(
     assert hf("export", run, tmp_path / "x", "--family", "qwen2") == 64
     error = capsys.readouterr().err
     assert "--family qwen2 can't say this model: model.attention.qkv_bias=False, where qwen2 has True" in error
-    assert "--family llama or mistral can" in error
+    assert "--family llama, mistral or smollm3 can" in error
     assert hf("export", run, tmp_path / "x", "--family", "lama") == 64
     assert "did you mean llama?" in capsys.readouterr().err
     assert hf("export", run, tmp_path / "x", "--shard-size", "5") == 64
