@@ -37,9 +37,9 @@ def case(name: str, *, router: RouterSpec | None = None, **moe: object) -> Case:
 
 CASES = [
     case("softmax"),
-    case("softmax first", router=RouterSpec(softmax_first=True, z_loss=0.1, losses=AUX), top_k=3),
-    case("sigmoid", router=RouterSpec(score="sigmoid", scale=2.5, bias_rate=0.1, n_groups=3, group_top_k=2)),
-    case("softplus", router=RouterSpec(score="sqrt_softplus"), top_k=1),
+    case("softmax first", router=RouterSpec(norm_top_k=False, z_loss=0.1, losses=AUX), top_k=3),
+    case("sigmoid", router=RouterSpec(score="sigmoid", scale=2.5, expert_bias=True, n_groups=3, group_top_k=2)),
+    case("softplus", router=RouterSpec(score="sqrt_softplus", norm_top_k=False), top_k=1),
     case("sinkhorn", router=RouterSpec(balancing="sinkhorn")),
     case("lowest dropped", capacity_factor=0.7),
     case("last dropped", capacity_factor=0.5, drop="position", top_k=3),
@@ -114,8 +114,8 @@ def close(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_one_token_at_a_time(case: Case) -> None:
     moe = build(case.moe)
-    if moe.router.bias is not None:
-        moe.router.bias.copy_(torch.linspace(-0.2, 0.2, case.moe.n_experts))
+    if moe.router.expert_bias is not None:
+        moe.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, case.moe.n_experts))
     x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
     grad = torch.randn_like(x)
     y, expected = moe(x, context()), one_at_a_time(moe, x, context())

@@ -45,6 +45,7 @@ def moe_facts(spec: MoeSpec, place: ExpertsPlace) -> PartFacts:
         (features(spec.n_experts),),
         "router",
         tokens="stream",
+        bias=spec.router.logit_bias,
         recomputed_with="router",
         in_fp32=True,
         in_flops=False,
@@ -88,8 +89,8 @@ def moe_facts(spec: MoeSpec, place: ExpertsPlace) -> PartFacts:
         )
         linears.append(gate)
     bias = ()
-    if spec.router.bias_rate:
-        bias = (Vector("moe.router.bias", spec.n_experts, 0.0, "router", is_trained=False),)
+    if spec.router.expert_bias:
+        bias = (Vector("moe.router.expert_bias", spec.n_experts, 0.0, "router", is_trained=False),)
     # rows are sorted by expert and put back in order, each time read and written
     permuted = Moved("moe", ((4, d_model),), ((4, d_model),), tokens="routed", is_fused=True)
     activation = activation_moves(_GATES, inner, tokens="routed")
