@@ -150,11 +150,6 @@ _EXPERTS = {
     "tp-shared": Example((_moe("d_shared: 97"), _TP2), ("model.moe.d_shared=96",), "parallelism.tp"),
     "moe-sp": Example((_moe(), _TP2, f"{_SP}=false"), (f"{_SP}=true",), _SP),
     "moe-none": Example((_moe("first_dense: 4"),), ("model.moe.first_dense=3",), "model.moe.first_dense"),
-    "moe-mlp": Example(
-        (_moe(), "model.mlp={kind: plain, activation: relu}"),
-        ("model.mlp={kind: gated, activation: silu, bias: false}",),
-        "model.mlp.kind",
-    ),
     "moe-layers": Example((_moe("layers: [0,1,1]"),), ("model.moe.layers=[0,1,1,1]",), "model.moe.layers"),
     "moe-layers-twice": Example(
         (_moe("layers: [0,1,1,1]", "first_dense: 1"),), ("model.moe.first_dense=0",), "model.moe.layers"

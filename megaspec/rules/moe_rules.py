@@ -31,17 +31,6 @@ def some_layer_has_experts(case: Case) -> Problem | None:
     return Problem("model.moe.first_dense", f"{text}; {way}, or model.moe=null")
 
 
-def feed_forward_is_in_some_layer(case: Case) -> Problem | None:
-    """Where every feed-forward layer is one of experts, which are gated with SiLU, model.mlp asks for nothing else."""
-    mlp = case.recipe.model.mlp
-    if case.moe is None or case.dense_layers > 0:
-        return None
-    if mlp.kind == "gated" and mlp.activation == "silu" and not mlp.bias:
-        return None
-    text = f"model.mlp.kind={mlp.kind} is of no layer: all have experts, which are gated with SiLU and have no biases"
-    return Problem("model.mlp.kind", f"{text}; set model.mlp={{kind: gated, activation: silu, bias: false}}")
-
-
 def layer_list_is_as_long_as_the_model(case: Case) -> Problem | None:
     """The list of layers with experts has an entry for each layer."""
     moe = case.moe

@@ -61,7 +61,6 @@ RULES: dict[str, Rule] = {
     "tp-shared": moe_rules.tp_divides_shared_experts,
     "moe-sp": moe_rules.experts_under_tp_split_the_sequence,
     "moe-none": moe_rules.some_layer_has_experts,
-    "moe-mlp": moe_rules.feed_forward_is_in_some_layer,
     "moe-layers": moe_rules.layer_list_is_as_long_as_the_model,
     "moe-layers-twice": moe_rules.expert_layers_are_named_once,
     "moe-top-k": moe_rules.tokens_find_enough_experts,

@@ -68,6 +68,7 @@ def _moe(draw: st.DrawFn) -> dict[str, Any]:
         "d_expert": draw(st.sampled_from([4, 12])),
         "d_shared": shared,
         "shared_gate": shared is not None and draw(st.booleans()),
+        "weights_on": draw(st.sampled_from(["outputs", "outputs", "inputs"])),
         "router": router,
     }
 

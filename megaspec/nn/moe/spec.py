@@ -19,6 +19,7 @@ class BalanceLoss(Frozen):
 
 
 GroupScore = Literal["share", "best", "best_two"]
+Weighted = Literal["outputs", "inputs"]
 
 
 class RouterSpec(Frozen):
@@ -55,8 +56,7 @@ class RouterSpec(Frozen):
 
 
 class MoeSpec(Frozen):
-    """A mixture of experts in place of the feed-forward layer. Experts are gated with SiLU and have no biases, whatever
-    model.mlp says of layers without experts."""
+    """A mixture of experts in place of the feed-forward layer. Each, shared ones too, is a layer as model.mlp says."""
 
     n_experts: PositiveInt
     """Routed experts."""
@@ -66,6 +66,9 @@ class MoeSpec(Frozen):
     """Width of an expert. auto: model.d_ffn."""
     d_shared: PositiveInt | None = None
     """Width of the shared experts together, which every token takes. None: there are none."""
+    weights_on: Weighted = "outputs"
+    """What the weight of a token's expert multiplies. outputs: what the expert puts out, its bias included. inputs:
+    what it takes, as in Llama 4."""
     shared_gate: bool = False
     """Weigh the shared experts by a learned gate."""
     every: PositiveInt = 1
