@@ -74,6 +74,7 @@ MADE_UP = ("~data.blend", "~data.split", "train.sample=null")
 RUNS = {
     "llama": (
         "model.positions.scaling={kind: llama3}",
+        "model.attention.mask={kind: chunk, size: 3}",
         "precision=fp16",
         "train.batch_ramp={start: 2, increment: 2, samples: 4}",
         "parallelism.recompute={kind: full, method: block, layers: 1}",
@@ -99,6 +100,7 @@ RUNS = {
         "model.n_layers=3",
         "model.layer={kind: flat, mixers: [attention, mlp, moe]}",
         "model.positions={kind: none}",
+        "model.attention={kind: gqa, mask: {kind: window, size: 3}, temperature: {kind: log}, sinks: true}",
         "model.moe={n_experts: 2, top_k: 1, router: {norm_top_k: false}}",
         "optim={kind: muon, lr: 0.1}",
         "optim.schedule={kind: piecewise, warmup_steps: 0, min_lr: 0, pieces: [{shape: linear, steps: 1, factor: 0.5}, "

@@ -25,6 +25,8 @@ class Requirement:
     """Lowest compute capability, 90 for Hopper; 0 when it does not matter."""
     attention_dropout: bool = True
     """Whether it can drop attention weights."""
+    score_cap: bool = True
+    """Whether it can cap attention scores."""
     precisions: tuple[str, ...] = ()
     """Formats of the model that it computes in; empty: all."""
     narrow_states: bool = True
@@ -46,7 +48,7 @@ UP_TO_FP32 = ("fp32", "bf16", "fp16", "fp8")
 CATALOG: dict[str, Operation] = {
     "attention": Operation(
         {
-            "sdpa": Requirement(attention_dropout=False),
+            "sdpa": Requirement(attention_dropout=False, score_cap=False),
             "reference": Requirement(),
         }
     ),
@@ -90,6 +92,7 @@ class Use:
     """What a model asks of an operation."""
 
     attention_dropout: bool = False
+    score_cap: bool = False
     precision: str | None = None
     """The model's format; None when it does not matter."""
     widths: tuple[int, ...] = ()
@@ -110,6 +113,8 @@ def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN)
         return f"needs sm{need.min_sm}, this GPU is sm{sm}"
     if use.attention_dropout and not need.attention_dropout:
         return "has no attention dropout"
+    if use.score_cap and not need.score_cap:
+        return "caps no scores"
     if use.narrow_states and not need.narrow_states:
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:

@@ -11,8 +11,8 @@ class KernelsSpec(Frozen):
     attention: Auto[Literal["sdpa", "reference"]] = "auto"
     """Core attention.
 
-    sdpa: torch's fused attention, cuDNN first on CUDA. reference: plain matrix products, the only one with attention
-    dropout."""
+    sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents are masks to it, which costs what
+    they hide. reference: plain matrix products, the only one with attention dropout and with capped scores."""
     attention_merge: Auto[Literal["triton", "reference"]] = "auto"
     """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
 

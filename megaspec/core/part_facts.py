@@ -6,7 +6,7 @@ Sizes are those of the whole model. A `Width` says how ranks share it, and the e
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -131,7 +131,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Vector:
-    """A parameter that acts on each token or head alone and that every rank holds whole: a norm's weight."""
+    """A parameter that acts on each token or head alone: a norm's weight. Every rank holds it whole, unless it is
+    `split`."""
 
     name: str
     """Of the parameter, from the layer on: `norm1.weight`."""
@@ -141,6 +142,8 @@ class Vector:
     purpose: Purpose = "norms"
     acts_on: Literal["tokens", "heads"] = "tokens"
     """heads: each tensor-parallel rank sees a part of the heads, and has a part of the gradient."""
+    by_heads: Width | None = None
+    """It has numbers for each head, and a rank those of its own heads. None: every rank holds all of it."""
     is_trained: bool = True
     """False: a buffer that a step moves without a gradient."""
     in_flops: bool = False
@@ -149,6 +152,12 @@ class Vector:
     @property
     def module(self) -> str:
         return self.name.rpartition(".")[0]
+
+    def on(self, degrees: Degrees) -> int:
+        """Numbers on the rank that has most."""
+        if self.by_heads is None:
+            return self.size
+        return self.by_heads.on(degrees)
 
 
 @dataclass(frozen=True)
@@ -165,8 +174,32 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Sight:
+    """Which of the keys at and before it a query sees."""
+
+    window: int | None = None
+    """So many, itself the last. None: all."""
+    chunk: int | None = None
+    """Those in its own chunk, of so many tokens. None: all."""
+
+    def twice_the_pairs(self, tokens: int) -> int:
+        """Pairs of a query and a key that it sees in a sequence of `tokens`, times two, where a query with itself is
+        half of a pair: the square for all of the past, since Megatron-LM counts causal attention as half of it."""
+        if self.window is not None and self.window < tokens:
+            # without the two triangles of those that are too far away
+            return tokens**2 - (tokens - self.window) ** 2
+        if self.chunk is not None and self.chunk < tokens:
+            chunks, rest = divmod(tokens, self.chunk)
+            return chunks * self.chunk**2 + rest**2
+        return tokens**2
+
+
+ALL_OF_THE_PAST = Sight()
+
+
+@dataclass(frozen=True)
 class AttentionProducts:
-    """softmax(q kᵀ) v over the past, of every query head."""
+    """softmax(q kᵀ) v over what each query sees, of every query head."""
 
     n_heads: int
     n_kv_heads: int
@@ -176,10 +209,15 @@ class AttentionProducts:
     """Size of a value head."""
     rotated: int = 0
     """Features of a query head that rotary positions turn; of a key head as many."""
-    norms_heads: bool = False
-    """Query and key heads are normed first."""
     makes_latents: bool = False
     """Keys and values are made from a latent, by products that `mla_up` recomputes."""
+    sums_heads: bool = False
+    """Queries, and keys, are normed over all heads of a token: ranks that share heads add up two numbers a token."""
+    sight: Sight = ALL_OF_THE_PAST
+    caps_scores: bool = False
+    """Scores go through a tanh."""
+    has_sinks: bool = False
+    """Each head has a logit besides its scores."""
 
     @property
     def queries(self) -> Width:
@@ -277,6 +315,8 @@ class PartFacts:
     tables: tuple[Table, ...] = ()
     sites: tuple[str, ...] = ()
     """Modules without parameters that act on each token: dropout."""
+    head_sums: tuple[Row, ...] = ()
+    """Placement of modules that add up numbers over heads."""
     attention: AttentionProducts | None = None
     routing: Routing | None = None
     kept: Callable[[Execution], Iterable[Kept]] = _keeps_nothing
@@ -293,7 +333,11 @@ class PartFacts:
         modules: dict[str, Kind] = dict.fromkeys(self.sites, "sequence")
         covered = {linear.name for linear in self.linears}
         for vector in self.vectors:
-            if vector.module not in covered:
+            if vector.by_heads is not None:
+                yield Row(prefix + vector.module, "head_vector", (vector.by_heads.count,))
+            elif vector.module not in covered:
                 modules[vector.module] = "heads" if vector.acts_on == "heads" else "sequence"
         for name, kind in modules.items():
             yield Row(prefix + name, kind)
+        for row in self.head_sums:
+            yield replace(row, pattern=prefix + row.pattern)

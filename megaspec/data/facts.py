@@ -4,12 +4,12 @@ import hashlib
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megaspec.core.errors import DataError, Problem
 from megaspec.data.manifest import DataManifest, load_manifest
-from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec
+from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
 from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def data_facts(data_spec: DataSpec, *, key: str = "data") -> DataFacts:
 
 
 def evaluation_facts(data_spec: DataSpec, training: DataFacts) -> dict[str, DataFacts]:
-    """The facts for each evaluation set. Among their problems: another tokenizer than that of the training data."""
+    """The facts for each evaluation set. Among their problems: another tokenizer than that of the training data, and
+    files that are trained on."""
     found = {}
     for name, one in data_spec.valid.items():
         key = f"data.valid.{name}"
@@ -64,8 +65,42 @@ def evaluation_facts(data_spec: DataSpec, training: DataFacts) -> dict[str, Data
             text += f"{training.tokenizer} ({ours[:8]}): the same id is another token; prepare both with one tokenizer"
             problem = Problem(key, text, code="data-tokenizers")
             facts = replace(facts, problems=(*facts.problems, problem))
+        trained = _trained_on(data_spec, one, key=key)
+        if trained is not None:
+            facts = replace(facts, problems=(*facts.problems, trained))
         found[name] = facts
     return found
+
+
+def _trained_on(training: DataSpec, one: DataSpec, *, key: str) -> Problem | None:
+    """A problem where an evaluation set reads a file of the training data. Of token files by the same path a rule
+    tells, which looks at no files."""
+    if isinstance(training, IndexedSpec) and isinstance(one, IndexedSpec) and shares_documents(training, one):
+        prefixes = {Path(part.prefix).resolve(): PurePath(part.prefix) for part in training.blend}
+        for number, part in enumerate(one.blend):
+            given = PurePath(part.prefix)
+            if prefixes.get(Path(part.prefix).resolve(), given) != given:
+                return _also_trained(f"{key}.blend.{number}.prefix", part.prefix)
+    if isinstance(training, StreamSpec) and isinstance(one, StreamSpec):
+        trained = _streamed_files(training)
+        for real, path in _streamed_files(one).items():
+            if real in trained:
+                return _also_trained(f"{key}.files", path)
+    return None
+
+
+def _also_trained(key: str, path: str) -> Problem:
+    text = f"{key}: {path} is training data, too: the model would be evaluated on what it has seen; take other data"
+    return Problem(key, text, code="valid-trained")
+
+
+def _streamed_files(spec: StreamSpec) -> dict[Path, str]:
+    """Where each file of a stream really lies, and its path; none where that is told as a problem of the stream."""
+    try:
+        groups = find_groups(spec)
+    except DataError:
+        return {}
+    return {Path(file.path).resolve(): file.path for group in groups for file in group.files}
 
 
 def made(spec: SyntheticSpec | RandomSpec, *, key: str) -> DataFacts:

@@ -27,6 +27,11 @@ class IndexedSource:
     def __len__(self) -> int:
         return len(self._order)
 
+    def count(self, most: int) -> int:
+        """Sequences of an evaluation, at most `most`: none twice, so a blend with weights ends where the first of its
+        data sets does."""
+        return min(most, self._order.n_once)
+
     def read(self, position: int) -> Sample:
         number, pieces = self._order.pieces(position)
         file = self._files[number]

@@ -16,7 +16,9 @@ Note "What a weight does". As in Megatron (core/datasets/blended_megatron_datase
 
 Note "Evaluation". Megatron draws new validation samples for every evaluation, as many as the whole run will need, so
 its order hangs on the number of steps. Ours is one pass over the split, the same whatever the run is, and there is
-nothing that it could be equal to: weights are divided once, and no data set is built beyond its end.
+nothing that it could be equal to: weights are divided once, and no data set is built beyond its end. With weights a
+pass of the blend comes to the end of one data set before that of the others and begins it again: `n_once` positions lie
+before.
 """
 
 from bisect import bisect_right
@@ -104,6 +106,7 @@ class DataOrder:
             folder = Path(files[0].prefix).parent / "index-cache"
         self._cache = IndexCache(folder)
         self._segments: list[_OrderSegment] = []
+        self._n_once = 0
         if split == "train":
             self._check_train()
             for index, n_samples in enumerate(segments):
@@ -206,6 +209,11 @@ class DataOrder:
                 )
         return _OrderSegment(n_samples, [self._index(k, seed, None) for k in range(len(self._files))], blend)
 
+    @property
+    def n_once(self) -> int:
+        """Of `valid` and `test`: positions before the first one that reads a sequence again."""
+        return self._n_once
+
     def _evaluation_segment(self) -> _OrderSegment:
         """One pass over all data sets that hold a sample of the split; the others are left out of the blend."""
         shares = self._samples if self._weights is None else self._weights
@@ -227,9 +235,14 @@ class DataOrder:
                 f"sequence of data.seq_len={self._spec.seq_len} tokens and one more; give it a larger share or shorten "
                 "the sequence"
             )
+        self._n_once = total
         if len(used) == 1:
             return _OrderSegment(total, indices, None, only=used[0])
         blend = self._blend(normalized(used_shares), total)
+        in_a_pass = np.array([self._samples[number] for number in used])
+        begins_again = blend["sample"] >= in_a_pass[blend["dataset"]]
+        if begins_again.any():
+            self._n_once = int(begins_again.argmax())
         # the blend counts the data sets that are used; the order counts all of them
         dataset = np.array(used)[blend["dataset"]]
         return _OrderSegment(total, indices, blend | {"dataset": dataset})

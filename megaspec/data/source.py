@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class CountedSource(Source, Protocol):
-    """A source that does not know how many sequences an evaluation set has before it has read them."""
+    """A source that counts by itself how many of its sequences an evaluation takes, so that none is taken twice."""
 
     def count(self, most: int) -> int:
         """Sequences of one pass, at most `most`. Raises DataError where there is none."""

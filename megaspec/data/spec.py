@@ -239,6 +239,15 @@ def evaluation_sets(data: DataSpec) -> dict[str, DataSpec]:
     return dict(data.valid) or {"valid": data}
 
 
+def shares_documents(training: IndexedSpec, one: IndexedSpec) -> bool:
+    """Whether an evaluation set takes documents of a data set that training takes of it, too."""
+    if not one.split[1]:
+        return False
+    # shares of a data set's documents, from its first on
+    end_of_training = training.split[0] / (sum(training.split) or 1)
+    return one.split[0] / sum(one.split) < end_of_training
+
+
 # they name DataSource, which is made of them
 for _source in (IndexedSpec, SyntheticSpec, RandomSpec, StreamSpec):
     _source.model_rebuild()

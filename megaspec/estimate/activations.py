@@ -150,8 +150,16 @@ def _core(run: LayerRun, attention: AttentionProducts) -> Iterator[KeptTensor]:
     both_formats = run.width
     if run.width < 4:
         both_formats += 4
-    scores = tokens * run.tokens.seq_len * heads * both_formats + run.tokens.seq_len**2
-    yield KeptTensor("weights", scores, by_core)
+    scores = tokens * run.tokens.seq_len * heads
+    weights = scores * both_formats + run.tokens.seq_len**2
+    in_fp32 = max(run.width, 4)
+    if attention.has_sinks:
+        # a column beside the weights, before they change their format
+        weights += tokens * heads * in_fp32
+    yield KeptTensor("weights", weights, by_core)
+    if attention.caps_scores:
+        # a tanh keeps what it made
+        yield KeptTensor("capped", scores * in_fp32, by_core)
     # keys and values once for each query head, and queries, in the order of the products
     turned = tokens * heads * (2 * attention.d_key + attention.d_value) * run.width
     yield KeptTensor("turned", turned, by_core)

@@ -105,9 +105,14 @@ def layer_collectives(recipe: Recipe, topology: Topology, layer: LayerFacts) -> 
 def _attention_collectives(
     recipe: Recipe, topology: Topology, layer: LayerFacts, *, is_last: bool
 ) -> Iterator[Collective]:
-    """The residual stream over tp, keys and values (or heads) over cp. `is_last`: nothing of the layer comes behind
-    it."""
+    """The residual stream over tp, and what norms over all heads need; keys and values (or heads) over cp. `is_last`:
+    nothing of the layer comes behind it."""
     run = layer_run(recipe)
+    if layer.attention.sums_heads:
+        # a token's squares of queries and of keys; their gradients the other way
+        squares = 2 * run.tokens.all * run.wide
+        for phase in ("forward", "backward"):
+            yield from topology.make("norms of heads", "all_reduce", ("tp",), squares, 1, phase=phase)
     yield from _tensor_parallel(recipe, topology, "attention", last=is_last and _ends_with_a_sum(recipe))
     for one in _context_parallel(recipe, topology, layer.attention):
         yield one

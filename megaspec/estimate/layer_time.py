@@ -272,7 +272,7 @@ class LayerTimes:
             )
 
         # what was measured of all at once holds the noise of one long run: never more than twice the half
-        return one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
+        return one.pairs * one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
 
     def _plain_attention(self, one: AttentionWork, direction: Literal["forward", "backward"]) -> float:
         """Every query against every key, masked ones too, as two products with a softmax in between that is written

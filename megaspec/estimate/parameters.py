@@ -138,6 +138,9 @@ def _seen_in_part(layer: LayerFacts, *, splits_tokens: bool) -> int:
     split heads whatever they do with tokens, tokens only under sequence parallelism."""
     size = 0
     for vector in layer.vectors:
+        if vector.by_heads is not None:
+            # each rank sees all tokens of its own heads
+            continue
         if vector.is_trained and (splits_tokens or vector.acts_on == "heads"):
             size += vector.size
     if not splits_tokens:
@@ -159,4 +162,7 @@ def _copied(layer: LayerFacts, degrees: Degrees) -> int:
             # heads that are fewer than ranks
             if linear.split == "columns" and width.size > 1 and degrees.tp > width.count:
                 size += width.on(degrees) * (linear.inputs.whole + linear.bias)
+    for vector in layer.vectors:
+        if vector.by_heads is not None and degrees.tp > vector.by_heads.count:
+            size += vector.on(degrees)
     return size

@@ -54,6 +54,8 @@ class AttentionWork:
     kv_heads: int
     head_size: int
     share: float = 1.0
+    pairs: float = 1.0
+    """Pairs of a query and a key that a fused kernel computes, over those of causal attention."""
 
 
 @dataclass
@@ -169,7 +171,19 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
         kv_heads=max(1, kv_heads),
         head_size=(attention.d_key + attention.d_value) // 2,
         share=heads_split / cp,
+        pairs=_computed_pairs(run, attention, whole_sequences=heads_split == cp),
     )
+
+
+def _computed_pairs(run: LayerRun, attention: AttentionProducts, *, whole_sequences: bool) -> float:
+    """A fused kernel computes what a mask hides: of whole sequences the future too, of blocks nothing that comes behind
+    them. Blocks that a window hides as a whole are skipped, which is not counted: ranks wait for the one that has
+    most."""
+    seq_len = run.tokens.seq_len
+    is_masked = attention.sight.twice_the_pairs(seq_len) < seq_len**2
+    if is_masked and whole_sequences:
+        return 2.0
+    return 1.0
 
 
 def _merged_bytes(run: LayerRun, attention: AttentionProducts, context: ContextSpec) -> PassBytes:

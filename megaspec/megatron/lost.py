@@ -156,9 +156,16 @@ GROUPS = (
     ),
     FlagGroup(
         Fate.LOST,
+        "in the recipe, model.attention.mask, .sinks or .output_gate says it",
+        """
+        --softmax-type text = vanilla, --window-size text, --attention-output-gate
+        """,
+    ),
+    FlagGroup(
+        Fate.LOST,
         "no such attention",
         """
-        --softmax-type text = vanilla, --window-size text, --qk-l2-norm, --qk-clip, --attention-output-gate,
+        --qk-l2-norm, --qk-clip,
         --experimental-attention-variant text, --linear-attention-freq text, --no-rope-freq text
         """,
     ),

@@ -41,6 +41,11 @@ class TransformerSpec(Frozen):
         raise NotImplementedError
 
     @property
+    def caps_scores(self) -> bool:
+        """Some layer needs a kernel that caps attention scores. Also of a spec that breaks rules."""
+        raise NotImplementedError
+
+    @property
     def facts(self) -> ModelFacts:
         """What the model's parts say of themselves; of a spec without open fields."""
         raise NotImplementedError

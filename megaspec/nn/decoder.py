@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megaspec.core.errors import UsageError
 from megaspec.core.placement import Row
-from megaspec.nn.attention.module import CausalCore, SequenceContext
+from megaspec.nn.attention.module import CausalCore, SequenceContext, document_positions
 from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.head.module import OutputHead
 from megaspec.nn.model_facts import ModelFacts
@@ -25,14 +25,6 @@ def fill_buffers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Rope | Dropout | CausalCore | Router):
             module.fill_buffers()
-
-
-def document_positions(documents: Tensor) -> Tensor:
-    """int32 [B, S] document numbers -> int64 [B, S] positions that start at 0 in each document."""
-    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
 
 
 Role = Literal["embedding", "layer", "head"]

@@ -25,6 +25,8 @@ from megaspec.nn.attention.module import Attention, CausalCore, SequenceContext,
 from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
+from megaspec_kernels.attention.scoring import Scoring
+from megaspec_kernels.attention.sinks import sinks_gradient, with_sinks
 from megaspec_kernels.registry import AttentionKernel, AttentionMergeKernel
 
 
@@ -82,14 +84,17 @@ class BlockAttention:
     length: int
     """S"""
     documents: Tensor | None
-    """int32 [B, S]"""
+    """int32 [B or 1, S]"""
+    window: int | None
+    """Keys that a query sees, itself the last; None: all before it."""
+    scoring: Scoring
     drop: Callable[..., Tensor] | None
     """(weights [B, N, T, S], queries=int64 [T], keys=int64 [S]) -> weights"""
 
     @property
     def needs_places(self) -> bool:
         """Whether blocks depend on where in the sequence their tokens are."""
-        return self.documents is not None or self.drop is not None
+        return self.documents is not None or self.window is not None or self.drop is not None
 
     def forward(self, block: AttentionBlock, places: Places, q_BTNH: Tensor, kv_2BSKH: Tensor) -> tuple[Tensor, Tensor]:
         """-> output and log-sum-exp of the block's queries"""
@@ -124,7 +129,7 @@ class BlockAttention:
         # [B, T, ...] -> [2 B, T / 2, ...]
         halves = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in (grad_BTNH, q_BTNH, *kv_2BTKH, out_BTNH)]
         lse = lse_BNT.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
-        grads = self.attention.block_backward(*halves, lse, causal=True, mask=None, drop=None)
+        grads = self.attention.block_backward(*halves, lse, causal=True, mask=None, scoring=self.scoring, drop=None)
         return tuple(x.unflatten(0, (-1, 2)).flatten(1, 2) for x in grads)
 
     def _options(self, block: AttentionBlock, queries: Tensor | None, keys: Tensor | None) -> dict[str, Any]:
@@ -137,11 +142,15 @@ class BlockAttention:
         if self.documents is not None:
             query_documents = self.documents[:, queries][:, :, None]
             key_documents = self.documents[:, keys][:, None, :]
-            # for all heads: [B, 1, queries, keys]
+            # for all heads: [B or 1, 1, queries, keys]
             mask = (query_documents == key_documents)[:, None]
+        if self.window is not None:
+            # that keys come before their queries, the block says
+            is_near = queries[:, None] - keys[None, :] < self.window
+            mask = is_near[None, None] if mask is None else mask & is_near
         if self.drop is not None:
             drop = partial(self.drop, queries=queries, keys=keys)
-        return {"causal": block.causal, "mask": mask, "drop": drop}
+        return {"causal": block.causal, "mask": mask, "scoring": self.scoring, "drop": drop}
 
 
 class OnlineSoftmax:
@@ -168,27 +177,43 @@ class OnlineSoftmax:
         else:
             self.merging.merge(out, lse, out_BTNH, lse_BNT)
 
+    def rows(self, dtype: torch.dtype, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output in a format, and the log-sum-exp, of all blocks with the sinks."""
+        if sinks_N is None:
+            return self.out_BTNH.to(dtype), self.lse_BNT
+        out_BTNH, lse_BNT = with_sinks(self.out_BTNH, self.lse_BNT, sinks_N)
+        return out_BTNH.to(dtype), lse_BNT
 
-def ring_block(rank: int, source: int, tokens: int) -> AttentionBlock:
-    """What a rank's queries see of the keys of rank `source`; see the note on balance."""
+
+def ring_block(rank: int, source: int, tokens: int, window: int | None = None) -> AttentionBlock | None:
+    """What a rank's queries see of the keys of rank `source`; see the note on balance. None: nothing, for all of them
+    are behind the window."""
     every = slice(0, tokens)
     early, late = _halves(tokens)
     if source == rank:
         return AttentionBlock(every, every, causal=True)
+    # the chunks of both that are nearest to each other: early ones, or late ones, lie as far apart as the ranks
+    between = (abs(rank - source) - 1) * early.stop
+    if window is not None and between + 1 >= window:
+        return None
     if source < rank:
         return AttentionBlock(every, early)
     return AttentionBlock(late, every)
 
 
-def gathered_blocks(rank: int, size: int, tokens: int) -> Iterator[AttentionBlock]:
-    """What a rank's queries see of the keys of the whole sequence in order."""
+def gathered_blocks(rank: int, size: int, tokens: int, window: int | None = None) -> Iterator[AttentionBlock]:
+    """What a rank's queries see of the keys of the whole sequence in order; with a window, from the first key that one
+    of them sees."""
     chunk = tokens // 2
     numbers = (rank, 2 * size - 1 - rank)
     for queries, number in zip(_halves(tokens), numbers, strict=True):
         start = number * chunk
         yield AttentionBlock(queries, slice(start, start + chunk), causal=True)
-        if start:
-            yield AttentionBlock(queries, slice(0, start))
+        first = 0
+        if window is not None:
+            first = max(0, start - window + 1)
+        if first < start:
+            yield AttentionBlock(queries, slice(first, start))
 
 
 @dataclass
@@ -221,7 +246,7 @@ class _RingAttention(torch.autograd.Function):
     """Forward: k and v go round. Backward: they go round again, their gradients one step behind them."""
 
     @staticmethod
-    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, attention, group):
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sinks_N, attention, group):
         softmax = OnlineSoftmax(q_BTNH, attention.merging)
         own_kv = torch.stack((k_BTKH, v_BTKH))
         # of the rank whose turn it is
@@ -230,19 +255,20 @@ class _RingAttention(torch.autograd.Function):
             is_last = _is_last(source, group)
             # before the block is computed, so that it hides behind it
             handle = None if is_last else send_recv(group, kv)
-            block = ring_block(group.rank(), source, q_BTNH.shape[1])
-            softmax.merge(block, *attention.forward(block, places, q_BTNH, kv))
+            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.window)
+            if block is not None:
+                softmax.merge(block, *attention.forward(block, places, q_BTNH, kv))
             if not is_last:
                 (kv,) = handle.wait()
-        out_BTNH = softmax.out_BTNH.to(q_BTNH.dtype)
-        ctx.save_for_backward(q_BTNH, own_kv, out_BTNH, softmax.lse_BNT)
+        out_BTNH, lse_BNT = softmax.rows(q_BTNH.dtype, sinks_N)
+        ctx.save_for_backward(q_BTNH, own_kv, sinks_N, out_BTNH, lse_BNT)
         ctx.attention = attention
         ctx.group = group
         return out_BTNH
 
     @staticmethod
     def backward(ctx, grad_BTNH):
-        q_BTNH, own_kv, out_BTNH, lse_BNT = ctx.saved_tensors
+        q_BTNH, own_kv, sinks_N, out_BTNH, lse_BNT = ctx.saved_tensors
         attention = ctx.attention
         group = ctx.group
         wide = lse_BNT.dtype
@@ -273,11 +299,12 @@ class _RingAttention(torch.autograd.Function):
             if d_kv is not None:
                 outgoing.append(d_kv)
             handle = send_recv(group, *outgoing)
-            block = ring_block(group.rank(), source, q_BTNH.shape[1])
-            grads = gradients(block, places, kv)
+            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.window)
+            grads = None if block is None else gradients(block, places, kv)
             arrived = handle.wait()
             d_kv = torch.zeros_like(d_own_kv) if d_kv is None else arrived[-1]
-            _add_gradients(attention.merging, block, grads, d_q, d_kv)
+            if grads is not None:
+                _add_gradients(attention.merging, block, grads, d_q, d_kv)
             if not is_last:
                 kv = arrived[0]
         # the last hop takes the gradients home
@@ -285,7 +312,8 @@ class _RingAttention(torch.autograd.Function):
         block = AttentionBlock(late, early)
         _add_gradients(attention.merging, block, gradients(block, here, own_kv), d_q, d_own_kv)
         d_own_kv += handle.wait()[0]
-        return d_q.to(q_BTNH.dtype), *d_own_kv.to(own_kv.dtype), None, None
+        d_sinks = None if sinks_N is None else sinks_gradient(grad_BTNH, out_BTNH, lse_BNT, sinks_N)
+        return d_q.to(q_BTNH.dtype), *d_own_kv.to(own_kv.dtype), d_sinks, None, None
 
 
 def _halves(tokens: int) -> tuple[slice, slice]:
@@ -332,34 +360,35 @@ class _GatheredAttention(torch.autograd.Function):
     """Forward: k and v are gathered. Backward: gathered again, their gradients summed to the ranks they are of."""
 
     @staticmethod
-    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, attention, group):
+    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sinks_N, attention, group):
         softmax = OnlineSoftmax(q_BTNH, attention.merging)
         own_kv = torch.stack((k_BTKH, v_BTKH))
         kv_2BSKH = _gather_chunks(own_kv, group)
         places = _gathered_places(q_BTNH, attention, group)
-        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1]):
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.window):
             softmax.merge(block, *attention.forward(block, places, q_BTNH, kv_2BSKH))
-        out_BTNH = softmax.out_BTNH.to(q_BTNH.dtype)
+        out_BTNH, lse_BNT = softmax.rows(q_BTNH.dtype, sinks_N)
         # the gathered ones are not kept: they are as large as all ranks' together
-        ctx.save_for_backward(q_BTNH, own_kv, out_BTNH, softmax.lse_BNT)
+        ctx.save_for_backward(q_BTNH, own_kv, sinks_N, out_BTNH, lse_BNT)
         ctx.attention = attention
         ctx.group = group
         return out_BTNH
 
     @staticmethod
     def backward(ctx, grad_BTNH):
-        q_BTNH, own_kv, out_BTNH, lse_BNT = ctx.saved_tensors
+        q_BTNH, own_kv, sinks_N, out_BTNH, lse_BNT = ctx.saved_tensors
         attention = ctx.attention
         group = ctx.group
         kv_2BSKH = _gather_chunks(own_kv, group)
         places = _gathered_places(q_BTNH, attention, group)
         d_q = torch.zeros_like(q_BTNH, dtype=lse_BNT.dtype)
         d_kv = torch.zeros_like(kv_2BSKH, dtype=lse_BNT.dtype)
-        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1]):
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.window):
             grads = attention.backward(block, places, grad_BTNH, q_BTNH, kv_2BSKH, out_BTNH, lse_BNT)
             _add_gradients(attention.merging, block, grads, d_q, d_kv)
         d_own_kv = _reduce_scatter_chunks(d_kv, group)
-        return d_q.to(q_BTNH.dtype), *d_own_kv.to(own_kv.dtype), None, None
+        d_sinks = None if sinks_N is None else sinks_gradient(grad_BTNH, out_BTNH, lse_BNT, sinks_N)
+        return d_q.to(q_BTNH.dtype), *d_own_kv.to(own_kv.dtype), d_sinks, None, None
 
 
 def _gathered_places(q_BTNH: Tensor, attention: BlockAttention, group: dist.ProcessGroup) -> Places:
@@ -450,51 +479,70 @@ class ContextCore(CausalCore):
     `merging`: how blocks of attention are put together.
     """
 
-    def __init__(
-        self,
-        kernel: AttentionKernel,
-        dropout: float,
-        site: str,
-        *,
-        first_head: int,
-        merging: AttentionMergeKernel,
-    ):
-        super().__init__(kernel, dropout, site)
-        self.first_head = first_head
+    def __init__(self, core: CausalCore, merging: AttentionMergeKernel):
+        """`core`: what attends on one rank."""
+        super().__init__(core.kernel, core.dropout, core.site, sight=core.sight, scoring=core.scoring)
+        self.first_head = core.first_head
         self.merging = merging
         # here, and not around the method: it loads the compiler
         why = "messages between two ranks, and blocks whose order depends on the rank"
         self._attend_in_blocks = torch.compiler.disable(self._attend_in_blocks, reason=why)
 
-    def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
+    def forward(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        context: SequenceContext,
+        sinks_N: Tensor | None = None,
+    ) -> Tensor:
         """-> [B, T, N, H]"""
         way = context.way
         first_head = self.first_head
         if way is None:
             here = q_BTNH.shape[1]
             assert here == context.length, f"{here} of {context.length} tokens, and no way to the others"
-            return super().forward(q_BTNH, k_BTKH, v_BTKH, context)
+            return super().forward(q_BTNH, k_BTKH, v_BTKH, context, sinks_N)
         if way.heads is not None:
             q_BTNH, k_BTKH, v_BTKH = tokens_to_heads(way.heads, q_BTNH, k_BTKH, v_BTKH)
-            first_head += way.heads.rank() * q_BTNH.shape[2]
+            heads_here = q_BTNH.shape[2]
+            first_here = way.heads.rank() * heads_here
+            first_head += first_here
+            if sinks_N is not None:
+                sinks_N = sinks_N[first_here : first_here + heads_here]
         if way.ring is None and way.gather is None:
             drop = self._drop(context, first_head)
             if drop is not None:
                 places = torch.arange(context.length, device=q_BTNH.device)
                 drop = partial(drop, queries=places, keys=places)
-            out_BTNH = self.kernel.attend(q_BTNH, k_BTKH, v_BTKH, documents=context.documents, drop=drop)
+            out_BTNH = self.attend_whole(
+                q_BTNH, k_BTKH, v_BTKH, documents=context.documents, sinks_N=sinks_N, drop=drop
+            )
         else:
-            out_BTNH = self._attend_in_blocks(q_BTNH, k_BTKH, v_BTKH, context, first_head)
+            out_BTNH = self._attend_in_blocks(q_BTNH, k_BTKH, v_BTKH, context, sinks_N, first_head)
         return out_BTNH if way.heads is None else heads_to_tokens(way.heads, out_BTNH)
 
     def _attend_in_blocks(
-        self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext, first_head: int
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        context: SequenceContext,
+        sinks_N: Tensor | None,
+        first_head: int,
     ) -> Tensor:
-        drop = self._drop(context, first_head)
-        attention = BlockAttention(self.kernel, self.merging, context.length, context.documents, drop)
+        attention = BlockAttention(
+            self.kernel,
+            self.merging,
+            context.length,
+            self.segments(context.documents, context.length, device=q_BTNH.device),
+            self.window(context.length),
+            self.scoring,
+            self._drop(context, first_head),
+        )
         if context.way.ring is not None:
-            return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, attention, context.way.ring)
-        return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, attention, context.way.gather)
+            return _RingAttention.apply(q_BTNH, k_BTKH, v_BTKH, sinks_N, attention, context.way.ring)
+        return _GatheredAttention.apply(q_BTNH, k_BTKH, v_BTKH, sinks_N, attention, context.way.gather)
 
     def _drop(self, context: SequenceContext, first_head: int) -> Callable[..., Tensor] | None:
         noise = context.noise
@@ -551,9 +599,7 @@ class ContextParallel:
                 core = module.core
                 assert type(core) is CausalCore, f"{type(core).__name__} has no context parallel twin"
                 with core.site_key.device:
-                    module.core = ContextCore(
-                        core.kernel, core.dropout, core.site, first_head=core.first_head, merging=self.merging
-                    )
+                    module.core = ContextCore(core, self.merging)
 
     def split_batch(self, x_BS: Tensor) -> Tensor:
         """Whole sequences, [B, S] -> this rank's tokens of them, [B, T]."""

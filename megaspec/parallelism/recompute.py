@@ -111,6 +111,13 @@ def _checkpointed(run: Run, *inputs: Any) -> Tensor:
     return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
+def _attended(
+    core: Run, context: SequenceContext, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, sinks_N: Tensor | None = None
+) -> Tensor:
+    """An attention core's result, with what is no tensor in front."""
+    return core(q_BTNH, k_BTKH, v_BTKH, context, sinks_N)
+
+
 @dataclass(frozen=True)
 class _View:
     """Stands for a tensor that shows what a _Remade made, or a part of it."""
@@ -191,11 +198,14 @@ class _RemadeParts:
             user.activate = partial(self._remade, user.activate, ())
 
     def _attention(self, core: Run) -> Run:
-        """An attention core of which queries, keys and values are kept. The context is no tensor: autograd passes it
-        by."""
+        """An attention core of which queries, keys, values and sinks are kept. The context is no tensor: autograd
+        passes it by."""
 
-        def forward(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext) -> Tensor:
-            return self._remade(lambda q, k, v: core(q, k, v, context), (), q_BTNH, k_BTKH, v_BTKH)
+        def forward(
+            q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, context: SequenceContext, sinks_N: Tensor | None
+        ) -> Tensor:
+            sinks = () if sinks_N is None else (sinks_N,)
+            return self._remade(lambda *tensors: _attended(core, context, *tensors), (), q_BTNH, k_BTKH, v_BTKH, *sinks)
 
         return forward
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megaspec.core.layout import Layout, Piece, whole
 from megaspec.core.placement import Row
-from megaspec.nn.attention.module import Attention, CausalCore
+from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.module import Embedding, padded
 from megaspec.nn.head.module import OutputHead
@@ -184,6 +184,29 @@ class VocabParallelHead(OutputHead):
         return whole_BTV[..., : self.vocab_size]
 
 
+class ParallelMeanSquares(MeanSquares):
+    """MeanSquares of heads that lie on several ranks: their sums in one message, forward and backward.
+
+    `queries`, `keys`: features of all heads of a token, each counted once; `copies`: ranks that hold the same keys.
+    """
+
+    def __init__(self, *, queries: int, keys: int, copies: int, group: dist.ProcessGroup):
+        super().__init__()
+        self.queries = queries
+        self.keys = keys
+        self.copies = copies
+        self.group = group
+
+    def forward(self, q_BTI: Tensor, k_BTI: Tensor) -> tuple[Tensor, Tensor]:
+        q_sum = q_BTI.square().sum(dim=-1)
+        # each copy of a key counts for its share
+        k_sum = k_BTI.square().sum(dim=-1) / self.copies
+        # every rank norms its own heads by the sum, so that the gradient of the sum is one over the ranks too
+        sums = reduce_forward(torch.stack((q_sum, k_sum), dim=-1), self.group)
+        q_sum, k_sum = reduce_backward(sums, self.group).split(1, dim=-1)
+        return q_sum / self.queries, k_sum / self.keys
+
+
 @dataclass(frozen=True)
 class GradientSum:
     """A part of a parameter's gradient that ranks of `group` have to add up after the backward pass."""
@@ -298,6 +321,8 @@ class TensorParallel:
             "vocab": self._vocab,
             "sequence": self._sequence,
             "heads": self._heads,
+            "head_vector": self._head_vector,
+            "heads_whole": self._heads_whole,
             "expert_columns": self._expert_columns,
             "expert_rows": self._expert_rows,
         }
@@ -403,6 +428,32 @@ class TensorParallel:
     def _heads(self, name: str, module: nn.Module, row: Row) -> None:
         for key, parameter in module.named_parameters(recurse=False):
             self._replicated(f"{name}.{key}", tuple(parameter.shape), in_part=self.mesh.size("tp") > 1)
+
+    def _head_vector(self, name: str, module: nn.Module, row: Row) -> None:
+        tp = self.mesh.size("tp")
+        rank = self.mesh.index("tp")
+        (heads,) = row.heads_per_part
+        for key, parameter in module.named_parameters(recurse=False):
+            path = f"{name}.{key}"
+            (size,) = parameter.shape
+            copies = self._copies(path, size, heads)
+            share = size * copies // tp
+            piece = Piece((rank // copies * share,), (0,), (share,), rank % copies, copies)
+            self.layouts[path] = Layout(path, (size,), (share,), (piece,))
+            if copies > 1:
+                self.sums.append(GradientSum(path, None, self.mesh.neighbours("tp", copies)))
+        self._cut(name, module, module)
+
+    def _heads_whole(self, name: str, module: MeanSquares, row: Row) -> None:
+        tp = self.mesh.size("tp")
+        if tp == 1:
+            return
+        parent, _, _ = name.rpartition(".")
+        attention = self._modules[parent]
+        queries, keys = (heads * attention.d_head for heads in row.heads_per_part)
+        copies = self._copies(name, keys, row.heads_per_part[1])
+        twin = ParallelMeanSquares(queries=queries, keys=keys, copies=copies, group=self.mesh.group("tp"))
+        self._put(name, module, twin)
 
     def _expert_columns(self, name: str, module: GroupedLinear, row: Row) -> None:
         grid = self._expert_grid(name, module)

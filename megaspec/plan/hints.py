@@ -1,6 +1,7 @@
 """What a layout or a model costs that somebody who asked for it may not know, with the way out."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 
 from megaspec.core.frozen import Frozen
@@ -13,6 +14,7 @@ from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import topology_of
 from megaspec.parallelism.spec import RecomputeSpec
 from megaspec.recipe import Recipe
+from megaspec.rules.kernel_use import use_of
 from megaspec.search.changes import within_a_node
 from megaspec.search.remedies import broken, in_words, overrides_of
 from megaspec.spec import Spec
@@ -63,7 +65,10 @@ def _attention_dropout(
     dropout = spec.model.attention.dropout
     if not dropout or spec.kernels.attention != "reference":
         return
-    fused = choose("attention", device="cuda", sm=hardware.sm)
+    fused = choose("attention", device="cuda", sm=hardware.sm, use=replace(use_of(spec), attention_dropout=False))
+    if fused == "reference":
+        # something else takes it, too
+        return
     attention = spec.model.attention.model_copy(update={"dropout": 0.0})
     changes = {
         "model": spec.model.model_copy(update={"attention": attention}),

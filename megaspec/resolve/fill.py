@@ -403,6 +403,8 @@ def kernels(draft: ResolverDraft) -> None:
     reasons = {"grouped": f"{where} in {use.precision}"}
     if use.attention_dropout:
         reasons["attention"] = f"{where} with attention dropout"
+    elif use.score_cap:
+        reasons["attention"] = f"{where} with capped attention scores"
     if use.narrow_states:
         reasons["adamw"] = f"{where} with the states of optim.formats"
     for operation in CATALOG:
@@ -423,6 +425,7 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         widths = (draft["model.d_model"], moe["d_expert"] // draft["parallelism.etp"])
     return Use(
         attention_dropout=draft["model.attention.dropout"] > 0,
+        score_cap=draft.recipe.model.caps_scores,
         precision=draft["precision.kind"],
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
-from megaspec.data.spec import DataSpec, IndexedSpec, StreamSpec
+from megaspec.data.spec import DataSpec, IndexedSpec, StreamSpec, shares_documents
 from megaspec.rules.case import LONGEST_RAMP, Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
@@ -279,12 +279,8 @@ def evaluation_sets_are_not_trained_on(case: Case) -> Problem | None:
     if not isinstance(data, IndexedSpec):
         return None
     trained = {PurePath(part.prefix) for part in data.blend}
-    # shares of a data set's documents, from its first on
-    end_of_training = data.split[0] / (sum(data.split) or 1)
     for name, one in data.valid.items():
-        if not isinstance(one, IndexedSpec) or not one.split[1]:
-            continue
-        if one.split[0] / sum(one.split) >= end_of_training:
+        if not isinstance(one, IndexedSpec) or not shares_documents(data, one):
             continue
         for number, part in enumerate(one.blend):
             if PurePath(part.prefix) in trained:

@@ -265,6 +265,21 @@ _MODEL = {
     "flat-length": Example(
         ("model.layer={kind: flat, mixers: [attention, mlp]}",), ("model.n_layers=2",), "model.layer.mixers"
     ),
+    "qk-norm-whole": Example(
+        ("model.attention.qk_norm=whole", "model.norm={kind: layer}"),
+        ("model.attention.qk_norm=per_head",),
+        "model.attention.qk_norm",
+    ),
+    "qk-norm-l2": Example(
+        ("model.attention.qk_norm=l2", "model.positions={kind: none}"),
+        ("model.attention.qk_norm=none",),
+        "model.attention.qk_norm",
+    ),
+    "temperature-positions": Example(
+        ("model.attention.temperature={kind: log}",),
+        ("model.positions={kind: none}",),
+        "model.attention.temperature",
+    ),
     "flat-experts": Example(
         ("model.layer={kind: flat, mixers: [attention, moe]}", "model.n_layers=2"),
         ("model.layer={kind: flat, mixers: [attention, mlp]}",),

@@ -14,6 +14,7 @@ def use_of(recipe: Recipe) -> Use:
         widths = (recipe.model.d_model, moe.d_expert // recipe.parallelism.etp)
     return Use(
         attention_dropout=recipe.model.attention.dropout > 0,
+        score_cap=recipe.model.caps_scores,
         precision=recipe.precision.kind,
         widths=widths,
         narrow_states=has_narrow_states(recipe.optim),

@@ -104,7 +104,7 @@ def vocabulary_holds_the_data(case: Case) -> Problem | None:
 
 
 def attention_kernel_runs(case: Case) -> Problem | None:
-    """The attention implementation runs on the target, with the dropout that the model asks for."""
+    """The attention implementation runs on the target, with the dropout and the cap of scores that the model has."""
     return _kernel(case, "attention")
 
 
@@ -149,6 +149,8 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     # the catalog knows what is asked, not where
     if lacks == "has no attention dropout":
         lacks += f", model.attention.dropout={case.recipe.model.attention.dropout}"
+    if lacks == "caps no scores":
+        lacks += ", model.attention.score_cap says so"
     if lacks == "keeps states in 32 bits":
         lacks += ", optim.formats says fewer"
     best = choose(operation, device=device, sm=sm, use=use)
@@ -192,6 +194,39 @@ def latent_attention_is_rotary(case: Case) -> Problem | None:
         return None
     text = f"model.attention.kind=mla needs model.positions.kind=rotary, it is {positions}"
     return Problem("model.positions.kind", f"{text}; set it to rotary, or model.attention={{kind: gqa}}")
+
+
+def whole_norms_are_root_mean_squares(case: Case) -> Problem | None:
+    """A norm over all heads of a token is one that takes no mean away: ranks add up one number of their heads."""
+    model = case.recipe.model
+    if model.attention.kind != "gqa" or model.attention.qk_norm != "whole" or model.norm.kind == "rms":
+        return None
+    text = f"model.attention.qk_norm=whole needs model.norm.kind=rms, it is {model.norm.kind}"
+    return Problem(
+        "model.attention.qk_norm", f"{text}; set model.attention.qk_norm=per_head, or model.norm={{kind: rms}}"
+    )
+
+
+def l2_norms_have_positions_before_them(case: Case) -> Problem | None:
+    """The norm behind rotary positions is in layers that have them."""
+    model = case.recipe.model
+    if model.attention.kind != "gqa" or model.attention.qk_norm != "l2" or model.positions.kind == "rotary":
+        return None
+    text = f"model.attention.qk_norm=l2 does nothing with model.positions.kind={model.positions.kind}"
+    text += "; set model.attention.qk_norm=none or per_head, or model.positions={kind: rotary}"
+    return Problem("model.attention.qk_norm", text)
+
+
+def temperature_is_for_layers_without_rotary_positions(case: Case) -> Problem | None:
+    """Queries grow with their position in layers without rotary positions."""
+    model = case.recipe.model
+    if model.attention.kind != "gqa" or model.attention.temperature.kind == "none":
+        return None
+    if model.positions.kind != "rotary":
+        return None
+    text = f"model.attention.temperature={model.attention.temperature.kind} does nothing with rotary positions"
+    text += "; set model.attention.temperature={kind: none}, or model.positions={kind: none}"
+    return Problem("model.attention.temperature", text)
 
 
 def flat_layers_are_as_many_as_the_model_has(case: Case) -> Problem | None:

@@ -359,23 +359,32 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
         return
     model = spec.model
     dtype = DTYPES[spec.precision.kind]
-    masked = spec.data.document_mask
+    seq_len = spec.data.seq_len
+    attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
+    hides_keys = any(one.sight.twice_the_pairs(seq_len) < seq_len**2 for one in attentions)
+    masked = spec.data.document_mask or hides_keys
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
-    if heads is None:
+    refused = False
+    asked = ""
+    # sinks go around blocks, of whole sequences too
+    if heads is None or any(one.has_sinks for one in attentions):
         refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
         asked = f"heads of {model.d_head} in {spec.precision.kind}"
-    else:
+    if heads is not None and not refused and not all(one.has_sinks for one in attentions):
         refused = sdpa.is_refused(
             n_heads=heads[0],
             n_kv_heads=heads[1],
             d_head=model.d_head,
-            tokens=spec.data.seq_len,
+            tokens=seq_len,
             masked=masked,
             dtype=dtype,
             device=device,
         )
         asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values in {spec.precision.kind}"
-        asked += f" with data.document_mask={show(masked)} and train.deterministic={show(spec.train.deterministic)}"
+        asked += f" with data.document_mask={show(spec.data.document_mask)}"
+        if hides_keys:
+            asked += ", windows or chunks"
+        asked += f" and train.deterministic={show(spec.train.deterministic)}"
     if refused:
         text = f"kernels.attention=sdpa: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
         way_out = "set kernels.attention=reference, which keeps all scores"

@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -22,10 +23,12 @@ from megaspec.data.tokenizer import Tokenizer
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.mesh import Mesh
 from megaspec.rules.belonging import objections
+from megaspec.rules.kernel_use import use_of
 from megaspec.runtime.build import TrainState, build_split_model
 from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over
 from megaspec.runtime.step import activations_size
 from megaspec.spec import Spec
+from megaspec_kernels.catalog import choose
 
 Follow = Callable[[Tensor, int], int]
 """(token ids int64 [1, S] on the CPU, the place of the last one that counts) -> the token that follows it"""
@@ -75,7 +78,9 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
     fields |= {"world_size": 1, "device": "cuda"}
     if not cuda:
         fields["device"] = "cpu"
-        fields["kernels"] |= {"attention": "sdpa", "grouped": "reference"}
+        # text is written without dropout
+        use = replace(use_of(spec), attention_dropout=False)
+        fields["kernels"] |= {"attention": choose("attention", device="cpu", sm=0, use=use), "grouped": "reference"}
         if spec.precision.kind != "fp64":
             fields["precision"] = {"kind": "fp32"}
     return Spec.model_validate_json(json.dumps(fields))

@@ -8,7 +8,7 @@ from rich.table import Table
 from megaspec.core.errors import printable
 from megaspec.core.terminal import escape, terminal
 from megaspec.sweep.driver import SweepTable
-from megaspec.sweep.metric import METRICS, Shown, shown_metric
+from megaspec.sweep.metric import METRICS, Metric, Shown, shown_metric
 from megaspec.sweep.page import values_of
 from megaspec.sweep.results import RunResult, is_better
 from megaspec.sweep.state import PAGE, Point
@@ -53,11 +53,20 @@ def _printed(table: SweepTable, results: Mapping[int, RunResult], best: Point | 
         values = values_of(point)
         cells = [str(number)]
         cells += [values.get(key, "") for key in keys]
-        cells += [_number(result.metric(metric)) for metric in METRICS]
+        cells += [_metric(result, metric) for metric in METRICS]
         cells += [_steps(result), _state(point)]
         style = "bold" if point is best else None
         printed.add_row(*[escape(printable(cell)) for cell in cells], style=style)
     return printed
+
+
+def _metric(result: RunResult, metric: Metric) -> str:
+    """A number of a run. A run that ended without evaluating says so, since an empty cell would look like a loss that
+    is still to come."""
+    value = result.metric(metric)
+    if value is None and metric == "valid_loss" and result.is_done:
+        return "not evaluated"
+    return _number(value)
 
 
 def _steps(result: RunResult) -> str:

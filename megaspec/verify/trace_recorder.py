@@ -134,10 +134,18 @@ class _Storage:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     """The fused operation of today's GPUs, with what it keeps for the backward pass."""
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, 0.0, is_causal)[0]
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    return cudnn(q, k, v, attn_mask, True, 0.0, is_causal, scale=scale)[0]
 
 
 @dataclass(frozen=True)

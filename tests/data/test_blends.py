@@ -160,3 +160,16 @@ def test_evaluation_is_one_pass_whatever_the_weights(folder):
         assert len(order) == sum(in_a_pass)
         if words[0] == "d0":
             assert counts.tolist() == in_a_pass
+
+
+def test_an_evaluation_takes_no_sequence_twice_whatever_the_weights(folder):
+    for words in (("d0", "d1"), ("3", "d0", "1", "d1"), ("1", "d0", "30", "d1"), ("1", "d1")):
+        spec = spec_of(folder, Case(words, 1)).model_copy(update={"split": (0.0, 1.0, 0.0)})
+        order = order_of(spec, split="valid")
+        source = IndexedSource(spec, split="valid", seed=1, segments=(), vocab_size=1000)
+        n_taken = source.count(10**9)
+        taken = {str(order.pieces(position)) for position in range(n_taken)}
+        assert len(taken) == n_taken
+        assert source.count(2) == 2
+        # it ends where one of the data sets does: the next sequence is one that was taken, or there is none
+        assert n_taken == len(order) or str(order.pieces(n_taken)) in taken

@@ -1,10 +1,11 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megaspec.data.facts import data_facts, evaluation_facts, prepare_command
 from megaspec.data.spec import BlendPart, IndexedSpec, PrepareSpec, RandomSpec, SyntheticSpec
-from tests.data.helpers import add_manifest, write_dataset
+from tests.data.helpers import add_manifest, stream_spec, write_dataset, write_texts
 
 
 def indexed(*prefixes, **fields) -> IndexedSpec:
@@ -127,3 +128,28 @@ def test_an_evaluation_set_has_the_tokenizer_of_the_training_data(tmp_path):
     gone = data.model_copy(update={"valid": {"web": indexed(tmp_path / "gone")}})
     (problem,) = evaluation_facts(gone, training)["web"].problems
     assert problem.key == "data.valid.web.blend.0.prefix"
+
+
+def test_an_evaluation_set_of_files_that_are_streamed_for_training_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "web"):
+        write_texts(tmp_path / f"{name}.jsonl", 20)
+    # the same file by another name
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "b.jsonl")
+    found = {}
+    for name, files in {"web": ("web.jsonl",), "b": (tmp_path / "link.jsonl",)}.items():
+        data = stream_spec("a.jsonl", "b.jsonl").model_copy(update={"valid": {name: stream_spec(*files)}})
+        found[name] = evaluation_facts(data, data_facts(data))[name].problems
+    assert found["web"] == ()
+    (problem,) = found["b"]
+    assert (problem.key, problem.code) == ("data.valid.b.files", "valid-trained")
+    assert "link.jsonl is training data, too" in problem.message
+
+
+def test_an_evaluation_set_that_is_training_data_by_another_path_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_dataset(tmp_path / "a", [10] * 8)
+    for split, is_refused in (((0.0, 1.0, 0.0), True), ((969.0, 30.0, 1.0), False)):
+        data = indexed(Path("a")).model_copy(update={"valid": {"web": indexed(tmp_path / "a", split=split)}})
+        problems = evaluation_facts(data, data_facts(data))["web"].problems
+        assert [one.key for one in problems] == ["data.valid.web.blend.0.prefix"] * is_refused

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megaspec_kernels.attention import sdpa, sdpa_block
+from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 
@@ -27,9 +28,16 @@ class Shape:
     H: int
     documents: bool = False
     strided: bool = False
+    window: int | None = None
+    scoring: Scoring = PLAIN
+    sinks: bool = False
 
     def __str__(self) -> str:
         extra = ("-docs" if self.documents else "") + ("-strided" if self.strided else "")
+        extra += "" if self.window is None else f"-window{self.window}"
+        extra += "" if self.scoring.scale is None else f"-scale{self.scoring.scale}"
+        extra += "" if self.scoring.cap is None else f"-cap{self.scoring.cap}"
+        extra += "-sinks" if self.sinks else ""
         return f"{self.B}x{self.T}x{self.N}k{self.K}x{self.H}{extra}"
 
 
@@ -41,21 +49,40 @@ SHAPES = [
     Shape(2, 63, 4, 1, 32, strided=True),
     Shape(1, 1000, 2, 1, 64),
     Shape(1, 1000, 2, 2, 16, documents=True, strided=True),
+    Shape(2, 63, 4, 2, 16, window=1),
+    Shape(2, 64, 4, 2, 16, window=16, scoring=Scoring(scale=0.5)),
+    Shape(1, 1, 4, 2, 8, sinks=True),
+    Shape(2, 63, 4, 2, 16, sinks=True),
+    Shape(2, 63, 6, 2, 16, documents=True, window=9, sinks=True, strided=True),
+    Shape(2, 63, 4, 4, 16, scoring=Scoring(cap=1.5)),
+    Shape(2, 63, 4, 2, 16, documents=True, window=7, scoring=Scoring(scale=0.4, cap=0.7), sinks=True),
 ]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *, documents: Tensor | None) -> Tensor:
-    """One query at a time in words: the weighted mean of the values at and before it, within its document."""
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, documents: Tensor | None, shape: Shape
+) -> Tensor:
+    """One query at a time in words: the weighted mean of the values at and before it, in its document and window."""
     B, T, N, H = q.shape
     outs = []
     for n in range(N):
         kn, vn = k[:, :, n // (N // k.shape[2])], v[:, :, n // (N // k.shape[2])]
-        scores = (q[:, :, n] @ kn.transpose(1, 2)) / H**0.5
+        scale = H**-0.5 if shape.scoring.scale is None else shape.scoring.scale
+        scores = (q[:, :, n] @ kn.transpose(1, 2)) * scale
+        if shape.scoring.cap is not None:
+            scores = shape.scoring.cap * torch.tanh(scores / shape.scoring.cap)
         place = torch.arange(T, device=q.device)
         seen = (place[:, None] >= place[None, :]).expand(B, T, T)
         if documents is not None:
             seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1))
-        outs.append(torch.softmax(torch.where(seen, scores, float("-inf")), dim=2) @ vn)
+        if shape.window is not None:
+            seen = seen & (place[:, None] - place[None, :] < shape.window)
+        weights = torch.softmax(torch.where(seen, scores, float("-inf")), dim=2)
+        if sinks is not None:
+            # what the sink leaves to the others
+            lse = torch.logsumexp(torch.where(seen, scores, float("-inf")), dim=2, keepdim=True)
+            weights = weights * torch.sigmoid(lse - sinks[n])
+        outs.append(weights @ vn)
     return torch.stack(outs, dim=2)
 
 
@@ -70,6 +97,8 @@ def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor,
         return torch.randn(shape.B, shape.T, heads, shape.H, generator=draw).bfloat16().double().to(device)
 
     inputs = {"q": tensor(shape.N), "k": tensor(shape.K), "v": tensor(shape.K)}
+    if shape.sinks:
+        inputs["sinks"] = torch.randn(shape.N, generator=draw).bfloat16().double().to(device)
     grad = tensor(shape.N)
     documents = None
     if shape.documents:
@@ -77,9 +106,14 @@ def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor,
     return inputs, grad, documents
 
 
-def run(name: str):
+def run(name: str, shape: Shape):
     kernel = REGISTRY["attention"][name].attend
-    return lambda q, k, v, documents: kernel(q, k, v, documents=documents, drop=None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, documents: Tensor | None) -> Tensor:
+        options = {"window": shape.window, "scoring": shape.scoring, "sinks": sinks}
+        return kernel(q, k, v, documents=documents, drop=None, **options)
+
+    return attend
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -88,24 +122,37 @@ def run(name: str):
 def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
     if name == "reference" and dtype != torch.float64:
         pytest.skip("the reference is what others are measured by in this dtype; fp64 holds it to the words below")
+    if name == "sdpa" and shape.scoring.cap is not None:
+        pytest.skip("the catalog says that sdpa caps no scores")
     inputs, grad, documents = make(shape, device)
-    truth = results(partial(plain, documents=documents), inputs, grad)
-    if shape.T == 1:  # one key: its weight is 1 whatever q and k are
+    words = partial(plain, documents=documents, shape=shape)
+    truth = results(words, inputs, grad)
+    if shape.T == 1 and not shape.sinks:  # one key: its weight is 1 whatever q and k are
         for key in ("q", "k"):
             assert truth[key].abs().max() == 0
     mine = in_dtype(inputs, dtype)
     check(
-        results(partial(run(name), documents=documents), mine, grad),
-        results(partial(plain, documents=documents), mine, grad),
+        results(partial(run(name, shape), documents=documents), mine, grad),
+        results(words, mine, grad),
         truth,
     )
 
 
+@pytest.mark.parametrize(
+    "shape", [Shape(2, 5, 4, 2, 8, documents=True), Shape(2, 5, 4, 2, 8, window=3, sinks=True)], ids=str
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_gradcheck(name: str) -> None:
-    inputs, _, documents = make(Shape(2, 5, 4, 2, 8, documents=True), torch.device("cpu"))
+def test_gradcheck(name: str, shape: Shape) -> None:
+    inputs, _, documents = make(shape, torch.device("cpu"))
     leaves = tuple(x.requires_grad_() for x in inputs.values())
-    assert torch.autograd.gradcheck(lambda q, k, v: run(name)(q, k, v, documents), leaves, eps=1e-6, atol=1e-7)
+    attend = partial(run(name, shape), documents=documents)
+    assert torch.autograd.gradcheck(attend, leaves, eps=1e-6, atol=1e-7)
+
+
+def test_what_sdpa_has_not_is_never_computed_otherwise() -> None:
+    inputs, _, _ = make(Shape(1, 7, 2, 2, 8), torch.device("cpu"))
+    with pytest.raises(AssertionError, match="caps no scores"):
+        REGISTRY["attention"]["sdpa"].attend(*inputs.values(), scoring=Scoring(cap=2.0))
 
 
 def test_weights_are_dropped_before_they_meet_the_values() -> None:

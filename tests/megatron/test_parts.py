@@ -16,6 +16,7 @@ from megaspec.megatron.draft import RecipeDraft
 from megaspec.megatron.translate import translate
 from megaspec.megatron.writing import recipe_text
 from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.nn.attention.spec import GroupedQuerySpec
 from megaspec.nn.mlp.module import ACTIVATIONS
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
@@ -23,6 +24,7 @@ from tests.megatron.commands import LLAMA, SMALL
 
 MLA = "--multi-latent-attention --qk-layernorm --q-lora-rank 8 --kv-lora-rank 4"
 BARE = "--disable-bias-linear"
+GQA = GroupedQuerySpec().model_dump()
 
 
 def draft_of(more: str) -> RecipeDraft:
@@ -75,15 +77,15 @@ def lost_of(more: str) -> list[str]:
         # biases have nothing to do with norms
         (BARE, "norm", {"kind": "layer", "eps": 1e-5, "weight": "scale", "bias": True}),
         ("", "attention",
-         {"kind": "gqa", "qkv_bias": True, "out_bias": True, "qk_norm": "none", "dropout": 0.1}),
+         GQA | {"qkv_bias": True, "out_bias": True, "qk_norm": "none", "dropout": 0.1}),
         (BARE, "attention",
-         {"kind": "gqa", "qkv_bias": False, "out_bias": False, "qk_norm": "none", "dropout": 0.1}),
+         GQA | {"qkv_bias": False, "out_bias": False, "qk_norm": "none", "dropout": 0.1}),
         (f"{BARE} --add-qkv-bias", "attention",
-         {"kind": "gqa", "qkv_bias": True, "out_bias": False, "qk_norm": "none", "dropout": 0.1}),
+         GQA | {"qkv_bias": True, "out_bias": False, "qk_norm": "none", "dropout": 0.1}),
         ("--add-qkv-bias", "attention",
-         {"kind": "gqa", "qkv_bias": True, "out_bias": True, "qk_norm": "none", "dropout": 0.1}),
+         GQA | {"qkv_bias": True, "out_bias": True, "qk_norm": "none", "dropout": 0.1}),
         (f"{BARE} --qk-layernorm --attention-dropout 0", "attention",
-         {"kind": "gqa", "qkv_bias": False, "out_bias": False, "qk_norm": "per_head", "dropout": 0.0}),
+         GQA | {"qkv_bias": False, "out_bias": False, "qk_norm": "per_head", "dropout": 0.0}),
         ("", "mlp", {"kind": "plain", "activation": "gelu_tanh", "bias": True}),
         ("--no-bias-gelu-fusion", "mlp", {"kind": "plain", "activation": "gelu", "bias": True}),
         (BARE, "mlp", {"kind": "plain", "activation": "gelu", "bias": False}),

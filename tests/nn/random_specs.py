@@ -23,14 +23,39 @@ _POSITIONS = st.one_of(
     st.just({"kind": "learned"}),
     st.just({"kind": "none"}),
 )
-_ATTENTION = st.fixed_dictionaries(
-    {
-        "kind": st.just("gqa"),
-        "qkv_bias": st.booleans(),
-        "out_bias": st.booleans(),
-        "qk_norm": st.sampled_from(["none", "per_head"]),
-    }
+_MASKS = st.one_of(
+    st.just({"kind": "causal"}),
+    st.fixed_dictionaries(
+        {"kind": st.sampled_from(["window", "chunk"]), "size": st.sampled_from([1, 3, TOKENS, 2 * TOKENS])}
+    ),
 )
+
+
+@st.composite
+def _attention(draw: st.DrawFn, *, positions: str, norm: str) -> dict[str, Any]:
+    qk_norms = ["none", "per_head"]
+    if norm == "rms":
+        qk_norms.append("whole")
+    if positions == "rotary":
+        qk_norms.append("l2")
+    temperature: dict[str, Any] = {"kind": "none"}
+    if positions != "rotary" and draw(st.booleans()):
+        temperature = {"kind": "log", "scale": 0.5, "floor_scale": 3.0}
+    return {
+        "kind": "gqa",
+        "mask": draw(_MASKS),
+        "qkv_bias": draw(st.booleans()),
+        "out_bias": draw(st.booleans()),
+        "qk_norm": draw(st.sampled_from(qk_norms)),
+        "clip_qkv": draw(st.sampled_from([None, 0.5])),
+        "score_scale": draw(st.sampled_from([None, 0.3])),
+        "score_cap": draw(st.sampled_from([None, 2.0])),
+        "sinks": draw(st.booleans()),
+        "output_gate": draw(st.booleans()),
+        "temperature": temperature,
+    }
+
+
 _MLP = st.fixed_dictionaries(
     {
         "kind": st.sampled_from(["gated", "plain"]),
@@ -94,10 +119,10 @@ def decoders(draw: st.DrawFn) -> dict[str, Any]:
         "init_std": 0.2,
         "norm": draw(_NORMS),
         "positions": draw(_POSITIONS),
-        "attention": draw(_ATTENTION),
         "mlp": draw(_MLP),
         "moe": draw(st.none() | _moe()),
     }
+    model["attention"] = draw(_attention(positions=model["positions"]["kind"], norm=model["norm"]["kind"]))
     kind = draw(st.sampled_from(["sequential", "sequential", "parallel", "flat"]))
     layer: dict[str, Any] = {"kind": kind}
     if kind == "sequential":

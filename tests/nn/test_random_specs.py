@@ -97,6 +97,10 @@ def check_flops(model: dict[str, Any]) -> None:
         for linear in layer.linears:
             if not linear.in_flops:
                 left_out += 6 * TOKENS * linear.inputs.whole * linear.columns
+        if layer.attention is not None:
+            # plain operations compute what a mask hides, too
+            width = layer.attention.n_heads * (layer.attention.d_key + layer.attention.d_value)
+            left_out += 6 * width * (TOKENS**2 - layer.attention.sight.twice_the_pairs(TOKENS))
     tokens = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % VOCABULARY
     with FlopCounterMode(display=False) as counter:
         decoder.loss(tokens, tokens.roll(1, 1), torch.ones(SEQUENCES, TOKENS)).backward()
@@ -284,12 +288,23 @@ _DENSE = {
     "norm": {"kind": "layer"},
     "positions": {"kind": "learned"},
     "layer": {"kind": "sequential", "norms": "sandwich"},
-    "attention": {"kind": "gqa", "qkv_bias": True, "out_bias": True, "qk_norm": "per_head"},
+    "attention": {
+        "kind": "gqa",
+        "qkv_bias": True,
+        "out_bias": True,
+        "qk_norm": "per_head",
+        "mask": {"kind": "window", "size": 3},
+        "sinks": True,
+        "clip_qkv": 0.5,
+        "output_gate": True,
+        "temperature": {"kind": "log", "floor_scale": 2.0},
+    },
     "mlp": {"kind": "gated", "activation": "relu_squared", "bias": True},
 }
 _EXPERTS = _DENSE | {
     "norm": {"kind": "rms"},
     "positions": {"kind": "rotary"},
+    "attention": {"kind": "gqa", "qk_norm": "whole", "score_cap": 2.0, "mask": {"kind": "chunk", "size": 3}},
     "moe": {"n_experts": 4, "d_expert": 4, "d_shared": 8, "shared_gate": True},
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaspec.nn.decoder import document_positions
+from megaspec.nn.attention.module import document_positions
 from megaspec.nn.rope.module import Rope, inverse_frequencies, rotate
 from megaspec.nn.rope.spec import Llama3RopeScaling, NoRopeScaling, RotarySpec
 

@@ -219,7 +219,7 @@ CONTEXTS = [
     ),
     Bug(
         "same dropout on every rank's heads after an exchange",
-        Patch(CONTEXT, "first_head += way.heads.rank() * q_BTNH.shape[2]", "pass"),
+        Patch(CONTEXT, "first_head += first_here", "pass"),
         Case(cp=2, context="all_to_all", dropout=True, attention="reference"),
     ),
     Bug(
@@ -375,9 +375,9 @@ RECOMPUTE = [
         "attention made again without its documents",
         Patch(
             "megaspec.parallelism.recompute",
-            "self._remade(lambda q, k, v: core(q, k, v, context), (), ",
-            "self._remade(lambda q, k, v: core(q, k, v, type(context)(**vars(context) | "
-            f"({{'documents': None}} if {IN_BACKWARD} else {{}}))), (), ",
+            "self._remade(lambda *tensors: _attended(core, context, *tensors), (), ",
+            "self._remade(lambda *tensors: _attended(core, type(context)(**vars(context) | "
+            f"({{'documents': None}} if {IN_BACKWARD} else {{}})), *tensors), (), ",
         ),
         Case(dp=2, documents=True, also=RECOMPUTES["core_attention"]),
         invisible=True,
@@ -507,4 +507,89 @@ EXPERTS = [
     ),
 ]
 
-BUGS = [*GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE, *EXPERTS]
+ATTENTION = "megaspec.nn.attention.module"
+ATTENTIONS = [
+    Bug(
+        "a window of one key more",
+        Patch(CONTEXT, "keys[None, :] < self.window", "keys[None, :] <= self.window"),
+        Case(cp=2, options="window"),
+    ),
+    Bug(
+        "a block at the edge of the window skipped",
+        Patch(CONTEXT, "between + 1 >= window", "between + 2 >= window"),
+        Case(cp=4, options="edge"),
+    ),
+    Bug(
+        "the first key that a gathered block sees left out",
+        Patch(CONTEXT, "start - window + 1", "start - window + 2"),
+        Case(cp=2, context="all_gather", options="window"),
+    ),
+    Bug(
+        "chunks from the start of the sequence",
+        Patch(
+            ATTENTION,
+            "positions = document_positions(documents)",
+            "positions = torch.arange(length, device=device)[None].expand_as(documents)",
+        ),
+        Case(tp=2, options="chunk", documents=True),
+    ),
+    Bug(
+        "sinks of other heads after an exchange",
+        Patch(CONTEXT, "sinks_N[first_here : first_here + heads_here]", "sinks_N[:heads_here]"),
+        Case(cp=2, context="all_to_all", options="sinks"),
+        invisible=True,
+    ),
+    Bug(
+        "log-sum-exp kept without the sinks",
+        Patch(
+            CONTEXT,
+            "out_BTNH, lse_BNT = with_sinks(self.out_BTNH, self.lse_BNT, sinks_N)",
+            "(out_BTNH, _), lse_BNT = with_sinks(self.out_BTNH, self.lse_BNT, sinks_N), self.lse_BNT",
+        ),
+        Case(cp=2, options="sinks"),
+        invisible=True,
+    ),
+    Bug(
+        "sinks of another rank's heads",
+        Patch(TENSOR, "piece = Piece((rank // copies * share,)", "piece = Piece(((tp - 1 - rank) // copies * share,)"),
+        Case(tp=2, options="sinks"),
+        invisible=True,
+    ),
+    Bug(
+        "norm of all heads by a rank's own",
+        Patch(
+            TENSOR,
+            "sums = reduce_forward(torch.stack((q_sum, k_sum), dim=-1), self.group)",
+            "sums = torch.stack((q_sum, k_sum), dim=-1)",
+        ),
+        Case(tp=2, options="whole"),
+    ),
+    Bug(
+        "gradient of the sum over heads left on each rank",
+        Patch(TENSOR, "reduce_backward(sums, self.group).split(1, dim=-1)", "sums.split(1, dim=-1)"),
+        Case(tp=2, options="whole"),
+        invisible=True,
+    ),
+    Bug(
+        "key heads that two ranks hold counted twice in a norm",
+        Patch(
+            TENSOR,
+            "k_sum = k_BTI.square().sum(dim=-1) / self.copies",
+            "k_sum = k_BTI.square().sum(dim=-1)",
+        ),
+        Case(tp=4, kv_heads=2, options="whole"),
+    ),
+    Bug(
+        "gradient of a norm of shared key heads not summed",
+        Patch(TENSOR, 'self.sums.append(GradientSum(path, None, self.mesh.neighbours("tp", copies)))', "pass"),
+        Case(tp=4, kv_heads=2, options="whole"),
+        invisible=True,
+    ),
+    Bug(
+        "temperature by places among a rank's tokens",
+        Patch(ATTENTION, "positions_BT = positions.expand", "positions_BT = torch.arange(q_BTNH.shape[1]).expand"),
+        Case(cp=2, family="flat", options="temperature"),
+    ),
+]
+
+BUGS = [*GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE, *EXPERTS, *ATTENTIONS]

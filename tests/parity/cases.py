@@ -62,6 +62,29 @@ SHARED: dict[str, dict[str, Any]] = {
     "gate": {"d_shared": 32, "shared_gate": True},
 }
 
+# Options of attention, a few at a time. Sequences have 16 tokens, context-parallel chunks 4 and 2.
+ATTENTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "window": {"mask": {"kind": "window", "size": 5}},
+    "edge": {"mask": {"kind": "window", "size": 4}},
+    "chunk": {"mask": {"kind": "chunk", "size": 5}, "qk_norm": "whole"},
+    "sinks": {"sinks": True, "mask": {"kind": "window", "size": 6}, "score_scale": 0.7},
+    "whole": {"qk_norm": "whole", "qkv_bias": True, "clip_qkv": 0.8},
+    "gate": {"qk_norm": "l2", "output_gate": True, "clip_qkv": 0.8},
+    "cap": {"score_cap": 0.5, "sinks": True, "mask": {"kind": "chunk", "size": 6}, "out_bias": True},
+    "all": {
+        "mask": {"kind": "window", "size": 3},
+        "sinks": True,
+        "score_cap": 1.5,
+        "score_scale": 0.7,
+        "qk_norm": "whole",
+        "clip_qkv": 0.8,
+        "output_gate": True,
+        "qkv_bias": True,
+    },
+    "temperature": {"temperature": {"kind": "log", "scale": 0.5, "floor_scale": 3.0}, "sinks": True},
+}
+
 Settings = tuple[tuple[str, Any], ...]
 """Dotted paths and their values."""
 
@@ -120,6 +143,8 @@ class Case:
     every: int = 1
     """Every n-th layer has experts."""
     qk_norm: bool = False
+    options: str = ""
+    """A key of ATTENTIONS."""
 
     @property
     def ranks(self) -> int:
@@ -151,6 +176,7 @@ class Case:
             f"drop {self.drop}" if self.drop != "none" else "",
             f"shared {self.shared}" if self.shared != "none" else "",
             "qk" if self.qk_norm else "",
+            f"attention {self.options}" if self.options else "",
             self.mask,
             "tied" if self.tied else "",
             f"pad{self.pad} kv{self.kv_heads}",
@@ -225,6 +251,7 @@ def content_of(case: Case) -> dict[str, Any]:
     model = with_attention(model, dropout=0.1 if case.dropout else 0.0)
     if case.family != "gpt":
         model = with_attention(model, qk_norm="per_head" if case.qk_norm else "none") | {"moe": _experts(case)}
+    model = with_attention(model, **ATTENTIONS[case.options])
     if case.family == "flat":
         # every n-th pair of sub-layers has experts
         pairs = [("attention", "moe" if case.router and i % case.every == 0 else "mlp") for i in range(case.n_layers)]

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tests.parity.bugs import BUGS
-from tests.parity.cases import ROUTERS, Case
+from tests.parity.cases import ATTENTIONS, ROUTERS, Case
 from tests.parity.sets import DEFAULT, RECOMPUTES, SLOW, cases_of
 from tests.parity.test_checkpoints import BESIDE, DENSE, EXPERTS, OFTEN
 
@@ -75,6 +76,15 @@ MORE: dict[str, Has] = {
     "packed documents": lambda c: c.documents,
     "grouped key/value heads": lambda c: c.kv_heads < 4,
     "norms of queries and keys": lambda c: c.qk_norm,
+    "norms over all heads": lambda c: _attention(c).get("qk_norm") == "whole",
+    "norms behind rotary positions": lambda c: _attention(c).get("qk_norm") == "l2",
+    "windows": lambda c: _attention(c).get("mask", {}).get("kind") == "window",
+    "chunks of attention": lambda c: _attention(c).get("mask", {}).get("kind") == "chunk",
+    "attention sinks": lambda c: "sinks" in _attention(c),
+    "capped scores": lambda c: "score_cap" in _attention(c),
+    "clamped queries, keys and values": lambda c: "clip_qkv" in _attention(c),
+    "gated output of attention": lambda c: "output_gate" in _attention(c),
+    "temperature of queries": lambda c: "temperature" in _attention(c),
     "tied embeddings": lambda c: c.tied,
     "vocabulary padded further": lambda c: c.pad > 1,
     "dropout": lambda c: c.dropout,
@@ -92,6 +102,11 @@ MORE: dict[str, Has] = {
     "sub-layers side by side": lambda c: c.family == "parallel",
     "one sub-layer a layer": lambda c: c.family == "flat",
 }
+
+
+def _attention(case: Case) -> dict[str, Any]:
+    """The options of its attention."""
+    return ATTENTIONS[case.options]
 
 
 def main() -> None:

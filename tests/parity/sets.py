@@ -456,6 +456,35 @@ def _layers() -> list[Case]:
     return [Case(n_layers=4, family=family, **way) for family in LAYERS for way in ways]
 
 
+def _attentions() -> list[Case]:
+    """Options of attention beside everything that cuts heads, sequences or layers, or computes attention again."""
+    again = RECOMPUTES["core_attention"]
+    ways: list[dict[str, Any]] = [
+        {"tp": 2, "sequence": True, "options": "whole", "mask": "uneven"},
+        {"tp": 4, "kv_heads": 2, "options": "chunk"},
+        {"tp": 2, "options": "chunk", "documents": True, "kv_heads": 1},
+        {"tp": 2, "sequence": True, "options": "all", "attention": "reference", "accumulate": 3},
+        {"tp": 2, "options": "gate", "dropout": True, "attention": "reference"},
+        {"tp": 2, "family": "flat", "n_layers": 4, "options": "temperature", "documents": True},
+        {"cp": 2, "options": "sinks", "kv_heads": 2, "mask": "uneven"},
+        {"cp": 2, "context": "all_gather", "options": "sinks", "documents": True},
+        {"cp": 2, "context": "all_to_all", "options": "sinks", "kv_heads": 2},
+        {"cp": 4, "context": "hierarchical", "options": "sinks", "documents": True},
+        {"cp": 2, "options": "chunk", "documents": True},
+        {"cp": 4, "context": "all_gather", "options": "window"},
+        {"cp": 4, "options": "all", "attention": "reference", "kv_heads": 2},
+        {"cp": 2, "context": "all_to_all", "options": "cap", "documents": True, "attention": "reference"},
+        {"cp": 4, "options": "cap", "dropout": True, "attention": "reference"},
+        {"cp": 2, "family": "flat", "n_layers": 4, "options": "temperature", "also": again},
+        {"tp": 2, "sequence": True, "cp": 2, "options": "all", "attention": "reference", "documents": True},
+        {"pp": 2, "schedule": "zb_h1", "options": "gate", "accumulate": 3},
+        {"pp": 2, "options": "window", "documents": True, "accumulate": 2},
+        {"dp": 2, "strategy": "fsdp", "options": "sinks", "also": again},
+        {"dp": 2, "strategy": "zero2", "options": "all", "attention": "reference", "also": RECOMPUTES["uniform 1"]},
+    ]
+    return [Case(**way) for way in ways]
+
+
 LAYERS = ("post", "sandwich", "parallel", "flat")
 """Families of tests/families.py whose layers are no pre-norm pairs."""
 
@@ -515,6 +544,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "optimizers": _optimizers,
     "switches": _switches,
     "layers": _layers,
+    "attention": _attentions,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,
     "all pairs": lambda: dress(_all_pairs()),

@@ -51,3 +51,26 @@ def test_blocks_of_odd_heads_are_refused_too(asked: list[dict]) -> None:
     with pytest.raises(RecipeError, match="takes heads of 6 in bf16"):
         build._refuse_attention(spec(ring | {"model.d_head": 6}), device=CUDA)
     assert asked == []
+
+
+def test_a_window_is_a_mask(asked: list[dict]) -> None:
+    made = spec(
+        {"kernels.attention": "sdpa", "model.attention": {"kind": "gqa", "mask": {"kind": "window", "size": 2}}}
+    )
+    with pytest.raises(RecipeError, match="windows or chunks"):
+        build._refuse_attention(made, device=CUDA)
+    assert [one["masked"] for one in asked] == [True]
+    longer = spec(
+        {"kernels.attention": "sdpa", "model.attention": {"kind": "gqa", "mask": {"kind": "window", "size": 10**6}}}
+    )
+    with pytest.raises(RecipeError):
+        build._refuse_attention(longer, device=CUDA)
+    assert [one["masked"] for one in asked] == [True, False]
+
+
+def test_sinks_go_around_blocks(asked: list[dict]) -> None:
+    sinks = {"kernels.attention": "sdpa", "precision.kind": "bf16", "model.attention": {"kind": "gqa", "sinks": True}}
+    build._refuse_attention(spec(sinks | {"model.d_head": 16}), device=CUDA)
+    with pytest.raises(RecipeError, match="takes heads of 6 in bf16"):
+        build._refuse_attention(spec(sinks | {"model.d_head": 6}), device=CUDA)
+    assert asked == []

@@ -44,7 +44,9 @@ def test_a_grid_is_compared_by_the_validation_loss_only_where_each_point_evaluat
 def test_a_search_that_evaluates_never_is_compared_by_the_loss(capsys):
     assert sweep(LR, "sweep.kind=optuna", "sweep.trials=3", "train.eval_every=0", steps=6) == 0
     assert metric() == "loss"
-    assert "best loss: point" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "best loss: point" in printed
+    assert printed.count("not evaluated") == 3
 
 
 def test_a_number_that_can_not_occur_is_refused_before_anything_starts(capsys):

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megaspec_kernels.attention.scoring import Scoring
 from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
 from megaspec_kernels.gate import Results, in_dtype, results
 from megaspec_kernels.registry import REGISTRY, AttentionKernel
@@ -28,6 +29,11 @@ def _whole(kernel: AttentionKernel) -> Callable[..., Tensor]:
     return lambda q, k, v: kernel.attend(q, k, v)
 
 
+def _with_sinks(kernel: AttentionKernel, scoring: Scoring) -> Callable[..., Tensor]:
+    """In a window of 16 keys."""
+    return lambda q, k, v, sinks: kernel.attend(q, k, v, window=16, scoring=scoring, sinks=sinks)
+
+
 def _block(kernel: AttentionKernel, inputs: dict[str, Tensor], grad: Tensor) -> Results:
     """A block of which every query sees every key: its output, and what it adds to the gradients."""
     out, lse = kernel.block_forward(*inputs.values(), causal=False)
@@ -40,17 +46,26 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
     kernel = REGISTRY["attention"][name]
     plain = REGISTRY["attention"]["reference"]
     dtype = training_dtype(device)
+    scaled = Scoring(scale=0.5)
     for B, T, N, K, H in ((1, 1, 1, 1, 8), (2, 63, 6, 2, 16), (2, 63, 4, 4, 64), (1, 1000, 2, 1, 128)):
         # the truth is computed from these, the implementation and plain PyTorch from the same in the training format
         inputs = _inputs(B, T, N, K, H, device)
         grad = random(B, T, N, H, seed=9, device=device)
         mine = in_dtype(inputs, dtype)
+        sinks = random(N, seed=3, device=device)
         shape = f"{B} x {T} tokens, {N} heads on {K}, of {H}"
         yield Held(
             shape,
             results(_whole(kernel), mine, grad),
             results(_whole(plain), mine, grad),
             results(_whole(plain), inputs, grad),
+        )
+        yield Held(
+            f"window, scale and sinks, {shape}",
+            *(
+                results(_with_sinks(one, scaled), given | {"sinks": sinks.to(given["q"].dtype)}, grad)
+                for one, given in ((kernel, mine), (plain, mine), (plain, inputs))
+            ),
         )
         yield Held(
             f"block of {shape}",

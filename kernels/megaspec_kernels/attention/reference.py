@@ -1,4 +1,4 @@
-"""Causal attention as its equation: softmax(q kᵀ / √H + mask) v."""
+"""Attention as its equation: softmax(c tanh(q kᵀ s / c) + mask) v, with a sink in the softmax's denominator."""
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size
 
@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megaspec_kernels.attention.scoring import PLAIN, Scoring
+
 
 def attention(
     q_BTNH: Tensor,
@@ -14,23 +16,41 @@ def attention(
     v_BTKH: Tensor,
     *,
     documents: Tensor | None = None,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+    sinks: Tensor | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H].
 
-    `documents`, int32 [B, T]: attention stays inside a document. `drop` maps the weights [B, N, T, T] to weights.
-    The softmax is taken in at least fp32.
+    `documents`, int32 [B, T] or [1, T]: attention stays inside a document. `window`: a query sees so many keys, itself
+    the last. `sinks`, [N]: a logit for each head beside its scores, whose weight goes nowhere. `drop` maps the weights
+    [B, N, T, T] to weights. The softmax is taken in at least fp32.
     """
-    T = q_BTNH.shape[1]
-    groups = q_BTNH.shape[2] // k_BTKH.shape[2]  # query heads of a key and value head
+    B, T, N, H = q_BTNH.shape
+    groups = N // k_BTKH.shape[2]  # query heads of a key and value head
     k_BTNH = k_BTKH.repeat_interleave(groups, dim=2)
     v_BTNH = v_BTKH.repeat_interleave(groups, dim=2)
-    scores = torch.einsum("btnh,bsnh->bnts", q_BTNH, k_BTNH) * q_BTNH.shape[-1] ** -0.5
+    scores = torch.einsum("btnh,bsnh->bnts", q_BTNH, k_BTNH) * scoring.scale_of(H)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    allowed = torch.ones(T, T, dtype=torch.bool, device=q_BTNH.device).tril()
-    if documents is not None:
-        allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
-    weights = scores.masked_fill(~allowed, float("-inf")).softmax(dim=-1).to(v_BTKH.dtype)
+    if scoring.cap is not None:
+        scores = scoring.cap * torch.tanh(scores / scoring.cap)
+    scores = scores.masked_fill(~seen(T, documents=documents, window=window, device=q_BTNH.device), float("-inf"))
+    if sinks is not None:
+        # one more column, of which no value comes
+        column = sinks.to(scores.dtype)[:, None, None].expand(B, N, T, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :T].to(v_BTKH.dtype)
     if drop is not None:
         weights = drop(weights)
     return torch.einsum("bnts,bsnh->btnh", weights, v_BTNH)
+
+
+def seen(T: int, *, documents: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+    """Which keys a query sees: bool [T, T], or [B, 1, T, T] with documents."""
+    past = torch.ones(T, T, dtype=torch.bool, device=device).tril()
+    if window is not None:
+        past = past.triu(1 - window)
+    if documents is None:
+        return past
+    return past & (documents[:, None, :, None] == documents[:, None, None, :])

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megaspec_kernels.attention.scoring import PLAIN, Scoring
+
 Drop = Callable[[Tensor], Tensor]
 """Dropout of attention weights [B, N, T, S]: every element times its factor, 0 or 1 / (1 - p)."""
 
@@ -23,6 +25,7 @@ def block_forward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> [B, T, N, H] in the dtype of q, and the log-sum-exp of the scores [B, N, T] in at least fp32.
@@ -30,7 +33,7 @@ def block_forward(
     `causal`: T = S, query i sees the keys up to i. `mask`, bool [B, 1, T, S]: what is seen of that. A query that sees
     nothing gets zeros and -inf. `drop` does not change the log-sum-exp.
     """
-    scores_BNTS = _scores(q_BTNH, k_BSKH, causal, mask)
+    scores_BNTS = _masked(_scores(q_BTNH, k_BSKH, scoring), causal, mask)
     lse_BNT = scores_BNTS.logsumexp(dim=-1)
     weights_BNTS = _weights(scores_BNTS, lse_BNT).to(v_BSKH.dtype)
     if drop is not None:
@@ -49,11 +52,12 @@ def block_backward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> what the block adds to the gradients of q, k and v. `out`, `lse`: of the whole rows, all blocks merged."""
-    scores_BNTS = _scores(q_BTNH, k_BSKH, causal, mask)
-    weights_BNTS = _weights(scores_BNTS, lse_BNT)
+    scores_BNTS = _scores(q_BTNH, k_BSKH, scoring)
+    weights_BNTS = _weights(_masked(scores_BNTS, causal, mask), lse_BNT)
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.unflatten(2, (K, -1))
     grad_BTKGH = grad_BTNH.unflatten(2, (K, -1))
@@ -66,27 +70,38 @@ def block_backward(
     wide = weights_BNTS.dtype
     # δ, then W (grad_out vᵀ − δ)
     delta_BNT = (grad_BTNH.to(wide) * out_BTNH.to(wide)).sum(dim=-1).transpose(1, 2)
-    d_scores_BNTS = (weights_BNTS * (d_weights_BNTS.to(wide) - delta_BNT[..., None])).to(q_BTNH.dtype)
-    d_scores_BKGTS = _by_group(d_scores_BNTS * q_BTNH.shape[-1] ** -0.5, k_BSKH)
+    d_scores_BNTS = weights_BNTS * (d_weights_BNTS.to(wide) - delta_BNT[..., None])
+    if scoring.cap is not None:
+        # of c tanh(s / c): 1 - tanh²
+        d_scores_BNTS = d_scores_BNTS * (1 - (scores_BNTS / scoring.cap).square())
+    d_scores_BNTS = d_scores_BNTS.to(q_BTNH.dtype) * scoring.scale_of(q_BTNH.shape[-1])
+    d_scores_BKGTS = _by_group(d_scores_BNTS, k_BSKH)
     d_q = torch.einsum("bkgts,bskh->btkgh", d_scores_BKGTS, k_BSKH).flatten(2, 3)
     d_k = torch.einsum("bkgts,btkgh->bskh", d_scores_BKGTS, q_BTKGH)
     return d_q, d_k, d_v
 
 
-def _scores(q_BTNH: Tensor, k_BSKH: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
-    """q kᵀ / √H, -inf where a query does not see a key."""
-    T = q_BTNH.shape[1]
-    S = k_BSKH.shape[1]
+def _scores(q_BTNH: Tensor, k_BSKH: Tensor, scoring: Scoring) -> Tensor:
+    """q kᵀ, scaled and capped."""
     q_BTKGH = q_BTNH.unflatten(2, (k_BSKH.shape[2], -1))
-    scores = torch.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH).flatten(1, 2) * q_BTNH.shape[-1] ** -0.5
+    products = torch.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH).flatten(1, 2)
+    scores = products * scoring.scale_of(q_BTNH.shape[-1])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if scoring.cap is None:
+        return scores
+    return scoring.cap * torch.tanh(scores / scoring.cap)
+
+
+def _masked(scores_BNTS: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+    """-inf where a query does not see a key."""
     if causal:
+        T, S = scores_BNTS.shape[-2:]
         assert T == S, f"a causal block is square, {T} queries meet {S} keys"
-        past = torch.ones(T, S, dtype=torch.bool, device=q_BTNH.device).tril()
+        past = torch.ones(T, S, dtype=torch.bool, device=scores_BNTS.device).tril()
         mask = past if mask is None else mask & past
     if mask is None:
-        return scores
-    return scores.masked_fill(~mask, float("-inf"))
+        return scores_BNTS
+    return scores_BNTS.masked_fill(~mask, float("-inf"))
 
 
 def _weights(scores_BNTS: Tensor, lse_BNT: Tensor) -> Tensor:

@@ -9,6 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megaspec_kernels.attention import sdpa_block
+from megaspec_kernels.attention.reference import seen
+from megaspec_kernels.attention.scoring import PLAIN, Scoring
+from megaspec_kernels.attention.sinks import attention_with_sinks
+
 # The first that takes the inputs. cuDNN, the fastest on Hopper, takes bf16 and fp16, masks and groups included, and has
 # no deterministic backward pass; FlashAttention takes no mask; memory-efficient attention takes masks and fp32, and no
 # grouped heads, so as_kernels_want repeats keys and values where it alone serves. MATH would take everything and keep
@@ -24,6 +29,9 @@ def attention(
     v_BTKH: Tensor,
     *,
     documents: Tensor | None = None,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+    sinks: Tensor | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H]; see reference.py.
@@ -31,24 +39,38 @@ def attention(
     RuntimeError: on CUDA no fused kernel takes it.
     """
     assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
+    assert scoring.cap is None, "sdpa caps no scores; the resolver picks another"
+    T = q_BTNH.shape[1]
+    mask = None
+    # one token sees itself alone, with documents as without
+    if T > 1 and not (documents is None and window is None):
+        mask = seen(T, documents=documents, window=window, device=q_BTNH.device)
+    if sinks is not None:
+        if mask is not None and mask.dim() == 2:
+            mask = mask[None, None]
+        return attention_with_sinks(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            sinks,
+            forward=sdpa_block.block_forward,
+            backward=sdpa_block.block_backward,
+            mask=mask,
+            scoring=scoring,
+        )
     q = q_BTNH.transpose(1, 2)
     k = k_BTKH.transpose(1, 2)
     v = v_BTKH.transpose(1, 2)
-    T = q.shape[2]
-    mask = None
-    # one token sees itself alone, with documents as without
-    if documents is not None and T > 1:
-        past = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-        mask = past & (documents[:, None, :, None] == documents[:, None, None, :])
     if q.device.type == "cpu":
-        return _sdpa(q, k, v, mask).transpose(1, 2)
+        return _sdpa(q, k, v, mask, scoring.scale).transpose(1, 2)
     with sdpa_kernel(list(backends(q.dtype)), set_priority=True):
-        return _sdpa(*as_kernels_want(q, k, v, masked=mask is not None), mask).transpose(1, 2)
+        return _sdpa(*as_kernels_want(q, k, v, masked=mask is not None), mask, scoring.scale).transpose(1, 2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def backends(dtype: torch.dtype) -> tuple[SDPBackend, ...]:
@@ -83,7 +105,7 @@ def is_refused(
 ) -> bool:
     """Whether no kernel takes such attention on this GPU in training, asked of torch without attending.
 
-    `masked`: with documents. torch.use_deterministic_algorithms counts: cuDNN is left out then.
+    `masked`: with documents or a window. torch.use_deterministic_algorithms counts: cuDNN is left out then.
     """
     if dtype == torch.float64:
         return False

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaspec_kernels.attention import reference_block
 from megaspec_kernels.attention.reference_block import Drop
+from megaspec_kernels.attention.scoring import PLAIN, Scoring
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -28,21 +29,23 @@ def block_forward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> [B, T, N, H], [B, N, T]; see reference_block.py."""
     assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
+    assert scoring.cap is None, "sdpa caps no scores; the resolver picks another"
     q_BTNH = _dense(q_BTNH)
     k_BSKH = _dense(k_BSKH)
     v_BSKH = _dense(v_BSKH)
     way = choose(q_BTNH, k_BSKH, masked=mask is not None)
     if way == "equations":
-        return reference_block.block_forward(q_BTNH, k_BSKH, v_BSKH, causal=causal, mask=mask)
+        return reference_block.block_forward(q_BTNH, k_BSKH, v_BSKH, causal=causal, mask=mask, scoring=scoring)
     if way == "efficient":
-        return _efficient_forward(q_BTNH, k_BSKH, v_BSKH, causal, mask)
+        return _efficient_forward(q_BTNH, k_BSKH, v_BSKH, causal, mask, scoring.scale)
     if way == "cudnn":
-        return _cudnn_forward(q_BTNH, k_BSKH, v_BSKH, causal)
-    return _flash_forward(q_BTNH, k_BSKH, v_BSKH, causal)
+        return _cudnn_forward(q_BTNH, k_BSKH, v_BSKH, causal, scoring.scale)
+    return _flash_forward(q_BTNH, k_BSKH, v_BSKH, causal, scoring.scale)
 
 
 def block_backward(
@@ -55,19 +58,21 @@ def block_backward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> what the block adds to the gradients of q, k and v; see reference_block.py."""
     assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
+    assert scoring.cap is None, "sdpa caps no scores; the resolver picks another"
     way = choose(q_BTNH, k_BSKH, masked=mask is not None)
     tensors = (*(_dense(x) for x in (grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH)), lse_BNT)
     if way == "equations":
-        return reference_block.block_backward(*tensors, causal=causal, mask=mask)
+        return reference_block.block_backward(*tensors, causal=causal, mask=mask, scoring=scoring)
     if way == "efficient":
-        return _efficient_backward(*tensors, causal, mask)
+        return _efficient_backward(*tensors, causal, mask, scoring.scale)
     if way == "cudnn":
-        return _cudnn_backward(*tensors, causal)
-    return _flash_backward(*tensors, causal)
+        return _cudnn_backward(*tensors, causal, scoring.scale)
+    return _flash_backward(*tensors, causal, scoring.scale)
 
 
 def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
@@ -99,14 +104,25 @@ def _is_aligned(d_head: int, dtype: torch.dtype) -> bool:
     return d_head * dtype.itemsize % 16 == 0
 
 
-def _cudnn_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     q, k, v = _heads_first(q_BTNH, k_BSKH, v_BSKH)
-    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False)
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention.default(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
     return out.transpose(1, 2), lse.view(lse.shape[:3])
 
 
 def _cudnn_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNT: Tensor, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_BNT: Tensor,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # torch keeps cuDNN's plans by the strides of q, k and v alone: the other two always come in the same layout
     grad = grad.contiguous()
@@ -118,7 +134,7 @@ def _cudnn_backward(
     # of dropout, which there is none of
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     grads = _aten._scaled_dot_product_cudnn_attention_backward.default(
-        grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+        grad, q, k, v, out, lse, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
     )
     return _heads_behind(*grads)
 
@@ -130,31 +146,56 @@ def _cudnn_lse_dims() -> int:
     return _aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)[1].dim()
 
 
-def _flash_forward(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _flash_forward(
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
     q, k, v = _heads_first(q_BTNH, k_BSKH, v_BSKH)
-    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
     return out.transpose(1, 2), lse
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNT: Tensor, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_BNT: Tensor,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = _heads_first(grad, q, k, v, out)
     # of the generator of dropout, which there is none of
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = _aten._scaled_dot_product_flash_attention_backward.default(
-        grad, q, k, v, out, lse_BNT.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, state, state[0]
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse_BNT.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        state,
+        state[0],
+        scale=scale,
     )
     return _heads_behind(*grads)
 
 
 def _efficient_forward(
-    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool, mask: Tensor | None
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     T = q_BTNH.shape[1]
     groups = q_BTNH.shape[2] // k_BSKH.shape[2]  # query heads of a key and value head
     q, k, v = _heads_first(q_BTNH, _repeated(k_BSKH, groups), _repeated(v_BSKH, groups))
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(q, k, v, _bias(q, k, mask), True, 0.0, causal)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention.default(
+        q, k, v, _bias(q, k, mask), True, 0.0, causal, scale=scale
+    )
     out_BTNH = out.transpose(1, 2)
     lse_BNT = lse[..., :T]  # padded to a multiple of 32
     if mask is None:
@@ -176,6 +217,7 @@ def _efficient_backward(
     lse_BNT: Tensor,
     causal: bool,
     mask: Tensor | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     T = q.shape[1]
     K = k_BSKH.shape[2]
@@ -189,7 +231,7 @@ def _efficient_backward(
     seed = torch.zeros((), dtype=torch.int64, device=q.device)
     needed = [True, True, True, False]
     d_q, d_k, d_v, _ = _aten._scaled_dot_product_efficient_attention_backward.default(
-        grad, q, k, v, _bias(q, k, mask), out, lse, seed, seed, 0.0, needed, causal
+        grad, q, k, v, _bias(q, k, mask), out, lse, seed, seed, 0.0, needed, causal, scale=scale
     )
     d_q, d_k, d_v = _heads_behind(d_q, d_k, d_v)
     return d_q, _summed(d_k, K), _summed(d_v, K)

@@ -78,6 +78,7 @@ class _Parts:
             name=name,
             dropout=spec.dropout,
             norm=self.norm,
+            norm_eps=spec.norm.head_eps,
             rotation=None if rotation is None else rotation(),
         )
         return self.builders.attentions[type(spec.attention)](spec.attention, setting)

@@ -50,6 +50,10 @@ class DecoderSpec(TransformerSpec):
         return tuple(("attention", "moe") if experts else ("attention", "mlp") for experts in has_experts)
 
     @property
+    def caps_scores(self) -> bool:
+        return self.attention.caps_scores
+
+    @property
     def facts(self) -> ModelFacts:
         # no cached property: a copy of a spec with other options would keep it
         return _facts_of(self)

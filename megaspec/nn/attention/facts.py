@@ -1,7 +1,7 @@
 """What grouped-query attention says of itself."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from megaspec.core.part_facts import (
     Width,
     features,
 )
+from megaspec.core.placement import Row
 from megaspec.nn.norm.spec import NormSpec
 
 if TYPE_CHECKING:
@@ -41,20 +42,24 @@ class AttentionPlace:
 def attention_facts(
     spec: "GroupedQuerySpec", *, n_heads: int, n_kv_heads: int, d_head: int, place: AttentionPlace
 ) -> PartFacts:
-    """Module names: attn.wqkv, attn.wo, attn.q_norm, attn.k_norm, attn.dropout."""
-    norms_heads = spec.qk_norm == "per_head"
+    """Module names: attn.wqkv, attn.wo, attn.q_norm, attn.k_norm, attn.mean_squares, attn.dropout; attn itself has
+    the sinks."""
     products = AttentionProducts(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         d_key=d_head,
         d_value=d_head,
         rotated=d_head if place.is_rotary else 0,
-        norms_heads=norms_heads,
+        sums_heads=spec.qk_norm == "whole",
+        sight=spec.mask.sight,
+        caps_scores=spec.caps_scores,
+        has_sinks=spec.sinks,
     )
+    gate = (products.outputs,) if spec.output_gate else ()
     wqkv = Linear(
         "attn.wqkv",
         features(place.d_model),
-        (products.queries, products.keys, products.values),
+        (products.queries, products.keys, products.values, *gate),
         "attention",
         bias=spec.qkv_bias,
         input_kept=place.input_kept,
@@ -66,55 +71,129 @@ def attention_facts(
         "attention",
         bias=spec.out_bias,
         is_residual=True,
-        input_kept="o",
+        input_kept="o.gated" if spec.output_gate else "o",
     )
-    vectors: tuple[Vector, ...] = place.rotation.vectors
-    if norms_heads:
-        for name in ("attn.q_norm", "attn.k_norm"):
-            vectors += place.norm.facts(d_head, name=name, acts_on_heads=True).vectors
+    vectors = place.rotation.vectors + _norm_vectors(spec, products, place)
+    if spec.sinks:
+        heads = Width(n_heads, 1, "tp")
+        vectors += (Vector("attn.sinks", n_heads, 0.0, "attention", by_heads=heads),)
+    head_sums: tuple[Row, ...] = ()
+    if spec.qk_norm == "whole":
+        head_sums = (Row("attn.mean_squares", "heads_whole", (n_heads, n_kv_heads)),)
     return PartFacts(
         linears=(wqkv, wo),
         vectors=vectors,
         sites=("attn.dropout",),
+        head_sums=head_sums,
         attention=products,
-        kept=partial(_kept, products, place),
-        moved=(core_moves(products),),
-        gradient=(products.queries, products.keys, products.values),
+        kept=partial(_kept, spec, products, place),
+        moved=_moved(spec, products, place),
+        gradient=wqkv.outputs,
     )
 
 
-def _kept(products: AttentionProducts, place: AttentionPlace, execution: Execution) -> Iterator[Kept]:
+def _norm_vectors(spec: "GroupedQuerySpec", products: AttentionProducts, place: AttentionPlace) -> tuple[Vector, ...]:
+    """Parameters of the norms of queries and keys."""
+    vectors: tuple[Vector, ...] = ()
+    for name, heads in (("attn.q_norm", products.queries), ("attn.k_norm", products.keys)):
+        if spec.qk_norm == "per_head":
+            vectors += place.norm.facts(heads.size, name=name, acts_on_heads=True).vectors
+        if spec.qk_norm == "whole":
+            for vector in place.norm.vectors(heads.whole, name=name):
+                vectors += (replace(vector, by_heads=heads),)
+    return vectors
+
+
+def _norms_heads(spec: "GroupedQuerySpec", place: AttentionPlace) -> bool:
+    """Queries and keys of the layer are normed."""
+    if spec.qk_norm == "l2":
+        return place.is_rotary
+    return spec.qk_norm != "none"
+
+
+def _kept(
+    spec: "GroupedQuerySpec", products: AttentionProducts, place: AttentionPlace, execution: Execution
+) -> Iterator[Kept]:
     """Queries, keys and values; attention's own products are counted from `products`."""
     queries, keys, values = products.queries, products.keys, products.values
-    heads = (Width(products.n_heads, 1, "tp"), Width(products.n_kv_heads, 1, "tp"))
+    normed = _norms_heads(spec, place)
+    clips = spec.clip_qkv is not None
+    warms = spec.temperature.kind != "none" and not place.is_rotary
     takes_values = not execution.keeps_scores or "core_attention" in execution.recomputed
-    # a norm of heads keeps what it takes, unless it keeps it in a wider format
-    norm_takes_heads = products.norms_heads and not execution.is_compiled and place.norm.wide_copies(execution) == 0
-    if takes_values or norm_takes_heads:
+    # a clamp keeps what it takes; a norm of heads too, unless it keeps it in a wider format
+    norm_takes_heads = spec.qk_norm == "per_head" and place.norm.wide_copies(execution) == 0
+    takes_product = (clips or norm_takes_heads) and not execution.is_compiled
+    gates_compiled = spec.output_gate and execution.is_compiled
+    if takes_values or takes_product or gates_compiled:
         # queries, keys and values are views of one product, so that all of it stays
-        yield Kept("qkv", (queries, keys, values))
-    if takes_values and (place.is_rotary or products.norms_heads):
+        yield Kept("qkv", (queries, keys, values, *((products.outputs,) if spec.output_gate else ())))
+    if clips and normed and spec.qk_norm != "l2" and not execution.is_compiled:
+        yield Kept("qk_norm.out", (queries, keys))
+    if takes_values and (place.is_rotary or normed or clips or warms):
         yield Kept("q", (queries,))
+    if takes_values and (place.is_rotary or normed or clips):
         yield Kept("k", (keys,))
-    if products.norms_heads:
-        yield Kept("qk_norm.statistics", heads, element="statistic", times=place.norm.statistics)
-        wide = place.norm.wide_copies(execution)
-        if wide:
-            yield Kept("qk_norm.wide", (queries, keys), element="wide", times=wide)
+    if takes_values and clips:
+        yield Kept("v", (values,))
+    if normed:
+        yield from _kept_by_norms(spec, products, place, execution)
+    if warms and not execution.is_compiled:
+        yield Kept("temperature", (features(1),), element="statistic")
     yield from place.rotation.kept(execution)
+    if spec.output_gate:
+        if not execution.is_compiled:
+            yield Kept("o.gate", (products.outputs,))
+        yield Kept("o.gated", (products.outputs,), element="product")
     if place.dropout:
         yield Kept("attention.dropout", (features(place.d_model),), "stream", "byte")
 
 
-def core_moves(products: AttentionProducts) -> Moved:
-    """Rotation and norms of heads each read and write queries and keys; backward, gradients of all three are added
-    up besides."""
+def _kept_by_norms(
+    spec: "GroupedQuerySpec", products: AttentionProducts, place: AttentionPlace, execution: Execution
+) -> Iterator[Kept]:
+    """What norms of queries and keys keep beside what they take and make."""
+    heads = (Width(products.n_heads, 1, "tp"), Width(products.n_kv_heads, 1, "tp"))
+    wide = place.norm.wide_copies(execution)
+    statistics = place.norm.statistics
+    if spec.qk_norm == "l2":
+        wide = 0 if execution.is_compiled else 1
+        statistics = 1
+    if spec.qk_norm == "whole":
+        # one of queries and one of keys
+        heads = (features(2),)
+    yield Kept("qk_norm.statistics", heads, element="statistic", times=statistics)
+    if wide:
+        yield Kept("qk_norm.wide", (products.queries, products.keys), element="wide", times=wide)
+
+
+def _moved(spec: "GroupedQuerySpec", products: AttentionProducts, place: AttentionPlace) -> tuple[Moved, ...]:
+    """Rotation and norms of heads each read and write queries and keys, a clamp values besides; a norm over all heads
+    reads them once more. Backward, gradients of all three are added up besides."""
+    queries, keys, values = products.queries, products.keys, products.values
     passes = 0
     if products.rotated:
         passes += 2
-    if products.norms_heads:
+    if _norms_heads(spec, place):
         passes += 2
-    forward = ((passes, products.queries), (passes, products.keys))
-    gradients = (products.queries, products.keys, products.values)
-    backward = (*forward, *((1, width) for width in gradients))
-    return Moved("core_attention", forward, backward)
+    if spec.qk_norm == "whole":
+        passes += 1
+    clips = spec.clip_qkv is not None
+    if clips:
+        passes = max(2, passes)
+    of_queries = passes
+    if spec.temperature.kind != "none" and not place.is_rotary:
+        of_queries = max(2, passes)
+    forward = [(of_queries, queries), (passes, keys)]
+    if clips:
+        forward.append((2, values))
+    backward = [*forward, *((1, width) for width in (queries, keys, values))]
+    if spec.sinks:
+        # the output is scaled; backward, it is multiplied by its gradient
+        forward.append((2, products.outputs))
+        backward.append((2, products.outputs))
+    moved = (Moved("core_attention", tuple(forward), tuple(backward)),)
+    if not spec.output_gate:
+        return moved
+    # output and gate are read, their product is written; backward, its gradient is read and both of theirs are written
+    gate = Moved("output_gate", ((3, products.outputs),), ((5, products.outputs),))
+    return (*moved, gate)

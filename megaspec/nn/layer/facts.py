@@ -138,7 +138,7 @@ class LayerFacts:
                 expert += size
             else:
                 dense += size
-        return WeightCount(dense + sum(vector.size for vector in self.vectors), expert)
+        return WeightCount(dense + sum(vector.on(degrees) for vector in self.vectors), expert)
 
 
 @dataclass(frozen=True)

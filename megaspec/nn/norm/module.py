@@ -24,10 +24,13 @@ class RmsNorm(Norm):
         if self.form != "none":
             self.weight = nn.Parameter(torch.empty(d))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
+        """`mean_square`, [..., 1]: of the whole row, where `x` is a part of it; None: x is all of it."""
         # through a view, so that the gradient of x is summed up in one order, computed again or not
         wide = x.view_as(x).to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if mean_square is None:
+            mean_square = wide.square().mean(-1, keepdim=True)
+        normed = wide * torch.rsqrt(mean_square + self.eps)
         if self.form == "none":
             return normed.to(x.dtype)
         if self.form == "one_plus":

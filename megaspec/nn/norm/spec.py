@@ -16,6 +16,11 @@ class NormSpec(Frozen):
     statistics: ClassVar[int]
     """Sums of a row that wait for the backward pass."""
 
+    @property
+    def head_eps(self) -> float:
+        """What a norm of query and key heads without a weight adds to their mean square."""
+        return 1e-5
+
     def vectors(self, width: int, *, name: str) -> tuple[Vector, ...]:
         """Its parameters over `width` features. `name`: of its module."""
         raise NotImplementedError
@@ -43,6 +48,10 @@ class RmsNormSpec(NormSpec):
     # the root of the mean square
     statistics: ClassVar[int] = 1
 
+    @property
+    def head_eps(self) -> float:
+        return self.eps
+
     def vectors(self, width: int, *, name: str) -> tuple[Vector, ...]:
         return gain_and_bias(self.weight, width, name=name)
 
@@ -67,6 +76,10 @@ class LayerNormSpec(NormSpec):
 
     # the mean, and what the rest is divided by
     statistics: ClassVar[int] = 2
+
+    @property
+    def head_eps(self) -> float:
+        return self.eps
 
     def vectors(self, width: int, *, name: str) -> tuple[Vector, ...]:
         return gain_and_bias(self.weight, width, name=name, bias=self.bias)
