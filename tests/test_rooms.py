@@ -111,7 +111,7 @@ RUNS = {
         "model.layer={kind: flat, mixers: [attention, mlp, moe]}",
         "model.positions={kind: none}",
         "model.attention={kind: gqa, mask: {kind: window, size: 3}, temperature: {kind: log}, sinks: true}",
-        "model.moe={n_experts: 2, top_k: 1, router: {softmax_first: true}}",
+        "model.moe={n_experts: 2, top_k: 1, router: {norm_top_k: false}}",
         "optim={kind: muon, lr: 0.1}",
         "optim.schedule={kind: piecewise, warmup_steps: 0, min_lr: 0, pieces: [{shape: linear, steps: 1, factor: 0.5}, "
         "{shape: cosine, until: 2, start_lr: 0.02, lr: 0.01}, {shape: constant, steps: 9, start_factor: 0.2}]}",

@@ -126,7 +126,7 @@ class Linear:
         """Numbers of the bias on a rank."""
         if not self.bias:
             return 0
-        return sum(width.on(degrees) for width in self.outputs)
+        return self.matrices_on(degrees) * sum(width.on(degrees) for width in self.outputs)
 
 
 @dataclass(frozen=True)

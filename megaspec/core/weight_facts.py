@@ -19,4 +19,4 @@ class WeightFacts:
     is_tied: bool = False
     """The embedding's table, and the output head's weight: used in the first unit of the model and in the last."""
     is_expert: bool = False
-    """Experts' matrices, which lie on the expert grid of core/axes.py."""
+    """Experts' matrices and biases, which lie on the expert grid of core/axes.py."""

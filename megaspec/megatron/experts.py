@@ -26,13 +26,13 @@ def translate_experts(draft: RecipeDraft) -> None:
     _switch(draft, f"{moe}shared_gate", "--moe-shared-expert-gate")
     score = "--moe-router-score-function"
     draft.put(f"{router}score", _SCORES[draft[score]], score, ours="softmax")
-    if draft[score] == "softmax":
-        _switch(draft, f"{router}softmax_first", "--moe-router-pre-softmax")
+    _weights(draft)
     _optional(draft, f"{router}scale", "--moe-router-topk-scaling-factor")
     _optional(draft, f"{router}n_groups", "--moe-router-num-groups")
     _optional(draft, f"{router}group_top_k", "--moe-router-group-topk")
     if draft["--moe-router-enable-expert-bias"]:
         names = ("--moe-router-enable-expert-bias", "--moe-router-bias-update-rate")
+        draft.put(f"{router}expert_bias", True, names[0])
         draft.put(f"{router}bias_rate", draft[names[1]], *names)
     _balancing(draft)
     _optional(draft, f"{router}z_loss", "--moe-z-loss-coeff")
@@ -51,6 +51,20 @@ def _lost_parts(draft: RecipeDraft) -> None:
         draft.lose(flag, "experts have this activation there; here they are gated with SiLU")
     if not draft["--disable-bias-linear"]:
         draft.lose("--disable-bias-linear", "experts and their router have biases there, and none here")
+
+
+def _weights(draft: RecipeDraft) -> None:
+    """Weights sum to 1 but for a softmax over all experts, and for other scores of a single expert."""
+    if "sinkhorn" in draft["--moe-router-load-balancing-type"]:
+        # it has weights of its own
+        draft.used.add("--moe-router-pre-softmax")
+        return
+    key = "model.moe.router.norm_top_k"
+    if draft["--moe-router-score-function"] == "softmax":
+        if draft["--moe-router-pre-softmax"]:
+            draft.put(key, False, "--moe-router-pre-softmax")
+    elif draft["--moe-router-topk"] == 1:
+        draft.put(key, False, "--moe-router-topk", remark="a single expert is weighed by its score")
 
 
 def _optional(draft: RecipeDraft, key: str, name: str) -> None:

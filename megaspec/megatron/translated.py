@@ -56,11 +56,11 @@ _EXPERTS = """
 --moe-shared-expert-intermediate-size int -> model.moe.d_shared
 --moe-shared-expert-gate -> model.moe.shared_gate
 --moe-router-score-function softmax|sigmoid|sqrtsoftplus = softmax -> model.moe.router.score
---moe-router-pre-softmax -> model.moe.router.softmax_first
+--moe-router-pre-softmax -> model.moe.router.norm_top_k
 --moe-router-topk-scaling-factor float -> model.moe.router.scale
 --moe-router-num-groups int -> model.moe.router.n_groups
 --moe-router-group-topk int -> model.moe.router.group_top_k
---moe-router-enable-expert-bias -> model.moe.router.bias_rate
+--moe-router-enable-expert-bias -> model.moe.router.expert_bias
 --moe-router-bias-update-rate float = 0.001 -> model.moe.router.bias_rate
 --moe-router-load-balancing-type aux_loss|seq_aux_loss|global_aux_loss|sinkhorn|quantile_balancing|none+ = aux_loss -> model.moe.router.losses
 --moe-aux-loss-coeff float+ = 0.0 -> model.moe.router.losses

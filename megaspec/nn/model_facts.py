@@ -143,7 +143,7 @@ class ModelFacts:
         for name, linear in self.linears():
             found[f"{name}.weight"] = WeightFacts(is_expert=linear.tokens == "routed")
             if linear.bias:
-                found[f"{name}.bias"] = WeightFacts()
+                found[f"{name}.bias"] = WeightFacts(is_expert=linear.tokens == "routed")
         last_norms = {vector.name for vector in self.norm.vectors}
         for name, vector in self.vectors():
             if vector.is_trained:

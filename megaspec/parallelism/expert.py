@@ -139,6 +139,6 @@ def buffers_of(chunks: Sequence[Decoder]) -> dict[str, Tensor]:
     return {
         f"{name}.{key}": getattr(router, key)
         for name, router in routers_of(chunks)
-        for key in ("bias", "shares")
+        for key in ("expert_bias", "shares")
         if getattr(router, key) is not None
     }

@@ -466,6 +466,7 @@ class TensorParallel:
         parts = module.parts[: len(module.parts) // module.n_experts]
         n_in = module.n_in
         pieces: list[Piece] = []
+        bias_pieces: list[Piece] = []
         local_first = 0
         for expert in range(grid.first, grid.first + grid.count):
             global_first = expert * sum(parts)
@@ -475,13 +476,18 @@ class TensorParallel:
                 assert share * grid.etp == part, refusal
                 start = global_first + grid.etp_index * share
                 pieces.append(Piece((start, 0), (local_first, 0), (share, n_in)))
+                bias_pieces.append(Piece((start,), (local_first,), (share,)))
                 global_first += part
                 local_first += share
         if grid.etp == 1:
             # whole experts, one below the other: one rectangle
             pieces = [Piece((grid.first * sum(parts), 0), (0, 0), (local_first, n_in))]
+            bias_pieces = [Piece((grid.first * sum(parts),), (0,), (local_first,))]
         weight = f"{name}.weight"
-        self.layouts[weight] = Layout(weight, (sum(module.parts), n_in), (local_first, n_in), tuple(pieces))
+        bias = f"{name}.bias"
+        n_out = sum(module.parts)
+        self.layouts[weight] = Layout(weight, (n_out, n_in), (local_first, n_in), tuple(pieces))
+        self.layouts[bias] = Layout(bias, (n_out,), (local_first,), tuple(bias_pieces))
         module.parts = tuple(part // grid.etp for part in parts) * grid.count
         module.n_experts = grid.count
         self._cut(name, module, module)
@@ -496,11 +502,23 @@ class TensorParallel:
         piece = Piece((grid.first * n_out, grid.etp_index * share), (0, 0), shape)
         weight = f"{name}.weight"
         self.layouts[weight] = Layout(weight, (sum(module.parts), module.n_in), shape, (piece,))
+        self._expert_row_bias(name, module, grid)
         parts_of_expert = len(module.parts) // module.n_experts
         module.parts = module.parts[: parts_of_expert * grid.count]
         module.n_in = share
         module.n_experts = grid.count
         self._cut(name, module, module)
+
+    def _expert_row_bias(self, name: str, module: GroupedLinear, grid: _ExpertGrid) -> None:
+        """Whole on all ranks that hold a part of an expert, of which the first one adds it: so it has the gradient."""
+        bias = f"{name}.bias"
+        n_out = sum(module.parts) // module.n_experts
+        rows = grid.count * n_out
+        piece = Piece((grid.first * n_out,), (0,), (rows,), grid.etp_index, grid.etp)
+        self.layouts[bias] = Layout(bias, (sum(module.parts),), (rows,), (piece,))
+        module.adds_bias = grid.etp_index == 0
+        if grid.etp > 1:
+            self.sums.append(GradientSum(bias, None, self.mesh.group("etp")))
 
     def _expert_grid(self, name: str, module: GroupedLinear) -> _ExpertGrid:
         ep = self.mesh.size("ep")

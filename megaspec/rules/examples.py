@@ -159,11 +159,6 @@ _EXPERTS = {
     "tp-shared": Example((_moe("d_shared: 97"), _TP2), ("model.moe.d_shared=96",), "parallelism.tp"),
     "moe-sp": Example((_moe(), _TP2, f"{_SP}=false"), (f"{_SP}=true",), _SP),
     "moe-none": Example((_moe("first_dense: 4"),), ("model.moe.first_dense=3",), "model.moe.first_dense"),
-    "moe-mlp": Example(
-        (_moe(), "model.mlp={kind: plain, activation: relu}"),
-        ("model.mlp={kind: gated, activation: silu, bias: false}",),
-        "model.mlp.kind",
-    ),
     "moe-layers": Example((_moe("layers: [0,1,1]"),), ("model.moe.layers=[0,1,1,1]",), "model.moe.layers"),
     "moe-layers-twice": Example(
         (_moe("layers: [0,1,1,1]", "first_dense: 1"),), ("model.moe.first_dense=0",), "model.moe.layers"
@@ -184,14 +179,22 @@ _EXPERTS = {
         "model.moe.router.group_top_k",
     ),
     "moe-bias": Example(
-        (_router("bias_rate: 1e-3"),), ("model.moe.router.score=sigmoid",), "model.moe.router.bias_rate"
+        (_router("expert_bias: true"),), ("model.moe.router.score=sigmoid",), "model.moe.router.expert_bias"
     ),
-    "moe-softmax": Example(
-        (_router("score: sigmoid", "softmax_first: true"),),
-        ("model.moe.router.softmax_first=false",),
-        "model.moe.router.softmax_first",
+    "moe-bias-rate": Example(
+        (_router("score: sigmoid", "bias_rate: 1e-3"),),
+        ("model.moe.router.expert_bias=true",),
+        "model.moe.router.bias_rate",
     ),
-    "moe-top-1": Example((_moe("top_k: 1"),), ("model.moe.router.softmax_first=true",), "model.moe.top_k"),
+    "moe-group-score": Example(
+        (_router("group_score: best"),), ("model.moe.router.group_score=share",), "model.moe.router.group_score"
+    ),
+    "moe-group-two": Example(
+        (_router("n_groups: 8", "group_top_k: 4", "group_score: best_two"),),
+        ("model.moe.router.n_groups=4",),
+        "model.moe.router.group_score",
+    ),
+    "moe-top-1": Example((_moe("top_k: 1"),), ("model.moe.router.norm_top_k=false",), "model.moe.top_k"),
     "moe-sinkhorn": Example(
         (_router("balancing: sinkhorn", "losses: [{kind: aux, coefficient: 0.01}]"),),
         ("model.moe.router.losses=[]",),

@@ -31,17 +31,6 @@ def some_layer_has_experts(case: Case) -> Problem | None:
     return Problem("model.moe.first_dense", f"{text}; {way}, or model.moe=null")
 
 
-def feed_forward_is_in_some_layer(case: Case) -> Problem | None:
-    """Where every feed-forward layer is one of experts, which are gated with SiLU, model.mlp asks for nothing else."""
-    mlp = case.recipe.model.mlp
-    if case.moe is None or case.dense_layers > 0:
-        return None
-    if mlp.kind == "gated" and mlp.activation == "silu" and not mlp.bias:
-        return None
-    text = f"model.mlp.kind={mlp.kind} is of no layer: all have experts, which are gated with SiLU and have no biases"
-    return Problem("model.mlp.kind", f"{text}; set model.mlp={{kind: gated, activation: silu, bias: false}}")
-
-
 def layer_list_is_as_long_as_the_model(case: Case) -> Problem | None:
     """The list of layers with experts has an entry for each layer."""
     moe = case.moe
@@ -166,41 +155,70 @@ def chosen_groups_hold_enough_experts(case: Case) -> Problem | None:
     return Problem("model.moe.router.group_top_k", f"{text}; {way}")
 
 
+def a_group_score_needs_groups(case: Case) -> Problem | None:
+    """How groups are compared is said where there are groups."""
+    router = _router(case)
+    if router is None or router.group_score == "share" or router.n_groups is not None or router.group_top_k is not None:
+        return None
+    text = f"model.moe.router.group_score={router.group_score} needs groups, model.moe.router.n_groups is null"
+    return Problem("model.moe.router.group_score", f"{text}; give n_groups and group_top_k, or drop it")
+
+
+def a_group_has_the_experts_of_its_score(case: Case) -> Problem | None:
+    """A group that is scored by its best two experts has two."""
+    moe = case.moe
+    if moe is None or moe.router.n_groups is None or moe.router.group_score != "best_two":
+        return None
+    n_groups = moe.router.n_groups
+    if moe.n_experts % n_groups or moe.n_experts >= 2 * n_groups:
+        return None  # whether groups are even is told by the rule before this one
+    text = f"model.moe.router.group_score=best_two needs groups of two experts, model.moe.n_experts={moe.n_experts}"
+    text += f" in model.moe.router.n_groups={n_groups} have one each"
+    way = way_out(case, Way("model.moe.router.n_groups", divisors(moe.n_experts), n_groups))
+    return Problem("model.moe.router.group_score", f"{text}; set group_score=best, or {way}")
+
+
 def bias_balances_independent_scores(case: Case) -> Problem | None:
     """The balancing bias needs scores that don't depend on each other: sigmoid or sqrt_softplus."""
     router = _router(case)
-    if router is None or router.bias_rate == 0 or router.score != "softmax":
+    if router is None or not router.expert_bias or router.score != "softmax":
         return None
-    text = f"model.moe.router.bias_rate={router.bias_rate:g} needs score=sigmoid or score=sqrt_softplus, it is softmax"
-    return Problem("model.moe.router.bias_rate", f"{text}; set one of them, or bias_rate=0")
+    text = "model.moe.router.expert_bias=true needs score=sigmoid or score=sqrt_softplus, it is softmax"
+    return Problem("model.moe.router.expert_bias", f"{text}; set one of them, or expert_bias=false")
 
 
-def only_a_softmax_comes_first(case: Case) -> Problem | None:
-    """softmax_first is said of softmax scores: the others have no softmax."""
+def only_a_bias_that_exists_moves(case: Case) -> Problem | None:
+    """bias_rate is said of a bias that exists."""
     router = _router(case)
-    if router is None or not router.softmax_first or router.score == "softmax":
+    if router is None or router.bias_rate == 0 or router.expert_bias:
         return None
-    text = f"model.moe.router.softmax_first=true needs score=softmax, it is {router.score}"
-    return Problem("model.moe.router.softmax_first", f"{text}; set it to false")
+    text = f"model.moe.router.bias_rate={router.bias_rate:g} needs model.moe.router.expert_bias=true, it is false"
+    return Problem("model.moe.router.bias_rate", f"{text}; set it to true, or bias_rate=0")
 
 
 def a_single_expert_has_a_weight(case: Case) -> Problem | None:
-    """With top_k=1, softmax comes first: over the one that is chosen it is always 1, and the router learns nothing."""
+    """With top_k=1 weights are not normalised: the chosen one would always have 1, and the router learn nothing."""
     moe = case.moe
-    if moe is None or moe.top_k > 1 or moe.router.score != "softmax" or moe.router.softmax_first:
+    if moe is None or moe.top_k > 1 or not moe.router.norm_top_k:
         return None
     if moe.router.balancing == "sinkhorn" or moe.n_experts == 1:
         return None
-    text = "model.moe.top_k=1 with score=softmax weighs every chosen expert 1, so that the router learns nothing"
-    return Problem("model.moe.top_k", f"{text}; set model.moe.router.softmax_first=true, or top_k=2")
+    text = "model.moe.top_k=1 with model.moe.router.norm_top_k=true weighs every chosen expert 1, so that the router"
+    return Problem("model.moe.top_k", f"{text} learns nothing; set norm_top_k=false, or top_k=2")
 
 
 def sinkhorn_balances_alone(case: Case) -> Problem | None:
-    """Under sinkhorn there are no balancing losses, no bias and no groups: it balances by itself."""
+    """Under sinkhorn there are no balancing losses, no bias, no groups and no other weights: it balances by itself."""
     router = _router(case)
     if router is None or router.balancing != "sinkhorn":
         return None
-    for name, idle, instead in (("losses", (), "[]"), ("bias_rate", 0, "0"), ("n_groups", None, "null")):
+    idle_values = (
+        ("losses", (), "[]"),
+        ("expert_bias", False, "false"),
+        ("n_groups", None, "null"),
+        ("norm_top_k", True, "true"),
+    )
+    for name, idle, instead in idle_values:
         value = getattr(router, name)
         if value == idle:
             continue

@@ -166,8 +166,8 @@ def _biases(built: TrainState) -> dict[str, Tensor]:
     """What the routers here add to the scores that experts are chosen by: it is learned, though by no gradient."""
     biases = {}
     for name, router in routers_of(built.chunks):
-        if router.bias is not None:
-            biases[f"{name}.bias"] = router.bias
+        if router.expert_bias is not None:
+            biases[f"{name}.expert_bias"] = router.expert_bias
     return biases
 
 

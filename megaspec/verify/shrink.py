@@ -428,6 +428,8 @@ def _experts(spec: Spec, moe: MoeSpec, grid: Grid, n_layers: int) -> dict[str, A
         few_open = few if open_groups == groups else min(open_groups, max(1, few // 2))
         of_a_group = min(2, max(1, moe.top_k // open_groups))
         top_k = min(moe.top_k, few_open * of_a_group)
+        # a group's score may be the sum of two
+        of_a_group = max(of_a_group, min(2, moe.experts_of_group))
         has_choice = moe.n_experts // groups * open_groups > moe.top_k
         least = few * of_a_group
         if has_choice:

@@ -101,5 +101,5 @@ def _experts(args: dict[str, Any]) -> dict[str, Any]:
         "d_expert": args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
         "d_shared": args["moe_shared_expert_intermediate_size"],
         "shared_gate": bool(args["moe_shared_expert_gate"]),
-        "router": {"bias_rate": 1e-3 if args.get("moe_router_enable_expert_bias") else 0.0},
+        "router": {"expert_bias": bool(args.get("moe_router_enable_expert_bias"))},
     }

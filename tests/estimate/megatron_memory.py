@@ -28,7 +28,7 @@ def weight_and_optimizer_bytes(recipe: Recipe) -> float:
     experts, moe = 0, model.moe
     if moe is not None:
         split += n_moe * gates * d * (moe.d_shared or 0)
-        whole += n_moe * d * moe.n_experts + (n_moe * moe.n_experts if moe.router.bias_rate else 0)
+        whole += n_moe * d * moe.n_experts + (n_moe * moe.n_experts if moe.router.expert_bias else 0)
         whole += n_moe * d if moe.shared_gate else 0
         experts = n_moe * gates * d * moe.d_expert * moe.n_experts
     table = d * model.facts.padded_vocab(tp=own.tp)

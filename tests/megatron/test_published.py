@@ -254,7 +254,7 @@ def test_mixtral_8x22b_starts_from_weights_that_are_not_read(tmp_path):
     # experts become as wide as the feed-forward layer
     fields(recipe.model.moe, n_experts=8, top_k=2, d_expert="auto", every=1, first_dense=0, d_shared=None)
     assert [loss.model_dump() for loss in recipe.model.moe.router.losses] == [{"kind": "aux", "coefficient": 0.01}]
-    fields(recipe.model.moe.router, score="softmax", softmax_first=False, z_loss=0.0)
+    fields(recipe.model.moe.router, score="softmax", norm_top_k=True, z_loss=0.0)
     fields(
         recipe.parallelism,
         tp=2,

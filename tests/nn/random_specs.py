@@ -83,19 +83,33 @@ _MIXERS = ("attention", "mlp", "moe")
 
 
 @st.composite
+def _router(draw: st.DrawFn, *, n_experts: int) -> dict[str, Any]:
+    router: dict[str, Any] = {
+        "scale": draw(st.sampled_from([1.0, 2.5])),
+        "score": draw(st.sampled_from(["softmax", "sigmoid"])),
+        "norm_top_k": draw(st.booleans()),
+        "logit_bias": draw(st.booleans()),
+    }
+    if router["score"] == "sigmoid" and draw(st.booleans()):
+        router["expert_bias"] = True
+        router["bias_rate"] = draw(st.sampled_from([0.0, 1e-3]))
+    if n_experts == 4 and draw(st.booleans()):
+        router |= {"n_groups": 2, "group_top_k": 1, "group_score": draw(st.sampled_from(["share", "best", "best_two"]))}
+    return router
+
+
+@st.composite
 def _moe(draw: st.DrawFn) -> dict[str, Any]:
     shared = draw(st.sampled_from([None, 4, 8]))
-    router: dict[str, Any] = {"scale": draw(st.sampled_from([1.0, 2.5]))}
-    score = draw(st.sampled_from(["softmax", "sigmoid"]))
-    router["score"] = score
-    if score == "sigmoid" and draw(st.booleans()):
-        router["bias_rate"] = 1e-3
+    n_experts = draw(st.sampled_from([2, 4]))
+    router = draw(_router(n_experts=n_experts))
     return {
-        "n_experts": draw(st.sampled_from([2, 4])),
-        "top_k": draw(st.sampled_from([1, 2])) if score == "sigmoid" else 2,
+        "n_experts": n_experts,
+        "top_k": 2 if router["norm_top_k"] else draw(st.sampled_from([1, 2])),
         "d_expert": draw(st.sampled_from([4, 12])),
         "d_shared": shared,
         "shared_gate": shared is not None and draw(st.booleans()),
+        "weights_on": draw(st.sampled_from(["outputs", "outputs", "inputs"])),
         "router": router,
     }
 

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.dropout import Dropout
 from megaspec.nn.linear import Linear, WeightGradientQueue, WeightGradientSums
-from megaspec.nn.mlp.module import GatedMlp
-from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.mlp.module import ACTIVATIONS, MLPS, FeedForward
+from megaspec.nn.mlp.spec import GatedMlpSpec, MlpSpec, PlainMlpSpec
+from megaspec.nn.moe.activation import weighted
 from megaspec.nn.moe.module import Experts, GroupedLinear, Moe, loads_in_turn
 from megaspec.nn.moe.router import Router
 from megaspec.nn.moe.rows import sorted_rows
@@ -26,20 +26,22 @@ AUX = (BalanceLoss(kind="aux", coefficient=0.3), BalanceLoss(kind="seq_aux", coe
 class Case:
     name: str
     moe: MoeSpec
+    mlp: MlpSpec = GatedMlpSpec()
 
     def __str__(self) -> str:
         return self.name
 
 
-def case(name: str, *, router: RouterSpec | None = None, **moe: object) -> Case:
-    return Case(name, MoeSpec(**{"n_experts": 6, "top_k": 2, "router": router or RouterSpec()} | moe))
+def case(name: str, *, router: RouterSpec | None = None, mlp: MlpSpec | None = None, **moe: object) -> Case:
+    options = {"n_experts": 6, "top_k": 2, "router": router or RouterSpec()} | moe
+    return Case(name, MoeSpec(**options), mlp or GatedMlpSpec())
 
 
 CASES = [
     case("softmax"),
-    case("softmax first", router=RouterSpec(softmax_first=True, z_loss=0.1, losses=AUX), top_k=3),
-    case("sigmoid", router=RouterSpec(score="sigmoid", scale=2.5, bias_rate=0.1, n_groups=3, group_top_k=2)),
-    case("softplus", router=RouterSpec(score="sqrt_softplus"), top_k=1),
+    case("softmax first", router=RouterSpec(norm_top_k=False, z_loss=0.1, losses=AUX), top_k=3),
+    case("sigmoid", router=RouterSpec(score="sigmoid", scale=2.5, expert_bias=True, n_groups=3, group_top_k=2)),
+    case("softplus", router=RouterSpec(score="sqrt_softplus", norm_top_k=False), top_k=1),
     case("sinkhorn", router=RouterSpec(balancing="sinkhorn")),
     case("lowest dropped", capacity_factor=0.7),
     case("last dropped", capacity_factor=0.5, drop="position", top_k=3),
@@ -49,18 +51,44 @@ CASES = [
     case("shared with gate", d_shared=F_SHARED, shared_gate=True, capacity_factor=0.7, router=RouterSpec(losses=AUX)),
     case("many experts", n_experts=40),
     case("every expert", n_experts=3, top_k=3),
+    case("bias", mlp=GatedMlpSpec(bias=True)),
+    case("bias, some dropped", mlp=GatedMlpSpec(bias=True), capacity_factor=0.7),
+    case("bias, padded", mlp=GatedMlpSpec(bias=True), capacity_factor=0.7, pad_to_capacity=True),
+    case("plain", mlp=PlainMlpSpec(kind="plain", activation="relu_squared"), d_shared=F_SHARED),
+    case("gated gelu", mlp=GatedMlpSpec(activation="gelu", bias=True)),
+    case("weighted inputs", weights_on="inputs", router=RouterSpec(score="sigmoid", norm_top_k=False), top_k=1),
+    case("weighted inputs, bias", weights_on="inputs", mlp=PlainMlpSpec(kind="plain", bias=True), capacity_factor=0.7),
+    case(
+        "weighted inputs, padded",
+        weights_on="inputs",
+        mlp=GatedMlpSpec(bias=True),
+        capacity_factor=4.0,
+        pad_to_capacity=True,
+    ),
 ]
 
 
 UNPERMUTE = REGISTRY["unpermute"]["reference"]
 
 
-def build(moe: MoeSpec, *, seed: int = 1) -> Moe:
+def feed_forward(width: int, mlp: MlpSpec) -> FeedForward:
+    return MLPS[type(mlp)](D, width, mlp, out=Dropout(0.0, "inner"))
+
+
+def build(moe: MoeSpec, mlp: MlpSpec = GatedMlpSpec(), *, seed: int = 1) -> Moe:
     torch.manual_seed(seed)
+    form = feed_forward(F_EXPERT, mlp)
     module = Moe(
         Router(D, moe, site="router"),
-        Experts(moe.n_experts, D, F_EXPERT, kernel=REGISTRY["grouped"]["reference"], unpermute=UNPERMUTE),
-        shared=GatedMlp(D, moe.d_shared, GatedMlpSpec(), out=Dropout(0.0, "shared")) if moe.d_shared else None,
+        Experts(
+            moe.n_experts,
+            form,
+            activation=weighted(mlp, form.activate),
+            weights_on=moe.weights_on,
+            kernel=REGISTRY["grouped"]["reference"],
+            unpermute=UNPERMUTE,
+        ),
+        shared=feed_forward(moe.d_shared, mlp) if moe.d_shared else None,
         shared_gate=Linear(D, 1) if moe.shared_gate else None,
         pad=moe.pad_to_capacity,
         out=Dropout(0.0, "moe"),
@@ -76,25 +104,43 @@ def context(*, weight: float | None = 1.5) -> SequenceContext:
     return SequenceContext(index, index=index, length=T, aux_weight=aux)
 
 
-def expert(x_D: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = (gate_up @ x_D).chunk(2)
-    return down @ (F.silu(gate) * up)
+def one_expert(x_D: Tensor, mlp: MlpSpec, into: Linear, down: Linear, *, number: int = 0, count: int = 1) -> Tensor:
+    """Expert `number` of `count`, by the equation."""
+    hidden = into.weight.unflatten(0, (count, -1))[number] @ x_D
+    if into.bias is not None:
+        hidden = hidden + into.bias.unflatten(0, (count, -1))[number]
+    if isinstance(mlp, GatedMlpSpec):
+        gate, up = hidden.chunk(2)
+        hidden = ACTIVATIONS[mlp.activation](gate) * up
+    else:
+        hidden = ACTIVATIONS[mlp.activation](hidden)
+    y_D = down.weight.unflatten(0, (count, -1))[number] @ hidden
+    if down.bias is not None:
+        y_D = y_D + down.bias.unflatten(0, (count, -1))[number]
+    return y_D
 
 
-def one_at_a_time(moe: Moe, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+def into_of(module: Experts | FeedForward) -> Linear:
+    return getattr(module, "w_gate_up", None) or module.w_up
+
+
+def one_at_a_time(moe: Moe, x_BTD: Tensor, context: SequenceContext, mlp: MlpSpec = GatedMlpSpec()) -> Tensor:
     """The same by the equation, with the router's own choice."""
     E, routing = moe.experts.count, moe.router(x_BTD, context)
-    gate_up = moe.experts.w_gate_up.weight.view(E, 2 * F_EXPERT, D)
-    down = moe.experts.w_down.weight.view(E, D, F_EXPERT)
+    products = (into_of(moe.experts), moe.experts.w_down)
     tokens = []
     for m, x_D in enumerate(x_BTD.flatten(0, 1)):
         y_D = torch.zeros_like(x_D)
         for j, e in enumerate(routing.experts[m].tolist()):
             kept = routing.keep is None or bool(routing.keep[m, j])
+            weight = routing.weights[m, j]
             # a dropped choice still has its part in the graph: nothing
-            y_D = y_D + routing.weights[m, j] * kept * expert(x_D, gate_up[e], down[e])
+            if moe.router.moe.weights_on == "inputs":
+                y_D = y_D + kept * one_expert(weight * x_D, mlp, *products, number=e, count=E)
+            else:
+                y_D = y_D + kept * weight * one_expert(x_D, mlp, *products, number=e, count=E)
         if moe.shared is not None:
-            beside_D = expert(x_D, moe.shared.w_gate_up.weight, moe.shared.w_down.weight)
+            beside_D = one_expert(x_D, mlp, into_of(moe.shared), moe.shared.w_down)
             if moe.shared_gate is not None:
                 beside_D = beside_D * (moe.shared_gate.weight[0] @ x_D).sigmoid()
             y_D = y_D + beside_D
@@ -113,12 +159,12 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_one_token_at_a_time(case: Case) -> None:
-    moe = build(case.moe)
-    if moe.router.bias is not None:
-        moe.router.bias.copy_(torch.linspace(-0.2, 0.2, case.moe.n_experts))
+    moe = build(case.moe, case.mlp)
+    if moe.router.expert_bias is not None:
+        moe.router.expert_bias.copy_(torch.linspace(-0.2, 0.2, case.moe.n_experts))
     x = torch.randn(B, T, D, dtype=torch.float64, requires_grad=True)
     grad = torch.randn_like(x)
-    y, expected = moe(x, context()), one_at_a_time(moe, x, context())
+    y, expected = moe(x, context()), one_at_a_time(moe, x, context(), case.mlp)
     assert close(y, expected)
     found, wanted = gradients(y, grad, moe, x), gradients(expected, grad, moe, x)
     for name in wanted:
@@ -178,9 +224,10 @@ def test_weight_gradients_can_be_deferred() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_parts_compute_the_same() -> None:
+@pytest.mark.parametrize("mlp", [GatedMlpSpec(), GatedMlpSpec(activation="gelu"), PlainMlpSpec(kind="plain")], ids=str)
+def test_compiled_parts_compute_the_same(mlp: MlpSpec) -> None:
     """What lies between the experts' products, sums of rows, shared experts."""
-    moe = build(MoeSpec(n_experts=6, top_k=2, d_shared=F_SHARED, capacity_factor=0.7))
+    moe = build(MoeSpec(n_experts=6, top_k=2, d_shared=F_SHARED, capacity_factor=0.7), mlp)
     inputs = [torch.randn(B, T, D, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     expected = [gradients(moe(x, context()), torch.ones_like(x), moe, x) for x in inputs]
     moe.compile_parts()

@@ -70,12 +70,12 @@ def check_parameters(model: dict[str, Any]) -> None:
     decoder, recipe = model_of(model, torch.bfloat16, device="meta")
     spec, facts = recipe.model, recipe.model.facts
     held = decoder.global_parameters()
-    biases = sum(b.numel() for n, b in decoder.named_buffers() if n.endswith("moe.router.bias"))
+    biases = sum(b.numel() for n, b in decoder.named_buffers() if n.endswith("moe.router.expert_bias"))
     assert count_parameters(spec).total == sum(p.numel() for p in held.values()) + biases
     assert rank_parameters(recipe, 0).total == count_parameters(spec).total
     initial = facts.initial_values(std=spec.init_std)
     assert not initial.stds.keys() & initial.constants.keys()
-    said = initial.stds.keys() | {n for n in initial.constants if not n.endswith("moe.router.bias")}
+    said = initial.stds.keys() | {n for n in initial.constants if not n.endswith("moe.router.expert_bias")}
     assert said - {"head.weight"} == held.keys() - {"head.weight"}
     for name in held:
         module = name.rpartition(".")[0]

@@ -51,7 +51,9 @@ def random_router(moe: MoeSpec, d: int = 6, *, seed: int = 0, dtype: torch.dtype
     generator = torch.Generator().manual_seed(seed)
     router.weight.data.copy_(torch.randn(moe.n_experts, d, generator=generator, dtype=torch.float64))
     if router.bias is not None:
-        router.bias.copy_(torch.randn(moe.n_experts, generator=generator, dtype=torch.float64) / 3)
+        router.bias.data.copy_(torch.randn(moe.n_experts, generator=generator, dtype=torch.float64))
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(torch.randn(moe.n_experts, generator=generator, dtype=torch.float64) / 3)
     if router.shares is not None:
         router.shares.copy_(torch.rand(moe.n_experts, generator=generator, dtype=torch.float64))
     return router
@@ -72,11 +74,11 @@ def golden_moe(args: dict, **more: object) -> MoeSpec:
     """Megatron-core's arguments in our words."""
     words = {
         "score": SCORES[args.get("score_function", "softmax")],
-        "softmax_first": args.get("use_pre_softmax", False),
+        "norm_top_k": not args.get("use_pre_softmax", False) and args["topk"] > 1,
         "scale": args.get("scaling_factor") or 1.0,
         "n_groups": args.get("num_groups"),
         "group_top_k": args.get("group_topk"),
-        "bias_rate": 1e-3 if args.get("expert_bias") else 0.0,
+        "expert_bias": bool(args.get("expert_bias")),
     }
     return MoeSpec(n_experts=8, top_k=args["topk"], d_expert=4, router=RouterSpec(**words), **more)
 
@@ -85,8 +87,8 @@ def golden_moe(args: dict, **more: object) -> MoeSpec:
 def test_golden_routing(entry: dict) -> None:
     moe = golden_moe(entry["args"])
     router = identity(moe)
-    if router.bias is not None:
-        router.bias.copy_(torch.tensor(entry["args"]["expert_bias"]))
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(torch.tensor(entry["args"]["expert_bias"]))
     found = dense(router(golden_logits()[None], context(12)), 8)
     assert torch.equal(found != 0, torch.tensor(entry["map"], dtype=torch.bool))
     torch.testing.assert_close(found, torch.tensor(entry["probs"]), rtol=4 * float(FP32), atol=0)
@@ -127,11 +129,15 @@ def test_golden_drops(entry: dict) -> None:
 GROUPS = {"n_groups": 4, "group_top_k": 2}
 KINDS = {
     "softmax": RouterSpec(),
-    "softmax_first": RouterSpec(softmax_first=True, scale=1.5),
+    "among_all": RouterSpec(norm_top_k=False, scale=1.5),
     "softmax_groups": RouterSpec(**GROUPS),
-    "sigmoid": RouterSpec(score="sigmoid", bias_rate=1e-3, scale=2.5),
-    "sigmoid_groups": RouterSpec(score="sigmoid", bias_rate=1e-3, **GROUPS),
-    "sqrt_softplus": RouterSpec(score="sqrt_softplus", bias_rate=1e-3),
+    "sigmoid": RouterSpec(score="sigmoid", expert_bias=True, scale=2.5),
+    "sigmoid_among_all": RouterSpec(score="sigmoid", norm_top_k=False),
+    "sigmoid_groups": RouterSpec(score="sigmoid", expert_bias=True, **GROUPS),
+    "best_of_group": RouterSpec(norm_top_k=False, group_score="best", **GROUPS),
+    "best_two_of_group": RouterSpec(score="sigmoid", expert_bias=True, group_score="best_two", **GROUPS),
+    "logit_bias": RouterSpec(logit_bias=True),
+    "sqrt_softplus": RouterSpec(score="sqrt_softplus", expert_bias=True),
     "sinkhorn": RouterSpec(balancing="sinkhorn", scale=2.0),
 }
 
@@ -144,18 +150,18 @@ def slow_routing(logits: Tensor, spec: RouterSpec, k: int, bias: Tensor | None) 
         "sigmoid": lambda: 1 / (1 + torch.exp(-logits)),
         "sqrt_softplus": lambda: torch.sqrt(torch.log1p(torch.exp(logits))),
     }[spec.score]()
-    late = spec.score == "softmax" and not spec.softmax_first
+    late = spec.score == "softmax" and spec.norm_top_k
     by = ((logits if late else scores) + (0 if bias is None else bias)).tolist()
     allowed = list(range(E))
     if spec.n_groups:
         size = E // spec.n_groups
         groups = [range(g * size, (g + 1) * size) for g in range(spec.n_groups)]
-        count = k // spec.group_top_k
+        count = {"share": k // spec.group_top_k, "best": 1, "best_two": 2}[spec.group_score]
         groups.sort(key=lambda group: -sum(sorted((by[e] for e in group), reverse=True)[:count]))
         allowed = [e for group in groups[: spec.group_top_k] for e in group]
     experts = sorted(allowed, key=lambda e: -by[e])[:k]
     weights = scores[experts]
-    if late or (spec.score != "softmax" and k > 1):
+    if late or (spec.score != "softmax" and spec.norm_top_k):
         weights = weights / weights.sum()
     return experts, weights * spec.scale
 
@@ -170,15 +176,18 @@ def test_choice_and_weights_are_those_of_a_slow_loop(kind: str, k: int) -> None:
     router, x = random_router(moe), tokens_of(2, 5, 6)
     routing = router(x, context(5, ids=(0, 1), dtype=torch.float64))
     upstream = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    grads = torch.autograd.grad((dense(routing, 8) * upstream).sum(), (x, router.weight))
+    inputs = (x, *router.parameters())
+    grads = torch.autograd.grad((dense(routing, 8) * upstream).sum(), inputs)
     logits = x.flatten(0, 1) @ router.weight.t()
+    if router.bias is not None:
+        logits = logits + router.bias
     total = torch.zeros((), dtype=torch.float64)
     for token, row in enumerate(logits):
-        experts, weights = slow_routing(row, spec, k, router.bias)
+        experts, weights = slow_routing(row, spec, k, router.expert_bias)
         assert sorted(routing.experts[token].tolist()) == sorted(experts)
         torch.testing.assert_close(dense(routing, 8)[token, experts], weights, rtol=1e-13, atol=0)
         total = total + (weights * upstream[experts]).sum()
-    for found, wanted in zip(grads, torch.autograd.grad(total, (x, router.weight)), strict=True):
+    for found, wanted in zip(grads, torch.autograd.grad(total, inputs), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
 
 
@@ -240,7 +249,7 @@ def test_capacity() -> None:
 def all_losses(score: str = "sigmoid", **more: object) -> MoeSpec:
     kinds = ("aux", "seq_aux", "global_aux")
     losses = tuple(BalanceLoss(kind=kind, coefficient=0.1 * (n + 1)) for n, kind in enumerate(kinds))
-    spec = RouterSpec(score=score, bias_rate=0 if score == "softmax" else 0.01, losses=losses, z_loss=0.7, **GROUPS)
+    spec = RouterSpec(score=score, expert_bias=score != "softmax", bias_rate=0.01, losses=losses, z_loss=0.7, **GROUPS)
     return MoeSpec(n_experts=8, top_k=2, d_expert=4, router=spec, **more)
 
 
@@ -364,7 +373,7 @@ def test_shipped_models_have_the_published_weight_of_the_balancing_loss(name: st
 
 def test_statistics_are_summed_over_micro_batches_and_a_step_ends_with_them() -> None:
     router = random_router(all_losses("sigmoid", capacity_factor=0.75))
-    start = router.bias.clone()
+    start = router.expert_bias.clone()
     tokens, plain, drops, entropy = torch.zeros(8), torch.zeros(8), torch.zeros(8), 0.0
     for micro in range(3):
         x = tokens_of(2, 6, 6, seed=micro)
@@ -383,28 +392,28 @@ def test_statistics_are_summed_over_micro_batches_and_a_step_ends_with_them() ->
     assert drops.sum() > 0
     assert float(seen.entropy) == pytest.approx(entropy, rel=1e-12)
     assert float(seen.micro_batches) == 3
-    before, sums = (router.bias.clone(), router.shares.clone()), router.sums.clone()
+    before, sums = (router.expert_bias.clone(), router.shares.clone()), router.sums.clone()
     router.finish_step(sums, skip=torch.ones(()))
-    assert torch.equal(router.bias, before[0])
+    assert torch.equal(router.expert_bias, before[0])
     assert torch.equal(router.shares, before[1])
     assert router.sums.eq(0).all()
     router.sums.fill_(1)
     router.finish_step(sums, skip=torch.zeros(()))
-    torch.testing.assert_close(router.bias, start + 0.01 * (9 - tokens).sign().to(torch.float64))
+    torch.testing.assert_close(router.expert_bias, start + 0.01 * (9 - tokens).sign().to(torch.float64))
     torch.testing.assert_close(router.shares, plain.to(torch.float64) / 72)
     assert router.sums.eq(0).all()
 
 
 def test_a_step_starts_from_an_even_load_and_without_bias() -> None:
     router = Router(6, all_losses(), site="here")
-    assert router.bias.eq(0).all()
+    assert router.expert_bias.eq(0).all()
     assert router.shares.eq(1 / 8).all()
     assert router.sums.eq(0).all()
     with torch.device("meta"):
         router = Router(6, all_losses(), site="here")
-    assert {p.device.type for p in (router.weight, router.bias, router.sums)} == {"meta"}
+    assert {p.device.type for p in (router.weight, router.expert_bias, router.sums)} == {"meta"}
     router.to_empty(device="cpu").fill_buffers()
-    assert router.bias.eq(0).all()
+    assert router.expert_bias.eq(0).all()
     assert router.shares.eq(1 / 8).all()
     assert router.sums.eq(0).all()
     assert router.sums.device.type == "cpu"
@@ -541,7 +550,7 @@ def test_split_tokens_are_routed_as_whole_ones(moe: MoeSpec, split: str) -> None
 
 
 def test_jitter_is_uniform_and_off_in_evaluation() -> None:
-    spec = RouterSpec(score="sigmoid", softmax_first=False, jitter=0.25)
+    spec = RouterSpec(score="sigmoid", jitter=0.25)
     router = identity(MoeSpec(n_experts=64, top_k=64, d_expert=4, router=spec), dtype=torch.float64)
     x = torch.ones(4, 32, 64, dtype=torch.float64)
 

@@ -74,7 +74,7 @@ LOSSES = {
 ROUTERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "losses": LOSSES,
-    "sigmoid": {"score": "sigmoid", "bias_rate": 0.05, "n_groups": 4, "group_top_k": 2, **LOSSES},
+    "sigmoid": {"score": "sigmoid", "expert_bias": True, "bias_rate": 0.05, "n_groups": 4, "group_top_k": 2, **LOSSES},
     "sinkhorn": {"balancing": "sinkhorn", "z_loss": 0.1},
 }
 

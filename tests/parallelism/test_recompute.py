@@ -47,7 +47,8 @@ EXPERT_KINDS = (
 )
 EXPERTS = (
     "model.moe={n_experts: 4, top_k: 2, d_expert: 16, d_shared: 24, first_dense: 1}",
-    "model.moe.router={score: sigmoid, bias_rate: 1e-3, losses: [{kind: aux, coefficient: 0.1}], z_loss: 0.01}",
+    "model.moe.router={score: sigmoid, expert_bias: true, bias_rate: 1e-3, z_loss: 0.01}",
+    "model.moe.router.losses=[{kind: aux, coefficient: 0.1}]",
 )
 SMALL = ("n_layers=4", "d_model=32", "n_heads=4", "d_head=8", "d_ffn=48", "vocab_size=67", "max_seq_len=16")
 

@@ -20,7 +20,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "first": {
         "top_k": 1,
         "router": {
-            "softmax_first": True,
+            "norm_top_k": False,
             "scale": 1.5,
             "losses": [{"kind": "seq_aux", "coefficient": 0.05}, {"kind": "global_aux", "coefficient": 0.03}],
         },
@@ -32,6 +32,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
             "n_groups": 4,
             "group_top_k": 2,
             "scale": 2.5,
+            "expert_bias": True,
             "bias_rate": 0.02,
             "losses": [{"kind": "seq_aux", "coefficient": 0.05}],
         },
@@ -40,6 +41,7 @@ ROUTERS: dict[str, dict[str, Any]] = {
         "top_k": 3,
         "router": {
             "score": "sqrt_softplus",
+            "expert_bias": True,
             "bias_rate": 0.02,
             "jitter": 0.05,
             "z_loss": 0.01,

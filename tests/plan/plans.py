@@ -13,7 +13,14 @@ _SMALL = {"n_layers": 4, "d_model": 32, "n_heads": 4, "vocab_size": 37}
 GPT = families.GPT2 | _SMALL
 LLAMA = families.LLAMA | _SMALL | {"n_kv_heads": 2, "d_ffn": 48}
 MLA = {"kind": "mla", "q_rank": 12, "kv_rank": 8, "d_nope": 6, "d_rope": 4, "d_value": 5}
-MOE = {"n_experts": 8, "top_k": 2, "d_expert": 16, "d_shared": 12, "shared_gate": True, "router": {"bias_rate": 1e-3}}
+MOE = {
+    "n_experts": 8,
+    "top_k": 2,
+    "d_expert": 16,
+    "d_shared": 12,
+    "shared_gate": True,
+    "router": {"expert_bias": True, "bias_rate": 1e-3},
+}
 
 
 def plan(model: dict[str, Any], changes: dict[str, Any] | None = None) -> Recipe:

@@ -344,7 +344,7 @@ MOE = "model.moe={{n_experts: 4, top_k: 2, {}}}"
         ("router: {losses: [{kind: global_aux, coefficient: 0.01}, {kind: seq_aux, coefficient: 0.01}]}", False),
         ("router: {balancing: sinkhorn}", True),
         ("capacity_factor: 1.25", True),
-        ("router: {bias_rate: 1e-3, score: sigmoid}", False),
+        ("router: {expert_bias: true, bias_rate: 1e-3, score: sigmoid}", False),
     ],
 )
 def test_the_micro_batch_belongs_to_the_experiment_where_experts_are_balanced_within_it(experts, is_frozen):

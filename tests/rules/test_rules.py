@@ -193,7 +193,7 @@ def test_the_whole_list_is_told_in_one_report():
         "model.max_seq_len=512",
         # experts
         "model.moe={n_experts: 12, top_k: 13, d_expert: 96, d_shared: 100, layers: [0, 1], first_dense: 2}",
-        "model.moe.router={n_groups: 5, group_top_k: 6, bias_rate: 0.1, softmax_first: true}",
+        "model.moe.router={n_groups: 5, group_top_k: 6, expert_bias: true, bias_rate: 0.1}",
         "model.moe.router.losses=[{kind: aux, coefficient: 1.0}, {kind: aux, coefficient: 2.0}]",
         "model.moe.drop=position",
         # pipeline, batch, recompute

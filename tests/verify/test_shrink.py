@@ -113,7 +113,7 @@ ODD = {
                 "n_experts": 16,
                 "top_k": 4,
                 "first_dense": 1,
-                "router": {"score": "sigmoid", "bias_rate": 1e-3, "n_groups": 8, "group_top_k": 4},
+                "router": {"score": "sigmoid", "expert_bias": True, "bias_rate": 1e-3, "n_groups": 8, "group_top_k": 4},
             }
         },
         {"tp": 2, "ep": 4, "dp_replicate": 4},

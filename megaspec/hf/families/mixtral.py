@@ -27,7 +27,7 @@ def read(config: Config) -> dict[str, Any]:
         "n_experts": config.count("num_local_experts"),
         "top_k": config.count("num_experts_per_tok", 2),
         "d_expert": section["d_ffn"],
-        "router": {"softmax_first": False},
+        "router": {"norm_top_k": True},
     }
     for name in ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"):
         config.ignore(name, "of training")

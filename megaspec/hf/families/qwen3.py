@@ -68,7 +68,7 @@ def read_experts(config: Config) -> dict[str, Any]:
         "n_experts": n_experts or n_local,
         "top_k": config.count("num_experts_per_tok", 8),
         "d_expert": config.count("moe_intermediate_size", 768),
-        "router": {"softmax_first": not config.flag("norm_topk_prob", False)},
+        "router": {"norm_top_k": config.flag("norm_topk_prob", False)},
     }
     layers = layers_with_experts(config)
     if not all(layers):
@@ -92,7 +92,7 @@ def write_experts(spec: DecoderSpec) -> dict[str, Any]:
         "num_experts": spec.moe.n_experts,
         "num_experts_per_tok": spec.moe.top_k,
         "moe_intermediate_size": spec.moe.d_expert,
-        "norm_topk_prob": not spec.moe.router.softmax_first,
+        "norm_topk_prob": spec.moe.router.norm_top_k,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has],
     }

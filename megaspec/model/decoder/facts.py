@@ -82,8 +82,8 @@ def _sublayer(
         mix = spec.mlp.facts(d_model=spec.d_model, d_ffn=spec.d_ffn, place=place)
         return SubLayer("feed-forward", mix, pre, post, takes_stream=takes_stream)
     place = ExpertsPlace(spec.d_model, input_kept, dropout=drops)
-    shared = shared_facts(spec.moe, place)
-    return SubLayer("experts", moe_facts(spec.moe, place), pre, post, shared, takes_stream)
+    shared = shared_facts(spec.moe, spec.mlp, place)
+    return SubLayer("experts", moe_facts(spec.moe, spec.mlp, place), pre, post, shared, takes_stream)
 
 
 def _attention(spec: "DecoderSpec", layer_type: "LayerType", input_kept: str) -> PartFacts:

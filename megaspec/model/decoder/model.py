@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import nn
 
 from megaspec.model.decoder.spec import DecoderSpec, LayerType
@@ -17,8 +19,8 @@ from megaspec.nn.init import start_weights
 from megaspec.nn.layer.module import Layer, SubLayer
 from megaspec.nn.layer.spec import Mixer, ParallelLayer, SequentialLayer
 from megaspec.nn.linear import Linear
-from megaspec.nn.mlp.module import FeedForward, GatedMlp
-from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.mlp.module import FeedForward
+from megaspec.nn.moe.activation import WeightedActivation, weighted
 from megaspec.nn.moe.module import Experts, Moe
 from megaspec.nn.moe.router import Router
 from megaspec.nn.norm.module import Norm
@@ -109,19 +111,40 @@ class _Parts:
         return self.builders.attentions[type(spec.attention)](spec.attention_of(layer_type), setting)
 
     def mlp(self, name: str) -> FeedForward:
-        spec = self.spec
-        build = self.builders.mlps[type(spec.mlp)]
-        return build(spec.d_model, spec.d_ffn, spec.mlp, out=Dropout(spec.dropout, name))
+        return self.feed_forward(self.spec.d_ffn, Dropout(self.spec.dropout, name))
+
+    def feed_forward(self, width: int, out: Dropout) -> FeedForward:
+        """A feed-forward layer of `width` between its products."""
+        build = self.builders.mlps[type(self.spec.mlp)]
+        return build(self.spec.d_model, width, self.spec.mlp, out=out)
+
+    @cached_property
+    def expert(self) -> FeedForward:
+        """What each expert is, without memory for its weights."""
+        with torch.device("meta"):
+            return self.feed_forward(self.spec.moe.d_expert, Dropout(0.0, "expert"))
+
+    @cached_property
+    def expert_activation(self) -> WeightedActivation:
+        """One for all layers, so that it is compiled once."""
+        return weighted(self.spec.mlp, self.expert.activate)
 
     def experts(self, name: str) -> Moe:
         moe, d_model, kernels = self.spec.moe, self.spec.d_model, self.kernels
         shared = None
         if moe.d_shared:
             # dropped out together with the routed experts
-            shared = GatedMlp(d_model, moe.d_shared, GatedMlpSpec(), out=Dropout(0.0, f"{name}.shared"))
+            shared = self.feed_forward(moe.d_shared, Dropout(0.0, f"{name}.shared"))
         return Moe(
             Router(d_model, moe, site=f"{name}.router"),
-            Experts(moe.n_experts, d_model, moe.d_expert, kernel=kernels.grouped, unpermute=kernels.unpermute),
+            Experts(
+                moe.n_experts,
+                self.expert,
+                activation=self.expert_activation,
+                weights_on=moe.weights_on,
+                kernel=kernels.grouped,
+                unpermute=kernels.unpermute,
+            ),
             shared=shared,
             shared_gate=Linear(d_model, 1) if moe.shared_gate else None,
             pad=moe.pad_to_capacity,

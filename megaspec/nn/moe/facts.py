@@ -1,7 +1,7 @@
-"""What a mixture of experts says of itself. Experts are gated with SiLU, whatever model.mlp says."""
+"""What a mixture of experts says of itself. An expert is a feed-forward layer, and says what model.mlp says of one."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megaspec.core.part_facts import (
@@ -17,10 +17,8 @@ from megaspec.core.part_facts import (
     features,
 )
 from megaspec.nn.mlp.facts import FeedForwardPlace, activation_moves
-from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.mlp.spec import MlpSpec
 from megaspec.nn.moe.spec import MoeSpec
-
-_GATES = 2
 
 
 @dataclass(frozen=True)
@@ -34,45 +32,25 @@ class ExpertsPlace:
     """Their output has a site of it that drops."""
 
 
-def moe_facts(spec: MoeSpec, place: ExpertsPlace) -> PartFacts:
-    """Router and routed experts. Module names: moe.router, moe.experts.w_gate_up, moe.experts.w_down, moe.shared_gate,
-    moe.dropout."""
+def moe_facts(spec: MoeSpec, mlp: MlpSpec, place: ExpertsPlace) -> PartFacts:
+    """Router and routed experts. Module names: moe.router, moe.experts with the names of a feed-forward layer's
+    products, moe.shared_gate, moe.dropout."""
     d_model = features(place.d_model)
-    inner = features(spec.d_expert, "etp")
+    into, out = _experts(spec, mlp, place)
+    inner = out.inputs
+    gates = len(into.outputs)
     router = Linear(
         "moe.router",
         d_model,
         (features(spec.n_experts),),
         "router",
         tokens="stream",
+        bias=spec.router.logit_bias,
         recomputed_with="router",
         in_fp32=True,
         in_flops=False,
         is_hidden=False,
         input_kept=place.input_kept,
-    )
-    into = Linear(
-        "moe.experts.w_gate_up",
-        d_model,
-        (inner,) * _GATES,
-        "experts",
-        tokens="routed",
-        n_experts=spec.n_experts,
-        active_experts=spec.top_k,
-        recomputed_with="moe",
-        input_kept="dispatched",
-    )
-    out = Linear(
-        "moe.experts.w_down",
-        inner,
-        (d_model,),
-        "experts",
-        tokens="routed",
-        is_residual=True,
-        n_experts=spec.n_experts,
-        active_experts=spec.top_k,
-        recomputed_with="moe",
-        input_kept="experts.out",
     )
     linears = [router, into, out]
     if spec.shared_gate:
@@ -88,30 +66,62 @@ def moe_facts(spec: MoeSpec, place: ExpertsPlace) -> PartFacts:
         )
         linears.append(gate)
     bias = ()
-    if spec.router.bias_rate:
-        bias = (Vector("moe.router.bias", spec.n_experts, 0.0, "router", is_trained=False),)
+    if spec.router.expert_bias:
+        bias = (Vector("moe.router.expert_bias", spec.n_experts, 0.0, "router", is_trained=False),)
     # rows are sorted by expert and put back in order, each time read and written
     permuted = Moved("moe", ((4, d_model),), ((4, d_model),), tokens="routed", is_fused=True)
-    activation = activation_moves(_GATES, inner, tokens="routed")
+    moved = [permuted, activation_moves(gates, inner, tokens="routed")]
+    if spec.weights_on == "inputs":
+        # reads rows and writes them weighted; backward, reads both and the gradient's, and writes that of the rows
+        moved.append(Moved("moe", ((2, d_model),), ((3, d_model),), tokens="routed", is_fused=True))
     return PartFacts(
         linears=tuple(linears),
         vectors=bias,
         sites=("moe.dropout",),
         routing=_routing(spec, place.d_model, inner),
-        kept=partial(_kept, spec, inner, place),
-        moved=(permuted, activation),
-        gradient=(inner,) * _GATES,
+        kept=partial(_kept, spec, into, out, place),
+        moved=tuple(moved),
+        gradient=into.outputs,
     )
 
 
-def shared_facts(spec: MoeSpec, place: ExpertsPlace) -> PartFacts | None:
+def _experts(spec: MoeSpec, mlp: MlpSpec, place: ExpertsPlace) -> tuple[Linear, Linear]:
+    """Both products of all experts: those of one feed-forward layer, as many times as there are experts."""
+    where = FeedForwardPlace("moe.experts", "dispatched", "experts", ("moe",))
+    one = mlp.facts(d_model=place.d_model, d_ffn=spec.d_expert, place=where)
+    assert len(one.linears) == 2, f"experts of two products are needed, {type(mlp).__name__} has {len(one.linears)}"
+    into, out = (_routed(linear, spec) for linear in one.linears)
+    if spec.weights_on == "inputs":
+        into = replace(into, input_kept="weighted")
+    return into, replace(out, input_kept="experts.out")
+
+
+def _routed(linear: Linear, spec: MoeSpec) -> Linear:
+    """A feed-forward layer's product as one of all experts, shared out over etp where that one is over tp."""
+    return replace(
+        linear,
+        inputs=_over_etp(linear.inputs),
+        outputs=tuple(_over_etp(width) for width in linear.outputs),
+        tokens="routed",
+        n_experts=spec.n_experts,
+        active_experts=spec.top_k,
+    )
+
+
+def _over_etp(width: Width) -> Width:
+    if width.over == "none":
+        return width
+    return replace(width, over="etp")
+
+
+def shared_facts(spec: MoeSpec, mlp: MlpSpec, place: ExpertsPlace) -> PartFacts | None:
     """Experts that every token takes, as one feed-forward layer; None: there are none. Module name: moe.shared."""
     if spec.d_shared is None:
         return None
     # they run while tokens travel, so that what makes the others again makes them again
     freed_by = ("shared_experts", "moe")
     shared = FeedForwardPlace("moe.shared", place.input_kept, "shared_experts", freed_by)
-    return GatedMlpSpec().facts(d_model=place.d_model, d_ffn=spec.d_shared, place=shared)
+    return mlp.facts(d_model=place.d_model, d_ffn=spec.d_shared, place=shared)
 
 
 def _routing(spec: MoeSpec, d_model: int, inner: Width) -> Routing:
@@ -136,7 +146,7 @@ def _routing(spec: MoeSpec, d_model: int, inner: Width) -> Routing:
     )
 
 
-def _kept(spec: MoeSpec, inner: Width, place: ExpertsPlace, execution: Execution) -> Iterator[Kept]:
+def _kept(spec: MoeSpec, into: Linear, out: Linear, place: ExpertsPlace, execution: Execution) -> Iterator[Kept]:
     """Scores, choices, the rows that arrive, and what the experts' activation takes and gives."""
     by_moe = ("moe",)
     # scores before and after the softmax
@@ -144,9 +154,11 @@ def _kept(spec: MoeSpec, inner: Width, place: ExpertsPlace, execution: Execution
     yield Kept("router.weights", (features(spec.top_k),), "stream", "wide", by_moe)
     yield Kept("router.choices", (features(spec.top_k),), "stream", "index", by_moe)
     yield Kept("dispatched", (features(place.d_model),), "routed", "product", by_moe, is_routed=True)
+    if spec.weights_on == "inputs":
+        yield Kept("weighted", (features(place.d_model),), "routed", "product", by_moe)
     # their activation is one operation, which keeps what goes in alone
-    yield Kept("experts.in", (inner,) * _GATES, "routed", freed_by=by_moe)
-    yield Kept("experts.out", (inner,), "routed", "product", ("activation", *by_moe))
+    yield Kept("experts.in", into.outputs, "routed", freed_by=by_moe)
+    yield Kept("experts.out", (out.inputs,), "routed", "product", ("activation", *by_moe))
     if spec.shared_gate:
         # the gate of each token, and what it multiplies
         yield Kept("shared_gate", (features(1), features(place.d_model)), "stream", freed_by=by_moe)

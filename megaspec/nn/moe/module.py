@@ -4,8 +4,8 @@
 # E experts of this rank, I inputs, O outputs, k choices of a token
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.dropout import Dropout
 from megaspec.nn.linear import Linear, sum_of
 from megaspec.nn.mlp.module import FeedForward
+from megaspec.nn.moe.activation import WeightedActivation, WeightedActivationOp, WeightedRowsOp
 from megaspec.nn.moe.router import Router, Routing
 from megaspec.nn.moe.rows import sorted_rows
+from megaspec.nn.moe.spec import Weighted
 from megaspec_kernels.registry import GroupedKernel, UnpermuteKernel
 
 
@@ -52,101 +54,140 @@ class GroupedLinearOp(torch.autograd.Function):
         return grad_x, None, None, None, None
 
 
-class GroupedLinear(Linear):
-    """y = x W_eᵀ for the rows of each expert e, [R, I] -> [R, O].
+class GroupBiasOp(torch.autograd.Function):
+    """y + scale · b_e for the rows of each expert e. Rows of no expert stay as they are.
 
-    The experts' matrices lie one below the other in the weight, [E·O, I]; `parts`: those of all experts.
+    With `is_added` false y is left alone, and b has a gradient of zero: another rank adds it.
     """
 
-    def __init__(self, n_experts: int, n_in: int, *parts: int, kernel: GroupedKernel, residual: bool = False):
-        super().__init__(n_in, *parts * n_experts, residual=residual)
+    @staticmethod
+    def forward(ctx, y_RO, bias, scale_R, ends_E, is_added):
+        ctx.save_for_backward(bias, scale_R, ends_E)
+        ctx.is_added = is_added
+        if not is_added:
+            return y_RO.view_as(y_RO)
+        bias_RO = _bias_of_rows(bias, ends_E, y_RO.shape[0])
+        if scale_R is not None:
+            bias_RO = bias_RO.to(scale_R.dtype) * scale_R[:, None]
+        # one rounding, where the bias is in a wider format than y
+        return (y_RO + bias_RO).to(y_RO.dtype)
+
+    @staticmethod
+    def backward(ctx, grad_RO):
+        bias, scale_R, ends_E = ctx.saved_tensors
+        if not ctx.is_added:
+            return grad_RO, torch.zeros_like(bias), None, None, None
+        wide = torch.promote_types(grad_RO.dtype, torch.float32)
+        scaled_RO = grad_RO.to(wide)
+        grad_scale = None
+        if scale_R is not None:
+            bias_RO = _bias_of_rows(bias, ends_E, grad_RO.shape[0])
+            grad_scale = (scaled_RO * bias_RO).sum(-1).to(scale_R.dtype)
+            scaled_RO = scaled_RO * scale_R[:, None]
+        ends = ends_E.to(torch.int64)
+        rows_E = torch.diff(ends, prepend=ends.new_zeros(1))
+        # unsafe: the host does not look at the sizes, which leave out rows of no expert
+        grad_EO = torch.segment_reduce(scaled_RO, "sum", lengths=rows_E, axis=0, unsafe=True, initial=0)
+        return grad_RO, grad_EO.flatten().to(bias.dtype), grad_scale, None, None
+
+
+def _bias_of_rows(bias: Tensor, ends_E: Tensor, n_rows: int) -> Tensor:
+    """[E·O] -> [R, O]: of each row's expert, zero for rows of none."""
+    bias_EO = bias.unflatten(0, (ends_E.shape[0], -1))
+    none_1O = bias_EO.new_zeros(1, bias_EO.shape[1])
+    row_R = torch.arange(n_rows, device=bias.device, dtype=ends_E.dtype)
+    # rows behind the last end are of number E
+    expert_R = torch.searchsorted(ends_E, row_R, right=True)
+    return torch.cat((bias_EO, none_1O))[expert_R]
+
+
+class GroupedLinear(Linear):
+    """y = x W_eᵀ + b_e for the rows of each expert e, [R, I] -> [R, O].
+
+    The experts' matrices lie one below the other in the weight, [E·O, I], their biases in the bias, [E·O]; `parts`:
+    those of all experts.
+    """
+
+    def __init__(
+        self, n_experts: int, n_in: int, *parts: int, kernel: GroupedKernel, bias: bool = False, residual: bool = False
+    ):
+        super().__init__(n_in, *parts * n_experts, bias=bias, residual=residual)
         self.n_experts = n_experts
         self.kernel = kernel
+        self.adds_bias = True
 
-    def forward(self, x_RI: Tensor, ends_E: Tensor, *, whole: bool = True) -> Tensor:
+    def forward(self, x_RI: Tensor, ends_E: Tensor, *, whole: bool = True, bias_scale: Tensor | None = None) -> Tensor:
         """`ends_E`: int32, the end of each expert's rows. Rows behind the last are zero, unless `whole`: there are none
-        then."""
-        return GroupedLinearOp.apply(x_RI, self.weight, ends_E, whole, self)
+        then. `bias_scale`: [R], what the bias is multiplied by; None: 1."""
+        y_RO = GroupedLinearOp.apply(x_RI, self.weight, ends_E, whole, self)
+        if self.bias is None:
+            return y_RO
+        return GroupBiasOp.apply(y_RO, self.bias, bias_scale, ends_E, self.adds_bias)
 
     def extra_repr(self) -> str:
         return f"{self.n_experts} experts, {self.n_in} -> {self.parts[: len(self.parts) // self.n_experts]}"
 
 
-def weighted_swiglu(gate_up_RF: Tensor, weights_R: Tensor) -> Tensor:
-    """weight · silu(gate) · up, computed in the wider of both formats; [R, 2 F], [R] -> [R, F]"""
-    gate, up = gate_up_RF.to(weights_R.dtype).chunk(2, dim=-1)
-    return (gate * gate.sigmoid() * up * weights_R[:, None]).to(gate_up_RF.dtype)
-
-
-def weighted_swiglu_gradients(grad_RF: Tensor, gate_up_RF: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor]:
-    """-> the gradients of gate and up, [R, 2 F], and of the weights, [R]"""
-    gate, up = gate_up_RF.to(weights_R.dtype).chunk(2, dim=-1)
-    grad = grad_RF.to(weights_R.dtype)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    weighted = grad * weights_R[:, None]
-    # silu'(gate) = σ · (1 + gate · (1 - σ))
-    grad_gate = weighted * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_up = weighted * silu
-    grad_gate_up = torch.cat((grad_gate, grad_up), dim=-1).to(gate_up_RF.dtype)
-    return grad_gate_up, (grad * silu * up).sum(-1)
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled for any number of rows, which differs from step to step. On first use: the compiler takes
-    its time to load."""
-    return torch.compile(function, dynamic=True)
-
-
-class WeightedSwiGluOp(torch.autograd.Function):
-    """weighted_swiglu, of which the inputs alone are kept."""
-
-    @staticmethod
-    def forward(ctx, gate_up_RF, weights_R, fused):
-        ctx.save_for_backward(gate_up_RF, weights_R)
-        ctx.fused = fused
-        if fused:
-            return compiled(weighted_swiglu)(gate_up_RF, weights_R)
-        return weighted_swiglu(gate_up_RF, weights_R)
-
-    @staticmethod
-    def backward(ctx, grad_RF):
-        gradients = weighted_swiglu_gradients
-        if ctx.fused:
-            gradients = compiled(weighted_swiglu_gradients)
-        return *gradients(grad_RF, *ctx.saved_tensors), None
-
-
 class Experts(nn.Module):
-    """weight · down_e(silu(gate_e(x)) · up_e(x)) for the rows of each expert e, [R, D] -> [R, D].
+    """weight · (down_e(activate(into_e(x))) + b_e) for the rows of each expert e, [R, D] -> [R, D].
 
-    The weight is a factor of what goes into the last product: so its gradient needs no output to be kept. `unpermute`:
-    what sums each token's rows, for the dispatch.
+    The weight is a factor of what goes into the last product, and of the bias behind it: so its gradient needs no
+    output to be kept. With `weights_on="inputs"` the weight is a factor of x, and of nothing else.
     """
 
     def __init__(
-        self, n_experts: int, d_model: int, d_expert: int, *, kernel: GroupedKernel, unpermute: UnpermuteKernel
+        self,
+        n_experts: int,
+        form: FeedForward,
+        *,
+        activation: WeightedActivation,
+        weights_on: Weighted = "outputs",
+        kernel: GroupedKernel,
+        unpermute: UnpermuteKernel,
     ):
+        """`form`: a feed-forward layer with the names and sizes of each expert; its weights are not used.
+        `activation`: what lies between its products. `unpermute`: what sums each token's rows, for the dispatch."""
         super().__init__()
         self.unpermute = unpermute
-        self.w_gate_up = GroupedLinear(n_experts, d_model, d_expert, d_expert, kernel=kernel)
-        self.w_down = GroupedLinear(n_experts, d_expert, d_model, kernel=kernel, residual=True)
+        self.weights_on = weights_on
+        self.activation = activation
+        self.into_name = _into_name(form)
+        for name in (self.into_name, "w_down"):
+            one: Linear = getattr(form, name)
+            has_bias = one.bias is not None
+            grouped = GroupedLinear(
+                n_experts, one.n_in, *one.parts, kernel=kernel, bias=has_bias, residual=one.residual
+            )
+            setattr(self, name, grouped)
         self.compiled = False
 
     @property
     def count(self) -> int:
         """Experts that lie here."""
-        return self.w_gate_up.n_experts
+        return self.w_down.n_experts
 
-    def activate(self, gate_up_RF: Tensor, weights_R: Tensor) -> Tensor:
-        """[R, 2 F], [R] -> [R, F]"""
-        return WeightedSwiGluOp.apply(gate_up_RF, weights_R, self.compiled)
+    def into(self, x_RD: Tensor, ends_E: Tensor, *, whole: bool) -> Tensor:
+        """The first product, [R, D] -> what `activate` takes."""
+        return getattr(self, self.into_name)(x_RD, ends_E, whole=whole)
+
+    def activate(self, into_RI: Tensor, weights_R: Tensor) -> Tensor:
+        """-> [R, F]"""
+        return WeightedActivationOp.apply(into_RI, weights_R, self.activation, self.compiled)
 
     def forward(self, x_RD: Tensor, weights_R: Tensor, ends_E: Tensor, *, whole: bool = True) -> Tensor:
         """Rows and their ends as GroupedLinear takes them."""
-        hidden_RF = self.activate(self.w_gate_up(x_RD, ends_E, whole=whole), weights_R)
-        return self.w_down(hidden_RF, ends_E, whole=whole)
+        if self.weights_on == "inputs":
+            x_RD = WeightedRowsOp.apply(x_RD, weights_R)
+            weights_R = weights_R.new_ones(()).expand(weights_R.shape)
+        hidden_RF = self.activate(self.into(x_RD, ends_E, whole=whole), weights_R)
+        return self.w_down(hidden_RF, ends_E, whole=whole, bias_scale=weights_R)
+
+
+def _into_name(form: FeedForward) -> str:
+    """What a feed-forward layer calls its first product."""
+    names = [name for name, module in form.named_children() if isinstance(module, Linear) and name != "w_down"]
+    assert len(names) == 1, f"experts of {type(form).__name__}: one product before w_down is needed, found {names}"
+    return names[0]
 
 
 SharedExperts = Callable[[], Tensor | None]

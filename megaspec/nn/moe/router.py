@@ -70,14 +70,18 @@ class Tokens:
 
 
 class RouterOp(torch.autograd.Function):
-    """x Wᵀ, computed in at least fp32 and kept in what x and W come in. `main_grad`: see weight_gradient."""
+    """x Wᵀ + b, computed in at least fp32 and kept in what x and W come in. `main_grad`: see weight_gradient."""
 
     @staticmethod
-    def forward(ctx, x, weight, main_grad):
+    def forward(ctx, x, weight, bias, main_grad):
         ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad = main_grad
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), weight.to(wide))
+        logits = F.linear(x.to(wide), weight.to(wide))
+        if bias is None:
+            return logits
+        return logits + bias.to(wide)
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -85,7 +89,10 @@ class RouterOp(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = input_gradient(grad_out, weight.to(grad_out.dtype)).to(x.dtype)
-        return grad_x, weight_gradient(ctx.main_grad, grad_out, x.to(grad_out.dtype)), None
+        grad_bias = None
+        if ctx.bias_dtype is not None:
+            grad_bias = grad_out.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return grad_x, weight_gradient(ctx.main_grad, grad_out, x.to(grad_out.dtype)), grad_bias, None
 
 
 class _AttachedLoss(torch.autograd.Function):
@@ -111,49 +118,48 @@ def attach(x: Tensor, loss: Tensor, *, weight: Tensor, seen: Tensor, sums: Tenso
 
 
 class Router(Linear, ByPosition):
-    """softmax, sigmoid or sqrt(softplus) of x Wᵀ, and the best k of E experts, [B, T, D] -> Routing.
+    """softmax, sigmoid or sqrt(softplus) of x Wᵀ + b, and the best k of E experts, [B, T, D] -> Routing.
 
-    Rules of choice and weights as in Megatron-core and DeepSeek-V3 (2024): the bias and the groups decide who is chosen
-    and never enter a weight. `site` is a name that is unique in the model. `tokens`: see Tokens.
+    Rules of choice and weights as in Megatron-core and DeepSeek-V3 (2024): the expert bias and the groups decide who is
+    chosen and never enter a weight. `site` is a name that is unique in the model. `tokens`: see Tokens.
 
-    State that a step leaves behind: `bias` [E], added to the scores that experts are chosen by (None without
-    bias_rate), and `shares` [E], the previous global batch's share of choices that each expert got (None without a
-    global_aux loss). `sums` is what this step saw so far: see StepSums and finish_step.
+    State beside the parameters, in at least fp32: `expert_bias` [E], added to the scores that experts are chosen by
+    (None: there is none), and `shares` [E], the previous global batch's share of choices that each expert got (None
+    without a global_aux loss). `sums` is what this step saw so far: see StepSums and finish_step.
     """
 
     def __init__(self, d_model: int, moe: MoeSpec, *, site: str):
-        super().__init__(d_model, moe.n_experts)
-        del self.bias
+        super().__init__(d_model, moe.n_experts, bias=moe.router.logit_bias)
         self.moe = moe
         self.spec = moe.router
         self.site = site
         self.tokens = Tokens()
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        bias = None
-        if self.spec.bias_rate > 0:
-            bias = torch.empty(moe.n_experts, dtype=wide)
+        expert_bias = None
+        if self.spec.expert_bias:
+            expert_bias = torch.empty(moe.n_experts, dtype=wide)
         shares = None
         if any(loss.kind == "global_aux" for loss in self.spec.losses):
             shares = torch.empty(moe.n_experts, dtype=wide)
-        self.register_buffer("bias", bias)
+        self.register_buffer("expert_bias", expert_bias)
         self.register_buffer("shares", shares)
         self.register_buffer("site_key", site_key(site), persistent=False)
         self.fill_buffers()
 
     @torch.no_grad()
     def fill_buffers(self) -> None:
-        """Starts without bias and from an even load; called once the module has left the meta device."""
+        """Starts from a bias of 0 and from an even load; called once the module has left the meta device."""
         E = self.moe.n_experts
         self.site_key.copy_(site_key(self.site))
-        if self.bias is not None:
-            self.bias.zero_()
+        if self.expert_bias is not None:
+            self.expert_bias.zero_()
         if self.shares is not None:
             self.shares.fill_(1 / E)
         # no buffer: those are rounded to the model's precision, and counts of a step don't fit fp32
         self.sums = torch.zeros(3 * E + 2 + len(LOSSES), dtype=torch.float64, device=self.weight.device)
 
     def forward(self, x_BTD: Tensor, context: SequenceContext) -> Routing:
-        logits_BTE = RouterOp.apply(self._jittered(x_BTD, context), self.weight, self.main_grad)
+        logits_BTE = RouterOp.apply(self._jittered(x_BTD, context), self.weight, self.bias, self.main_grad)
         # a choice has no gradient: the router learns from the weights of those that were chosen, and from the losses
         with torch.no_grad():
             experts_BTk = self.choose(self._ranking(logits_BTE, context), context)
@@ -179,18 +185,18 @@ class Router(Linear, ByPosition):
 
     @torch.no_grad()
     def finish_step(self, sums: Tensor, *, skip: Tensor) -> None:
-        """Moves the bias toward an even load, keeps the shares for the next step, and starts new sums.
+        """Moves the expert bias toward an even load, keeps the shares for the next step, and starts new sums.
 
         `sums`: fp64, this router's summed over all ranks that have tokens of the global batch (tp, cp and dp). `skip`:
         scalar, 1 in a step that is not applied: what it saw is forgotten.
         """
         seen = self.read(sums)
         # selected on the device: reading `skip` would wait for the step
-        if self.bias is not None:
+        if self.expert_bias is not None:
             # up by bias_rate where fewer tokens came than the mean, down where more did (Wang et al. 2024)
             direction_E = (seen.tokens.mean() - seen.tokens).sign()
-            moved = self.bias + self.spec.bias_rate * direction_E.to(self.bias.dtype)
-            self.bias.copy_(torch.where(skip == 0, moved, self.bias))
+            moved = self.expert_bias + self.spec.bias_rate * direction_E.to(self.expert_bias.dtype)
+            self.expert_bias.copy_(torch.where(skip == 0, moved, self.expert_bias))
         if self.shares is not None:
             shares = (seen.plain / seen.plain.sum()).to(self.shares.dtype)
             self.shares.copy_(torch.where(skip == 0, shares, self.shares))
@@ -238,8 +244,8 @@ class Router(Linear, ByPosition):
             ranking_BTE = logits_BTE
         else:
             ranking_BTE = self._scores(logits_BTE)
-        if self.bias is not None:
-            ranking_BTE = ranking_BTE + self.bias
+        if self.expert_bias is not None:
+            ranking_BTE = ranking_BTE + self.expert_bias
         if self.spec.n_groups is not None:
             ranking_BTE = self._in_best_groups(ranking_BTE)
         return ranking_BTE
@@ -247,17 +253,16 @@ class Router(Linear, ByPosition):
     @property
     def _softmax_of_chosen(self) -> bool:
         """Whether the softmax is taken over the logits of the chosen experts alone, behind the choice."""
-        return self.spec.score == "softmax" and not self.spec.softmax_first
+        return self.spec.score == "softmax" and self.spec.norm_top_k
 
     def _in_best_groups(self, ranking_BTE: Tensor) -> Tensor:
-        """-inf outside of the token's best groups. A group counts as much as its best k / group_top_k experts.
+        """-inf outside of the token's best groups. A group counts as much as its best experts: see group_score.
 
         G groups of E / G experts each, as in DeepSeek-V3 (2024): a token's experts lie on few nodes.
         """
         n_best = self.spec.group_top_k
         grouped_BTGe = ranking_BTE.unflatten(-1, (self.spec.n_groups, -1))
-        experts_each = max(1, self.moe.top_k // n_best)
-        scores_BTG = grouped_BTGe.topk(experts_each).values.sum(-1)
+        scores_BTG = grouped_BTGe.topk(self.moe.experts_of_group).values.sum(-1)
         best_BTg = scores_BTG.topk(n_best).indices
         is_best_BTG = torch.zeros_like(scores_BTG, dtype=torch.bool).scatter(-1, best_BTg, True)
         return grouped_BTGe.where(is_best_BTG[..., None], float("-inf")).flatten(-2)
@@ -276,8 +281,7 @@ class Router(Linear, ByPosition):
             weights_BTk = logits_BTE.gather(-1, experts_BTk).softmax(-1)
         else:
             weights_BTk = self._scores(logits_BTE).gather(-1, experts_BTk)
-            # scores that don't depend on each other sum to anything; over one choice the quotient would always be 1
-            if self.spec.score != "softmax" and k > 1:
+            if self.spec.norm_top_k:
                 weights_BTk = weights_BTk / (weights_BTk.sum(-1, keepdim=True) + _SUM_EPS)
         return weights_BTk * self.spec.scale
 
@@ -314,7 +318,7 @@ class Router(Linear, ByPosition):
         probabilities_BTE = self._probabilities(logits_BTE)
         chosen_BE = load(experts_BTk, E)
         plain_BE = chosen_BE
-        if self.bias is not None or self.spec.n_groups is not None or self.spec.balancing == "sinkhorn":
+        if self.expert_bias is not None or self.spec.n_groups is not None or self.spec.balancing == "sinkhorn":
             plain_BE = load(logits_BTE.detach().topk(k).indices, E)
         kinds = {loss.kind: loss.coefficient for loss in self.spec.losses}
         losses = dict.fromkeys(LOSSES, logits_BTE.new_zeros(()))

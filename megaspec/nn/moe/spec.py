@@ -18,21 +18,33 @@ class BalanceLoss(Frozen):
     over the number of layers with experts."""
 
 
+GroupScore = Literal["share", "best", "best_two"]
+Weighted = Literal["outputs", "inputs"]
+
+
 class RouterSpec(Frozen):
     """How tokens choose experts. Scores are computed in at least fp32."""
 
     score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     """What turns logits into scores."""
-    softmax_first: bool = False
-    """Softmax over all experts, then the best of them without renormalising; false: softmax over the chosen."""
+    logit_bias: bool = False
+    """Add a learned vector to the logits."""
+    norm_top_k: bool = True
+    """The weights of a token's experts sum to 1, before `scale`: softmax is taken over the chosen experts, other scores
+    are divided by their sum. False: they are weighed by their scores among all experts."""
     scale: PositiveFloat = 1.0
     """Factor on the weights of the chosen experts."""
     n_groups: PositiveInt | None = None
     """Groups of experts; a token first chooses group_top_k of them. None: no groups."""
     group_top_k: PositiveInt | None = None
     """Groups that a token may choose experts from. None: no groups."""
+    group_score: GroupScore = "share"
+    """Which experts of a group a token compares groups by: the sum of their scores. share: the best
+    top_k // group_top_k, as in Megatron-LM. best: the best one, as in DeepSeek-V2. best_two: as in DeepSeek-V3."""
+    expert_bias: bool = False
+    """Add a bias to the scores that experts are chosen by; it never enters a weight (Wang et al. 2024)."""
     bias_rate: NonNegativeFloat = 0.0
-    """Step of the bias that balances experts without a loss (Wang et al. 2024); 0: no bias."""
+    """Step by which expert_bias moves toward an even load after each step, without a loss. 0: it stays as it is."""
     balancing: Literal["top_k", "sinkhorn"] = "top_k"
     """sinkhorn: scores are balanced before the choice (Clark et al. 2022)."""
     losses: tuple[BalanceLoss, ...] = ()
@@ -44,8 +56,7 @@ class RouterSpec(Frozen):
 
 
 class MoeSpec(Frozen):
-    """A mixture of experts in place of the feed-forward layer. Experts are gated with SiLU and have no biases, whatever
-    model.mlp says of layers without experts."""
+    """A mixture of experts in place of the feed-forward layer. Each, shared ones too, is a layer as model.mlp says."""
 
     n_experts: PositiveInt
     """Routed experts."""
@@ -55,6 +66,9 @@ class MoeSpec(Frozen):
     """Width of an expert. auto: model.d_ffn."""
     d_shared: PositiveInt | None = None
     """Width of the shared experts together, which every token takes. None: there are none."""
+    weights_on: Weighted = "outputs"
+    """What the weight of a token's expert multiplies. outputs: what the expert puts out, its bias included. inputs:
+    what it takes, as in Llama 4."""
     shared_gate: bool = False
     """Weigh the shared experts by a learned gate."""
     every: PositiveInt = 1
@@ -78,6 +92,15 @@ class MoeSpec(Frozen):
             return tuple(bool(one) for one in self.layers)
         past = (i - self.first_dense for i in range(n_layers))
         return tuple(i >= 0 and i % self.every == 0 for i in past)
+
+    @property
+    def experts_of_group(self) -> int:
+        """How many experts of a group its score is the sum of."""
+        router = self.router
+        assert router.group_top_k is not None, "no groups: model.moe.router.group_top_k=null"
+        if router.group_score == "share":
+            return max(1, self.top_k // router.group_top_k)
+        return 2 if router.group_score == "best_two" else 1
 
     def capacity(self, tokens: int) -> int:
         """Tokens of a micro batch of `tokens` that one expert takes: the even share times the factor, rounded up."""
