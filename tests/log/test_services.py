@@ -23,7 +23,7 @@ from megaspec.log.sinks import open_sinks
 from megaspec.log.spec import LogSpec
 from tests.log.events_for_tests import step_done
 
-kind, run, forked = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "fork"
+kind, run, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 entry = {"kind": kind}
 if kind == "wandb":
     entry["mode"] = "offline"
@@ -40,8 +40,11 @@ def live(steps, how, resumed=0):
         emit(RunEnded(step=steps[-1], how=how))
 
 
-if forked:
+if what == "fork":
     live(range(1, 3), "failed")
+elif what == "behind":
+    live(range(1, 7), "failed")
+    live(range(3, 5), "Preempted", resumed=2)
 else:
     live(range(1, 5), "Preempted")
     live(range(3, 7), "done", resumed=2)
@@ -53,9 +56,8 @@ def needs(package):
     return pytest.mark.skipif(not installed, reason=f"{package} is not installed: pip install 'megaspec[{package}]'")
 
 
-def live(kind, run, *, fork=False):
+def live(kind, run, what="run"):
     """In a process of its own: a package that is loaded stays, with what it was set to."""
-    what = "fork" if fork else "run"
     # no home: no key, and no settings of whoever runs this
     environment = os.environ | {"HOME": str(run.parent), "WANDB_API_KEY": "", "HF_TOKEN": ""}
     command = [sys.executable, "-c", LIVES, kind, str(run), what]
@@ -107,7 +109,7 @@ def test_wandb(run, fork):
     assert not (run / "wandb" / "latest-run").exists()
 
     child = fork()
-    live("wandb", child, fork=True)
+    live("wandb", child, "fork")
     (kept,) = services_reading.wandb_runs(child)
     assert kept["id"] != run_id
     assert kept["group"] == first["group"] == run_id
@@ -137,11 +139,24 @@ def test_mlflow(run, fork):
     assert list(run.glob("mlflow/**/spec.json"))
 
     child = fork()
-    live("mlflow", child, fork=True)
+    live("mlflow", child, "fork")
     client = MlflowClient(tracking_uri=f"sqlite:///{child}/mlflow/mlflow.db")
     kept = client.get_run(only_id(child))
     assert kept.data.tags["mlflow.parentRunId"] == found.info.run_id
     assert kept.info.status == "FAILED"
+
+
+@needs("mlflow")
+@pytest.mark.slow
+def test_mlflow_is_told_how_a_start_ended_that_did_not_get_as_far_as_the_one_before(run):
+    live("mlflow", run, "behind")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run}/mlflow/mlflow.db")
+    found = client.get_run(only_id(run))
+    assert found.data.tags["megaspec.status"] == "preempted"
+    assert found.info.status == "KILLED"
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "loss")] == [1, 2, 3, 4, 5, 6]
 
 
 @needs("trackio")
@@ -156,7 +171,7 @@ def test_trackio(run, fork):
     assert any("sample" in numbers for _, _, numbers in rows)
 
     child = fork()
-    live("trackio", child, fork=True)
+    live("trackio", child, "fork")
     kept = services_reading.trackio_rows(child / "trackio" / "megaspec.db")
     assert {name for name, _, _ in kept} == {only_id(child)}
     assert only_id(child) != only_id(run)
