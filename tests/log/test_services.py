@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.log.events import EvalDone
 from megaspec.log.remote import hand_down
+from megaspec.log.spec import WandbSpec
 from tests.faults.runs import make_run, recipe
 from tests.log import services_reading
+from tests.log.events_for_tests import step_done
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +118,36 @@ def test_wandb(run, fork):
     assert kept["group"] == first["group"] == run_id
     assert kept["config"]["parent_run"] == run_id
     assert kept["code"] == 1
+
+
+class OnlineRun:
+    """What wandb.init gives of a run that the service knows up to a step: it drops rows of that step and earlier."""
+
+    def __init__(self, last_step):
+        self.step = last_step + 1
+        self.config = {}
+        self.rows = []
+
+    def log(self, numbers, *, step):
+        if step >= self.step:
+            self.step = step
+            self.rows.append((step, numbers))
+
+
+@needs("wandb")
+def test_wandb_gets_an_evaluation_that_is_made_up_for(run, monkeypatch):
+    import wandb
+
+    from megaspec.log.wandb import WandbSink
+
+    online = OnlineRun(last_step=4)
+    monkeypatch.setattr(wandb, "init", lambda **_: online)
+    sink = WandbSink(WandbSpec(kind="wandb"), run, 4)
+    # stopped in the evaluation of step 4
+    sink(EvalDone(step=4, loss=2.0, sets={"valid": 2.0}, tokens={"valid": 9}, seconds=1.0))
+    sink(step_done(5))
+    assert [step for step, _ in online.rows] == [5, 5]
+    assert online.rows[0][1]["eval/loss"] == 2.0
 
 
 @needs("mlflow")
