@@ -109,9 +109,9 @@ def _named_prefix(text: str) -> tuple[str, str]:
 
 
 def _without_training_data(facts: Facts) -> Facts:
-    """Facts in which the training data may be missing: sets of their own are read."""
+    """Facts in which the training data may be missing or changed: sets of their own are read."""
     problems = [problem for problem in facts.problems if problem.key.startswith("data.valid.")]
-    return replace(facts, problems=tuple(problems))
+    return replace(facts, problems=tuple(problems), fingerprint="")
 
 
 def _check_checkpoints(folder: Path, step: int | None) -> None:

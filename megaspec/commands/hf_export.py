@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import CheckpointError, RecipeError, printable
-from megaspec.core.problems import did_you_mean
+from megaspec.core.problems import did_you_mean, one_of
 from megaspec.data.spec import IndexedSpec
 from megaspec.hf.companions import (
     GENERATION,
@@ -117,7 +117,7 @@ def choose_family(spec: Spec, asked: str | None) -> Family:
         why = objections(FAMILIES[asked], spec.model)
         if why:
             others = [name for name, family in FAMILIES.items() if not objections(family, spec.model)]
-            way_out = f"--family {' or '.join(others)} can" if others else "no other family can"
+            way_out = f"--family {one_of(others)} can" if others else "no other family can"
             raise RecipeError(f"--family {asked} can't say this model: {'; '.join(why[:4])}; {way_out}")
         return FAMILIES[asked]
     order = list(FAMILIES)

@@ -188,7 +188,7 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
         refuse_weights_alone(folder, old)
         refuse_lost_fork(folder, old)
         done = newest_step(folder)
-        is_finished = done == recipe.train.steps and has_ended_well(folder)
+        is_finished = done == recipe.train.steps and has_ended_well(folder) and not _asks_for_more(old, recipe)
         refused = None
         if not is_finished:
             refused = partial(start_problems, target=target, origins=origins, memory=memory)
@@ -203,6 +203,14 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
         write_run(folder, recipe, target, spec)
         stack.pop_all()
     return Prepared(folder, spec, lock, is_finished)
+
+
+def _asks_for_more(old: Spec, recipe: Recipe) -> bool:
+    """Whether a run whose steps are all done has something left to do, by words that it had not: to evaluate its last
+    step, or to write a text."""
+    evaluates_now = old.train.eval_every == 0 and recipe.train.eval_every > 0
+    writes_now = recipe.train.sample is not None and recipe.train.sample != old.train.sample
+    return evaluates_now or writes_now
 
 
 def warn(spec: Spec, target: Target) -> None:

@@ -193,7 +193,8 @@ class StreamSpec(DataSpec):
     """Rows of documents, each packed for itself: sample i is the next one of lane i modulo lanes. A rank tokenizes the
     lanes that it takes samples of. auto: the largest divisor of every global batch that is at most 256."""
     bad_lines: Literal["refuse", "skip"] = "refuse"
-    """What happens at a line that is no document: the run ends, or the line is left out and counted."""
+    """What happens at a line that is no document: the run ends, or the line is left out and counted. A run that ended
+    at one may go on with skip: all that it has read stays the same."""
     workers: Annotated[Count, Field(ge=0, le=256)] = 1
     """Processes of each rank that tokenize ahead of it; 0: the rank does it itself. Changes nothing in the order."""
 

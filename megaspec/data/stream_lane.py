@@ -232,6 +232,7 @@ class StreamOrder:
         if n_bad & (n_bad - 1) == 0:
             last = f"{piece.path}:{lines_before(piece) + line}: {bad.kind}"
             text = f"megaspec: data.bad_lines=skip: left out {n_bad:,} so far in this process, the last {last}"
+            text += " (a line counts whenever it is read, in each pass anew)"
             print(printable(text), file=sys.stderr, flush=True)
 
 

@@ -14,10 +14,11 @@ from megaspec.recipe import Recipe
 # What processes take beside what is counted tensor by tensor, measured with torch 2.13 (README.md of this folder).
 _OF_A_RANK = 0.15 * GIB
 _OF_THE_LAUNCHER = 0.15 * GIB
-# Limit, use, and the line of memory.stat that says how much of the use is files' and can be dropped; by version.
+# Limit, use, and the lines of memory.stat that say how much of the use is files' and can be dropped; by version. What
+# was read twice counts as active: the kernel drops it, too, before it kills.
 _LIMIT_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
 
 
@@ -65,7 +66,7 @@ def available_memory(groups: Path = GROUPS, of_this_process: Path = OF_THIS_PROC
 
 def _left_in(version: int, folder: Path) -> int | None:
     """Bytes below a group's limit; None where it has none."""
-    limit_name, use_name, files_name = _LIMIT_FILES[version]
+    limit_name, use_name, files_names = _LIMIT_FILES[version]
     limit = _number(lines_of(folder / limit_name))
     use = _number(lines_of(folder / use_name))
     if limit is None or use is None:
@@ -73,8 +74,8 @@ def _left_in(version: int, folder: Path) -> int | None:
     droppable = 0
     for line in lines_of(folder / "memory.stat"):
         name, _, count = line.partition(" ")
-        if name == files_name and count.isdecimal():
-            droppable = int(count)
+        if name in files_names and count.isdecimal():
+            droppable += int(count)
     return max(0, limit - max(0, use - droppable))
 
 

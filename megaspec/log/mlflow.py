@@ -63,6 +63,10 @@ class MlflowSink:
         self._client.log_dict(self._id, run.spec, "spec.json")
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, RunEnded):
+            # also of a start that did not get as far as the one before it
+            self._status = status_of(event)
+            return
         # an evaluation of the last step may not have come there
         is_step = isinstance(event, StepDone | RoutersDone)
         if event.step < self._last_step or (is_step and event.step == self._last_step):
@@ -71,11 +75,8 @@ class MlflowSink:
         if isinstance(event, StepDone):
             numbers["step"] = event.step
         self._write_metrics(numbers, event.step)
-        match event:
-            case Sampled():
-                self._client.log_text(self._id, event.prompt + event.text, f"samples/step-{event.step}.txt")
-            case RunEnded():
-                self._status = status_of(event)
+        if isinstance(event, Sampled):
+            self._client.log_text(self._id, event.prompt + event.text, f"samples/step-{event.step}.txt")
 
     def close(self) -> None:
         """Says how the run ended."""

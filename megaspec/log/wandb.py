@@ -10,7 +10,7 @@ from pathlib import Path
 import wandb
 
 from megaspec.core.regular_files import make_folder_inside
-from megaspec.log.events import Event, RunEnded, Sampled
+from megaspec.log.events import EvalDone, Event, RunEnded, Sampled
 from megaspec.log.remote import logged_run, note_remote_run, remote_run, status_of
 from megaspec.log.scalars import scalars
 from megaspec.log.spec import WandbSpec
@@ -32,6 +32,7 @@ class WandbSink:
             note_remote_run(run_dir, place, run_id)
         make_folder_inside(run_dir, FOLDER)
         self._status = "failed"
+        self._resumed_at = step
         self._run = wandb.init(
             project=spec.project,
             entity=spec.entity,
@@ -59,13 +60,23 @@ class WandbSink:
     def __call__(self, event: Event) -> None:
         numbers = scalars(event)
         if numbers:
-            self._run.log(numbers, step=event.step)
+            self._run.log(numbers, step=self._row_of(event))
         match event:
             case Sampled():
                 text = html.escape(event.prompt + event.text)
                 self._run.log({"sample": wandb.Html(f"<pre>{text}</pre>")}, step=event.step)
             case RunEnded():
                 self._status = status_of(event)
+
+    def _row_of(self, event: Event) -> int:
+        """The step that the numbers of an event are sent with.
+
+        The service drops what comes with a step that it has already. So an evaluation that a resumed run makes up for,
+        of the step that it goes on after, is sent with the next one.
+        """
+        if isinstance(event, EvalDone) and event.step == self._resumed_at:
+            return max(event.step, self._run.step)
+        return event.step
 
     def close(self) -> None:
         """Waits until the service has everything."""

@@ -197,6 +197,8 @@ def _order(recipe: Recipe) -> dict[str, Any]:
     content = recipe.data.model_dump(mode="json")
     # where the index lies, how the data were made and who tokenizes, not what is in them
     content.pop("cache", None)
+    # a line that is refused ends the run: what was read before it is the same whether such lines are skipped or not
+    content.pop("bad_lines", None)
     content.pop("prepare", None)
     content.pop("workers", None)
     return content

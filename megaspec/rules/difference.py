@@ -19,6 +19,7 @@ FREE = (
     "launcher",
     "log",
     "checkpoint",
+    "data.bad_lines",
     "data.cache",
     "data.prepare",
     "data.valid",

@@ -294,9 +294,30 @@ def test_a_bad_line_is_named_or_left_out_and_counted(tmp_path, what, workers, ca
     skipped = spec.model_copy(update={"bad_lines": "skip"})
     assert len(read_all(skipped, range(700))) == 700
     kind = what.partition(":")[0]
-    assert (
-        f"data.bad_lines=skip: left out 1 so far in this process, the last {path}:701: {kind}" in capfd.readouterr().err
-    )
+    told = f"data.bad_lines=skip: left out 1 so far in this process, the last {path}:701: {kind}"
+    assert f"{told} (a line counts whenever it is read, in each pass anew)" in capfd.readouterr().err
+
+
+def test_who_ended_at_a_bad_line_goes_on_with_skip(tmp_path):
+    path = write_texts(tmp_path / "a.jsonl", 3000, line=lambda number: "{" if number == 2900 else None)
+    spec = stream_spec(path, lanes=2, window=5000)
+    source = source_of(spec)
+    taken = []
+
+    def take_all():
+        while True:
+            taken.append(as_plain(source.read(len(taken))))
+
+    with pytest.raises(DataError, match=r"a\.jsonl:2901: "):
+        take_all()
+    place = source.place()
+    source.close()
+    assert len(taken) > 10
+    skipped = spec.model_copy(update={"bad_lines": "skip"})
+    behind = range(len(taken), len(taken) + 20)
+    expected = read_all(skipped, range(behind.stop))
+    assert expected[: len(taken)] == taken
+    assert read_all(skipped, behind, place=place) == expected[len(taken) :]
 
 
 def problems(spec: StreamSpec) -> str:

@@ -21,14 +21,15 @@ def _machine(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
 
-def group(path, version, limit, used, files=0):
+def group(path, version, limit, used, files=0, read_again=0):
+    """files, read_again: bytes of the use that are files', and of those that were read more than once."""
     path.mkdir(parents=True, exist_ok=True)
-    names = ("memory.max", "memory.current", "inactive_file")
+    names = ("memory.max", "memory.current", "inactive_file", "active_file")
     if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
     (path / names[0]).write_text(f"{limit}\n")
     (path / names[1]).write_text(f"{used}\n")
-    (path / "memory.stat").write_text(f"anon 1\n{names[2]} {files}\nactive_file 5\n")
+    (path / "memory.stat").write_text(f"anon 1\n{names[2]} {files}\n{names[3]} {read_again}\n")
 
 
 def asked(tmp_path, text):
@@ -46,6 +47,8 @@ def test_the_narrowest_limit_counts(version, text, root, tmp_path):
     group(root / "jobs", version, 12 * GIB, 5 * GIB)
     assert asked(tmp_path, text) == 7 * GIB
     group(root / "jobs" / "7", version, 6 * GIB, 2 * GIB, files=GIB)
+    assert asked(tmp_path, text) == 5 * GIB
+    group(root / "jobs" / "7", version, 6 * GIB, 3 * GIB, files=GIB, read_again=GIB)
     assert asked(tmp_path, text) == 5 * GIB
     group(root / "jobs" / "7", version, 6 * GIB, 7 * GIB)
     assert asked(tmp_path, text) == 0

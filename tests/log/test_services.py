@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from megaspec.log.events import EvalDone
 from megaspec.log.remote import hand_down
+from megaspec.log.spec import WandbSpec
 from tests.faults.runs import make_run, recipe
 from tests.log import services_reading
+from tests.log.events_for_tests import step_done
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +26,7 @@ from megaspec.log.sinks import open_sinks
 from megaspec.log.spec import LogSpec
 from tests.log.events_for_tests import step_done
 
-kind, run, forked = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "fork"
+kind, run, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 entry = {"kind": kind}
 if kind == "wandb":
     entry["mode"] = "offline"
@@ -40,8 +43,11 @@ def live(steps, how, resumed=0):
         emit(RunEnded(step=steps[-1], how=how))
 
 
-if forked:
+if what == "fork":
     live(range(1, 3), "failed")
+elif what == "behind":
+    live(range(1, 7), "failed")
+    live(range(3, 5), "Preempted", resumed=2)
 else:
     live(range(1, 5), "Preempted")
     live(range(3, 7), "done", resumed=2)
@@ -53,9 +59,8 @@ def needs(package):
     return pytest.mark.skipif(not installed, reason=f"{package} is not installed: pip install 'megaspec[{package}]'")
 
 
-def live(kind, run, *, fork=False):
+def live(kind, run, what="run"):
     """In a process of its own: a package that is loaded stays, with what it was set to."""
-    what = "fork" if fork else "run"
     # no home: no key, and no settings of whoever runs this
     environment = os.environ | {"HOME": str(run.parent), "WANDB_API_KEY": "", "HF_TOKEN": ""}
     command = [sys.executable, "-c", LIVES, kind, str(run), what]
@@ -107,12 +112,42 @@ def test_wandb(run, fork):
     assert not (run / "wandb" / "latest-run").exists()
 
     child = fork()
-    live("wandb", child, fork=True)
+    live("wandb", child, "fork")
     (kept,) = services_reading.wandb_runs(child)
     assert kept["id"] != run_id
     assert kept["group"] == first["group"] == run_id
     assert kept["config"]["parent_run"] == run_id
     assert kept["code"] == 1
+
+
+class OnlineRun:
+    """What wandb.init gives of a run that the service knows up to a step: it drops rows of that step and earlier."""
+
+    def __init__(self, last_step):
+        self.step = last_step + 1
+        self.config = {}
+        self.rows = []
+
+    def log(self, numbers, *, step):
+        if step >= self.step:
+            self.step = step
+            self.rows.append((step, numbers))
+
+
+@needs("wandb")
+def test_wandb_gets_an_evaluation_that_is_made_up_for(run, monkeypatch):
+    import wandb
+
+    from megaspec.log.wandb import WandbSink
+
+    online = OnlineRun(last_step=4)
+    monkeypatch.setattr(wandb, "init", lambda **_: online)
+    sink = WandbSink(WandbSpec(kind="wandb"), run, 4)
+    # stopped in the evaluation of step 4
+    sink(EvalDone(step=4, loss=2.0, sets={"valid": 2.0}, tokens={"valid": 9}, seconds=1.0))
+    sink(step_done(5))
+    assert [step for step, _ in online.rows] == [5, 5]
+    assert online.rows[0][1]["eval/loss"] == 2.0
 
 
 @needs("mlflow")
@@ -137,11 +172,24 @@ def test_mlflow(run, fork):
     assert list(run.glob("mlflow/**/spec.json"))
 
     child = fork()
-    live("mlflow", child, fork=True)
+    live("mlflow", child, "fork")
     client = MlflowClient(tracking_uri=f"sqlite:///{child}/mlflow/mlflow.db")
     kept = client.get_run(only_id(child))
     assert kept.data.tags["mlflow.parentRunId"] == found.info.run_id
     assert kept.info.status == "FAILED"
+
+
+@needs("mlflow")
+@pytest.mark.slow
+def test_mlflow_is_told_how_a_start_ended_that_did_not_get_as_far_as_the_one_before(run):
+    live("mlflow", run, "behind")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{run}/mlflow/mlflow.db")
+    found = client.get_run(only_id(run))
+    assert found.data.tags["megaspec.status"] == "preempted"
+    assert found.info.status == "KILLED"
+    assert [m.step for m in client.get_metric_history(found.info.run_id, "loss")] == [1, 2, 3, 4, 5, 6]
 
 
 @needs("trackio")
@@ -156,7 +204,7 @@ def test_trackio(run, fork):
     assert any("sample" in numbers for _, _, numbers in rows)
 
     child = fork()
-    live("trackio", child, fork=True)
+    live("trackio", child, "fork")
     kept = services_reading.trackio_rows(child / "trackio" / "megaspec.db")
     assert {name for name, _, _ in kept} == {only_id(child)}
     assert only_id(child) != only_id(run)

@@ -381,11 +381,20 @@ def test_a_stream_may_have_other_workers_and_a_fork_of_it_goes_on_or_begins_anew
     assert old.data.lanes == 16
     spec = go_on(run, "data.workers=2", done_steps=50)
     assert (spec.data.workers, spec.samples_moved) == (2, 0)
+    # what a run is told to do that ended at a bad line
+    assert go_on(run, "data.bad_lines=skip", done_steps=50).data.bad_lines == "skip"
     with pytest.raises(RecipeError, match=r"data\.window=5000 changes the experiment"):
         go_on(run, "data.window=5000")
     with pytest.raises(RecipeError, match="names, sizes or times of change of the files"):
         go_on(run, facts=replace(FACTS, fingerprint="b"))
-    same = fork(old, recompose(saved, "r", ["data.workers=0"]).recipe, CPU, FACTS, done_steps=50, done_samples=800)
+    same = fork(
+        old,
+        recompose(saved, "r", ["data.workers=0", "data.bad_lines=skip"]).recipe,
+        CPU,
+        FACTS,
+        done_steps=50,
+        done_samples=800,
+    )
     assert BatchSchedule(same.train, moved=same.samples_moved).consumed(50) == 800
     other = fork(old, recompose(saved, "r", ["data.seed=9"]).recipe, CPU, FACTS, done_steps=50, done_samples=800)
     assert BatchSchedule(other.train, moved=other.samples_moved).consumed(50) == 0

@@ -222,6 +222,19 @@ def test_a_checkpoint_that_is_passed_over_and_a_run_that_is_done_are_told(megasp
         assert "step 2 is the newest good one" in err
 
 
+def test_a_run_that_is_done_does_what_it_is_asked_for_now(megaspec, capfd):
+    first = ("train.steps=2", "train.eval_every=0", "train.sample=null", "optim.schedule.warmup_steps=1")
+    assert megaspec("train", "recipe=tiny", "name=more", *first) == 0
+    asked = (("train.eval_every=2", "eval"), ("train.sample={prompt: a, tokens: 3}", "sample"))
+    for word, event in asked:
+        assert event not in [line["event"] for line in history(Path("runs/more"))]
+        assert megaspec("resume", "runs/more", word) == 0
+        assert [line["step"] for line in history(Path("runs/more")) if line["event"] == event] == [2]
+    capfd.readouterr()
+    assert megaspec("resume", "runs/more", "log.every=3") == 0
+    assert "runs/more is finished: all 2 steps are done" in capfd.readouterr().out
+
+
 def test_another_runs_checkpoint_is_neither_written_from_nor_forked(megaspec, capfd):
     for name, seed in (("mine", 1), ("theirs", 2)):
         steps = ("train.steps=4", "optim.schedule.decay_steps=4") if name == "mine" else ("train.steps=6",)

@@ -2,16 +2,22 @@
 
 import json
 import signal
+from argparse import Namespace
 
 import pytest
 
 from megaspec.cli import main
+from megaspec.commands.evaluate import evaluation_spec
 from megaspec.core import faults
 from megaspec.launcher import stop
 from megaspec.log.jsonl import read_metrics
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.resolver import resolve
+from megaspec.run_folder import SavedRun
 from megaspec.spec import Spec
+from tests.data.helpers import write_texts
 from tests.runtime import lives
-from tests.runtime.specs import make_run, recipe, spec
+from tests.runtime.specs import TARGET, make_run, recipe, spec
 
 SETS = {"plain": {"noise": 0.0}, "other": {"kind": "random", "vocab_size": 37}}
 CHANGES = {"train.steps": 7, "train.eval_every": 3, "train.eval_samples": 5, "data.valid": SETS}
@@ -78,3 +84,18 @@ def test_eval_gives_what_training_said_on_any_layout(tmp_path, capfd, monkeypatc
     assert "data.valid.web.blend.0.prefix=nothing" in capfd.readouterr().err
     assert main(["eval", "run", "--data", "web"]) == 64
     assert main(["eval", "nowhere"]) == 64
+
+
+def test_eval_on_own_sets_needs_no_training_data(tmp_path):
+    trained_on = write_texts(tmp_path / "a.jsonl", 10)
+    held_out = write_texts(tmp_path / "v.jsonl", 10)
+    sets = {"v": {"files": [{"path": str(held_out)}]}}
+    data = {"kind": "stream", "files": [{"path": str(trained_on)}], "tokenizer": "byte", "seq_len": 16, "valid": sets}
+    made = recipe({"model.vocab_size": 257, "data": data, "train.eval_every": 3})
+    run = SavedRun(tmp_path, made.model_dump(mode="json"), resolve(made, TARGET, gather_facts(made)))
+    assert run.spec.data_fingerprint
+    asked = Namespace(run=tmp_path, words=[], data=[], config_dir=[])
+    trained_on.write_text('{"text": "changed since"}\n')
+    assert list(evaluation_spec(run, asked, TARGET).data.valid) == ["v"]
+    trained_on.unlink()
+    assert list(evaluation_spec(run, asked, TARGET).data.valid) == ["v"]
