@@ -68,7 +68,7 @@ GPT2 = {
 }
 LLAMA = {
     "embedding_scale": 1.0,
-    "positions": {"kind": "rotary", "base": 10_000.0, "scaling": {"kind": "none"}},
+    "positions": {"kind": "rotary", "base": 10_000.0, "fraction": 1.0, "scaling": {"kind": "none"}},
     "norm": {"kind": "rms", "eps": 1e-5, "weight": "scale"},
     "layer": {"kind": "sequential", "norms": "pre"},
     "attention": {**PLAIN_ATTENTION, "dropout": 0.1},

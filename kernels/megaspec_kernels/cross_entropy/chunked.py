@@ -47,11 +47,16 @@ def local_gradient(
 ) -> Tensor:
     """See `Gradient`."""
     wide = torch.promote_types(product_CV.dtype, torch.float32)
-    logits_CV = form.shaped(product_CV.to(wide))
-    grad_CV = (logits_CV - top_C[:, None]).exp_().mul_((weights_C / total_C)[:, None])
+    factor_C1 = (weights_C / total_C)[:, None]
+    # logits that are needed again for their slope have a name; plain ones are gone once the gradient is made of them
+    if form == PLAIN_LOGITS:
+        grad_CV = (product_CV.to(wide) - top_C[:, None]).exp_().mul_(factor_C1)
+    else:
+        logits_CV = form.shaped(product_CV.to(wide))
+        grad_CV = (logits_CV - top_C[:, None]).exp_().mul_(factor_C1)
     grad_CV[:, shard.valid :] = 0
     here = (labels_C >= shard.first) & (labels_C < shard.first + shard.valid)
-    column = (labels_C - shard.first).clamp(0, logits_CV.shape[1] - 1)
+    column = (labels_C - shard.first).clamp(0, product_CV.shape[1] - 1)
     # one element a row, so that indexing serves; scatter_add has no deterministic form on CUDA
     grad_CV[torch.arange(len(column), device=column.device), column] -= torch.where(here, weights_C, 0)
     if form != PLAIN_LOGITS:

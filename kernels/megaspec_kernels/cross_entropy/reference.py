@@ -71,8 +71,9 @@ def linear_cross_entropy(
     `bias_V`: [V], added to the product; None: nothing is.
     """
     bias = None if bias_V is None else bias_V[: shard.valid]
-    product_MV = F.linear(x_MD, weight_VD[: shard.valid], bias)
-    logits_MV = form.shaped(product_MV.to(torch.promote_types(product_MV.dtype, torch.float32)))
+    wide = torch.promote_types(x_MD.dtype, torch.float32)
+    # the product has no name, so that it is gone once it is wide
+    logits_MV = form.shaped(F.linear(x_MD, weight_VD[: shard.valid], bias).to(wide))
     lowest = logits_MV.new_full((len(logits_MV), 1), torch.finfo(logits_MV.dtype).min)
     peak_M = shard.max(torch.cat((logits_MV.detach(), lowest), dim=1).amax(dim=1))
     total_M = shard.sum((logits_MV - peak_M[:, None]).exp().sum(dim=1))
