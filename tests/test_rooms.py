@@ -145,7 +145,8 @@ RUNS = {
         "model.mlp={kind: clamped}",
         "model.attention.qk_norm=per_head",
         "model.moe={n_experts: 4, every: 2, d_shared: 16, drop: position, capacity_factor: 2, "
-        "router: {score: sigmoid, n_groups: 2, group_top_k: 1, expert_bias: true, bias_rate: 0.1, losses: [{kind: aux, coefficient: 0.1}], z_loss: 0.1}}",
+        "router: {score: sigmoid, n_groups: 2, group_top_k: 1, expert_bias: true, bias_rate: 0.1, "
+        "losses: [{kind: aux, coefficient: 0.1}], z_loss: 0.1}}",
         "precision=bf16",
         "optim.formats={exp_avg: bf16}",
         "parallelism.dp_strategy=zero1",
