@@ -6,7 +6,7 @@ from typing import Any
 from megaspec.core.errors import CheckpointError
 from megaspec.core.problems import did_you_mean
 from megaspec.hf.config import Config
-from megaspec.hf.families import gpt2, llama, mistral, mixtral, qwen2, qwen3
+from megaspec.hf.families import gpt2, llama, mistral, mixtral, olmoe, qwen2, qwen2_moe, qwen3
 from megaspec.hf.family import Family, typed
 from megaspec.model.decoder.spec import DecoderSpec
 
@@ -17,10 +17,20 @@ FAMILIES: Mapping[str, Family] = {
         llama.FAMILY,
         mistral.FAMILY,
         mixtral.FAMILY,
+        olmoe.FAMILY,
         qwen2.FAMILY,
+        qwen2_moe.FAMILY,
         qwen3.FAMILY,
         qwen3.EXPERTS,
     )
+}
+
+# Families whose numbers no options give, by the reason.
+REFUSED: Mapping[str, str] = {
+    "phimoe": "its router draws one expert after the other, and has a gradient of its own (SparseMixer)",
+    "deepseek_v32": "its attention chooses keys by an indexer",
+    "glm_moe_dsa": "its attention chooses keys by an indexer",
+    "deepseek_v4": "it has hyper-connections, and experts that tokens are hashed to",
 }
 
 
@@ -29,6 +39,8 @@ def family_of(config: Mapping[str, Any], where: str, families: Mapping[str, Fami
     name = config.get("model_type")
     if not isinstance(name, str):
         raise CheckpointError(f"{where}: model_type is missing; it must be one of {', '.join(families)}")
+    if name not in families and name in REFUSED:
+        raise CheckpointError(f"{where}: model_type={name} can't be said in the options of a decoder: {REFUSED[name]}")
     if name not in families:
         near = did_you_mean(name, families)
         way_out = near or "megaspec hf families lists what can"
