@@ -259,6 +259,11 @@ def test_a_configuration_that_cant_be_said_is_refused(change: dict[str, Any], me
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a whole number"),
         ({"model_type": "phimoe"}, "model_type=phimoe can't be said in the options of a decoder: its router draws"),
         ({"model_type": "olmoe", "head_dim": 4}, "head_dim=4: only 8 can be said"),
+        ({"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=true without layer_types"),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 7},
+            "windows of qwen3_moe are those of all layers",
+        ),
     ],
 )
 def test_experts_that_cant_be_said_are_refused(change: dict[str, Any], message: str) -> None:

@@ -22,6 +22,9 @@ NAMES = replace(
 
 def read(config: Config) -> dict[str, Any]:
     section = qwen2.read(config)
+    if config.values.get("use_sliding_window") is True and not config.values.get("layer_types"):
+        # every other layer below max_window_layers, where qwen2 has all from there on
+        config.refuse("use_sliding_window=true without layer_types: max_window_layers is not what it is in qwen2")
     section["attention"]["qkv_bias"] = config.flag("qkv_bias", True)
     section["moe"] = {
         "n_experts": config.count("num_experts", 60),

@@ -63,6 +63,9 @@ def read_experts(config: Config) -> dict[str, Any]:
         config.refuse("num_experts is missing; it must be a whole number of at least 1")
     elif None not in (n_experts, n_local) and n_experts != n_local:
         config.refuse(f"num_experts={n_experts} and num_local_experts={n_local} contradict each other")
+    if config.values.get("use_sliding_window") is True:
+        # transformers' class gives a window to all layers then, and reads neither max_window_layers nor layer_types
+        config.refuse("use_sliding_window=true: windows of qwen3_moe are those of all layers, unlike qwen3's")
     moe = {
         "n_experts": n_experts or n_local,
         "top_k": config.count("num_experts_per_tok", 8),
