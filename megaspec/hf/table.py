@@ -17,8 +17,10 @@ from megaspec.hf.families import (
     mixtral,
     nemotron,
     olmo,
+    olmoe,
     phi,
     qwen2,
+    qwen2_moe,
     qwen3,
     smollm3,
     starcoder2,
@@ -33,7 +35,9 @@ FAMILIES: Mapping[str, Family] = {
         llama.FAMILY,
         mistral.FAMILY,
         mixtral.FAMILY,
+        olmoe.FAMILY,
         qwen2.FAMILY,
+        qwen2_moe.FAMILY,
         qwen3.FAMILY,
         qwen3.EXPERTS,
         gemma.FAMILY,
@@ -53,12 +57,22 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
+# Families whose numbers no options give, by the reason.
+REFUSED: Mapping[str, str] = {
+    "phimoe": "its router draws one expert after the other, and has a gradient of its own (SparseMixer)",
+    "deepseek_v32": "its attention chooses keys by an indexer",
+    "glm_moe_dsa": "its attention chooses keys by an indexer",
+    "deepseek_v4": "it has hyper-connections, and experts that tokens are hashed to",
+}
+
 
 def family_of(config: Mapping[str, Any], where: str, families: Mapping[str, Family] = FAMILIES) -> Family:
     """The family of a config.json. CheckpointError: it names none, or one that can't be said."""
     name = config.get("model_type")
     if not isinstance(name, str):
         raise CheckpointError(f"{where}: model_type is missing; it must be one of {', '.join(families)}")
+    if name not in families and name in REFUSED:
+        raise CheckpointError(f"{where}: model_type={name} can't be said in the options of a decoder: {REFUSED[name]}")
     if name not in families:
         near = did_you_mean(name, families)
         way_out = near or "megaspec hf families lists what can"

@@ -13,8 +13,7 @@ _MAX_LAYERS = 10_000
 
 
 def translate_experts(draft: RecipeDraft) -> None:
-    """The section `model.moe`, and what experts have there and not here."""
-    _lost_parts(draft)
+    """The section `model.moe`. Experts have the activation and the biases of dense layers, there as here."""
     moe = "model.moe."
     router = "model.moe.router."
     draft.put(f"{moe}n_experts", draft.n_experts, "--num-experts")
@@ -27,6 +26,8 @@ def translate_experts(draft: RecipeDraft) -> None:
     score = "--moe-router-score-function"
     draft.put(f"{router}score", _SCORES[draft[score]], score, ours="softmax")
     _weights(draft)
+    if not draft["--disable-bias-linear"]:
+        draft.put(f"{router}logit_bias", True, "--disable-bias-linear", remark="starts at 0 here, drawn there")
     _optional(draft, f"{router}scale", "--moe-router-topk-scaling-factor")
     _optional(draft, f"{router}n_groups", "--moe-router-num-groups")
     _optional(draft, f"{router}group_top_k", "--moe-router-group-topk")
@@ -41,16 +42,6 @@ def translate_experts(draft: RecipeDraft) -> None:
         draft.put(f"{moe}capacity_factor", draft["--moe-expert-capacity-factor"], "--moe-expert-capacity-factor")
         draft.put(f"{moe}drop", draft["--moe-token-drop-policy"], "--moe-token-drop-policy", ours="probs")
         _switch(draft, f"{moe}pad_to_capacity", "--moe-pad-expert-input-to-capacity")
-
-
-def _lost_parts(draft: RecipeDraft) -> None:
-    """Experts there have the activation and biases of dense layers; here they are gated with SiLU, without biases."""
-    if not draft["--swiglu"]:
-        # --quick-geglu is lost for itself
-        flag = "--squared-relu" if draft["--squared-relu"] else "--swiglu"
-        draft.lose(flag, "experts have this activation there; here they are gated with SiLU")
-    if not draft["--disable-bias-linear"]:
-        draft.lose("--disable-bias-linear", "experts and their router have biases there, and none here")
 
 
 def _weights(draft: RecipeDraft) -> None:

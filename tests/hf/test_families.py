@@ -159,6 +159,7 @@ NEIGHBOURS: dict[str, list[Any]] = {
     "relu_squared": ["relu"],
     "parallel": ["sequential"],
     "softmax": ["sigmoid"],
+    "outputs": ["inputs"],
     "per_head": ["none"],
     "sequential": ["parallel"],
 }
@@ -267,6 +268,39 @@ def test_a_configuration_that_cant_be_said_is_refused(change: dict[str, Any], me
     with pytest.raises(CheckpointError) as caught:
         read_model(config, "config.json")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mlp_only_layers": [4]}, "mlp_only_layers has 4, num_hidden_layers=4 are numbered from 0"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "leave no layer with experts"),
+        ({"decoder_sparse_step": 5}, "decoder_sparse_step=5 and mlp_only_layers=[] leave no layer with experts"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be a whole number of at least 1"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a whole number"),
+        ({"model_type": "phimoe"}, "model_type=phimoe can't be said in the options of a decoder: its router draws"),
+        ({"model_type": "olmoe", "head_dim": 4}, "head_dim=4: only 8 can be said"),
+        ({"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=true without layer_types"),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 7},
+            "windows of qwen3_moe are those of all layers",
+        ),
+    ],
+)
+def test_experts_that_cant_be_said_are_refused(change: dict[str, Any], message: str) -> None:
+    config = {"model_type": "qwen2_moe", **TINY["qwen2, every other layer with experts"][1]} | change
+    with pytest.raises(CheckpointError) as caught:
+        read_model(config, "config.json")
+    assert message in str(caught.value)
+
+
+def test_layers_with_experts_are_read_as_a_step_or_a_list() -> None:
+    config = {"model_type": "qwen2_moe", **TINY["qwen2, every other layer with experts"][1]}
+    stepped = read_model(config, "config.json")
+    assert (stepped.moe.every, stepped.moe.first_dense, stepped.moe.layers) == (2, 1, None)
+    listed = read_model(config | {"mlp_only_layers": [1]}, "config.json")
+    assert listed.moe.layers == (0, 0, 0, 1)
+    assert FAMILIES["qwen2_moe"].write(listed)["mlp_only_layers"] == [0, 1, 2]
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -80,8 +80,32 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral 0.1": ("mistral", _SIZES | {"head_dim": 12, "sliding_window": 7}),
     "mistral": ("mistral", _SIZES | {"head_dim": 12, "sliding_window": None}),
     "mixtral": ("mixtral", _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "olmoe": (
+        "olmoe",
+        _SIZES | {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.9, "norm_topk_prob": False},
+    ),
+    "olmoe, weights sum to 1": (
+        "olmoe",
+        _SIZES | {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True},
+    ),
     "qwen2": ("qwen2", _SIZES),
     "qwen2, windows": ("qwen2", _SIZES | _LAYERS | {"use_sliding_window": True, "max_window_layers": 3}),
+    "qwen2 with experts": (
+        "qwen2_moe",
+        _SIZES | _EXPERTS | {"shared_expert_intermediate_size": 20, "norm_topk_prob": False},
+    ),
+    "qwen2, every other layer with experts": (
+        "qwen2_moe",
+        _SIZES
+        | _EXPERTS
+        | {
+            "shared_expert_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+        },
+    ),
     "qwen3": ("qwen3", _SIZES | {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3 with experts": ("qwen3_moe", _SIZES | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True}),
     "qwen3, some with experts": (

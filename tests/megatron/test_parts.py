@@ -140,10 +140,8 @@ def test_sizes_and_starts_are_those_of_megatron(more, field, value, tmp_path):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("--num-experts 4 --disable-bias-linear", ["--swiglu (Megatron's default): experts have this activation"]),
-        ("--num-experts 4 --disable-bias-linear --squared-relu", ["--squared-relu: experts have this activation"]),
-        ("--num-experts 4 --swiglu",
-         ["--disable-bias-linear (Megatron's default): experts and their router have biases there"]),
+        ("--num-experts 4 --disable-bias-linear --squared-relu", []),
+        ("--num-experts 4 --swiglu", []),
         (f"--num-experts 4 {LLAMA} --add-qkv-bias", []),
         (f"{BARE} --quick-geglu", ["--quick-geglu: x · sigmoid(1.702 x) is no activation here"]),
         (f"{LLAMA} --position-embedding-type mrope", ["--position-embedding-type mrope: no such positions"]),
@@ -170,6 +168,22 @@ def test_what_no_part_can_say_is_lost(more, told):
     assert len(lost) == len(told)
     for message, part in zip(lost, told, strict=True):
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("more", "activation", "has_bias"),
+    [
+        ("--swiglu", "silu", True),
+        ("--swiglu --disable-bias-linear", "silu", False),
+        ("--squared-relu --disable-bias-linear", "relu_squared", False),
+        ("--no-bias-gelu-fusion", "gelu", True),
+    ],
+)
+def test_experts_have_the_activation_and_biases_of_dense_layers(more, activation, has_bias, tmp_path):
+    model = model_of(f"--num-experts 4 {more}", tmp_path)
+    assert (model.mlp.activation, model.mlp.bias, model.moe.router.logit_bias) == (activation, has_bias, has_bias)
+    biases = {name for name, linear in model.facts.linears() if linear.bias and ".moe." in name}
+    assert bool(biases) == has_bias
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megaspec.nn.moe.spec import BalanceLoss, MoeSpec, RouterSpec
 from megaspec_kernels.registry import REGISTRY
 
 B, T, D, F_EXPERT, F_SHARED = 2, 7, 12, 10, 6
-GATED = GatedMlpSpec()
+SWIGLU = GatedMlpSpec()
 AUX = (BalanceLoss(kind="aux", coefficient=0.3), BalanceLoss(kind="seq_aux", coefficient=0.1))
 
 
@@ -27,7 +27,7 @@ AUX = (BalanceLoss(kind="aux", coefficient=0.3), BalanceLoss(kind="seq_aux", coe
 class Case:
     name: str
     moe: MoeSpec
-    mlp: MlpSpec = GATED
+    mlp: MlpSpec = SWIGLU
 
     def __str__(self) -> str:
         return self.name
@@ -35,7 +35,7 @@ class Case:
 
 def case(name: str, *, router: RouterSpec | None = None, mlp: MlpSpec | None = None, **moe: object) -> Case:
     options = {"n_experts": 6, "top_k": 2, "router": router or RouterSpec()} | moe
-    return Case(name, MoeSpec(**options), mlp or GatedMlpSpec())
+    return Case(name, MoeSpec(**options), mlp or SWIGLU)
 
 
 CASES = [
@@ -76,7 +76,7 @@ def feed_forward(width: int, mlp: MlpSpec) -> FeedForward:
     return MLPS[type(mlp)](D, width, mlp, out=Dropout(0.0, "inner"))
 
 
-def build(moe: MoeSpec, mlp: MlpSpec = GATED, *, seed: int = 1) -> Moe:
+def build(moe: MoeSpec, mlp: MlpSpec = SWIGLU, *, seed: int = 1) -> Moe:
     torch.manual_seed(seed)
     form = feed_forward(F_EXPERT, mlp)
     module = Moe(
@@ -125,7 +125,7 @@ def into_of(module: Experts | FeedForward) -> Linear:
     return getattr(module, "w_gate_up", None) or module.w_up
 
 
-def one_at_a_time(moe: Moe, x_BTD: Tensor, context: SequenceContext, mlp: MlpSpec = GATED) -> Tensor:
+def one_at_a_time(moe: Moe, x_BTD: Tensor, context: SequenceContext, mlp: MlpSpec = SWIGLU) -> Tensor:
     """The same by the equation, with the router's own choice."""
     E, routing = moe.experts.count, moe.router(x_BTD, context)
     products = (into_of(moe.experts), moe.experts.w_down)

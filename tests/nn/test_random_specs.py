@@ -184,7 +184,7 @@ def check_kept(model: dict[str, Any]) -> None:
         if layer.routing is not None:
             small = 4 * run.expert_rows(layer.routing) + 4 * layer.routing.n_experts
             if recipe.model.moe.weights_on == "inputs":
-                # the one number that all rows of the activation are multiplied by
+                # the weight of all rows behind the first product
                 small += 4
             # which of its tensors a router keeps depends on how it scores
             assert router / 2 <= saved.router <= 2 * router, (number, router)

@@ -491,6 +491,37 @@ EXPERTS = [
         Case(dp=2, etp=2, router="softmax", dispatch="all_gather", optimizer="sgd"),
     ),
     Bug(
+        "bias of an expert added by every rank that holds a part of it",
+        Patch(TENSOR, "module.adds_bias = grid.etp_index == 0", "module.adds_bias = True"),
+        Case(dp=2, etp=2, router="logit bias", experts="bias", optimizer="sgd"),
+        invisible=True,
+    ),
+    Bug(
+        "biases of gate and up mixed between parts of an expert",
+        Patch(
+            TENSOR,
+            "bias_pieces.append(Piece((start,), (local_first,), (share,)))",
+            "bias_pieces.append(Piece((2 * global_first + part - share - start,), (local_first,), (share,)))",
+        ),
+        Case(dp=2, etp=2, router="logit bias", experts="bias", optimizer="sgd"),
+        invisible=True,
+    ),
+    Bug(
+        "biases of another rank's experts",
+        Patch(
+            TENSOR,
+            "bias_pieces = [Piece((grid.first * sum(parts),), (0,), (local_first,))]",
+            "bias_pieces = [Piece((sum(module.parts) - local_first - grid.first * sum(parts),), (0,), (local_first,))]",
+        ),
+        Case(dp=2, ep=2, router="best of group", experts="bias", optimizer="sgd"),
+        invisible=True,
+    ),
+    Bug(
+        "the weight of an expert on its output as well as on its input",
+        Patch("megaspec.nn.moe.module", "weights_R = weights_R.new_ones(()).expand(weights_R.shape)", "pass"),
+        Case(dp=2, ep=2, router="scores", experts="inputs", optimizer="sgd"),
+    ),
+    Bug(
         "weights of other ranks' tokens",
         Patch(
             DISPATCH,

@@ -49,6 +49,24 @@ ROUTERS: dict[str, dict[str, Any]] = {
         },
     },
     "sinkhorn": {"top_k": 1, "router": {"balancing": "sinkhorn", "z_loss": 0.01}},
+    # as published models choose: DeepSeek-V2, DeepSeek-V3, Llama 4, gpt-oss
+    "best of group": {
+        "top_k": 3,
+        "router": {"norm_top_k": False, "n_groups": 4, "group_top_k": 2, "group_score": "best", "scale": 2.0},
+    },
+    "best two of group": {
+        "top_k": 2,
+        "router": {
+            "score": "sigmoid",
+            "n_groups": 2,
+            "group_top_k": 1,
+            "group_score": "best_two",
+            "expert_bias": True,
+            "scale": 2.5,
+        },
+    },
+    "scores": {"top_k": 1, "router": {"score": "sigmoid", "norm_top_k": False}},
+    "logit bias": {"top_k": 2, "router": {"logit_bias": True}},
 }
 DROPS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -60,6 +78,16 @@ SHARED: dict[str, dict[str, Any]] = {
     "none": {},
     "plain": {"d_shared": 32},
     "gate": {"d_shared": 32, "shared_gate": True},
+}
+
+# What experts are made of, and where their weight enters.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "bias": {"mlp": {"kind": "gated", "bias": True}},
+    "gelu": {"mlp": {"kind": "gated", "activation": "gelu_tanh", "bias": True}},
+    "plain": {"mlp": {"kind": "plain", "activation": "relu_squared", "bias": True}},
+    "inputs": {"weights_on": "inputs"},
+    "inputs, bias": {"weights_on": "inputs", "mlp": {"kind": "plain", "activation": "gelu", "bias": True}},
 }
 
 # Options of attention, a few at a time. Sequences have 16 tokens, context-parallel chunks 4 and 2.
@@ -145,6 +173,8 @@ class Case:
     qk_norm: bool = False
     options: str = ""
     """A key of ATTENTIONS."""
+    experts: str = ""
+    """A key of EXPERTS."""
 
     @property
     def ranks(self) -> int:
@@ -172,6 +202,7 @@ class Case:
             self.family,
             f"{self.n_layers}t" if self.n_layers != 2 else "",
             f"{self.router} experts" if self.router else "",
+            f"of {self.experts}" if self.experts else "",
             f"every{self.every}" if self.every > 1 else "",
             f"drop {self.drop}" if self.drop != "none" else "",
             f"shared {self.shared}" if self.shared != "none" else "",
@@ -252,6 +283,8 @@ def content_of(case: Case) -> dict[str, Any]:
     if case.family != "gpt":
         model = with_attention(model, qk_norm="per_head" if case.qk_norm else "none") | {"moe": _experts(case)}
     model = with_attention(model, **ATTENTIONS[case.options])
+    if case.router and "mlp" in EXPERTS[case.experts]:
+        model |= {"mlp": EXPERTS[case.experts]["mlp"]}
     if case.family == "flat":
         # every n-th pair of sub-layers has experts
         pairs = [("attention", "moe" if case.router and i % case.every == 0 else "mlp") for i in range(case.n_layers)]
@@ -322,7 +355,8 @@ def _experts(case: Case) -> dict[str, Any] | None:
     if not case.router:
         return None
     sizes = {"n_experts": 8, "d_expert": 16, "every": case.every}
-    return sizes | ROUTERS[case.router] | DROPS[case.drop] | SHARED[case.shared]
+    weighted = {"weights_on": EXPERTS[case.experts].get("weights_on", "outputs")}
+    return sizes | weighted | ROUTERS[case.router] | DROPS[case.drop] | SHARED[case.shared]
 
 
 def _group(case: Case) -> int:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.parity.bugs import BUGS
-from tests.parity.cases import ATTENTIONS, ROUTERS, Case
+from tests.parity.cases import ATTENTIONS, EXPERTS, ROUTERS, Case
 from tests.parity.sets import DEFAULT, RECOMPUTES, SLOW, cases_of
-from tests.parity.test_checkpoints import BESIDE, DENSE, EXPERTS, OFTEN
+from tests.parity.test_checkpoints import BESIDE, DENSE, OFTEN
+from tests.parity.test_checkpoints import EXPERTS as WITH_EXPERTS
 
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- generated: make matrix -->", "<!-- /generated: make matrix -->"
@@ -59,6 +60,12 @@ MORE: dict[str, Has] = {
     "sigmoid, groups of experts": lambda c: c.router == "sigmoid",
     "root of softplus, jitter": lambda c: c.router == "root",
     "sinkhorn": lambda c: c.router == "sinkhorn",
+    "groups by their best expert or two": lambda c: c.router in ("best of group", "best two of group"),
+    "sigmoid alone as the weight": lambda c: c.router == "scores",
+    "bias on the router's logits": lambda c: _router(c, "logit_bias", True),
+    "experts with biases": lambda c: bool(_mlp(c).get("bias")),
+    "experts with other activations": lambda c: c.experts in ("gelu", "plain", "inputs, bias"),
+    "weights on the experts' inputs": lambda c: EXPERTS[c.experts].get("weights_on") == "inputs",
     "loss-free bias": lambda c: _router(c, "bias_rate", 0.02),
     "auxiliary loss": lambda c: "aux" in _losses(c),
     "sequence-auxiliary loss": lambda c: "seq_aux" in _losses(c),
@@ -106,6 +113,11 @@ MORE: dict[str, Has] = {
 }
 
 
+def _mlp(case: Case) -> dict[str, Any]:
+    """The options of an expert."""
+    return EXPERTS[case.experts].get("mlp", {})
+
+
 def _attention(case: Case) -> dict[str, Any]:
     """The options of its attention."""
     return ATTENTIONS[case.options]
@@ -127,8 +139,8 @@ def with_matrix(text: str) -> str:
 def matrix() -> str:
     """Both tables, and what they count."""
     default, slow = _all(DEFAULT), _all(SLOW)
-    layouts = len(DENSE) + len(EXPERTS)
-    pairs = sum(len(n) * (len(n) - 1) for n in (DENSE, EXPERTS))
+    layouts = len(DENSE) + len(WITH_EXPERTS)
+    pairs = sum(len(n) * (len(n) - 1) for n in (DENSE, WITH_EXPERTS))
     lines = [
         "A cell `8/768` counts runs on up to eight ranks that are compared with one rank in fp64:",
         f"8 of them in `make test`, 768 more in `make test-slow`. In all there are {len(default):,} and {len(slow):,}.",

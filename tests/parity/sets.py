@@ -6,7 +6,7 @@ from functools import cache
 from itertools import combinations, cycle, islice, product
 from typing import Any
 
-from tests.parity.cases import DROPS, ROUTERS, SEQUENCES, SHARED, Case, Settings
+from tests.parity.cases import DROPS, SEQUENCES, SHARED, Case, Settings
 from tests.parity.covering import covering, dressed, full_product
 
 # The ways of each dimension over two ranks. Those of experts lie over the ranks of the others.
@@ -27,6 +27,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "ep all_gather": {"ep": 2, "dispatch": "all_gather"},
     "etp": {"etp": 2},
 }
+ROUTERS_IN_TURN = ("softmax", "first", "sigmoid", "root", "sinkhorn")
+"""Those that meet everything else; of the others, see _experts."""
 # What a batch, a model or a kernel can do to a layout.
 FEATURES: dict[str, tuple] = {
     "accumulate": (1, 2, 3, 4),
@@ -42,7 +44,7 @@ FEATURES: dict[str, tuple] = {
     "cross_entropy": ("chunked", "reference"),
     "scale": (1.0, 4096.0),
     "qk_norm": (False, True),
-    "router": ("", *ROUTERS),
+    "router": ("", *ROUTERS_IN_TURN),
     "drop": tuple(DROPS),
     "shared": tuple(SHARED),
     "every": (1, 2),
@@ -302,7 +304,7 @@ def _dispatch() -> list[Case]:
     factors = {
         "grid": ("ep", "etp", "both"),
         "dispatch": ("all_to_all", "all_gather"),
-        "router": tuple(ROUTERS),
+        "router": ROUTERS_IN_TURN,
         "drop": tuple(DROPS),
         "shared": tuple(SHARED),
         "accumulate": (1, 3),
@@ -350,7 +352,7 @@ def _all_dispatches() -> list[Case]:
     return [
         Case(dp=2, dispatch=dispatch, router=router, drop=drop, mask="uneven", optimizer="sgd", **grid)
         for dispatch, router, drop, grid in product(
-            ("all_to_all", "all_gather"), ROUTERS, DROPS, ({"ep": 2}, {"etp": 2})
+            ("all_to_all", "all_gather"), ROUTERS_IN_TURN, DROPS, ({"ep": 2}, {"etp": 2})
         )
         if router != "sinkhorn" or drop == "none"
     ]
@@ -504,6 +506,38 @@ def _attentions() -> list[Case]:
     return [Case(**way) for way in ways]
 
 
+def _experts() -> list[Case]:
+    """Routers as published, biases of experts, their activations and where their weights enter, beside everything that
+    cuts experts or sends their rows, or computes them again."""
+    split = {"tp": 2, "sequence": True}
+    gathered = {"dispatch": "all_gather"}
+    ways: list[dict[str, Any]] = [
+        {"dp": 2, "ep": 2, "router": "best of group", "experts": "bias", "mask": "uneven"},
+        {"dp": 2, "ep": 2, **gathered, "router": "best two of group", "experts": "plain", "shared": "gate"},
+        {"dp": 2, "ep": 2, "router": "scores", "experts": "inputs, bias", "drop": "padded", "shared": "plain"},
+        {"dp": 2, "etp": 2, "router": "logit bias", "experts": "bias", "accumulate": 3},
+        {"dp": 2, "etp": 2, **gathered, "router": "scores", "experts": "inputs, bias", "drop": "probs"},
+        {"dp": 2, "etp": 2, "router": "best of group", "experts": "gelu", "drop": "padded"},
+        {"dp": 4, "ep": 2, "etp": 2, "router": "best two of group", "experts": "bias", "drop": "position"},
+        {"dp": 4, "ep": 2, "etp": 2, **gathered, "router": "logit bias", "experts": "plain", "mask": "empty_rank"},
+        {**split, "ep": 2, "router": "logit bias", "experts": "gelu", "shared": "plain", "documents": True},
+        {**split, "ep": 2, **gathered, "router": "best of group", "experts": "inputs", "shared": "gate"},
+        {**split, "etp": 2, "router": "best two of group", "experts": "bias", "mask": "uneven"},
+        {"cp": 2, "ep": 2, "router": "logit bias", "experts": "bias", "drop": "probs"},
+        {"cp": 2, "etp": 2, **gathered, "router": "best of group", "experts": "inputs, bias"},
+        {"pp": 2, "schedule": "zb_h1", "router": "logit bias", "experts": "bias", "accumulate": 3},
+        {"pp": 2, "dp": 2, "etp": 2, "router": "scores", "experts": "inputs, bias", "accumulate": 3},
+        {"dp": 2, "strategy": "fsdp", "ep": 2, "router": "best two of group", "experts": "bias"},
+        {"dp": 2, "strategy": "fsdp", "etp": 2, "router": "logit bias", "experts": "inputs, bias", "every": 2},
+        {"dp": 2, "strategy": "zero1", "etp": 2, "router": "logit bias", "experts": "plain"},
+        {"dp": 2, "strategy": "zero2", "ep": 2, "router": "scores", "experts": "inputs", "accumulate": 3},
+        {"dp": 2, "ep": 2, "router": "logit bias", "experts": "bias", "also": RECOMPUTES["moe"]},
+        {**split, "ep": 2, "router": "scores", "experts": "inputs, bias", "also": RECOMPUTES["norm activation"]},
+        {"dp": 2, "etp": 2, "router": "logit bias", "experts": "bias", "optimizer": "muon"},
+    ]
+    return [Case(**way) for way in ways]
+
+
 LAYERS = ("post", "sandwich", "parallel", "flat")
 """Families of tests/families.py whose layers are no pre-norm pairs."""
 
@@ -565,6 +599,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "layers": _layers,
     "options": _options,
     "attention": _attentions,
+    "experts": _experts,
     "long": lambda: LONG,
     "long too": lambda: LONG_TOO,
     "all pairs": lambda: dress(_all_pairs()),

@@ -172,7 +172,7 @@ OFTEN = dict(islice(EXPERTS.items(), 0, None, 2))
 
 
 def model_with_experts(*, tied: bool) -> Case:
-    return replace(MODEL, router="sigmoid", shared="gate", every=2, tied=tied)
+    return replace(MODEL, router="sigmoid", experts="bias", shared="gate", every=2, tied=tied)
 
 
 def test_layouts_of_experts(pool: RankPool, tmp_path: Path, tell: Tell) -> None:

@@ -64,37 +64,57 @@ def read_experts(config: Config) -> dict[str, Any]:
         config.refuse("num_experts is missing; it must be a whole number of at least 1")
     elif None not in (n_experts, n_local) and n_experts != n_local:
         config.refuse(f"num_experts={n_experts} and num_local_experts={n_local} contradict each other")
+    if config.values.get("use_sliding_window") is True:
+        # transformers' class gives a window to all layers then, and reads neither max_window_layers nor layer_types
+        config.refuse("use_sliding_window=true: windows of qwen3_moe are those of all layers, unlike qwen3's")
     moe = {
         "n_experts": n_experts or n_local,
         "top_k": config.count("num_experts_per_tok", 8),
         "d_expert": config.count("moe_intermediate_size", 768),
         "router": {"norm_top_k": config.flag("norm_topk_prob", False)},
+        **read_layers(config),
     }
-    layers = layers_with_experts(config)
-    if not all(layers):
-        moe["layers"] = layers
     for name in ("output_router_logits", "router_aux_loss_coef"):
         config.ignore(name, "of training")
     return read(config) | {"moe": moe}
 
 
-def layers_with_experts(config: Config) -> list[int]:
-    """Layer i has some where (i + 1) is a multiple of decoder_sparse_step, and none where mlp_only_layers names it."""
+def read_layers(config: Config) -> dict[str, Any]:
+    """Layer i has experts where (i + 1) is a multiple of decoder_sparse_step, and none where mlp_only_layers names it:
+    as a step and the layers before it, or as a list."""
     step = config.count("decoder_sparse_step", 1)
     dense = config.entries("mlp_only_layers", [])
-    n_layers = config.values.get("num_hidden_layers", 0)
-    return [int((i + 1) % step == 0 and i not in dense) for i in range(n_layers)]
+    n_layers = config.values.get("num_hidden_layers")
+    if type(n_layers) is not int:
+        # told by whoever asks for it
+        return {}
+    for number in dense:
+        if type(number) is not int or not 0 <= number < n_layers:
+            config.refuse(f"mlp_only_layers has {number}, num_hidden_layers={n_layers} are numbered from 0")
+    has_experts = [int((i + 1) % step == 0 and i not in dense) for i in range(n_layers)]
+    if not any(has_experts):
+        config.refuse(f"decoder_sparse_step={step} and mlp_only_layers={dense} leave no layer with experts")
+    if dense:
+        return {"layers": has_experts}
+    return {"every": step, "first_dense": step - 1}
+
+
+def write_layers(spec: DecoderSpec) -> dict[str, Any]:
+    """The other way round."""
+    moe = spec.moe
+    if moe.layers is None and moe.first_dense == moe.every - 1:
+        return {"decoder_sparse_step": moe.every, "mlp_only_layers": []}
+    has_experts = moe.in_layers(spec.n_layers)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": [i for i, has in enumerate(has_experts) if not has]}
 
 
 def write_experts(spec: DecoderSpec) -> dict[str, Any]:
-    with_experts = ["moe" in mixers for mixers in spec.mixers]
     return write(spec) | {
         "num_experts": spec.moe.n_experts,
         "num_experts_per_tok": spec.moe.top_k,
         "moe_intermediate_size": spec.moe.d_expert,
         "norm_topk_prob": spec.moe.router.norm_top_k,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, has in enumerate(with_experts) if not has],
+        **write_layers(spec),
     }
 
 

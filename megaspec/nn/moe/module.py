@@ -176,11 +176,14 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weights_R: Tensor, ends_E: Tensor, *, whole: bool = True) -> Tensor:
         """Rows and their ends as GroupedLinear takes them."""
+        bias_scale = weights_R
         if self.weights_on == "inputs":
             x_RD = WeightedRowsOp.apply(x_RD, weights_R)
+            # one number for all rows
             weights_R = weights_R.new_ones(()).expand(weights_R.shape)
+            bias_scale = None
         hidden_RF = self.activate(self.into(x_RD, ends_E, whole=whole), weights_R)
-        return self.w_down(hidden_RF, ends_E, whole=whole, bias_scale=weights_R)
+        return self.w_down(hidden_RF, ends_E, whole=whole, bias_scale=bias_scale)
 
 
 def _into_name(form: FeedForward) -> str:
