@@ -135,7 +135,7 @@ def test_every_field_is_in_one_part():
     told = {key for key, _ in leaves(content)}
     assert {key.partition(".")[0] for key in told} == set(Recipe.model_fields)
     computed = {key.partition(".")[0] for key in told if not is_free(key, content)}
-    assert computed == {"name", "model", "precision", "data", "optim", "train", "parallelism"}
+    assert computed == {"name", "model", "init", "precision", "data", "optim", "train", "parallelism"}
 
 
 def test_changed_tells_whole_sections_that_come_or_go():
