@@ -107,7 +107,7 @@ def test_keys_that_a_choice_leaves_out_are_told(command, code, capsys):
         (["train", "--recipe", "hello"], "--recipe: unknown; settings have no dashes: recipe=VALUE"),
         (["resume"], "required: RUN\n"),
         (["sweep", "show", "nowhere"], "nowhere holds no sweep (no sweep.json); there is no such folder"),
-        (["plan"], "recipe=NAME is missing; choose deepseek_v3, deepseek_v3_tp8_ep32, gpt2_124m"),
+        (["plan"], "recipe=NAME is missing; choose deepseek_v3, deepseek_v3_tp8_ep32, gemma2_2b"),
         (["plan", "recipe=hello", "recipe=hello"], "given more than once"),
         (["plan", "recipe=helo"], "recipe=helo does not exist; did you mean hello?"),
         (["plan", "recipe=hello", "--config-dri", "x"], "--config-dri: unknown; did you mean --config-dir?"),

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from megaspec.core.errors import RecipeError
+from megaspec.core.errors import RecipeError, printable
 from megaspec.core.problems import did_you_mean
 from megaspec.hf.config import ABOUT, PLAIN, Config
 from megaspec.hf.family import Family
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         width = max(map(len, FAMILIES))
         for name, family in FAMILIES.items():
             mapped = [key for key, what in keys_of(family).items() if not what.startswith("not needed")]
-            print(f"{name.ljust(width)}  {family.architecture}: {', '.join(mapped)}")
+            print(printable(f"{name.ljust(width)}  {family.architecture}: {', '.join(mapped)}"))
         return 0
     if args.family not in FAMILIES:
         hint = did_you_mean(args.family, FAMILIES) or f"there are {', '.join(FAMILIES)}"
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     keys = keys_of(FAMILIES[args.family])
     width = max(map(len, keys))
     for name, what in keys.items():
-        print(f"{name.ljust(width)}  {what}")
+        print(printable(f"{name.ljust(width)}  {what}"))
     return 0
 
 

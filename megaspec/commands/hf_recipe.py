@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import WriteError
+from megaspec.core.errors import WriteError, printable
 from megaspec.data.files import write_atomically
 from megaspec.hf.folder import read_config
 from megaspec.hf.short import short_section
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise WriteError(f"{args.out.parent} can't be made: {error.strerror}") from None
     write_atomically(args.out, [text.encode()])
-    print(f"{args.out}: megaspec train recipe={args.out.stem} init.from_hf={args.folder}")
+    print(printable(f"{args.out}: megaspec train recipe={args.out.stem} init.from_hf={args.folder}"))
     return 0
 
 

@@ -74,5 +74,5 @@ def _logits_are_close(args: argparse.Namespace, spec: Spec, weights: Any) -> boo
         what = "tokens of a text"
     logits = compare_logits(spec, weights, args.folder, tokens)
     numbers = f"the largest difference is {logits.difference:.1e} of logits up to {logits.largest:.1f}"
-    print(f"logits of {logits.n_tokens} {what}, with transformers in fp32: {numbers}, KL {logits.kl:.1e}")
+    print(printable(f"logits of {logits.n_tokens} {what}, with transformers in fp32: {numbers}, KL {logits.kl:.1e}"))
     return logits.is_close

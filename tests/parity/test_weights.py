@@ -229,7 +229,7 @@ def test_the_bias_of_a_router_is_among_the_weights() -> None:
     built = built_of(0, EXPERTS)
     step(built, EXPERTS)
     found = weights(built)
-    biases = {name: value for name, value in buffers_of(built.chunks).items() if name.endswith(".bias")}
+    biases = {name: value for name, value in buffers_of(built.chunks).items() if name.endswith(".expert_bias")}
     assert biases
     assert all(torch.equal(found[name], value) and value.any() for name, value in biases.items())
     other = built_of(0, EXPERTS)

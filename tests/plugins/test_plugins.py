@@ -161,7 +161,7 @@ def test_without_the_flag_nothing_is_known(tmp_path, monkeypatch, capsys):
     ("word", "told"),
     [
         ("model.norm.kind=tanh", "model.norm.kind=tanh must be rms or layer; --plugin PACKAGE adds kinds"),
-        ("model.mlp={kind: squared, power: 3}", "model.mlp.kind=squared must be gated or plain; --plugin PACKAGE"),
+        ("model.mlp={kind: squared, power: 3}", "must be gated, plain or clamped; --plugin PACKAGE"),
         ("model.attention.kind=linear", "model.attention.kind=linear must be gqa or mla; --plugin PACKAGE adds kinds"),
         ("model.positions.kind=alibi", "model.positions.kind=alibi must be rotary, learned or none; --plugin PACKAGE"),
         # named like one of ours
