@@ -111,7 +111,8 @@ RUNS = {
         "model.layer={kind: flat, mixers: [attention, mlp, moe]}",
         "model.positions={kind: none}",
         "model.attention={kind: gqa, mask: {kind: window, size: 3}, temperature: {kind: log}, sinks: true}",
-        "model.moe={n_experts: 2, top_k: 1, router: {norm_top_k: false}}",
+        "model.moe={n_experts: 2, top_k: 1, "
+        "router: {score: sigmoid, norm_top_k: false, expert_bias: true, bias_rate: 0.1}}",
         "optim={kind: muon, lr: 0.1}",
         "optim.schedule={kind: piecewise, warmup_steps: 0, min_lr: 0, pieces: [{shape: linear, steps: 1, factor: 0.5}, "
         "{shape: cosine, until: 2, start_lr: 0.02, lr: 0.01}, {shape: constant, steps: 9, start_factor: 0.2}]}",
