@@ -27,6 +27,10 @@ class Requirement:
     """Whether it can drop attention weights."""
     score_cap: bool = True
     """Whether it can cap attention scores."""
+    skips_hidden: bool = False
+    """Whether it leaves out what a mask hides: `auto` takes such a one first where something is hidden."""
+    head_size: int = 1
+    """The smallest that it takes."""
     precisions: tuple[str, ...] = ()
     """Formats of the model that it computes in; empty: all."""
     narrow_states: bool = True
@@ -49,6 +53,14 @@ CATALOG: dict[str, Operation] = {
     "attention": Operation(
         {
             "sdpa": Requirement(attention_dropout=False, score_cap=False),
+            "flex": Requirement(
+                devices=("cuda",),
+                min_sm=80,
+                attention_dropout=False,
+                skips_hidden=True,
+                head_size=16,
+                precisions=("bf16", "fp16", "fp8"),
+            ),
             "reference": Requirement(),
         }
     ),
@@ -93,6 +105,10 @@ class Use:
 
     attention_dropout: bool = False
     score_cap: bool = False
+    hides_keys: bool = False
+    """Windows, chunks or documents hide a part of the past."""
+    head_size: int | None = None
+    """Of queries and keys; None when it does not matter."""
     precision: str | None = None
     """The model's format; None when it does not matter."""
     widths: tuple[int, ...] = ()
@@ -115,6 +131,8 @@ def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN)
         return "has no attention dropout"
     if use.score_cap and not need.score_cap:
         return "caps no scores"
+    if use.head_size is not None and use.head_size < need.head_size:
+        return f"needs heads of at least {need.head_size}, the model's have {use.head_size}"
     if use.narrow_states and not need.narrow_states:
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
@@ -127,7 +145,13 @@ def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN)
 
 def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN) -> str:
     """The best implementation that the target can run."""
-    for name in CATALOG[operation].implementations:
+    runs = {}
+    for name, need in CATALOG[operation].implementations.items():
         if unmet(operation, name, device=device, sm=sm, use=use) is None:
-            return name
-    raise AssertionError(f"no implementation of {operation} runs on {device} sm{sm}")
+            runs[name] = need
+    assert runs, f"no implementation of {operation} runs on {device} sm{sm}"
+    if use.hides_keys:
+        for name, need in runs.items():
+            if need.skips_hidden:
+                return name
+    return next(iter(runs))

@@ -8,6 +8,7 @@ import torch
 
 from megaspec_kernels.adamw.reference import adamw_ as adamw_reference
 from megaspec_kernels.adamw.triton import adamw_ as adamw_triton
+from megaspec_kernels.attention import flex as attention_flex
 from megaspec_kernels.attention import reference as attention_reference
 from megaspec_kernels.attention import reference_block as attention_reference_block
 from megaspec_kernels.attention import sdpa as attention_sdpa
@@ -63,6 +64,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "sdpa": AttentionKernel(
             attention_sdpa.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
         ),
+        "flex": AttentionKernel(attention_flex.attention, attention_flex.block_forward, attention_flex.block_backward),
         "reference": AttentionKernel(
             attention_reference.attention,
             attention_reference_block.block_forward,

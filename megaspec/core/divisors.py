@@ -15,6 +15,11 @@ def divisors(n: int) -> list[int]:
     return sorted(found)
 
 
+def ceil_div(value: int, of: int) -> int:
+    """How many of a size it takes for a value."""
+    return -(-value // of)
+
+
 def nearest(value: int, legal: Sequence[int], *, most: int = 6) -> list[int]:
     """The `most` legal values that are closest to a value, ascending."""
     return sorted(sorted(legal, key=lambda one: abs(one - value))[:most])

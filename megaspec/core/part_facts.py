@@ -189,6 +189,10 @@ class Sight:
     chunk: int | None = None
     """Those in its own chunk, of so many tokens. None: all."""
 
+    def hides_keys(self, tokens: int) -> bool:
+        """Some query of a sequence of `tokens` doesn't see all of its past."""
+        return self.twice_the_pairs(tokens) < tokens**2
+
     def twice_the_pairs(self, tokens: int) -> int:
         """Pairs of a query and a key that it sees in a sequence of `tokens`, times two, where a query with itself is
         half of a pair: the square for all of the past, since Megatron-LM counts causal attention as half of it."""

@@ -45,6 +45,11 @@ class TransformerSpec(Frozen):
         """Some layer needs a kernel that caps attention scores. Also of a spec that breaks rules."""
         raise NotImplementedError
 
+    def hides_keys(self, seq_len: int) -> bool:
+        """In some layer a query of a sequence of so many tokens doesn't see all of the past. Also of a spec that breaks
+        rules."""
+        raise NotImplementedError
+
     @property
     def facts(self) -> ModelFacts:
         """What the model's parts say of themselves; of a spec without open fields."""

@@ -119,6 +119,17 @@ class Decoder(nn.Module):
         angles = self.angles(positions, length=length)
         return SequenceContext(positions, angles, documents, noise, index_T, length, aux_weight, way)
 
+    def context_of_rows(
+        self, positions_BT: Tensor, *, lengths: Sequence[int], length: int, way: Any = None
+    ) -> SequenceContext:
+        """Of sequences that are not equally long, each of which is computed as if it were alone, without dropout.
+
+        `positions`: int64, of this rank's tokens of each sequence. `lengths`: tokens of each. `length`: tokens of the
+        batch, padding included.
+        """
+        angles = tuple(rope.angles_of_rows(positions_BT, lengths=lengths) for rope in self.ropes)
+        return SequenceContext(positions_BT, angles, length=length, way=way)
+
     def body(self, x: Tensor, context: SequenceContext) -> Tensor:
         """tokens [B, T] on the first stage, activations [B, T, D] on others -> activations [B, T, D]"""
         for unit in self.units:

@@ -409,7 +409,10 @@ def kernels(draft: ResolverDraft) -> None:
         reasons["adamw"] = f"{where} with the states of optim.formats"
     for operation in CATALOG:
         best = choose(operation, device=device, sm=draft.target.sm, use=use)
-        draft.fill(f"kernels.{operation}", best, reasons.get(operation, where))
+        reason = reasons.get(operation, where)
+        if CATALOG[operation].implementations[best].skips_hidden:
+            reason += ", leaves out what windows, chunks or documents hide"
+        draft.fill(f"kernels.{operation}", best, reason)
     if device == "cuda":
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
     else:
@@ -426,6 +429,8 @@ def _kernel_use(draft: ResolverDraft) -> Use:
     return Use(
         attention_dropout=draft["model.attention.dropout"] > 0,
         score_cap=draft.recipe.model.caps_scores,
+        hides_keys=draft.recipe.data.document_mask or draft.recipe.model.hides_keys(draft["data.seq_len"]),
+        head_size=draft["model.d_head"],
         precision=draft["precision.kind"],
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),

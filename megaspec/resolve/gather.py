@@ -14,7 +14,7 @@ from megaspec.core.errors import CheckpointError
 from megaspec.core.frozen import AUTO
 from megaspec.data.facts import data_facts, evaluation_facts
 from megaspec.hf.digest import folder_digest
-from megaspec.hf.fits import entries_of, misfits
+from megaspec.hf.fits import fit_of
 from megaspec.hf.folder import first_of, open_hf_folder
 from megaspec.hf.names import weight_table
 from megaspec.hf.table import family_of, read_model
@@ -81,7 +81,7 @@ def _hf_source(source: SourceFacts, init: InitSpec) -> SourceFacts:
         model = read_model(folder.config, f"{folder.path}/config.json")
         family = family_of(folder.config, source.path)
         table = weight_table(model.facts, family.names(model))
-        problems = misfits(entries_of(folder, table), table)
+        problems = fit_of(folder, table).problems
         if problems:
             raise CheckpointError(first_of(problems))
     shapes = {name: ours.shape for name, ours in table.ours.items()}

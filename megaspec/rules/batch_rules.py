@@ -300,3 +300,17 @@ def sampling_has_a_tokenizer(case: Case) -> Problem | None:
         return None
     text = f"train.sample needs a tokenizer, data.kind={case.recipe.data.kind} has none; set train.sample=null"
     return Problem("train.sample", text)
+
+
+def sampling_draws(case: Case) -> Problem | None:
+    """What a token is drawn from says nothing where none is drawn."""
+    sample = case.recipe.train.sample
+    if sample is None or sample.temperature > 0:
+        return None
+    for name in ("top_k", "top_p", "min_p"):
+        value = getattr(sample, name)
+        if value is not None:
+            key = f"train.sample.{name}"
+            text = f"{key}={show(value)} says what to draw from, train.sample.temperature=0 takes the likeliest token"
+            return Problem(key, f"{text}; set {key}=null, or a temperature above 0")
+    return None

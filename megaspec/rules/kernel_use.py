@@ -15,6 +15,8 @@ def use_of(recipe: Recipe) -> Use:
     return Use(
         attention_dropout=recipe.model.attention.dropout > 0,
         score_cap=recipe.model.caps_scores,
+        hides_keys=recipe.data.document_mask or recipe.model.hides_keys(recipe.data.seq_len),
+        head_size=recipe.model.d_head,
         precision=recipe.precision.kind,
         widths=widths,
         narrow_states=has_narrow_states(recipe.optim),

@@ -44,6 +44,12 @@ LLAMA8B = {
     "n_layers": 32, "d_model": 4096, "n_heads": 32, "n_kv_heads": 8, "d_head": 128, "d_ffn": 14336,
     "vocab_size": 128256, "positions": {"kind": "rotary", "base": 5e5},
 }  # fmt: skip
+# As large as gpt-oss-20b's layers, whose windows and sinks are for --set.
+GPTOSS6 = {
+    "n_layers": 6, "d_model": 2880, "n_heads": 64, "n_kv_heads": 8, "d_head": 64, "d_ffn": 2880,
+    "vocab_size": 201088, "positions": {"kind": "rotary", "base": 1.5e5},
+    "moe": {"n_experts": 32, "top_k": 4, "d_expert": 2880},
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {
         "n_layers": 2, "d_model": 256, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ffn": 512, "vocab_size": 1024,
@@ -56,6 +62,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama8b16": LLAMA8B | {"n_layers": 16},
     "llama8b8": LLAMA8B | {"n_layers": 8},
     "qwen3moe8": QWEN3MOE8,
+    "gptoss6": GPTOSS6,
     "qwen3moe4": QWEN3MOE8 | {"n_layers": 4},
 }  # fmt: skip
 PEAK = 989e12
@@ -80,7 +87,13 @@ def recipe_of(args: argparse.Namespace, world: int) -> Recipe:
         "model": copy.deepcopy(MODELS[args.model]) | {"kind": "decoder", "max_seq_len": args.seq},
         "parallelism": {"tp": args.tp},
         "precision": {"kind": args.precision},
-        "data": {"kind": "random", "vocab_size": MODELS[args.model]["vocab_size"], "seq_len": args.seq, "seed": 1},
+        "data": {
+            "kind": "random",
+            "vocab_size": MODELS[args.model]["vocab_size"],
+            "seq_len": args.seq,
+            "seed": 1,
+            "document_mask": args.documents > 0,
+        },
         "optim": {"kind": "adamw", "lr": 1e-4, "schedule": {"kind": "constant"}},
         "kernels": {"attention": args.attention, "cross_entropy": args.cross_entropy, "compile": args.compile},
         "train": {"steps": 1, "micro_batch": args.mbs},
@@ -117,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--profile", default="")
+    parser.add_argument("--documents", type=int, default=0, help="tokens of a document on average; 0: no documents")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--where", action="store_true")
     parser.add_argument("--patience", type=float, default=0, help="seconds until a run that hangs says where, and ends")
@@ -172,7 +186,13 @@ def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int],
     ]
     mask = torch.ones(args.mbs, args.seq, dtype=torch.bool, device=mesh.device)
     ids = torch.arange(args.mbs, device=mesh.device)
-    batches = [Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), mask, ids) for t in pool]
+    batches = []
+    for tokens in pool:
+        documents = None
+        if args.documents:
+            ends = torch.rand(args.mbs, args.seq, device=mesh.device, generator=generator) < 1 / args.documents
+            documents = ends.cumsum(dim=1, dtype=torch.int32)
+        batches.append(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, ids, documents))
 
     def step(i: int) -> StepResult:
         parts = [batches[(i * args.accum + j) % len(batches)] for j in range(args.accum)]

@@ -31,6 +31,17 @@ CASES = [
     replace(BASE, compile="block", documents=True, family="gpt", optimizer="sgd"),
     replace(BASE, compile="block", dropout=True, attention="reference"),
 ]
+# In bf16 alone.
+FLEX = [
+    replace(BASE, attention="flex", documents=True),
+    replace(BASE, attention="flex", documents=True, compile="block"),
+    replace(BASE, attention="flex", options="sinks", compile="block"),
+    replace(BASE, attention="flex", options="cap", compile="block", documents=True, accumulate=3),
+    replace(BASE, attention="flex", options="window", also=(("parallelism.recompute.kind", "full"),), compile="block"),
+    replace(
+        BASE, attention="flex", options="all", also=(("parallelism.recompute.kind", "selective"),), compile="block"
+    ),
+]
 
 
 @pytest.mark.parametrize("case", [replace(c, cross_entropy="chunked") for c in CASES], ids=str)
@@ -38,7 +49,7 @@ def test_compiled_blocks_equal_eager_ones_in_fp64(gpu_pool: RankPool, case: Case
     check(gpu_pool, case, tell, steps=5, device="cuda")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *FLEX], ids=str)
 def test_compiled_blocks_and_fused_kernels_lose_no_more_than_plain_ones_in_bf16(
     gpu_pool: RankPool, case: Case, tell: Tell
 ) -> None:

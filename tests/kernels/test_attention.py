@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from megaspec_kernels.attention import sdpa, sdpa_block
+from megaspec_kernels.attention import flex, sdpa, sdpa_block
+from megaspec_kernels.attention.reference import seen
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
@@ -116,6 +118,14 @@ def run(name: str, shape: Shape):
     return attend
 
 
+def flex_runs(shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+    """Skips what the catalog says that flex doesn't run, and on a CPU what torch has no backward pass for."""
+    if device.type == "cpu":
+        pytest.skip("flex trains on GPUs alone; its forward pass on a CPU has a test of its own")
+    if dtype != torch.bfloat16 or shape.H < 16:
+        pytest.skip("the catalog says that flex computes in bf16 and fp16, with heads of 16 or more")
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -124,6 +134,8 @@ def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device)
         pytest.skip("the reference is what others are measured by in this dtype; fp64 holds it to the words below")
     if name == "sdpa" and shape.scoring.cap is not None:
         pytest.skip("the catalog says that sdpa caps no scores")
+    if name == "flex":
+        flex_runs(shape, dtype, device)
     inputs, grad, documents = make(shape, device)
     words = partial(plain, documents=documents, shape=shape)
     truth = results(words, inputs, grad)
@@ -141,12 +153,73 @@ def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device)
 @pytest.mark.parametrize(
     "shape", [Shape(2, 5, 4, 2, 8, documents=True), Shape(2, 5, 4, 2, 8, window=3, sinks=True)], ids=str
 )
-@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "flex"])
 def test_gradcheck(name: str, shape: Shape) -> None:
     inputs, _, documents = make(shape, torch.device("cpu"))
     leaves = tuple(x.requires_grad_() for x in inputs.values())
     attend = partial(run(name, shape), documents=documents)
     assert torch.autograd.gradcheck(attend, leaves, eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "traced"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_flex_forward(shape: Shape, is_compiled: bool) -> None:
+    """In fp64, of which the GPU's kernel has nothing but the mask, the score and the sink: those are made here."""
+    inputs, _, documents = make(shape, torch.device("cpu"))
+    attend = partial(run("flex", shape), documents=documents)
+    if is_compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        found = attend(**inputs)
+    truth = plain(**inputs, documents=documents, shape=shape)
+    # the log-sum-exp of a traced call is in fp32, whatever the inputs are in
+    tolerance = 1e-6 if shape.sinks and is_compiled else 1e-13
+    assert (found - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300, 2000])
+@pytest.mark.parametrize("rate", [0.0, 0.004, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("T", [1, 127, 128, 129, 1000])
+def test_flex_attends_to_the_blocks_that_are_seen_and_to_no_other(T: int, rate: float, window: int | None) -> None:
+    """Counted from the mask: blocks of which a query sees something, and blocks of the past that it sees whole."""
+    device = torch.device("cpu")
+    draw = torch.Generator().manual_seed(5)
+    documents = (torch.rand(3, T, generator=draw) < rate).cumsum(1, dtype=torch.int32)
+    mask = flex.block_mask(T, documents=documents, window=window, device=device)
+    blocks = -(-T // 128)
+    padded = torch.zeros(3, blocks * 128, blocks * 128, dtype=torch.bool)
+    padded[:, :T, :T] = seen(T, documents=documents, window=window, device=device)[:, 0]
+    by_block = padded.view(3, blocks, 128, blocks, 128)
+    assert torch.equal(mask.to_dense()[:, 0].bool(), by_block.any(dim=4).any(dim=2))
+    # beyond the last token anything goes
+    padded[:, T:] = True
+    is_whole = padded.view(3, blocks, 128, blocks, 128).all(dim=4).all(dim=2).tril(-1)
+    for sequence, row in product(range(3), range(blocks)):
+        count = mask.full_kv_num_blocks[sequence, 0, row]
+        told = mask.full_kv_indices[sequence, 0, row, :count]
+        assert told.tolist() == is_whole[sequence, row].nonzero().flatten().tolist()
+
+
+def test_flex_sends_what_hides_nothing_through_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(2, 63, 6, 2, 16, sinks=True)
+    inputs, _, _ = make(shape, torch.device("cpu"))
+    monkeypatch.setattr(flex, "flex_attention", None)
+    assert torch.equal(run("flex", shape)(**inputs, documents=None), run("sdpa", shape)(**inputs, documents=None))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+def test_flex_never_computes_all_scores_unasked() -> None:
+    """Once torch has compiled as often as it may, it would go on without the compiler."""
+    torch._dynamo.reset()
+    x = torch.randn(1, 512, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    half = x[:, :256]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        flex.attention(x, x, x, window=100)
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            flex.attention(half, half, half, window=100)
+    torch._dynamo.reset()
 
 
 def test_what_sdpa_has_not_is_never_computed_otherwise() -> None:

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from megaspec.core.part_facts import Sight
+from megaspec.data.tokenizer import ByteTokenizer
 from megaspec.estimate.flops import flops_per_sequence
 from megaspec.nn.decoder import Decoder
-from megaspec.runtime.build import build_model, materialise
-from megaspec.runtime.generate import Draw, for_one_device, generate, on_one_device
+from megaspec.parallelism.mesh import Mesh
+from megaspec.runtime.build import build_model, build_split_model, materialise
+from megaspec.runtime.draw import Draw, Sampling
+from megaspec.runtime.generate import Limits, Prompt, for_one_device, generate
+from megaspec.runtime.text_passes import ModelOnRanks, cached_passes, whole_passes
 from megaspec.spec import Spec
 from megaspec_kernels.registry import kernels_of
 from tests.nn.test_models import HEADS, SIZE, rms
@@ -171,17 +175,29 @@ def test_a_document_is_computed_as_if_it_were_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_is_written_with_it(name: str) -> None:
-    """Token by token in padded sequences what the whole sequence says."""
+@pytest.mark.parametrize("kept", [True, False])
+def test_text_is_written_with_it(name: str, kept: bool) -> None:
+    """Token by token what the whole sequence says."""
     spec = for_one_device(spec_of(case_of(name, attention="reference")), cuda=False)
     expected_kernel = "reference" if "score_cap" in ATTENTIONS[name] else "sdpa"
     assert spec.kernels.attention == expected_kernel
-    model = model_of(spec_of(case_of(name, attention=expected_kernel)))
-    follow = on_one_device(model, Draw(0.0, 0), device=torch.device("cpu"))
+    mesh = Mesh({}, rank=0, device=torch.device("cpu"))
+    split = build_split_model(spec, mesh=mesh)
+    (model,) = split.chunks
+    drawn = model_of(spec_of(case_of(name, attention=expected_kernel)))
+    model.load_state_dict(drawn.state_dict())
+    here = ModelOnRanks.of_weights(spec, mesh, split)
+    draw = Draw(Sampling(temperature=0.0))
+    how = whole_passes(here, draw)
+    if kept:
+        how = cached_passes(here, draw, rows=1, length=TOKENS)
     prompt = [3, 1, 4]
-    written = generate(follow, prompt, tokens=8, max_seq_len=TOKENS)
-    logits = model(torch.tensor([prompt + written[:-1]]))[0]
-    assert logits.argmax(-1)[len(prompt) - 1 :].tolist() == written
+    limits = Limits(tokens=8, max_seq_len=TOKENS)
+    with how as passes:
+        (written,) = generate(passes, [Prompt(prompt)], tokenizer=ByteTokenizer(), limits=limits, rows=1, seed=0)
+    ids = list(written.ids)
+    logits = model(torch.tensor([prompt + ids[:-1]]))[0]
+    assert logits.argmax(-1)[len(prompt) - 1 :].tolist() == ids
 
 
 @pytest.mark.parametrize("T", [1, 5, 12, 13])

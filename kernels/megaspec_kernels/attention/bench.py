@@ -1,4 +1,4 @@
-"""Attention: over whole sequences, and over a block of keys."""
+"""Attention: over whole sequences, in a window, and over a block of keys."""
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size
 
@@ -47,7 +47,7 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
     plain = REGISTRY["attention"]["reference"]
     dtype = training_dtype(device)
     scaled = Scoring(scale=0.5)
-    for B, T, N, K, H in ((1, 1, 1, 1, 8), (2, 63, 6, 2, 16), (2, 63, 4, 4, 64), (1, 1000, 2, 1, 128)):
+    for B, T, N, K, H in ((1, 1, 1, 1, 16), (2, 63, 6, 2, 16), (2, 63, 4, 4, 64), (1, 1000, 2, 1, 128)):
         # the truth is computed from these, the implementation and plain PyTorch from the same in the training format
         inputs = _inputs(B, T, N, K, H, device)
         grad = random(B, T, N, H, seed=9, device=device)
@@ -83,13 +83,18 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     grad = torch.ones_like(inputs["q"])
     leaves = [x.requires_grad_() for x in inputs.values()]
 
-    def whole() -> None:
-        torch.autograd.grad(kernel.attend(*leaves), leaves, grad)
+    def whole(window: int | None = None) -> None:
+        torch.autograd.grad(kernel.attend(*leaves, window=window), leaves, grad)
 
     shape = f"{T} tokens, {N} heads on {K}, of {H}"
     pairs = B * N * T * T
     # a product takes 2 H operations a pair of query and key; causal attention has half of the pairs
     yield Work(f"causal, {shape}", whole, _PRODUCTS * 2 * pairs * H / 2, "flops")
+    window = T // 8
+    # every query has `window` keys, but for the first ones, which have as many less as come before them
+    in_window = B * N * (T * window - window * window / 2)
+    name = f"window of {window}, {shape}"
+    yield Work(name, partial(whole, window), _PRODUCTS * 2 * in_window * H, "flops")
     fixed = {key: x.detach() for key, x in inputs.items()}
     yield Work(f"block, {shape}", partial(_block, kernel, fixed, grad), _PRODUCTS * 2 * pairs * H, "flops")
 

@@ -115,6 +115,12 @@ class DecoderSpec(TransformerSpec):
     def caps_scores(self) -> bool:
         return self.attention.caps_scores
 
+    def hides_keys(self, seq_len: int) -> bool:
+        for mixers, layer_type in zip(self.mixers, self.types, strict=True):
+            if "attention" in mixers and self.attention_of(layer_type).sight.hides_keys(seq_len):
+                return True
+        return False
+
     @property
     def facts(self) -> ModelFacts:
         # no cached property: a copy of a spec with other options would keep it

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megaspec.core.frozen import Frozen, PositiveFloat, PositiveInt, Probability
-from megaspec.core.part_facts import PartFacts, Sight
+from megaspec.core.part_facts import ALL_OF_THE_PAST, PartFacts, Sight
 from megaspec.nn.attention.facts import AttentionPlace, attention_facts
 
 
@@ -75,6 +75,11 @@ class AttentionSpec(Frozen):
         return d_head
 
     @property
+    def sight(self) -> Sight:
+        """Which keys a query sees."""
+        return ALL_OF_THE_PAST
+
+    @property
     def caps_scores(self) -> bool:
         """It needs a kernel that caps attention scores."""
         return False
@@ -117,6 +122,10 @@ class GroupedQuerySpec(AttentionSpec):
     """How queries grow with their position."""
     dropout: Probability = 0.0
     """Dropout on the attention weights, as a probability."""
+
+    @property
+    def sight(self) -> Sight:
+        return self.mask.sight
 
     @property
     def caps_scores(self) -> bool:

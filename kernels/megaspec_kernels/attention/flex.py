@@ -1,0 +1,149 @@
+"""Causal attention through torch's flex_attention (Dong et al. 2024): a Triton kernel made for a mask and a score.
+
+It leaves out the blocks of the mask that nobody sees, which is what windows and packed documents gain by, and it caps
+scores. It tells the log-sum-exp, which is all that a sink needs. Its backward pass adds in one order. Layers that see
+all of the past and cap nothing go through sdpa.py, whose kernels are faster at that: 3.9 ms against 5.8 forward and
+backward of 8,192 tokens, 32 heads on 8 of 128 (one H200, bf16). So do blocks, of which those that nobody sees are left
+out by whoever has them; with capped scores they are the equation, of which nothing is kept.
+"""
+
+# B sequences, T tokens, N query heads, K key and value heads, H head size; I blocks of queries, J blocks of keys
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from megaspec_kernels.attention import reference_block, sdpa, sdpa_block
+from megaspec_kernels.attention.scoring import PLAIN, Scoring
+
+# Queries and keys of a block of the mask. Triton's tiles divide it.
+_BLOCK = 128
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """flex_attention for those who aren't compiled themselves: without the compiler torch computes all scores."""
+    # fullgraph, since torch would do that silently, too, once it has compiled as often as recompile_limit allows
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def attention(
+    q_BTNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    *,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    scoring: Scoring = PLAIN,
+    sinks: Tensor | None = None,
+    drop: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H]; see reference.py. The tokens of a document lie side by
+    side. On a CPU torch has the forward pass alone, as the equation.
+    """
+    assert drop is None, "flex has no attention dropout; the resolver picks reference"
+    T, N = q_BTNH.shape[1:3]
+    if documents is None and window is None and scoring.cap is None:
+        return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks)
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BTNH, k_BTKH, v_BTKH))
+    attend = flex_attention
+    if q.device.type != "cpu" and not torch.compiler.is_compiling():
+        attend = _compiled()
+    out, aux = attend(
+        q,
+        k,
+        v,
+        score_mod=_capped(scoring.cap),
+        block_mask=block_mask(T, documents=documents, window=window, device=q.device),
+        scale=scoring.scale_of(q.shape[-1]),
+        enable_gqa=k.shape[1] != N,
+        return_aux=AuxRequest(lse=sinks is not None),
+    )
+    if sinks is not None:
+        # the share of the softmax that the sink leaves, see sinks.py; the log-sum-exp carries a gradient
+        left_BNT = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
+        out = (out.to(left_BNT.dtype) * left_BNT[..., None]).to(out.dtype)
+    return out.transpose(1, 2)
+
+
+def block_forward(
+    q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, scoring: Scoring = PLAIN, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """-> [B, T, N, H], [B, N, T]; see reference_block.py."""
+    block = sdpa_block if scoring.cap is None else reference_block
+    return block.block_forward(q_BTNH, k_BSKH, v_BSKH, scoring=scoring, **options)
+
+
+def block_backward(
+    grad_BTNH: Tensor,
+    q_BTNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    out_BTNH: Tensor,
+    lse_BNT: Tensor,
+    *,
+    scoring: Scoring = PLAIN,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> what the block adds to the gradients of q, k and v; see reference_block.py."""
+    block = sdpa_block if scoring.cap is None else reference_block
+    return block.block_backward(grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, scoring=scoring, **options)
+
+
+def _capped(cap: float | None) -> Callable[..., Tensor] | None:
+    if cap is None:
+        return None
+
+    def score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score
+
+
+def block_mask(T: int, *, documents: Tensor | None, window: int | None, device: torch.device) -> BlockMask:
+    """What a query sees, by blocks of tokens: not at all, in part, or whole.
+
+    The keys that a query sees begin at its window's or its document's start, whichever is later, and end with itself.
+    So the blocks that a block of queries sees lie side by side, and so do those that each of its queries sees whole.
+    """
+    blocks = -(-T // _BLOCK)
+    place = torch.arange(T, device=device, dtype=torch.int32)
+    starts_BT = torch.zeros(1, T, device=device, dtype=torch.int32)
+    if documents is not None:
+        is_start = torch.ones_like(documents, dtype=torch.bool)
+        is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        starts_BT = torch.where(is_start, place, 0).cummax(dim=1).values
+    if window is not None:
+        starts_BT = torch.maximum(starts_BT, place - (window - 1))
+    first_query_I = torch.arange(blocks, device=device) * _BLOCK
+    last_query_I = (first_query_I + _BLOCK - 1).clamp(max=T - 1)
+    itself_I = torch.arange(blocks, device=device)
+    # the block in which the first key lies that anyone of the block's queries sees; starts only grow along a row
+    first_BI = starts_BT[:, first_query_I] // _BLOCK
+    # the first block that all of them see whole; at most their own, of which the causal mask hides a part
+    whole_BI = torch.minimum((starts_BT[:, last_query_I] + _BLOCK - 1) // _BLOCK, itself_I)
+    n_part_BI = whole_BI - first_BI + 1
+    n_whole_BI = itself_I - whole_BI
+    number_J = torch.arange(blocks, device=device)
+    # those in part: first, first + 1, ... and, last, the block of the queries themselves
+    part_BIJ = first_BI[..., None] + number_J
+    part_BIJ = torch.where(number_J == (n_part_BI - 1)[..., None], itself_I[:, None], part_BIJ).clamp(max=blocks - 1)
+    whole_BIJ = (whole_BI[..., None] + number_J).clamp(max=blocks - 1)
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        row = b if documents is not None and documents.shape[0] > 1 else 0
+        return (k <= q) & (k >= starts_BT[row, q])
+
+    return BlockMask.from_kv_blocks(
+        n_part_BI[:, None].to(torch.int32),
+        part_BIJ[:, None].to(torch.int32),
+        n_whole_BI[:, None].to(torch.int32),
+        whole_BIJ[:, None].to(torch.int32),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=sees,
+        seq_lengths=(T, T),
+    )
