@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from megaspec.core.errors import DataError, WriteError
+from megaspec.core.errors import DataError
 from megaspec.data.files import write_error
 from megaspec.data.inputs import InputPart, InputSlice, carries_checksums, lines_before, read_documents
+from megaspec.data.serve_parts import Report, Work, serve_parts
 from megaspec.data.text_fields import BadLine, TextFields
 from megaspec.data.tokenizer import ByteTokenizer, Tokenizer, open_copy
 
@@ -77,7 +78,7 @@ def part_path(folder: str | Path, number: int, ending: str) -> Path:
 class PartWriter:
     """Tokenizes one part into NUMBER.bin, NUMBER.len (int32 lengths) and, last, NUMBER.json."""
 
-    def __init__(self, settings: PrepareSettings, tokenizer: Tokenizer, report: Any):
+    def __init__(self, settings: PrepareSettings, tokenizer: Tokenizer, report: Report):
         self._settings = settings
         self._tokenizer = tokenizer
         self._report = report
@@ -253,29 +254,11 @@ def open_tokenizer(settings: PrepareSettings) -> Tokenizer:
     return open_copy(path.read_bytes(), path.suffix, name=settings.tokenizer, where=settings.tokenizer_where)
 
 
-def main() -> int:
-    """Serve parts until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what happens
-
-    def report(event: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
-
-    settings = PrepareSettings.from_json(json.loads(sys.stdin.readline()))
-    try:
-        writer = PartWriter(settings, open_tokenizer(settings), report)
-        for line in sys.stdin:
-            part = InputPart.from_json(json.loads(line))
-            writer.write(part)
-            report({"done": part.number})
-    except DataError as error:
-        report({"data_error": str(error)})
-        return error.exit_code
-    except WriteError as error:
-        report({"write_error": str(error)})
-        return error.exit_code
-    return 0
+def begin(settings: dict[str, Any], report: Report) -> Work:
+    """What tokenizes the parts. Raises DataError: the tokenizer can't be read."""
+    shared = PrepareSettings.from_json(settings)
+    return PartWriter(shared, open_tokenizer(shared), report).write
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_parts(begin))

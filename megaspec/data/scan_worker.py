@@ -6,19 +6,17 @@ Standard input: one JSON line of settings, then one line per part. Standard outp
 
 import json
 import os
-import signal
 import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaspec.core.errors import DataError, WriteError
 from megaspec.data.files import write_error
 from megaspec.data.inputs import InputPart, read_lines
+from megaspec.data.serve_parts import Report, Work, serve_parts
 from megaspec.data.text_fields import BadLine, TextFields
 
 _SECONDS_BETWEEN_REPORTS = 0.5
@@ -45,7 +43,7 @@ def scan_path(folder: str | Path, number: int, ending: str) -> Path:
     return Path(folder) / f"{number:06d}{ending}"
 
 
-def scan_part(part: InputPart, settings: ScanSettings, report: Callable[[dict[str, Any]], None]) -> None:
+def scan_part(part: InputPart, settings: ScanSettings, report: Report) -> None:
     """Make NUMBER.bad and, last, NUMBER.scan of a part. Raises DataError for unreadable input, WriteError."""
     lines: list[int] = []
     kinds: Counter[str] = Counter()
@@ -91,28 +89,11 @@ def scan_part(part: InputPart, settings: ScanSettings, report: Callable[[dict[st
         temporary.unlink(missing_ok=True)
 
 
-def main() -> int:
-    """Serve parts until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what happens
-
-    def report(event: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
-
-    settings = ScanSettings.from_json(json.loads(sys.stdin.readline()))
-    try:
-        for line in sys.stdin:
-            part = InputPart.from_json(json.loads(line))
-            scan_part(part, settings, report)
-            report({"done": part.number})
-    except DataError as error:
-        report({"data_error": str(error)})
-        return error.exit_code
-    except WriteError as error:
-        report({"write_error": str(error)})
-        return error.exit_code
-    return 0
+def begin(settings: dict[str, Any], report: Report) -> Work:
+    """What scans the parts."""
+    shared = ScanSettings.from_json(settings)
+    return lambda part: scan_part(part, shared, report)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve_parts(begin))

@@ -46,6 +46,13 @@ class SentencePieceTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.encode(list(texts), out_type=int, num_threads=1)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The piece that begins texts, where the model has one, and the text's: whether programs put it there stands in
+        no file of SentencePiece's; those of Llama do."""
+        begin = self._model.bos_id()
+        ids = self._model.encode(text, out_type=int)
+        return [begin, *ids] if begin >= 0 else ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids if 0 <= int(i) < self.vocab_size])
 

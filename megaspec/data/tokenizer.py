@@ -26,7 +26,7 @@ VOCAB_LIMIT = 2**24
 COPIES = (".json", ".model")
 BPE_EOD = "<|endoftext|>"
 # Files that a folder is searched for, in this order: a tokenizer.json says more than what it was made from.
-_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
 # Tokens that end a document, in the order in which they are looked for when nothing says which one it is.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
         """Token ids of each text, without eod and without the tokens that a post-processor would add."""
         ...
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a text with those that its file says to put around it, such as one that begins texts."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids; what can't be decoded is shown as U+FFFD."""
         ...
@@ -77,6 +81,9 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= int(i) < 256).decode("utf-8", errors="replace")
@@ -119,6 +126,10 @@ class FileTokenizer:
         with _told(self.where, "this tokenizer fails on a text"):
             encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        with _told(self.where, "this tokenizer fails on a text"):
+            return self._tokenizer.encode(text, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
@@ -220,7 +231,7 @@ def load_tokenizer(where: str | Path, *, eod: str | None = None, merges: str | N
     elif not path.exists():
         path = _from_hub(str(where))
     text = read_limited(path, TOKENIZER_LIMIT)
-    name = path.parent.name if path.name in _NAMES else path.name
+    name = path.parent.name if path.name in TOKENIZER_NAMES else path.name
     configured = _configured_eod(path.with_name("tokenizer_config.json"))
     if path.suffix == SentencePieceTokenizer.ending:
         return SentencePieceTokenizer(text, name=name or str(path), where=str(path), eod=eod or configured)
@@ -247,10 +258,10 @@ def tokenizer_path(prefix: str | Path, ending: str = ".json") -> Path:
 
 def _in_folder(folder: Path) -> Path:
     """The first file of a known name."""
-    for name in _NAMES:
+    for name in TOKENIZER_NAMES:
         if (folder / name).exists():
             return folder / name
-    return folder / _NAMES[0]
+    return folder / TOKENIZER_NAMES[0]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
