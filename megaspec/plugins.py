@@ -9,8 +9,8 @@ import ast
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, Signature
@@ -18,10 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
+from megaspec.core.errors import COMMAND_LINE, MegaspecError, Problem, RecipeError
 from megaspec.core.frozen import Frozen
 from megaspec.core.kinds import Kinds, tags_of
 from megaspec.data.spec import SOURCE_KINDS, DataSpec
+from megaspec.hf.config import Config
+from megaspec.hf.family import Family
+from megaspec.hf.table import FAMILIES, add_family
 from megaspec.log.spec import SINK_KINDS
 from megaspec.model.decoder.spec import ATTENTION_KINDS, POSITIONS_KINDS, DecoderSpec
 from megaspec.nn.attention.spec import AttentionSpec
@@ -34,6 +37,7 @@ from megaspec.train.spec import LOSS_KINDS
 
 NAME = "PLUGIN"
 _FLAG = "--plugin"
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,100}")
 _BUILDER = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 
@@ -71,6 +75,8 @@ class Plugin:
     """`train.loss`, in place of cross-entropy. Built by `(spec) -> kernel`, a CrossEntropyKernel."""
     sinks: tuple[Kind, ...] = ()
     """Entries of `log.sinks`. Built by `(spec, run_dir, step) -> Sink`."""
+    families: tuple[Family, ...] = ()
+    """Hugging Face's model types: how a config.json is said and its tensors are called. They build nothing."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class _Loaded:
 
     names: list[str] = field(default_factory=list)
     kinds: dict[str, list[Kind]] = field(default_factory=lambda: {place: [] for place in _PLACES})
+    families: list[str] = field(default_factory=list)
+    """Their model types."""
 
 
 _LOADED = _Loaded()
@@ -182,12 +190,15 @@ def load(packages: Sequence[str]) -> None:
         if name in _LOADED.names:
             continue
         plugin = getattr(_imported(name, package), NAME, None)
-        problems = _problems(plugin)
+        problems = _problems(plugin, name, package)
         if problems:
             raise RecipeError([Problem("", f"{_FLAG} {package}: {p}", COMMAND_LINE, "plugin") for p in problems])
         for place, kind in _all_kinds(plugin):
             _LOADED.kinds[place].append(kind)
             _PLACES[place].kinds.add(kind.spec)
+        for family in plugin.families:
+            _LOADED.families.append(family.model_type)
+            add_family(_guarded(family, name, package))
         _LOADED.names.append(name)
 
 
@@ -290,13 +301,13 @@ def _all_kinds(plugin: Plugin) -> Iterator[tuple[str, Kind]]:
             yield place, kind
 
 
-def _problems(plugin: Any) -> list[str]:
+def _problems(plugin: Any, name: str, package: str) -> list[str]:
     """Why a plugin can't be added."""
     if not isinstance(plugin, Plugin):
         return [f"it has no {NAME} = megaspec.plugins.Plugin(...)"]
     found = list(_all_kinds(plugin))
-    if not found:
-        return [f"its {NAME} adds nothing; give {', '.join(_PLACES)}"]
+    if not found and not plugin.families:
+        return [f"its {NAME} adds nothing; give {', '.join(_PLACES)}, families"]
     taken = _taken_names()
     problems = []
     for place, kind in found:
@@ -307,7 +318,81 @@ def _problems(plugin: Any) -> list[str]:
                 wrong = [f"{_PLACES[place].key}.kind={name[1]} is {taken[name]}'s; choose another name"]
             taken[name] = "its own already"
         problems += [f"{place}: {one}" for one in wrong]
-    return problems
+    return [*problems, *_family_problems(plugin.families, name, package)]
+
+
+def _family_problems(families: Sequence[Any], name: str, package: str) -> Iterator[str]:
+    """Why families can't be added."""
+    own: set[str] = set()
+    for family in families:
+        if not isinstance(family, Family):
+            yield f"families: {family!r} must be a megaspec.hf.family.Family"
+            continue
+        model_type = family.model_type
+        label = f"families: model_type={model_type!r}"
+        if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
+            yield f"{label} must be a name such as my_model, as config.json has it"
+            continue
+        if model_type in FAMILIES or model_type in own:
+            whose = "megaspec's"
+            if model_type in own:
+                whose = "its own already"
+            elif model_type in _LOADED.families:
+                whose = "another plugin's"
+            yield f"families: model_type={model_type} is {whose}; choose another name"
+            continue
+        own.add(model_type)
+        wrong = list(_wrong_family(family))
+        yield from (f"families: {model_type}: {one}" for one in wrong)
+        if not wrong:
+            yield from _unread(family, name, package)
+
+
+def _wrong_family(family: Family) -> Iterator[str]:
+    """What one family lacks."""
+    if not isinstance(family.architecture, str) or not family.architecture.isidentifier():
+        yield f"architecture={family.architecture!r} must be a class of transformers', such as MyForCausalLM"
+    for name in ("read", "write", "names"):
+        if not callable(getattr(family, name)):
+            yield f"{name}={getattr(family, name)!r} must be a function of one argument"
+    if not isinstance(family.kinds, Mapping):
+        yield f"kinds={family.kinds!r} must say of parts of a model which kind they are of, such as {{'norm': 'rms'}}"
+        return
+    for part in family.kinds:
+        if part not in DecoderSpec.model_fields:
+            yield f"kinds has {part!r}, and model has no such section; there are attention, layer, mlp, norm, positions"
+
+
+def _unread(family: Family, name: str, package: str) -> Iterator[str]:
+    """Why its keys can't be asked for: an empty configuration is read, as `megaspec hf families` does."""
+    try:
+        section = _guarded(family, name, package).read(Config({}, family.model_type))
+    except RecipeError as error:
+        yield f"families: {family.model_type}: of an empty configuration, {error.problems[0].message}"
+        return
+    if not isinstance(section, Mapping) or "kind" not in section:
+        yield f"families: {family.model_type}: read gives no section with a kind, such as model: {{kind: decoder}}"
+
+
+def _guarded(family: Family, name: str, package: str) -> Family:
+    """A family of which a mistake is told with its line."""
+
+    def guard(what: str) -> Callable[[Any], Any]:
+        function = getattr(family, what)
+
+        def called(argument: Any) -> Any:
+            try:
+                return function(argument)
+            except MegaspecError:
+                raise
+            # A family's functions may raise anything, as a package may that is imported.
+            except Exception as error:
+                text = f"{_FLAG} {package}: {what} of {family.model_type}: {import_failure(error, name)}"
+                raise RecipeError([Problem("", text, COMMAND_LINE, "plugin")]) from None
+
+        return called
+
+    return replace(family, read=guard("read"), write=guard("write"), names=guard("names"))
 
 
 def _taken_names() -> dict[tuple[str, str], str]:

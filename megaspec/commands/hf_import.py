@@ -2,17 +2,20 @@
 
 import argparse
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from megaspec.checkpoint.format import DTYPE_BYTES
 from megaspec.compose.compose import Composed, compose_dicts
 from megaspec.core.errors import printable
 from megaspec.core.units import count_in_words
 from megaspec.estimate.target import detect_target
 from megaspec.hf.companions import read_companions, refuse_other_vocabulary
-from megaspec.hf.folder import CONFIG, HfFolder, open_hf_folder
+from megaspec.hf.fits import DEQUANTISED, Stored
+from megaspec.hf.folder import CONFIG, open_hf_folder
 from megaspec.hf.names import weight_table
 from megaspec.hf.short import short_section
 from megaspec.hf.table import family_of, read_model
@@ -47,11 +50,13 @@ def run(args: argparse.Namespace) -> int:
     with open_hf_folder(args.folder) as folder:
         model = read_model(folder.config, f"{folder.path / CONFIG}")
         family = family_of(folder.config, f"{folder.path / CONFIG}")
-        weights = HfWeights(folder, weight_table(model.facts, family.names(model)))
+        table = weight_table(model.facts, family.names(model))
+        weights = HfWeights(folder, table)
+        left_out = Counter(because for name in folder.tensors if (because := table.why_ignored(name)))
         companions = read_companions(folder.path)
         refuse_other_vocabulary(companions, vocab_size=model.vocab_size, where=str(folder.path))
         target = detect_target()
-        composed = _composed(args.folder, args.out, folder, model)
+        composed = _composed(args.folder, args.out, weights.tensors.values(), model)
         with published_whole(args.out) as saving:
             facts = replace(with_digest(gather_facts(composed.recipe)), run_dir=str(args.out))
             spec = resolve(composed.recipe, target, facts, composed.origins)
@@ -68,16 +73,21 @@ def run(args: argparse.Namespace) -> int:
     n_parameters = sum(prod(weights.shape(name)) for name in weights.names())
     kept = [name for name in companions if name != CONFIG]
     print(printable(f"{args.out}: a {family.model_type} of {count_in_words(n_parameters)} parameters"))
+    forms = Counter(stored.form for stored in weights.tensors.values() if stored.form != "plain")
+    for form, count in forms.items():
+        print(printable(f"dequantised: {count} tensors in {form}, now in {_PRECISIONS[DEQUANTISED]}"))
+    for because, count in left_out.items():
+        print(printable(f"left out: {count} tensors, {because}"))
     print(printable(f"beside it: {', '.join(kept) or 'no tokenizer, since the folder has none'}"))
     print(printable(f"megaspec train recipe=NAME init.load={args.out} trains from it"))
     return 0
 
 
-def _composed(given: Path, out: Path, folder: HfFolder, model: DecoderSpec) -> Composed:
+def _composed(given: Path, out: Path, tensors: Iterable[Stored], model: DecoderSpec) -> Composed:
     """The recipe of a run that is never trained: the folder's model, and what every run has to say."""
     sizes: Counter[str] = Counter()
-    for entry in folder.tensors.values():
-        sizes[entry.dtype] += entry.bytes
+    for stored in tensors:
+        sizes[stored.dtype] += prod(stored.shape) * DTYPE_BYTES[stored.dtype]
     main_dtype = sizes.most_common(1)[0][0]
     return compose_dicts(
         {

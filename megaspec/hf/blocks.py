@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from megaspec.core.errors import RecipeError
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -103,16 +105,16 @@ class TheirTensor:
 def their_tensors(maps: Mapping[str, TensorMap], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TheirTensor]:
     """The same map seen from their side. `shapes`: of every tensor of theirs.
 
-    AssertionError: the map is no bijection, which is a mistake of the family that made it.
+    RecipeError: the map is no bijection, which is a mistake of the family that made it.
     """
     pieces: dict[str, list[tuple[TensorMap, int, Block]]] = {name: [] for name in shapes}
     for ours in maps.values():
         begin = 0
         for block in ours.blocks:
-            assert block.name in shapes, f"{ours.name} is made of {block.name}, which has no shape"
+            _demand(block.name in shapes, f"{ours.name} is made of {block.name}, which has no shape")
             pieces[block.name].append((ours, begin, block))
             begin += block.rows
-        assert begin == ours.shape[0], f"{ours.name}: blocks of {begin} rows for {ours.shape[0]}"
+        _demand(begin == ours.shape[0], f"{ours.name}: blocks of {begin} rows for {ours.shape[0]}")
     found = {}
     for name, shape in shapes.items():
         _check_coverage(name, shape, pieces[name])
@@ -132,17 +134,26 @@ def _check_coverage(name: str, shape: tuple[int, ...], pieces: list[tuple[Tensor
         if block.transposed:
             size = matrix[1]
             columns = matrix[:1]
-        assert prod(columns) == prod(ours.shape[1:]), f"{name} {shape} can't hold rows of {ours.name} {ours.shape}"
+        is_as_wide = prod(columns) == prod(ours.shape[1:])
+        _demand(is_as_wide, f"{name} {shape} can't hold rows of {ours.name} {ours.shape}")
         rows = block.their_rows(0, block.rows)
         low = int(rows.min())
         high = int(rows.max())
-        assert 0 <= low <= high < size, f"{ours.name}: rows {low} to {high} of {name} {shape}"
+        _demand(0 <= low <= high < size, f"{ours.name}: rows {low} to {high} of {name} {shape}")
         held = counts.setdefault(block.expert, np.zeros(size, dtype=np.int64))
         np.add.at(held, rows, 1)
-    expected = {None} if None in counts or len(shape) < 3 else set(range(shape[0]))
-    assert set(counts) == expected, f"{name} {shape}: experts {sorted(expected - set(counts))} are of no tensor of ours"
+    expected = {None} if None in counts else set(range(shape[0]))
+    left_out = sorted(expected - set(counts))
+    _demand(set(counts) == expected, f"{name} {shape}: experts {left_out} are of no tensor of ours")
     for expert, held in counts.items():
-        assert (held == 1).all(), f"{name} {shape}, expert {expert}: some rows are of no tensor of ours, or of several"
+        text = f"{name} {shape}, expert {expert}: some rows are of no tensor of ours, or of several"
+        _demand(bool((held == 1).all()), text)
+
+
+def _demand(is_so: bool, text: str) -> None:
+    """RecipeError: a family's names are no map. A family may be a user's own."""
+    if not is_so:
+        raise RecipeError(f"the names of the family say nothing that can be read and written: {text}")
 
 
 def pairs_to_halves(d_head: int, d_rotary: int, *, first: int = 0) -> tuple[int, ...]:

@@ -6,13 +6,14 @@ without the one they are from.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megaspec.checkpoint.files import open_folder, read_limited
 from megaspec.core.errors import CheckpointError
 from megaspec.core.regular_files import check_kinds
+from megaspec.hf.cache import read_file
 from megaspec.hf.folder import CONFIG, CONFIG_LIMIT, as_json, parse_object
 
 FOLDER = "tokenizer"
@@ -43,7 +44,14 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_companions(path: Path) -> dict[str, bytes]:
-    """Those that a folder has, and its config.json. CheckpointError: one is a link, too large or can't be read."""
+    """Those that a folder has, and its config.json. `path` has no links, and files are opened as cache.py does it.
+
+    CheckpointError: one is another link, too large or can't be read.
+    """
+    return _read_all(path, read_file)
+
+
+def _read_all(path: Path, read: Callable[..., bytes]) -> dict[str, bytes]:
     folder_fd = open_folder(path)
     try:
         present = set(os.listdir(folder_fd))
@@ -51,7 +59,7 @@ def read_companions(path: Path) -> dict[str, bytes]:
         for name in (*NAMES, CONFIG):
             if name in present:
                 limit = CONFIG_LIMIT if name == CONFIG else LIMIT
-                found[name] = read_limited(path, folder_fd, name, limit=limit)
+                found[name] = read(path, folder_fd, name, limit=limit)
         return found
     finally:
         os.close(folder_fd)
@@ -65,7 +73,8 @@ def kept_companions(run_dir: Path) -> dict[str, bytes]:
         raise CheckpointError(f"{error.filename} {error.strerror}") from None
     if not (run_dir / FOLDER).is_dir():
         return {}
-    return read_companions(run_dir / FOLDER)
+    # a run's folder has no links
+    return _read_all(run_dir / FOLDER, read_limited)
 
 
 def refuse_other_vocabulary(files: Mapping[str, bytes], *, vocab_size: int, where: str) -> None:
@@ -104,6 +113,24 @@ def token_ids(kept: Mapping[str, bytes]) -> dict[str, Any]:
         return {}
     config = parse_object(kept[CONFIG], CONFIG)
     return {name: config[name] for name in _IDS if config.get(name) is not None}
+
+
+def end_ids(files: Mapping[str, bytes], where: str) -> frozenset[int]:
+    """The tokens that end a text, as generation_config.json says, or else config.json; empty where neither does.
+
+    CheckpointError: they are no token ids.
+    """
+    for name in (GENERATION, CONFIG):
+        if name not in files:
+            continue
+        said = parse_object(files[name], f"{where}/{name}").get("eos_token_id")
+        if said is None:
+            continue
+        ids = said if isinstance(said, list) else [said]
+        if not ids or not all(type(one) is int and one >= 0 for one in ids):
+            raise CheckpointError(f"{where}/{name}: eos_token_id={said!r} must be a token id, or a list of some")
+        return frozenset(ids)
+    return frozenset()
 
 
 def with_template_in_both_places(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -8,6 +8,12 @@ from megaspec.core.errors import CheckpointError
 from megaspec.core.problems import did_you_mean
 
 _MISSING = object()
+# What the entries of a list may be, and in words. true is no number here.
+_ENTRIES: Mapping[type, tuple[tuple[type, ...], str]] = {
+    str: ((str,), "texts"),
+    int: ((int,), "whole numbers"),
+    float: ((int, float), "numbers"),
+}
 
 # Keys that every family may have and that say nothing of the model's numbers.
 ABOUT: Mapping[str, str] = {
@@ -95,9 +101,14 @@ class Config:
         """An object."""
         return self._get(name, default, lambda v: isinstance(v, dict), "an object")
 
-    def entries(self, name: str, default: Any = _MISSING) -> Any:
-        """A list."""
-        return self._get(name, default, lambda v: isinstance(v, list), "a list")
+    def entries(self, name: str, default: Any = _MISSING, *, of: type) -> Any:
+        """A list. `of`: str for texts, int for whole numbers, float for any."""
+        types, what = _ENTRIES[of]
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(type(one) in types for one in value)
+
+        return self._get(name, default, fits, f"a list of {what}")
 
     def fixed(self, name: str, value: Any, because: str) -> None:
         """A key that may have one value alone."""

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megaspec.checkpoint.examine import worker_threads
-from megaspec.checkpoint.files import open_folder, open_regular, pread_into, read_failure
+from megaspec.checkpoint.files import open_folder, pread_into, read_failure
+from megaspec.hf.cache import open_file
 from megaspec.hf.folder import CONFIG, HfFolder
 
 _BLOCK_BYTES = 4 << 20
@@ -42,7 +43,7 @@ def folder_digest(folder: HfFolder) -> str:
 def _sha256(path: Path, folder_fd: int, name: str) -> str:
     digest = hashlib.sha256()
     block = memoryview(bytearray(_BLOCK_BYTES))
-    fd = open_regular(path, folder_fd, name)
+    fd = open_file(path, folder_fd, name)
     try:
         offset = 0
         while count := pread_into(fd, block, offset):

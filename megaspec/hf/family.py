@@ -72,23 +72,46 @@ def objections(family: Family, spec: DecoderSpec) -> list[str]:
     except CheckpointError as error:
         # it wrote what it has no reader for, such as another family's rotary scaling
         return [f"its configuration would not be read: {error}"]
-    return list(_differences(_content(spec), _content(said), "", family.model_type))
+    mine, theirs = comparable(spec, said)
+    return list(_differences(mine, theirs, "", family.model_type))
 
 
-def _content(spec: DecoderSpec) -> dict[str, Any]:
-    """What is compared of a model: of layers that differ what each is, however a pattern names them."""
-    content = spec.model_dump()
-    if not spec.layer_pattern:
-        return content
-    for name in ("layer_types", "layer_pattern", "positions"):
-        del content[name]
-    del content["attention"]["mask"]
+def comparable(one: DecoderSpec, other: DecoderSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two models as plain data in which the same model says the same: of layers that differ, and of those with experts,
+    what each is, however its section says it."""
+    contents = (one.model_dump(mode="json"), other.model_dump(mode="json"))
+    if one.layer_pattern or other.layer_pattern:
+        layers = (_layers(one), _layers(other))
+        has_tables = any(not spec.positions.is_rotary and spec.positions.kind != "none" for spec in (one, other))
+        for content, said in zip(contents, layers, strict=True):
+            del content["layer_types"], content["layer_pattern"]
+            # a mask and a way to turn are said by each layer, a table of positions by the model
+            content["attention"].pop("mask", None)
+            if not has_tables:
+                del content["positions"]
+            content["layers"] = said
+    if one.moe is not None and other.moe is not None:
+        for content, spec in zip(contents, (one, other), strict=True):
+            del content["moe"]["every"], content["moe"]["first_dense"]
+            content["moe"]["layers"] = [int("moe" in mixers) for mixers in spec.mixers]
+    return contents
+
+
+def _layers(spec: DecoderSpec) -> dict[str, Any]:
+    """What each layer of a model has of what layers may differ in."""
+    found = {}
     for number, layer_type in enumerate(spec.types):
-        content[f"layers.{number}"] = {
-            "mask": spec.attention_of(layer_type).mask.model_dump(),
-            "positions": spec.positions_of(layer_type).model_dump(),
+        attention = spec.attention_of(layer_type).model_dump(mode="json")
+        found[str(number)] = {
+            "mask": attention.get("mask"),
+            "positions": spec.positions_of(layer_type).model_dump(mode="json"),
         }
-    return content
+    return found
+
+
+def is_of_training(path: str) -> bool:
+    """Whether a path in model.* changes nothing of what a trained model computes."""
+    return any(path == one or path.startswith(f"{one}.") for one in OF_TRAINING)
 
 
 def typed(section: Mapping[str, Any]) -> DecoderSpec:

@@ -1,6 +1,7 @@
 """A folder of Hugging Face's: its config.json, its index and the headers of its safetensors files, read strictly.
 
-Nothing in it is executed, no link is followed, and sizes are checked before anything is read. Torch-free.
+Nothing in it is executed, no link is followed but the hub's cache's, and sizes are checked before anything is read.
+Torch-free.
 """
 
 import json
@@ -13,9 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megaspec.checkpoint.files import open_folder, open_regular, pread_into, read_limited
+from megaspec.checkpoint.files import open_folder, pread_into
 from megaspec.checkpoint.format import DTYPE_BYTES
 from megaspec.core.errors import CheckpointError
+from megaspec.hf.cache import open_file, read_file
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -71,7 +73,7 @@ class HfFolder:
     def read_into(self, entry: TheirEntry, view: memoryview, offset: int) -> None:
         """Fills `view` with a tensor's bytes from its byte `offset` on. CheckpointError: the file is shorter."""
         if entry.file not in self._files:
-            self._files[entry.file] = open_regular(self.path, self._folder_fd, entry.file)
+            self._files[entry.file] = open_file(self.path, self._folder_fd, entry.file)
         try:
             done = pread_into(self._files[entry.file], view, entry.offset + offset)
         except OSError as error:
@@ -84,7 +86,7 @@ def open_hf_folder(path: Path) -> HfFolder:
     """Reads everything but the tensors. CheckpointError: what is wrong with it, a line each."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder; name one with a config.json and safetensors files")
-    # the folder itself may be a link, as the hub's cache makes them; what is in it may not
+    # the folder itself may be a link; what is in it may be one of the hub's cache alone
     path = path.resolve()
     with ExitStack() as stack:
         folder_fd = open_folder(path)
@@ -113,7 +115,7 @@ def _read_config(path: Path, folder_fd: int) -> dict[str, Any]:
 
 
 def _read_json(path: Path, folder_fd: int, name: str, *, limit: int) -> dict[str, Any]:
-    text = read_limited(path, folder_fd, name, limit=limit)
+    text = read_file(path, folder_fd, name, limit=limit)
     return parse_object(text, f"{path / name}")
 
 
@@ -190,7 +192,7 @@ def _check_weight_map(path: Path, weight_map: Any, present: list[str]) -> None:
 def _read_header(path: Path, folder_fd: int, name: str) -> dict[str, TheirEntry]:
     """The tensors of one file: eight bytes of length, a JSON object, then the tensors without gaps."""
     where = f"{path / name}"
-    fd = open_regular(path, folder_fd, name)
+    fd = open_file(path, folder_fd, name)
     try:
         size = os.fstat(fd).st_size
         length_bytes = bytearray(8)

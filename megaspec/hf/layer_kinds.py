@@ -9,14 +9,16 @@ from megaspec.nn.attention.spec import WindowMask
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 
 
 def read_kinds(config: Config, *, pattern: int) -> list[str]:
-    """Which layers see a window. `pattern`: where the file lists none, every so-manieth layer sees everything."""
+    """Which layers see a window. `pattern`: where the file lists none, every `pattern`-th layer sees
+    everything."""
     pattern = config.count("sliding_window_pattern", config.count("_sliding_window_pattern", pattern))
     n_layers = config.values.get("num_hidden_layers") or 0
     default = [FULL if (i + 1) % pattern == 0 else SLIDING for i in range(n_layers)]
-    kinds = config.entries("layer_types", default)
+    kinds = config.entries("layer_types", default, of=str)
     for kind in dict.fromkeys(kinds):
         if kind not in (FULL, SLIDING):
             config.refuse(f"layer_types has {kind}: it must be {FULL} or {SLIDING}")

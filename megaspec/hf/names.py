@@ -3,10 +3,14 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from megaspec.core.errors import RecipeError
 from megaspec.core.part_facts import Linear
 from megaspec.hf.blocks import Block, TensorMap, TheirTensor, their_tensors
 from megaspec.nn.model_facts import ModelFacts
+
+_Name = TypeVar("_Name")
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,29 @@ class WeightTable:
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor of theirs is no parameter."""
-        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
+        return self.why_ignored(name) is not None
+
+    def why_ignored(self, name: str) -> str | None:
+        """Why nothing is read of a tensor of theirs; None: it is a parameter, or nothing that the family knows."""
+        for pattern, because in self.ignored.items():
+            if re.fullmatch(pattern, name):
+                return because
+        return None
 
 
 def weight_table(facts: ModelFacts, names: Names) -> WeightTable:
-    """The map between a model's tensors and a family's. AssertionError: the family leaves one out."""
+    """The map between a model's tensors and a family's. RecipeError: the family leaves one out."""
     maps: dict[str, TensorMap] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     copies = {}
     for table in facts.tables():
         if table.bias:
-            bias = names.ends[table.name] + ".bias"
+            bias = _named(names.ends, table.name, "ends") + ".bias"
             shape = (table.rows,)
             _add(maps, shapes, f"model/{table.name}.bias", shape, (Block(bias, table.rows),), {bias: shape})
-        theirs = names.ends[table.name] + ".weight"
+        theirs = _named(names.ends, table.name, "ends") + ".weight"
         if facts.is_tied and table is facts.head_table:
-            copies[theirs] = names.ends[facts.embedding_table.name] + ".weight"
+            copies[theirs] = _named(names.ends, facts.embedding_table.name, "ends") + ".weight"
             continue
         shape = (table.rows, table.width)
         _add(maps, shapes, f"model/{table.name}.weight", shape, (Block(theirs, table.rows),), {theirs: shape})
@@ -105,7 +116,8 @@ def _add(
     maps[stored] = TensorMap(stored, shape, blocks)
     for name, their_shape in theirs.items():
         known = shapes.setdefault(name, their_shape)
-        assert known == their_shape, f"{name} has two shapes, {known} and {their_shape}"
+        if known != their_shape:
+            raise RecipeError(f"the names of the family give {name} two shapes, {list(known)} and {list(their_shape)}")
 
 
 def _split_name(name: str) -> tuple[str, str]:
@@ -119,21 +131,30 @@ def _vector_name(name: str, names: Names) -> str:
     prefix = ""
     local = name
     known = names.ends
+    section = "ends"
     if name.startswith("layers."):
         number, local = _split_name(name)
         prefix = names.layer.format(n=number)
         known = names.vectors
+        section = "vectors"
     if local in known:
         return prefix + known[local]
     module, _, last = local.rpartition(".")
-    return f"{prefix}{known[module]}.{last}"
+    return f"{prefix}{_named(known, module, section)}.{last}"
+
+
+def _named(names: Mapping[str, _Name], name: str, section: str) -> _Name:
+    """What a family calls something of ours. RecipeError: it says nothing of it."""
+    if name not in names:
+        raise RecipeError(f"the names of the family say nothing of {name}, which this model has; add it to {section}")
+    return names[name]
 
 
 def _add_linear(
     maps: dict[str, TensorMap], shapes: dict[str, tuple[int, ...]], name: str, linear: Linear, names: Names
 ) -> None:
     number, local = _split_name(name)
-    theirs = names.matrices[local]
+    theirs = _named(names.matrices, local, "matrices")
     prefix = names.layer.format(n=number)
     rows = linear.n_experts * linear.columns
     columns = linear.inputs.whole

@@ -15,15 +15,17 @@ from megaspec.nn.rope.spec import (
 )
 
 
-def read_rope(config: Config, *, base: float = 10_000.0, fraction: float = 1.0) -> dict[str, Any]:
-    """The section model.positions. `base`, `fraction`: transformers' own for the family, where the file does not say
-    them."""
+def read_rope(
+    config: Config, *, base: float = 10_000.0, fraction: float = 1.0, scaling: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The section model.positions. `base`, `fraction`, `scaling`: transformers' own for the family, where the file does
+    not say them."""
     parameters = config.section("rope_parameters", None)
     theta = config.number("rope_theta", None)
-    scaling = config.section("rope_scaling", None)
+    said = config.section("rope_scaling", None)
     partial = config.number("partial_rotary_factor", None)
     if parameters is None:
-        parameters = dict(scaling or {})
+        parameters = dict(said or scaling or {})
         parameters.setdefault("rope_theta", base if theta is None else theta)
     else:
         _refuse_other(config, "rope_theta", theta, parameters.get("rope_theta", theta))
@@ -126,8 +128,8 @@ def _longrope(inner: Config, longest: Any) -> dict[str, Any]:
         factor = longest / original
     return {
         "kind": "longrope",
-        "short_factor": inner.entries("short_factor"),
-        "long_factor": inner.entries("long_factor"),
+        "short_factor": inner.entries("short_factor", of=float),
+        "long_factor": inner.entries("long_factor", of=float),
         "original_max_seq_len": original,
         "factor": None if attention_factor is not None else factor,
         "attention_factor": attention_factor,

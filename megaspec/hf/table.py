@@ -1,4 +1,4 @@
-"""Every family that can be read and written."""
+"""Every family that can be read and written: ours, and those of the plug-ins of this process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,12 @@ from megaspec.hf.families import (
     cohere2,
     gemma,
     glm4,
+    glm4_moe,
     gpt2,
+    gpt_oss,
     granite,
     llama,
+    llama4,
     mistral,
     mixtral,
     nemotron,
@@ -26,13 +29,16 @@ from megaspec.hf.families import (
     starcoder2,
 )
 from megaspec.hf.family import Family, typed
+from megaspec.hf.quantization import read_quantization
 from megaspec.model.decoder.spec import DecoderSpec
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         gpt2.FAMILY,
+        gpt_oss.FAMILY,
         llama.FAMILY,
+        llama4.FAMILY,
         mistral.FAMILY,
         mixtral.FAMILY,
         olmoe.FAMILY,
@@ -50,6 +56,7 @@ FAMILIES: Mapping[str, Family] = {
         phi.PHI_3,
         smollm3.FAMILY,
         glm4.FAMILY,
+        glm4_moe.FAMILY,
         granite.FAMILY,
         nemotron.FAMILY,
         cohere2.FAMILY,
@@ -59,11 +66,17 @@ FAMILIES: Mapping[str, Family] = {
 
 # Families whose numbers no options give, by the reason.
 REFUSED: Mapping[str, str] = {
+    "llama4": "it looks at images, too; its text alone is a llama4_text",
     "phimoe": "its router draws one expert after the other, and has a gradient of its own (SparseMixer)",
     "deepseek_v32": "its attention chooses keys by an indexer",
     "glm_moe_dsa": "its attention chooses keys by an indexer",
     "deepseek_v4": "it has hyper-connections, and experts that tokens are hashed to",
 }
+
+
+def add_family(family: Family) -> None:
+    """Another family, for the rest of the process. Whether its model_type is free is for the caller to see."""
+    FAMILIES[family.model_type] = family
 
 
 def family_of(config: Mapping[str, Any], where: str, families: Mapping[str, Family] = FAMILIES) -> Family:
@@ -85,5 +98,6 @@ def read_model(config: Mapping[str, Any], where: str, families: Mapping[str, Fam
     family = family_of(config, where, families)
     asked = Config(config, where)
     section = family.read(asked)
+    read_quantization(asked)
     asked.finish()
     return typed(section)

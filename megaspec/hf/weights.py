@@ -1,27 +1,26 @@
 """Tensors of a Hugging Face folder under our names, read rectangle by rectangle; and ours as theirs, to be written.
 
-A rank asks for what it owns alone. Beside what it returns, a read takes at most SLAB_BYTES of memory.
+A rank asks for what it owns alone. Beside what it returns, a read takes at most stored.SLAB_BYTES of memory.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaspec.checkpoint.format import DTYPE_BYTES
 from megaspec.checkpoint.reader import Weights
-from megaspec.checkpoint.shard import TORCH_DTYPES, SavedPiece, as_bytes
+from megaspec.checkpoint.shard import TORCH_DTYPES, SavedPiece
+from megaspec.core.divisors import ceil_div
 from megaspec.core.errors import CheckpointError
 from megaspec.hf.blocks import Block, TheirTensor
-from megaspec.hf.fits import entries_of, misfits
+from megaspec.hf.fits import Stored, fit_of
 from megaspec.hf.folder import HfFolder, TheirEntry, first_of
 from megaspec.hf.names import WeightTable
-
-SLAB_BYTES = 64 << 20
-"""Read at once of a tensor of which not every byte is wanted."""
-
+from megaspec.hf.stored import SLAB_BYTES, read_rectangle
 
 PIECE_BYTES = 256 << 20
 """Of a tensor that is streamed from one file to another, what is in memory at once."""
@@ -35,11 +34,14 @@ class HfWeights:
         self.path = folder.path
         self._folder = folder
         self._table = table
-        self._entries = entries_of(folder, table)
-        problems = misfits(self._entries, table)
-        if problems:
-            raise CheckpointError([f"{folder.path}: {problem}" for problem in first_of(problems)])
-        _refuse_other_copies(folder, self._entries, table.copies)
+        fit = fit_of(folder, table)
+        if fit.problems:
+            raise CheckpointError([f"{folder.path}: {problem}" for problem in first_of(fit.problems)])
+        self.tensors = fit.tensors
+        """Theirs, by the family's names."""
+        self._last: tuple[tuple[Any, ...], Tensor] | None = None
+        """What was read last of a tensor whose parts take turns, for the other parts."""
+        _refuse_other_copies(folder, self.tensors, table.copies)
 
     def __contains__(self, name: str) -> bool:
         return name in self._table.ours
@@ -53,7 +55,7 @@ class HfWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The widest of the tensors that it is made of."""
-        dtypes = [self._entry(block).dtype for block in self._table.ours[name].blocks]
+        dtypes = [self.tensors[block.name].dtype for block in self._table.ours[name].blocks]
         return TORCH_DTYPES[max(dtypes, key=DTYPE_BYTES.__getitem__)]
 
     def read(self, name: str, start: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> Tensor:
@@ -70,51 +72,43 @@ class HfWeights:
             out[rows] = self._read_rows(block, low, high, columns)
         return out
 
-    def _entry(self, block: Block) -> TheirEntry:
-        return self._entries[block.name]
-
     def _read_rows(self, block: Block, low: int, high: int, columns: slice | None) -> Tensor:
         """Rows low..high of a block and those columns of them, in our order."""
         rows = block.their_rows(low, high)
         first = int(rows.min())
-        span = slice(first, int(rows.max()) + 1)
-        entry = self._entry(block)
-        matrix = entry.shape if block.expert is None else entry.shape[1:]
-        offset = 0
-        if block.expert is not None:
-            offset = block.expert * prod(matrix) * DTYPE_BYTES[entry.dtype]
+        end = int(rows.max()) + 1
+        if block.is_consecutive:
+            return self._read_span(block, slice(first, end), columns)
+        if block.stride:
+            # with the rows between, which other parts take their turn in: theirs is the same span
+            first = first // block.stride * block.stride
+            end = min(ceil_div(end, block.stride) * block.stride, self._their_size(block))
+        key = (block.name, block.expert, first, end, columns and (columns.start, columns.stop))
+        # looked at once: several threads may read
+        last = self._last
+        if last is None or last[0] != key:
+            last = (key, self._read_span(block, slice(first, end), columns))
+            self._last = last
+        return last[1][torch.from_numpy(rows - first)]
+
+    def _read_span(self, block: Block, span: slice, columns: slice | None) -> Tensor:
+        """Consecutive rows of ours as they lie in theirs, and those columns of them."""
+        stored = self.tensors[block.name]
         if columns is None:
-            found = read_matrix(self._folder, entry, (*matrix, 1), offset, span, slice(0, 1)).flatten()
+            found = read_rectangle(self._folder, stored, span, slice(0, 1), expert=block.expert).flatten()
         elif block.transposed:
-            found = read_matrix(self._folder, entry, matrix, offset, columns, span).T
+            found = read_rectangle(self._folder, stored, columns, span, expert=block.expert).T
         else:
-            found = read_matrix(self._folder, entry, matrix, offset, span, columns)
+            found = read_rectangle(self._folder, stored, span, columns, expert=block.expert)
         if not torch.isfinite(found).all():
             raise CheckpointError(f"{self.path}: {block.name} holds NaN or infinities, so it is no trained weight")
-        if block.is_consecutive:
-            return found
-        return found[torch.from_numpy(rows - first)]
+        return found
 
-
-def read_matrix(
-    folder: HfFolder, entry: TheirEntry, shape: Sequence[int], offset: int, rows: slice, columns: slice
-) -> Tensor:
-    """A rectangle of the row-major matrix of `shape` that begins at byte `offset` of a tensor."""
-    dtype = TORCH_DTYPES[entry.dtype]
-    row_bytes = shape[1] * DTYPE_BYTES[entry.dtype]
-    n_rows = rows.stop - rows.start
-    if columns.stop - columns.start == shape[1]:
-        whole = torch.empty(n_rows, shape[1], dtype=dtype)
-        folder.read_into(entry, as_bytes(whole), offset + rows.start * row_bytes)
-        return whole
-    out = torch.empty(n_rows, columns.stop - columns.start, dtype=dtype)
-    rows_at_once = max(1, SLAB_BYTES // row_bytes)
-    for begin in range(0, n_rows, rows_at_once):
-        end = min(begin + rows_at_once, n_rows)
-        slab = torch.empty(end - begin, shape[1], dtype=dtype)
-        folder.read_into(entry, as_bytes(slab), offset + (rows.start + begin) * row_bytes)
-        out[begin:end] = slab[:, columns]
-    return out
+    def _their_size(self, block: Block) -> int:
+        """How many rows of ours there are in the matrix that a block is in."""
+        shape = self.tensors[block.name].shape
+        matrix = shape if block.expert is None else shape[1:]
+        return matrix[1] if block.transposed else matrix[0]
 
 
 def streamed_pieces(weights: Weights) -> list[SavedPiece]:
@@ -152,14 +146,15 @@ def their_tensor(theirs: TheirTensor, weights: Weights, dtype: torch.dtype) -> T
     return out
 
 
-def _refuse_other_copies(folder: HfFolder, entries: Mapping[str, TheirEntry], copies: Mapping[str, str]) -> None:
+def _refuse_other_copies(folder: HfFolder, tensors: Mapping[str, Stored], copies: Mapping[str, str]) -> None:
     """CheckpointError: a tensor that the configuration ties to another holds other numbers."""
     for name, other in copies.items():
-        if name not in entries:
+        if name not in tensors:
             continue
-        one = entries[name]
-        two = entries[other]
-        if one.shape != two.shape or one.dtype != two.dtype or not _are_equal(folder, one, two):
+        one = tensors[name].entries
+        two = tensors[other].entries
+        kinds = [[(entry.dtype, entry.shape) for entry in entries] for entries in (one, two)]
+        if kinds[0] != kinds[1] or not all(map(partial(_are_equal, folder), one, two)):
             raise CheckpointError(
                 f"{folder.path}: {name} differs from {other}, which tie_word_embeddings=true makes one"
             )

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from megaspec.checkpoint.reader import Reader, Weights
-from megaspec.checkpoint.shard import TORCH_DTYPES, as_bytes
+from megaspec.checkpoint.shard import TORCH_DTYPES
 from megaspec.core.problems import show
-from megaspec.hf.family import OF_TRAINING
-from megaspec.hf.fits import entries_of, misfits
-from megaspec.hf.folder import HfFolder, TheirEntry
+from megaspec.hf.family import comparable, is_of_training
+from megaspec.hf.fits import fit_of
+from megaspec.hf.folder import HfFolder
 from megaspec.hf.names import WeightTable
+from megaspec.hf.stored import read_whole
 from megaspec.hf.weights import their_tensor
 from megaspec.model.decoder.spec import DecoderSpec
 from megaspec.parallelism.expert import buffers_of
@@ -73,16 +74,16 @@ class Logits:
 def model_differences(run: DecoderSpec, folder: DecoderSpec) -> list[str]:
     """What of a model config.json says otherwise, but for what is of training alone."""
     found = []
-    for key, here, there in changed(run.model_dump(mode="json"), folder.model_dump(mode="json")):
-        if not any(key == one or key.startswith(f"{one}.") for one in OF_TRAINING):
+    for key, here, there in changed(*comparable(run, folder)):
+        if not is_of_training(key):
             found.append(f"model.{key}={show(here)}, config.json says {show(there)}")
     return found
 
 
 def compare_tensors(reader: Reader, folder: HfFolder, table: WeightTable) -> Compared:
     """Every tensor of the folder against the run's, one at a time. CheckpointError: damage."""
-    entries = entries_of(folder, table)
-    found = Compared(problems=misfits(entries, table))
+    fit = fit_of(folder, table)
+    found = Compared(problems=fit.problems)
     for name, theirs in table.theirs.items():
         absent = [
             ours for ours, _, _ in theirs.pieces if ours.name not in reader or reader.shape(ours.name) != ours.shape
@@ -90,15 +91,17 @@ def compare_tensors(reader: Reader, folder: HfFolder, table: WeightTable) -> Com
         if absent:
             found.problems.append(f"{name}: the run holds no {absent[0].name} of shape {list(absent[0].shape)}")
             continue
-        if name not in entries or entries[name].shape != theirs.shape:
-            continue
-        stands_for = [name, *(copy for copy, other in table.copies.items() if other == name and copy in entries)]
+        stands_for = [name, *(copy for copy, other in table.copies.items() if other == name)]
         for one in stands_for:
-            dtype = TORCH_DTYPES[entries[one].dtype]
+            # what is missing, or doesn't fit, is among the problems
+            if one not in fit.tensors:
+                continue
+            stored = fit.tensors[one]
+            dtype = TORCH_DTYPES[stored.dtype]
             here = their_tensor(theirs, reader, dtype)
             if any(reader.dtype(ours.name).itemsize > dtype.itemsize for ours, _, _ in theirs.pieces):
                 found.rounded.add(str(dtype).removeprefix("torch."))
-            _compare(found, one, here, _whole(folder, entries[one]))
+            _compare(found, one, here, read_whole(folder, stored))
     return found
 
 
@@ -110,10 +113,12 @@ def _compare(found: Compared, name: str, here: Tensor, there: Tensor) -> None:
     found.off[name] = float((here.double() - there.double()).abs().max())
 
 
-def _whole(folder: HfFolder, entry: TheirEntry) -> Tensor:
-    tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-    folder.read_into(entry, as_bytes(tensor), 0)
-    return tensor
+def dequantised_tensors(folder: HfFolder, table: WeightTable) -> dict[str, Tensor] | None:
+    """Every tensor of a quantised folder by its name there; None: nothing in it is quantised."""
+    fit = fit_of(folder, table)
+    if all(stored.form == "plain" for stored in fit.tensors.values()):
+        return None
+    return {name: read_whole(folder, stored) for name, stored in fit.tensors.items()}
 
 
 def has_transformers() -> bool:
@@ -126,14 +131,25 @@ def fixed_tokens(vocab_size: int, max_seq_len: int) -> list[int]:
     return [number * _STRIDE % vocab_size for number in range(min(N_TOKENS, max_seq_len))]
 
 
+@dataclass(frozen=True)
+class TheirModel:
+    """What transformers is given."""
+
+    folder: Path
+    architecture: str
+    """Its class."""
+    tensors: dict[str, Tensor] | None
+    """Read in place of the folder's, which it can't compute with on a CPU; None: the folder's."""
+
+
 @torch.no_grad()
-def compare_logits(spec: Spec, weights: Weights, folder: Path, tokens: Sequence[int]) -> Logits:
-    """What transformers computes with the folder against what the run's model computes, both on the CPU in fp32.
+def compare_logits(spec: Spec, weights: Weights, theirs: TheirModel, tokens: Sequence[int]) -> Logits:
+    """What transformers computes with a folder against what the run's model computes, both on the CPU in fp32.
 
     `weights`: of the run's model.
     """
     tokens_1S = torch.tensor([list(tokens)])
-    theirs_SV = _their_logits(folder, tokens_1S)
+    theirs_SV = _their_logits(theirs, tokens_1S)
     split = build_split_model(for_one_device(spec, cuda=False), mesh=Mesh({}, rank=0, device=torch.device("cpu")))
     model = split.chunks[0]
     layouts = split.strategies.tensor.layouts
@@ -153,7 +169,7 @@ def compare_logits(spec: Spec, weights: Weights, folder: Path, tokens: Sequence[
     )
 
 
-def _their_logits(folder: Path, tokens_1S: Tensor) -> Tensor:
+def _their_logits(theirs: TheirModel, tokens_1S: Tensor) -> Tensor:
     """float64 [S, V]. The folder is read as data: no code in it is run, and nothing is looked up on the hub."""
     # before it is imported, which reads it
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -161,7 +177,15 @@ def _their_logits(folder: Path, tokens_1S: Tensor) -> Tensor:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    )
+    as_data = {"local_files_only": True, "trust_remote_code": False}
+    if theirs.tensors is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            theirs.folder, dtype=torch.float32, use_safetensors=True, **as_data
+        )
+    else:
+        config = transformers.AutoConfig.from_pretrained(theirs.folder, **as_data)
+        # of tensors that are not quantised any more
+        del config.quantization_config
+        build = getattr(transformers, theirs.architecture).from_pretrained
+        model = build(None, config=config, state_dict=theirs.tensors, dtype=torch.float32)
     return model.train(False)(input_ids=tokens_1S).logits[0].double()

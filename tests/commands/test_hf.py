@@ -19,7 +19,7 @@ from tests.hf.folders import TEMPLATE, assert_same_tensors, config_of, save_mode
 from tests.hf.tiny import TINY
 from tests.runtime.specs import TARGET
 
-NAMES = ("gpt2", "llama 3.1", "qwen3 with experts")
+NAMES = ("gpt2", "llama 3.1", "qwen3 with experts", "gpt_oss", "glm4 with experts", "llama4")
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,23 @@ def test_a_folder_comes_back_to_the_bit(name, folders, tmp_path, capsys) -> None
 
     _, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
+
+
+def test_layers_that_predict_further_tokens_are_left_out_and_named(folders, tmp_path, capsys) -> None:
+    source = shutil.copytree(folders["glm4 with experts"], tmp_path / "model")
+    values = load_file(source / "model.safetensors")
+    values |= {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.enorm.weight": torch.ones(32)}
+    save_file(values, source / "model.safetensors")
+    assert hf("import", source, "--out", tmp_path / "start") == 0
+    assert "left out: 2 tensors, of layers that predict further tokens" in capsys.readouterr().out
+    hf("export", tmp_path / "start", tmp_path / "out")
+    assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    assert_same_tensors(folders["glm4 with experts"], tmp_path / "out")
+    # a layer that is neither the model's nor the next one is a mistake
+    values["model.layers.4.enorm.weight"] = torch.ones(32)
+    save_file(values, source / "model.safetensors")
+    assert hf("import", source, "--out", tmp_path / "other") == 66
+    assert "model.layers.4.enorm.weight is left over" in capsys.readouterr().err
 
 
 def test_a_tokenizer_stays_byte_for_byte_and_its_template_stands_in_both_places(folders, tmp_path) -> None:
@@ -341,3 +358,18 @@ def test_families_and_their_keys_are_listed(capsys) -> None:
         from megaspec.hf.config import ABOUT, PLAIN
 
         assert not [key for key in theirs if key not in asked and key not in ABOUT and key not in PLAIN], name
+
+
+def test_logits_that_need_more_memory_than_there_is_are_refused_before_anything_is_read(
+    folders, tmp_path, capsys, monkeypatch
+) -> None:
+    run, out = tmp_path / "start", tmp_path / "out"
+    hf("import", folders["gpt2"], "--out", run)
+    hf("export", run, out)
+    monkeypatch.setattr("megaspec.commands.hf_verify.available_memory", lambda: 10_000)
+    capsys.readouterr()
+    assert hf("verify", run, out) == 64
+    told = capsys.readouterr()
+    assert "0.0 GiB are free; compare tensors alone with --tensors-only" in told.err
+    assert told.out == ""
+    assert hf("verify", run, out, "--tensors-only") == 0

@@ -63,10 +63,11 @@ def their_model(name: str) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            # with what routers choose experts by, which is no parameter
+            for key, value in model.state_dict().items():
+                if value.ndim == 1 or key.endswith("_bias"):
                     # norms and biases that start alike would hide a confusion
-                    parameter += 0.5 * torch.randn(parameter.shape, generator=generator)
+                    value += 0.5 * torch.randn(value.shape, generator=generator)
     return model.train(False)
 
 

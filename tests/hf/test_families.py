@@ -9,18 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspec.core.errors import CheckpointError
-from megaspec.hf.family import OF_TRAINING, objections, typed
+from megaspec.core.errors import CheckpointError, RecipeError
+from megaspec.hf.family import OF_TRAINING, comparable, objections, typed
 from megaspec.hf.names import weight_table
 from megaspec.hf.table import FAMILIES, read_model
 from megaspec.model.decoder.spec import DecoderSpec
+from megaspec.nn.embedding.spec import LearnedPositionsSpec
 from tests.hf.models import Pair, as_theirs, our_model, pair_of, tokens
-from tests.hf.tiny import TINY
+from tests.hf.tiny import TINY, TOKENS
 from tests.hf.true_fp64 import true_fp64
+from tests.nn.test_cache import check_growing, greedy
 
 # What fp64 leaves of two orders of the same sums: 5e-16 was measured for logits, 1e-15 for gradients.
 LOGITS = 1e-12
 GRADIENTS = 1e-10
+# Tokens that are written.
+TEXT = 14
 # A change that moves logits by less is not seen by this test.
 SEEN = 1e-4
 
@@ -38,6 +42,17 @@ def test_logits_are_theirs(pair: Pair) -> None:
     assert ours.dtype == theirs.dtype == torch.float64
     assert theirs.std() > 0.05, "logits that say nothing"
     assert (ours - theirs).abs().max() < LOGITS
+
+
+def test_texts_are_theirs(pair: Pair) -> None:
+    """The likeliest tokens, from what is kept of those before; behind lengths at which frequencies change, too."""
+    prompts = tokens()[:, :10]
+    with true_fp64(), torch.no_grad():
+        more = {"do_sample": False, "max_new_tokens": TEXT, "eos_token_id": None, "pad_token_id": 0}
+        theirs = pair.theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **more)
+    ours = [greedy(pair.ours, prompt.tolist(), tokens=TEXT) for prompt in prompts]
+    assert ours == theirs[:, 10:].tolist()
+    assert check_growing(pair.ours, [4, 9], upto=TOKENS) > 0
 
 
 def loss_of(logits: Tensor) -> Tensor:
@@ -161,6 +176,13 @@ NEIGHBOURS: dict[str, list[Any]] = {
     "softmax": ["sigmoid"],
     "outputs": ["inputs"],
     "per_head": ["none"],
+    "l2": ["none"],
+    "chunk": ["causal"],
+    "log": ["none"],
+    "sigmoid": ["softmax", "sqrt_softplus"],
+    "inputs": ["outputs"],
+    "best_two": ["best", "share"],
+    "clamped": ["gated"],
     "sequential": ["parallel"],
 }
 SIZES = frozenset(
@@ -187,8 +209,6 @@ def mutants(spec: DecoderSpec) -> Iterator[tuple[str, DecoderSpec]]:
     content = spec.model_dump(mode="json")
     for path, value in leaves(content, ""):
         if path in OF_TRAINING or path in SIZES:
-            continue
-        if path.startswith("mlp.") and not any("mlp" in mixers for mixers in spec.mixers):
             continue
         for neighbour in neighbours(value):
             changed = with_value(content, path.split("."), neighbour)
@@ -280,17 +300,48 @@ def test_a_configuration_that_cant_be_said_is_refused(change: dict[str, Any], me
         ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0 must be a whole number"),
         ({"model_type": "phimoe"}, "model_type=phimoe can't be said in the options of a decoder: its router draws"),
         ({"model_type": "olmoe", "head_dim": 4}, "head_dim=4: only 8 can be said"),
-        ({"use_sliding_window": True, "sliding_window": 7}, "use_sliding_window=true without layer_types"),
         (
-            {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 7},
-            "windows of qwen3_moe are those of all layers",
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "layer_types": ["full_attention"] * 4},
+            "use_sliding_window=true gives a window to all layers of qwen3_moe",
         ),
+        ({"use_sliding_window": True, "layer_types": [{}] * 4}, "must be a list of texts"),
+        ({"mlp_only_layers": [[1]]}, "mlp_only_layers=[[1]] must be a list of whole numbers"),
     ],
 )
 def test_experts_that_cant_be_said_are_refused(change: dict[str, Any], message: str) -> None:
     config = {"model_type": "qwen2_moe", **TINY["qwen2, every other layer with experts"][1]} | change
     with pytest.raises(CheckpointError) as caught:
         read_model(config, "config.json")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "gpt_oss",
+            {"experts_per_token": 2},
+            "experts_per_token=2: only 3 can be said, since it is num_experts_per_tok",
+        ),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers=4"),
+        ("gpt_oss", {"swiglu_limits": 7.0}, "swiglu_limits=7.0 is mapped to nothing; did you mean swiglu_limit"),
+        ("gpt_oss", {"num_local_experts": None}, "num_local_experts is missing"),
+        ("llama4", {"model_type": "llama4"}, "it looks at images, too; its text alone is a llama4_text"),
+        ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers must have 1 or 0 for each of num_hidden_layers=4"),
+        ("llama4", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers must have 1 or 0 for each"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 4}, "layer_types must have chunked_attention or full_atten"),
+        ("llama4", {"moe_layers": [4]}, "moe_layers has 4, num_hidden_layers=4 are numbered from 0"),
+        ("llama4", {"moe_layers": []}, "moe_layers=[] leaves no layer with experts"),
+        ("llama4", {"attn_temperature_tuning": "yes"}, 'attn_temperature_tuning="yes" must be a whole number'),
+        ("llama4", {"moe_layers": [True]}, "moe_layers=[true] must be a list of whole numbers"),
+        ("glm4 with experts", {"n_group": 0}, "n_group=0 must be a whole number of at least 1"),
+        ("glm4 with experts", {"n_shared_experts": 0}, "n_shared_experts=0 must be a whole number of at least 1"),
+    ],
+)
+def test_what_a_mixture_says_wrong_is_told(name: str, change: dict[str, Any], message: str) -> None:
+    model_type, keys = TINY[name]
+    with pytest.raises(CheckpointError) as caught:
+        read_model({"model_type": model_type, **keys} | change, "config.json")
     assert message in str(caught.value)
 
 
@@ -301,6 +352,41 @@ def test_layers_with_experts_are_read_as_a_step_or_a_list() -> None:
     listed = read_model(config | {"mlp_only_layers": [1]}, "config.json")
     assert listed.moe.layers == (0, 0, 0, 1)
     assert FAMILIES["qwen2_moe"].write(listed)["mlp_only_layers"] == [0, 1, 2]
+
+
+def test_the_same_layers_are_the_same_model_however_they_are_said() -> None:
+    """An option that a family writes in one form is no objection in another."""
+    family = FAMILIES["qwen2_moe"]
+    spec = read_model({"model_type": "qwen2_moe", **TINY["qwen2, every other layer with experts"][1]}, "config.json")
+    assert objections(family, spec) == []
+    for layers in ({"every": 2, "first_dense": 0}, {"every": 3, "first_dense": 0}, {"layers": (0, 1, 0, 1)}):
+        plain = {"every": 1, "first_dense": 0, "layers": None}
+        other = spec.model_copy(update={"moe": spec.moe.model_copy(update=plain | layers)})
+        assert objections(family, other) == []
+    # llama4 has a list, too, and glm4_moe layers behind dense ones alone
+    scout = read_model({"model_type": "llama4_text", **TINY["llama4"][1]}, "config.json")
+    moved = scout.model_copy(update={"moe": scout.moe.model_copy(update={"first_dense": 2})})
+    assert objections(FAMILIES["llama4_text"], moved) == []
+    glm = read_model({"model_type": "glm4_moe", **TINY["glm4 with experts"][1]}, "config.json")
+    behind = glm.model_copy(update={"moe": glm.moe.model_copy(update={"first_dense": 0, "layers": (0, 1, 1)})})
+    assert objections(FAMILIES["glm4_moe"], behind) == []
+    between = glm.model_copy(update={"moe": glm.moe.model_copy(update={"layers": (1, 0, 1)})})
+    assert objections(FAMILIES["glm4_moe"], between) == ["model.moe.layers=[1, 0, 1], where glm4_moe has [1, 1, 1]"]
+
+
+def test_layers_may_have_other_names() -> None:
+    model_type, keys = TINY["gemma3"]
+    spec = read_model({"model_type": model_type, **keys}, "config.json")
+    types = {"near": spec.layer_types["sliding_attention"], "far": spec.layer_types["full_attention"]}
+    renamed = spec.model_copy(update={"layer_types": types, "layer_pattern": ("near", "near", "far", "near")})
+    one, other = comparable(spec, renamed)
+    assert one == other
+    assert one != comparable(spec, renamed.model_copy(update={"layer_pattern": ("near", "far")}))[1]
+    # the model's own table of positions counts beside what layers have
+    learned = renamed.model_copy(update={"positions": LearnedPositionsSpec(kind="learned")})
+    one, other = comparable(spec, learned)
+    assert one["positions"] != other["positions"]
+    assert objections(FAMILIES[model_type], renamed) == []
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
@@ -315,5 +401,5 @@ def test_a_map_that_leaves_a_tensor_out_is_no_map() -> None:
         {"kind": "decoder", "n_layers": 1, "d_model": 8, "n_heads": 2, "n_kv_heads": 1, "d_head": 4, "d_ffn": 12}
         | {"vocab_size": 16, "max_seq_len": 8, "attention": {"kind": "gqa", "qk_norm": "per_head"}}
     )
-    with pytest.raises(KeyError, match=r"attn\.q_norm"):
+    with pytest.raises(RecipeError, match=r"say nothing of attn\.q_norm, which this model has; add it to vectors"):
         weight_table(spec.facts, FAMILIES["llama"].names(spec))

@@ -1,7 +1,9 @@
 """Malformed folders: each is one clear error, before anything is written."""
 
+import hashlib
 import json
 import os
+import shutil
 import struct
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from megaspec.core.errors import CheckpointError
+from megaspec.hf.companions import read_companions
+from megaspec.hf.digest import folder_digest
 from megaspec.hf.folder import open_hf_folder, read_config
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -205,6 +209,127 @@ def test_a_folder_may_be_a_link_itself(folder: Path, tmp_path: Path) -> None:
     os.symlink(folder, tmp_path / "link")
     with open_hf_folder(tmp_path / "link") as opened:
         assert set(opened.tensors) == {"a", "b"}
+
+
+@pytest.fixture
+def cached(folder: Path, tmp_path: Path) -> Path:
+    """The folder as the hub's cache has it."""
+    model = tmp_path / "models--org--name"
+    snapshot = model / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (model / "blobs").mkdir()
+    for name in os.listdir(folder):
+        blob = hashlib.sha256(name.encode()).hexdigest()
+        os.rename(folder / name, model / "blobs" / blob)
+        os.symlink(f"../../blobs/{blob}", snapshot / name)
+    return snapshot
+
+
+def blob_of(snapshot: Path) -> Path:
+    """What model.safetensors stands for."""
+    return (snapshot / "model.safetensors").resolve()
+
+
+def relink(snapshot: Path, target: str | Path) -> None:
+    os.remove(snapshot / "model.safetensors")
+    os.symlink(target, snapshot / "model.safetensors")
+
+
+def test_a_snapshot_of_the_hubs_cache_is_read(cached: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(cached, tmp_path / "copy")
+    os.symlink(cached, tmp_path / "link")
+    for name in ("tokenizer.json", "generation_config.json"):
+        (copy / name).write_text("{}")
+        blob = cached.parents[1] / "blobs" / name.partition(".")[0]
+        blob.write_text("{}")
+        os.symlink(f"../../blobs/{blob.name}", cached / name)
+    for path in (cached, tmp_path / "link"):
+        with open_hf_folder(path) as opened, open_hf_folder(copy) as plain:
+            assert opened.path == cached
+            assert opened.tensors == plain.tensors
+            assert folder_digest(opened) == folder_digest(plain)
+            view = memoryview(bytearray(24))
+            opened.read_into(opened.tensors["a"], view, 0)
+            assert torch.equal(torch.frombuffer(view, dtype=torch.float32).view(2, 3), TENSORS["a"])
+            assert read_companions(opened.path) == read_companions(copy)
+            assert read_companions(opened.path).keys() == {"config.json", "tokenizer.json", "generation_config.json"}
+
+
+def absolute(cached: Path) -> None:
+    relink(cached, blob_of(cached))
+
+
+def another_model(cached: Path) -> None:
+    other = cached.parents[2] / "models--org--other" / "blobs"
+    other.mkdir(parents=True)
+    os.rename(blob_of(cached), other / "x")
+    relink(cached, "../../../models--org--other/blobs/x")
+
+
+def through_blobs(cached: Path) -> None:
+    os.rename(blob_of(cached), cached.parents[1] / "x")
+    relink(cached, "../../blobs/../x")
+
+
+def out_of_blobs(cached: Path) -> None:
+    relink(cached, "../../blobs/..")
+
+
+def blob_is_a_link(cached: Path) -> None:
+    blob = blob_of(cached)
+    os.rename(blob, cached.parents[1] / "x")
+    os.symlink("../x", blob)
+
+
+def blobs_is_a_link(cached: Path) -> None:
+    blobs = cached.parents[1] / "blobs"
+    os.rename(blobs, cached.parents[2] / "elsewhere")
+    os.symlink(cached.parents[2] / "elsewhere", blobs)
+
+
+def no_blob(cached: Path) -> None:
+    os.remove(blob_of(cached))
+
+
+def blob_is_a_pipe(cached: Path) -> None:
+    blob = blob_of(cached)
+    os.remove(blob)
+    os.mkfifo(blob)
+
+
+def other_name(cached: Path) -> None:
+    """Laid out alike, and no cache."""
+    os.rename(cached.parent, cached.parents[1] / "versions")
+
+
+def beside(cached: Path) -> None:
+    os.rename(blob_of(cached), cached / "other")
+    relink(cached, "other")
+
+
+NO_CACHE = {
+    absolute: "links of the hub's cache are followed, snapshots/COMMIT/model.safetensors -> ../../blobs/HASH; copy",
+    another_model: "model.safetensors is a link to '../../../models--org--other/blobs/x'; only",
+    through_blobs: "is a link to '../../blobs/../x'; only links",
+    out_of_blobs: "is a link to '../../blobs/..'; only links",
+    blob_is_a_link: "found a link or another kind",
+    blobs_is_a_link: "blobs: expected a file or folder of the checkpoint itself, found a link",
+    no_blob: ": missing",
+    blob_is_a_pipe: "expected a regular file",
+    other_name: "only links of the hub's cache are followed",
+    beside: "is a link to 'other'; only links",
+}
+
+
+@pytest.mark.parametrize("spoil", NO_CACHE, ids=lambda spoil: spoil.__name__)
+def test_any_other_link_is_refused(spoil, cached: Path) -> None:
+    spoil(cached)
+    snapshot = cached
+    if not cached.exists():
+        snapshot = cached.parents[1] / "versions" / cached.name
+    with pytest.raises(CheckpointError) as caught:
+        open_hf_folder(snapshot)
+    assert NO_CACHE[spoil] in str(caught.value)
 
 
 def test_a_file_that_becomes_shorter_is_told(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of experts of families whose attention can't be said yet, each block against transformers' in true fp64."""
+"""Mixtures of experts, DeepSeek's too, block by block: each against transformers' in true fp64."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -263,7 +263,7 @@ def test_another_option_is_another_block(block: Block) -> None:
 
 
 def test_a_router_with_a_bias_on_its_logits_is_gpt_oss() -> None:
-    """Its experts need an activation of their own; here what they are weighed by, and every gradient of it."""
+    """What its experts are weighed by, and every gradient of it."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter

@@ -46,6 +46,25 @@ _YARN = {
     # rounding would hide what the ends of the ramp follow from
     "truncate": False,
 }
+_GLM_EXPERTS = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    # in four groups, or in five
+    "n_routed_experts": 20,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+}
+_LLAMA4 = {
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    # shorter than the sequence
+    "attention_chunk_size": 7,
+}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -106,6 +125,17 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "qkv_bias": False,
         },
     ),
+    "qwen2 with experts, windows": (
+        "qwen2_moe",
+        _SIZES
+        | _EXPERTS
+        | _LAYERS
+        | {"shared_expert_intermediate_size": 20, "use_sliding_window": True, "max_window_layers": 3},
+    ),
+    "qwen3 with experts, windows": (
+        "qwen3_moe",
+        _SIZES | _EXPERTS | {"head_dim": 12, "use_sliding_window": True, "sliding_window": 7, "norm_topk_prob": True},
+    ),
     "qwen3": ("qwen3", _SIZES | {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3 with experts": ("qwen3_moe", _SIZES | _EXPERTS | {"head_dim": 12, "norm_topk_prob": True}),
     "qwen3, some with experts": (
@@ -162,6 +192,74 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3, short sequences": ("phi3", _SIZES | {"original_max_position_embeddings": 32, "rope_parameters": _LONGROPE}),
     "smollm3": ("smollm3", _SIZES | {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
     "glm4": ("glm4", _SIZES | {"head_dim": 16, "attention_bias": True}),
+    "glm4 with experts": (
+        "glm4_moe",
+        _SIZES
+        | _GLM_EXPERTS
+        | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2, "use_qk_norm": True, "norm_topk_prob": True},
+    ),
+    "glm4 with experts, no groups": (
+        "glm4_moe",
+        _SIZES
+        | _GLM_EXPERTS
+        | {"first_k_dense_replace": 2, "attention_bias": True, "use_qk_norm": False, "norm_topk_prob": False},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        _SIZES
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 32,
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 7,
+            # within reach of gates and what they multiply
+            "swiglu_limit": 0.4,
+            "swiglu_alpha": 1.3,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "gpt_oss, square experts": (
+        "gpt_oss",
+        _SIZES
+        | {
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "full_attention"],
+            "swiglu_limit": 0.4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        _SIZES
+        | _LLAMA4
+        | {
+            "interleave_moe_layer_step": 2,
+            "floor_scale": 4,
+            "attn_scale": 0.5,
+            # as in Scout: no wavelength lies between both ends, and here many lie beside them
+            "head_dim": 16,
+            "rope_parameters": _LLAMA3
+            | {"high_freq_factor": 1.0, "rope_theta": 16.0, "original_max_position_embeddings": 17},
+        },
+    ),
+    "llama4, lists of layers": (
+        "llama4_text",
+        _SIZES
+        | _LLAMA4
+        | {
+            "moe_layers": [0, 1, 3],
+            "no_rope_layers": [1, 0, 1, 0],
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention", "full_attention"],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+        },
+    ),
     "granite": (
         "granite",
         _SIZES

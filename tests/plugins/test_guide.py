@@ -16,7 +16,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join(str(ROOT / p) for p in ("", "kernels", "launchers")),
     "OMP_NUM_THREADS": "1",
 }
-PACKAGES = ("my_loss", "my_optimizer", "my_source", "my_sink", "my_mlp")
+PACKAGES = ("my_loss", "my_optimizer", "my_source", "my_sink", "my_mlp", "my_family")
 WORDS = (
     "recipe=hello",
     "data={kind: npy, file: tokens.npy, vocab_size: 16, seq_len: 8}",
@@ -139,6 +139,56 @@ def test_the_plugins_of_the_guide_compute_what_they_say(workplace: Path):
     command = [sys.executable, "-P", "-c", CHECKED, *PACKAGES]
     made = subprocess.run(command, cwd=workplace, env=ENVIRONMENT | paths, capture_output=True, text=True, timeout=180)
     assert made.returncode == 0, made.stderr
+
+
+FAMILY = """
+import os
+os.environ["HF_HUB_OFFLINE"] = "1"
+from transformers import AutoModelForCausalLM, SeedOssConfig
+import torch
+from megaspec import cli
+from tests.hf.folders import assert_same_tensors
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=12)
+heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+model = AutoModelForCausalLM.from_config(SeedOssConfig(**sizes, **heads, pad_token_id=None))
+with torch.no_grad():
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter += torch.randn(parameter.shape)
+model.save_pretrained("seed")
+flag = "--plugin=./my_family"
+assert cli.main(["hf", "import", "seed", "--out", "start", flag]) == 0
+assert cli.main(["hf", "export", "start", "out", flag]) == 0
+for folder in ("seed", "out"):
+    assert cli.main(["hf", "verify", "start", folder, flag]) == 0
+from pathlib import Path
+assert_same_tensors(Path("seed"), Path("out"))
+assert cli.main(["hf", "families", "seed_oss", flag]) == 0
+"""
+
+
+def test_the_family_of_the_guide_is_imported_exported_and_proven(workplace: Path):
+    paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-c", FAMILY]
+    made = subprocess.run(command, cwd=workplace, env=ENVIRONMENT | paths, capture_output=True, text=True, timeout=180)
+    assert made.returncode == 0, made.stderr
+    config = json.loads((workplace / "out" / "config.json").read_text())
+    assert (config["model_type"], config["attention_bias"], config["attention_out_bias"]) == ("seed_oss", True, False)
+    assert "start: a seed_oss of " in made.stdout
+    assert "seed_oss" in json.loads((workplace / "start" / "spec.json").read_text())["weights_from"]["family"]
+    assert made.stdout.count("are equal to the bit") == made.stdout.count("with transformers in fp32") == 2
+    assert "attention_out_bias       true or false" in made.stdout
+    # what was made with the family is read with it
+    without = [sys.executable, "-P", "-m", "megaspec", "hf", "export", "start", "other"]
+    refused = subprocess.run(without, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    assert refused.returncode == 64
+    assert "add --plugin ./my_family" in refused.stderr
+    unknown = [sys.executable, "-P", "-m", "megaspec", "hf", "import", "seed", "--out", "other"]
+    refused = subprocess.run(unknown, cwd=workplace, env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    assert refused.returncode == 66
+    assert "model_type=seed_oss can't be said" in refused.stderr
 
 
 def test_data_that_is_not_there_is_a_line(workplace: Path):

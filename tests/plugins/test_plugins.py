@@ -18,6 +18,7 @@ from megaspec.core.kinds import annotation_of, models_of, tags_of
 from megaspec.core.problems import one_of
 from megaspec.plugins import demand, load, loaded, take_flags
 from megaspec.recipe import Recipe
+from tests.hf.folders import save_tokenizer
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
@@ -83,6 +84,16 @@ def test_a_run_with_a_plugin_from_train_to_resume(tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line and "grad_norm" in line]
     assert [float(loss) for _, loss in rows] == pytest.approx(losses, rel=1e-6)
+
+    # its layers are ours, of kinds that look at each token alone
+    save_tokenizer(run / "tokenizer")
+    texts = []
+    for cache in ("keys", "none"):
+        written = start("generate", "runs/hello", "abc", "--tokens", "8", "--cache", cache, *PLUGINS, cwd=tmp_path)
+        assert written.returncode == 0, written.stderr
+        texts.append(written.stdout)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > len("abc\n")
 
 
 COUNTED = """
@@ -274,6 +285,12 @@ class Two:
 """
 
 
+FAMILY = """from dataclasses import replace
+from megaspec.hf.families import llama
+def of(name, **changes): return replace(llama.FAMILY, model_type=name, **changes)
+"""
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
@@ -305,6 +322,27 @@ class Two:
         ("PLUGIN = Plugin(sinks=(Kind(Sink, 'NAME:two'),))\ndef two(spec, run_dir): pass", CALLED + "too many"),
         ("PLUGIN = Plugin(sinks=(Kind(Sink, 'NAME:Two'),))\n" + TWO, CALLED + "too many positional arguments"),
         ("PLUGIN = Plugin(sinks=(Kind(Sink, 'NAME:f'),))\ndef f(a, b, c, *, d): pass", CALLED + "missing"),
+        ("PLUGIN = Plugin(families=(Frozen,))", "must be a megaspec.hf.family.Family"),
+        (
+            FAMILY + "PLUGIN = Plugin(families=(of('llama'),))",
+            "families: model_type=llama is megaspec's; choose another",
+        ),
+        (FAMILY + "PLUGIN = Plugin(families=(of('x'), of('x')))", "families: model_type=x is its own already; choose"),
+        (
+            FAMILY + "PLUGIN = Plugin(families=(of('a b'),))",
+            "families: model_type='a b' must be a name such as my_model",
+        ),
+        (FAMILY + "PLUGIN = Plugin(families=(of('x', architecture='a b'),))", "x: architecture='a b' must be a class"),
+        (FAMILY + "PLUGIN = Plugin(families=(of('x', write=None),))", "x: write=None must be a function of one arg"),
+        (
+            FAMILY + "PLUGIN = Plugin(families=(of('x', kinds={'norms': 'rms'}),))",
+            "x: kinds has 'norms', and model has",
+        ),
+        (FAMILY + "PLUGIN = Plugin(families=(of('x', read=lambda c: {}),))", "x: read gives no section with a kind"),
+        (
+            FAMILY + "PLUGIN = Plugin(families=(of('x', read=lambda c: c.values['n']),))",
+            "of x: FILE:LAST: KeyError: 'n'; mend it",
+        ),
         (
             "PLUGIN = Plugin(losses=(Kind(Sink, 'NAME:f'),))\ndef f(a, b): pass",
             "called with (spec): missing a required",
@@ -325,6 +363,7 @@ def test_a_plugin_that_lacks_a_part_is_refused_with_what_is_missing(body, told, 
         ("FILE", tmp_path / f"{name}.py"),
         ("FIRST", FIRST_LINE),
         ("SECOND", FIRST_LINE + 1),
+        ("LAST", FIRST_LINE + FAMILY.count("\n")),
     ):
         told = told.replace(word, str(value))
     assert told in str(refused.value)
@@ -346,6 +385,44 @@ def test_a_name_that_is_taken_is_refused(tmp_path, monkeypatch):
         load(["./nowhere"])
     with pytest.raises(RecipeError, match="no import name"):
         load(["a-b"])
+
+
+LATE = """
+from megaspec.core.errors import RecipeError
+from megaspec.hf.family import objections
+from megaspec.hf.names import weight_table
+from megaspec.hf.table import FAMILIES, read_model
+from megaspec.plugins import load
+from tests.hf.tiny import TINY
+
+load(["./late.py"])
+late = FAMILIES["late"]
+spec = read_model({"model_type": "llama", **TINY["llama 2"][1]}, "config.json")
+for ask in (lambda: objections(late, spec), lambda: weight_table(spec.facts, late.names(spec))):
+    try:
+        ask()
+    except RecipeError as error:
+        print(error)
+"""
+
+
+def test_a_mistake_in_a_family_is_told_with_its_line_when_it_is_used(tmp_path):
+    """Of what an empty configuration does not show."""
+    (tmp_path / "late.py").write_text(
+        "from dataclasses import replace\nfrom megaspec.hf.families import llama\nfrom megaspec.plugins import Plugin\n"
+        "def write(spec):\n    return {'n': spec.no_such_option}\n"
+        "short = replace(llama.NAMES, matrices={})\n"
+        "one = replace(llama.FAMILY, model_type='late', write=write, names=lambda spec: short)\n"
+        "PLUGIN = Plugin(families=(one,))\n"
+    )
+    paths = {"PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-c", LATE]
+    asked = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT | paths, capture_output=True, text=True, timeout=120)
+    assert asked.returncode == 0, asked.stderr
+    found = asked.stdout
+    assert "--plugin ./late.py: write of late: " in found
+    assert "late.py:5: AttributeError: 'DecoderSpec' object has no attribute 'no_such_option'; mend it" in found
+    assert "the names of the family say nothing of attn.wqkv, which this model has; add it to matrices" in found
 
 
 def test_specs_that_import_torch_are_refused(tmp_path):

@@ -19,7 +19,7 @@ NAMES = Names(
     vectors={"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
     ends={"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
     ignored={
-        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "frequencies follow from the configuration",
+        r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq": "since frequencies follow from the configuration",
     },
 )
 

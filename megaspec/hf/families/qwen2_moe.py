@@ -6,6 +6,7 @@ from typing import Any
 from megaspec.hf.config import Config
 from megaspec.hf.families import llama, qwen2, qwen3
 from megaspec.hf.family import Family
+from megaspec.hf.layer_kinds import with_window, write_kinds
 from megaspec.hf.names import matrix
 from megaspec.model.decoder.spec import DecoderSpec
 
@@ -21,10 +22,9 @@ NAMES = replace(
 
 
 def read(config: Config) -> dict[str, Any]:
-    section = qwen2.read(config)
-    if config.values.get("use_sliding_window") is True and not config.values.get("layer_types"):
-        # every other layer below max_window_layers, where qwen2 has all from there on
-        config.refuse("use_sliding_window=true without layer_types: max_window_layers is not what it is in qwen2")
+    section = qwen2.read_common(config)
+    # every other layer, up to one
+    qwen2.read_windows(config, section, has_window=lambda i, limit: i % 2 == 0 and i < limit)
     section["attention"]["qkv_bias"] = config.flag("qkv_bias", True)
     section["moe"] = {
         "n_experts": config.count("num_experts", 60),
@@ -41,15 +41,23 @@ def read(config: Config) -> dict[str, Any]:
 
 
 def write(spec: DecoderSpec) -> dict[str, Any]:
-    return qwen2.write(spec) | {
+    return qwen2.write_common(spec) | {
         "qkv_bias": spec.attention.qkv_bias,
         "num_experts": spec.moe.n_experts,
         "num_experts_per_tok": spec.moe.top_k,
         "moe_intermediate_size": spec.moe.d_expert,
         "shared_expert_intermediate_size": spec.moe.d_shared,
         "norm_topk_prob": spec.moe.router.norm_top_k,
+        **_write_windows(spec),
         **qwen3.write_layers(spec),
     }
+
+
+def _write_windows(spec: DecoderSpec) -> dict[str, Any]:
+    """Layer by layer: max_window_layers is not what it is in qwen2."""
+    if not any(with_window(spec)):
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, **write_kinds(spec)}
 
 
 FAMILY = Family(

@@ -7,6 +7,7 @@ from megaspec.hf.config import Config
 from megaspec.hf.families import llama
 from megaspec.hf.families.qwen2 import read_windows, write_windows
 from megaspec.hf.family import ACTIVATIONS, THEIR_ACTIVATIONS, Family, base_keys, base_section
+from megaspec.hf.layer_kinds import FULL, window_of, with_window
 from megaspec.hf.names import matrix
 from megaspec.hf.rope import read_rope, write_rope
 from megaspec.model.decoder.spec import DecoderSpec
@@ -28,8 +29,16 @@ NAMES = replace(
 
 
 def read(config: Config) -> dict[str, Any]:
+    section = _read_common(config)
+    # from a layer on
+    read_windows(config, section, has_window=lambda i, limit: i >= limit)
+    return section
+
+
+def _read_common(config: Config) -> dict[str, Any]:
+    """All but windows."""
     bias = config.flag("attention_bias", False)
-    section = base_section(config) | {
+    return base_section(config) | {
         "tied_embeddings": config.flag("tie_word_embeddings", False),
         "positions": read_rope(config),
         "norm": {"kind": "rms", "eps": config.number("rms_norm_eps", 1e-6)},
@@ -42,17 +51,19 @@ def read(config: Config) -> dict[str, Any]:
         },
         "mlp": {"kind": "gated", "activation": config.one_of("hidden_act", ACTIVATIONS, "silu")},
     }
-    read_windows(config, section)
-    return section
 
 
 def write(spec: DecoderSpec) -> dict[str, Any]:
+    return _write_common(spec) | write_windows(spec)
+
+
+def _write_common(spec: DecoderSpec) -> dict[str, Any]:
+    """All but windows."""
     return base_keys(spec) | {
         "rms_norm_eps": spec.norm.eps,
         "hidden_act": THEIR_ACTIVATIONS[spec.mlp.activation],
         "attention_bias": spec.attention.qkv_bias,
         "attention_dropout": spec.attention.dropout,
-        **write_windows(spec),
         **write_rope(spec.positions),
     }
 
@@ -64,9 +75,6 @@ def read_experts(config: Config) -> dict[str, Any]:
         config.refuse("num_experts is missing; it must be a whole number of at least 1")
     elif None not in (n_experts, n_local) and n_experts != n_local:
         config.refuse(f"num_experts={n_experts} and num_local_experts={n_local} contradict each other")
-    if config.values.get("use_sliding_window") is True:
-        # transformers' class gives a window to all layers then, and reads neither max_window_layers nor layer_types
-        config.refuse("use_sliding_window=true: windows of qwen3_moe are those of all layers, unlike qwen3's")
     moe = {
         "n_experts": n_experts or n_local,
         "top_k": config.count("num_experts_per_tok", 8),
@@ -76,20 +84,26 @@ def read_experts(config: Config) -> dict[str, Any]:
     }
     for name in ("output_router_logits", "router_aux_loss_coef"):
         config.ignore(name, "of training")
-    return read(config) | {"moe": moe}
+    section = _read_common(config) | {"moe": moe}
+    # of all layers or of none: transformers' class asks for nothing else
+    config.ignore("max_window_layers", "windows of qwen3_moe are those of all layers")
+    read_windows(config, section, has_window=lambda i, limit: True)
+    if section["attention"].get("mask") is None and config.values.get("use_sliding_window") is True:
+        config.refuse(f"layer_types has {FULL}, and use_sliding_window=true gives a window to all layers of qwen3_moe")
+    return section
 
 
 def read_layers(config: Config) -> dict[str, Any]:
     """Layer i has experts where (i + 1) is a multiple of decoder_sparse_step, and none where mlp_only_layers names it:
     as a step and the layers before it, or as a list."""
     step = config.count("decoder_sparse_step", 1)
-    dense = config.entries("mlp_only_layers", [])
+    dense = config.entries("mlp_only_layers", [], of=int)
     n_layers = config.values.get("num_hidden_layers")
     if type(n_layers) is not int:
         # told by whoever asks for it
         return {}
     for number in dense:
-        if type(number) is not int or not 0 <= number < n_layers:
+        if not 0 <= number < n_layers:
             config.refuse(f"mlp_only_layers has {number}, num_hidden_layers={n_layers} are numbered from 0")
     has_experts = [int((i + 1) % step == 0 and i not in dense) for i in range(n_layers)]
     if not any(has_experts):
@@ -109,7 +123,10 @@ def write_layers(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def write_experts(spec: DecoderSpec) -> dict[str, Any]:
-    return write(spec) | {
+    return _write_common(spec) | {
+        # where only some layers have a window, it is read back as another model
+        "use_sliding_window": any(with_window(spec)),
+        "sliding_window": window_of(spec),
         "num_experts": spec.moe.n_experts,
         "num_experts_per_tok": spec.moe.top_k,
         "moe_intermediate_size": spec.moe.d_expert,

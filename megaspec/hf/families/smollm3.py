@@ -19,7 +19,7 @@ def read(config: Config) -> dict[str, Any]:
     config.ignore("layer_types", "use_sliding_window=false")
     interval = config.count("no_rope_layer_interval", 4)
     n_layers = section["n_layers"] or 0
-    turned = config.entries("no_rope_layers", [int((i + 1) % interval != 0) for i in range(n_layers)])
+    turned = config.entries("no_rope_layers", [int((i + 1) % interval != 0) for i in range(n_layers)], of=int)
     if len(turned) != n_layers:
         config.refuse(f"no_rope_layers has {len(turned)} entries for num_hidden_layers={n_layers}")
     kinds = ["turned" if is_turned else "free" for is_turned in turned]

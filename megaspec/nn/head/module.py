@@ -49,7 +49,11 @@ class OutputHead(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """-> logits [B, T, V]"""
-        return self.logits(self.gather(x_BTD))[..., : self.vocab_size]
+        return self.whole_logits(self.gather(x_BTD))
+
+    def whole_logits(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] of any tokens, with `gather` behind them -> logits [B, T, V]."""
+        return self.logits(x_BTD)[..., : self.vocab_size]
 
     def logits(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] -> those of this rank's rows of the vocabulary, padding included, in the format of x."""

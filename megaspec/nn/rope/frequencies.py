@@ -56,7 +56,7 @@ def _llama3(scaling: Llama3RopeScaling, d_rotary: int, base: float, length: int)
     wavelength = 2 * math.pi / inv
     low = scaling.original_max_seq_len / scaling.low_freq_factor
     high = scaling.original_max_seq_len / scaling.high_freq_factor
-    # between both, from one to the other, linear in the frequency
+    # between both, from one to the other, linear in the frequency; no wavelength is where both are the same
     smooth = (scaling.original_max_seq_len / wavelength - scaling.low_freq_factor) / (
         scaling.high_freq_factor - scaling.low_freq_factor
     )

@@ -2,7 +2,7 @@
 
 # B sequences, T tokens, N heads, H head size, R features of a head that turn
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -37,13 +37,18 @@ class Rope(nn.Module):
         """Computes the angles, where the module is not on the meta device."""
         if self.cos_TH.is_meta:
             return
+        cos, sin = self._computed(torch.arange(self.max_seq_len, device="cpu"), self.effective_length)
+        self.cos_TH.copy_(cos)
+        self.sin_TH.copy_(sin)
+
+    def _computed(self, positions: Tensor, effective_length: int) -> Angles:
+        """Of int64 [...] on the CPU, float64 [..., R / 2] each."""
         factor = self.spec.scaling.angle_factor()
         # whatever device tensors are made on by default: the angles are the same on all
         with torch.device("cpu"):
-            inv = inverse_frequencies(self.spec, self.d_rotary, length=self.effective_length)
-            angles = torch.arange(self.max_seq_len, dtype=torch.float64)[:, None] * inv
-        self.cos_TH.copy_(angles.cos() * factor)
-        self.sin_TH.copy_(angles.sin() * factor)
+            inv = inverse_frequencies(self.spec, self.d_rotary, length=effective_length)
+        angles = positions.to(torch.float64)[..., None] * inv
+        return angles.cos() * factor, angles.sin() * factor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `cuda`, `bfloat16` and `to_empty` call: angles are computed anew, for a cast has rounded them, and
@@ -66,6 +71,24 @@ class Rope(nn.Module):
             self.effective_length = effective_length
             self.fill_buffers()
         return self.cos_TH[positions], self.sin_TH[positions]
+
+    def effective_lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Of sequences of so many tokens: those of which it is equal have the same frequencies."""
+        return [self.spec.scaling.effective_length(length) for length in lengths]
+
+    def angles_of_rows(self, positions_BT: Tensor, *, lengths: Sequence[int]) -> Angles:
+        """As `angles`, each [B, T, R / 2], of sequences that are not equally long: `lengths` of them."""
+        effective_lengths = self.effective_lengths(lengths)
+        if len(set(effective_lengths)) == 1:
+            return self.angles(positions_BT, length=lengths[0])
+        cosines = []
+        sines = []
+        # without the table, which would be filled anew for one row after the other
+        for positions_T, effective_length in zip(positions_BT.cpu(), effective_lengths, strict=True):
+            cos, sin = self._computed(positions_T, effective_length)
+            cosines.append(cos)
+            sines.append(sin)
+        return torch.stack(cosines).to(self.cos_TH), torch.stack(sines).to(self.sin_TH)
 
 
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
