@@ -118,9 +118,18 @@ def test_keys_that_a_choice_leaves_out_are_told(command, code, capsys):
         (["plan", "recipe=hello", "hardware=cpu", "parallelism.tp=3"], "parallelism.tp=3 must divide model.n_heads=4"),
         (["resume", "nowhere"], "nowhere holds no run (no spec.json); there is no such folder"),
         (["generate", "nowhere", "text"], "nowhere holds no run"),
-        (["generate", "x", "y", "--tokens", "-1"], "must be at least 0"),
-        (["generate", "x", "y", "--temperature", "nan"], "must be at least 0, and finite"),
+        (["generate", "x", "y", "--tokens", "-1"], "--tokens=-1 must be at least 0"),
+        (["generate", "x", "y", "--temperature", "nan"], "--temperature=nan must be at least 0, and finite"),
         (["generate", "x", "y", "--temperature", "inf"], "must be at least 0, and finite"),
+        (["generate", "x", "y", "--top-p", "1.5"], "--top-p=1.5 must be above 0, and at most 1"),
+        (["generate", "x", "y", "--min-p", "nan"], "--min-p=nan must be above 0"),
+        (["generate", "x", "y", "--top-k", "0"], "--top-k=0 must be at least 1"),
+        (["generate", "x", "y", "--top-k", "5", "--temperature", "0"], "--temperature=0 draws nothing"),
+        (["generate", "x", "y", "--samples", "2", "--temperature", "0"], "--samples=2 are all the same"),
+        (["generate", "x", "y", "--stop", ""], "--stop= is empty"),
+        (["generate", "x", "y", "--batch", "0"], "--batch=0 must be at least 1"),
+        (["generate", "x"], "there is nothing to go on from; give TEXT, or --prompts FILE"),
+        (["generate", "x", "y", "--out", "nowhere/lines"], "there is no folder nowhere"),
         (["generate", "x", "\udcff"], "TEXT is not valid UTF-8"),
         (["plan", "recipe=hello", "-m", "optim.lr=1,2"], "-m: unknown; only `megaspec train` runs several points"),
         (["train", "recipe=hello", "--cfg", "job"], "--cfg: unknown; megaspec show prints"),
@@ -151,7 +160,7 @@ def test_overrides_may_stand_anywhere():
     args = parse(["resume", "--fork", "new", "runs/x", "a=1", "b=2"])
     assert (str(args.run), args.words, args.fork) == ("runs/x", ["a=1", "b=2"], "new")
     with pytest.raises(RecipeError, match="unknown"):
-        parse(["generate", "run", "text", "more"])
+        parse(["checkpoint", "list", "run", "more"])
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help"])

@@ -149,12 +149,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(corpus: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to run a page's commands in: token files, a text, and the examples of plug-ins."""
+    """A folder to run a page's commands in: token files, a text, prompts, and the examples of plug-ins."""
     (tmp_path / "data").symlink_to(corpus)
     (tmp_path / "models").symlink_to(models)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     (tmp_path / "recipes").mkdir()
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": tables.README.read_text()}) + "\n")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The ", "id": 7}\n{"prompt": "A list"}\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

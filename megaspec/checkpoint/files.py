@@ -85,8 +85,12 @@ def open_regular(folder: Path, folder_fd: int, name: str) -> int:
 
 def read_limited(folder: Path, folder_fd: int, name: str, *, limit: int) -> bytes:
     """A whole small file; one of more than `limit` bytes is refused (CheckpointError)."""
-    path = safe_join(folder, name)
     fd = open_regular(folder, folder_fd, name)
+    return read_limited_fd(fd, folder / name, limit=limit)
+
+
+def read_limited_fd(fd: int, path: Path, *, limit: int) -> bytes:
+    """`read_limited` of what is open, which it closes. `path`: for errors."""
     with open(fd, "rb") as file:
         size = os.fstat(fd).st_size
         if size > limit:

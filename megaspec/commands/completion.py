@@ -74,6 +74,25 @@ COMMAND_WORDS: dict[str, tuple[str, ...]] = {
     "resume": ("auto", "never"),
     "memory": ("check", "ignore"),
 }
+_GENERATE = (
+    "--batch",
+    "--cache",
+    "--config-dir",
+    "--gpus",
+    "--ignore-eos",
+    "--json",
+    "--min-p",
+    "--out",
+    "--prompts",
+    "--samples",
+    "--seed",
+    "--step",
+    "--stop",
+    "--temperature",
+    "--tokens",
+    "--top-k",
+    "--top-p",
+)
 _MACHINE = ("hardware", "gpus", "throughput")
 COMMANDS: dict[str, Completed] = {
     "train": Completed(("--config-dir", "--multirun"), "words", ("resume", "memory")),
@@ -83,7 +102,7 @@ COMMANDS: dict[str, Completed] = {
     "tune": Completed(("--config-dir", "--json", "--out", "--take", "--top", "--trainable"), "words", _MACHINE),
     "resume": Completed(("--config-dir", "--fork"), "changes", ("memory",), RUN),
     "eval": Completed(("--config-dir", "--data", "--json", "--step"), "changes", folder=RUN),
-    "generate": Completed(("--seed", "--temperature", "--tokens"), folder=RUN),
+    "generate": Completed(_GENERATE, folder=RUN),
     "check": Completed(("--config-dir", "--json"), "names"),
     "recipes": Completed(("--config-dir", "--json")),
     "explain": Completed(("--config-dir",), "key"),

@@ -95,3 +95,9 @@ def keep_mask(key: Tensor, counters: tuple[Tensor, ...], probability: float) -> 
 def uniform(key: Tensor, counters: tuple[Tensor, ...], *, dtype: torch.dtype) -> Tensor:
     """Multiples of 2⁻²⁴ in [0, 1), equally likely, in the broadcast shape of the int64 counters; fp32 holds them."""
     return _shift_right(_state(key, counters), 40).to(dtype) * 2.0**-24
+
+
+def uniform_53(key: int, counter: int) -> float:
+    """A multiple of 2⁻⁵³ in [0, 1), from key and counter alone."""
+    bits = _shift_right(mix(torch.tensor(counter + key, dtype=torch.int64)), 11)
+    return int(bits) * 2.0**-53

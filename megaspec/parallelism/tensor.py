@@ -180,8 +180,8 @@ class VocabParallelHead(OutputHead):
     def gather(self, x_BTD: Tensor) -> Tensor:
         return gather_forward(x_BTD, self.group) if self.sequence else reduce_backward(x_BTD, self.group)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        local = self.logits(self.gather(x_BTD))
+    def whole_logits(self, x_BTD: Tensor) -> Tensor:
+        local = self.logits(x_BTD)
         # the functional gather joins on the sequence's dimension: the vocabulary takes its place for once
         whole_BTV = wait_sequence(gather_sequence(local.transpose(1, 2), self.group)).transpose(1, 2)
         return whole_BTV[..., : self.vocab_size]

@@ -255,7 +255,7 @@ _MODEL = {
     "heads-width": Example((_TP1, "model.n_heads=3", "model.n_kv_heads=3"), ("model.d_head=42",), "model.n_heads"),
     "rope-even": Example(("model.d_head=33",), ("model.d_head=32",), "model.d_head"),
     "rope-scaling": Example(
-        ("model.positions.scaling.kind=llama3", "model.positions.scaling.low_freq_factor=4"),
+        ("model.positions.scaling.kind=llama3", "model.positions.scaling.low_freq_factor=5"),
         ("model.positions.scaling.low_freq_factor=1",),
         "model.positions.scaling.low_freq_factor",
     ),
@@ -465,6 +465,9 @@ _BATCH = {
         "data.valid.web.blend.0.prefix",
     ),
     "sample-tokenizer": Example(("data=random", "~data.blend"), ("train.sample=null",), "train.sample"),
+    "sample-draws": Example(
+        ("train.sample.temperature=0", "train.sample.top_k=5"), ("train.sample.top_k=null",), "train.sample.top_k"
+    ),
 }
 _OPTIM = {
     "lr-warmup": Example(

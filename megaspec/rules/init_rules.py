@@ -3,7 +3,7 @@
 from megaspec.checkpoint.spec import InitSpec
 from megaspec.core.errors import Problem
 from megaspec.core.problems import show
-from megaspec.hf.family import OF_TRAINING
+from megaspec.hf.family import comparable, is_of_training
 from megaspec.rules.case import Case
 from megaspec.rules.difference import changed
 from megaspec.rules.initial_weights import initial_weights, weight_shapes
@@ -54,12 +54,12 @@ def initial_weights_are_of_this_model(case: Case) -> Problem | None:
         return None
     init = case.recipe.init
     model = case.recipe.model
-    mine = model.model_dump(mode="json")
+    mine, theirs = comparable(model, source.model)
     texts = []
-    for key, here, there in changed(mine, source.model.model_dump(mode="json")):
+    for key, here, there in changed(mine, theirs):
         is_length = key == "max_seq_len" and model.positions.kind != "learned"
         is_size = init.is_partial and key in _SIZES
-        if not _is_of_training(key) and not is_length and not is_size:
+        if not is_of_training(key) and not is_length and not is_size:
             texts.append(f"model.{key}={show(here)} (there {show(there)})")
     if not texts:
         return None
@@ -104,10 +104,6 @@ def _source(case: Case) -> SourceFacts | None:
 
 def _first_name(case: Case) -> str:
     return next(iter(weight_shapes(case.recipe.model.facts))).partition("/")[2]
-
-
-def _is_of_training(key: str) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in OF_TRAINING)
 
 
 def _listed(texts: list[str]) -> str:

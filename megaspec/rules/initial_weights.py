@@ -30,9 +30,10 @@ def weight_shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     """The whole shape of each weight of a model, the vocabulary without padding."""
     shapes: dict[str, tuple[int, ...]] = {}
     for table in facts.tables():
-        if facts.is_tied and table is facts.head_table:
-            continue
-        shapes[f"model/{table.name}.weight"] = (table.rows, table.width)
+        if not (facts.is_tied and table is facts.head_table):
+            shapes[f"model/{table.name}.weight"] = (table.rows, table.width)
+        if table.bias:
+            shapes[f"model/{table.name}.bias"] = (table.rows,)
     for name, linear in facts.linears():
         rows = linear.n_experts * linear.columns
         shapes[f"model/{name}.weight"] = (rows, linear.inputs.whole)

@@ -66,9 +66,10 @@ def rotary_scaling_is_ordered(case: Case) -> Problem | None:
     """Rotary scaling goes from one end of the frequencies to the other."""
     for key, positions in _rotary(case):
         scaling = positions.scaling
-        if scaling.kind == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+        # equal, as in Llama 4 Scout, all wavelengths beyond one are stretched in full
+        if scaling.kind == "llama3" and scaling.low_freq_factor > scaling.high_freq_factor:
             name = f"{key}.scaling.low_freq_factor"
-            text = f"{name}={scaling.low_freq_factor} must be below {key}.scaling.high_freq_factor="
+            text = f"{name}={scaling.low_freq_factor} must be at most {key}.scaling.high_freq_factor="
             return Problem(name, f"{text}{scaling.high_freq_factor}; Llama 3 has 1 and 4")
         if scaling.kind == "yarn" and scaling.beta_slow >= scaling.beta_fast:
             name = f"{key}.scaling.beta_slow"

@@ -140,6 +140,7 @@ RULES: dict[str, Rule] = {
     "valid-mask": batch_rules.evaluation_masks_as_training,
     "valid-trained": batch_rules.evaluation_sets_are_not_trained_on,
     "sample-tokenizer": batch_rules.sampling_has_a_tokenizer,
+    "sample-draws": batch_rules.sampling_draws,
     "lr-warmup": optim_rules.warmup_ends_before_decay,
     "lr-constant": optim_rules.a_constant_rate_stays,
     "wsd-steps": optim_rules.wsd_has_a_decay,

@@ -368,14 +368,16 @@ def _refuse_state_dict(*_: object) -> None:
 def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     """RecipeError where no fused kernel of this torch and GPU takes the attention: it would keep the scores unasked.
     After determinism is set, which decides what may be taken."""
-    if device.type != "cuda" or spec.kernels.attention != "sdpa":
+    name = spec.kernels.attention
+    if device.type != "cuda" or name == "reference":
         return
     model = spec.model
     dtype = DTYPES[spec.precision.kind]
     seq_len = spec.data.seq_len
     attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
-    hides_keys = any(one.sight.twice_the_pairs(seq_len) < seq_len**2 for one in attentions)
-    masked = spec.data.document_mask or hides_keys
+    hides_keys = model.hides_keys(seq_len)
+    # what hides nothing goes through sdpa from flex, too
+    masked = name == "sdpa" and (spec.data.document_mask or hides_keys)
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
     refused = False
     asked = ""
@@ -395,11 +397,11 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
         )
         asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values in {spec.precision.kind}"
         asked += f" with data.document_mask={show(spec.data.document_mask)}"
-        if hides_keys:
+        if masked and hides_keys:
             asked += ", windows or chunks"
         asked += f" and train.deterministic={show(spec.train.deterministic)}"
     if refused:
-        text = f"kernels.attention=sdpa: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
+        text = f"kernels.attention={name}: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
         way_out = "set kernels.attention=reference, which keeps all scores"
         raise RecipeError([Problem("kernels.attention", f"{text}; {way_out}", code="kernel-attention")])
 

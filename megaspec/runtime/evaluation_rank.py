@@ -18,15 +18,14 @@ import torch
 from megaspec.checkpoint.comm import Comm, DistComm, SoloComm
 from megaspec.checkpoint.reader import Reader
 from megaspec.checkpoint.store import Store
-from megaspec.core.errors import CheckpointError, MegaspecError, Preempted
+from megaspec.core.errors import CheckpointError, Preempted
 from megaspec.launcher.rendezvous import Rendezvous
-from megaspec.launcher.stop import watch_signals
 from megaspec.plugins import load
 from megaspec.rules.belonging import objections
 from megaspec.runtime.build import TrainState, build, mesh_of
 from megaspec.runtime.evaluation import Evaluation
 from megaspec.runtime.position import Position
-from megaspec.runtime.rank import RankInfo, bounded, join_world, leave_world, pick_device, read_spec, tell
+from megaspec.runtime.rank import RankInfo, bounded, exit_code_of, join_world, leave_world, pick_device, read_spec
 from megaspec.runtime.state import fill, load_buffers, tell_passed_over, wrong_names
 from megaspec.spec import Spec
 
@@ -48,15 +47,13 @@ def main(
 ) -> int:
     """Evaluates what stands in the folder `run_dir`. `step`: of the checkpoint; None: the newest good one.
     -> exit code (core/errors.py)."""
-    watch_signals()
     me = RankInfo(rank, world_size, local_rank, attempt, store, timeout_seconds)
-    try:
+
+    def evaluate() -> None:
         load(plugins)
         evaluate_checkpoint(Path(run_dir), me, step)
-        return 0
-    except MegaspecError as error:
-        tell(me, error)
-        return error.exit_code
+
+    return exit_code_of(me, evaluate)
 
 
 def evaluate_checkpoint(folder: Path, me: RankInfo, step: int | None) -> None:

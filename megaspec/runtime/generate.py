@@ -1,68 +1,213 @@
-"""Text from a model, one token at a time."""
-
-# S tokens of the whole sequence, T of this rank, V vocabulary
+"""Texts from a model, one token of each at a time."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from math import lcm
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from megaspec.checkpoint.comm import SoloComm
-from megaspec.checkpoint.store import Store
-from megaspec.core.errors import CheckpointError, DataError
+from megaspec.core.errors import DataError
 from megaspec.data.provenance import tokenizer_of
 from megaspec.data.spec import DataSource, IndexedSpec, StreamSpec
 from megaspec.data.stream_files import stream_tokenizer
 from megaspec.data.tokenizer import Tokenizer, load_tokenizer
 from megaspec.hf.companions import FOLDER, TOKENIZER, kept_companions
-from megaspec.nn.decoder import Decoder
-from megaspec.parallelism.mesh import Mesh
-from megaspec.rules.belonging import objections
+from megaspec.model.builders import MODELS
+from megaspec.model.part_builders import PARTS
 from megaspec.rules.kernel_use import use_of
-from megaspec.runtime.build import TrainState, build_split_model
-from megaspec.runtime.state import load_buffers, load_weights, tell_passed_over
-from megaspec.runtime.step import activations_size
+from megaspec.runtime.draw import Draw, Sampling, text_key
+from megaspec.runtime.plugins import loaded_builders
+from megaspec.runtime.text_passes import GrowingText, ModelOnRanks, Passes, cached_passes, whole_passes
+from megaspec.runtime.text_stream import TextStream
 from megaspec.spec import Spec
+from megaspec.train.spec import SampleSpec
 from megaspec_kernels.catalog import choose
 
-Follow = Callable[[Tensor, int], int]
-"""(token ids int64 [1, S] on the CPU, the place of the last one that counts) -> the token that follows it"""
+End = Literal["end_of_text", "stop", "tokens", "max_seq_len"]
+"""Why a text ends: a token that ends texts, one of the texts that were named, as many tokens as were asked for, or as
+many as the model can see."""
 
 
-def generate_text(
-    run_dir: Path, trained: Spec, prompt: str, *, tokens: int, temperature: float, seed: int, cuda: bool
-) -> str:
-    """What the newest good checkpoint of a run writes after `prompt`, on one device whatever layout trained it.
+@dataclass(frozen=True)
+class Prompt:
+    """What to go on from."""
 
-    On a CPU in fp32, on CUDA in the run's precision. Raises CheckpointError, DataError.
+    ids: Sequence[int]
+    sample: int = 0
+    """Texts of the same prompt differ by it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends a text."""
+
+    tokens: int
+    """At most so many are written."""
+    max_seq_len: int
+    """Tokens of the longest text, its prompt included."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end a text, and are no part of it."""
+    stops: tuple[str, ...] = ()
+    """Texts that do the same."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written from one prompt."""
+
+    number: int
+    """Of the prompt, from 0 on."""
+    ids: tuple[int, ...]
+    """Tokens of it, with the one that ended it where that was a stop."""
+    text: str
+    end: End
+
+
+@dataclass
+class _Writing:
+    """A text under way."""
+
+    growing: GrowingText
+    n_prompt: int
+    stream: TextStream
+
+    @property
+    def written(self) -> list[int]:
+        return self.growing.ids[self.n_prompt :]
+
+
+def keep_silent(number: int, piece: str) -> None:
+    """For who takes texts when they are done."""
+
+
+def generate(
+    passes: Passes,
+    prompts: Sequence[Prompt],
+    *,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    rows: int,
+    seed: int,
+    on_piece: Callable[[int, str], None] = keep_silent,
+    on_done: Callable[[Written], None] | None = None,
+) -> list[Written]:
+    """Writes a text from each prompt, `rows` of them at a time: where one ends, the next prompt takes its place. A text
+    is what it is alone. All ranks call it together, with the same prompts.
+
+    `on_piece(number, text)`: what goes on a text, as soon as it is certain. `on_done`: each text, in the order of the
+    prompts. Raises what Passes does, and DataError: a prompt is too long.
     """
-    tokenizer = run_tokenizer(trained.data, run_dir)
-    # no repair: another process may train the run meanwhile and holds its lock
-    reader = Store(run_dir).newest_good(SoloComm(), repair=False, inspect=partial(objections, run=trained))
-    if reader is None:
-        raise CheckpointError(f"{run_dir}: no checkpoint was saved there yet; megaspec resume {run_dir} trains it")
-    device = torch.device("cuda" if cuda else "cpu")
-    spec = for_one_device(trained, cuda=cuda)
-    split = build_split_model(spec, mesh=Mesh({}, rank=0, device=device))
-    model = split.chunks[0]
-    tell_passed_over(reader)
-    with reader:
-        load_weights(model.global_parameters(), split.strategies.tensor.layouts, reader)
-        load_buffers(split.chunks, reader)
-    written = generate(
-        on_one_device(model, Draw(temperature, seed), device=device),
-        encode(tokenizer, prompt),
-        tokens=tokens,
-        max_seq_len=spec.model.max_seq_len,
-        end=tokenizer.eod,
-    )
-    return tokenizer.decode(written)
+    refuse_long(prompts, limits)
+    waiting = deque(range(len(prompts)))
+    free = list(range(rows))
+    writing: list[_Writing] = []
+    done: dict[int, Written] = {}
+    told: list[Written] = []
+    while waiting or writing:
+        while free and waiting:
+            number = waiting.popleft()
+            prompt = prompts[number]
+            if limits.tokens == 0:
+                done[number] = Written(number, (), "", "tokens")
+                continue
+            key = text_key(seed, prompt.ids, prompt.sample)
+            growing = GrowingText(number, free.pop(0), list(prompt.ids), key)
+            writing.append(_Writing(growing, len(prompt.ids), TextStream(tokenizer, prompt.ids, limits.stops)))
+        if writing:
+            tokens = passes.next_tokens([one.growing for one in writing])
+            going_on = []
+            for one, token in zip(writing, tokens, strict=True):
+                end = _grow(one, token, limits, on_piece)
+                if end is None:
+                    going_on.append(one)
+                    continue
+                number = one.growing.number
+                done[number] = Written(number, tuple(one.written), one.stream.text, end)
+                free.append(one.growing.row)
+            free.sort()
+            writing = going_on
+        while len(told) in done:
+            told.append(done[len(told)])
+            if on_done is not None:
+                on_done(told[-1])
+    return told
+
+
+def _grow(one: _Writing, token: int, limits: Limits, on_piece: Callable[[int, str], None]) -> End | None:
+    """Adds a token. -> why the text ends with it, or None"""
+    number = one.growing.number
+    end: End | None = None
+    if token in limits.ends:
+        end = "end_of_text"
+    else:
+        one.growing.ids.append(token)
+        on_piece(number, one.stream.add(token))
+        if one.stream.is_stopped:
+            end = "stop"
+        elif len(one.written) == limits.tokens:
+            end = "tokens"
+        elif len(one.growing.ids) == limits.max_seq_len:
+            end = "max_seq_len"
+    if end is not None:
+        on_piece(number, one.stream.finish())
+        # what waited for a character may have held a stop
+        if one.stream.is_stopped:
+            end = "stop"
+    return end
+
+
+def refuse_long(prompts: Sequence[Prompt], limits: Limits) -> None:
+    """DataError: a prompt leaves no room for a token."""
+    if limits.tokens == 0:
+        return
+    for number, prompt in enumerate(prompts, start=1):
+        if len(prompt.ids) >= limits.max_seq_len:
+            text = f"prompt {number} has {len(prompt.ids):,} tokens, which leaves no room"
+            raise DataError(f"{text}: model.max_seq_len={limits.max_seq_len:,} is of prompt and text; shorten it")
+
+
+def write_sample(model: ModelOnRanks, sample: SampleSpec, tokenizer: Tokenizer) -> str:
+    """What a run's model writes, however it is divided. All ranks call it together."""
+    spec = model.spec
+    sampling = Sampling(sample.temperature, sample.top_k, sample.top_p, sample.min_p, seed=spec.train.seed)
+    ends = frozenset() if tokenizer.eod is None else frozenset({tokenizer.eod})
+    limits = Limits(sample.tokens, spec.model.max_seq_len, ends, sample.stop)
+    prompt = Prompt(encode(tokenizer, sample.prompt))
+    draw = Draw(sampling)
+    with ExitStack() as stack:
+        # what was compiled for training would be compiled again for each length
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        passes: Passes
+        if why_uncached(spec) is None:
+            length = longest_text([prompt], limits)
+            passes = stack.enter_context(cached_passes(model, draw, rows=1, length=length))
+        else:
+            passes = stack.enter_context(whole_passes(model, draw))
+        (written,) = generate(passes, [prompt], tokenizer=tokenizer, limits=limits, rows=1, seed=sampling.seed)
+    return written.text
+
+
+def why_uncached(spec: Spec) -> str | None:
+    """Why texts of a run need whole forward passes, as `path=value, reason`. None: keys and values can be kept."""
+    # one that our builder makes has our layers, whatever kinds of them
+    if loaded_builders().models[type(spec.model)] not in MODELS.values():
+        return f"model.kind={spec.model.kind} is of a plug-in: whether its layers keep keys and values is not known"
+    if type(spec.model.attention) not in PARTS.attentions:
+        kind = spec.model.attention.kind
+        return f"model.attention.kind={kind} is of a plug-in: how it keeps keys and values is not known"
+    if spec.parallelism.cp > 1:
+        return f"parallelism.cp={spec.parallelism.cp} divides each text among ranks, none of which has all of its keys"
+    return None
+
+
+def longest_text(prompts: Sequence[Prompt], limits: Limits) -> int:
+    """Tokens of the longest text that may come of prompts."""
+    longest = max((len(prompt.ids) for prompt in prompts), default=0) + limits.tokens
+    return max(1, min(longest, limits.max_seq_len))
 
 
 def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
@@ -108,99 +253,3 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     if not ids and tokenizer.eod is None:
         raise DataError("the prompt is empty and the tokenizer has no end-of-document token to start from")
     return ids or [tokenizer.eod]
-
-
-class Draw:
-    """Draws a token from softmax(logits / temperature), the likeliest one at temperature 0."""
-
-    def __init__(self, temperature: float, seed: int):
-        self._temperature = temperature
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, logits_V: Tensor) -> int:
-        # on the CPU, so that the same seed writes the same text on every device
-        logits_V = logits_V.to("cpu", torch.float64)
-        if self._temperature == 0:
-            return int(logits_V.argmax())
-        probabilities_V = (logits_V / self._temperature).softmax(0)
-        return int(torch.multinomial(probabilities_V, 1, generator=self._generator))
-
-
-def on_one_device(model: Decoder, draw: Draw, *, device: torch.device) -> Follow:
-    """A whole model goes on."""
-    return lambda tokens_1S, last: draw(model(tokens_1S.to(device))[0, last])
-
-
-def on_all_ranks(built: TrainState, draw: Draw) -> Follow:
-    """A run's model goes on, however it is divided. All ranks call it together; one draws, and tells the others."""
-    mesh = built.mesh
-    device = built.device
-    # these hold the same logits over dp and tp: one of them draws
-    may_draw = mesh.index("dp") == 0 and mesh.index("tp") == 0
-
-    def follow(tokens_1S: Tensor, last: int) -> int:
-        S = tokens_1S.shape[1]
-        # [T]: places in the sequence of this rank's tokens; the last one is on one context-parallel rank
-        index = built.context_parallel.index(S)
-        here = (index == last).nonzero().flatten().tolist()
-        # 0 but on the rank that draws, so that the sum over all ranks is what it drew
-        drawn = torch.zeros((), dtype=torch.int64, device=device)
-
-        def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
-            model = built.chunks[chunk]
-            context = model.context(index, length=S, way=built.context_parallel.way)
-            if x is None:
-                x = tokens_1S.to(device)[:, index]
-            y = model.body(x, context)
-            if model.head is None:
-                return y
-            logits_1TV = model.finish(y, model.head)
-            if may_draw and here:
-                drawn.fill_(draw(logits_1TV[0, here[0]]))
-            return logits_1TV
-
-        built.pipeline.forward_only(1, size=activations_size(built, 1, S), forward=forward)
-        built.pipeline.finish()
-        if mesh.world_size > 1:
-            dist.all_reduce(drawn)
-        return int(drawn)
-
-    return follow
-
-
-def length_multiple(spec: Spec) -> int:
-    """What the length of a sequence must be a multiple of, so that ranks can split it."""
-    parallelism = spec.parallelism
-    # a ring gives each rank a chunk from the front and one from the back, so that all have as much to attend to
-    chunks_per_rank = 2
-    if parallelism.cp == 1 or parallelism.context.kind == "all_to_all":
-        chunks_per_rank = 1
-    multiple = chunks_per_rank * parallelism.cp
-    if parallelism.sequence_parallel:
-        multiple = lcm(multiple, parallelism.cp * parallelism.tp)
-    return multiple
-
-
-@torch.no_grad()
-def generate(
-    follow: Follow, prompt: Sequence[int], *, tokens: int, max_seq_len: int, end: int | None = None, multiple: int = 1
-) -> list[int]:
-    """Token ids that go on from `prompt`; stops after `tokens` of them or before the token `end`.
-
-    The model sees the last `max_seq_len` tokens. Sequences are padded on the right to a multiple of `multiple` and to
-    powers of two from 64 on, so that shapes repeat; a causal model does not see the padding.
-    """
-    written = list(prompt)
-    for _ in range(tokens):
-        seen = written[-max_seq_len:]
-        power_of_two = 1 << (len(seen) - 1).bit_length()
-        length = min(max_seq_len, max(64, power_of_two))
-        # up to a multiple
-        length = -(-length // multiple) * multiple
-        padded = torch.zeros(1, length, dtype=torch.int64)
-        padded[0, : len(seen)] = torch.tensor(seen)
-        token = follow(padded, len(seen) - 1)
-        if token == end:
-            break
-        written.append(token)
-    return written[len(prompt) :]

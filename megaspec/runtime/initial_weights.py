@@ -38,6 +38,10 @@ def start_from_source(built: TrainState, comm: Comm) -> None:
         source = _open(built.spec, origin, comm, stack)
         shapes = {name: source.shape(name) for name in source.names()}
         found = initial_weights(built.spec.init, ours=weight_shapes(built.spec.model.facts), theirs=shapes)
+        said = found.read.keys() | set(found.missing)
+        for name in built.optimizer.masters:
+            # nobody would fill it: it would stay NaN
+            assert f"model/{name}" in said, f"{name} is neither read nor drawn, of {sorted(said)}"
         if found.missing:
             initialise(built)
         # one rank may meet NaN in its slices: the others would wait for its weights

@@ -31,13 +31,14 @@ from megaspec.rules.belonging import began_as_fork, fork_again, objections
 from megaspec.runtime.build import TrainState
 from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_place
 from megaspec.runtime.evaluation import Evaluation
-from megaspec.runtime.generate import Draw, encode, generate, length_multiple, on_all_ranks, run_tokenizer
+from megaspec.runtime.generate import run_tokenizer, write_sample
 from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
 from megaspec.runtime.step import PHASES, StepResult, train_step
+from megaspec.runtime.text_passes import ModelOnRanks
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint
 from megaspec.train.batch_schedule import BatchSchedule
 
@@ -415,15 +416,8 @@ class Run:
         tokenizer = run_tokenizer(spec.data, self.run_dir)
         for chunk in self.built.chunks:
             chunk.eval()
-        written = generate(
-            on_all_ranks(self.built, Draw(spec.train.sample.temperature, spec.train.seed)),
-            encode(tokenizer, spec.train.sample.prompt),
-            tokens=spec.train.sample.tokens,
-            max_seq_len=spec.model.max_seq_len,
-            end=tokenizer.eod,
-            multiple=length_multiple(spec),
-        )
-        self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=tokenizer.decode(written)))
+        text = write_sample(ModelOnRanks.of_run(self.built), spec.train.sample, tokenizer)
+        self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=text))
 
     def _source(self) -> Source:
         spec = self.built.spec

@@ -66,22 +66,13 @@ def main(
     fencing token of a launcher that holds the run's lock; None takes the lock here, on rank 0. `plugins`: packages
     that the command line named.
     """
-    watch_signals()
     me = RankInfo(rank, world_size, local_rank, attempt, store, timeout_seconds)
-    try:
+
+    def train() -> None:
         load(plugins)
         run_rank(Path(run_dir), me, lock_token)
-        return 0
-    except MegaspecError as error:
-        tell(me, error)
-        return error.exit_code
-    except RuntimeError as error:
-        # before there is a watchdog: while ranks meet
-        if not isinstance(error, dist.DistError) and not is_collective_failure(error):
-            raise
-        traceback.print_exc()
-        tell(me, "a collective failed: another rank is gone or late")
-        return HangError.exit_code
+
+    return exit_code_of(me, train)
 
 
 @dataclass(frozen=True)
@@ -94,6 +85,24 @@ class RankInfo:
     attempt: int
     store: Rendezvous
     timeout_seconds: float
+
+
+def exit_code_of(me: RankInfo, work: Callable[[], None]) -> int:
+    """What a rank is started for, from its first request to stop to its exit code; errors are told."""
+    watch_signals()
+    try:
+        work()
+        return 0
+    except MegaspecError as error:
+        tell(me, error)
+        return error.exit_code
+    except RuntimeError as error:
+        # before there is a watchdog: while ranks meet
+        if not isinstance(error, dist.DistError) and not is_collective_failure(error):
+            raise
+        traceback.print_exc()
+        tell(me, "a collective failed: another rank is gone or late")
+        return HangError.exit_code
 
 
 def tell(me: RankInfo, what: object) -> None:

@@ -143,10 +143,17 @@ def load_buffers(chunks: Sequence[Decoder], reader: Reader) -> None:
 
 
 @torch.no_grad()
-def load_weights(parameters: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout], reader: Reader) -> None:
-    """Fills weights alone, in their own dtype, for evaluation and generation. Raises as `load` does."""
+def load_weights(
+    parameters: Mapping[str, torch.Tensor],
+    layouts: Mapping[str, Layout],
+    reader: Reader,
+    *,
+    elsewhere: Set[str] = frozenset(),
+) -> None:
+    """Fills weights alone, in their own dtype, for evaluation and generation. Raises as `load` does. `elsewhere`:
+    parameters that other ranks or chunks have."""
     wanted = {f"model/{name}": layouts[name].shape for name in parameters}
-    problems = wrong_names(reader.manifest, wanted, within=("model/",))
+    problems = wrong_names(reader.manifest, wanted, within=("model/",), elsewhere=elsewhere)
     if problems:
         raise CheckpointError([f"{reader.path}: {problem}" for problem in problems])
     for name, parameter in parameters.items():

@@ -4,7 +4,7 @@ from typing import Annotated, Never
 
 from pydantic import Field
 
-from megaspec.core.frozen import Auto, Frozen, NonNegativeCount, NonNegativeFloat, PositiveCount, PositiveInt
+from megaspec.core.frozen import Auto, Fraction, Frozen, NonNegativeCount, NonNegativeFloat, PositiveCount, PositiveInt
 from megaspec.core.kinds import Kinds
 
 
@@ -22,14 +22,23 @@ class BatchRamp(Frozen):
 
 
 class SampleSpec(Frozen):
-    """Text that the model writes at the end of the run."""
+    """Text that the model writes at the end of the run. With context parallel, and attention of a plug-in, each token
+    takes a forward pass of the whole text; else keys and values are kept."""
 
     prompt: str
     """Text to go on from."""
     tokens: NonNegativeCount = 64
-    """How many tokens to write; 0 writes none."""
+    """How many tokens to write at most; 0 writes none. The text ends before that where model.max_seq_len does."""
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature; 0 takes the likeliest token."""
+    top_k: PositiveInt | None = None
+    """Draw from the so many likeliest tokens. None: from all."""
+    top_p: Annotated[Fraction, Field(gt=0)] | None = None
+    """Draw from the likeliest tokens whose probabilities sum to this. None: from all."""
+    min_p: Annotated[Fraction, Field(gt=0)] | None = None
+    """Draw from the tokens at least so many times as likely as the likeliest. None: from all."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end it, and are no part of it."""
 
 
 LOSS_KINDS = Kinds()

@@ -26,6 +26,7 @@ from megaspec.nn.decoder import Decoder
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.nn.moe.router import Router
 from megaspec.nn.norm.spec import LayerNormSpec, NormSpec
+from megaspec.rules.initial_weights import weight_shapes
 from megaspec.runtime.build import build_model, materialise, mesh_of
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, compare, run_steps
@@ -77,6 +78,14 @@ def check_parameters(model: dict[str, Any]) -> None:
     assert not initial.stds.keys() & initial.constants.keys()
     said = initial.stds.keys() | {n for n in initial.constants if not n.endswith("moe.router.expert_bias")}
     assert said - {"head.weight"} == held.keys() - {"head.weight"}
+    shapes = weight_shapes(facts)
+    routers = {f"router/{n}" for n, _ in decoder.named_buffers() if n.endswith("moe.router.expert_bias")}
+    assert shapes.keys() == {f"model/{name}" for name in held} | routers
+    for name, parameter in held.items():
+        # tables may have rows behind the vocabulary
+        shape = tuple(parameter.shape)
+        assert shapes[f"model/{name}"][1:] == shape[1:], name
+        assert shapes[f"model/{name}"][0] == shape[0] or name.startswith(("embed.", "head.")), name
     for name in held:
         module = name.rpartition(".")[0]
         rows = [row for row in decoder.placement if matched(module, row.pattern)]

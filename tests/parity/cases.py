@@ -86,6 +86,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "bias": {"mlp": {"kind": "gated", "bias": True}},
     "gelu": {"mlp": {"kind": "gated", "activation": "gelu_tanh", "bias": True}},
     "plain": {"mlp": {"kind": "plain", "activation": "relu_squared", "bias": True}},
+    # as in gpt-oss, with bounds that gates reach
+    "clamped": {"mlp": {"kind": "clamped", "limit": 0.4, "bias": True}},
     "inputs": {"weights_on": "inputs"},
     "inputs, bias": {"weights_on": "inputs", "mlp": {"kind": "plain", "activation": "gelu", "bias": True}},
 }

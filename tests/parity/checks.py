@@ -47,7 +47,8 @@ def check_low(
     kernels = {k: getattr(given, k) for k in ("attention", "cross_entropy", "compile")}
     plain = replace(alone(given), lr=1e-30, precision=precision, pad=given.pad, scale=given.scale, **kernels)
     more = {"steps": LOW_STEPS, "device": device, "round_to": TORCH_NAMES[precision]}
-    truth = truth_of(replace(case, precision="fp64"), **more)
+    # flex has no fp64
+    truth = truth_of(replace(case, precision="fp64", attention="reference"), **more)
     floor = low_errors(run_case(pool, plain, **more), truth)
     found = low_errors(run_case(pool, case, **more), truth)
     said = ", ".join(f"{k} {found[k]:.1e} (floor {floor[k]:.1e}, tolerance 2x)" for k in found)

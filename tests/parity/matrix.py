@@ -64,7 +64,7 @@ MORE: dict[str, Has] = {
     "sigmoid alone as the weight": lambda c: c.router == "scores",
     "bias on the router's logits": lambda c: _router(c, "logit_bias", True),
     "experts with biases": lambda c: bool(_mlp(c).get("bias")),
-    "experts with other activations": lambda c: c.experts in ("gelu", "plain", "inputs, bias"),
+    "experts with other activations": lambda c: c.experts in ("gelu", "plain", "clamped", "inputs, bias"),
     "weights on the experts' inputs": lambda c: EXPERTS[c.experts].get("weights_on") == "inputs",
     "loss-free bias": lambda c: _router(c, "bias_rate", 0.02),
     "auxiliary loss": lambda c: "aux" in _losses(c),

@@ -531,6 +531,8 @@ def _experts() -> list[Case]:
         {"dp": 2, "strategy": "fsdp", "etp": 2, "router": "logit bias", "experts": "inputs, bias", "every": 2},
         {"dp": 2, "strategy": "zero1", "etp": 2, "router": "logit bias", "experts": "plain"},
         {"dp": 2, "strategy": "zero2", "ep": 2, "router": "scores", "experts": "inputs", "accumulate": 3},
+        {"dp": 2, "ep": 2, "router": "logit bias", "experts": "clamped", "mask": "uneven"},
+        {**split, "etp": 2, "router": "logit bias", "experts": "clamped", "options": "sinks"},
         {"dp": 2, "ep": 2, "router": "logit bias", "experts": "bias", "also": RECOMPUTES["moe"]},
         {**split, "ep": 2, "router": "scores", "experts": "inputs, bias", "also": RECOMPUTES["norm activation"]},
         {"dp": 2, "etp": 2, "router": "logit bias", "experts": "bias", "optimizer": "muon"},

@@ -185,7 +185,16 @@ def test_generate_says_what_is_missing(megaspec, capfd):
     code, err = said("runs/made-up", "a")
     assert code == 65
     assert "data.kind=synthetic has no tokenizer" in err
-    assert megaspec("train", "recipe=tiny", "name=empty", "train.steps=4") == 0
+    assert megaspec("train", "recipe=tiny", "name=empty", "train.steps=4", "checkpoint.every=2") == 0
+    code, err = said("runs/empty", "a", "--step", "3")
+    assert code == 66
+    assert "--step 3: runs/empty has checkpoints of 2, 4" in err
+    texts = []
+    for step in ("2", "4"):
+        capfd.readouterr()
+        assert megaspec("generate", "runs/empty", "a", "--step", step, "--tokens", "9", "--json") == 0
+        texts.append(json.loads(capfd.readouterr().out)["text"])
+    assert texts[0] != texts[1]
     for path in Path("runs/empty/checkpoints").iterdir():
         path.rename(path.parents[1] / path.name)
     code, err = said("runs/empty", "a")

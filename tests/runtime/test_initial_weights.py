@@ -12,11 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from megaspec import cli
 from megaspec.core.errors import RecipeError
+from megaspec.hf.names import weight_table
+from megaspec.hf.short import short_section
+from megaspec.hf.table import FAMILIES, read_model
+from megaspec.hf.weights import their_tensor
 from megaspec.resolve.gather import gather_facts, with_digest
 from megaspec.resolve.resolver import resolve
 from megaspec.run_folder import make_folder, write_run
 from megaspec.spec import Spec
-from tests.hf.folders import assert_same_tensors, random_folder
+from tests.hf.folders import assert_same_tensors, config_of, random_folder
+from tests.hf.models import InMemory
+from tests.hf.quantised import fp8_folder, mxfp4_folder
 from tests.runtime import lives
 from tests.runtime.specs import TARGET, recipe
 
@@ -65,6 +71,28 @@ def test_every_layout_starts_with_the_folders_weights(layout, folder, pool) -> N
     assert {f"model/{name}" for name in found} == values.keys()
     for name, value in found.items():
         assert np.array_equal(value, values[f"model/{name}"].numpy()), name
+
+
+QUANTISED = {
+    "fp8, tp2": (fp8_folder, {"parallelism.tp": 2}),
+    "mxfp4, tp2": (mxfp4_folder, {"parallelism.tp": 2}),
+    "mxfp4, ep2": (mxfp4_folder, {**DP, "parallelism.ep": 2}),
+}
+
+
+@pytest.mark.parametrize("what", QUANTISED)
+def test_a_layout_starts_with_what_a_quantised_folder_stands_for(what, tmp_path, pool) -> None:
+    write, layout = QUANTISED[what]
+    meant = write(tmp_path / "model")
+    config = config_of(tmp_path / "model")
+    model = read_model(config, "config.json")
+    # layers by names of the user's own
+    section = json.loads(json.dumps(short_section(model)).replace("sliding_attention", "near"))
+    found = started(pool, spec_of({"model": section, **layout, "init.from_hf": str(tmp_path / "model")}))
+    table = weight_table(model.facts, FAMILIES[config["model_type"]].names(model))
+    source = InMemory({f"model/{name}": torch.from_numpy(value) for name, value in found.items()})
+    for name, theirs in table.theirs.items():
+        assert torch.equal(their_tensor(theirs, source, torch.float32), meant[name].to(torch.float32)), name
 
 
 def test_trained_on_one_layout_and_saved_on_another_the_export_is_the_same(folder, tmp_path, pool) -> None:
