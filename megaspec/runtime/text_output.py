@@ -51,7 +51,7 @@ class OnTerminal:
             self._print(piece)
         self._print("\n")
         if written.end in _CUT:
-            print(f"megaspec: {_CUT[written.end].format(self._max_seq_len)}", file=sys.stderr)
+            print(printable(f"megaspec: {_CUT[written.end].format(self._max_seq_len)}"), file=sys.stderr)
         self._shown += 1
         self._is_begun = False
 
