@@ -119,6 +119,12 @@ def pwrite_all(fd: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
+def refuse_existing(path: Path) -> None:
+    """WriteError: there is something of that name, a link too. Asked before anything is spent on what comes there."""
+    if os.path.lexists(path):
+        raise WriteError(f"{path} exists; name one that does not, or remove it")
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Write a new file and wait until it is on the disk; an existing file is not touched. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

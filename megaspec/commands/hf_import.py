@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megaspec.checkpoint.files import refuse_existing
 from megaspec.checkpoint.format import DTYPE_BYTES
 from megaspec.compose.compose import Composed, compose_dicts
 from megaspec.core.errors import printable
@@ -16,6 +17,7 @@ from megaspec.estimate.target import detect_target
 from megaspec.hf.companions import read_companions, refuse_other_vocabulary
 from megaspec.hf.fits import DEQUANTISED, Stored
 from megaspec.hf.folder import CONFIG, open_hf_folder
+from megaspec.hf.hub import described, local_folder
 from megaspec.hf.names import weight_table
 from megaspec.hf.short import short_section
 from megaspec.hf.table import family_of, read_model
@@ -33,10 +35,13 @@ def add_parser(commands: Any) -> None:
     """The parser of `hf import`."""
     text = "make a run folder of a Hugging Face folder: weights, tokenizer and a Spec"
     command = commands.add_parser("import", help=text, description=text, allow_abbrev=False)
-    command.add_argument("folder", metavar="FOLDER", type=Path, help="folder with config.json and safetensors files")
+    command.add_argument(
+        "folder", metavar="FOLDER", help="folder with config.json and safetensors files, or ORG/NAME on the hub"
+    )
     command.add_argument(
         "--out", required=True, metavar="RUN", type=Path, help="run folder to make, such as runs/start"
     )
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (default: main)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
     from megaspec.hf.weights import HfWeights, streamed_pieces
     from megaspec.hf.writing import published_whole
 
-    with open_hf_folder(args.folder) as folder:
+    # before anything is downloaded
+    refuse_existing(args.out)
+    given = local_folder(args.folder, revision=args.revision, with_weights=True)
+    with open_hf_folder(given) as folder:
         model = read_model(folder.config, f"{folder.path / CONFIG}")
         family = family_of(folder.config, f"{folder.path / CONFIG}")
         table = weight_table(model.facts, family.names(model))
@@ -56,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         companions = read_companions(folder.path)
         refuse_other_vocabulary(companions, vocab_size=model.vocab_size, where=str(folder.path))
         target = detect_target()
-        composed = _composed(args.folder, args.out, weights.tensors.values(), model)
+        composed = _composed(given, described(args.folder, given), args.out, weights.tensors.values(), model)
         with published_whole(args.out) as saving:
             facts = replace(with_digest(gather_facts(composed.recipe)), run_dir=str(args.out))
             spec = resolve(composed.recipe, target, facts, composed.origins)
@@ -83,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _composed(given: Path, out: Path, tensors: Iterable[Stored], model: DecoderSpec) -> Composed:
+def _composed(given: Path, source: str, out: Path, tensors: Iterable[Stored], model: DecoderSpec) -> Composed:
     """The recipe of a run that is never trained: the folder's model, and what every run has to say."""
     sizes: Counter[str] = Counter()
     for stored in tensors:
@@ -104,7 +112,7 @@ def _composed(given: Path, out: Path, tensors: Iterable[Stored], model: DecoderS
             "init": {"from_hf": str(given)},
             "about": {
                 "purpose": "Holds imported weights, and is never trained: data and optimizer are the defaults.",
-                "source": str(given),
+                "source": source,
             },
         }
     )

@@ -2,13 +2,14 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from megaspec.checkpoint.files import refuse_existing
 from megaspec.core.errors import WriteError, printable
 from megaspec.data.files import write_atomically
 from megaspec.hf.folder import read_config
+from megaspec.hf.hub import described, local_folder
 from megaspec.hf.short import short_section
 from megaspec.hf.table import family_of, read_model
 
@@ -17,33 +18,33 @@ def add_parser(commands: Any) -> None:
     """The parser of `hf recipe`."""
     text = "write a recipe whose model is that of a Hugging Face folder; it needs no weights"
     command = commands.add_parser("recipe", help=text, description=text, allow_abbrev=False)
-    command.add_argument("folder", metavar="FOLDER", type=Path, help="folder with a config.json")
+    command.add_argument("folder", metavar="FOLDER", help="folder with a config.json, or ORG/NAME on the hub")
     command.add_argument(
         "--out", required=True, metavar="FILE", type=Path, help="recipes/NAME.yaml, which is not there"
     )
+    command.add_argument("--revision", metavar="REV", help="branch, tag or commit on the hub (default: main)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the recipe and say how to train it. Raises CheckpointError, WriteError."""
-    config = read_config(args.folder)
-    text = recipe_text(config, args.folder)
-    if os.path.lexists(args.out):
-        raise WriteError(f"{args.out} exists; name a file that does not, or remove it")
+    refuse_existing(args.out)
+    given = local_folder(args.folder, revision=args.revision, with_weights=False)
+    text = recipe_text(read_config(given), described(args.folder, given))
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WriteError(f"{args.out.parent} can't be made: {error.strerror}") from None
     write_atomically(args.out, [text.encode()])
-    print(printable(f"{args.out}: megaspec train recipe={args.out.stem} init.from_hf={args.folder}"))
+    print(printable(f"{args.out}: megaspec train recipe={args.out.stem} init.from_hf={given}"))
     return 0
 
 
-def recipe_text(config: dict[str, Any], folder: Path) -> str:
+def recipe_text(config: dict[str, Any], source: str) -> str:
     """The file. CheckpointError: what config.json says can't be said."""
-    family = family_of(config, str(folder))
-    model = read_model(config, f"{folder}/config.json")
+    family = family_of(config, source)
+    model = read_model(config, f"{source}/config.json")
     lines = [
-        f"# The model of {json.dumps(str(folder))} ({family.model_type}), as megaspec hf recipe wrote it.",
+        f"# The model of {json.dumps(source)} ({family.model_type}), as megaspec hf recipe wrote it.",
         "# The tokens are random until you choose data: conf/README.md says how.",
         "defaults:",
         "  - override /data: random",

@@ -16,6 +16,7 @@ import torch
 from megaspec.checkpoint.files import (
     free_bytes,
     pwrite_all,
+    refuse_existing,
     remove_tree,
     rename_durably,
     sync_folder,
@@ -151,8 +152,7 @@ def published_whole(out: Path) -> Iterator[Path]:
 
     WriteError: `out` is there, or can't be written. Whatever is raised, nothing is left then.
     """
-    if os.path.lexists(out):
-        raise WriteError(f"{out} exists; name a folder that does not, or remove it")
+    refuse_existing(out)
     saving = out.parent / f".{out.name}.writing-{secrets.token_hex(4)}"
     try:
         saving.mkdir(parents=True)

@@ -264,7 +264,7 @@ def test_nothing_that_exists_is_written_over(folders, tmp_path, capsys) -> None:
     assert hf("import", folders["gpt2"], "--out", run) == 73
     assert hf("export", run, out) == 0
     assert hf("export", run, out) == 73
-    assert capsys.readouterr().err.count("exists; name a") == 2
+    assert capsys.readouterr().err.count("exists; name one") == 2
 
 
 def test_what_differs_is_told_by_name(folders, llama, tmp_path, capsys) -> None:
