@@ -141,13 +141,18 @@ class ModelFacts:
             is_tied = is_embedding and self.is_tied
             found[f"{table.name}.weight"] = WeightFacts(stands="embedding", is_table=True, is_tied=is_tied)
         for name, linear in self.linears():
-            found[f"{name}.weight"] = WeightFacts(is_expert=linear.tokens == "routed")
+            one = WeightFacts(layer=_layer_of(name), is_expert=linear.tokens == "routed")
+            found[f"{name}.weight"] = one
             if linear.bias:
-                found[f"{name}.bias"] = WeightFacts(is_expert=linear.tokens == "routed")
+                found[f"{name}.bias"] = one
         last_norms = {vector.name for vector in self.norm.vectors}
         for name, vector in self.vectors():
-            if vector.is_trained:
-                found[name] = WeightFacts(stands="last norm" if name in last_norms else "layer")
+            if not vector.is_trained:
+                continue
+            if name in last_norms:
+                found[name] = WeightFacts(stands="last norm")
+            else:
+                found[name] = WeightFacts(layer=_layer_of(name))
         if not self.is_tied:
             found[f"{self.head_table.name}.weight"] = WeightFacts(stands="head")
         if self.head_table.bias:
@@ -175,3 +180,8 @@ def consecutive(*sizes: int) -> tuple[Matrix, ...]:
     """Matrices that lie one below the other."""
     ends = accumulate(sizes)
     return tuple(Matrix(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def _layer_of(name: str) -> int:
+    """The number in `layers.3.attn.wo`."""
+    return int(name.split(".", 2)[1])

@@ -125,7 +125,8 @@ class Router(Linear, ByPosition):
 
     State beside the parameters, in at least fp32: `expert_bias` [E], added to the scores that experts are chosen by
     (None: there is none), and `shares` [E], the previous global batch's share of choices that each expert got (None
-    without a global_aux loss). `sums` is what this step saw so far: see StepSums and finish_step.
+    without a global_aux loss). `sums` is what this step saw so far: see StepSums and finish_step. `moves_bias`: false
+    where the bias is frozen.
     """
 
     def __init__(self, d_model: int, moe: MoeSpec, *, site: str):
@@ -133,6 +134,7 @@ class Router(Linear, ByPosition):
         self.moe = moe
         self.spec = moe.router
         self.site = site
+        self.moves_bias = True
         self.tokens = Tokens()
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         expert_bias = None
@@ -192,7 +194,7 @@ class Router(Linear, ByPosition):
         """
         seen = self.read(sums)
         # selected on the device: reading `skip` would wait for the step
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and self.moves_bias:
             # up by bias_rate where fewer tokens came than the mean, down where more did (Wang et al. 2024)
             direction_E = (seen.tokens.mean() - seen.tokens).sign()
             moved = self.expert_bias + self.spec.bias_rate * direction_E.to(self.expert_bias.dtype)
