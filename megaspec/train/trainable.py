@@ -1,5 +1,5 @@
-"""Which parameters a run trains, by the patterns of `train.trainable`. Pure: rules ask it before a run, the estimate for
-`plan`, ranks when they build."""
+"""Which parameters a run trains, by the patterns of `train.trainable`. Pure: rules ask it before a run, the estimate
+for `plan`, ranks when they build."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
