@@ -107,10 +107,10 @@ def _deferred(run: LayerRun, layer: LayerFacts, tensors: tuple[KeptTensor, ...])
     """Inputs are kept tensors, each of them once; a gradient is as large as what its product made. Of the router, which
     is small, the input alone."""
     sizes = {tensor.what: tensor.size for tensor in tensors}
-    inputs = {linear.input_kept for linear in layer.linears}
+    inputs = {linear.input_kept for linear in layer.linears if not linear.is_frozen}
     total = sum(sizes.get(what, 0) for what in inputs)
     for linear in layer.linears:
-        if linear.in_flops:
+        if linear.in_flops and not linear.is_frozen:
             rows = run.count(linear.tokens, layer.routing)
             total += rows * run.on_rank(linear.outputs) * run.width
     return total
@@ -119,9 +119,14 @@ def _deferred(run: LayerRun, layer: LayerFacts, tensors: tuple[KeptTensor, ...])
 def kept_tensors(run: LayerRun, layer: LayerFacts) -> tuple[KeptTensor, ...]:
     """Every tensor that a layer keeps when nothing is recomputed."""
     found = [_sized(kept, run, layer) for kept in layer.kept(run.execution)]
-    if layer.attention is not None:
-        found += _core(run, layer.attention)
-    return tuple(found)
+    if layer.attention is None or not layer.runs_backward:
+        return tuple(found)
+    core = _core(run, layer.attention)
+    if not layer.attends_backward:
+        # its output alone, where a product needs it for its weight gradient
+        trained_inputs = {linear.input_kept for linear in layer.linears if not linear.is_frozen}
+        core = (one for one in core if one.what in trained_inputs)
+    return (*found, *core)
 
 
 def _sized(kept: Kept, run: LayerRun, layer: LayerFacts) -> KeptTensor:

@@ -22,6 +22,7 @@ from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.step_communication import step_collectives
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology, topology_of
+from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import head_sizes, recomputed_layers
 from megaspec.nn.layer.facts import LayerFacts, SubLayer
 from megaspec.parallelism.passes import Shape, rank_of_stage, stage_number
@@ -63,7 +64,7 @@ def _rank_collectives(recipe: Recipe, hardware: Hardware | None, rank: int) -> t
 
 def chunk_collectives(recipe: Recipe, topology: Topology, chunk: Chunk) -> Iterator[Collective]:
     """Of one micro batch through one chunk."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     again = chunk.layers[: recomputed_layers(recipe, len(chunk.layers))]
     layers = facts.kinds_of(chunk.layers)
     repeated = facts.kinds_of(again)

@@ -18,6 +18,7 @@ from megaspec.estimate.muon_matrices import hidden_parameters, working_width
 from megaspec.estimate.parameters import holds_embedding, holds_head, layer_weights, partial_gradients
 from megaspec.estimate.schedule import catch_ups, shape_of
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk, stages_of
@@ -124,7 +125,7 @@ def _reductions(recipe: Recipe, rank: int, chunks: tuple[Chunk, ...], count: Wei
             dense=[_ReducedWeights(_DENSE, count.dense, micro_batches)],
             expert=[_ReducedWeights(_EXPERT, count.expert, micro_batches)],
         )
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     degrees = degrees_of(recipe)
     found = _RankReductions()
     # what is left are the weights of the model's ends
@@ -206,7 +207,7 @@ def _reduced_and_gathered(
 def _gathered_less(recipe: Recipe, chunks: tuple[Chunk, ...]) -> _GatheredLess:
     """The embedding's weights, which the backward pass does not read, and the head's and the last norm's, which it
     takes first."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     table = facts.table_on(tp=recipe.parallelism.tp)
     has_embedding = holds_embedding(chunks)
     has_head = holds_head(chunks)
@@ -246,18 +247,18 @@ def _partial_sums(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Col
 
 def _fewest_kv_heads(recipe: Recipe) -> int:
     """Key and value heads of the layer that has fewest."""
-    found = [kind.attention.n_kv_heads for kind in recipe.model.facts.kinds if kind.attention is not None]
+    found = [kind.attention.n_kv_heads for kind in facts_of(recipe).kinds if kind.attention is not None]
     return min(found, default=recipe.parallelism.tp)
 
 
 def _tied_table(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
     """The gradient of the table [vocabulary / tp, D] between the first and the last stage, which both hold it: the
     embedding's and the output head's parts are one weight's."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     parallelism = recipe.parallelism
     # a V has both ends on one rank
     ends_apart = parallelism.pp > 1 and parallelism.pipeline.schedule != "zb_v"
-    if not facts.is_tied or not ends_apart or rank not in (0, parallelism.pp - 1):
+    if not facts.is_tied or facts.embedding_table.is_frozen or not ends_apart or rank not in (0, parallelism.pp - 1):
         return
     size = facts.table_on(tp=parallelism.tp) * layer_run(recipe).wide / _update_shards(recipe)
     for one in topology.make(TIED, "all_reduce", ("pp",), size, 1, phase="step"):
@@ -297,7 +298,7 @@ def _muon_matrices(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Co
 def _router_statistics(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
     """nn/moe/router.py's StepSums of every layer with experts, which each rank has of its own tokens: three numbers of
     each expert and six of the layer, in fp64."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     numbers = 0
     for chunk in stages_of(recipe.model.n_layers, recipe.parallelism)[rank]:
         for layer in chunk.layers:

@@ -47,6 +47,8 @@ class ModelFacts:
     """Each tensor-parallel rank's rows of the vocabulary are padded to a multiple of so many."""
     angles: int = 0
     """Rotary angles of a position, cosine and sine each counted; 0: no rotary positions."""
+    head_makes_input_gradient: bool = True
+    """Something before the output head is trained."""
 
     @cached_property
     def kinds(self) -> tuple[LayerFacts, ...]:
@@ -74,6 +76,17 @@ class ModelFacts:
     def norm_weights(self) -> int:
         """Of the last norm."""
         return sum(vector.size for vector in self.norm.vectors)
+
+    @cached_property
+    def trained_position_weights(self) -> int:
+        """Of `position_weights`, what is trained."""
+        tables = [table for table in self.embedding.tables if table.split == "sequence" and not table.is_frozen]
+        return sum(table.rows * table.width for table in tables)
+
+    @cached_property
+    def trained_norm_weights(self) -> int:
+        """Of `norm_weights`, what is trained."""
+        return sum(vector.size for vector in self.norm.vectors if not vector.is_frozen)
 
     def padded_vocab(self, *, tp: int) -> int:
         """Rows of the output head over all tensor-parallel ranks, padding included."""

@@ -248,7 +248,9 @@ def make_plan(
     batch = batch_plan(spec.train, parallelism, seq_len=seq_len)
     flops = {}
     for convention in ("causal", "full"):
-        flops[convention] = flops_per_token(model, seq_len=seq_len, convention=convention, tp=parallelism.tp)
+        flops[convention] = flops_per_token(
+            model, seq_len=seq_len, convention=convention, tp=parallelism.tp, trainable=spec.train.trainable
+        )
     memory = memory_of(spec, device=spec.device)
     capacity = 0
     if spec.device == "cuda":

@@ -48,4 +48,4 @@ def _kept(spec: "NormSpec", width: int, name: str, feeds_product: bool, executio
         # The gather of the forward pass and that of the backward pass are one operation to the compiler, which keeps
         # its result: the whole sequence, not this rank's part of it.
         tokens = "all" if execution.is_compiled else "stream"
-        yield Kept(f"{name}.out", numbers, tokens, "product", freed_by=("norm",))
+        yield Kept(f"{name}.out", numbers, tokens, "product", freed_by=("norm",), for_weights=True)
