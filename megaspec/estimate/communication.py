@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megaspec.core.part_facts import AttentionProducts, Routing
+from megaspec.core.part_facts import AttentionProducts, Linear, Routing
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
 from megaspec.estimate.parameters import rank_parameters
@@ -73,7 +73,7 @@ def chunk_collectives(recipe: Recipe, topology: Topology, chunk: Chunk) -> Itera
         for one in layer_collectives(recipe, topology, kind):
             yield replace(one, times=one.times * layers[kind], last=False)
             # recomputation sends again what the forward pass sent, but for a last collective whose result nothing needs
-            times = one.times * (repeated[kind] - one.last * ended_early[kind])
+            times = one.times * (repeated[kind] - one.last * ended_early[kind]) * kind.runs_backward
             if one.phase == "forward" and times:
                 yield replace(one, times=times, phase="backward", last=False)
     yield from end_collectives(recipe, topology, embedding=chunk.embedding, head=chunk.head)
@@ -109,15 +109,22 @@ def _attention_collectives(
     """The residual stream over tp, and what norms over all heads need; keys and values (or heads) over cp. `is_last`:
     nothing of the layer comes behind it."""
     run = layer_run(recipe)
+    products = [linear for part in layer.parts if part.attention is not None for linear in part.linears]
+    pair = (products[0], products[-1])
     if layer.attention.sums_heads:
         # a token's squares of queries and of keys; their gradients the other way
         squares = 2 * run.tokens.all * run.wide
-        for phase in ("forward", "backward"):
+        phases: list[Phase] = ["forward"]
+        if _is_reached(pair[0]):
+            phases.append("backward")
+        for phase in phases:
             yield from topology.make("norms of heads", "all_reduce", ("tp",), squares, 1, phase=phase)
-    yield from _tensor_parallel(recipe, topology, "attention", last=is_last and _ends_with_a_sum(recipe))
+    yield from _tensor_parallel(recipe, topology, "attention", pair, last=is_last and _ends_with_a_sum(recipe))
     for one in _context_parallel(recipe, topology, layer.attention):
+        if not layer.attends_backward and one.phase == "backward":
+            continue
         yield one
-        if one.phase == "forward" and "core_attention" in run.execution.recomputed:
+        if one.phase == "forward" and layer.attends_backward and "core_attention" in run.execution.recomputed:
             yield replace(one, phase="backward")
 
 
@@ -135,7 +142,10 @@ def _feed_forward_collectives(
     # a norm or dropout behind it takes the sum once more
     output_again = recipe.model.dropout > 0 or sublayer.post is not None
     last = is_last and _ends_with_a_sum(recipe)
-    yield from _tensor_parallel(recipe, topology, "feed-forward", again=again, output_again=output_again, last=last)
+    pair = (sublayer.mix.linears[0], sublayer.mix.linears[-1])
+    yield from _tensor_parallel(
+        recipe, topology, "feed-forward", pair, again=again, output_again=output_again, last=last
+    )
 
 
 def _expert_collectives(
@@ -144,7 +154,8 @@ def _expert_collectives(
     """Routers' choices over cp · tp, tokens over ep · etp, and the shared experts' residual stream over tp."""
     parallelism = recipe.parallelism
     recomputed = layer_run(recipe).execution.recomputed
-    whole_again = "moe" in recomputed
+    runs_backward = any(_is_reached(linear) for linear in sublayer.mix.linears)
+    whole_again = "moe" in recomputed and runs_backward
     takes_output = recipe.model.dropout > 0 or sublayer.post is not None
     for one in _router_exchanges(recipe, topology, routing):
         yield one
@@ -153,7 +164,9 @@ def _expert_collectives(
     # shared experts come before the way back where they run beside the way there
     run_beside = parallelism.overlap.shared_experts and parallelism.ep * parallelism.etp > 1
     shared_last = routing.has_shared and not run_beside
-    yield from _token_dispatch(recipe, topology, routing, again=whole_again, last=not (takes_output or shared_last))
+    for one in _token_dispatch(recipe, topology, routing, again=whole_again, last=not (takes_output or shared_last)):
+        if runs_backward or one.phase == "forward":
+            yield one
     if routing.has_shared:
         # the gate keeps their output
         last = is_last and shared_last and _ends_with_a_sum(recipe) and not routing.gates_shared
@@ -161,6 +174,7 @@ def _expert_collectives(
             recipe,
             topology,
             "shared experts",
+            (sublayer.shared.linears[0], sublayer.shared.linears[-1]),
             again=whole_again or "shared_experts" in recomputed,
             output_again=takes_output or (whole_again and not last),
             last=last,
@@ -171,6 +185,7 @@ def _tensor_parallel(
     recipe: Recipe,
     topology: Topology,
     what: str,
+    pair: tuple[Linear, Linear],
     *,
     again: bool = False,
     output_again: bool = False,
@@ -182,8 +197,11 @@ def _tensor_parallel(
 
     The backward pass gathers the input of the first once more for its weight gradient, unless a compiled block keeps
     it; it reduces the gradient of that input beside the weight gradient. `again`: the pair runs again, and
-    `output_again` with the sum of its output; `last`: see Collective.
+    `output_again` with the sum of its output; `last`: see Collective. Where the first of the `pair` is frozen, its input
+    is not gathered again, and where nothing is trained before it, nobody waits for its input's gradient.
     """
+    first, second = pair
+    again = again and _is_reached(second)
     run = layer_run(recipe)
     beside = recipe.parallelism.overlap.tp
     # T · D · e
@@ -198,17 +216,22 @@ def _tensor_parallel(
     if not recipe.parallelism.sequence_parallel:
         yield from make("all_reduce", 1, "forward", last=last)
         yield from make("all_reduce", sums_again, "backward")
-        yield from make("all_reduce", 1, "backward", overlapped=beside)
+        yield from make("all_reduce", int(first.makes_input_gradient), "backward", overlapped=beside)
         return
     # of the gradient of the output, then of the input, which a compiled block keeps as it was gathered
-    gathers = 2
-    if recipe.kernels.compile == "block":
-        gathers = 1
+    gathers = int(_is_reached(second))
+    if recipe.kernels.compile != "block" and not first.is_frozen:
+        gathers += 1
     yield from make("all_gather", 1, "forward")
     yield from make("reduce_scatter", 1, "forward", last=last)
     yield from make("all_gather", gathers + again, "backward")
     yield from make("reduce_scatter", sums_again, "backward")
-    yield from make("reduce_scatter", 1, "backward", overlapped=beside)
+    yield from make("reduce_scatter", int(first.makes_input_gradient), "backward", overlapped=beside)
+
+
+def _is_reached(linear: Linear) -> bool:
+    """The gradient of what a product puts out is made."""
+    return linear.makes_input_gradient or not linear.is_frozen
 
 
 def _context_parallel(recipe: Recipe, topology: Topology, attention: AttentionProducts) -> Iterator[Collective]:
@@ -320,18 +343,20 @@ def end_collectives(recipe: Recipe, topology: Topology, *, embedding: bool, head
     run = layer_run(recipe)
     # T · D · e
     size = run.tokens.all * recipe.model.d_model * run.width
+    facts = facts_of(recipe)
     splits_tokens = recipe.parallelism.sequence_parallel
     sums: CollectiveKind = "all_reduce"
     if splits_tokens:
         sums = "reduce_scatter"
     if embedding:
         yield from topology.make("embedding", sums, ("tp",), size, 1, phase="forward")
-        if splits_tokens:
+        if splits_tokens and not facts.embedding_table.is_frozen:
             yield from topology.make("embedding", "all_gather", ("tp",), size, 1, phase="backward")
     if head:
         if splits_tokens:
             yield from topology.make("output head", "all_gather", ("tp",), size, 1, phase="forward")
-        yield from topology.make("output head", sums, ("tp",), size, 1, phase="backward")
+        if facts.head_makes_input_gradient:
+            yield from topology.make("output head", sums, ("tp",), size, 1, phase="backward")
         # three times: the largest logit, the sum of exponentials and the target's logit of each token
         yield from topology.make("loss", "all_reduce", ("tp",), run.wide * run.tokens.all, 3, phase="forward")
 
@@ -347,7 +372,8 @@ def transfers(recipe: Recipe, topology: Topology, shape: Shape, rank: int) -> It
         for stage in stages:
             target = stage + step
             # at the turn of a V two stages that follow each other lie on one rank
-            if 0 <= target <= last and rank_of_stage(shape, target) != rank:
+            first = 0 if phase == "forward" else shape.first_trained
+            if first <= target <= last and rank_of_stage(shape, target) != rank:
                 sends += 1
         times = sends * shape.micro_batches
         yield from topology.make("stages", "p2p", ("pp",), size, times, phase=phase, overlapped=overlapped)

@@ -21,7 +21,7 @@ from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
 from megaspec.estimate.memory import kept_by_layer
 from megaspec.estimate.muon_matrices import orthogonalising_seconds
-from megaspec.estimate.parameters import holds_embedding
+from megaspec.estimate.parameters import holds_embedding, trained_parameters
 from megaspec.estimate.schedule import bubble, shape_of
 from megaspec.estimate.step_communication import gradient_width, step_collectives
 from megaspec.estimate.throughput import MeasuredThroughput
@@ -300,7 +300,10 @@ def _step_end(recipe: Recipe, passes: _PipelinePasses, rank: int, throughput: Me
     chunks = passes.stages[rank]
     count = passes.times.parameters(recipe, rank, chunks)
     exchange = step_collectives(recipe, passes.times.topology, rank, count)
-    update = _update_seconds(recipe, count, throughput)
+    trained = count
+    if recipe.train.trainable is not None:
+        trained = trained_parameters(recipe, rank)
+    update = _update_seconds(recipe, trained, throughput)
     if isinstance(recipe.optim, MuonSpec):
         update += orthogonalising_seconds(recipe, recipe.optim, chunks, throughput)
     return _StepEnd(_exposed_exchange(recipe, exchange, chunks, passes.of_micro_batch(rank), throughput), update)
@@ -357,7 +360,7 @@ def _in_buckets(
     # the last bucket of gradients is the embedding's table, where a rank has it
     bucket = recipe.parallelism.bucket_mb * 1e6
     last = bucket
-    if holds_embedding(chunks):
+    if holds_embedding(chunks) and not facts_of(recipe).embedding_table.is_frozen:
         last = facts_of(recipe).table_on(tp=recipe.parallelism.tp) * gradient_width(recipe)
     messages = max(1, ceil(one.bytes / bucket))
     seconds = one.times * collective_seconds(one, throughput, messages=messages)
