@@ -197,8 +197,8 @@ def _tensor_parallel(
 
     The backward pass gathers the input of the first once more for its weight gradient, unless a compiled block keeps
     it; it reduces the gradient of that input beside the weight gradient. `again`: the pair runs again, and
-    `output_again` with the sum of its output; `last`: see Collective. Where the first of the `pair` is frozen, its input
-    is not gathered again, and where nothing is trained before it, nobody waits for its input's gradient.
+    `output_again` with the sum of its output; `last`: see Collective. Where the first of the `pair` is frozen, its
+    input is not gathered again, and where nothing is trained before it, nobody waits for its input's gradient.
     """
     first, second = pair
     again = again and _is_reached(second)

@@ -180,8 +180,8 @@ def _reduced_and_gathered(
     shared: _SharedWeights,
 ) -> Iterator[Collective]:
     """What a strategy sends of gradients [P] and weights [P]. zero2 and fsdp hold no whole gradient between micro
-    batches, and fsdp no whole weight, but of `gathered_less.once` from the forward to the backward pass. What is frozen has no
-    gradient, and is gathered by fsdp alone, which shares it out too."""
+    batches, and fsdp no whole weight, but of `gathered_less.once` from the forward to the backward pass. What
+    is frozen has no gradient, and is gathered by fsdp alone, which shares it out too."""
     strategy = recipe.parallelism.dp_strategy
     overlap = recipe.parallelism.overlap
     # the bytes of a gradient, g

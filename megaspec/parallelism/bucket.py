@@ -107,7 +107,7 @@ class Bucket:
         self.is_trained = is_trained
         self.names = list(division.shapes)
         self.weights: Buffer | None = None
-        self.sums: Buffer
+        self.sums: Buffer | None = None
         self.is_collecting = False
         """The whole sums can be added to."""
         self.fresh: set[str] = set()

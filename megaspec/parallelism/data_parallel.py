@@ -121,7 +121,7 @@ class DataParallel:
         if is_shared_out:
             for bucket in self.buckets:
                 bucket.hold_weights(self.parameters, kept=not self._shards_weights)
-        self._gathers = self._make_gathers([bucket for bucket in self.buckets if self._is_gathered(bucket)])
+        self._gathers = self._make_gathers([bucket for bucket in self.buckets if self.is_gathered(bucket)])
         self._reductions.connect(self._linears, sums)
         self._share_out(layouts)
         self._backward_at: list[_ShardedUnit | None] = [None] * len(chunks)
@@ -129,7 +129,7 @@ class DataParallel:
         if is_shared_out:
             self._wrap_units()
 
-    def _is_gathered(self, bucket: Bucket) -> bool:
+    def is_gathered(self, bucket: Bucket) -> bool:
         """Its weights are shared out, to be updated or because all are."""
         if self._sharing.strategy == "replicate":
             return False
