@@ -41,7 +41,8 @@ class LayerBytes:
     again: int
     """What `selective` makes again before the backward pass."""
     backward: int
-    """Gradients of activations that live at once inside the backward pass."""
+    """Gradients of activations that live at once inside the backward pass; where none comes, the activations that live
+    at once inside the forward pass."""
     sent: int
     """Tokens on their way to experts, while they move."""
     deferred: int
@@ -63,7 +64,7 @@ def layer_bytes(run: LayerRun, layer: LayerFacts) -> LayerBytes:
             routed += tensor.size
         else:
             kept += tensor.size
-    backward = _backward(run, layer)
+    backward = _backward(run, layer) if layer.runs_backward else _forward(run, layer)
     if run.degrees.tp > 1:
         # beside the feed-forward layer's own gradient that of the stream is gathered
         backward += stream
@@ -92,6 +93,14 @@ def _backward(run: LayerRun, layer: LayerFacts) -> int:
     if not run.execution.is_compiled:
         size += rows * routing.expert_width.on(run.degrees) * _PLAIN_ACTIVATION * run.wide
     return size
+
+
+def _forward(run: LayerRun, layer: LayerFacts) -> int:
+    """What the part that makes most works with, beside the stream before it and what it has normed of that."""
+    made = 0
+    for kept in layer.widest.kept(run.execution):
+        made += run.kept_bytes(kept, layer)
+    return made + 2 * layer.d_model * run.stream_bytes_per_feature
 
 
 def _sent(run: LayerRun, routing: Routing) -> int:

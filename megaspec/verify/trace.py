@@ -166,7 +166,7 @@ class _TracedPosition(Position):
                 backward = replace(here, phase="backward")
                 held = [] if kept is None else [kept]
                 out.register_hook(lambda _: self._begin(backward, held))
-                if held:
+                if held and x.requires_grad:
                     x.register_hook(lambda grad: self._end(grad, held))
             return out
 
@@ -206,6 +206,10 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         _balance(built)  # loads of experts are numbers, which a trace has none of
         _name_what_is_held(built, recorder)
         batches = _batches(spec)
+        for batch in batches:
+            for x in vars(batch).values():
+                if x is not None:
+                    recorder.memory.name(x, ACTIVATIONS)
         scaler = build_scaler(spec.precision, device=_META)
         count = _enough(spec)
         if isinstance(built.optimizer, NarrowAdamW):

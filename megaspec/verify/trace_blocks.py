@@ -16,6 +16,7 @@ from torch import Tensor
 from megaspec.estimate.activations import LayerBytes, layer_bytes
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.trained import facts_of
 from megaspec.spec import Spec
 from megaspec.verify.trace_memory import ACTIVATIONS, EXPERTS, Memory
 
@@ -43,7 +44,7 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
     first, _, last = numbers.partition("-")
     run = layer_run(spec)
     recompute = spec.parallelism.recompute
-    facts = spec.model.facts
+    facts = facts_of(spec)
     numbers_of_layers = range(int(first), int(last or first) + 1)
     layers = [layer_bytes(run, facts.layers[number]) for number in numbers_of_layers]
     backward = max(layer.backward + layer.sent for layer in layers)
@@ -57,7 +58,7 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
         again = sum(map(_made_again, layers)) + (len(layers) - 1) * layers[0].input
         return UnitBytes(0, 0, again + backward, deferred)
     (layer,) = layers
-    return UnitBytes(layer.kept - layer.input, layer.routed, layer.again + backward, deferred)
+    return UnitBytes(max(0, layer.kept - layer.input), layer.routed, layer.again + backward, deferred)
 
 
 def _made_again(one: LayerBytes) -> int:

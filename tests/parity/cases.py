@@ -115,8 +115,8 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": {"kind": "log", "scale": 0.5, "floor_scale": 3.0}, "sinks": True},
 }
 
-# What is trained, the rest being frozen. Of four layers on a pipeline's stages some train nothing, and some have nothing
-# to train before them.
+# What is trained, the rest being frozen. Of four layers on a pipeline's stages some train nothing, and some have
+# nothing to train before them.
 TRAINABLES: dict[str, tuple[str, ...]] = {
     "": (),
     "norms": ("*norm*", "*.bias", "*expert_bias"),
