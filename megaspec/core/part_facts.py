@@ -346,6 +346,8 @@ class PartFacts:
     moved: tuple[Moved, ...] = ()
     gradient: tuple[Width, ...] = ()
     """The largest gradient of an activation that its backward pass holds at once, as features of a token."""
+    runs_backward: bool = True
+    """Something before its last operation is trained, so that the backward pass goes through those before that."""
 
     def rows(self, prefix: str) -> Iterator[Row]:
         """Its placement; `prefix` stands before each module's name: `layers.*.`."""

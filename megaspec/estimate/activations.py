@@ -64,7 +64,12 @@ def layer_bytes(run: LayerRun, layer: LayerFacts) -> LayerBytes:
             routed += tensor.size
         else:
             kept += tensor.size
-    backward = _backward(run, layer) if layer.runs_backward else _forward(run, layer)
+    backward = 0
+    if layer.runs_backward:
+        backward = _backward(run, layer)
+    if not layer.widest.runs_backward:
+        # nothing of it waits for a backward pass: it takes most while it runs
+        backward = max(backward, _forward(run, layer))
     if run.degrees.tp > 1:
         # beside the feed-forward layer's own gradient that of the stream is gathered
         backward += stream
@@ -133,8 +138,7 @@ def kept_tensors(run: LayerRun, layer: LayerFacts) -> tuple[KeptTensor, ...]:
     core = _core(run, layer.attention)
     if not layer.attends_backward:
         # its output alone, where a product needs it for its weight gradient
-        trained_inputs = {linear.input_kept for linear in layer.linears if not linear.is_frozen}
-        core = (one for one in core if one.what in trained_inputs)
+        core = (one for one in core if one.what in layer.trained_inputs)
     return (*found, *core)
 
 

@@ -52,7 +52,7 @@ class ExchangeMemory:
             if self.contents.has_head and not self.facts.is_tied:
                 return self.run.wide * self._trained_head
             return 0
-        if self.contents.has_embedding and not self._defers:
+        if self._trained_table and self.contents.has_embedding and not self._defers:
             return self.run.wide * self._trained_table
         # a layer's experts come before the rest of it
         dense = max((self._trained(kind).dense for kind in self.contents.kinds), default=0)

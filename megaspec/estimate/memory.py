@@ -505,6 +505,9 @@ def _last_norm(run: LayerRun, facts: ModelFacts) -> int:
     size = 0
     # as plain operations
     for kept in facts.norm.kept(Execution()):
+        # what its weight's gradient is made of
+        if not facts.trained_norm_weights and kept.what.endswith(".normed"):
+            continue
         size += kept.times * run.tokens.stream * run.on_rank(kept.features) * run.bytes_of(kept.element)
     return size
 

@@ -59,6 +59,7 @@ class _Walk:
 
     def part(self, part: PartFacts, prefix: str) -> PartFacts:
         """Its parameters, as they are trained."""
+        runs_backward = self.is_reached
         tables = tuple(self._table(table, prefix) for table in part.tables)
         linears = []
         vectors = tuple(self._vector(vector, prefix) for vector in part.vectors)
@@ -69,7 +70,9 @@ class _Walk:
                 self.is_reached = self.is_reached or any(one.is_trained and not one.is_frozen for one in vectors)
         self.is_reached = self.is_reached or any(one.is_trained and not one.is_frozen for one in vectors)
         self.is_reached = self.is_reached or not all(one.is_frozen for one in tables)
-        return replace(part, tables=tables, linears=tuple(linears), vectors=vectors)
+        if linears:
+            runs_backward = linears[-1].makes_input_gradient
+        return replace(part, tables=tables, linears=tuple(linears), vectors=vectors, runs_backward=runs_backward)
 
     def _table(self, table: Table, prefix: str) -> Table:
         weight = f"{prefix}{table.name}.weight"

@@ -90,19 +90,24 @@ class LayerFacts:
         """Every tensor that waits for the backward pass when nothing is recomputed; attention's own products apart."""
         if not self.runs_backward:
             return
-        trained_inputs = {linear.input_kept for linear in self.linears if not linear.is_frozen}
-        for kept in self._kept(execution):
-            if not kept.for_weights or kept.what in trained_inputs:
-                yield kept
-
-    def _kept(self, execution: Execution) -> Iterator[Kept]:
-        """See `kept`, where everything is trained."""
         for number, sublayer in enumerate(self.sublayers):
-            if sublayer.takes_stream:
+            if sublayer.takes_stream and stream_name(number) in self.trained_inputs:
                 tokens = "all" if execution.is_compiled else "stream"
                 yield Kept(stream_name(number), (features(self.d_model),), tokens, "product", for_weights=True)
             for part in sublayer.parts:
-                yield from part.kept(execution)
+                for kept in part.kept(execution):
+                    is_needed = part.runs_backward and not kept.for_weights
+                    if is_needed or kept.what in self.trained_inputs:
+                        yield kept
+
+    @cached_property
+    def trained_inputs(self) -> frozenset[str]:
+        """Of kept tensors, by name, what gradients of trained weights are made of."""
+        names = {linear.input_kept for linear in self.linears if not linear.is_frozen}
+        for vector in self.vectors:
+            if not vector.is_frozen:
+                names.add(f"{vector.module}.normed")
+        return frozenset(names)
 
     @cached_property
     def attends_backward(self) -> bool:

@@ -41,7 +41,10 @@ def _kept(spec: "NormSpec", width: int, name: str, feeds_product: bool, executio
     if wide == 0 or "norm" in execution.recomputed:
         yield stream
     if wide:
-        yield Kept(f"{name}.wide", numbers, "stream", "wide", freed_by=("norm",), times=wide)
+        yield Kept(f"{name}.wide", numbers, "stream", "wide", freed_by=("norm",))
+    if wide > 1:
+        # the normed input, which the weight's gradient is made of
+        yield Kept(f"{name}.normed", numbers, "stream", "wide", freed_by=("norm",), times=wide - 1, for_weights=True)
     if spec.statistics:
         yield Kept(f"{name}.statistics", (features(spec.statistics),), "stream", "statistic", freed_by=("norm",))
     if feeds_product:
