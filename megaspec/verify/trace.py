@@ -149,6 +149,8 @@ class _TracedPosition(Position):
         recorder = self._recorder
 
         def told(x: Tensor, *more: object) -> Tensor:
+            # of a unit before which nothing is trained: nobody told of its end
+            self._leave()
             here = TracePoint("forward", self.micro, unit.name)
             recorder.place = here
             memory = recorder.memory
@@ -160,6 +162,7 @@ class _TracedPosition(Position):
             out = run(x, *more)
             recorder.unit = None
             if kept is not None:
+                kept.ran()
                 memory.name(out, ACTIVATIONS)
             if out.requires_grad:
                 # the gradient of what came out is made first, that of what went in last

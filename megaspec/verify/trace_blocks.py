@@ -33,6 +33,8 @@ class UnitBytes:
     """During its backward pass."""
     deferred: int = 0
     """From its backward pass to that of its weights."""
+    forward: int = 0
+    """During its forward pass, where no backward pass comes; else less than what it keeps."""
 
 
 def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
@@ -47,6 +49,8 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
     facts = facts_of(spec)
     numbers_of_layers = range(int(first), int(last or first) + 1)
     layers = [layer_bytes(run, facts.layers[number]) for number in numbers_of_layers]
+    if not any(facts.layers[number].runs_backward for number in numbers_of_layers):
+        return UnitBytes(0, 0, 0, forward=max(layer.backward for layer in layers))
     backward = max(layer.backward + layer.sent for layer in layers)
     deferred = 0
     if shape_of(spec).splits_backward:
@@ -73,6 +77,11 @@ class KeptByUnit:
         self._size = size
         self.x = x.detach()
         self._held = [_block(memory, ACTIVATIONS, size.kept), _block(memory, EXPERTS, size.routed)]
+        self._in_forward: Tensor | None = _block(memory, ACTIVATIONS, size.forward)
+
+    def ran(self) -> None:
+        """Its forward pass is over."""
+        self._in_forward = None
 
     def work(self) -> None:
         """Its backward pass begins."""
