@@ -14,6 +14,7 @@ Sizes are bytes of the whole tensor (see Collective.bytes):
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from megaspec.core.part_facts import AttentionProducts, Linear, Routing
 from megaspec.estimate.hardware import Hardware
@@ -155,6 +156,8 @@ def _expert_collectives(
     parallelism = recipe.parallelism
     recomputed = layer_run(recipe).execution.recomputed
     runs_backward = any(_is_reached(linear) for linear in sublayer.mix.linears)
+    routed = [linear for linear in sublayer.mix.linears if linear.tokens == "routed"]
+    reached = _Reached(tokens=routed[0].makes_input_gradient, weights=_is_reached(sublayer.mix.linears[0]))
     whole_again = "moe" in recomputed and runs_backward
     takes_output = recipe.model.dropout > 0 or sublayer.post is not None
     for one in _router_exchanges(recipe, topology, routing):
@@ -164,7 +167,8 @@ def _expert_collectives(
     # shared experts come before the way back where they run beside the way there
     run_beside = parallelism.overlap.shared_experts and parallelism.ep * parallelism.etp > 1
     shared_last = routing.has_shared and not run_beside
-    for one in _token_dispatch(recipe, topology, routing, again=whole_again, last=not (takes_output or shared_last)):
+    last_way = not (takes_output or shared_last)
+    for one in _token_dispatch(recipe, topology, routing, reached, again=whole_again, last=last_way):
         if runs_backward or one.phase == "forward":
             yield one
     if routing.has_shared:
@@ -271,8 +275,15 @@ def _context_parallel(recipe: Recipe, topology: Topology, attention: AttentionPr
         yield from make("p2p", kv + grad_kv, split.ring - 1, "backward", overlapped=True)
 
 
+class _Reached(NamedTuple):
+    """Of what is sent to experts, what has a gradient that goes the other way."""
+
+    tokens: bool
+    weights: bool
+
+
 def _token_dispatch(
-    recipe: Recipe, topology: Topology, routing: Routing, *, again: bool, last: bool
+    recipe: Recipe, topology: Topology, routing: Routing, reached: _Reached, *, again: bool, last: bool
 ) -> Iterator[Collective]:
     """Tokens [rows, D] to their experts and back: the way there, and its gradients' way, beside the shared experts.
 
@@ -306,16 +317,16 @@ def _token_dispatch(
         yield from make("reduce_scatter", tokens * row, back_again, "backward")
         # the gradients of the sums, of the tokens and of their weights
         yield from make("all_gather", tokens * row, 1, "backward")
-        yield from make("reduce_scatter", tokens * row, 1, "backward", overlapped=beside)
-        yield from make("reduce_scatter", tokens * routing.top_k * weight, 1, "backward")
+        yield from make("reduce_scatter", tokens * row, int(reached.tokens), "backward", overlapped=beside)
+        yield from make("reduce_scatter", tokens * routing.top_k * weight, int(reached.weights), "backward")
         return
     rows = run.expert_rows(routing)
     yield from make("all_to_all", rows * row, 1, "forward", overlapped=beside)
     yield from make("all_to_all", rows * row, 1, "forward", last=last)
     yield from make("all_to_all", rows * weight, 1, "forward")
-    yield from make("all_to_all", rows * row, 1 + there_again, "backward", overlapped=beside)
+    yield from make("all_to_all", rows * row, reached.tokens + there_again, "backward", overlapped=beside)
     yield from make("all_to_all", rows * row, 1 + back_again, "backward")
-    yield from make("all_to_all", rows * weight, 1 + there_again, "backward")
+    yield from make("all_to_all", rows * weight, reached.weights + there_again, "backward")
 
 
 def _router_exchanges(recipe: Recipe, topology: Topology, routing: Routing) -> Iterator[Collective]:

@@ -63,15 +63,19 @@ class _Walk:
         tables = tuple(self._table(table, prefix) for table in part.tables)
         linears = []
         vectors = tuple(self._vector(vector, prefix) for vector in part.vectors)
+        at_input = self.is_reached
         for number, linear in enumerate(part.linears):
-            linears.append(self._linear(linear, prefix))
+            # experts take the tokens themselves: a router's scores come in behind their first product
+            takes_input = number == 0 or (linear.tokens != part.linears[number - 1].tokens)
+            linears.append(self._linear(linear, prefix, is_reached=at_input if takes_input else self.is_reached))
             if number == 0:
                 # what is normed or added lies behind the first product
                 self.is_reached = self.is_reached or any(one.is_trained and not one.is_frozen for one in vectors)
         self.is_reached = self.is_reached or any(one.is_trained and not one.is_frozen for one in vectors)
         self.is_reached = self.is_reached or not all(one.is_frozen for one in tables)
+        routed = [linear for linear in linears if linear.tokens == "routed"]
         if linears:
-            runs_backward = linears[-1].makes_input_gradient
+            runs_backward = (routed or linears)[-1].makes_input_gradient
         return replace(part, tables=tables, linears=tuple(linears), vectors=vectors, runs_backward=runs_backward)
 
     def _table(self, table: Table, prefix: str) -> Table:
@@ -85,7 +89,8 @@ class _Walk:
     def _vector(self, vector: Vector, prefix: str) -> Vector:
         return replace(vector, is_frozen=prefix + vector.name not in self.names)
 
-    def _linear(self, linear: Linear, prefix: str) -> Linear:
+    def _linear(self, linear: Linear, prefix: str, *, is_reached: bool) -> Linear:
+        """`is_reached`: what goes into it has a gradient."""
         is_frozen = f"{prefix}{linear.name}.weight" not in self.names
         is_bias_frozen = not linear.bias or f"{prefix}{linear.name}.bias" not in self.names
         one = replace(linear, is_frozen=is_frozen, is_bias_frozen=is_bias_frozen, makes_input_gradient=self.is_reached)

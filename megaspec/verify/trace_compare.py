@@ -26,8 +26,9 @@ MEMORY_TOLERANCE = 0.05
 """Of all that is allocated."""
 
 
-# Counts of steps, which no plan counts: all that an optimizer without weights holds.
-_FEW_BYTES = 4096
+# Counts of steps and of what routers saw, which no plan counts and a trace puts to the optimizer: beside a model's
+# weights nothing, beside a few that are trained much.
+_FEW_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
