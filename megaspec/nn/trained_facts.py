@@ -93,7 +93,7 @@ class _Walk:
         """`is_reached`: what goes into it has a gradient."""
         is_frozen = f"{prefix}{linear.name}.weight" not in self.names
         is_bias_frozen = not linear.bias or f"{prefix}{linear.name}.bias" not in self.names
-        one = replace(linear, is_frozen=is_frozen, is_bias_frozen=is_bias_frozen, makes_input_gradient=self.is_reached)
+        one = replace(linear, is_frozen=is_frozen, is_bias_frozen=is_bias_frozen, makes_input_gradient=is_reached)
         self.is_reached = self.is_reached or not is_frozen or not is_bias_frozen
         return one
 
