@@ -271,8 +271,9 @@ class Pipeline:
 
     def finish_grads(self, gradients: Mapping[str, Tensor]) -> None:
         """Adds up the gradients of shared parameters; after all other reductions."""
-        # in one order on both ranks; of what is frozen there are none
-        self._links.sum_of_ends([gradients[name] for name in sorted(self.shared) if name in gradients])
+        # of what is frozen there are none
+        shared = sorted(self.shared & gradients.keys())
+        self._links.sum_of_ends([gradients[name] for name in shared])
 
     def _shape(self, micro_batches: int) -> Shape:
         spec = self.spec

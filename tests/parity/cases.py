@@ -119,13 +119,16 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 # nothing to train before them.
 TRAINABLES: dict[str, tuple[str, ...]] = {
     "": (),
-    "norms": ("*norm*", "*.bias", "*expert_bias"),
+    "norms": ("*norm*",),
+    "norms and biases": ("*norm*", "*.bias"),
+    "norms and routers' biases": ("*norm*", "*.expert_bias"),
     "head": ("head.*", "norm.*"),
     "upper": ("layers.1.*", "layers.3.*"),
     "lower": ("layers.0.*",),
-    "down": ("*.w_down.*", "*.router.*"),
+    "down": ("*.w_down.*",),
+    "router": ("*.router.*",),
     "embedding": ("embed.*",),
-    "into": ("*.wqkv.*", "*.w_gate_up.*", "*.w_up.*"),
+    "into": ("*.wqkv.*", "*.w_gate_up.*"),
 }
 
 Settings = tuple[tuple[str, Any], ...]
