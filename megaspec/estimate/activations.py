@@ -101,10 +101,12 @@ def _backward(run: LayerRun, layer: LayerFacts) -> int:
 
 
 def _forward(run: LayerRun, layer: LayerFacts) -> int:
-    """What the part that makes most works with, beside the stream before it and what it has normed of that."""
+    """What the part that makes most works with, beside the stream before it and what it has normed of that; what is
+    kept of it is counted there."""
     made = 0
     for kept in layer.widest.kept(run.execution):
-        made += run.kept_bytes(kept, layer)
+        if kept.what not in layer.trained_inputs:
+            made += run.kept_bytes(kept, layer)
     return made + 2 * layer.d_model * run.stream_bytes_per_feature
 
 
