@@ -19,7 +19,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import fork
-from megaspec.rules.belonging import fork_point
+from megaspec.rules.belonging import fork_point, starts_optimizer_anew
 from megaspec.run_folder import make_fork, newest_good, read_run, refuse_unfinished_fork, refuse_weights_alone
 from megaspec.search.fits import MEMORY, start_problems
 from megaspec.spec import Spec
@@ -89,7 +89,10 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
         stack.callback(lock.release)
         make_fork(place, source, good, recipe, target, spec)
         stack.pop_all()
-    print(printable(f"{place} starts from step {began.step} of {source}; {_rates(old, spec, began.step)}"))
+    said = f"{place} starts from step {began.step} of {source}; {_rates(old, spec, began.step)}"
+    if starts_optimizer_anew(good.manifest, spec):
+        said += "; it trains what was frozen there, so that the optimizer's state starts anew"
+    print(printable(said))
     return Prepared(place, spec, lock)
 
 

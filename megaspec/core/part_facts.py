@@ -89,6 +89,11 @@ class Linear:
     """Muon orthogonalises it: it is neither an embedding, an output head nor a router."""
     input_kept: str = ""
     """The `Kept.what` of the tensor that it keeps as its input."""
+    is_frozen: bool = False
+    """Its weight has no gradient."""
+    is_bias_frozen: bool = False
+    makes_input_gradient: bool = True
+    """Something before it is trained."""
 
     @property
     def columns(self) -> int:
@@ -148,6 +153,8 @@ class Vector:
     """False: a buffer that a step moves without a gradient."""
     in_flops: bool = False
     """Megatron-LM counts it as a matrix of so many weights."""
+    is_frozen: bool = False
+    """It has no gradient, and does not move."""
 
     @property
     def module(self) -> str:
@@ -173,6 +180,9 @@ class Table:
     """vocab: its rows are padded and shared out over tp. sequence: every rank holds it whole."""
     bias: bool = False
     """A number for each row is added to what is computed with it, and lies where the row does."""
+    is_frozen: bool = False
+    """It has no gradient; its bias may have one."""
+    is_bias_frozen: bool = False
 
     @property
     def size(self) -> int:
@@ -297,6 +307,8 @@ class Kept:
     """Tokens on their way to experts or back."""
     times: int = 1
     """How many there are of it."""
+    for_weights: bool = False
+    """Nothing but the weight gradients of the products that it goes into needs it."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +346,8 @@ class PartFacts:
     moved: tuple[Moved, ...] = ()
     gradient: tuple[Width, ...] = ()
     """The largest gradient of an activation that its backward pass holds at once, as features of a token."""
+    runs_backward: bool = True
+    """Something before its last operation is trained, so that the backward pass goes through those before that."""
 
     def rows(self, prefix: str) -> Iterator[Row]:
         """Its placement; `prefix` stands before each module's name: `layers.*.`."""

@@ -18,5 +18,9 @@ class WeightFacts:
     """Rows to look up by number: their gradient needs the numbers alone, not the table."""
     is_tied: bool = False
     """The embedding's table, and the output head's weight: used in the first unit of the model and in the last."""
+    layer: int | None = None
+    """The number of the layer that it stands in; None: it stands in none."""
+    is_trained: bool = True
+    """False: frozen, so that nobody makes, adds up or keeps a gradient of it."""
     is_expert: bool = False
     """Experts' matrices and biases, which lie on the expert grid of core/axes.py."""

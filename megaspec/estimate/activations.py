@@ -41,7 +41,8 @@ class LayerBytes:
     again: int
     """What `selective` makes again before the backward pass."""
     backward: int
-    """Gradients of activations that live at once inside the backward pass."""
+    """Gradients of activations that live at once inside the backward pass; where none comes, the activations that live
+    at once inside the forward pass."""
     sent: int
     """Tokens on their way to experts, while they move."""
     deferred: int
@@ -63,7 +64,12 @@ def layer_bytes(run: LayerRun, layer: LayerFacts) -> LayerBytes:
             routed += tensor.size
         else:
             kept += tensor.size
-    backward = _backward(run, layer)
+    backward = 0
+    if layer.runs_backward:
+        backward = _backward(run, layer)
+    if not layer.widest.runs_backward:
+        # nothing of it waits for a backward pass: it takes most while it runs
+        backward = max(backward, _forward(run, layer))
     if run.degrees.tp > 1:
         # beside the feed-forward layer's own gradient that of the stream is gathered
         backward += stream
@@ -94,6 +100,16 @@ def _backward(run: LayerRun, layer: LayerFacts) -> int:
     return size
 
 
+def _forward(run: LayerRun, layer: LayerFacts) -> int:
+    """What the part that makes most works with, beside the stream before it and what it has normed of that; what is
+    kept of it is counted there."""
+    made = 0
+    for kept in layer.widest.kept(run.execution):
+        if kept.what not in layer.trained_inputs:
+            made += run.kept_bytes(kept, layer)
+    return made + 2 * layer.d_model * run.stream_bytes_per_feature
+
+
 def _sent(run: LayerRun, routing: Routing) -> int:
     """Rows [rows, d_model] as they leave and as they arrive; with a gather the tokens of all ranks besides."""
     row = routing.d_model * run.width
@@ -107,10 +123,10 @@ def _deferred(run: LayerRun, layer: LayerFacts, tensors: tuple[KeptTensor, ...])
     """Inputs are kept tensors, each of them once; a gradient is as large as what its product made. Of the router, which
     is small, the input alone."""
     sizes = {tensor.what: tensor.size for tensor in tensors}
-    inputs = {linear.input_kept for linear in layer.linears}
+    inputs = {linear.input_kept for linear in layer.linears if not linear.is_frozen}
     total = sum(sizes.get(what, 0) for what in inputs)
     for linear in layer.linears:
-        if linear.in_flops:
+        if linear.in_flops and not linear.is_frozen:
             rows = run.count(linear.tokens, layer.routing)
             total += rows * run.on_rank(linear.outputs) * run.width
     return total
@@ -119,9 +135,13 @@ def _deferred(run: LayerRun, layer: LayerFacts, tensors: tuple[KeptTensor, ...])
 def kept_tensors(run: LayerRun, layer: LayerFacts) -> tuple[KeptTensor, ...]:
     """Every tensor that a layer keeps when nothing is recomputed."""
     found = [_sized(kept, run, layer) for kept in layer.kept(run.execution)]
-    if layer.attention is not None:
-        found += _core(run, layer.attention)
-    return tuple(found)
+    if layer.attention is None or not layer.runs_backward:
+        return tuple(found)
+    core = _core(run, layer.attention)
+    if not layer.attends_backward:
+        # its output alone, where a product needs it for its weight gradient
+        core = (one for one in core if one.what in layer.trained_inputs)
+    return (*found, *core)
 
 
 def _sized(kept: Kept, run: LayerRun, layer: LayerFacts) -> KeptTensor:

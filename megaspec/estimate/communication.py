@@ -14,14 +14,16 @@ Sizes are bytes of the whole tensor (see Collective.bytes):
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
-from megaspec.core.part_facts import AttentionProducts, Routing
+from megaspec.core.part_facts import AttentionProducts, Linear, Routing
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.step_communication import step_collectives
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology, topology_of
+from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import head_sizes, recomputed_layers
 from megaspec.nn.layer.facts import LayerFacts, SubLayer
 from megaspec.parallelism.passes import Shape, rank_of_stage, stage_number
@@ -63,7 +65,7 @@ def _rank_collectives(recipe: Recipe, hardware: Hardware | None, rank: int) -> t
 
 def chunk_collectives(recipe: Recipe, topology: Topology, chunk: Chunk) -> Iterator[Collective]:
     """Of one micro batch through one chunk."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     again = chunk.layers[: recomputed_layers(recipe, len(chunk.layers))]
     layers = facts.kinds_of(chunk.layers)
     repeated = facts.kinds_of(again)
@@ -72,7 +74,7 @@ def chunk_collectives(recipe: Recipe, topology: Topology, chunk: Chunk) -> Itera
         for one in layer_collectives(recipe, topology, kind):
             yield replace(one, times=one.times * layers[kind], last=False)
             # recomputation sends again what the forward pass sent, but for a last collective whose result nothing needs
-            times = one.times * (repeated[kind] - one.last * ended_early[kind])
+            times = one.times * (repeated[kind] - one.last * ended_early[kind]) * kind.runs_backward
             if one.phase == "forward" and times:
                 yield replace(one, times=times, phase="backward", last=False)
     yield from end_collectives(recipe, topology, embedding=chunk.embedding, head=chunk.head)
@@ -108,15 +110,22 @@ def _attention_collectives(
     """The residual stream over tp, and what norms over all heads need; keys and values (or heads) over cp. `is_last`:
     nothing of the layer comes behind it."""
     run = layer_run(recipe)
+    products = [linear for part in layer.parts if part.attention is not None for linear in part.linears]
+    pair = (products[0], products[-1])
     if layer.attention.sums_heads:
         # a token's squares of queries and of keys; their gradients the other way
         squares = 2 * run.tokens.all * run.wide
-        for phase in ("forward", "backward"):
+        phases: list[Phase] = ["forward"]
+        if _is_reached(pair[0]):
+            phases.append("backward")
+        for phase in phases:
             yield from topology.make("norms of heads", "all_reduce", ("tp",), squares, 1, phase=phase)
-    yield from _tensor_parallel(recipe, topology, "attention", last=is_last and _ends_with_a_sum(recipe))
+    yield from _tensor_parallel(recipe, topology, "attention", pair, last=is_last and _ends_with_a_sum(recipe))
     for one in _context_parallel(recipe, topology, layer.attention):
+        if not layer.attends_backward and one.phase == "backward":
+            continue
         yield one
-        if one.phase == "forward" and "core_attention" in run.execution.recomputed:
+        if one.phase == "forward" and layer.attends_backward and "core_attention" in run.execution.recomputed:
             yield replace(one, phase="backward")
 
 
@@ -134,7 +143,10 @@ def _feed_forward_collectives(
     # a norm or dropout behind it takes the sum once more
     output_again = recipe.model.dropout > 0 or sublayer.post is not None
     last = is_last and _ends_with_a_sum(recipe)
-    yield from _tensor_parallel(recipe, topology, "feed-forward", again=again, output_again=output_again, last=last)
+    pair = (sublayer.mix.linears[0], sublayer.mix.linears[-1])
+    yield from _tensor_parallel(
+        recipe, topology, "feed-forward", pair, again=again, output_again=output_again, last=last
+    )
 
 
 def _expert_collectives(
@@ -143,7 +155,10 @@ def _expert_collectives(
     """Routers' choices over cp · tp, tokens over ep · etp, and the shared experts' residual stream over tp."""
     parallelism = recipe.parallelism
     recomputed = layer_run(recipe).execution.recomputed
-    whole_again = "moe" in recomputed
+    runs_backward = any(_is_reached(linear) for linear in sublayer.mix.linears)
+    routed = [linear for linear in sublayer.mix.linears if linear.tokens == "routed"]
+    reached = _Reached(tokens=routed[0].makes_input_gradient, weights=_is_reached(sublayer.mix.linears[0]))
+    whole_again = "moe" in recomputed and runs_backward
     takes_output = recipe.model.dropout > 0 or sublayer.post is not None
     for one in _router_exchanges(recipe, topology, routing):
         yield one
@@ -152,7 +167,10 @@ def _expert_collectives(
     # shared experts come before the way back where they run beside the way there
     run_beside = parallelism.overlap.shared_experts and parallelism.ep * parallelism.etp > 1
     shared_last = routing.has_shared and not run_beside
-    yield from _token_dispatch(recipe, topology, routing, again=whole_again, last=not (takes_output or shared_last))
+    last_way = not (takes_output or shared_last)
+    for one in _token_dispatch(recipe, topology, routing, reached, again=whole_again, last=last_way):
+        if runs_backward or one.phase == "forward":
+            yield one
     if routing.has_shared:
         # the gate keeps their output
         last = is_last and shared_last and _ends_with_a_sum(recipe) and not routing.gates_shared
@@ -160,6 +178,7 @@ def _expert_collectives(
             recipe,
             topology,
             "shared experts",
+            (sublayer.shared.linears[0], sublayer.shared.linears[-1]),
             again=whole_again or "shared_experts" in recomputed,
             output_again=takes_output or (whole_again and not last),
             last=last,
@@ -170,6 +189,7 @@ def _tensor_parallel(
     recipe: Recipe,
     topology: Topology,
     what: str,
+    pair: tuple[Linear, Linear],
     *,
     again: bool = False,
     output_again: bool = False,
@@ -181,8 +201,11 @@ def _tensor_parallel(
 
     The backward pass gathers the input of the first once more for its weight gradient, unless a compiled block keeps
     it; it reduces the gradient of that input beside the weight gradient. `again`: the pair runs again, and
-    `output_again` with the sum of its output; `last`: see Collective.
+    `output_again` with the sum of its output; `last`: see Collective. Where the first of the `pair` is frozen, its
+    input is not gathered again, and where nothing is trained before it, nobody waits for its input's gradient.
     """
+    first, second = pair
+    again = again and _is_reached(second)
     run = layer_run(recipe)
     beside = recipe.parallelism.overlap.tp
     # T · D · e
@@ -197,17 +220,22 @@ def _tensor_parallel(
     if not recipe.parallelism.sequence_parallel:
         yield from make("all_reduce", 1, "forward", last=last)
         yield from make("all_reduce", sums_again, "backward")
-        yield from make("all_reduce", 1, "backward", overlapped=beside)
+        yield from make("all_reduce", int(first.makes_input_gradient), "backward", overlapped=beside)
         return
     # of the gradient of the output, then of the input, which a compiled block keeps as it was gathered
-    gathers = 2
-    if recipe.kernels.compile == "block":
-        gathers = 1
+    gathers = int(_is_reached(second))
+    if recipe.kernels.compile != "block" and not first.is_frozen:
+        gathers += 1
     yield from make("all_gather", 1, "forward")
     yield from make("reduce_scatter", 1, "forward", last=last)
     yield from make("all_gather", gathers + again, "backward")
     yield from make("reduce_scatter", sums_again, "backward")
-    yield from make("reduce_scatter", 1, "backward", overlapped=beside)
+    yield from make("reduce_scatter", int(first.makes_input_gradient), "backward", overlapped=beside)
+
+
+def _is_reached(linear: Linear) -> bool:
+    """The gradient of what a product puts out is made."""
+    return linear.makes_input_gradient or not linear.is_frozen
 
 
 def _context_parallel(recipe: Recipe, topology: Topology, attention: AttentionProducts) -> Iterator[Collective]:
@@ -247,8 +275,15 @@ def _context_parallel(recipe: Recipe, topology: Topology, attention: AttentionPr
         yield from make("p2p", kv + grad_kv, split.ring - 1, "backward", overlapped=True)
 
 
+class _Reached(NamedTuple):
+    """Of what is sent to experts, what has a gradient that goes the other way."""
+
+    tokens: bool
+    weights: bool
+
+
 def _token_dispatch(
-    recipe: Recipe, topology: Topology, routing: Routing, *, again: bool, last: bool
+    recipe: Recipe, topology: Topology, routing: Routing, reached: _Reached, *, again: bool, last: bool
 ) -> Iterator[Collective]:
     """Tokens [rows, D] to their experts and back: the way there, and its gradients' way, beside the shared experts.
 
@@ -282,16 +317,16 @@ def _token_dispatch(
         yield from make("reduce_scatter", tokens * row, back_again, "backward")
         # the gradients of the sums, of the tokens and of their weights
         yield from make("all_gather", tokens * row, 1, "backward")
-        yield from make("reduce_scatter", tokens * row, 1, "backward", overlapped=beside)
-        yield from make("reduce_scatter", tokens * routing.top_k * weight, 1, "backward")
+        yield from make("reduce_scatter", tokens * row, int(reached.tokens), "backward", overlapped=beside)
+        yield from make("reduce_scatter", tokens * routing.top_k * weight, int(reached.weights), "backward")
         return
     rows = run.expert_rows(routing)
     yield from make("all_to_all", rows * row, 1, "forward", overlapped=beside)
     yield from make("all_to_all", rows * row, 1, "forward", last=last)
     yield from make("all_to_all", rows * weight, 1, "forward")
-    yield from make("all_to_all", rows * row, 1 + there_again, "backward", overlapped=beside)
+    yield from make("all_to_all", rows * row, reached.tokens + there_again, "backward", overlapped=beside)
     yield from make("all_to_all", rows * row, 1 + back_again, "backward")
-    yield from make("all_to_all", rows * weight, 1 + there_again, "backward")
+    yield from make("all_to_all", rows * weight, reached.weights + there_again, "backward")
 
 
 def _router_exchanges(recipe: Recipe, topology: Topology, routing: Routing) -> Iterator[Collective]:
@@ -319,18 +354,20 @@ def end_collectives(recipe: Recipe, topology: Topology, *, embedding: bool, head
     run = layer_run(recipe)
     # T · D · e
     size = run.tokens.all * recipe.model.d_model * run.width
+    facts = facts_of(recipe)
     splits_tokens = recipe.parallelism.sequence_parallel
     sums: CollectiveKind = "all_reduce"
     if splits_tokens:
         sums = "reduce_scatter"
     if embedding:
         yield from topology.make("embedding", sums, ("tp",), size, 1, phase="forward")
-        if splits_tokens:
+        if splits_tokens and not facts.embedding_table.is_frozen:
             yield from topology.make("embedding", "all_gather", ("tp",), size, 1, phase="backward")
     if head:
         if splits_tokens:
             yield from topology.make("output head", "all_gather", ("tp",), size, 1, phase="forward")
-        yield from topology.make("output head", sums, ("tp",), size, 1, phase="backward")
+        if facts.head_makes_input_gradient:
+            yield from topology.make("output head", sums, ("tp",), size, 1, phase="backward")
         # three times: the largest logit, the sum of exponentials and the target's logit of each token
         yield from topology.make("loss", "all_reduce", ("tp",), run.wide * run.tokens.all, 3, phase="forward")
 
@@ -346,7 +383,8 @@ def transfers(recipe: Recipe, topology: Topology, shape: Shape, rank: int) -> It
         for stage in stages:
             target = stage + step
             # at the turn of a V two stages that follow each other lie on one rank
-            if 0 <= target <= last and rank_of_stage(shape, target) != rank:
+            first = 0 if phase == "forward" else shape.first_trained
+            if first <= target <= last and rank_of_stage(shape, target) != rank:
                 sends += 1
         times = sends * shape.micro_batches
         yield from topology.make("stages", "p2p", ("pp",), size, times, phase=phase, overlapped=overlapped)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megaspec.estimate.layer_run import LayerRun
-from megaspec.estimate.parameters import layer_weights
+from megaspec.estimate.parameters import layer_weights, trained_weights
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.recipe import Recipe
@@ -50,12 +50,12 @@ class ExchangeMemory:
             return 0
         if self._waits_to_the_end:
             if self.contents.has_head and not self.facts.is_tied:
-                return self.run.wide * self._table
+                return self.run.wide * self._trained_head
             return 0
-        if self.contents.has_embedding and not self._defers:
-            return self.run.wide * self._table
+        if self._trained_table and self.contents.has_embedding and not self._defers:
+            return self.run.wide * self._trained_table
         # a layer's experts come before the rest of it
-        dense = max((self._weights(kind).dense for kind in self.contents.kinds), default=0)
+        dense = max((self._trained(kind).dense for kind in self.contents.kinds), default=0)
         return self.run.wide * dense
 
     def at_head(self) -> int:
@@ -86,7 +86,7 @@ class ExchangeMemory:
         if self.contents.has_head:
             # the head's gradient is gone when the second layer's is made, but where the layers' are all deferred
             head = self._head_on_its_way
-            beside_first_layer = self._largest_layer + head
+            beside_first_layer = self._most_trained + head
             beside_all = made
             if self._waits_to_the_end:
                 beside_all += head
@@ -105,14 +105,14 @@ class ExchangeMemory:
         if self._defers:
             layers = max(self._layers)
         elif self.recipe.parallelism.overlap.grad_reduce:
-            layers = self._largest_layer
-        return self._between_stages + (self._table + layers) * self.run.wide
+            layers = self._most_trained
+        return self._between_stages + (self._trained_table + layers) * self.run.wide
 
     @cached_property
     def _made_by_layers(self) -> int:
         """Weights of layers whose gradients have memory at once: one layer's, but what is deferred is not reduced."""
         if not self._defers:
-            return self._largest_layer
+            return self._most_trained
         if self._waits_to_the_end:
             return sum(self._layers)
         # the first stage of a V is at its peak while one chunk runs backward alone
@@ -123,7 +123,7 @@ class ExchangeMemory:
         """Weights of the output head whose gradient is being reduced while the first layer runs backward. Of a tied
         table none: the norm's gradient is the last one."""
         if self.recipe.parallelism.overlap.grad_reduce and not self.facts.is_tied:
-            return self._table
+            return self._trained_head
         return 0
 
     @cached_property
@@ -172,12 +172,12 @@ class ExchangeMemory:
 
     @cached_property
     def _layers(self) -> list[int]:
-        """Weights of each chunk's layers."""
+        """Trained weights of each chunk's layers."""
         found = []
         for chunk in self.contents.chunks:
             weights = 0
             for kind, layers in Counter(chunk).items():
-                weights += layers * self._weights(kind).total
+                weights += layers * self._trained(kind).total
             found.append(weights)
         return found
 
@@ -185,6 +185,29 @@ class ExchangeMemory:
     def _largest_layer(self) -> int:
         """Weights of the layer that has most."""
         return max((self._weights(kind).total for kind in self.contents.kinds), default=0)
+
+    @cached_property
+    def _most_trained(self) -> int:
+        """Trained weights of the layer that has most."""
+        return max((self._trained(kind).total for kind in self.contents.kinds), default=0)
+
+    @cached_property
+    def _trained_table(self) -> int:
+        """Weights of the embedding's table that have a gradient."""
+        if self.facts.embedding_table.is_frozen:
+            return 0
+        return self._table
+
+    @cached_property
+    def _trained_head(self) -> int:
+        """Weights of the output head that have a gradient."""
+        if self.facts.head_table.is_frozen:
+            return 0
+        return self._table
+
+    def _trained(self, layer: LayerFacts) -> WeightCount:
+        """Of a layer on this rank, what has a gradient."""
+        return trained_weights(layer, self.run.degrees)
 
     def _weights(self, layer: LayerFacts) -> WeightCount:
         """Of a layer on this rank."""

@@ -7,44 +7,71 @@ Megatron reports; of a window or of chunks it is what lies inside, as in Megatro
 for a causal one. `full` counts twice as many: of causal attention all scores, which is what most MFU figures in papers
 do (PaLM's). Documents are not looked at. So FLOPs depend on the model and the length of its sequences alone: what a
 kernel computes beside the pairs that are seen is not among them, and lowers the MFU.
+
+Where parameters are frozen (train.trainable) only the products are counted that are made: no weight gradient of a
+frozen matrix, and no input gradient where nothing before is trained.
 """
 
 from functools import lru_cache
 from typing import Literal
 
+from megaspec.estimate.trained import trained_facts
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.recipe import ModelSpec
 
 Convention = Literal["causal", "full"]
-# Forward, input gradient and weight gradient, each a multiply and an add.
-_PER_WEIGHT = 6
+# A multiply and an add.
+_PER_PRODUCT = 2
 
 
 @lru_cache(maxsize=4096)
-def flops_per_sequence(model: ModelSpec, *, seq_len: int, convention: Convention = "causal", tp: int = 1) -> int:
-    """FLOPs of one training step for one sequence of `seq_len` tokens, over all ranks. A token passes top-k experts."""
-    facts = model.facts
-    # weights that a token is multiplied with: the output head's [D, padded vocabulary] and those of the layers
-    weights = model.d_model * facts.padded_vocab(tp=tp)
+def flops_per_sequence(
+    model: ModelSpec,
+    *,
+    seq_len: int,
+    convention: Convention = "causal",
+    tp: int = 1,
+    trainable: tuple[str, ...] | None = None,
+) -> int:
+    """FLOPs of one training step for one sequence of `seq_len` tokens, over all ranks. A token passes top-k experts.
+    `trainable`: see TrainSpec."""
+    facts = trained_facts(model, trainable)
+    # multiplications of a token with a weight, in all passes: with the output head's [D, padded vocabulary]
+    head = model.d_model * facts.padded_vocab(tp=tp)
+    weights = head * (1 + facts.head_makes_input_gradient + (not facts.head_table.is_frozen))
     weights += sum(_weights_passed(layer) for layer in facts.layers)
-    # of q kᵀ and of the scores times v
+    # of q kᵀ and of the scores times v; each has two gradients
     times = {"causal": 1, "full": 2}[convention]
-    scores = sum(_score_products(layer, seq_len) for layer in facts.layers)
-    return seq_len * _PER_WEIGHT * weights + times * _PER_WEIGHT // 2 * scores
+    scores = 0
+    for layer in facts.layers:
+        scores += (1 + 2 * layer.attends_backward) * _score_products(layer, seq_len)
+    return seq_len * _PER_PRODUCT * weights + times * scores
 
 
-def flops_per_token(model: ModelSpec, *, seq_len: int, convention: Convention = "causal", tp: int = 1) -> float:
+def flops_per_token(
+    model: ModelSpec,
+    *,
+    seq_len: int,
+    convention: Convention = "causal",
+    tp: int = 1,
+    trainable: tuple[str, ...] | None = None,
+) -> float:
     """The mean over the tokens of a sequence."""
-    return flops_per_sequence(model, seq_len=seq_len, convention=convention, tp=tp) / seq_len
+    flops = flops_per_sequence(model, seq_len=seq_len, convention=convention, tp=tp, trainable=trainable)
+    return flops / seq_len
 
 
 def _weights_passed(layer: LayerFacts) -> int:
-    """Weights that a token is multiplied with in a layer."""
+    """Weights that a token is multiplied with in a layer, once for each pass that does."""
     weights = 0
     for linear in layer.linears:
         if linear.in_flops:
-            weights += linear.active_experts * linear.inputs.whole * linear.columns
-    return weights + sum(vector.size for vector in layer.vectors if vector.in_flops)
+            passes = 1 + linear.makes_input_gradient + (not linear.is_frozen)
+            weights += passes * linear.active_experts * linear.inputs.whole * linear.columns
+    for vector in layer.vectors:
+        if vector.in_flops:
+            weights += (1 + layer.runs_backward + (not vector.is_frozen)) * vector.size
+    return weights
 
 
 def _score_products(layer: LayerFacts, seq_len: int) -> int:

@@ -11,6 +11,7 @@ from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.throughput import MeasuredThroughput, ProductKind
 from megaspec.estimate.topology import Collective, Topology, topology_of
+from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import (
     AttentionWork,
     Product,
@@ -154,7 +155,7 @@ class LayerTimes:
         share = self._recomputed_share(chunk)
         costs = []
         for (layer, in_fp8), count in self._kinds(chunk).items():
-            costs.append((_with_recomputation(self.layer(layer, in_fp8), share), count))
+            costs.append((_with_recomputation(self.layer(layer, in_fp8), share * layer.runs_backward), count))
         if chunk.embedding:
             costs.append((self._end(embedding_part(self.recipe), embedding=True), 1))
         if chunk.head:
@@ -163,13 +164,13 @@ class LayerTimes:
 
     def layers(self, stages: int) -> list[float]:
         """Seconds of one micro batch through each layer, where layers are divided among so many stages."""
-        layers = self.recipe.model.facts.layers
+        layers = facts_of(self.recipe).layers
         n = max(1, len(layers) // stages)
         share = recomputed_layers(self.recipe, n) / n
         seconds = []
         for number, layer in enumerate(layers):
             cost = self.layer(layer, self._in_fp8(number))
-            seconds.append(_with_recomputation(cost, share).total)
+            seconds.append(_with_recomputation(cost, share * layer.runs_backward).total)
         return seconds
 
     def messages(self, chunk: Chunk) -> Iterator[tuple[Collective, float]]:
@@ -180,7 +181,7 @@ class LayerTimes:
             for one in layer_collectives(self.recipe, self.topology, layer):
                 seconds = layers * self._exposed(one, cost, layer)
                 yield replace(one, times=layers * one.times), seconds
-                again = round(share * layers)
+                again = round(share * layers) * layer.runs_backward
                 if one.phase == "forward" and again:
                     yield replace(one, times=again * one.times, phase="backward"), share * seconds
         for one in end_collectives(self.recipe, self.topology, embedding=chunk.embedding, head=chunk.head):
@@ -188,7 +189,7 @@ class LayerTimes:
 
     def _kinds(self, chunk: Chunk) -> dict[tuple[LayerFacts, bool], int]:
         """Layers that differ, by whether they compute in fp8."""
-        layers = self.recipe.model.facts.layers
+        layers = facts_of(self.recipe).layers
         return Counter((layers[number], self._in_fp8(number)) for number in chunk.layers)
 
     def _recomputed_share(self, chunk: Chunk) -> float:
@@ -205,10 +206,11 @@ class LayerTimes:
     def _layer(self, layer: LayerFacts, in_fp8: bool) -> Cost:
         sums = _CostSum()
         sums.forward[_BYTES] += GAPS_SECONDS * (1 / 3)
-        sums.backward[_BYTES] += GAPS_SECONDS * (2 / 3)
+        if layer.runs_backward:
+            sums.backward[_BYTES] += GAPS_SECONDS * (2 / 3)
         recomputed = layer_run(self.recipe).execution.recomputed
         for part in layer_parts(self.recipe, layer, in_fp8=in_fp8):
-            self._add_part(part, sums, is_recomputed=part.name in recomputed)
+            self._add_part(part, sums, is_recomputed=part.name in recomputed and layer.runs_backward)
         # behind all parts: what overlaps is compared with the arithmetic of the whole layer
         self._add_collectives(layer_collectives(self.recipe, self.topology, layer), sums, layer)
         return sums.cost
@@ -230,14 +232,17 @@ class LayerTimes:
         before = sum(forward)
         for product in part.products:
             forward[_PRODUCTS] += self._product(product, "forward")
-            backward[_PRODUCTS] += self._product(product, "dgrad")
-            sums.weight[_PRODUCTS] += self._product(product, "wgrad")
+            if product.makes_input_gradient:
+                backward[_PRODUCTS] += self._product(product, "dgrad")
+            if product.makes_weight_gradient:
+                sums.weight[_PRODUCTS] += self._product(product, "wgrad")
         cast = fp8_bytes(part.products)
         forward[_BYTES] += self.throughput.memory_seconds(part.forward_bytes + cast.forward)
         backward[_BYTES] += self.throughput.memory_seconds(part.backward_bytes + cast.backward)
         if part.attention is not None:
             forward[_ATTENTION] += self._attention(part, "forward")
-            backward[_ATTENTION] += self._attention(part, "backward")
+            if part.attends_backward:
+                backward[_ATTENTION] += self._attention(part, "backward")
         if is_recomputed:
             backward[_AGAIN] += sum(forward) - before
 
@@ -372,6 +377,7 @@ def layer_times(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughp
         parallelism.sequence_parallel,
         parallelism.dispatch,
         recipe.train.micro_batch,
+        recipe.train.trainable,
     )
     found = _KEPT.get(key)
     if found is None:

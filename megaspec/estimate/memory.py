@@ -18,7 +18,7 @@ from megaspec.estimate.exchange_memory import ExchangeMemory, StageContents
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.layer_run import LayerRun, layer_run
 from megaspec.estimate.muon_matrices import hidden_of_layer
-from megaspec.estimate.parameters import holds_embedding, holds_head, rank_parameters
+from megaspec.estimate.parameters import holds_embedding, holds_head, rank_parameters, trained_parameters
 from megaspec.estimate.schedule import (
     Moment,
     Moments,
@@ -28,6 +28,7 @@ from megaspec.estimate.schedule import (
     messages_held,
     shape_of,
 )
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
@@ -107,7 +108,7 @@ def fullest_within(recipe: Recipe, room: int) -> StageMemory | None:
 def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
     """See memory_of; each is weighed when it is asked for."""
     parallelism = recipe.parallelism
-    common = _CommonSizes(recipe, layer_run(recipe), recipe.model.facts, is_cuda=device == "cuda")
+    common = _CommonSizes(recipe, layer_run(recipe), facts_of(recipe), is_cuda=device == "cuda")
     in_flight_of_stages = in_flight(recipe)
     # stages in the middle hold the same and differ in the micro batches in flight
     held_always: dict[tuple[StageContents, int], _HeldAlways] = {}
@@ -115,7 +116,8 @@ def _by_stage(recipe: Recipe, device: str) -> Iterator[StageMemory]:
         messages = messages_held(common.shape, stage, overlap=parallelism.overlap.p2p)
         key = (contents, messages)
         if key not in held_always:
-            held_always[key] = _held_always(common, contents, messages, rank_parameters(recipe, stage))
+            counts = _Counts(rank_parameters(recipe, stage), trained_parameters(recipe, stage))
+            held_always[key] = _held_always(common, contents, messages, counts)
         yield _of_stage(common, stage, in_flight_of_stages[stage], held_always[key])
 
 
@@ -146,6 +148,11 @@ class _CommonSizes:
     def table(self) -> int:
         """Weights of the embedding's table, or of the output head's, on one rank."""
         return self.facts.table_on(tp=self.run.degrees.tp)
+
+    @property
+    def trains_table(self) -> bool:
+        """The embedding's table has a gradient."""
+        return not self.facts.embedding_table.is_frozen
 
     @cached_property
     def batch_and_scratch(self) -> int:
@@ -192,7 +199,7 @@ def _of_stage(common: _CommonSizes, stage: int, held: float, always: _HeldAlways
         at_head += before
     # the head is done before the first layer runs backward
     more = max(0, peak.elsewhere + peak.in_backward + at_layer - always.logits - at_head)
-    if contents.has_embedding:
+    if contents.has_embedding and common.trains_table:
         # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
         # deferred
         at_table = exchanges.at_table() + common.run.width * common.table - gone
@@ -242,8 +249,16 @@ def _contents_of_stages(facts: ModelFacts, pp: int, pipeline: PipelineSpec) -> t
     return tuple(found)
 
 
-def _held_always(common: _CommonSizes, contents: StageContents, messages: int, count: WeightCount) -> _HeldAlways:
-    """`messages`: that the stage holds at once. `count`: weights of the rank."""
+class _Counts(NamedTuple):
+    """Weights of a rank."""
+
+    held: WeightCount
+    trained: WeightCount
+    """Of them, those with gradients, master weights and moments."""
+
+
+def _held_always(common: _CommonSizes, contents: StageContents, messages: int, counts: _Counts) -> _HeldAlways:
+    """`messages`: that the stage holds at once."""
     recipe = common.recipe
     run = common.run
     logits = 0
@@ -251,9 +266,9 @@ def _held_always(common: _CommonSizes, contents: StageContents, messages: int, c
         logits = _head(recipe, run, common.facts)
     return _HeldAlways(
         exchanges=ExchangeMemory(recipe, run, common.facts, contents, messages),
-        weights=_weights(recipe, run, contents, count),
-        gradients=shared_out(recipe, count, from_strategy=2) * run.wide,
-        optimizer=_states(recipe, run, contents, count),
+        weights=_weights(recipe, run, contents, counts.held),
+        gradients=shared_out(recipe, counts.trained, from_strategy=2) * run.wide,
+        optimizer=_states(recipe, run, contents, counts.trained),
         logits=logits,
     )
 
@@ -379,7 +394,7 @@ def _in_backward(common: _CommonSizes, contents: StageContents, chunks: Sequence
         sent = max(sent, one.sent)
     # tokens on their way to experts, and layers on their way back from the CPU, are there beside a layer's gradients
     total = again + in_layer + sent + moving
-    if contents.has_head and contents.has_embedding and common.facts.is_tied:
+    if contents.has_head and contents.has_embedding and common.facts.is_tied and common.trains_table:
         # the gradient of a tied table waits for the embedding's part of it
         total += common.run.width * common.table
     if not common.shape.splits_backward:
@@ -451,7 +466,9 @@ def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
         # logits and two more tensors as large, in at least fp32
         return total + rows * columns * (3 + bent) * w
     # the gradient of the norm's output [rows, d] and of the table are added up over pieces of the tokens
-    total += rows * d * e + table * w
+    total += rows * d * e * facts.head_makes_input_gradient
+    makes_table = not facts.head_table.is_frozen
+    total += table * w * makes_table
     piece = logits_piece(rows, columns * e)
     # a piece's logits are dropped when the next piece's are there
     at_piece = (piece + min(piece, rows - piece)) * columns * e
@@ -460,7 +477,7 @@ def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
     # at the end the last piece's logits, and the table's gradient in the model's format
     last_piece = (rows - 1) % piece + 1
     at_end = last_piece * columns * e
-    if e < w:
+    if e < w and makes_table:
         at_end += table * e
     return total + max(at_piece, at_end)
 
@@ -488,6 +505,9 @@ def _last_norm(run: LayerRun, facts: ModelFacts) -> int:
     size = 0
     # as plain operations
     for kept in facts.norm.kept(Execution()):
+        # what its weight's gradient is made of
+        if not facts.trained_norm_weights and kept.what.endswith(".normed"):
+            continue
         size += kept.times * run.tokens.stream * run.on_rank(kept.features) * run.bytes_of(kept.element)
     return size
 
@@ -502,7 +522,7 @@ def shared_out(recipe: Recipe, count: WeightCount, *, from_strategy: int) -> int
 
 def _weights(recipe: Recipe, run: LayerRun, contents: StageContents, count: WeightCount) -> int:
     """In the model's format, with copies in fp8 and tables of angles."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     tables = _angles(facts, recipe.model.max_seq_len)
     if run.is_fp8 and recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
         # products of the blocks want both layouts of a weight
@@ -552,7 +572,7 @@ def _rounded(recipe: Recipe, run: LayerRun) -> int:
 
 def _bucket(recipe: Recipe, run: LayerRun) -> int:
     """Bytes of the largest bucket of gradients."""
-    table = recipe.model.facts.table_on(tp=run.degrees.tp)
+    table = facts_of(recipe).table_on(tp=run.degrees.tp)
     return max(int(recipe.parallelism.bucket_mb * 1e6), run.wide * table)
 
 

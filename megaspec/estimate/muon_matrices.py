@@ -6,6 +6,7 @@ from functools import lru_cache
 from megaspec.core.part_facts import Degrees
 from megaspec.estimate.layer_run import degrees_of
 from megaspec.estimate.throughput import MeasuredThroughput
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk
@@ -20,7 +21,7 @@ def hidden_matrices(layer: LayerFacts) -> dict[MatrixShape, int]:
     """How many matrices of each shape a layer holds on all its ranks together."""
     found: Counter[MatrixShape] = Counter()
     for linear in layer.linears:
-        if linear.is_hidden:
+        if linear.is_hidden and not linear.is_frozen:
             for width in linear.outputs:
                 found[width.whole, linear.inputs.whole] += linear.n_experts
     return dict(found)
@@ -32,7 +33,7 @@ def hidden_of_layer(layer: LayerFacts, degrees: Degrees) -> WeightCount:
     dense = 0
     expert = 0
     for linear in layer.linears:
-        if not linear.is_hidden:
+        if not linear.is_hidden or linear.is_frozen:
             continue
         if linear.tokens == "routed":
             expert += linear.weights_on(degrees)
@@ -43,7 +44,7 @@ def hidden_of_layer(layer: LayerFacts, degrees: Degrees) -> WeightCount:
 
 def hidden_parameters(recipe: Recipe, chunks: tuple[Chunk, ...]) -> WeightCount:
     """Weights of hidden matrices that one rank with these chunks holds."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     degrees = degrees_of(recipe)
     dense = 0
     expert = 0
@@ -66,7 +67,7 @@ def orthogonalising_seconds(
     recipe: Recipe, optim: MuonSpec, chunks: tuple[Chunk, ...], throughput: MeasuredThroughput
 ) -> float:
     """Newton-Schulz on the stage's matrices, shared out evenly over its ranks."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     parallelism = recipe.parallelism
     precision = "bf16"
     if recipe.precision.kind == "fp64":

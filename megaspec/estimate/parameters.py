@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from megaspec.core.part_facts import Degrees
 from megaspec.estimate.layer_run import degrees_of
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.parallelism.stages import Chunk, stages_of
 from megaspec.recipe import ModelSpec, Recipe
@@ -78,6 +79,12 @@ def layer_weights(layer: LayerFacts, degrees: Degrees) -> WeightCount:
     return layer.weights_on(degrees)
 
 
+@lru_cache(maxsize=8192)
+def trained_weights(layer: LayerFacts, degrees: Degrees) -> WeightCount:
+    """Of `layer_weights`, what is trained."""
+    return layer.trained_on(degrees)
+
+
 def holds_embedding(chunks: tuple[Chunk, ...]) -> bool:
     """Whether a rank with these chunks does."""
     return any(chunk.embedding for chunk in chunks)
@@ -90,7 +97,7 @@ def holds_head(chunks: tuple[Chunk, ...]) -> bool:
 
 def rank_parameters(recipe: Recipe, stage: int) -> WeightCount:
     """The weights on one rank of pipeline rank `stage`; a tied head on another rank than the embedding is a copy."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     degrees = degrees_of(recipe)
     dense = 0
     expert = 0
@@ -112,9 +119,37 @@ def rank_parameters(recipe: Recipe, stage: int) -> WeightCount:
     return WeightCount(dense, expert)
 
 
+def trained_parameters(recipe: Recipe, stage: int) -> WeightCount:
+    """Of `rank_parameters`, what is trained: it has gradients, master weights and moments."""
+    if recipe.train.trainable is None:
+        return rank_parameters(recipe, stage)
+    facts = facts_of(recipe)
+    degrees = degrees_of(recipe)
+    dense = 0
+    expert = 0
+    holds_table = False
+    for chunk in stages_of(recipe.model.n_layers, recipe.parallelism)[stage]:
+        for kind, layers in facts.kinds_of(chunk.layers).items():
+            weights = trained_weights(kind, degrees)
+            dense += layers * weights.dense
+            expert += layers * weights.expert
+        if chunk.head:
+            dense += facts.trained_norm_weights
+            if not facts.head_table.is_bias_frozen:
+                dense += facts.head_bias_on(tp=degrees.tp)
+        if chunk.embedding:
+            dense += facts.trained_position_weights
+        # a tied table is one weight where both ends are on one rank
+        for is_there, table in ((chunk.embedding, facts.embedding_table), (chunk.head, facts.head_table)):
+            if is_there and not table.is_frozen and not (holds_table and facts.is_tied):
+                dense += facts.table_on(tp=degrees.tp)
+                holds_table = True
+    return WeightCount(dense, expert)
+
+
 def partial_gradients(recipe: Recipe, stage: int) -> PartialGradients:
     """Of one rank of pipeline rank `stage`."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     parallelism = recipe.parallelism
     if parallelism.tp == 1:
         return PartialGradients(0, 0)
@@ -128,9 +163,9 @@ def partial_gradients(recipe: Recipe, stage: int) -> PartialGradients:
             over_tp += _seen_in_part(layer, splits_tokens=splits_tokens)
             over_copies += _copied(layer, degrees)
         if splits_tokens and chunk.head:
-            over_tp += facts.norm_weights
+            over_tp += facts.trained_norm_weights
         if splits_tokens and chunk.embedding:
-            over_tp += facts.position_weights
+            over_tp += facts.trained_position_weights
     return PartialGradients(over_tp, over_copies)
 
 
@@ -142,14 +177,14 @@ def _seen_in_part(layer: LayerFacts, *, splits_tokens: bool) -> int:
         if vector.by_heads is not None:
             # each rank sees all tokens of its own heads
             continue
-        if vector.is_trained and (splits_tokens or vector.acts_on == "heads"):
+        if vector.is_trained and not vector.is_frozen and (splits_tokens or vector.acts_on == "heads"):
             size += vector.size
     if not splits_tokens:
         return size
     for linear in layer.linears:
-        if linear.split == "sequence":
+        if linear.split == "sequence" and not linear.is_frozen:
             size += linear.inputs.whole * linear.columns
-        if linear.split in ("sequence", "rows") and linear.bias:
+        if linear.split in ("sequence", "rows") and linear.bias and not linear.is_bias_frozen:
             # what is added behind a sum over ranks is on all of them
             size += linear.columns
     return size
@@ -162,8 +197,9 @@ def _copied(layer: LayerFacts, degrees: Degrees) -> int:
         for width in linear.outputs:
             # heads that are fewer than ranks
             if linear.split == "columns" and width.size > 1 and degrees.tp > width.count:
-                size += width.on(degrees) * (linear.inputs.whole + linear.bias)
+                inputs = 0 if linear.is_frozen else linear.inputs.whole
+                size += width.on(degrees) * (inputs + (linear.bias and not linear.is_bias_frozen))
     for vector in layer.vectors:
-        if vector.by_heads is not None and degrees.tp > vector.by_heads.count:
+        if vector.by_heads is not None and not vector.is_frozen and degrees.tp > vector.by_heads.count:
             size += vector.on(degrees)
     return size

@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from megaspec.core.weight_facts import WeightFacts
 from megaspec.estimate.batch_sizes import data_parallel
 from megaspec.parallelism.passes import (
     MESSAGES_KEPT,
@@ -20,11 +21,14 @@ from megaspec.parallelism.passes import (
     order,
     passes,
     rank_of_stage,
+    runs_backward,
     source,
     warm_up,
 )
+from megaspec.parallelism.stages import first_trained_stage
 from megaspec.parallelism.timeline import Durations, busy_per_micro_batch, by_rank, receives, seconds_if_late, simulate
 from megaspec.recipe import Recipe
+from megaspec.train.trainable import trained_names
 
 # Steps of more passes than this, past those that only repeat, are not simulated: about a tenth of a second.
 MOST_PASSES = 60_000
@@ -50,7 +54,28 @@ def shape_of(recipe: Recipe) -> Shape:
     pipeline = parallelism.pipeline
     sequences_at_once = recipe.train.micro_batch * data_parallel(parallelism)
     micro_batches = max(1, recipe.train.global_batch // sequences_at_once)
-    return Shape(pipeline.schedule, parallelism.pp, micro_batches, pipeline.virtual_stages, pipeline.micro_batch_group)
+    return Shape(
+        pipeline.schedule,
+        parallelism.pp,
+        micro_batches,
+        pipeline.virtual_stages,
+        pipeline.micro_batch_group,
+        _first_trained(recipe),
+    )
+
+
+def _first_trained(recipe: Recipe) -> int:
+    """The first stage with something to train."""
+    if recipe.train.trainable is None or recipe.parallelism.pp == 1:
+        return 0
+    return first_trained_stage(_weights_of(recipe), recipe.model.n_layers, recipe.parallelism)
+
+
+def _weights_of(recipe: Recipe) -> list[WeightFacts]:
+    """Of all parameters, as they are trained."""
+    facts = recipe.model.facts
+    names = trained_names(facts, recipe.train.trainable)
+    return [replace(one, is_trained=name in names) for name, one in facts.weights().items()]
 
 
 def in_flight(recipe: Recipe) -> tuple[float, ...]:
@@ -104,6 +129,8 @@ def held_later(shape: Shape, rank: int) -> Later:
     at_embedding = 0
     is_behind_another = False
     for one in passes(shape, rank):
+        if not runs_backward(shape, rank, one.chunk):
+            continue
         if one.kind == "F":
             now += 1
         if one.kind != "B":
@@ -159,6 +186,9 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
     at_head: set[Moment] = set()
     at_layers: set[Moment] = set()
     for one in passes(shape, rank):
+        # nothing waits for a backward pass that never comes
+        if not runs_backward(shape, rank, one.chunk):
+            continue
         is_last = one.chunk == shape.virtual - 1
         if one.kind == "B":
             at_layers.add(tuple(now))
@@ -167,7 +197,8 @@ def held_by_chunk(shape: Shape, rank: int, *, alike: bool = False) -> Moments:
         now[one.chunk] = _after(now[one.chunk], one, defers=shape.splits_backward)
         if one.kind == "F" and is_last:
             at_head.add(tuple(now))
-    return Moments(_fullest(at_head, alike=alike), _fullest(at_layers, alike=alike))
+    nothing = ((Waiting(0, 0),) * shape.virtual,)
+    return Moments(_fullest(at_head, alike=alike) or nothing, _fullest(at_layers, alike=alike) or nothing)
 
 
 def _after(waiting: Waiting, one: Pass, *, defers: bool) -> Waiting:
@@ -197,6 +228,8 @@ _ORDERS: tuple[Callable[[Waiting], tuple[float, float]], ...] = (
 
 def _fullest(moments: set[Moment], *, alike: bool) -> tuple[Moment, ...]:
     """Those that hold most in one of three ways."""
+    if not moments:
+        return ()
     sums = {moment: _over_chunks(moment) for moment in moments}
     found: set[Moment] = set()
     for size in _ORDERS:

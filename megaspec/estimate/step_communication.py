@@ -15,9 +15,17 @@ from megaspec.core.axes import DENSE_AXES
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.layer_run import degrees_of, layer_run
 from megaspec.estimate.muon_matrices import hidden_parameters, working_width
-from megaspec.estimate.parameters import holds_embedding, holds_head, layer_weights, partial_gradients
+from megaspec.estimate.parameters import (
+    holds_embedding,
+    holds_head,
+    layer_weights,
+    partial_gradients,
+    trained_parameters,
+    trained_weights,
+)
 from megaspec.estimate.schedule import catch_ups, shape_of
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk, stages_of
@@ -91,26 +99,41 @@ class _GatheredLess:
     """Of `once`, those of the output head and the norm before it."""
 
 
+@dataclass(frozen=True)
+class _SharedWeights:
+    """Weights of a rank, of the dense grid or of the experts'."""
+
+    trained: int
+    held: int
+    passed_over: int
+    """In layers to which no backward pass comes."""
+    gathered_less: _GatheredLess
+
+
 def _data_parallel(recipe: Recipe, topology: Topology, rank: int, count: WeightCount) -> Iterator[Collective]:
     """Gradients [P] of dense weights and of experts, and the weights themselves where they are shared out:
     data-parallel ranks see different sequences and update the same weights."""
     parallelism = recipe.parallelism
     chunks = stages_of(recipe.model.n_layers, parallelism)[rank]
-    reductions = _reductions(recipe, rank, chunks, count)
+    trained = count
+    if recipe.train.trainable is not None:
+        trained = trained_parameters(recipe, rank)
+    reductions = _reductions(recipe, rank, chunks, trained)
+    passed_over = _never_backward(recipe, chunks)
     gathered_less = _gathered_less(recipe, chunks)
+    dense = _SharedWeights(trained.dense, count.dense, passed_over.dense, gathered_less)
+    expert = _SharedWeights(trained.expert, count.expert, passed_over.expert, _GatheredLess())
     replicas = ()
     if parallelism.dp_replicate > 1:
         replicas = ("dp_replicate",)
-    yield from _reduced_and_gathered(
-        recipe, topology, _DENSE, reductions.dense, ("dp_shard", "cp"), replicas, gathered_less
-    )
+    yield from _reduced_and_gathered(recipe, topology, _DENSE, reductions.dense, ("dp_shard", "cp"), replicas, dense)
     if parallelism.dp_strategy == "replicate":
         # what is not shared out is summed over all of edp at once
-        yield from _reduced_and_gathered(recipe, topology, _EXPERT, reductions.expert, ("edp",), (), _GatheredLess())
+        yield from _reduced_and_gathered(recipe, topology, _EXPERT, reductions.expert, ("edp",), (), expert)
         return
     # shares of experts lie inside a replica, as all others do
     inside = replace(topology, expert=topology.expert | {"edp": sharing_ranks(parallelism).expert})
-    yield from _reduced_and_gathered(recipe, inside, _EXPERT, reductions.expert, ("edp",), replicas, _GatheredLess())
+    yield from _reduced_and_gathered(recipe, inside, _EXPERT, reductions.expert, ("edp",), replicas, expert)
 
 
 def _reductions(recipe: Recipe, rank: int, chunks: tuple[Chunk, ...], count: WeightCount) -> _RankReductions:
@@ -124,7 +147,7 @@ def _reductions(recipe: Recipe, rank: int, chunks: tuple[Chunk, ...], count: Wei
             dense=[_ReducedWeights(_DENSE, count.dense, micro_batches)],
             expert=[_ReducedWeights(_EXPERT, count.expert, micro_batches)],
         )
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     degrees = degrees_of(recipe)
     found = _RankReductions()
     # what is left are the weights of the model's ends
@@ -133,14 +156,15 @@ def _reductions(recipe: Recipe, rank: int, chunks: tuple[Chunk, ...], count: Wei
         dense = 0
         expert = 0
         for number in chunk.layers:
-            weights = layer_weights(facts.layers[number], degrees)
+            weights = trained_weights(facts.layers[number], degrees)
             dense += weights.dense
             expert += weights.expert
         found.dense.append(_ReducedWeights(LAYERS, dense, times))
         found.expert.append(_ReducedWeights(_EXPERT, expert, times))
         ends -= dense
     found.dense.append(_ReducedWeights(_DENSE, ends, micro_batches))
-    if facts.is_tied and shape.pp > 1 and holds_embedding(chunks) and holds_head(chunks):
+    is_tied = facts.is_tied and not facts.embedding_table.is_frozen
+    if is_tied and shape.pp > 1 and holds_embedding(chunks) and holds_head(chunks):
         table = facts.table_on(tp=parallelism.tp)
         found.dense.append(_ReducedWeights(_DENSE, table, micro_batches, is_again=True))
     return found
@@ -153,15 +177,16 @@ def _reduced_and_gathered(
     reductions: list[_ReducedWeights],
     shards: tuple[str, ...],
     replicas: tuple[str, ...],
-    gathered_less: _GatheredLess,
+    shared: _SharedWeights,
 ) -> Iterator[Collective]:
     """What a strategy sends of gradients [P] and weights [P]. zero2 and fsdp hold no whole gradient between micro
-    batches, and fsdp no whole weight, but of `gathered_less.once` from the forward to the backward pass."""
+    batches, and fsdp no whole weight, but of `gathered_less.once` from the forward to the backward pass. What
+    is frozen has no gradient, and is gathered by fsdp alone, which shares it out too."""
     strategy = recipe.parallelism.dp_strategy
     overlap = recipe.parallelism.overlap
     # the bytes of a gradient, g
     wide = gradient_width(recipe)
-    parameters = sum(part.parameters for part in reductions if not part.is_again)
+    parameters = shared.trained
 
     # the bytes of a weight, e
     narrow = layer_run(recipe).width
@@ -197,16 +222,31 @@ def _reduced_and_gathered(
     # all forward passes come before the first backward pass, which lets the output head's go
     once = 0
     if micro_batches > 1 and recipe.parallelism.pipeline.schedule == "gpipe":
-        once = gathered_less.at_head
-    yield from gather(weights, parameters - once, micro_batches, "forward")
+        once = shared.gathered_less.at_head
+    yield from gather(weights, shared.held - once, micro_batches, "forward")
     yield from gather(HEAD, once, 1, "forward")
-    yield from gather(weights, parameters - gathered_less.once, micro_batches, "backward")
+    again = shared.held - shared.gathered_less.once - shared.passed_over
+    yield from gather(weights, again, micro_batches, "backward")
+
+
+def _never_backward(recipe: Recipe, chunks: tuple[Chunk, ...]) -> WeightCount:
+    """Weights of layers to which no backward pass comes, since nothing is trained in them and before them."""
+    degrees = degrees_of(recipe)
+    dense = 0
+    expert = 0
+    for chunk in chunks:
+        for kind, layers in facts_of(recipe).kinds_of(chunk.layers).items():
+            if not kind.runs_backward:
+                weights = layer_weights(kind, degrees)
+                dense += layers * weights.dense
+                expert += layers * weights.expert
+    return WeightCount(dense, expert)
 
 
 def _gathered_less(recipe: Recipe, chunks: tuple[Chunk, ...]) -> _GatheredLess:
     """The embedding's weights, which the backward pass does not read, and the head's and the last norm's, which it
     takes first."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     table = facts.table_on(tp=recipe.parallelism.tp)
     has_embedding = holds_embedding(chunks)
     has_head = holds_head(chunks)
@@ -246,18 +286,18 @@ def _partial_sums(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Col
 
 def _fewest_kv_heads(recipe: Recipe) -> int:
     """Key and value heads of the layer that has fewest."""
-    found = [kind.attention.n_kv_heads for kind in recipe.model.facts.kinds if kind.attention is not None]
+    found = [kind.attention.n_kv_heads for kind in facts_of(recipe).kinds if kind.attention is not None]
     return min(found, default=recipe.parallelism.tp)
 
 
 def _tied_table(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
     """The gradient of the table [vocabulary / tp, D] between the first and the last stage, which both hold it: the
     embedding's and the output head's parts are one weight's."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     parallelism = recipe.parallelism
     # a V has both ends on one rank
     ends_apart = parallelism.pp > 1 and parallelism.pipeline.schedule != "zb_v"
-    if not facts.is_tied or not ends_apart or rank not in (0, parallelism.pp - 1):
+    if not facts.is_tied or facts.embedding_table.is_frozen or not ends_apart or rank not in (0, parallelism.pp - 1):
         return
     size = facts.table_on(tp=parallelism.tp) * layer_run(recipe).wide / _update_shards(recipe)
     for one in topology.make(TIED, "all_reduce", ("pp",), size, 1, phase="step"):
@@ -297,7 +337,7 @@ def _muon_matrices(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Co
 def _router_statistics(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
     """nn/moe/router.py's StepSums of every layer with experts, which each rank has of its own tokens: three numbers of
     each expert and six of the layer, in fp64."""
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     numbers = 0
     for chunk in stages_of(recipe.model.n_layers, recipe.parallelism)[rank]:
         for layer in chunk.layers:

@@ -21,11 +21,12 @@ from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
 from megaspec.estimate.memory import kept_by_layer
 from megaspec.estimate.muon_matrices import orthogonalising_seconds
-from megaspec.estimate.parameters import holds_embedding
+from megaspec.estimate.parameters import holds_embedding, trained_parameters
 from megaspec.estimate.schedule import bubble, shape_of
 from megaspec.estimate.step_communication import gradient_width, step_collectives
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.estimate.topology import Collective, Topology
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import AdamWSpec, MuonSpec
 from megaspec.parallelism.passes import PAIR_CTAS, Shape, stage_number
@@ -240,7 +241,13 @@ def _rates(recipe: Recipe, hardware: Hardware, parts: dict[str, float], world: i
     peak = hardware.peak[recipe.precision.kind] * world
     mfu = {}
     for convention in ("causal", "full"):
-        flops = flops_per_sequence(recipe.model, seq_len=seq_len, convention=convention, tp=recipe.parallelism.tp)
+        flops = flops_per_sequence(
+            recipe.model,
+            seq_len=seq_len,
+            convention=convention,
+            tp=recipe.parallelism.tp,
+            trainable=recipe.train.trainable,
+        )
         mfu[convention] = batch * flops / (seconds * peak)
     tokens_per_second = batch * seq_len / seconds
     return StepTime(seconds, parts, tokens_per_second, tokens_per_second / world, mfu, waiting)
@@ -293,7 +300,10 @@ def _step_end(recipe: Recipe, passes: _PipelinePasses, rank: int, throughput: Me
     chunks = passes.stages[rank]
     count = passes.times.parameters(recipe, rank, chunks)
     exchange = step_collectives(recipe, passes.times.topology, rank, count)
-    update = _update_seconds(recipe, count, throughput)
+    trained = count
+    if recipe.train.trainable is not None:
+        trained = trained_parameters(recipe, rank)
+    update = _update_seconds(recipe, trained, throughput)
     if isinstance(recipe.optim, MuonSpec):
         update += orthogonalising_seconds(recipe, recipe.optim, chunks, throughput)
     return _StepEnd(_exposed_exchange(recipe, exchange, chunks, passes.of_micro_batch(rank), throughput), update)
@@ -350,8 +360,8 @@ def _in_buckets(
     # the last bucket of gradients is the embedding's table, where a rank has it
     bucket = recipe.parallelism.bucket_mb * 1e6
     last = bucket
-    if holds_embedding(chunks):
-        last = recipe.model.facts.table_on(tp=recipe.parallelism.tp) * gradient_width(recipe)
+    if holds_embedding(chunks) and not facts_of(recipe).embedding_table.is_frozen:
+        last = facts_of(recipe).table_on(tp=recipe.parallelism.tp) * gradient_width(recipe)
     messages = max(1, ceil(one.bytes / bucket))
     seconds = one.times * collective_seconds(one, throughput, messages=messages)
     tail = seconds / one.times * min(1.0, last / one.bytes)
@@ -361,7 +371,7 @@ def _in_buckets(
 def _offload_seconds(recipe: Recipe, passes: _PipelinePasses) -> float:
     """What transfers of activations take longer than the passes that they run beside, on the busiest rank."""
     run = layer_run(recipe)
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     parallelism = recipe.parallelism
     rank = passes.busiest
     waited = 0.0

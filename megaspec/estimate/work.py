@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megaspec.core.part_facts import AttentionProducts, Linear, Moved, PartFacts
 from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec
 from megaspec.recipe import Recipe
@@ -47,6 +48,8 @@ class Product:
     k: int
     precision: str
     groups: int = 0
+    makes_input_gradient: bool = True
+    makes_weight_gradient: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class RecomputablePart:
     name: str
     products: list[Product] = field(default_factory=list)
     attention: AttentionWork | None = None
+    attends_backward: bool = True
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
 
@@ -99,6 +103,9 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
             part = products.setdefault(linear.recomputed_with, RecomputablePart(linear.recomputed_with))
             part.products.append(_product(linear, run, layer, precision))
     between = [_between_products(recipe, run, layer, moved) for moved in layer.moved]
+    if not layer.runs_backward:
+        for part in between:
+            part.backward_bytes = 0.0
     return (*products.values(), *between)
 
 
@@ -119,6 +126,7 @@ def _between_products(recipe: Recipe, run: LayerRun, layer: LayerFacts, moved: M
         part.backward_bytes += turned
     if moved.part == "core_attention":
         part.attention = _attention_work(recipe, run, layer.attention)
+        part.attends_backward = layer.attends_backward
         merged = _merged_bytes(run, layer.attention, recipe.parallelism.context)
         part.forward_bytes += merged.forward
         part.backward_bytes += merged.backward
@@ -138,6 +146,8 @@ def _product(linear: Linear, run: LayerRun, layer: LayerFacts, precision: str) -
         k=linear.inputs.on(run.degrees),
         precision=precision,
         groups=groups,
+        makes_input_gradient=linear.makes_input_gradient,
+        makes_weight_gradient=not linear.is_frozen,
     )
 
 
@@ -253,16 +263,19 @@ def fp8_bytes(products: list[Product]) -> PassBytes:
 def embedding_part(recipe: Recipe) -> RecomputablePart:
     """Rows are read and written; the gradient is as large as the whole table and is added to its sum."""
     run = layer_run(recipe)
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     table = facts.table_on(tp=run.degrees.tp)
     rows = 2 * run.width * facts.d_model * run.tokens.all
-    return RecomputablePart("embedding", forward_bytes=rows, backward_bytes=rows + (2 * run.width + 8) * table)
+    gradient = rows + (2 * run.width + 8) * table
+    if facts.embedding_table.is_frozen:
+        gradient = 0
+    return RecomputablePart("embedding", forward_bytes=rows, backward_bytes=gradient)
 
 
 def head_part(recipe: Recipe) -> RecomputablePart:
     """The last norm, the output head and the loss, whose backward pass runs with its forward, piece by piece."""
     run = layer_run(recipe)
-    facts = recipe.model.facts
+    facts = facts_of(recipe)
     tokens = run.tokens.all
     d_model = facts.d_model
     # e: bytes of a number in the model's format
@@ -279,9 +292,19 @@ def head_part(recipe: Recipe) -> RecomputablePart:
     norm_backward = LOOSE_NORM_BACKWARD * d_model * run.tokens.stream
     # the gradient of the table: to the model's format, scaled, added to its sum
     table_gradient = (4 + e + 2 * e + e + 8) * table
+    if facts.head_table.is_frozen:
+        table_gradient = 0
+    product = Product(
+        tokens,
+        vocab,
+        d_model,
+        precision_outside_fp8(recipe),
+        makes_input_gradient=facts.head_makes_input_gradient,
+        makes_weight_gradient=not facts.head_table.is_frozen,
+    )
     return RecomputablePart(
         "head",
-        [Product(tokens, vocab, d_model, precision_outside_fp8(recipe))],
+        [product],
         forward_bytes=norm_forward + logits,
         backward_bytes=norm_backward + table_gradient + 2 * e * d_model * tokens,
     )

@@ -170,21 +170,27 @@ def weight_gradient(main_grad: MainGrad | None, grad_out: Tensor, x: Tensor) -> 
     return grad_out.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+def bias_gradient(grad_out: Tensor) -> Tensor:
+    """[..., O] -> [O]"""
+    return grad_out.flatten(0, -2).sum(0)
+
+
 class LinearOp(torch.autograd.Function):
-    """y = x Wᵀ + b. `main_grad`: see weight_gradient."""
+    """y = x Wᵀ + b. `main_grad`: see weight_gradient. A frozen weight has no gradient, and its input is not kept."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad):
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.main_grad = bias is not None, main_grad
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.main_grad = main_grad
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
-        grad_x = input_gradient(grad_out, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = weight_gradient(ctx.main_grad, grad_out, x)
-        grad_bias = grad_out.flatten(0, -2).sum(0) if ctx.has_bias else None
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_x = input_gradient(grad_out, weight) if needs_x else None
+        grad_weight = weight_gradient(ctx.main_grad, grad_out, x) if needs_weight else None
+        grad_bias = bias_gradient(grad_out) if needs_bias else None
         return grad_x, grad_weight, grad_bias, None
 
 

@@ -47,6 +47,8 @@ class ModelFacts:
     """Each tensor-parallel rank's rows of the vocabulary are padded to a multiple of so many."""
     angles: int = 0
     """Rotary angles of a position, cosine and sine each counted; 0: no rotary positions."""
+    head_makes_input_gradient: bool = True
+    """Something before the output head is trained."""
 
     @cached_property
     def kinds(self) -> tuple[LayerFacts, ...]:
@@ -74,6 +76,17 @@ class ModelFacts:
     def norm_weights(self) -> int:
         """Of the last norm."""
         return sum(vector.size for vector in self.norm.vectors)
+
+    @cached_property
+    def trained_position_weights(self) -> int:
+        """Of `position_weights`, what is trained."""
+        tables = [table for table in self.embedding.tables if table.split == "sequence" and not table.is_frozen]
+        return sum(table.rows * table.width for table in tables)
+
+    @cached_property
+    def trained_norm_weights(self) -> int:
+        """Of `norm_weights`, what is trained."""
+        return sum(vector.size for vector in self.norm.vectors if not vector.is_frozen)
 
     def padded_vocab(self, *, tp: int) -> int:
         """Rows of the output head over all tensor-parallel ranks, padding included."""
@@ -141,13 +154,18 @@ class ModelFacts:
             is_tied = is_embedding and self.is_tied
             found[f"{table.name}.weight"] = WeightFacts(stands="embedding", is_table=True, is_tied=is_tied)
         for name, linear in self.linears():
-            found[f"{name}.weight"] = WeightFacts(is_expert=linear.tokens == "routed")
+            one = WeightFacts(layer=_layer_of(name), is_expert=linear.tokens == "routed")
+            found[f"{name}.weight"] = one
             if linear.bias:
-                found[f"{name}.bias"] = WeightFacts(is_expert=linear.tokens == "routed")
+                found[f"{name}.bias"] = one
         last_norms = {vector.name for vector in self.norm.vectors}
         for name, vector in self.vectors():
-            if vector.is_trained:
-                found[name] = WeightFacts(stands="last norm" if name in last_norms else "layer")
+            if not vector.is_trained:
+                continue
+            if name in last_norms:
+                found[name] = WeightFacts(stands="last norm")
+            else:
+                found[name] = WeightFacts(layer=_layer_of(name))
         if not self.is_tied:
             found[f"{self.head_table.name}.weight"] = WeightFacts(stands="head")
         if self.head_table.bias:
@@ -175,3 +193,8 @@ def consecutive(*sizes: int) -> tuple[Matrix, ...]:
     """Matrices that lie one below the other."""
     ends = accumulate(sizes)
     return tuple(Matrix(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def _layer_of(name: str) -> int:
+    """The number in `layers.3.attn.wo`."""
+    return int(name.split(".", 2)[1])

@@ -55,6 +55,18 @@ class ShardGroup:
             mesh.group(replicas, line="reduce"),
         )
 
+    def whole(self) -> "ShardGroup":
+        """The same ranks where each holds everything, and nobody sends anything."""
+        return ShardGroup(
+            shards=1,
+            index=0,
+            replicas=self.shards * self.replicas,
+            replica=self.index * self.replicas + self.replica,
+            scatter=None,
+            gather=None,
+            sum=None,
+        )
+
 
 class Buffer:
     """A flat buffer [numel] of which this rank owns a shard.
@@ -84,16 +96,18 @@ class Bucket:
     """Parameters whose gradients are reduced together and whose weights are gathered together.
 
     `weights` is in the model's format, `sums` (of gradients) in at least fp32. `chunk`: the only one that uses the
-    parameters; None where other chunks or ranks do, too.
+    parameters; None where other chunks or ranks do, too. `is_trained`: false where all of them are frozen; `sums` is
+    never made then.
     """
 
-    def __init__(self, division: Division, shard_group: ShardGroup, *, chunk: int | None):
+    def __init__(self, division: Division, shard_group: ShardGroup, *, chunk: int | None, is_trained: bool = True):
         self.division = division
         self.shard_group = shard_group
         self.chunk = chunk
+        self.is_trained = is_trained
         self.names = list(division.shapes)
         self.weights: Buffer | None = None
-        self.sums: Buffer
+        self.sums: Buffer | None = None
         self.is_collecting = False
         """The whole sums can be added to."""
         self.fresh: set[str] = set()

@@ -9,6 +9,9 @@ zero2       shard; the whole from a unit's backward pass      as zero1
             to its reduction, in each pass
 fsdp, hsdp  as zero2                                          shard; the whole while a unit runs, forward or backward
 
+A frozen parameter has no sum, and lies in a bucket of its own kind: with fsdp and hsdp shared out as all weights are,
+otherwise whole on every rank, since nobody updates it.
+
 Shards are summed over their replicas once a step. Reductions and gathers have communicators and streams of their own,
 so that they run beside each other and the computation. Whole buffers get and lose memory in the order of the
 computation's stream, which waits for a collective before the memory that it works on is dropped.
@@ -18,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +66,8 @@ class _ShardedUnit:
     is_table: bool
     """Nothing but rows to look up, which the backward pass does not read."""
     buckets: list[Bucket] = field(default_factory=list)
+    runs_backward: bool = True
+    """The backward pass comes here: something is trained in it or before it. Known from its forward pass."""
 
     @property
     def stays(self) -> bool:
@@ -115,7 +121,7 @@ class DataParallel:
         if is_shared_out:
             for bucket in self.buckets:
                 bucket.hold_weights(self.parameters, kept=not self._shards_weights)
-        self._gathers = self._make_gathers(self.buckets if is_shared_out else [])
+        self._gathers = self._make_gathers([bucket for bucket in self.buckets if self.is_gathered(bucket)])
         self._reductions.connect(self._linears, sums)
         self._share_out(layouts)
         self._backward_at: list[_ShardedUnit | None] = [None] * len(chunks)
@@ -123,10 +129,16 @@ class DataParallel:
         if is_shared_out:
             self._wrap_units()
 
+    def is_gathered(self, bucket: Bucket) -> bool:
+        """Its weights are shared out, to be updated or because all are."""
+        if self._sharing.strategy == "replicate":
+            return False
+        return self._shards_weights or bucket.is_trained
+
     def _make_reductions(self) -> Reductions:
         return Reductions(
-            self.buckets,
-            self.parameters,
+            [bucket for bucket in self.buckets if bucket.is_trained],
+            {name: parameter for name, parameter in self.parameters.items() if self._facts[name].is_trained},
             # first in line, since other ranks wait for what it sends
             side=Side(self._mesh.device, priority=-1),
             form=torch.bfloat16 if self._sharing.grad_reduce == "bf16" else None,
@@ -157,13 +169,14 @@ class DataParallel:
         return units
 
     def _linears_of(self, chunks: Sequence[Decoder]) -> dict[str, Linear]:
-        """The linear layers by the names of their weights."""
+        """The linear layers whose weights are trained, by the names of these."""
         found = {}
         for chunk in chunks:
             for name, module in chunk.named_modules():
+                weight = f"{name}.weight"
                 # a weight that has its name from another module leaves its gradient to autograd
-                if isinstance(module, Linear) and f"{name}.weight" in self.parameters:
-                    found[f"{name}.weight"] = module
+                if isinstance(module, Linear) and weight in self.parameters and self._facts[weight].is_trained:
+                    found[weight] = module
         return found
 
     def _make_buckets(self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]) -> None:
@@ -174,9 +187,14 @@ class DataParallel:
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[str, Bucket] = {}
         for chunk, names in self._groups(held, shared):
-            shard_group = experts if self._facts[names[0]].is_expert else dense
+            first = self._facts[names[0]]
+            shard_group = experts if first.is_expert else dense
+            if not first.is_trained and not self._shards_weights:
+                shard_group = shard_group.whole()
             shapes = {name: tuple(self.parameters[name].shape) for name in names}
-            bucket = Bucket(divide(shapes, shards=shard_group.shards), shard_group, chunk=chunk)
+            bucket = Bucket(
+                divide(shapes, shards=shard_group.shards), shard_group, chunk=chunk, is_trained=first.is_trained
+            )
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(names, bucket)
         for units in self._units:
@@ -227,10 +245,16 @@ class DataParallel:
             yield [name for name in names if name in mine and users[name] == 1]
 
     def _cut_by_grid(self, names: Sequence[str], most: float) -> list[list[str]]:
-        """Consecutive names of the dense grid, and of the expert grid; in the order in which they are full."""
-        dense = [name for name in names if not self._facts[name].is_expert]
-        experts = [name for name in names if self._facts[name].is_expert]
-        cuts = [*self._cut(dense, most), *self._cut(experts, most)]
+        """Consecutive names of the dense grid, and of the expert grid, frozen ones apart; in the order in which they
+        are full."""
+        cuts: list[list[str]] = []
+        for is_expert, is_trained in product((False, True), (True, False)):
+            alike = []
+            for name in names:
+                facts = self._facts[name]
+                if (facts.is_expert, facts.is_trained) == (is_expert, is_trained):
+                    alike.append(name)
+            cuts += self._cut(alike, most)
         # by the parameter that fills the bucket
         return sorted(cuts, key=lambda cut: names.index(cut[-1]))
 
@@ -266,6 +290,8 @@ class DataParallel:
             self.shards[name] = replicated(layout, index=shard_group.replica, count=shard_group.replicas)
         # in the order of the buckets: so gradients that lie side by side are worked on one after the other
         for bucket in self.buckets:
+            if not bucket.is_trained:
+                continue
             for name in bucket.names:
                 self.gradients[name] = bucket.division.part(bucket.sums.own, name, bucket.shard_group.index)
 
@@ -331,6 +357,7 @@ class DataParallel:
             if index + 1 < len(units):
                 self._gathers.prefetch(units[index + 1].buckets)
             y = run(x, *rest)
+            here.runs_backward = y.requires_grad
             if y.requires_grad and not self._keeps_sums:
                 # the gradient of y is there when all that comes after y is through its backward pass
                 y.register_hook(lambda _: self._before_backward(chunk, index))
@@ -355,8 +382,11 @@ class DataParallel:
         if not here.stays:
             self._gathers.unshard(here.buckets)
         # beside this unit's backward pass: what the one before it in the model needs
-        if index > 0 and not self._units[chunk][index - 1].is_table:
-            self._gathers.prefetch(self._units[chunk][index - 1].buckets)
+        if index == 0:
+            return
+        before = self._units[chunk][index - 1]
+        if before.runs_backward and not before.is_table:
+            self._gathers.prefetch(before.buckets)
 
     def _leave(self, chunk: int) -> None:
         one = self._backward_at[chunk]

@@ -172,7 +172,9 @@ class Offload:
                 y_BTD = unit.run(x_BTD, context)
             one.found.clear()
             passed[0] = one
-            y_BTD.register_hook(lambda _: _fetch(one, one.before))
+            # nothing was kept where nothing is trained up to here
+            if y_BTD.requires_grad:
+                y_BTD.register_hook(lambda _: _fetch(one, one.before))
             return y_BTD
 
         return run

@@ -43,6 +43,9 @@ class Shape:
     virtual: int = 1
     group: int = 1
     """Micro batches that an interleaved schedule takes through one chunk before the next."""
+    first_trained: int = 0
+    """The first stage that holds something to train. Those before it have no backward pass, and no gradient is sent to
+    them."""
 
     @property
     def is_v(self) -> bool:
@@ -96,7 +99,8 @@ def made(shape: Shape, rank: int, pass_: Pass) -> Message | None:
     stage = stage_number(rank, pass_.chunk, pp=shape.pp, is_v=shape.is_v)
     # activations go down the model, their gradients up
     receiver = stage + 1 if pass_.kind == "F" else stage - 1
-    if not 0 <= receiver < shape.pp * shape.virtual:
+    first = 0 if pass_.kind == "F" else shape.first_trained
+    if not first <= receiver < shape.pp * shape.virtual:
         return None
     return Message(pass_.kind, pass_.micro, receiver)
 
@@ -118,6 +122,11 @@ def orders(shape: Shape, *, backward: bool = True) -> tuple[tuple[Pass, ...], ..
     return tuple(tuple(passes(shape, rank, backward=backward)) for rank in range(shape.pp))
 
 
+def runs_backward(shape: Shape, rank: int, chunk: int) -> bool:
+    """Whether a chunk of a pipeline rank, or one before it in the model, holds something to train."""
+    return stage_number(rank, chunk, pp=shape.pp, is_v=shape.is_v) >= shape.first_trained
+
+
 def window(schedule: str, pp: int) -> int:
     """Micro batches whose forward passes are started in one go, without a step."""
     # In a V the first rank waits for the last of them to come back: with 8 pp that is a tenth of their time.
@@ -129,7 +138,7 @@ def window(schedule: str, pp: int) -> int:
 def passes(shape: Shape, rank: int, *, backward: bool = True) -> Iterator[Pass]:
     """Those of one pipeline rank, in order, made one by one; without `backward` the forward ones alone."""
     for pass_ in _SCHEDULES[shape.schedule](shape, rank):
-        if backward or pass_.kind == "F":
+        if pass_.kind == "F" or (backward and runs_backward(shape, rank, pass_.chunk)):
             yield pass_
 
 

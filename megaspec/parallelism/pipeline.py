@@ -32,6 +32,7 @@ from megaspec.parallelism.passes import (
     needed,
     order,
     rank_of_stage,
+    runs_backward,
     source,
     window,
 )
@@ -114,6 +115,10 @@ class _Step:
             assert x.shape == self._size, f"{one} made {tuple(x.shape)}, expected {tuple(self._size)}"
             self._links.send(target, x)
 
+    def returns(self, one: Pass) -> bool:
+        """Whether a forward pass's chunk makes a gradient for the stage before."""
+        return made(self._shape, self._links.index, one._replace(kind="B")) is not None
+
     def gives(self, one: Pass) -> bool:
         """Whether a pass makes something for another stage."""
         return made(self._shape, self._links.index, one) is not None
@@ -183,6 +188,8 @@ class Pipeline:
     """That lie on this rank, in the order of its chunks."""
     facts: Mapping[str, WeightFacts]
     """Of the whole model's parameters, by global name."""
+    first_trained: int = 0
+    """The first stage that holds something to train."""
     sums: WeightGradientSums = field(default_factory=WeightGradientSums)
     """Of this model's weight gradients, which a split backward pass defers."""
     overlap: bool = True
@@ -225,13 +232,16 @@ class Pipeline:
     ) -> None:
         """Runs a step's passes. `size`: of the activations between stages, [B, T, D]. `start_backward(chunk, last)` is
         called before each backward pass of a chunk."""
-        step = _Step(self._shape(micro_batches), self._links, size=size, backward=True, overlap=self.overlap)
+        shape = self._shape(micro_batches)
+        step = _Step(shape, self._links, size=size, backward=True, overlap=self.overlap)
         held: dict[tuple[int, int], _Held] = {}
         queues: dict[tuple[int, int], WeightGradientQueue] = {}
         for one in step.passes():
             key = (one.chunk, one.micro)
             if one.kind == "F":
-                held[key] = self._forward(step, one, forward)
+                kept = self._forward(step, one, forward)
+                if runs_backward(shape, self._links.index, one.chunk):
+                    held[key] = kept
             elif one.kind == "B":
                 start_backward(one.chunk, one.micro == micro_batches - 1)
                 queue = self._backward(step, one, held.pop(key))
@@ -261,17 +271,27 @@ class Pipeline:
 
     def finish_grads(self, gradients: Mapping[str, Tensor]) -> None:
         """Adds up the gradients of shared parameters; after all other reductions."""
-        self._links.sum_of_ends([gradients[name] for name in self.shared])
+        # of what is frozen there are none
+        shared = sorted(self.shared & gradients.keys())
+        self._links.sum_of_ends([gradients[name] for name in shared])
 
     def _shape(self, micro_batches: int) -> Shape:
         spec = self.spec
-        return Shape(spec.schedule, self._links.count, micro_batches, spec.virtual_stages, spec.micro_batch_group)
+        return Shape(
+            spec.schedule,
+            self._links.count,
+            micro_batches,
+            spec.virtual_stages,
+            spec.micro_batch_group,
+            self.first_trained,
+        )
 
     def _forward(self, step: _Step, one: Pass, forward: Forward) -> _Held:
         x = step.take(one)
         returned: list[Tensor] = []
         if x is not None:
-            x.requires_grad_()
+            # the stage before waits for its gradient, unless nothing is trained there and before
+            x.requires_grad_(step.returns(one))
         y = forward(one.chunk, one.micro, x)
         if step.gives(one):
             y = _HandOver.apply(y, lambda sent: step.give(one, sent), returned)
@@ -284,6 +304,6 @@ class Pipeline:
         queue = WeightGradientQueue() if self.splits_backward else None
         with self.sums.defer(queue):
             held.end.backward()
-        if held.x is not None:
+        if held.x is not None and held.x.requires_grad:
             step.give(one, held.x.grad)
         return queue

@@ -217,7 +217,9 @@ class _RemadeParts:
             # a tracing compiler makes the result again, too
             return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False)
         y = _Remade.apply(run, parameters, len(inputs), *inputs, *parameters)
-        self._made[y.untyped_storage().data_ptr()] = y
+        # nothing before it is trained: no backward pass comes here to make it again
+        if y.requires_grad:
+            self._made[y.untyped_storage().data_ptr()] = y
         return y
 
     def around(self, run: Run) -> Run:

@@ -1,13 +1,14 @@
 """Which layers lie on which pipeline stage; passes.py says which stage is on which rank."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby
 
 from megaspec.core.divisors import divisors, multiples, nearest
 from megaspec.core.problems import one_of
+from megaspec.core.weight_facts import WeightFacts
 from megaspec.parallelism.passes import stage_number
 from megaspec.parallelism.spec import ParallelismSpec
 
@@ -60,6 +61,25 @@ class _Division:
 def stages_of(n_layers: int, parallelism: ParallelismSpec) -> tuple[tuple[Chunk, ...], ...]:
     """Chunks by pipeline rank and virtual stage. The split has to be possible, see `stage_problem`."""
     return _stages(_split(n_layers, parallelism))
+
+
+def first_trained_stage(facts: Iterable[WeightFacts], n_layers: int, parallelism: ParallelismSpec) -> int:
+    """The first stage, in the order of the model, with a parameter to train; 0 where a run trains all. `facts`: of all
+    parameters of the model."""
+    pp = parallelism.pp
+    stage_of_layer: dict[int | None, int] = {}
+    last = pp * parallelism.pipeline.virtual_stages - 1
+    for rank, chunks in enumerate(stages_of(n_layers, parallelism)):
+        for number, chunk in enumerate(chunks):
+            stage = stage_number(rank, number, pp=pp, is_v=parallelism.pipeline.schedule == "zb_v")
+            stage_of_layer |= dict.fromkeys(chunk.layers, stage)
+    first = last
+    for one in facts:
+        if one.is_trained and one.stands == "embedding":
+            return 0
+        if one.is_trained and one.stands == "layer":
+            first = min(first, stage_of_layer[one.layer])
+    return first
 
 
 def stage_problem(n_layers: int, parallelism: ParallelismSpec) -> tuple[str, str] | None:

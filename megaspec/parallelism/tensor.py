@@ -20,7 +20,7 @@ from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.module import Embedding, padded
 from megaspec.nn.head.module import OutputHead
-from megaspec.nn.linear import Linear, LinearOp, input_gradient, weight_gradient
+from megaspec.nn.linear import Linear, LinearOp, bias_gradient, input_gradient, weight_gradient
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec.parallelism.collectives import (
     all_reduce,
@@ -50,8 +50,7 @@ class ColumnLinearOp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad, group, sequence, overlap):
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.main_grad = main_grad
         ctx.group = group
         ctx.sequence = sequence
@@ -63,21 +62,26 @@ class ColumnLinearOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathers = needs_weight and ctx.sequence
         # started before the input gradient's product, so that it runs beside it
-        gathering = gather_sequence(x, ctx.group) if ctx.sequence else None
-        if ctx.sequence and not ctx.overlap:
+        gathering = gather_sequence(x, ctx.group) if gathers else None
+        if gathers and not ctx.overlap:
             gathering = wait(gathering)
-        grad_x = input_gradient(grad_out, weight)
-        # started before the weight gradient's product: the layer below waits for it, nobody for the weight gradient
-        reduce = reduce_scatter_sequence if ctx.sequence else all_reduce
-        reducing = reduce(grad_x, ctx.group)
-        if not ctx.overlap:
-            reducing = wait(reducing)
-        if ctx.sequence:
+        reducing = None
+        if needs_x:
+            # started before the weight gradient's product: the layer below waits for it, nobody for the weight gradient
+            reduce = reduce_scatter_sequence if ctx.sequence else all_reduce
+            reducing = reduce(input_gradient(grad_out, weight), ctx.group)
+            if not ctx.overlap:
+                reducing = wait(reducing)
+        if gathers:
             x = wait_sequence(gathering)
-        grad_weight = weight_gradient(ctx.main_grad, grad_out, x)
-        grad_bias = grad_out.flatten(0, -2).sum(0) if ctx.has_bias else None
-        grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
+        grad_weight = weight_gradient(ctx.main_grad, grad_out, x) if needs_weight else None
+        grad_bias = bias_gradient(grad_out) if needs_bias else None
+        grad_x = None
+        if needs_x:
+            grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import prod
 from typing import Any
 
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES, coordinates, rank_of
@@ -22,12 +23,14 @@ from megaspec.optim.schedule import outline, weight_decay
 from megaspec.parallelism.stages import EVENLY, Chunk, layer_ranges, stages_of
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
+from megaspec.rules.initial_weights import weight_shapes
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.balance import divided_by_time
 from megaspec.search.changes import Change, best_change
 from megaspec.search.fits import need_here
 from megaspec.search.remedies import Remedy, remedies, remedies_on_cpu
 from megaspec.spec import Decision, Spec
+from megaspec.train.trainable import trained_names
 
 MEMORY_KINDS = tuple(f.name for f in fields(StageMemory))
 DAY = 86_400
@@ -248,7 +251,9 @@ def make_plan(
     batch = batch_plan(spec.train, parallelism, seq_len=seq_len)
     flops = {}
     for convention in ("causal", "full"):
-        flops[convention] = flops_per_token(model, seq_len=seq_len, convention=convention, tp=parallelism.tp)
+        flops[convention] = flops_per_token(
+            model, seq_len=seq_len, convention=convention, tp=parallelism.tp, trainable=spec.train.trainable
+        )
     memory = memory_of(spec, device=spec.device)
     capacity = 0
     if spec.device == "cuda":
@@ -315,9 +320,23 @@ def _parameters(spec: Spec, stages: Sequence[StageShare]) -> dict[str, Any]:
     return {
         "total": count.total,
         "active": count.active,
+        "trained": _trained(spec, count.total),
         "per_stage": [stage.parameters for stage in stages],
         "by_kind": by_kind,
     }
+
+
+def _trained(spec: Spec, total: int) -> int:
+    """Of all parameters, those that the run trains."""
+    if spec.train.trainable is None:
+        return total
+    facts = spec.model.facts
+    names = trained_names(facts, spec.train.trainable)
+    trained = 0
+    for stored, shape in weight_shapes(facts).items():
+        if stored.partition("/")[2] in names:
+            trained += prod(shape)
+    return trained
 
 
 def _batch(spec: Spec, batch: BatchPlan) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def predict(spec: Spec, target: Target) -> Prediction:
     found = []
     if hardware is not None:
         found = savings(spec, hardware)
-    sizes = {"seq_len": spec.data.seq_len, "tp": spec.parallelism.tp}
+    sizes = {"seq_len": spec.data.seq_len, "tp": spec.parallelism.tp, "trainable": spec.train.trainable}
     peak_flops = target.peak_flops(spec.precision.kind)
     no_peak = None
     if peak_flops is None:

@@ -166,6 +166,8 @@ def _model(plan: Plan) -> Lines:
     yield "parameters", text
     if counts["active"] != counts["total"]:
         yield "", f"{counts['active']:,} active for each token"
+    if counts["trained"] != counts["total"]:
+        yield "trainable", f"{counts['trained']:,} of {counts['total']:,} parameters"
 
 
 def _resume(plan: Plan) -> Lines:

@@ -22,6 +22,7 @@ from megaspec.precision.spec import Fp16Precision
 from megaspec.rules.difference import Change, differences, experiment_of
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
+from megaspec.train.trainable import trained_names
 
 MOST_KEYS = 3
 # Of a value that is told.
@@ -66,6 +67,17 @@ def fork_point(manifest: Manifest) -> ForkPoint:
 def is_fork_point(manifest: Manifest, run: Spec) -> bool:
     """True for the checkpoint from which a fork began."""
     return isinstance(run.forked_from, ForkPoint) and run.forked_from.manifest == manifest.digest
+
+
+def starts_optimizer_anew(manifest: Manifest, run: Spec) -> bool:
+    """True where a fork trains a parameter that was frozen in the run that it began from. Optimizers correct moments by
+    how many updates they have seen, one number for all parameters: so all begin with none."""
+    if not is_fork_point(manifest, run):
+        return False
+    facts = run.model.facts
+    there = trained_names(facts, manifest.spec["train"].get("trainable"))
+    here = trained_names(facts, run.train.trainable)
+    return bool((here - there) & facts.weights().keys())
 
 
 def began_as_fork(run: Spec) -> bool:

@@ -468,6 +468,14 @@ _BATCH = {
     "sample-draws": Example(
         ("train.sample.temperature=0", "train.sample.top_k=5"), ("train.sample.top_k=null",), "train.sample.top_k"
     ),
+    "trainable-names": Example(
+        ("train.trainable=['layers.*.atn.*']",), ("train.trainable=['layers.*.attn.*']",), "train.trainable"
+    ),
+    "trainable-none": Example(
+        (_router("score: sigmoid", "expert_bias: true"), "train.trainable=['*.expert_bias']"),
+        ("train.trainable=null",),
+        "train.trainable",
+    ),
 }
 _OPTIM = {
     "lr-warmup": Example(

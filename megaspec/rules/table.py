@@ -21,6 +21,7 @@ from megaspec.rules import (
     precision_rules,
     recompute_rules,
     schedule_rules,
+    trainable_rules,
 )
 from megaspec.rules.case import Case, Rule
 from megaspec.spec import Decision
@@ -141,6 +142,8 @@ RULES: dict[str, Rule] = {
     "valid-trained": batch_rules.evaluation_sets_are_not_trained_on,
     "sample-tokenizer": batch_rules.sampling_has_a_tokenizer,
     "sample-draws": batch_rules.sampling_draws,
+    "trainable-names": trainable_rules.patterns_fit_parameters,
+    "trainable-none": trainable_rules.something_is_trained,
     "lr-warmup": optim_rules.warmup_ends_before_decay,
     "lr-constant": optim_rules.a_constant_rate_stays,
     "wsd-steps": optim_rules.wsd_has_a_decay,

@@ -19,7 +19,8 @@ from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
 from megaspec.nn.init import initial_value, start_weights
 from megaspec.nn.linear import COMPILED_FOR_LATER
-from megaspec.nn.model_facts import InitialValues, ModelFacts
+from megaspec.nn.model_facts import InitialValues, Matrix, ModelFacts
+from megaspec.optim.freeze import Freeze
 from megaspec.optim.offload import OptimizerOffload
 from megaspec.optim.optimizer import MasterOptimizer, build_optimizer
 from megaspec.optim.spec import MuonSpec
@@ -33,7 +34,7 @@ from megaspec.parallelism.pipeline import Pipeline
 from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import ParallelismSpec
-from megaspec.parallelism.stages import stages_of
+from megaspec.parallelism.stages import first_trained_stage, stages_of
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.parallelism.whole_matrices import MatrixUpdates
 from megaspec.recipe import ModelSpec
@@ -41,6 +42,7 @@ from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
+from megaspec.train.trainable import trained_names
 from megaspec_kernels.attention import sdpa, sdpa_block
 from megaspec_kernels.registry import Kernels, kernels_of
 
@@ -155,13 +157,17 @@ def plain_model(spec: Spec, *, device: torch.device, dtype: torch.dtype | None =
     """The whole model of a Spec on one device and nothing around it: a module of torch's, for optimizers of torch's.
 
     Weights start as those of every layout do, `backward` leaves gradients in `.grad`, and there are no master weights
-    beside the model's. `dtype`: of the weights; None: of the Spec's precision. Nothing is compiled or split.
+    beside the model's. What train.trainable freezes asks for no gradient. `dtype`: of the weights; None: of the Spec's
+    precision. Nothing is compiled or split.
     """
     if dtype is None:
         dtype = DTYPES[spec.precision.kind]
     model = build_model(spec.model, _kernels(spec), dtype=dtype)
     materialise(model, device=device, dtype=dtype)
     start_weights(model, std=spec.model.init_std, seed=spec.train.seed)
+    trained = trained_names(model.facts, spec.train.trainable)
+    for name, parameter in model.global_parameters().items():
+        parameter.requires_grad_(name in trained)
     return model
 
 
@@ -196,6 +202,7 @@ class Strategies:
     tensor: TensorParallel
     expert: ExpertParallel
     pipeline: Pipeline
+    freeze: Freeze
     recompute: Recompute
     offload: Offload
     data: DataParallel
@@ -217,17 +224,27 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     """The chunks with this rank's shapes; weights are NaN until they are filled."""
     kernels = _kernels(spec)
     model = build_model(spec.model, kernels, dtype=DTYPES[spec.precision.kind])
-    facts = model.facts.weights()
+    trained = trained_names(model.facts, spec.train.trainable)
+    facts = {}
+    for name, one in model.facts.weights().items():
+        facts[name] = replace(one, is_trained=name in trained)
     starts = model.facts.initial_values(std=spec.model.init_std)
-    strategies = _strategies(spec, model.facts, facts, kernels=kernels, mesh=mesh)
+    strategies = _strategies(spec, model.facts, facts, trained=trained, kernels=kernels, mesh=mesh)
     chunks = _split_model(model, strategies, spec, device=mesh.device)
     return SplitModel(chunks=chunks, facts=facts, starts=starts, strategies=strategies)
 
 
 def _strategies(
-    spec: Spec, model: ModelFacts, facts: dict[str, WeightFacts], *, kernels: Kernels, mesh: Mesh
+    spec: Spec,
+    model: ModelFacts,
+    facts: dict[str, WeightFacts],
+    *,
+    trained: frozenset[str],
+    kernels: Kernels,
+    mesh: Mesh,
 ) -> Strategies:
-    """What a Spec asks for. Nothing is done to the model here. `facts`: of its parameters."""
+    """What a Spec asks for. Nothing is done to the model here. `facts`: of its parameters. `trained`: names of those
+    that are trained, and of routers' biases that move."""
     parallelism = spec.parallelism
     overlap = parallelism.overlap
     is_compiled = spec.kernels.compile == "block"
@@ -244,14 +261,23 @@ def _strategies(
             DTYPES[spec.precision.kind],
             stages=stages_of(spec.model.n_layers, parallelism)[mesh.index("pp")],
             facts=facts,
+            first_trained=first_trained_stage(facts.values(), spec.model.n_layers, parallelism),
             overlap=overlap.p2p,
         ),
+        freeze=Freeze(trained, facts),
         recompute=Recompute(parallelism.recompute, saved, compiled=is_compiled),
         offload=Offload(parallelism.offload.layers, saved, device=mesh.device),
         data=DataParallel(mesh, _sharing(parallelism), facts=facts),
-        matrices=MatrixUpdates(mesh, model.matrices() if isinstance(spec.optim, MuonSpec) else None),
+        matrices=MatrixUpdates(mesh, _matrices(spec, model, trained)),
         optimizer_offload=OptimizerOffload(spec.optim, parallelism.offload.optimizer),
     )
+
+
+def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
+    """What Muon orthogonalises; None: another optimizer trains."""
+    if not isinstance(spec.optim, MuonSpec):
+        return None
+    return {name: matrices for name, matrices in model.matrices().items() if name in trained}
 
 
 def _split_model(model: Decoder, strategies: Strategies, spec: Spec, *, device: torch.device) -> list[Decoder]:
@@ -279,6 +305,8 @@ def _split_model(model: Decoder, strategies: Strategies, spec: Spec, *, device: 
 def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position) -> None:
     """The order, second part: what wraps the units that the chunks run by, the innermost first."""
     for chunk in chunks:
+        # first: what is hung on a parameter or a unit from here on depends on what is trained
+        strategies.freeze.apply(chunk)
         # before units are sharded: what is computed again together is gathered once
         strategies.recompute.apply(chunk)
         # behind recompute, which joins units: it wraps each as a whole
@@ -300,8 +328,10 @@ def _wrap_optimizer(strategies: Strategies, spec: Spec) -> MasterOptimizer:
     make = partial(build_optimizer, spec=spec.optim, optimizers=loaded_builders().optimizers)
     # behind data parallel: matrices are put together from the shards that it has left to the ranks
     make = strategies.matrices.wrap_optimizer(make, shards=strategies.data.shards)
-    # outermost: it divides the weights, and makes an optimizer for each part of them
+    # it divides the weights, and makes an optimizer for each part of them
     make = strategies.optimizer_offload.wrap_optimizer(make)
+    # outermost: no other sees the frozen weights, of which nothing lies anywhere but in the model
+    make = strategies.freeze.wrap_optimizer(make)
     return make(strategies.data.weights, adamw=spec.kernels.adamw)
 
 

@@ -22,7 +22,7 @@ from megaspec.core.errors import CheckpointError, printable
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
-from megaspec.rules.belonging import is_fork_point
+from megaspec.rules.belonging import is_fork_point, starts_optimizer_anew
 from megaspec.runtime.build import TrainState
 
 
@@ -76,13 +76,20 @@ def misfits(built: TrainState, manifest: Manifest) -> list[str]:
     for stored, (name, tensor) in tensors_of(built).items():
         shapes[stored] = built.shards[name].shape
         dtypes[stored] = tensor.dtype
+    elsewhere = built.tensor_parallel.layouts.keys() - built.shards.keys()
+    within = ("model/", "optim/")
+    if starts_optimizer_anew(manifest, built.spec):
+        within = ("model/",)
+        shapes = {stored: shape for stored, shape in shapes.items() if stored.startswith("model/")}
+    elif is_fork_point(manifest, built.spec):
+        # what the fork has frozen leaves its state behind
+        elsewhere = elsewhere | {name for name, facts in built.facts.items() if not facts.is_trained}
     for name, buffer in buffers_of(built.chunks).items():
         shapes[f"router/{name}"] = tuple(buffer.shape)
         dtypes[f"router/{name}"] = buffer.dtype
-    elsewhere = built.tensor_parallel.layouts.keys() - built.shards.keys()
-    found = wrong_names(manifest, shapes, within=("model/", "optim/"), elsewhere=elsewhere)
+    found = wrong_names(manifest, shapes, within=within, elsewhere=elsewhere)
     for stored, dtype in dtypes.items():
-        if stored in manifest.tensors:
+        if stored in shapes and stored in manifest.tensors:
             saved = TORCH_DTYPES[manifest.tensors[stored].dtype]
             # A fork may compute in another number format.
             is_same = saved.is_floating_point if is_fork_point(manifest, built.spec) else saved == dtype
@@ -99,21 +106,25 @@ def misfits(built: TrainState, manifest: Manifest) -> list[str]:
 
 @torch.no_grad()
 def load(built: TrainState, reader: Reader) -> None:
-    """Fills weights and optimizer state from a checkpoint of any layout.
+    """Fills weights and optimizer state from a checkpoint of any layout, weights alone where a fork trains what was
+    frozen there: see rules/belonging.py.
 
     Raises CheckpointError for a parameter that is missing, of another kind, or that this model does not have.
     """
     problems = misfits(built, reader.manifest)
     if problems:
         raise CheckpointError([f"{reader.path}: {problem}" for problem in problems])
-    wanted = tensors_of(built)
-    for stored, (name, tensor) in wanted.items():
+    is_anew = starts_optimizer_anew(reader.manifest, built.spec)
+    for stored, (name, tensor) in tensors_of(built).items():
+        if is_anew and stored.startswith("optim/"):
+            continue
         value = torch.empty_like(tensor)
         fill(value, built.shards[name], stored, reader)
         kind = "master" if stored.startswith("model/") else stored.split("/")[1]
         built.optimizer.put(kind, name, value)
     load_buffers(built.chunks, reader)
-    built.optimizer.updates = reader.state["optimizer_updates"]
+    if not is_anew:
+        built.optimizer.updates = reader.state["optimizer_updates"]
     built.optimizer.write_back()
     built.data_parallel.gather_weights()
     for name in generators(built):

@@ -118,12 +118,13 @@ def gradients(built: TrainState, *, names: Collection[str] | None = None) -> dic
     They are the sums over all micro batches and ranks, without loss scale and before clipping: what StepResult's
     grad_norm is the norm of. Inside train_step they are there for `on_gradients`, and behind forward_backward until the
     update, which may overwrite them. Behind a `backward` of one's own they are the sum of what all passes and ranks
-    have added since they were last read here. `names`: as for `weights`. UsageError: there are none, or a name that is
-    no parameter's.
+    have added since they were last read here. What train.trainable freezes has none. `names`: as for `weights`.
+    UsageError: there are none, or a name that is no trained parameter's.
     """
     summed = _summed(built)
     scale = summed.loss_scale.cpu()
-    shapes = {name: layout.shape for name, layout in built.tensor_parallel.layouts.items()}
+    layouts = built.tensor_parallel.layouts
+    shapes = {name: layout.shape for name, layout in layouts.items() if built.facts[name].is_trained}
     sums = built.data_parallel.gradients
     found = {}
     for name in _chosen(built, shapes, names):
@@ -204,6 +205,8 @@ def _unknown(built: TrainState, name: object, shapes: Mapping[str, tuple[int, ..
     if name in tied_names:
         embedding = tied_names[name]
         return f"{text}, its output head is the embedding (model.tied_embeddings=true); set {embedding}"
+    if name in built.facts and not built.facts[name].is_trained:
+        return f"{name} is frozen (train.trainable), and has no gradient"
     near = did_you_mean(str(name), shapes)
     return f"{text}; {near or f'its weights are {_some(shapes)}'}"
 

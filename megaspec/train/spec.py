@@ -62,6 +62,9 @@ class TrainSpec(Frozen):
     """Use only operations whose result does not change between runs."""
     loss: Annotated[Never, LOSS_KINDS] | None = Field(None, exclude_if=lambda loss: loss is None)
     """A plug-in's loss. None: cross-entropy."""
+    trainable: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Shell patterns over names of parameters, as `megaspec checkpoint inspect` prints them without `model/` and
+    `router/`: those that one of them fits are trained, all others are frozen. None: all are trained."""
     eval_every: NonNegativeCount = 0
     """Steps between evaluations; the last step is evaluated, too. 0 evaluates never."""
     eval_samples: PositiveCount = 64

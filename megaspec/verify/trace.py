@@ -19,6 +19,7 @@ from megaspec.estimate.memory import memory_of
 from megaspec.estimate.parameters import PartialGradients
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.step_communication import COPIES, TIED, WHOLE
+from megaspec.estimate.trained import facts_of
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.nn.moe.module import Moe
@@ -46,6 +47,16 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
+class PaddedSizes:
+    """Of buckets."""
+
+    elements: WeightCount
+    """Of their parameters."""
+    padded: WeightCount
+    """With the padding that lies between them."""
+
+
+@dataclass(frozen=True)
 class Trace:
     """What one rank does and holds."""
 
@@ -57,10 +68,12 @@ class Trace:
     """Their elements."""
     held: int
     """Of those that this rank updates."""
-    sizes: WeightCount
-    """The same with the padding of the buckets that they lie in."""
+    reduced: PaddedSizes
+    """Of buckets whose gradients are reduced: what is trained."""
+    gathered: PaddedSizes
+    """Of buckets whose weights are gathered."""
     layers: tuple[int, int]
-    """Of those in dense buckets of layers: elements, and the same with padding."""
+    """Of those that are trained in dense buckets of layers: elements, and the same with padding."""
     padding_at_head: int
     """Of the output head's bucket."""
     padding_again: int
@@ -136,6 +149,8 @@ class _TracedPosition(Position):
         recorder = self._recorder
 
         def told(x: Tensor, *more: object) -> Tensor:
+            # of a unit before which nothing is trained: nobody told of its end
+            self._leave()
             here = TracePoint("forward", self.micro, unit.name)
             recorder.place = here
             memory = recorder.memory
@@ -147,13 +162,14 @@ class _TracedPosition(Position):
             out = run(x, *more)
             recorder.unit = None
             if kept is not None:
+                kept.ran()
                 memory.name(out, ACTIVATIONS)
             if out.requires_grad:
                 # the gradient of what came out is made first, that of what went in last
                 backward = replace(here, phase="backward")
                 held = [] if kept is None else [kept]
                 out.register_hook(lambda _: self._begin(backward, held))
-                if held:
+                if held and x.requires_grad:
                     x.register_hook(lambda grad: self._end(grad, held))
             return out
 
@@ -193,6 +209,10 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         _balance(built)  # loads of experts are numbers, which a trace has none of
         _name_what_is_held(built, recorder)
         batches = _batches(spec)
+        for batch in batches:
+            for x in vars(batch).values():
+                if x is not None:
+                    recorder.memory.name(x, ACTIVATIONS)
         scaler = build_scaler(spec.precision, device=_META)
         count = _enough(spec)
         if isinstance(built.optimizer, NarrowAdamW):
@@ -207,9 +227,12 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         rank=rank,
         stage=built.mesh.index("pp"),
         parameters={name: tuple(parameter.shape) for name, parameter in built.parameters.items()},
-        count=_sizes(built, _elements),
+        count=_sizes(data_parallel.buckets, built, _elements),
         held=sum(gradient.numel() for gradient in data_parallel.gradients.values()),
-        sizes=_sizes(built, lambda division: division.numel),
+        reduced=_padded_sizes([bucket for bucket in data_parallel.buckets if bucket.is_trained], built),
+        gathered=_padded_sizes(
+            [bucket for bucket in data_parallel.buckets if data_parallel.is_gathered(bucket)], built
+        ),
         layers=_in_layers(built),
         padding_at_head=_padding([bucket for bucket in data_parallel.buckets if _holds(bucket, "head", built)]),
         padding_again=_padding_again(built),
@@ -217,7 +240,7 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         summed={
             WHOLE: sums_of_whole.held,
             COPIES: sums_of_rows.held,
-            TIED: sum(data_parallel.gradients[name].numel() for name in built.pipeline.shared),
+            TIED: _tied(built),
         },
         memory=recorder.memory.peak,
         peak_at=recorder.memory.peak_at,
@@ -225,6 +248,12 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         micro_batches=count,
         seconds=time.monotonic() - start,
     )
+
+
+def _tied(built: TrainState) -> int:
+    """Elements of the gradients that both ends of a pipeline hold a part of."""
+    gradients = built.data_parallel.gradients
+    return sum(gradients[name].numel() for name in built.pipeline.shared if name in gradients)
 
 
 def _balance(built: TrainState) -> None:
@@ -249,7 +278,8 @@ def _sums(built: TrainState, *, whole: bool) -> _SummedGradients:
     found = _SummedGradients()
     for gradient_sum in built.tensor_parallel.sums:
         parameter = built.parameters.get(gradient_sum.name)
-        if parameter is None or (gradient_sum.rows is None) is not whole:
+        is_trained = gradient_sum.name in built.data_parallel.gradients
+        if parameter is None or not is_trained or (gradient_sum.rows is None) is not whole:
             continue
         first = 0
         last = parameter.shape[0]
@@ -275,12 +305,12 @@ def _holds(bucket: Bucket, stands: Stands, built: TrainState) -> bool:
 
 
 def _in_layers(built: TrainState) -> tuple[int, int]:
-    """Of dense buckets of layers: elements, and the same with padding."""
+    """Of dense buckets of layers that are trained: elements, and the same with padding."""
     elements = 0
     padded = 0
     for bucket in built.data_parallel.buckets:
         first = built.facts[bucket.names[0]]
-        if first.stands == "layer" and not first.is_expert:
+        if bucket.is_trained and first.stands == "layer" and not first.is_expert:
             elements += _elements(bucket.division)
             padded += bucket.division.numel
     return elements, padded
@@ -289,7 +319,11 @@ def _in_layers(built: TrainState) -> tuple[int, int]:
 def _padding_again(built: TrainState) -> int:
     """Of dense buckets that are gathered for each chunk or end that uses them."""
     again = []
+    layers = facts_of(built.spec).layers
     for bucket in built.data_parallel.buckets:
+        layer = built.facts[bucket.names[0]].layer
+        if layer is not None and not layers[layer].runs_backward:
+            continue
         is_expert = built.facts[bucket.names[0]].is_expert
         if not is_expert and (bucket.chunk is None or _holds(bucket, "layer", built)):
             again.append(bucket)
@@ -300,11 +334,15 @@ def _padding(buckets: list[Bucket]) -> int:
     return sum(bucket.division.numel - _elements(bucket.division) for bucket in buckets)
 
 
-def _sizes(built: TrainState, size: Callable[[Division], int]) -> WeightCount:
-    """Of all buckets, by what lies in them."""
+def _padded_sizes(buckets: Sequence[Bucket], built: TrainState) -> PaddedSizes:
+    return PaddedSizes(_sizes(buckets, built, _elements), _sizes(buckets, built, lambda division: division.numel))
+
+
+def _sizes(buckets: Sequence[Bucket], built: TrainState, size: Callable[[Division], int]) -> WeightCount:
+    """Of buckets, by what lies in them."""
     dense = 0
     expert = 0
-    for bucket in built.data_parallel.buckets:
+    for bucket in buckets:
         # a bucket holds parameters of one kind
         if built.facts[bucket.names[0]].is_expert:
             expert += size(bucket.division)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megaspec.estimate.activations import LayerBytes, layer_bytes
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.trained import facts_of
 from megaspec.spec import Spec
 from megaspec.verify.trace_memory import ACTIVATIONS, EXPERTS, Memory
 
@@ -32,6 +33,8 @@ class UnitBytes:
     """During its backward pass."""
     deferred: int = 0
     """From its backward pass to that of its weights."""
+    forward: int = 0
+    """During its forward pass, where no backward pass comes; else less than what it keeps."""
 
 
 def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
@@ -43,9 +46,11 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
     first, _, last = numbers.partition("-")
     run = layer_run(spec)
     recompute = spec.parallelism.recompute
-    facts = spec.model.facts
+    facts = facts_of(spec)
     numbers_of_layers = range(int(first), int(last or first) + 1)
     layers = [layer_bytes(run, facts.layers[number]) for number in numbers_of_layers]
+    if not any(facts.layers[number].runs_backward for number in numbers_of_layers):
+        return UnitBytes(0, 0, 0, forward=max(layer.backward for layer in layers))
     backward = max(layer.backward + layer.sent for layer in layers)
     deferred = 0
     if shape_of(spec).splits_backward:
@@ -57,7 +62,7 @@ def unit_bytes(spec: Spec, name: str, *, place: int) -> UnitBytes | None:
         again = sum(map(_made_again, layers)) + (len(layers) - 1) * layers[0].input
         return UnitBytes(0, 0, again + backward, deferred)
     (layer,) = layers
-    return UnitBytes(layer.kept - layer.input, layer.routed, layer.again + backward, deferred)
+    return UnitBytes(max(0, layer.kept - layer.input), layer.routed, layer.again + backward, deferred)
 
 
 def _made_again(one: LayerBytes) -> int:
@@ -72,6 +77,11 @@ class KeptByUnit:
         self._size = size
         self.x = x.detach()
         self._held = [_block(memory, ACTIVATIONS, size.kept), _block(memory, EXPERTS, size.routed)]
+        self._in_forward: Tensor | None = _block(memory, ACTIVATIONS, size.forward)
+
+    def ran(self) -> None:
+        """Its forward pass is over."""
+        self._in_forward = None
 
     def work(self) -> None:
         """Its backward pass begins."""

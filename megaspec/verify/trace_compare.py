@@ -15,7 +15,7 @@ from megaspec.core.axes import (
 from megaspec.estimate.communication import collectives_of
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of, shared_out
-from megaspec.estimate.parameters import partial_gradients, rank_parameters
+from megaspec.estimate.parameters import partial_gradients, rank_parameters, trained_parameters
 from megaspec.estimate.step_communication import HEAD, LAYERS
 from megaspec.estimate.topology import Collective, Topology, topology_of
 from megaspec.spec import Spec
@@ -24,6 +24,11 @@ from megaspec.verify.trace_memory import KINDS
 
 MEMORY_TOLERANCE = 0.05
 """Of all that is allocated."""
+
+
+# Counts of steps and of what routers saw, which no plan counts and a trace puts to the optimizer: beside a model's
+# weights nothing, beside a few that are trained much.
+_FEW_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Row:
     """Relative; None: told, not judged."""
     is_bound: bool = False
     """The trace may find less."""
+    slack: int = 0
+    """What may differ whatever the tolerance."""
 
     @property
     def agrees(self) -> bool:
@@ -47,7 +54,7 @@ class Row:
         difference = self.traced - self.planned
         if not self.is_bound:
             difference = abs(difference)
-        return difference <= self.tolerance * max(self.planned, 1)
+        return difference <= max(self.tolerance * self.planned, self.slack)
 
 
 def compared(spec: Spec, trace: Trace) -> list[Row]:
@@ -68,11 +75,11 @@ def _parameters(spec: Spec, trace: Trace) -> Iterator[Row]:
 def _memory(spec: Spec, trace: Trace) -> Iterator[Row]:
     planned = memory_of(spec, device="cpu")[trace.stage]
     # the plan is of the ranks that have most, where ranks share out rows that they don't divide
-    is_bound = trace.held < shared_out(spec, rank_parameters(spec, trace.stage), from_strategy=1)
+    is_bound = trace.held < shared_out(spec, trained_parameters(spec, trace.stage), from_strategy=1)
     for kind in KINDS:
         tolerance = MEMORY_TOLERANCE if kind in ("weights", "gradients", "optimizer") else None
         traced = trace.memory.get(kind, 0)
-        yield Row(kind.replace("_", " "), "bytes", getattr(planned, kind), traced, tolerance, is_bound)
+        yield Row(kind.replace("_", " "), "bytes", getattr(planned, kind), traced, tolerance, is_bound, _FEW_BYTES)
     yield Row("all memory", "bytes", planned.allocated, sum(trace.memory.values()), MEMORY_TOLERANCE, is_bound)
 
 
@@ -104,11 +111,12 @@ def _padded(collective: Collective, spec: Spec, trace: Trace, apart: set[str]) -
     is_of_buckets = collective.what.endswith(("gradients", "weights")) and collective.phase != "step"
     if not is_of_buckets:
         return planned
+    sizes = trace.gathered if collective.kind == "all_gather" else trace.reduced
     if collective.what.startswith("experts'"):
-        return planned * trace.sizes.expert / trace.count.expert
+        return planned * sizes.padded.expert / sizes.elements.expert
     # elements of the dense buckets, without and with padding
-    elements = trace.count.dense
-    padded = trace.sizes.dense
+    elements = sizes.elements.dense
+    padded = sizes.padded.dense
     if collective.kind == "all_gather":
         # a gather may be of some of the buckets alone: their padding is added as it is
         width = layer_run(spec).width

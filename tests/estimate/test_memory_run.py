@@ -46,7 +46,23 @@ def test_a_step_takes_what_is_predicted(family, precision, loss, n_layers, vocab
     model = FAMILIES[family] | {"n_layers": n_layers, "d_model": 64, "n_heads": 4, "n_kv_heads": 4, "d_ffn": d_ffn}
     changes = {"data.vocab_size": vocab, "data.seq_len": T, "precision.kind": precision, "train.micro_batch": B}
     kernels = {"attention": "sdpa", "cross_entropy": loss}
-    made = spec({"model": model | {"vocab_size": vocab}, "kernels": kernels, "train.global_batch": B} | changes)
+    check({"model": model | {"vocab_size": vocab}, "kernels": kernels, "train.global_batch": B} | changes)
+
+
+@pytest.mark.parametrize("trainable", [["*norm*"], ["layers.9.*", "layers.11.*"], ["*.w_down.*"], ["*.wqkv.*"]])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_a_step_that_trains_a_part_takes_what_is_predicted(family, trainable):
+    model = FAMILIES[family] | {"n_layers": 12, "d_model": 64, "n_heads": 4, "n_kv_heads": 4, "d_ffn": 192}
+    changes = {"data.vocab_size": 128, "data.seq_len": T, "precision.kind": "bf16", "train.micro_batch": B}
+    kernels = {"attention": "sdpa", "cross_entropy": "chunked"}
+    more = {"kernels": kernels, "train.global_batch": B, "train.trainable": trainable}
+    check({"model": model | {"vocab_size": 128}} | more | changes, off=0.05)
+
+
+def check(changes, *, off=0.02):
+    """Holds a step's peak to the plan, which may be `off` by a share."""
+    made = spec(changes)
+    vocab = made.model.vocab_size
     cpu = torch.device("cpu")
     built = build(made, mesh=Mesh({"tp": 1, "dp_replicate": 1}, rank=0, device=cpu))
     initialise(built)
@@ -60,4 +76,4 @@ def test_a_step_takes_what_is_predicted(family, precision, loss, n_layers, vocab
 
     step()
     (stage,) = memory_of(made, device="cpu")
-    assert stage.activations + stage.logits == pytest.approx(peak_bytes(step), rel=0.02)
+    assert stage.activations + stage.logits == pytest.approx(peak_bytes(step), rel=off)

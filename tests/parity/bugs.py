@@ -236,7 +236,7 @@ PIPELINE = "megaspec.parallelism.pipeline"
 PIPELINES = [
     Bug(
         "gradient of a tied embedding not summed over its two stages",
-        Patch(PIPELINE, "[gradients[name] for name in self.shared]", "[]"),
+        Patch(PIPELINE, "[gradients[name] for name in shared]", "[]"),
         Case(pp=2, tied=True, accumulate=2),
         invisible=True,
     ),
@@ -623,4 +623,39 @@ ATTENTIONS = [
     ),
 ]
 
-BUGS = [*GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE, *EXPERTS, *ATTENTIONS]
+FROZEN = [
+    Bug(
+        "weight decay of what is frozen",
+        Patch(
+            "megaspec.optim.freeze",
+            "self._trained.update(gradients, lr=lr,",
+            "[w.mul_(1 - lr * weight_decay) for w in self._frozen.values()]; self._trained.update(gradients, lr=lr,",
+        ),
+        Case(dp=2, strategy="zero1", n_layers=4, trainable="upper"),
+        invisible=True,
+    ),
+    Bug(
+        "no gradient sent to a stage that trains",
+        Patch(
+            "megaspec.parallelism.stages",
+            "first = min(first, stage_of_layer[one.layer])",
+            "first = max(first, stage_of_layer[one.layer])",
+        ),
+        Case(pp=2, n_layers=4, trainable="upper", accumulate=2),
+        invisible=True,
+    ),
+    Bug(
+        "a frozen bias of a router moves",
+        Patch("megaspec.nn.moe.router", "if self.expert_bias is not None and self.moves_bias:", "if True:"),
+        Case(dp=2, ep=2, router="sigmoid", n_layers=4, trainable="upper"),
+        invisible=True,
+    ),
+    Bug(
+        "routers count a forward pass that is recomputed twice",
+        Patch("megaspec.nn.moe.router", "if id(context) not in self._counted:", "if True:"),
+        Case(dp=2, ep=2, router="sigmoid", n_layers=4, trainable="down", also=RECOMPUTES["uniform 2"]),
+        invisible=True,
+    ),
+]
+
+BUGS = [*FROZEN, *GENERAL, *CONTEXTS, *PIPELINES, *SHARDS, *RECOMPUTE, *EXPERTS, *ATTENTIONS]

@@ -115,6 +115,22 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": {"kind": "log", "scale": 0.5, "floor_scale": 3.0}, "sinks": True},
 }
 
+# What is trained, the rest being frozen. Of four layers on a pipeline's stages some train nothing, and some have
+# nothing to train before them.
+TRAINABLES: dict[str, tuple[str, ...]] = {
+    "": (),
+    "norms": ("*norm*",),
+    "norms and biases": ("*norm*", "*.bias"),
+    "norms and routers' biases": ("*norm*", "*.expert_bias"),
+    "head": ("head.*", "norm.*"),
+    "upper": ("layers.1.*", "layers.3.*"),
+    "lower": ("layers.0.*",),
+    "down": ("*.w_down.*",),
+    "router": ("*.router.*",),
+    "embedding": ("embed.*",),
+    "into": ("*.wqkv.*", "*.w_gate_up.*"),
+}
+
 Settings = tuple[tuple[str, Any], ...]
 """Dotted paths and their values."""
 
@@ -177,6 +193,8 @@ class Case:
     """A key of ATTENTIONS."""
     experts: str = ""
     """A key of EXPERTS."""
+    trainable: str = ""
+    """A key of TRAINABLES. "": everything is trained."""
 
     @property
     def ranks(self) -> int:
@@ -219,6 +237,7 @@ class Case:
             self.attention,
             self.cross_entropy,
             "compiled" if self.compile == "block" else "",
+            f"trains {self.trainable}" if self.trainable else "",
             f"scale{self.scale:g}" if self.scale != 1 else "",
             self.precision if self.precision != "fp64" else "",
             *(f"{path.rpartition('.')[2]}={value}" for path, value in self.also),
@@ -344,6 +363,8 @@ def content_of(case: Case) -> dict[str, Any]:
         "log": {"tensorboard": False},
         "launcher": {"ranks": case.ranks},
     }
+    if case.trainable:
+        content["train"]["trainable"] = list(TRAINABLES[case.trainable])
     for path, value in case.also:
         section, _, name = path.rpartition(".")
         here = content

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import torch
 
+from megaspec.runtime.build import plain_model
+from megaspec.train.trainable import trained_names
 from megaspec.verify.parity import TOLERANCES, Finding, Trajectory, compare, gradient_errors
 from tests.conftest import Tell
-from tests.parity.cases import Case, alone
+from tests.parity.cases import Case, alone, spec_of
 from tests.parity.tasks import run_case, truth_of
 from tests.ranks import RankPool
 
@@ -26,6 +28,20 @@ def check(pool: RankPool, case: Case, tell: Tell, *, steps: int, device: str = "
     closest = next(f for f in findings if f.tolerance)
     tell(f"{case}: {closest}")
     assert all(f.passed for f in findings), f"{case}\n{failures(findings)}"
+    if case.trainable:
+        check_frozen(case, run)
+
+
+def check_frozen(case: Case, run: Trajectory) -> None:
+    """What is not trained is what it began as, to the bit, and has no gradient."""
+    spec = spec_of(alone(case))
+    model = plain_model(spec, device=torch.device("cpu"))
+    trained = trained_names(model.facts, spec.train.trainable)
+    for name, start in model.global_parameters().items():
+        has_gradient = name in run.gradients.values
+        assert has_gradient == (name in trained), f"{case}: {name}"
+        is_same = torch.equal(run.weights.values[name], start.detach().to(torch.float64))
+        assert is_same == (name not in trained), f"{case}: {name}"
 
 
 def check_low(

@@ -80,6 +80,8 @@ MORE: dict[str, Has] = {
     "selective recompute": lambda c: _also(c, "parallelism.recompute.") and c.also[0][1] == "selective",
     "overlaps switched off": lambda c: _also(c, "parallelism.overlap."),
     "activations and optimizer on the CPU": lambda c: _also(c, "parallelism.offload."),
+    "frozen parameters": lambda c: bool(c.trainable),
+    "nothing trained on the first stage": lambda c: c.pp > 1 and c.trainable == "head",
     "packed documents": lambda c: c.documents,
     "grouped key/value heads": lambda c: c.kv_heads < 4,
     "norms of queries and keys": lambda c: c.qk_norm,

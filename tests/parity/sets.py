@@ -442,6 +442,54 @@ def _switches() -> list[Case]:
     return [replace(case, shared="gate") if case.ep > 1 else case for case in dressed]
 
 
+def _frozen() -> list[Case]:
+    """What is trained in turns, beside every way in which parameters, their gradients and passes are divided."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"tp": 2, "kv_heads": 1},
+        {"tp": 2, "sequence": True, "pad": 8},
+        {"pp": 2, "accumulate": 3},
+        {"pp": 2, "schedule": "gpipe"},
+        {"pp": 2, "schedule": "interleaved", "virtual": 2},
+        {"pp": 2, "schedule": "zb_h1", "accumulate": 3},
+        {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 3},
+        {"cp": 2, "documents": True},
+        {"dp": 2, "accumulate": 3},
+        {"dp": 2, "strategy": "zero1"},
+        {"dp": 2, "strategy": "zero2", "accumulate": 3},
+        {"dp": 2, "strategy": "fsdp", "accumulate": 3},
+        {"dp": 2, "ep": 2, "router": "sigmoid", "shared": "gate"},
+        {"dp": 2, "ep": 2, "router": "root", "strategy": "fsdp", "experts": "bias"},
+        {"dp": 2, "etp": 2, "router": "logit bias", "experts": "bias"},
+    ]
+    cases = []
+    for way in ways:
+        for trainable in ("norms", "head", "upper", "lower", "down", "into"):
+            cases.append(Case(n_layers=4, mask="uneven", trainable=trainable, **{"accumulate": 2, **way}))
+        if "router" in way:
+            cases.append(Case(n_layers=4, trainable="router", **way))
+        if way.get("router") in ("sigmoid", "root"):
+            cases.append(Case(n_layers=4, trainable="norms and routers' biases", **way))
+    more = [
+        *(Case(n_layers=4, tied=True, trainable="embedding", **way) for way in ways[:13]),
+        *(Case(n_layers=4, family="gpt", trainable="norms and biases", **way) for way in ways[1:4]),
+        *(Case(n_layers=4, trainable="upper", dp=2, optimizer="muon", strategy=one) for one in ("zero1", "fsdp")),
+        Case(n_layers=4, trainable="head", pp=2, optimizer="muon"),
+        Case(n_layers=4, trainable="upper", tp=2, optimizer="muon"),
+        Case(n_layers=4, trainable="upper", pp=2, optimizer="sgd"),
+        Case(n_layers=4, trainable="upper", pp=2, dp=2, schedule="zb_h1", strategy="fsdp", accumulate=3),
+        Case(n_layers=4, trainable="upper", dp=4, replicas=2, strategy="hsdp"),
+        Case(n_layers=4, trainable="upper", scale=4096.0, also=_under("offload", layers=2, optimizer=0.5)),
+    ]
+    for name in ("uniform 2", "block 1", "norm activation"):
+        for trainable in ("upper", "down"):
+            more.append(Case(n_layers=4, trainable=trainable, dp=2, also=RECOMPUTES[name]))
+    for trainable in ("upper", "down", "norms"):
+        again = RECOMPUTES["uniform 2"]
+        more.append(Case(n_layers=4, trainable=trainable, dp=2, ep=2, router="sigmoid", also=again))
+    return [*cases, *more]
+
+
 def _layers() -> list[Case]:
     """Each kind of layer beside everything that cuts or repeats one."""
     ways: list[dict[str, Any]] = [
@@ -598,6 +646,7 @@ SETS: dict[str, Callable[[], list[Case]]] = {
     "recompute": _recomputes,
     "optimizers": _optimizers,
     "switches": _switches,
+    "frozen": _frozen,
     "layers": _layers,
     "options": _options,
     "attention": _attentions,

@@ -1,5 +1,7 @@
 """A step costs three matrix products for each linear layer and for the output head, in every layout."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -40,3 +42,26 @@ def count(rank: int, case: Case) -> int:
 def test_three_products_for_each_layer(pool: RankPool, case: Case) -> None:
     expected = 3 * LINEARS_AND_HEAD * case.accumulate
     assert pool.run(count, case, ranks=case.ranks) == [expected] * case.ranks
+
+
+@pytest.mark.parametrize(
+    ("trainable", "products"),
+    [
+        # 16 linears and the head forward; then input gradients, of the head last; then weight gradients
+        ("norms", 17 + 16 + 1),
+        ("head", 17 + 1 + 1),
+        ("upper", 17 + 12 + 1 + 8),
+        ("lower", 17 + 16 + 1 + 4),
+        # nothing is trained before the first layer's last product
+        ("down", 17 + 12 + 1 + 4),
+        ("embedding", 17 + 16 + 1),
+    ],
+)
+@pytest.mark.parametrize("way", [{}, {"tp": 2}, {"pp": 2, "schedule": "zb_h1"}], ids=str)
+def test_no_product_for_what_is_frozen(pool: RankPool, way: dict[str, Any], trainable: str, products: int) -> None:
+    case = Case(n_layers=4, trainable=trainable, **way)
+    of_ranks = pool.run(count, case, ranks=case.ranks)
+    if case.pp > 1:
+        assert sum(of_ranks) == products
+    else:
+        assert of_ranks == [products] * case.ranks

@@ -273,3 +273,16 @@ def read_all(folder: Path) -> dict[int, tuple[dict[str, bytes], dict[str, Any]]]
             tensors = {n: reader.read(n).contiguous().view(torch.uint8).numpy().tobytes() for n in reader.names()}
             found[step] = (tensors, reader.state)
     return found
+
+
+def loaded(rank: int, text: str, folder: str) -> dict[str, Any]:
+    """What a run's optimizer holds once it has read the newest checkpoint in a folder."""
+    spec = Spec.model_validate_json(text)
+    built = build_here(spec, rank)
+    with Store(folder).newest_good(comm_of(spec, rank), repair=False) as reader:
+        load(built, reader)
+    state = {}
+    for kind, tensors in built.optimizer.state().items():
+        for name, tensor in tensors.items():
+            state[f"optim/{kind}/{name}"] = tensor.to(torch.float64).numpy()
+    return {"updates": built.optimizer.updates, "state": state}

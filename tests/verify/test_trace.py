@@ -88,6 +88,18 @@ BETWEEN_MICRO_BATCHES = [
     "gpus=2 parallelism.pp=2 parallelism.pipeline.schedule=gpipe parallelism.recompute.kind=full"
     " train.global_batch=8 train.micro_batch=1",
 ]
+# What is trained of four layers, beside what is divided, gathered and sent by whether it is.
+TRAINED = ["'*norm*'", "'*.w_down.*'", "'layers.2.*','layers.3.*','norm.*','head.*'"]
+BESIDE_FROZEN = [
+    "gpus=4 parallelism.tp=2 train.global_batch=8 kernels.compile=none",
+    "gpus=4 parallelism.tp=2 parallelism.sequence_parallel=false train.global_batch=8",
+    "gpus=4 parallelism.tp=2 parallelism.dp_strategy=zero1 train.global_batch=8",
+    "gpus=4 parallelism.dp_strategy=zero2 train.global_batch=8 kernels.compile=none",
+    "gpus=4 parallelism.tp=2 parallelism.dp_strategy=fsdp train.global_batch=8",
+    "gpus=4 parallelism.pp=4 train.global_batch=32 kernels.compile=none",
+    "gpus=4 parallelism.cp=4 train.global_batch=2",
+    "gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
+]
 # Plain layers, of which every tensor is counted.
 PLAIN = [
     "gpus=2 parallelism.tp=2 train.global_batch=4",
@@ -182,6 +194,18 @@ def test_what_micro_batches_leave_behind(layout):
 @pytest.mark.parametrize("layout", PLAIN)
 def test_plain_layers(layout):
     check(f"{SMALL} kernels.compile=none {layout}")
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("layout", BESIDE_FROZEN)
+def test_what_is_frozen(layout, trained):
+    check(f"{SMALL} {layout} train.trainable=[{trained}]")
+
+
+@pytest.mark.parametrize("trained", [*TRAINED, "'*.router.*'"])
+def test_frozen_experts(trained):
+    words = f"{EXPERTS} gpus=4 parallelism.tp=2 parallelism.ep=2 train.global_batch=4"
+    check(f"{words} kernels.compile=none train.trainable=[{trained}]")
 
 
 @pytest.mark.parametrize("layers", LAYERS)

@@ -67,7 +67,7 @@ def local_gradient(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and all gradients in one pass over the tokens; backward only scales them."""
+    """The loss and the gradients that are needed in one pass over the tokens; backward only scales them."""
 
     @staticmethod
     def forward(ctx, x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, stats: Stats, gradient: Gradient):
@@ -75,11 +75,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         piece = logits_piece(M, weight_VD.shape[0] * x_MD.element_size())
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         loss = weights_M.new_zeros(())
-        need_grad = any(ctx.needs_input_grad)
-        if need_grad:
-            grad_x_MD = torch.empty_like(x_MD)
-            grad_weight_VD = torch.empty_like(weight_VD, dtype=wide)
-            grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x_MD = torch.empty_like(x_MD) if needs_x else None
+        grad_weight_VD = torch.empty_like(weight_VD, dtype=wide) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for first in range(0, M, piece):
             part = slice(first, first + piece)
             product_CV = F.linear(x_MD[part], weight_VD, bias_V)
@@ -89,28 +88,29 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             total_C = shard.sum(total_C * (peak_C - top_C).exp())
             # log Σ exp − target without the digits that top + log Σ would lose to a large top
             loss += (weights_M[part] * (total_C.log() + (top_C - shard.sum(target_C)))).sum()
-            if need_grad:
-                grad_CV = gradient(product_CV, labels_M[part], top_C, total_C, weights_M[part], shard, form)
+            if not any(ctx.needs_input_grad):
+                continue
+            grad_CV = gradient(product_CV, labels_M[part], top_C, total_C, weights_M[part], shard, form)
+            if needs_x:
                 torch.mm(grad_CV, weight_VD, out=grad_x_MD[part])
+            if needs_weight:
                 add_product_(grad_weight_VD, grad_CV.t(), x_MD[part], overwrite=first == 0)
-                if grad_bias_V is not None:
-                    grad_bias_V += grad_CV.sum(0, dtype=wide)
-        if need_grad:
-            if grad_bias_V is not None:
-                grad_bias_V = grad_bias_V.to(bias_V.dtype)
-            ctx.save_for_backward(grad_x_MD, grad_weight_VD.to(weight_VD.dtype), grad_bias_V)
+            if needs_bias:
+                grad_bias_V += grad_CV.sum(0, dtype=wide)
+        if needs_weight:
+            grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
+        if needs_bias:
+            grad_bias_V = grad_bias_V.to(bias_V.dtype)
+        ctx.save_for_backward(grad_x_MD, grad_weight_VD, grad_bias_V)
         return loss
 
     @staticmethod
     def backward(ctx, grad_out):
-        grad_x_MD, grad_weight_VD, grad_bias_V = ctx.saved_tensors
-        d_x_MD = grad_x_MD * grad_out.to(grad_x_MD.dtype)
-        d_weight_VD = grad_weight_VD * grad_out.to(grad_weight_VD.dtype)
-        d_bias_V = None
-        if grad_bias_V is not None:
-            d_bias_V = grad_bias_V * grad_out.to(grad_bias_V.dtype)
-        # nothing for labels, weights, shard, form and the two functions
-        return d_x_MD, d_weight_VD, d_bias_V, None, None, None, None, None, None
+        found = []
+        for grad in ctx.saved_tensors:
+            found.append(None if grad is None else grad * grad_out.to(grad.dtype))
+        # of x, weight and bias; nothing for labels, weights, shard, form and the two functions
+        return *found, None, None, None, None, None, None
 
 
 def linear_cross_entropy(

@@ -149,7 +149,7 @@ def _kept(
     if spec.output_gate:
         if not execution.is_compiled:
             yield Kept("o.gate", (products.outputs,))
-        yield Kept("o.gated", (products.outputs,), element="product")
+        yield Kept("o.gated", (products.outputs,), element="product", for_weights=True)
     if place.dropout:
         yield Kept("attention.dropout", (features(place.d_model),), "stream", "byte")
 

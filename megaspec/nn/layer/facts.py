@@ -57,6 +57,8 @@ class LayerFacts:
     sublayers: tuple[SubLayer, ...]
     is_parallel: bool = False
     """All sub-layers take the layer's input; otherwise each takes what the one before has left."""
+    runs_backward: bool = True
+    """The backward pass comes here: something is trained in it or before it."""
 
     @cached_property
     def parts(self) -> tuple[PartFacts, ...]:
@@ -86,12 +88,32 @@ class LayerFacts:
 
     def kept(self, execution: Execution) -> Iterator[Kept]:
         """Every tensor that waits for the backward pass when nothing is recomputed; attention's own products apart."""
+        if not self.runs_backward:
+            return
         for number, sublayer in enumerate(self.sublayers):
-            if sublayer.takes_stream:
+            if sublayer.takes_stream and stream_name(number) in self.trained_inputs:
                 tokens = "all" if execution.is_compiled else "stream"
-                yield Kept(stream_name(number), (features(self.d_model),), tokens, "product")
+                yield Kept(stream_name(number), (features(self.d_model),), tokens, "product", for_weights=True)
             for part in sublayer.parts:
-                yield from part.kept(execution)
+                for kept in part.kept(execution):
+                    is_needed = part.runs_backward and not kept.for_weights
+                    if is_needed or kept.what in self.trained_inputs:
+                        yield kept
+
+    @cached_property
+    def trained_inputs(self) -> frozenset[str]:
+        """Of kept tensors, by name, what gradients of trained weights are made of."""
+        names = {linear.input_kept for linear in self.linears if not linear.is_frozen}
+        for vector in self.vectors:
+            if not vector.is_frozen:
+                names.add(f"{vector.module}.normed")
+        return frozenset(names)
+
+    @cached_property
+    def attends_backward(self) -> bool:
+        """The backward pass goes through attention's own products: what goes out of them has a gradient to give on."""
+        behind = [linear for one in self.sublayers if one.kind == "attention" for linear in one.mix.linears[-1:]]
+        return any(linear.makes_input_gradient for linear in behind)
 
     @cached_property
     def moved(self) -> tuple[Moved, ...]:
@@ -127,6 +149,25 @@ class LayerFacts:
         """Its placement."""
         for part in self.parts:
             yield from part.rows(prefix)
+
+    def trained_on(self, degrees: Degrees) -> "WeightCount":
+        """Of what one rank holds, what is trained."""
+        dense = 0
+        expert = 0
+        for linear in self.linears:
+            size = 0
+            if not linear.is_frozen:
+                size += linear.weights_on(degrees)
+            if not linear.is_bias_frozen:
+                size += linear.biases_on(degrees)
+            if linear.tokens == "routed":
+                expert += size
+            else:
+                dense += size
+        for vector in self.vectors:
+            if not vector.is_frozen:
+                dense += vector.on(degrees)
+        return WeightCount(dense, expert)
 
     def weights_on(self, degrees: Degrees) -> "WeightCount":
         """What one rank holds of it."""

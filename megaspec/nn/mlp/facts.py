@@ -80,7 +80,9 @@ def _kept(
     if activation.kept_between and not execution.is_compiled:
         between = activation.kept_between
         yield Kept(f"{place.name}.activated", (inner,), freed_by=by_activation, times=between)
-    yield Kept(f"{place.name}.out", (inner,), element="product", freed_by=by_activation)
+    # an activation whose own result is enough for its backward pass keeps that
+    for_weights = activation.keeps_input or execution.is_compiled
+    yield Kept(f"{place.name}.out", (inner,), element="product", freed_by=by_activation, for_weights=for_weights)
     if place.dropout:
         yield Kept(f"{place.name}.dropout", (d_model,), "stream", "byte", place.freed_by)
 

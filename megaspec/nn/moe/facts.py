@@ -153,12 +153,16 @@ def _kept(spec: MoeSpec, into: Linear, out: Linear, place: ExpertsPlace, executi
     yield Kept("router.scores", (features(spec.n_experts),), "stream", "wide", by_moe, times=2)
     yield Kept("router.weights", (features(spec.top_k),), "stream", "wide", by_moe)
     yield Kept("router.choices", (features(spec.top_k),), "stream", "index", by_moe)
-    yield Kept("dispatched", (features(place.d_model),), "routed", "product", by_moe, is_routed=True)
+    # weights on the inputs are multiplied with them
+    for_weights = spec.weights_on != "inputs"
+    yield Kept(
+        "dispatched", (features(place.d_model),), "routed", "product", by_moe, is_routed=True, for_weights=for_weights
+    )
     if spec.weights_on == "inputs":
-        yield Kept("weighted", (features(place.d_model),), "routed", "product", by_moe)
+        yield Kept("weighted", (features(place.d_model),), "routed", "product", by_moe, for_weights=True)
     # their activation is one operation, which keeps what goes in alone
     yield Kept("experts.in", into.outputs, "routed", freed_by=by_moe)
-    yield Kept("experts.out", (out.inputs,), "routed", "product", ("activation", *by_moe))
+    yield Kept("experts.out", (out.inputs,), "routed", "product", ("activation", *by_moe), for_weights=True)
     if spec.shared_gate:
         # the gate of each token, and what it multiplies
         yield Kept("shared_gate", (features(1), features(place.d_model)), "stream", freed_by=by_moe)

@@ -26,7 +26,7 @@ class GroupedLinearOp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_RI, weight, ends_E, whole, layer):
-        ctx.save_for_backward(x_RI, weight, ends_E)
+        ctx.save_for_backward(x_RI if weight.requires_grad else None, weight, ends_E)
         ctx.whole = whole
         ctx.kernel = layer.kernel
         ctx.main_grad = layer.main_grad
@@ -40,6 +40,8 @@ class GroupedLinearOp(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = kernel(grad_RO, weight.unflatten(0, (ends_E.shape[0], -1)), ends_E, whole=ctx.whole)
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None, None, None, None
         if ctx.main_grad is None:
             return grad_x, kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1), None, None, None
 
@@ -75,8 +77,9 @@ class GroupBiasOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RO):
         bias, scale_R, ends_E = ctx.saved_tensors
+        needs_bias = ctx.needs_input_grad[1]
         if not ctx.is_added:
-            return grad_RO, torch.zeros_like(bias), None, None, None
+            return grad_RO, torch.zeros_like(bias) if needs_bias else None, None, None, None
         wide = torch.promote_types(grad_RO.dtype, torch.float32)
         scaled_RO = grad_RO.to(wide)
         grad_scale = None
@@ -84,6 +87,8 @@ class GroupBiasOp(torch.autograd.Function):
             bias_RO = _bias_of_rows(bias, ends_E, grad_RO.shape[0])
             grad_scale = (scaled_RO * bias_RO).sum(-1).to(scale_R.dtype)
             scaled_RO = scaled_RO * scale_R[:, None]
+        if not needs_bias:
+            return grad_RO, None, grad_scale, None, None
         ends = ends_E.to(torch.int64)
         rows_E = torch.diff(ends, prepend=ends.new_zeros(1))
         # unsafe: the host does not look at the sizes, which leave out rows of no expert

@@ -3,6 +3,7 @@
 # B sequences, T tokens of this rank, S tokens of a whole sequence, M = B·T, D model, E experts, k choices of a token
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor
 from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.hashing import site_key, uniform
-from megaspec.nn.linear import Linear, input_gradient, weight_gradient
+from megaspec.nn.linear import Linear, bias_gradient, input_gradient, weight_gradient
 from megaspec.nn.moe.balance import load, sinkhorn, within_capacity
 from megaspec.nn.moe.spec import MoeSpec
 
@@ -74,7 +75,8 @@ class RouterOp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.x_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.main_grad = main_grad
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -86,13 +88,17 @@ class RouterOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = input_gradient(grad_out, weight.to(grad_out.dtype)).to(x.dtype)
+        if needs_x:
+            grad_x = input_gradient(grad_out, weight.to(grad_out.dtype)).to(ctx.x_dtype)
+        grad_weight = None
+        if needs_weight:
+            grad_weight = weight_gradient(ctx.main_grad, grad_out, x.to(grad_out.dtype))
         grad_bias = None
-        if ctx.bias_dtype is not None:
-            grad_bias = grad_out.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-        return grad_x, weight_gradient(ctx.main_grad, grad_out, x.to(grad_out.dtype)), grad_bias, None
+        if needs_bias:
+            grad_bias = bias_gradient(grad_out).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _AttachedLoss(torch.autograd.Function):
@@ -125,7 +131,8 @@ class Router(Linear, ByPosition):
 
     State beside the parameters, in at least fp32: `expert_bias` [E], added to the scores that experts are chosen by
     (None: there is none), and `shares` [E], the previous global batch's share of choices that each expert got (None
-    without a global_aux loss). `sums` is what this step saw so far: see StepSums and finish_step.
+    without a global_aux loss). `sums` is what this step saw so far: see StepSums and finish_step. `moves_bias`: false
+    where the bias is frozen.
     """
 
     def __init__(self, d_model: int, moe: MoeSpec, *, site: str):
@@ -133,6 +140,9 @@ class Router(Linear, ByPosition):
         self.moe = moe
         self.spec = moe.router
         self.site = site
+        self.moves_bias = True
+        # weakly, so that a context that is gone leaves its number to another
+        self._counted: WeakValueDictionary[int, SequenceContext] = WeakValueDictionary()
         self.tokens = Tokens()
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         expert_bias = None
@@ -167,7 +177,10 @@ class Router(Linear, ByPosition):
         keep_BTk = self._kept(experts_BTk, weights_BTk.detach(), context)
         if context.aux_weight is not None:
             losses, seen = self._balance(logits_BTE, experts_BTk, keep_BTk, context)
-            weights_BTk = attach(weights_BTk, losses.sum(), weight=context.aux_weight, seen=seen, sums=self.sums)
+            if logits_BTE.requires_grad:
+                weights_BTk = attach(weights_BTk, losses.sum(), weight=context.aux_weight, seen=seen, sums=self.sums)
+            else:
+                self._count(seen, context)
         keep_Mk = None
         if keep_BTk is not None:
             keep_Mk = keep_BTk.flatten(0, 1)
@@ -176,6 +189,13 @@ class Router(Linear, ByPosition):
     def choose(self, ranking_BTE: Tensor, context: SequenceContext) -> Tensor:
         """-> int64 [B, T, k], the highest of each token. Replay and forced balance put a function in its place."""
         return ranking_BTE.topk(self.moe.top_k).indices
+
+    def _count(self, seen: Tensor, context: SequenceContext) -> None:
+        """Adds to `sums` here, where nothing is trained up to the choice, so that no backward pass comes. A forward
+        pass that is recomputed, for what is trained behind it, comes with the same context and counts once."""
+        if id(context) not in self._counted:
+            self._counted[id(context)] = context
+            self.sums.add_(seen)
 
     def read(self, sums: Tensor) -> StepSums:
         """Names for the parts of such a vector as `sums`."""
@@ -192,7 +212,7 @@ class Router(Linear, ByPosition):
         """
         seen = self.read(sums)
         # selected on the device: reading `skip` would wait for the step
-        if self.expert_bias is not None:
+        if self.expert_bias is not None and self.moves_bias:
             # up by bias_rate where fewer tokens came than the mean, down where more did (Wang et al. 2024)
             direction_E = (seen.tokens.mean() - seen.tokens).sign()
             moved = self.expert_bias + self.spec.bias_rate * direction_E.to(self.expert_bias.dtype)

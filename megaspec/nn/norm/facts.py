@@ -41,11 +41,14 @@ def _kept(spec: "NormSpec", width: int, name: str, feeds_product: bool, executio
     if wide == 0 or "norm" in execution.recomputed:
         yield stream
     if wide:
-        yield Kept(f"{name}.wide", numbers, "stream", "wide", freed_by=("norm",), times=wide)
+        yield Kept(f"{name}.wide", numbers, "stream", "wide", freed_by=("norm",))
+    if wide > 1:
+        # the normed input, which the weight's gradient is made of
+        yield Kept(f"{name}.normed", numbers, "stream", "wide", freed_by=("norm",), times=wide - 1, for_weights=True)
     if spec.statistics:
         yield Kept(f"{name}.statistics", (features(spec.statistics),), "stream", "statistic", freed_by=("norm",))
     if feeds_product:
         # The gather of the forward pass and that of the backward pass are one operation to the compiler, which keeps
         # its result: the whole sequence, not this rank's part of it.
         tokens = "all" if execution.is_compiled else "stream"
-        yield Kept(f"{name}.out", numbers, tokens, "product", freed_by=("norm",))
+        yield Kept(f"{name}.out", numbers, tokens, "product", freed_by=("norm",), for_weights=True)
