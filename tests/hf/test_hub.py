@@ -53,6 +53,11 @@ class Hub:
                 if self.path.partition("?")[0] in revisions:
                     siblings = [{"rfilename": name} for name in hub.files]
                     self.send(json.dumps({"id": NAME, "sha": COMMIT, "siblings": siblings}).encode(), with_body)
+                elif self.path.startswith(f"/api/models/{NAME}/tree/{COMMIT}?"):
+                    tree = []
+                    for name, content in hub.files.items():
+                        tree.append({"type": "file", "path": name, "size": len(content), "oid": name})
+                    self.send(json.dumps(tree).encode(), with_body)
                 elif file in hub.files:
                     if with_body:
                         hub.fetched.add(file)
