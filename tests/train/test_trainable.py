@@ -8,7 +8,7 @@ from megaspec.estimate.trained import facts_of
 from megaspec.parallelism.stages import first_trained_stage
 from megaspec.plan.plan import _trained
 from megaspec.train.trainable import names_of, trained, trained_names
-from tests.runtime.specs import recipe, spec
+from tests.runtime.specs import spec
 
 NAMES = ["embed.weight", "layers.0.norm1.weight", "layers.0.attn.wo.weight", "head.weight"]
 
@@ -23,7 +23,7 @@ def test_patterns_fit_names():
 
 def test_a_moving_bias_has_a_name_of_its_own():
     moe = {"n_experts": 4, "top_k": 2, "router": {"score": "sigmoid", "expert_bias": True}}
-    facts = recipe({"model.moe": moe}).model.facts
+    facts = spec({"model.moe": moe}).model.facts
     bias = "layers.1.moe.router.expert_bias"
     assert bias in names_of(facts)
     assert bias not in facts.weights()
@@ -32,7 +32,7 @@ def test_a_moving_bias_has_a_name_of_its_own():
 
 
 def test_layers_that_train_alike_are_one_kind():
-    made = recipe({"model.n_layers": 6, "train.trainable": ["layers.2.*", "layers.4.*"]})
+    made = spec({"model.n_layers": 6, "train.trainable": ["layers.2.*", "layers.4.*"]})
     facts = facts_of(made)
     assert [layer.runs_backward for layer in facts.layers] == [False, False, True, True, True, True]
     # before the first that trains, that one, those behind that don't, and the one behind that does
@@ -44,8 +44,8 @@ def test_layers_that_train_alike_are_one_kind():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_everything_named_is_everything(tied):
-    plain = recipe({"model.tied_embeddings": tied})
-    named = recipe({"model.tied_embeddings": tied, "train.trainable": ["*"]})
+    plain = spec({"model.tied_embeddings": tied})
+    named = spec({"model.tied_embeddings": tied, "train.trainable": ["*"]})
     for one in (plain, named):
         assert facts_of(one).head_makes_input_gradient
     sizes = {"seq_len": 16}
@@ -57,15 +57,15 @@ def test_everything_named_is_everything(tied):
 
 def test_flops_of_the_head_alone():
     """Every product forward, and of the head's alone both gradients; the last norm takes what goes in."""
-    model = recipe().model
+    model = spec().model
     forward = flops_per_sequence(model, seq_len=16) // 3
-    head = 2 * 16 * model.d_model * model.vocab_size
+    head = 2 * 16 * model.d_model * model.facts.padded_vocab(tp=1)
     assert flops_per_sequence(model, seq_len=16, trainable=("head.*",)) == forward + head
     assert flops_per_sequence(model, seq_len=16, trainable=("head.*", "norm.*")) == forward + 2 * head
 
 
 def test_the_first_stage_that_trains():
-    made = recipe({"model.n_layers": 4, "parallelism.pp": 4})
+    made = spec({"model.n_layers": 4, "parallelism.pp": 4, "parallelism.pipeline": {"schedule": "1f1b"}})
     for patterns, first in ((None, 0), (["layers.2.*"], 2), (["norm.*"], 3), (["embed.*", "norm.*"], 0)):
         facts = made.model.facts
         names = trained_names(facts, patterns)
