@@ -471,7 +471,7 @@ def _frozen() -> list[Case]:
         if way.get("router") in ("sigmoid", "root"):
             cases.append(Case(n_layers=4, trainable="norms and routers' biases", **way))
     more = [
-        *(Case(n_layers=4, tied=True, trainable="embedding", **way) for way in ways[:13]),
+        *(Case(n_layers=4, tied=True, trainable="embedding", **{"accumulate": 2, **way}) for way in ways[:13]),
         *(Case(n_layers=4, family="gpt", trainable="norms and biases", **way) for way in ways[1:4]),
         *(Case(n_layers=4, trainable="upper", dp=2, optimizer="muon", strategy=one) for one in ("zero1", "fsdp")),
         Case(n_layers=4, trainable="head", pp=2, optimizer="muon"),
