@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from megaspec.checkpoint.comm import DistComm, SoloComm
 from megaspec.checkpoint.store import Store
 from megaspec.data.batch import Batch
+from megaspec.data.tokenizer import ByteTokenizer
 from megaspec.nn.linear import WeightGradientQueue
 from megaspec.parallelism import pipeline
 from megaspec.parallelism.mesh import Mesh
@@ -23,9 +24,11 @@ from megaspec.parallelism.passes import Message, Pass, Shape, made, needed, orde
 from megaspec.parallelism.timeline import receives
 from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import TrainState, build, initialise
-from megaspec.runtime.generate import Draw, generate, length_multiple, on_all_ranks, on_one_device
+from megaspec.runtime.draw import Draw, Sampling
+from megaspec.runtime.generate import Limits, Prompt, generate
 from megaspec.runtime.state import load, pieces_of, progress
 from megaspec.runtime.step import evaluate, forward_backward, train_step
+from megaspec.runtime.text_passes import ModelOnRanks, cached_passes
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, divide, gather_global, run_steps
 from tests.halved import halved
@@ -292,11 +295,12 @@ def test_each_weight_gradient_is_deferred_once(pool: RankPool) -> None:
 def written(rank: int, run: Run, temperature: float) -> list[int]:
     built = build(spec_of(run), mesh=mesh_of(run, rank))
     initialise(built)
-    draw = Draw(temperature, 3)
-    multiple = length_multiple(built.spec)
-    one = run.ranks == 1
-    follow = on_one_device(built.model, draw, device=built.device) if one else on_all_ranks(built, draw)
-    return generate(follow, [3, 1, 4], tokens=12, max_seq_len=TOKENS, multiple=multiple)
+    draw = Draw(Sampling(temperature=temperature, seed=3))
+    limits = Limits(tokens=12, max_seq_len=TOKENS)
+    with cached_passes(ModelOnRanks.of_run(built), draw, rows=1, length=TOKENS) as passes:
+        prompt = Prompt([3, 1, 4])
+        (text,) = generate(passes, [prompt], tokenizer=ByteTokenizer(), limits=limits, rows=1, seed=3)
+    return list(text.ids)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
