@@ -1,5 +1,6 @@
 """Grouped products against one product a group, in fp64, with empty groups and rows of no group."""
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -8,9 +9,11 @@ from torch import Tensor
 
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec_kernels.gate import Results, check, in_dtype, results
+from megaspec_kernels.grouped.empty_groups import zero_empty_groups, zero_with_triton
 from megaspec_kernels.grouped.reference import grouped_product
 from megaspec_kernels.registry import REGISTRY
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # rows of each group: many and few, none at all, the first and the last empty
 SIZES = [(5, 0, 3, 8), (0, 1, 0), (0, 0), (63, 1000, 0, 1, 17), (0, 40)]
 
@@ -86,3 +89,36 @@ def test_rows_of_no_group_are_zero(name: str, device: torch.device) -> None:
     total = kernel(a.t(), torch.ones_like(a), ends_of((4, 0, 9), device))
     assert torch.allclose(total[2, :, 0].to(torch.float32), a[4:13].to(torch.float32).sum(0), atol=0.1)
     assert (total[1] == 0).all()
+
+
+@pytest.mark.parametrize("way", ["any", "triton"])
+@pytest.mark.parametrize("sizes", [*SIZES, (0, 3, 0)], ids=str)
+@pytest.mark.parametrize("width", [1, 24, 200])
+def test_empty_groups_are_zeroed_alone(way: str, sizes: tuple[int, ...], width: int, device: torch.device) -> None:
+    zero = {"any": zero_empty_groups, "triton": zero_with_triton}[way]
+    if way == "triton" and device.type == "cpu" and not INTERPRETED:
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    out = torch.full((len(sizes), width, 48), torch.nan, device=device, dtype=torch.bfloat16)
+    zero(out, ends_of(sizes, device))
+    for group, size in zip(out, sizes, strict=True):
+        if size == 0:
+            assert (group == 0).all()
+        else:
+            assert group.isnan().all()
+
+
+@pytest.mark.gpu
+def test_experts_without_tokens_have_no_gradient_in_used_memory() -> None:
+    """At a size at which a block of the GPU computes one group after the other, in memory that held NaN."""
+    device = torch.device("cuda")
+    sizes = tuple(0 if number % 5 == 3 else 37 * number for number in range(32))
+    rows, width = sum(sizes), 1440
+    a = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    b = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    ends_E = ends_of(sizes, device)
+    for _ in range(20):
+        torch.full((32, width, width), torch.nan, device=device, dtype=torch.bfloat16)
+        out = REGISTRY["grouped"]["torch"](a.t(), b, ends_E)
+        assert out.isfinite().all()
+        for group, size in zip(out, sizes, strict=True):
+            assert (size > 0) == bool((group != 0).any())

@@ -14,7 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
 @pytest.mark.parametrize(
-    ("file", "least"), [("test_cross_entropy.py", 20), ("test_unpermute.py", 32), ("test_attention_merge.py", 32)]
+    ("file", "least"),
+    [
+        ("test_cross_entropy.py", 20),
+        ("test_unpermute.py", 32),
+        ("test_attention_merge.py", 32),
+        ("test_grouped.py", 18),
+    ],
 )
 def test_passes_the_gate(file: str, least: int) -> None:
     done = subprocess.run(

@@ -6,7 +6,7 @@ none of them takes. All speak of the same natural log-sum-exp, so that forward a
 
 # B sequences, T queries, S keys, N query heads, K key and value heads, H head size
 
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 import torch
@@ -139,9 +139,14 @@ def _cudnn_backward(
     return _heads_behind(*grads)
 
 
-@lru_cache(maxsize=1)
+@torch.compiler.assume_constant_result
 def _cudnn_lse_dims() -> int:
     """Dimensions of cuDNN's log-sum-exp, [B, N, T] or [B, N, T, 1]: it depends on the version of torch."""
+    return _measured_cudnn_lse_dims()
+
+
+@cache
+def _measured_cudnn_lse_dims() -> int:
     x = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="meta")
     return _aten._scaled_dot_product_cudnn_attention.default(x, x, x, None, True)[1].dim()
 

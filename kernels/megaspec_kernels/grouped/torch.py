@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaspec_kernels.grouped.empty_groups import zero_empty_groups
+
 
 def grouped_product(a: Tensor, b: Tensor, ends_E: Tensor, *, whole: bool = True) -> Tensor:
     """[R, I], [E, I, O] -> [R, O] or [O, R], [R, I] -> [E, O, I], bf16 summed in fp32; see reference.py.
@@ -19,10 +21,10 @@ def grouped_product(a: Tensor, b: Tensor, ends_E: Tensor, *, whole: bool = True)
             return a.new_zeros(ends_E.shape[0], a.shape[0], b.shape[1])
         return a.new_zeros(0, b.shape[2])
     out = F.grouped_mm(_aligned(a), _aligned(b), offs=ends_E)
-    if over_rows and not _zeroes_empty_groups(out.device):
-        empty = torch.diff(ends_E, prepend=ends_E.new_zeros(1)) == 0
-        return out.masked_fill_(empty[:, None, None], 0)
-    if not over_rows and not whole:
+    if over_rows:
+        # nothing says what an empty group holds then: on Blackwell it is what lay in memory (pytorch 172439)
+        return zero_empty_groups(out, ends_E)
+    if not whole:
         # rows of no group are never written
         past = torch.arange(out.shape[0], device=out.device) >= ends_E[-1]
         return out.masked_fill_(past[:, None], 0)
@@ -44,8 +46,3 @@ def _aligned(x: Tensor) -> Tensor:
     if step * x.itemsize % 16 == 0:
         return x
     return x.contiguous()
-
-
-def _zeroes_empty_groups(device: torch.device) -> bool:
-    """Blackwell leaves what it likes in the place of an empty group (pytorch 172439), Hopper and the CPU zeros."""
-    return device.type in ("cpu", "meta") or torch.cuda.get_device_capability(device) < (10, 0)
