@@ -1,8 +1,8 @@
 """How fast a folder of Hugging Face's comes in and goes out, and what host memory that takes: JSON lines.
 
-  python -m tests.benchmarks.bench_hf make FOLDER --model llama3_8b
-  python -m tests.benchmarks.bench_hf commands FOLDER
-  python -m tests.benchmarks.bench_hf ranks FOLDER --ranks 2
+  python tests/benchmarks/bench_hf.py make FOLDER --model llama3_8b
+  python tests/benchmarks/bench_hf.py commands FOLDER
+  python tests/benchmarks/bench_hf.py ranks FOLDER --ranks 2
 
 `make` writes random weights in bf16. `commands` runs hf import, export and verify, each in a process of its own.
 `ranks` is what init.from_hf does: tensor-parallel ranks read what they own, on GPUs where there are as many.

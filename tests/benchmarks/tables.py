@@ -31,7 +31,7 @@ _EQUAL_STAGES = {"1f1b": 1.0, "interleaved": 1.0, "zb_h1": 1 / 3, "zb_v": 1 / 6}
 _IDENTITY = (
     "peer", "layout", "switch", "model", "recipe", "micro_batch", "seq", "mbs", "accum", "gpus", "tp", "dp", "pp", "cp",
     "ep", "parallelism", "precision", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation", "implementation",
-    "name",
+    "name", "what",
 )  # fmt: skip
 
 
@@ -132,7 +132,9 @@ def _groups(file: str) -> tuple[Group, ...]:
     groups: dict[str, Group] = defaultdict(lambda: Group(file))
     for text in (RESULTS / f"{file}.jsonl").read_text().splitlines():
         line = json.loads(text)
-        groups[json.dumps([line.get(name) for name in _IDENTITY])].lines.append(line)
+        identity = [line.get(name) for name in _IDENTITY]
+        identity.append(line.get("kernels", line).get("attention"))
+        groups[json.dumps(identity)].lines.append(line)
     return tuple(groups.values())
 
 
@@ -147,7 +149,7 @@ def _field(name: str, scale: float = 1.0) -> Callable[[Group], list[float | None
 def _peak(line: Line) -> float | None:
     if "max_memory_allocated" in line:
         return line["max_memory_allocated"] / 2**30
-    return line.get("peak_mem_gib")
+    return line.get("peak_mem_gib", line.get("peak_gib"))
 
 
 def _exposed(line: Line) -> float | None:
@@ -238,6 +240,11 @@ def _prepared(name: str) -> Callable[[Group], list[float | None]]:
     return lambda group: [value for line in group.lines for value in line.get(name, {}).values()]
 
 
+def _extra_of_ranks(group: Group) -> list[float | None]:
+    """Host memory beside a rank's weights, of `bench_hf.py`."""
+    return [rank["extra_gib"] for line in group.lines for rank in line.get("ranks", ()) if "extra_gib" in rank]
+
+
 # Of a column: the values that the lines of a layout have for it.
 COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "tok/s a GPU": _field("tokens_per_s_gpu"),
@@ -286,6 +293,9 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "CPU ms a token, kept": _field("cached_cpu_ms_per_token"),
     "CPU ms a token, whole": _field("whole_cpu_ms_per_token"),
     "CPU, whole to kept": _field("cpu_ratio"),
+    "time, s": _field("seconds"),
+    "rate, MB/s": _field("mb_s"),
+    "extra of each rank, GiB": _extra_of_ranks,
     "plain write and fsync": _field("raw_write_MBps"),
     "save": _field("save_MBps"),
     "verify": _field("verify_MBps"),
