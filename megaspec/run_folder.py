@@ -193,10 +193,10 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def refuse_weights_alone(folder: Path, run: Spec) -> None:
-    """RecipeError: the run was imported, so that there is nothing to go on with."""
+    """RecipeError: the run was imported, or taken from checkpoints: there is nothing to go on with."""
     if run.holds != "weights":
         return
-    text = f"{folder} holds imported weights alone, no optimizer and no place in a training order; start a run from"
+    text = f"{folder} holds weights alone, no optimizer and no place in a training order; start a run from"
     text += f" them: megaspec train recipe=NAME init.load={folder}"
     raise RecipeError([Problem("", text, code="run-weights")])
 
@@ -232,7 +232,7 @@ def newest_step(folder: Path) -> int:
     """The step of a run's newest checkpoint that is whole and its own; 0 when there is none. Bytes are not read."""
     if not candidates(folder / CHECKPOINTS):
         return 0
-    return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec))
+    return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec)) or 0
 
 
 def has_ended_well(folder: Path) -> bool:

@@ -39,7 +39,7 @@ def write_weights_run(
     """
     spec = spec.model_copy(update={"holds": "weights", "run_dir": str(out)})
     with published_whole(out) as saving:
-        need = sum(prod(weights.shape(name)) * weights.dtype(name).itemsize for name in weights.names())
+        need = bytes_of(weights)
         free = free_bytes(saving)
         if need > free:
             text = f"cannot write {out}: need {need:,} bytes, {free:,} bytes are free; make room there, or name another"
@@ -53,3 +53,8 @@ def write_weights_run(
         )
         keep_companions(saving, companions)
         write_run(saving, recipe, target, spec)
+
+
+def bytes_of(weights: Weights) -> int:
+    """What a source takes as it is read."""
+    return sum(prod(weights.shape(name)) * weights.dtype(name).itemsize for name in weights.names())

@@ -29,7 +29,7 @@ MOST_KEYS = 3
 _MOST_CHARACTERS = 80
 # A loss that is scaled by more is infinite in fp32.
 LARGEST_SCALE = 2.0**128
-# The state of a checkpoint of weights alone, which was imported: there is no place in a training order.
+# The state of a checkpoint of a run of weights alone: there is no place in a training order.
 WEIGHTS_ALONE = {"holds": "weights"}
 
 
@@ -193,13 +193,13 @@ def _weights_digest(spec: Spec) -> str | None:
 
 
 def _more_than_weights(manifest: Manifest) -> list[str]:
-    """What a checkpoint that was imported holds beside weights."""
+    """What a checkpoint of a run of weights alone holds beside them."""
     if manifest.state != WEIGHTS_ALONE or manifest.step != 0:
         found = f"step={manifest.step} and state {_short(manifest.state)}"
-        return [printable(f"{found}, expected step=0 and {_short(WEIGHTS_ALONE)}: its run was imported")]
+        return [printable(f"{found}, expected step=0 and {_short(WEIGHTS_ALONE)}: its run holds weights alone")]
     for name in manifest.tensors:
         if not name.startswith(("model/", "router/")):
-            return [printable(f"{name}: expected weights alone, its run was imported")]
+            return [printable(f"{name}: expected weights alone, as its run says")]
     return []
 
 

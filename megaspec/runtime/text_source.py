@@ -49,11 +49,11 @@ def language_of_run(trained: Spec, run_dir: Path) -> Language:
     tokenizer = run_tokenizer(trained.data, run_dir)
     kept = kept_companions(run_dir)
     ends = end_ids(kept, str(run_dir))
-    if trained.holds == "weights" and ends:
+    if trained.is_imported and ends:
         return Language(tokenizer, ends, begins=True)
     if tokenizer.eod is not None:
         ends |= {tokenizer.eod}
-    return Language(tokenizer, ends, begins=trained.holds == "weights")
+    return Language(tokenizer, ends, begins=trained.is_imported)
 
 
 def language_of_folder(folder: Path, *, vocab_size: int) -> Language:
