@@ -58,7 +58,7 @@ class WeightsOrigin(Frozen):
 
 
 class TakenWeights(Frozen):
-    """A checkpoint of another run that a run of weights alone was taken from, or one of those that it is the mean of."""
+    """A checkpoint that a run of weights alone was taken from, or one of those that it is the mean of."""
 
     path: str
     """Folder of that run."""

@@ -25,9 +25,8 @@ COMMANDS: dict[str, ModuleType] = {
 
 def add_parser(commands: Any) -> None:
     """Register `checkpoint` with its sub-commands."""
-    checkpoint = commands.add_parser(
-        "checkpoint", help="list, verify, inspect, compare or average checkpoints, or keep weights alone"
-    )
+    text = "list, verify, inspect, compare or average checkpoints, or save weights alone"
+    checkpoint = commands.add_parser("checkpoint", help=text)
     below = checkpoint.add_subparsers(dest="checkpoint_command", required=True, metavar=" | ".join(COMMANDS))
     for module in COMMANDS.values():
         module.add_parser(below)

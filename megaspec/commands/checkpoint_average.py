@@ -22,8 +22,8 @@ from megaspec.run_folder import SavedRun, read_run
 
 _DESCRIPTION = """Write the mean of the weights of several checkpoints into a new run folder of weights alone.
 
-Of one run: --steps, or --last. Of several runs, of one model: the newest good checkpoint of each, or those of --steps or
---last of each. Summed in fp64 and rounded once; memory holds a few rows at a time."""
+Of one run: --steps, or --last. Of several runs of one model: the newest good checkpoint of each, or those of --steps
+or --last of each. Summed in fp64 and rounded once; memory holds a few rows at a time."""
 # How far shares may be from 1 together: they are written with few digits.
 _OFF = 1e-6
 _MOST_MISFITS = 24
@@ -157,7 +157,8 @@ def _refuse_other_models(sources: Sequence[WeightsSource]) -> None:
     for other in sources[1:]:
         problems |= dict.fromkeys(_model_differences(first.run, other.run))
         problems |= dict.fromkeys(_tensor_differences(first, other))
-        here, there = tokenizers[first.run.folder], tokenizers[other.run.folder]
+        here = tokenizers[first.run.folder]
+        there = tokenizers[other.run.folder]
         if here and there and here != there:
             text = f"{other.run.folder}: its tokenizer is {there}, that of {first.run.folder} is {here}"
             problems[f"{text}: a token means something else there"] = None
@@ -198,7 +199,7 @@ def _tensor_differences(one: WeightsSource, other: WeightsSource) -> list[str]:
 
 
 def _tokenizer(run: SavedRun) -> str:
-    """Name and hash of the tokenizer that a run's tokens are of; "" where nothing that is still there says."""
+    """The hash of the tokenizer that a run's tokens are of; "" where nothing that is still there says."""
     from megaspec.runtime.generate import run_tokenizer
 
     try:
@@ -206,4 +207,4 @@ def _tokenizer(run: SavedRun) -> str:
     except DataError:
         # data of no text, or they are elsewhere by now: the model's vocab_size is what can be compared
         return ""
-    return f"{tokenizer.name} ({tokenizer.sha256[:12]})"
+    return f"sha256 {tokenizer.sha256[:12]}"

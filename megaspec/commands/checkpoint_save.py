@@ -14,8 +14,8 @@ from megaspec.run_folder import read_run
 
 _DESCRIPTION = """Write the weights of a checkpoint into a new run folder, without the optimizer's state.
 
-With the run's Spec and tokenizer, so that init.load, generate, eval, hf export and checkpoint take it as any run. There is
-nothing to resume in it; it is a third as large or smaller."""
+With the run's Spec and tokenizer, so that init.load, generate, eval, hf export and checkpoint take it as any run.
+There is nothing to resume in it."""
 
 
 def add_parser(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights become a run of weights alone: `checkpoint save` takes one, `checkpoint average` several."""
+"""Checkpoints that a run of weights alone is made of: `checkpoint save` takes one, `checkpoint average` several."""
 
 import json
 from collections.abc import Sequence
