@@ -76,6 +76,20 @@ def layout_in_words(manifest: "Manifest") -> str:
     return ", ".join(degrees) or "one rank"
 
 
+def _taken_in_words(manifest: "Manifest") -> list[str]:
+    """The checkpoints whose weights, or whose mean, a run of weights alone holds."""
+    taken = manifest.spec.get("taken_from")
+    if not isinstance(taken, list):
+        return []
+    found = []
+    for one in taken:
+        text = f"step {one['step']} of {one['path']}"
+        if len(taken) > 1:
+            text = f"{one['weight']:g} of {text}"
+        found.append(text)
+    return found
+
+
 def _print_parts(reader: "Reader") -> None:
     from megaspec.checkpoint.contents import sections
 
@@ -84,6 +98,10 @@ def _print_parts(reader: "Reader") -> None:
     head = Table.grid(padding=(0, 2))
     head.add_row("checkpoint", escape(str(reader.path)))
     layout = layout_in_words(manifest)
+    for taken in _taken_in_words(manifest):
+        head.add_row("weights of", escape(taken))
+        # the layout in its Spec is not what saved it
+        layout = ""
     if layout:
         head.add_row("saved by", escape(layout))
     for name, value in manifest.state.items():

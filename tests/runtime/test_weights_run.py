@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ from megaspec.checkpoint import streamed
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.contents import open_checkpoint
 from megaspec.checkpoint.store import SavedPiece, Store
-from megaspec.run_folder import read_run
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.resolver import resolve
+from megaspec.run_folder import make_folder, read_run, write_run
 from tests.hf.folders import assert_same_tensors, save_tokenizer
 from tests.runtime import lives
-from tests.runtime.specs import make_run
+from tests.runtime.specs import TARGET, make_run, recipe
 
-FP32 = {"precision.kind": "fp32", "data.vocab_size": 128, "model.vocab_size": 128}
-STEPS = {"train.steps": 4, "checkpoint": {"every": 1, "keep": 9}}
-MOE = {"n_experts": 4, "top_k": 2, "d_ffn": 16, "router": {"expert_bias_rate": 1e-2}}
+FP32 = {"precision.kind": "fp32", "data.vocab_size": 101, "model.vocab_size": 101}
+STEPS = {"train.steps": 4, "optim.schedule.warmup_steps": 1, "checkpoint": {"every": 1, "keep": 9}}
 RUNS = {
     "tp2": {"parallelism.tp": 2, "model.vocab_pad_to": 16},
     "dp2": {"parallelism.dp_shard": 2, "parallelism.dp_strategy": "zero1", "train.seed": 7},
@@ -132,16 +134,9 @@ def test_what_takes_a_run_takes_it(runs, tmp_path, capsys, pool) -> None:
 
 def make_run_from(folder: Path, source: Path) -> Path:
     """A run that begins with the weights of another."""
-    from megaspec.resolve.gather import gather_facts
-    from megaspec.resolve.resolver import resolve
-    from megaspec.run_folder import make_folder, write_run
-    from tests.runtime.specs import TARGET, recipe
-
     made = recipe(FP32 | RUNS["dp2"] | {"init.load": str(source)})
     make_folder(folder)
-    write_run(
-        folder, made, TARGET, resolve(made, TARGET, gather_facts(made)).model_copy(update={"run_dir": str(folder)})
-    )
+    write_run(folder, made, TARGET, resolve(made, TARGET, replace(gather_facts(made), run_dir=str(folder))))
     return folder
 
 
@@ -150,7 +145,10 @@ def test_the_losses_are_those_of_the_run(runs, tmp_path, capfd) -> None:
     assert checkpoint("save", runs["dp2"], "--out", tmp_path / "new") == 0
     capfd.readouterr()
     for source in (runs["dp2"], tmp_path / "new"):
-        assert cli.main(["eval", str(source), "--json", "parallelism.dp_shard=1", "parallelism.dp_strategy=none"]) == 0
+        assert (
+            cli.main(["eval", str(source), "--json", "parallelism.dp_shard=1", "parallelism.dp_strategy=replicate"])
+            == 0
+        )
         losses.append(json.loads(capfd.readouterr().out)["sets"])
     assert losses[0] == losses[1]
 
@@ -220,14 +218,36 @@ def test_runs_of_other_layouts(runs, tmp_path) -> None:
     assert_mean(tmp_path / "newest", truth([parts[1], parts[3]], [0.5, 0.5]), 2.0**-23)
 
 
+def test_what_routers_keep_is_averaged_in_its_own_format(tmp_path) -> None:
+    readers = []
+    for number, value in enumerate((0.1, 0.2, -0.0)):
+        folder = tmp_path / str(number)
+        pieces = []
+        for name, dtype in (("router/bias", torch.float32), ("model/w", torch.bfloat16), ("optim/m/w", torch.float32)):
+            pieces.append(SavedPiece(name, (3, 2), (0, 0), torch.full((3, 2), value, dtype=dtype)))
+        readers.append(open_checkpoint(Store(folder).save(1, pieces, spec={}, state={}, comm=SoloComm())))
+    mean = streamed.MeanWeights(readers[:2], (0.5, 0.5), torch.float16)
+    assert mean.names() == ["model/w", "router/bias"]
+    assert "optim/m/w" not in mean
+    assert (mean.dtype("router/bias"), mean.dtype("model/w")) == (torch.float32, torch.float16)
+    terms = torch.tensor([0.1, 0.2]).double()
+    assert torch.equal(mean.read("router/bias"), torch.full((3, 2), terms.mean().item()))
+    terms = torch.tensor([0.1, 0.2]).bfloat16().double()
+    assert torch.equal(mean.read("model/w", (1, 1), (2, 1)), torch.full((2, 1), terms.mean().item()).half())
+    # 0 with its sign
+    assert torch.signbit(streamed.MeanWeights(readers[2:], (1.0,)).read("model/w")).all()
+    for reader in readers:
+        reader.close()
+
+
 def test_what_differs_is_told_at_once_and_nothing_is_written(runs, tmp_path, capsys) -> None:
     others = {
-        "wide": {"model.d_ffn": 64, "model.norm": {"kind": "layernorm"}},
+        "wide": {"model.d_ffn": 64, "model.norm": {"kind": "layer"}},
         "words": {"data.vocab_size": 130, "model.vocab_size": 130},
     }
     made = [runs["tp2"]]
     for name, changes in others.items():
-        run = make_run(tmp_path / name, FP32 | {"train.steps": 1, "optim.schedule.warmup_steps": 1} | changes)
+        run = make_run(tmp_path / name, FP32 | {"train.steps": 1, "optim.schedule.warmup_steps": 0} | changes)
         lives.live(0, read_run(run).spec.model_dump_json(), str(run))
         made.append(run)
     (made[1] / "tokenizer").mkdir()
@@ -239,9 +259,9 @@ def test_what_differs_is_told_at_once_and_nothing_is_written(runs, tmp_path, cap
     told = capsys.readouterr().err
     for expected in (
         f"{made[1]}: model.d_ffn=64, in {made[0]} 48",
-        "model/layers.0.mlp.wo.weight has shape [32, 64]",
+        "model/layers.0.mlp.w_down.weight has shape [32, 64]",
         f"{made[1]}: its tokenizer is sha256",
-        f"{made[2]}: model.vocab_size=130, in {made[0]} 128",
+        f"{made[2]}: model.vocab_size=130, in {made[0]} 101",
         "model/embed.weight has shape [130, 32]",
     ):
         assert expected in " ".join(told.split()), expected
@@ -316,3 +336,43 @@ def test_damage_is_named(runs, tmp_path, capsys) -> None:
     assert checkpoint("average", run, "--out", tmp_path / "new", "--last", "2") == 66
     assert "step-00000003/rank-00001.safetensors" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+LAST = FP32 | {"train.steps": 6, "optim.schedule.warmup_steps": 1, "model.dropout": 0.1}
+
+
+@pytest.mark.parametrize("layout", RUNS)
+def test_the_last_checkpoint_may_hold_weights_alone(layout, tmp_path, pool, capsys) -> None:
+    folders = []
+    for name, last in (("whole", "training"), ("alone", "weights")):
+        run = make_run(tmp_path / name, LAST | RUNS[layout] | {"checkpoint": {"every": 4, "keep": 2, "last": last}})
+        spec = read_run(run).spec
+        # stopped after each step, so that it goes on from what it saves
+        pool.run(lives.lives, spec.model_dump_json(), str(run), stops=6, ranks=spec.world_size)
+        folders.append(run)
+    whole, alone = folders
+    expected = weights_of(whole, 6)
+    with open_checkpoint(alone) as reader:
+        assert reader.names() == sorted(expected)
+        assert (reader.step, reader.state["holds"], reader.state["step"]) == (6, "weights", 6)
+    for name, value in weights_of(alone).items():
+        assert torch.equal(value, expected[name]), name
+    with open_checkpoint(alone, 5) as reader:
+        assert any(name.startswith("optim/") for name in reader.names())
+    assert checkpoint("verify", alone) == 0
+    capsys.readouterr()
+    # it is loaded where no step is left, and only there
+    spec = read_run(alone).spec
+    assert pool.run(lives.live, spec.model_dump_json(), str(alone), ranks=spec.world_size)[0] == []
+    for words in (["train.steps=9"], ["train.steps=9", "--fork", str(tmp_path / "fork")]):
+        assert cli.main(["resume", str(alone), *words]) == 64
+        told = " ".join(capsys.readouterr().err.split())
+        assert "step 6 of" in told
+        assert f"init.load={alone}" in told
+    assert not (tmp_path / "fork").exists()
+    assert cli.main(["hf", "export", str(alone), str(tmp_path / "theirs")]) == 0
+    assert checkpoint("save", alone, "--out", tmp_path / "new") == 0
+    assert checkpoint("average", alone, "--out", tmp_path / "mean", "--steps", "5,6") == 0
+    longer = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 9})})
+    with pytest.raises(Exception, match="holds weights alone"):
+        pool.run(lives.live, longer.model_dump_json(), str(alone), ranks=spec.world_size)
