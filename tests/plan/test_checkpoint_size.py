@@ -13,19 +13,20 @@ from megaspec.runtime.state import pieces_of, weight_pieces_of
 from tests.runtime.lives import build_here
 from tests.runtime.specs import SGD, TARGET, spec
 
-MOE = {"n_experts": 4, "top_k": 2, "d_expert": 16, "router": {"expert_bias": 1e-3}}
+MOE = {"n_experts": 4, "top_k": 2, "d_expert": 16, "router": {"expert_bias": True, "score": "sigmoid"}}
 MUON = {"kind": "muon", "lr": 1e-2, "schedule": {"warmup_steps": 4}}
 NARROW = {"master": "fp16", "exp_avg": "bf16", "exp_avg_sq": "fp8"}
 CASES = {
     "fp64": {},
     "bf16, sgd": {"precision.kind": "bf16", "optim": SGD},
-    "fp32, no momentum, tied": {
-        "precision.kind": "fp32",
-        "optim": SGD | {"momentum": 0.0},
-        "model.tied_embeddings": True,
-    },
+    "fp32, tied": {"precision.kind": "fp32", "optim": SGD | {"momentum": 0.0}, "model.tied_embeddings": True},
     "bf16, muon, experts": {"precision.kind": "bf16", "optim": MUON, "model.moe": MOE},
-    "bf16, narrow states": {"precision.kind": "bf16", "optim.formats": NARROW, "kernels": {"adamw": "reference"}},
+    "bf16, narrow states": {
+        "precision.kind": "bf16",
+        "optim.formats": NARROW | {"master": "fp32"},
+        "kernels": {"adamw": "reference"},
+        "parallelism.dp_strategy": "zero1",
+    },
     "bf16, frozen": {"precision.kind": "bf16", "train.trainable": ["layers.*"]},
 }
 
