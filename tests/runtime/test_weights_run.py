@@ -107,7 +107,9 @@ def test_what_takes_a_run_takes_it(runs, tmp_path, capsys, pool) -> None:
     assert checkpoint("save", run, "--out", out) == 0
     for words in (("list",), ("verify",), ("inspect",)):
         assert checkpoint(*words, out) == 0
-    assert f"step 4 of {run}" in " ".join(capsys.readouterr().out.split())
+    with open_checkpoint(run) as reader:
+        expected = f"weights of step 4 of {run} ({reader.manifest.digest[:12]})"
+    assert expected in " ".join(capsys.readouterr().out.split())
     assert checkpoint("diff", run, out) == 0
     n_weights = len(weights_of(out))
     assert f"{n_weights} of {n_weights} tensors are equal" in capsys.readouterr().out
