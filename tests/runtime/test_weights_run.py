@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from megaspec.checkpoint import streamed
 from megaspec.checkpoint.comm import SoloComm
 from megaspec.checkpoint.contents import open_checkpoint
 from megaspec.checkpoint.store import SavedPiece, Store
+from megaspec.core import faults
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
 from megaspec.run_folder import make_folder, read_run, write_run
+from tests.checkpoint.checkpoint_cases import FORKS
 from tests.hf.folders import assert_same_tensors, save_tokenizer
 from tests.runtime import lives
 from tests.runtime.specs import TARGET, make_run, recipe
@@ -378,3 +381,22 @@ def test_the_last_checkpoint_may_hold_weights_alone(layout, tmp_path, pool, caps
     longer = spec.model_copy(update={"train": spec.train.model_copy(update={"steps": 9})})
     with pytest.raises(Exception, match="holds weights alone"):
         pool.run(lives.live, longer.model_dump_json(), str(alone), ranks=spec.world_size)
+
+
+def killed_at(point: str, run: str, out: str) -> None:
+    """Dies at `point` while it averages."""
+    faults.arm(point)
+    checkpoint("average", run, "--out", out, "--last", 2)
+
+
+@pytest.mark.parametrize("point", ["before_chunk_write", "after_manifest", "after_publish"])
+def test_killed_in_the_middle_there_is_no_such_run(point, runs, tmp_path) -> None:
+    out = tmp_path / "new"
+    process = FORKS.Process(target=killed_at, args=(point, str(runs["tp2"]), str(out)))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not out.exists()
+    # and nothing is in the way of another attempt
+    assert checkpoint("average", runs["tp2"], "--out", out, "--last", 2) == 0
+    assert checkpoint("verify", out) == 0
