@@ -104,11 +104,6 @@ class Spec(Recipe):
     plugins: tuple[str, ...] = ()
     """Packages that it was typed with: a command line that starts it again names them with --plugin."""
 
-    @property
-    def is_imported(self) -> bool:
-        """Whether it holds weights that no run of ours has trained."""
-        return self.holds == "weights" and all(one.imported for one in self.taken_from)
-
     @model_validator(mode="after")
     def _names_every_kernel(self) -> Self:
         """A file from before these operations had names is read with what its runs took."""

@@ -57,7 +57,7 @@ NOT_FOR_RANKS = {
     # one place says which weights are read, for rules and for ranks
     **{f"InitSpec.{name}": "megaspec.rules.initial_weights" for name in ("include", "exclude")},
     **{f"Renaming.{name}": "megaspec.rules.initial_weights" for name in ("name", "source")},
-    "TakenWeights.imported": "megaspec.spec",
+    "TakenWeights.imported": "megaspec.rules.belonging",
     "InitSpec.missing": "megaspec.rules.init_rules",
     "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",

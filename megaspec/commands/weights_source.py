@@ -14,6 +14,7 @@ from megaspec.estimate.target import detect_target
 from megaspec.hf.companions import kept_companions
 from megaspec.hf.folder import first_of
 from megaspec.recipe import Recipe
+from megaspec.rules.belonging import is_imported
 from megaspec.rules.initial_weights import weight_shapes
 from megaspec.run_folder import SavedRun, read_target
 from megaspec.spec import TakenWeights
@@ -37,7 +38,7 @@ class WeightsSource:
             step=self.reader.step,
             digest=self.reader.manifest.digest,
             weight=share,
-            imported=run.spec.is_imported,
+            imported=is_imported(run.spec),
         )
 
 

@@ -34,6 +34,11 @@ LARGEST_SCALE = 2.0**128
 WEIGHTS_ALONE = {"holds": "weights"}
 
 
+def is_imported(run: Spec) -> bool:
+    """True for a run of weights that no run of ours has trained."""
+    return run.holds == "weights" and all(one.imported for one in run.taken_from)
+
+
 def holds_weights_alone(manifest: Manifest) -> bool:
     """True for a checkpoint without optimizer state: of an imported run, or the last one under
     checkpoint.last=weights."""

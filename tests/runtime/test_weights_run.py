@@ -21,6 +21,7 @@ from megaspec.checkpoint.store import SavedPiece, Store
 from megaspec.core import faults
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.belonging import is_imported
 from megaspec.run_folder import make_folder, read_run, write_run
 from tests.checkpoint.checkpoint_cases import FORKS
 from tests.hf.folders import assert_same_tensors, save_tokenizer
@@ -102,7 +103,7 @@ def test_the_weights_of_a_step_to_the_bit_and_nothing_else(name, runs, tmp_path,
     # and once more from there
     assert checkpoint("save", out, "--out", tmp_path / "again") == 0
     assert read_run(tmp_path / "again").spec.taken_from[0].digest == digest
-    assert not read_run(tmp_path / "again").spec.is_imported
+    assert not is_imported(read_run(tmp_path / "again").spec)
 
 
 def test_what_takes_a_run_takes_it(runs, tmp_path, capsys, pool) -> None:
