@@ -39,7 +39,7 @@ from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plan.predict import predict
 from megaspec.plugins import demand
 from megaspec.recipe import Recipe
-from megaspec.rules.belonging import began_as_fork, fork_again, objections
+from megaspec.rules.belonging import began_as_fork, fork_again, holds_weights_alone, last_of_weights, objections
 from megaspec.spec import Spec
 
 RECIPE, TARGET, SPEC = "recipe.json", "target.json", "spec.json"
@@ -193,12 +193,24 @@ def read_run(folder: Path) -> SavedRun:
 
 
 def refuse_weights_alone(folder: Path, run: Spec) -> None:
-    """RecipeError: the run was imported, so that there is nothing to go on with."""
+    """RecipeError: the run was imported, or taken from checkpoints: there is nothing to go on with."""
     if run.holds != "weights":
         return
-    text = f"{folder} holds imported weights alone, no optimizer and no place in a training order; start a run from"
+    text = f"{folder} holds weights alone, no optimizer and no place in a training order; start a run from"
     text += f" them: megaspec train recipe=NAME init.load={folder}"
     raise RecipeError([Problem("", text, code="run-weights")])
+
+
+def refuse_last_of_weights(folder: Path, run: Spec, steps: int) -> None:
+    """RecipeError: a run is to be trained to more `steps` than those after which it saved weights alone."""
+    for candidate in candidates(folder / CHECKPOINTS):
+        manifest, problems = examine(candidate.path, candidate.step, deep=False, inspect=own_checkpoint(run))
+        if manifest is None or problems:
+            continue
+        if holds_weights_alone(manifest) and manifest.step < steps:
+            text = f"train.steps={steps}: step {manifest.step} of {folder} {last_of_weights(folder)}"
+            raise RecipeError([Problem("train.steps", text, code="run-weights")])
+        return
 
 
 def keep_companions(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -232,7 +244,7 @@ def newest_step(folder: Path) -> int:
     """The step of a run's newest checkpoint that is whole and its own; 0 when there is none. Bytes are not read."""
     if not candidates(folder / CHECKPOINTS):
         return 0
-    return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec))
+    return newest_whole(folder / CHECKPOINTS, own_checkpoint(read_run(folder).spec)) or 0
 
 
 def has_ended_well(folder: Path) -> bool:

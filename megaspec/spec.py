@@ -57,6 +57,21 @@ class WeightsOrigin(Frozen):
     """Its `model_type`, also where a run had it from there; None: no such folder."""
 
 
+class TakenWeights(Frozen):
+    """A checkpoint that a run of weights alone was taken from, or one of those that it is the mean of."""
+
+    path: str
+    """Folder of that run."""
+    step: NonNegativeInt
+    """Of the checkpoint."""
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of its manifest."""
+    weight: float = Field(1.0, allow_inf_nan=False)
+    """Share in the mean; all together are 1."""
+    imported: bool = False
+    """No run of ours has trained them: they are as they came."""
+
+
 class Spec(Recipe):
     """A recipe without anything left open. JSON both ways: `model_dump_json()` and `Spec.model_validate_json(text)`."""
 
@@ -77,7 +92,9 @@ class Spec(Recipe):
     weights_from: WeightsOrigin | None = None
     """Where its weights began (init.from_hf, init.load). None: they were drawn from train.seed."""
     holds: Literal["training", "weights"] = "training"
-    """What its checkpoints hold. "weights": them alone, of a run that was imported and is never trained."""
+    """What its checkpoints hold. "weights": them alone, imported or taken from checkpoints; it is never trained."""
+    taken_from: tuple[TakenWeights, ...] = ()
+    """Of a run of weights alone: the checkpoints that they are from. (): they were imported."""
     data_order: Literal[1, 2] = 1
     """Version of the rules that make the training order (ORDER_VERSION in data/spec.py); 1 where a file has none."""
     data_fingerprint: str = ""

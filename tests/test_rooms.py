@@ -57,6 +57,7 @@ NOT_FOR_RANKS = {
     # one place says which weights are read, for rules and for ranks
     **{f"InitSpec.{name}": "megaspec.rules.initial_weights" for name in ("include", "exclude")},
     **{f"Renaming.{name}": "megaspec.rules.initial_weights" for name in ("name", "source")},
+    "TakenWeights.imported": "megaspec.rules.belonging",
     "InitSpec.missing": "megaspec.rules.init_rules",
     "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
@@ -231,6 +232,10 @@ def readers(tmp_path_factory) -> dict[str, set[str]]:
             assert cli.main(["resume", f"runs/{name}", "train.steps=4"]) == 0, name
         # of which family a run's weights were is asked when it is exported; none has chunks and this scaling
         assert cli.main(["hf", "export", "runs/loaded", "exported"]) == 64
+        # what weights alone are from, and whether a run has trained them
+        for number, words in enumerate((["average", "runs/random", "--steps", "3,4"], ["save", "runs/0"])):
+            assert cli.main(["checkpoint", *words, "--out", f"runs/{number}"]) == 0
+        assert cli.main(["checkpoint", "inspect", "runs/1"]) == 0
         # with what data is made is told where there is none
         assert cli.main(["train", "recipe=tiny", "name=gone", "data.blend=[{prefix: gone}]"]) == 65
         assert cli.main(["resume", "runs/gpt", "--fork", "forked", "train.steps=5"]) == 0

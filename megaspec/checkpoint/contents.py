@@ -33,7 +33,7 @@ def open_checkpoint(place: Path, step: int | None = None) -> Reader:
         raise CheckpointError(f"{place} holds no checkpoint; give the folder of a run that has saved one, or of a step")
     if step is None:
         step = newest_whole(folder, no_objections)
-    if not step:
+    if step is None:
         raise CheckpointError(f"{place}: no checkpoint is whole; megaspec checkpoint verify {place} says what is wrong")
     for candidate in candidates(folder):
         if candidate.step == step:

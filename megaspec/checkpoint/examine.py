@@ -200,8 +200,8 @@ def examine(
     return manifest, problems
 
 
-def newest_whole(folder: Path, inspect: Inspect) -> int:
-    """The step of the newest checkpoint in a folder of checkpoints that is whole; 0 when there is none.
+def newest_whole(folder: Path, inspect: Inspect) -> int | None:
+    """The step of the newest checkpoint in a folder of checkpoints that is whole; None when there is none.
 
     Its manifest and the sizes of its files are right, and `inspect` has nothing against it; bytes are not read.
     """
@@ -209,7 +209,7 @@ def newest_whole(folder: Path, inspect: Inspect) -> int:
         _, problems = examine(candidate.path, candidate.step, deep=False, inspect=inspect)
         if not problems:
             return candidate.step
-    return 0
+    return None
 
 
 def _wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:

@@ -5,7 +5,9 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from megaspec.core import regular_files
@@ -164,3 +166,25 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def published_whole(out: Path) -> Iterator[Path]:
+    """A new hidden folder beside `out`, which gets its name at the end: who sees `out` sees all of it.
+
+    WriteError: `out` is there, or can't be written. Whatever is raised, nothing is left then.
+    """
+    refuse_existing(out)
+    saving = out.parent / f".{out.name}.writing-{secrets.token_hex(4)}"
+    try:
+        saving.mkdir(parents=True)
+        yield saving
+        sync_folder(saving)
+        rename_durably(saving, out)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise WriteError(f"cannot write {error.filename or out}: {why}; name another folder, or make room") from None
+    finally:
+        if os.path.lexists(saving):
+            with contextlib.suppress(OSError):
+                remove_tree(saving)

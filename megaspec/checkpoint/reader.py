@@ -59,10 +59,12 @@ class Reader:
     """An opened checkpoint. Every chunk that is read is checked against its CRC-32 before a tensor is handed out.
 
     Raises CheckpointError naming file, expected and found. One thread may read at a time; others wait.
-    `passed_over`: newer checkpoints that were not good, and why, for whoever tells the user.
+    `passed_over`: newer checkpoints that were not good, and why, for whoever tells the user. `kept_chunks`: how many
+    chunks of which a part was read stay in memory.
     """
 
     passed_over: tuple[str, ...] = ()
+    kept_chunks: int = KEPT_CHUNKS
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -218,7 +220,7 @@ class Reader:
             read_chunk(fd, self.path / stored.name, stored, index, self.manifest.chunk_bytes, buffer)
         self._chunks[file, index] = buffer
         with self._chunk_lock:
-            while len(self._chunks) > KEPT_CHUNKS:
+            while len(self._chunks) > self.kept_chunks:
                 self._chunks.popitem(last=False)
         return buffer
 

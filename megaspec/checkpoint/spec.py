@@ -14,6 +14,9 @@ class CheckpointSpec(Frozen):
     """Steps between checkpoints; 0 writes only at the end."""
     keep: PositiveInt | Literal["all"] = 2
     """How many of the newest good checkpoints stay on disk. all: every one; the disk has to hold them."""
+    last: Literal["training", "weights"] = "training"
+    """What the checkpoint of the last step holds. weights: them alone, without optimizer state, in a fraction of the
+    bytes; all before it are whole, so that an interrupted run goes on, a finished one can't be trained further."""
 
 
 class Renaming(Frozen):

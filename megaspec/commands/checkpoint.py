@@ -4,19 +4,29 @@ import argparse
 from types import ModuleType
 from typing import Any
 
-from megaspec.commands import checkpoint_diff, checkpoint_inspect, checkpoint_list, checkpoint_verify
+from megaspec.commands import (
+    checkpoint_average,
+    checkpoint_diff,
+    checkpoint_inspect,
+    checkpoint_list,
+    checkpoint_save,
+    checkpoint_verify,
+)
 
 COMMANDS: dict[str, ModuleType] = {
     "list": checkpoint_list,
     "verify": checkpoint_verify,
     "inspect": checkpoint_inspect,
     "diff": checkpoint_diff,
+    "save": checkpoint_save,
+    "average": checkpoint_average,
 }
 
 
 def add_parser(commands: Any) -> None:
     """Register `checkpoint` with its sub-commands."""
-    checkpoint = commands.add_parser("checkpoint", help="list, verify, inspect or compare checkpoints")
+    text = "list, verify, inspect, compare or average checkpoints, or save weights alone"
+    checkpoint = commands.add_parser("checkpoint", help=text)
     below = checkpoint.add_subparsers(dest="checkpoint_command", required=True, metavar=" | ".join(COMMANDS))
     for module in COMMANDS.values():
         module.add_parser(below)

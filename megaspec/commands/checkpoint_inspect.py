@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from rich.table import Column, Table
 
 from megaspec.commands.paragraphs import Paragraphs
@@ -15,6 +16,7 @@ from megaspec.core.axes import DENSE_AXES
 from megaspec.core.errors import CheckpointError
 from megaspec.core.terminal import escape, terminal
 from megaspec.core.units import bytes_in_words
+from megaspec.spec import TakenWeights
 
 if TYPE_CHECKING:
     from megaspec.checkpoint.contents import Statistics
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Show what a checkpoint holds: where it stands, by which layout it was saved, and its parts.
 
 With patterns such as 'model/layers.0.*' also each tensor that one of them names, with --statistics its numbers."""
+
+# Of a SHA-256, to tell checkpoints apart.
+_DIGITS = 12
 
 
 def add_parser(commands: Any) -> None:
@@ -76,6 +81,23 @@ def layout_in_words(manifest: "Manifest") -> str:
     return ", ".join(degrees) or "one rank"
 
 
+def _taken_in_words(manifest: "Manifest") -> list[str]:
+    """The checkpoints whose weights, or whose mean, a run of weights alone holds, each with the beginning of its
+    manifest's SHA-256."""
+    taken = manifest.spec.get("taken_from") or []
+    try:
+        checkpoints = [TakenWeights.model_validate(one) for one in taken]
+    except (ValidationError, TypeError):
+        return ["what its Spec does not say in words of this version"]
+    found = []
+    for one in checkpoints:
+        text = f"step {one.step} of {one.path} ({one.digest[:_DIGITS]})"
+        if len(checkpoints) > 1:
+            text = f"{one.weight:g} of {text}"
+        found.append(text)
+    return found
+
+
 def _print_parts(reader: "Reader") -> None:
     from megaspec.checkpoint.contents import sections
 
@@ -84,6 +106,10 @@ def _print_parts(reader: "Reader") -> None:
     head = Table.grid(padding=(0, 2))
     head.add_row("checkpoint", escape(str(reader.path)))
     layout = layout_in_words(manifest)
+    for taken in _taken_in_words(manifest):
+        head.add_row("weights of", escape(taken))
+        # the layout in its Spec is not what saved it
+        layout = ""
     if layout:
         head.add_row("saved by", escape(layout))
     for name, value in manifest.state.items():

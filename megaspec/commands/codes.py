@@ -133,7 +133,7 @@ _RUNS = {
         "Go on with that program, or start a new run.",
     ),
     "run-weights": KnownCode(
-        "A run that was imported holds weights alone.",
+        "A run that was imported or taken from checkpoints holds weights alone, as may the last checkpoint of another.",
         "Start a run from them with `init.load=RUN`, or write text with it.",
     ),
     "run-damaged": KnownCode("A file of a run folder can't be read.", "Restore it, or start another run."),

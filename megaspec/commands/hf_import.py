@@ -24,8 +24,6 @@ from megaspec.hf.table import family_of, read_model
 from megaspec.model.decoder.spec import DecoderSpec
 from megaspec.resolve.gather import gather_facts, with_digest
 from megaspec.resolve.resolver import resolve
-from megaspec.rules.belonging import WEIGHTS_ALONE
-from megaspec.run_folder import keep_companions, write_run
 
 _SEQ_LEN = 2048
 _PRECISIONS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
@@ -47,10 +45,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Import, and say what came of it. Raises CheckpointError, RecipeError, WriteError; nothing is left then."""
     # torch, only where it is needed
-    from megaspec.checkpoint.comm import SoloComm
-    from megaspec.checkpoint.store import Store
-    from megaspec.hf.weights import HfWeights, streamed_pieces
-    from megaspec.hf.writing import published_whole
+    from megaspec.hf.weights import HfWeights
+    from megaspec.weights_run import write_weights_run
 
     # before anything is downloaded
     refuse_existing(args.out)
@@ -65,19 +61,9 @@ def run(args: argparse.Namespace) -> int:
         refuse_other_vocabulary(companions, vocab_size=model.vocab_size, where=str(folder.path))
         target = detect_target()
         composed = _composed(given, described(args.folder, given), args.out, weights.tensors.values(), model)
-        with published_whole(args.out) as saving:
-            facts = replace(with_digest(gather_facts(composed.recipe)), run_dir=str(args.out))
-            spec = resolve(composed.recipe, target, facts, composed.origins)
-            spec = spec.model_copy(update={"holds": "weights"})
-            Store(saving).save(
-                0,
-                streamed_pieces(weights),
-                spec=spec.model_dump(mode="json"),
-                state=WEIGHTS_ALONE,
-                comm=SoloComm(),
-            )
-            keep_companions(saving, companions)
-            write_run(saving, composed.recipe, target, spec)
+        facts = replace(with_digest(gather_facts(composed.recipe)), run_dir=str(args.out))
+        spec = resolve(composed.recipe, target, facts, composed.origins)
+        write_weights_run(args.out, weights, recipe=composed.recipe, target=target, spec=spec, companions=companions)
     n_parameters = sum(prod(weights.shape(name)) for name in weights.names())
     kept = [name for name in companions if name != CONFIG]
     print(printable(f"{args.out}: a {family.model_type} of {count_in_words(n_parameters)} parameters"))

@@ -19,7 +19,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resume import fork
-from megaspec.rules.belonging import fork_point, starts_optimizer_anew
+from megaspec.rules.belonging import fork_point, holds_weights_alone, last_of_weights, starts_optimizer_anew
 from megaspec.run_folder import make_fork, newest_good, read_run, refuse_unfinished_fork, refuse_weights_alone
 from megaspec.search.fits import MEMORY, start_problems
 from megaspec.spec import Spec
@@ -67,6 +67,9 @@ def _prepare_fork(source: Path, old: Spec, composed: Composed, target: Target, n
     good = newest_good(source, old)
     for what in good.passed_over:
         print(printable(f"megaspec: a checkpoint is not good: {what}"), file=sys.stderr)
+    if holds_weights_alone(good.manifest):
+        text = f"step {good.manifest.step} of {source} {last_of_weights(source)}"
+        raise RecipeError([Problem("", text, code="run-weights")])
     state = good.manifest.state
     began = fork_point(good.manifest)
     facts = gather_facts(recipe)

@@ -34,6 +34,7 @@ from megaspec.run_folder import (
     make_folder,
     newest_step,
     read_run,
+    refuse_last_of_weights,
     refuse_links,
     refuse_lost_fork,
     refuse_weights_alone,
@@ -188,6 +189,7 @@ def prepare_resume(folder: Path, recipe: Recipe, origins: dict[str, str], target
         refuse_weights_alone(folder, old)
         refuse_lost_fork(folder, old)
         done = newest_step(folder)
+        refuse_last_of_weights(folder, old, recipe.train.steps)
         is_finished = done == recipe.train.steps and has_ended_well(folder) and not _asks_for_more(old, recipe)
         refused = None
         if not is_finished:

@@ -5,7 +5,6 @@ A rank asks for what it owns alone. Beside what it returns, a read takes at most
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from megaspec.checkpoint.format import DTYPE_BYTES
 from megaspec.checkpoint.reader import Weights
-from megaspec.checkpoint.shard import TORCH_DTYPES, SavedPiece
+from megaspec.checkpoint.shard import TORCH_DTYPES
 from megaspec.core.divisors import ceil_div
 from megaspec.core.errors import CheckpointError
 from megaspec.hf.blocks import Block, TheirTensor
@@ -21,9 +20,6 @@ from megaspec.hf.fits import Stored, fit_of
 from megaspec.hf.folder import HfFolder, TheirEntry, first_of
 from megaspec.hf.names import WeightTable
 from megaspec.hf.stored import SLAB_BYTES, read_rectangle
-
-PIECE_BYTES = 256 << 20
-"""Of a tensor that is streamed from one file to another, what is in memory at once."""
 
 
 class HfWeights:
@@ -109,21 +105,6 @@ class HfWeights:
         shape = self.tensors[block.name].shape
         matrix = shape if block.expert is None else shape[1:]
         return matrix[1] if block.transposed else matrix[0]
-
-
-def streamed_pieces(weights: Weights) -> list[SavedPiece]:
-    """All of a source's tensors, for a checkpoint: rows of PIECE_BYTES at most, each read when it is written."""
-    pieces = []
-    for name in weights.names():
-        whole = weights.shape(name)
-        dtype = weights.dtype(name)
-        rows_at_once = max(1, PIECE_BYTES // (prod(whole[1:]) * dtype.itemsize))
-        for first in range(0, whole[0], rows_at_once):
-            start = (first,) + (0,) * (len(whole) - 1)
-            shape = (min(rows_at_once, whole[0] - first), *whole[1:])
-            promised = torch.empty(shape, dtype=dtype, device="meta")
-            pieces.append(SavedPiece(name, whole, start, promised, partial(weights.read, name, start, shape)))
-    return pieces
 
 
 def their_dtype(theirs: TheirTensor, weights: Weights) -> torch.dtype:

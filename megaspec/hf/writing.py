@@ -2,10 +2,8 @@
 
 import json
 import os
-import secrets
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,15 +11,7 @@ from typing import Any
 
 import torch
 
-from megaspec.checkpoint.files import (
-    free_bytes,
-    pwrite_all,
-    refuse_existing,
-    remove_tree,
-    rename_durably,
-    sync_folder,
-    write_durably,
-)
+from megaspec.checkpoint.files import free_bytes, published_whole, pwrite_all, write_durably
 from megaspec.checkpoint.reader import Weights
 from megaspec.checkpoint.shard import DTYPE_NAMES, as_bytes
 from megaspec.core.errors import WriteError
@@ -144,28 +134,6 @@ def write_folder(
         for name, content in others.items():
             write_durably(saving / name, content)
     return total
-
-
-@contextmanager
-def published_whole(out: Path) -> Iterator[Path]:
-    """A new hidden folder beside `out`, which gets its name at the end: who sees `out` sees all of it.
-
-    WriteError: `out` is there, or can't be written. Whatever is raised, nothing is left then.
-    """
-    refuse_existing(out)
-    saving = out.parent / f".{out.name}.writing-{secrets.token_hex(4)}"
-    try:
-        saving.mkdir(parents=True)
-        yield saving
-        sync_folder(saving)
-        rename_durably(saving, out)
-    except OSError as error:
-        why = os.strerror(error.errno or 0)
-        raise WriteError(f"cannot write {error.filename or out}: {why}; name another folder, or make room") from None
-    finally:
-        if os.path.lexists(saving):
-            with suppress(OSError):
-                remove_tree(saving)
 
 
 def _write_file(path: Path, file: OutFile, weights: Weights) -> int:

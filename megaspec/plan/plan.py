@@ -21,6 +21,7 @@ from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import MeasuredThroughput
 from megaspec.optim.schedule import outline, weight_decay
 from megaspec.parallelism.stages import EVENLY, Chunk, layer_ranges, stages_of
+from megaspec.plan.checkpoint_size import checkpoint_size
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
 from megaspec.rules.initial_weights import weight_shapes
@@ -213,6 +214,8 @@ class Plan(Frozen):
     """The one that would save most of a step, where that was asked for and one is worth a word."""
     hints: tuple[Hint, ...]
     """What settings cost."""
+    checkpoint: dict[str, int]
+    """Bytes of the tensors of a checkpoint, `bytes`, and of that of the last step, `last_bytes`."""
     resume: str
     """What holds of the numbers of the run when it is stopped and goes on."""
     unbuilt: tuple[str, ...]
@@ -303,10 +306,19 @@ def make_plan(
         step_time=speed,
         change=change,
         hints=costs,
+        checkpoint=_checkpoint(spec),
         resume=promise(spec),
         unbuilt=tuple(problem.key for problem in unbuilt_problems(spec)),
         decisions=spec.decisions,
     )
+
+
+def _checkpoint(spec: Spec) -> dict[str, int]:
+    size = checkpoint_size(spec)
+    last = size.total
+    if spec.checkpoint.last == "weights":
+        last = size.weights
+    return {"bytes": size.total, "last_bytes": last}
 
 
 def _parameters(spec: Spec, stages: Sequence[StageShare]) -> dict[str, Any]:

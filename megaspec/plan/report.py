@@ -71,6 +71,9 @@ def print_plan(spec: Spec, target: Target, console: Console, *, data: str = "") 
     _print_lines(_memory_in_short(plan), console)
     _print_lines(_speed_in_short(plan), console)
     _print_lines(_decided_in_short(plan), console)
+    if spec.checkpoint.last == "weights":
+        # what can't be made up for later
+        _print_lines(_checkpoint(plan), console)
     _print_hints(plan, console)
 
 
@@ -95,6 +98,7 @@ def print_whole_plan(plan: Plan, console: Console, *, data: str = "") -> None:
         console.print()
     _print_hints(plan, console)
     console.print()
+    _print_lines(_checkpoint(plan), console)
     _print_lines(_resume(plan), console)
     if plan.unbuilt:
         console.print(f"\n[bold]Can be planned, not trained yet:[/] {escape(', '.join(plan.unbuilt))}")
@@ -168,6 +172,15 @@ def _model(plan: Plan) -> Lines:
         yield "", f"{counts['active']:,} active for each token"
     if counts["trained"] != counts["total"]:
         yield "trainable", f"{counts['trained']:,} of {counts['total']:,} parameters"
+
+
+def _checkpoint(plan: Plan) -> Lines:
+    size = plan.checkpoint
+    text = bytes_in_words(size["bytes"])
+    if size["last_bytes"] != size["bytes"]:
+        text += f"; the last {bytes_in_words(size['last_bytes'])}, weights alone (checkpoint.last=weights): the"
+        text += " finished run can't be trained further"
+    yield "checkpoint", text
 
 
 def _resume(plan: Plan) -> Lines:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,8 +30,25 @@ MOST_KEYS = 3
 _MOST_CHARACTERS = 80
 # A loss that is scaled by more is infinite in fp32.
 LARGEST_SCALE = 2.0**128
-# The state of a checkpoint of weights alone, which was imported: there is no place in a training order.
+# The state of a checkpoint of a run of weights alone: there is no place in a training order.
 WEIGHTS_ALONE = {"holds": "weights"}
+
+
+def is_imported(run: Spec) -> bool:
+    """True for a run of weights that no run of ours has trained."""
+    return run.holds == "weights" and all(one.imported for one in run.taken_from)
+
+
+def holds_weights_alone(manifest: Manifest) -> bool:
+    """True for a checkpoint without optimizer state: of an imported run, or the last one under
+    checkpoint.last=weights."""
+    return manifest.state.get("holds") == WEIGHTS_ALONE["holds"]
+
+
+def last_of_weights(run_dir: Path | str) -> str:
+    """Why nothing goes on from the last checkpoint of a run in that folder, and the way out; its name goes before."""
+    text = "holds weights alone (checkpoint.last=weights), no optimizer state to go on with; start a run from them: "
+    return f"{text}megaspec train recipe=NAME init.load={run_dir}"
 
 
 def run_identity(saved: Mapping[str, Any]) -> str:
@@ -117,6 +135,8 @@ def objections(manifest: Manifest, run: Spec) -> list[str]:
         return [printable(text)]
     if saved.holds == "weights":
         return _more_than_weights(manifest)
+    if holds_weights_alone(manifest):
+        return _misplaced(manifest, saved) or _no_last_weights(manifest, saved)
     # the generators last: they are counted by the saved Spec's world size
     return _misplaced(manifest, saved) or _wrong_generators(manifest.tensors, saved)
 
@@ -193,13 +213,25 @@ def _weights_digest(spec: Spec) -> str | None:
 
 
 def _more_than_weights(manifest: Manifest) -> list[str]:
-    """What a checkpoint that was imported holds beside weights."""
+    """What a checkpoint of a run of weights alone holds beside them."""
     if manifest.state != WEIGHTS_ALONE or manifest.step != 0:
         found = f"step={manifest.step} and state {_short(manifest.state)}"
-        return [printable(f"{found}, expected step=0 and {_short(WEIGHTS_ALONE)}: its run was imported")]
+        return [printable(f"{found}, expected step=0 and {_short(WEIGHTS_ALONE)}: its run holds weights alone")]
+    return _beside_weights(manifest)
+
+
+def _no_last_weights(manifest: Manifest, saved: Spec) -> list[str]:
+    """Why a checkpoint that says that it holds weights alone can't be the last one of its run."""
+    if manifest.step != saved.train.steps or saved.checkpoint.last != "weights":
+        expected = f"checkpoint.last=weights and the last step, {saved.train.steps}"
+        return [f"state: it holds weights alone after step {manifest.step}, which is said of {expected}"]
+    return _beside_weights(manifest)
+
+
+def _beside_weights(manifest: Manifest) -> list[str]:
     for name in manifest.tensors:
         if not name.startswith(("model/", "router/")):
-            return [printable(f"{name}: expected weights alone, its run was imported")]
+            return [printable(f"{name}: expected weights alone, as its state says")]
     return []
 
 
@@ -208,6 +240,8 @@ def _misplaced(manifest: Manifest, saved: Spec) -> list[str]:
     state = manifest.state
     step = manifest.step
     keys = {"step", "samples", "tokens", "optimizer_updates", "loss_scale"}
+    if holds_weights_alone(manifest):
+        keys.add("holds")
     if set(state) != keys:
         return [printable(f"state: expected the keys {sorted(keys)}, found {sorted(state)[:8]}")]
     schedule = BatchSchedule(saved.train, moved=saved.samples_moved)

@@ -27,7 +27,14 @@ from megaspec.log.sinks import METRICS
 from megaspec.log.speed import speed_of
 from megaspec.optim.schedule import learning_rate, weight_decay
 from megaspec.precision.scaler import LossScaler, build_scaler
-from megaspec.rules.belonging import began_as_fork, fork_again, objections
+from megaspec.rules.belonging import (
+    WEIGHTS_ALONE,
+    began_as_fork,
+    fork_again,
+    holds_weights_alone,
+    last_of_weights,
+    objections,
+)
 from megaspec.runtime.build import TrainState
 from megaspec.runtime.data_place import PLACE, place_of_all, place_piece, read_place
 from megaspec.runtime.evaluation import Evaluation
@@ -36,7 +43,7 @@ from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.router_metrics import router_numbers, routers_done
-from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over
+from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over, weight_pieces_of
 from megaspec.runtime.step import PHASES, StepResult, train_step
 from megaspec.runtime.text_passes import ModelOnRanks
 from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint
@@ -204,6 +211,8 @@ class Run:
         if self.comm.rank == 0:
             tell_passed_over(reader)
         with reader:
+            if holds_weights_alone(reader.manifest) and reader.step < spec.train.steps:
+                raise CheckpointError(f"{reader.path} {last_of_weights(self.run_dir)}")
             load(self.built, reader)
             self.step = reader.state["step"]
             self.tokens = reader.state["tokens"]
@@ -231,6 +240,7 @@ class Run:
             isinstance(spec.data, StreamSpec)
             and self.schedule.consumed(manifest.step)
             and PLACE not in manifest.tensors
+            and not holds_weights_alone(manifest)
         ):
             found = [*found, f"holds no {PLACE}: where the stream of its data stood"]
         return found
@@ -397,8 +407,12 @@ class Run:
             tokens=self.tokens,
             scaler=self.scaler.state(),
         )
-        pieces = pieces_of(self.built)
-        if self.place is not None:
+        # a run that is not at its end has to go on from what it saves
+        is_alone = spec.checkpoint.last == "weights" and self.step == spec.train.steps
+        pieces = weight_pieces_of(self.built) if is_alone else pieces_of(self.built)
+        if is_alone:
+            state |= WEIGHTS_ALONE
+        elif self.place is not None:
             place = place_of_all(self.place, device=self.built.device)
             if self.comm.rank == 0:
                 pieces.append(place_piece(place))

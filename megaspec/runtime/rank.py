@@ -214,7 +214,7 @@ def seed_generators(seed: int) -> None:
 def begin(run_dir: Path, lock: RunLock | None, inspect: Inspect) -> int:
     """Rank 0: says in the run folder that a start is under way. -> the lock's token, by which all ranks know it."""
     assert lock is not None, "rank 0 without the run's lock"
-    exit_file.begin(run_dir, step=newest_whole(run_dir / CHECKPOINTS, inspect))
+    exit_file.begin(run_dir, step=newest_whole(run_dir / CHECKPOINTS, inspect) or 0)
     return lock.token
 
 
@@ -252,7 +252,7 @@ class Ending:
         if code == HangError.exit_code and now is not None and now != self._killed_before:
             code = MemoryRunOut.exit_code  # the rank that is missed was killed for it
         run_dir = self._lock.run_dir
-        exit_file.end(run_dir, code, step=newest_whole(run_dir / CHECKPOINTS, self._inspect))
+        exit_file.end(run_dir, code, step=newest_whole(run_dir / CHECKPOINTS, self._inspect) or 0)
 
 
 @contextmanager

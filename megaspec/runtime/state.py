@@ -18,11 +18,12 @@ from megaspec.checkpoint.format import Manifest
 from megaspec.checkpoint.reader import Reader, Weights
 from megaspec.checkpoint.shard import TORCH_DTYPES
 from megaspec.checkpoint.store import SavedPiece
+from megaspec.checkpoint.streamed import WEIGHTS
 from megaspec.core.errors import CheckpointError, printable
 from megaspec.core.layout import Layout
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
-from megaspec.rules.belonging import is_fork_point, starts_optimizer_anew
+from megaspec.rules.belonging import holds_weights_alone, is_fork_point, starts_optimizer_anew
 from megaspec.runtime.build import TrainState
 
 
@@ -33,6 +34,11 @@ def tensors_of(built: TrainState) -> dict[str, tuple[str, torch.Tensor]]:
         for name, tensor in tensors.items():
             found[f"optim/{kind}/{name}"] = (name, tensor)
     return found
+
+
+def weight_pieces_of(built: TrainState) -> list[SavedPiece]:
+    """What this rank writes of a checkpoint of weights alone."""
+    return [piece for piece in pieces_of(built) if piece.name.startswith(WEIGHTS)]
 
 
 def pieces_of(built: TrainState) -> list[SavedPiece]:
@@ -78,7 +84,7 @@ def misfits(built: TrainState, manifest: Manifest) -> list[str]:
         dtypes[stored] = tensor.dtype
     elsewhere = built.tensor_parallel.layouts.keys() - built.shards.keys()
     within = ("model/", "optim/")
-    if starts_optimizer_anew(manifest, built.spec):
+    if holds_weights_alone(manifest) or starts_optimizer_anew(manifest, built.spec):
         within = ("model/",)
         shapes = {stored: shape for stored, shape in shapes.items() if stored.startswith("model/")}
     elif is_fork_point(manifest, built.spec):
@@ -106,8 +112,8 @@ def misfits(built: TrainState, manifest: Manifest) -> list[str]:
 
 @torch.no_grad()
 def load(built: TrainState, reader: Reader) -> None:
-    """Fills weights and optimizer state from a checkpoint of any layout, weights alone where a fork trains what was
-    frozen there: see rules/belonging.py.
+    """Fills weights and optimizer state from a checkpoint of any layout, weights alone where it holds no more, or where
+    a fork trains what was frozen there: see rules/belonging.py.
 
     Raises CheckpointError for a parameter that is missing, of another kind, or that this model does not have.
     """
@@ -116,7 +122,7 @@ def load(built: TrainState, reader: Reader) -> None:
         raise CheckpointError([f"{reader.path}: {problem}" for problem in problems])
     is_anew = starts_optimizer_anew(reader.manifest, built.spec)
     for stored, (name, tensor) in tensors_of(built).items():
-        if is_anew and stored.startswith("optim/"):
+        if stored.startswith("optim/") and (is_anew or holds_weights_alone(reader.manifest)):
             continue
         value = torch.empty_like(tensor)
         fill(value, built.shards[name], stored, reader)

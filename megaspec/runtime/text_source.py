@@ -18,6 +18,7 @@ from megaspec.hf.table import family_of, read_model
 from megaspec.hf.weights import HfWeights
 from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
+from megaspec.rules.belonging import is_imported
 from megaspec.runtime.build import SplitModel
 from megaspec.runtime.evaluation_rank import open_checkpoint
 from megaspec.runtime.generate import encode, run_tokenizer
@@ -49,11 +50,11 @@ def language_of_run(trained: Spec, run_dir: Path) -> Language:
     tokenizer = run_tokenizer(trained.data, run_dir)
     kept = kept_companions(run_dir)
     ends = end_ids(kept, str(run_dir))
-    if trained.holds == "weights" and ends:
+    if is_imported(trained) and ends:
         return Language(tokenizer, ends, begins=True)
     if tokenizer.eod is not None:
         ends |= {tokenizer.eod}
-    return Language(tokenizer, ends, begins=trained.holds == "weights")
+    return Language(tokenizer, ends, begins=is_imported(trained))
 
 
 def language_of_folder(folder: Path, *, vocab_size: int) -> Language:

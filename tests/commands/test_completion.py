@@ -134,7 +134,7 @@ def made(tmp_path, monkeypatch):
         ("megaspec resume runs/hello rec", []),
         ("megaspec generate r", ["runs/hello", "runs/hello-2"]),
         ("megaspec generate runs/hello ", []),
-        ("megaspec checkpoint ", ["diff", "inspect", "list", "verify"]),
+        ("megaspec checkpoint ", ["average", "diff", "inspect", "list", "save", "verify"]),
         ("megaspec checkpoint list runs/", ["runs/hello", "runs/hello-2"]),
         ("megaspec checkpoint verify ", ["runs/hello", "runs/hello-2"]),
         ("megaspec checkpoint verify runs/hello ", []),

@@ -14,7 +14,9 @@ from megaspec.commands.hf_families import keys_of
 from megaspec.compose.compose import compose
 from megaspec.hf.table import FAMILIES, read_model
 from megaspec.resolve.resolver import resolve
+from megaspec.rules.belonging import is_imported
 from megaspec.rules.run_facts import Facts
+from megaspec.run_folder import read_run
 from tests.hf.folders import TEMPLATE, assert_same_tensors, config_of, save_model, save_tokenizer, tensors_of
 from tests.hf.tiny import TINY
 from tests.runtime.specs import TARGET
@@ -114,6 +116,11 @@ def test_an_imported_run_is_a_run_of_weights_alone(folders, tmp_path, capsys) ->
         assert cli.main(words) == 64
         assert f"init.load={run}" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    # and is still one that no run has trained when its weights are rounded
+    words = ["checkpoint", "save", str(run), "--out", str(tmp_path / "rounded"), "--dtype", "bf16"]
+    assert cli.main(words) == 0
+    assert is_imported(read_run(tmp_path / "rounded").spec)
+    assert json.loads((tmp_path / "rounded/spec.json").read_text())["weights_from"]["family"] == "gpt2"
 
 
 def test_names_without_the_first_word_are_read(folders, tmp_path) -> None:

@@ -16,6 +16,7 @@ import torch
 from megaspec import cli
 from megaspec.checkpoint.codec import decode
 from megaspec.checkpoint.comm import SoloComm
+from megaspec.checkpoint.examine import read_manifest
 from megaspec.checkpoint.folders import candidates
 from megaspec.checkpoint.format import MANIFEST, Manifest
 from megaspec.checkpoint.lock import RunLock
@@ -600,3 +601,32 @@ def test_bytes_that_are_no_state_of_a_generator_are_an_error_and_no_traceback(ru
     save_again(run, 6, lambda found: found["rng/cpu/0"].fill_(255))
     with pytest.raises(CheckpointError, match="rng/cpu/0: torch does not take it"):
         go_on(spec(STEPS), run)
+
+
+def test_weights_alone_are_said_of_the_last_step_alone(tmp_path) -> None:
+    folder = tmp_path / "run"
+    made = spec(STEPS | {"checkpoint": {"every": 2, "keep": 9, "last": "weights"}})
+    life(folder, made)
+    good = step_of(folder, 6)
+    assert objections(read_manifest(good, 6), made) == []
+    assert go_on(made, folder).step == 6
+    longer = made.model_copy(update={"train": made.train.model_copy(update={"steps": 8})})
+    with pytest.raises(CheckpointError, match=r"step-00000006 holds weights alone .*init.load="):
+        go_on(longer, folder)
+    assert good.exists(), "it is good, and stays where it is"
+    wrong = {
+        "a step before it": (4, {"holds": "weights"}, "said of checkpoint.last=weights and the last step, 6"),
+        "another word": (6, {"holds": "much"}, "state: expected the keys"),
+    }
+    for step, state, said in wrong.values():
+        body = manifest_of(step_of(folder, step))
+        body["state"] |= state
+        (step_of(folder, step) / MANIFEST).write_bytes(seal(body))
+        (found,) = objections(read_manifest(step_of(folder, step), step), made)
+        assert said in found
+    body = manifest_of(step_of(folder, 2))
+    body["state"]["holds"] = "weights"
+    body["spec"]["train"]["steps"] = 2
+    (step_of(folder, 2) / MANIFEST).write_bytes(seal(body))
+    (found,) = objections(read_manifest(step_of(folder, 2), 2), made)
+    assert "expected weights alone, as its state says" in found
