@@ -50,8 +50,8 @@ class InitSpec(Frozen):
     """What new rows of init.vocab=resize start from. drawn: train.seed, as all rows of a new model. mean: the mean of
     all rows there, each new row the same."""
     upcycle: Literal["none", "copies"] = "none"
-    """How experts begin with the weights of a model without any. copies: each is a copy of the feed-forward layer there,
-    and routers are drawn from train.seed (Komatsuzaki et al. 2022, arXiv 2212.05055)."""
+    """How experts begin with the weights of a model without any. copies: each is a copy of the feed-forward layer
+    there, and routers are drawn from train.seed (Komatsuzaki et al. 2022, arXiv 2212.05055)."""
 
     @property
     def is_partial(self) -> bool:

@@ -178,7 +178,7 @@ def _starts_with(plan: Plan) -> Lines:
     step = ""
     if starts.step is not None:
         step = f", step {starts.step:,}"
-    yield "starts with", f"weights of {starts.path}{step}"
+    yield "weights", f"those of {starts.path}{step}"
     rows = starts.vocabulary
     if rows is not None and rows.new + rows.dropped == 0:
         yield "", f"vocabulary: all {rows.taken:,} rows taken, none new, none dropped"
@@ -188,8 +188,11 @@ def _starts_with(plan: Plan) -> Lines:
             new += f" ({rows.new_rows})"
         yield "", f"vocabulary: {rows.taken:,} rows taken, {new}, {rows.dropped:,} dropped"
     if starts.upcycled_layers:
-        layers = plural(starts.upcycled_layers, "layer")
-        yield "", f"experts of {layers}: copies of the feed-forward layer there; routers are drawn"
+        layers = plural("layer", starts.upcycled_layers)
+        yield (
+            "",
+            f"experts of {starts.upcycled_layers} {layers}: copies of the feed-forward layer there; routers are drawn",
+        )
 
 
 def _resume(plan: Plan) -> Lines:
