@@ -50,8 +50,8 @@ def _obstacles(case: Case) -> list[tuple[str, object, object]]:
         found.append(("router.balancing", router.balancing, "top_k"))
     if router.scale != 1.0:
         found.append(("router.scale", router.scale, 1.0))
-    # a layer is not linear in what it takes; a single weight is 1
-    if moe.weights_on == "inputs" and moe.top_k > 1:
+    # a layer is not linear in what it takes
+    if moe.weights_on == "inputs":
         found.append(("weights_on", moe.weights_on, "outputs"))
     # a second summand
     if moe.d_shared is not None:

@@ -133,4 +133,5 @@ class SourceWeights:
             n_rows = min(rows_at_once, whole[0] - first)
             slab = self._source.read(source, (first, *start), (n_rows, *shape)).to(torch.float64)
             total += slab.numpy().sum(axis=0)
-        return torch.from_numpy(total / whole[0])
+        # a bias has one mean, which NumPy makes a number of
+        return torch.from_numpy(np.asarray(total / whole[0]))
