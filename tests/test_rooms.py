@@ -55,10 +55,11 @@ NOT_FOR_RANKS = {
     # the rates of ranks stay behind the last piece either way
     "ScheduleSpec.after_pieces": "megaspec.rules.schedule_rules",
     # one place says which weights are read, for rules and for ranks
-    **{f"InitSpec.{name}": "megaspec.rules.initial_weights" for name in ("include", "exclude", "vocab")},
+    **{f"InitSpec.{name}": "megaspec.rules.initial_weights" for name in ("include", "exclude")},
     **{f"Renaming.{name}": "megaspec.rules.initial_weights" for name in ("name", "source")},
     "InitSpec.missing": "megaspec.rules.init_rules",
-    "InitSpec.upcycle": "megaspec.rules.initial_weights",
+    "InitSpec.vocab": "megaspec.rules.init_rules",
+    "InitSpec.upcycle": "megaspec.rules.upcycle_rules",
     "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",

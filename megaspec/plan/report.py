@@ -188,11 +188,8 @@ def _starts_with(plan: Plan) -> Lines:
             new += f" ({rows.new_rows})"
         yield "", f"vocabulary: {rows.taken:,} rows taken, {new}, {rows.dropped:,} dropped"
     if starts.upcycled_layers:
-        layers = plural("layer", starts.upcycled_layers)
-        yield (
-            "",
-            f"experts of {starts.upcycled_layers} {layers}: copies of the feed-forward layer there; routers are drawn",
-        )
+        layers = f"{starts.upcycled_layers} {plural('layer', starts.upcycled_layers)}"
+        yield "", f"experts of {layers}: copies of the feed-forward layer there; routers are drawn"
 
 
 def _resume(plan: Plan) -> Lines:
