@@ -11,15 +11,14 @@ def copies_add_up_to_the_dense_model(case: Case) -> Problem | None:
     """Experts that are copies of a feed-forward layer put out together what it does."""
     init = case.recipe.init
     moe = case.moe
-    if init.upcycle == "none":
+    source = case.facts.weights
+    # a run that goes on, or a fork, has its beginning behind it
+    if init.upcycle == "none" or source is None:
         return None
     text = f"init.upcycle={init.upcycle}"
     if moe is None:
         return Problem("init.upcycle", f"{text} makes experts, and model.moe=null has none; set model.moe, or drop it")
-    source = case.facts.weights
-    there = None
-    if source is not None:
-        there = source.model
+    there = source.model
     if there is not None and there.moe is not None:
         text += f" begins with a model without experts, and {show(source.path)} has {there.moe.n_experts}"
         return Problem("init.upcycle", f"{text}; drop it, and {source.key} reads them as they are")

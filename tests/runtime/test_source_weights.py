@@ -14,7 +14,9 @@ from megaspec.checkpoint.spec import InitSpec
 from megaspec.core.errors import RecipeError
 from megaspec.hf.table import FAMILIES
 from megaspec.plan.report import print_plan
+from megaspec.resolve.resume import fork, resume
 from megaspec.rules.initial_weights import Reading, Span, initial_weights, weight_shapes
+from megaspec.rules.run_facts import Facts
 from megaspec.runtime import source_weights
 from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.source_weights import SourceWeights
@@ -23,7 +25,7 @@ from tests.hf.folders import random_folder, small_folder
 from tests.hf.models import InMemory
 from tests.runtime import lives
 from tests.runtime.specs import TARGET, recipe
-from tests.runtime.test_initial_weights import run_of, spec_of, started
+from tests.runtime.test_initial_weights import FP32, run_of, spec_of, started
 
 ONE = {"parallelism.tp": 1}
 PP = {"parallelism.pp": 2, "parallelism.pipeline": {"schedule": "1f1b"}}
@@ -246,6 +248,16 @@ def test_experts_are_no_copies_of_experts(tmp_path) -> None:
     random_folder(tmp_path / "model", spec_of({"model.moe": moe}).model, "mixtral")
     with pytest.raises(RecipeError, match=r"begins with a model without experts, and .* has 4; drop it"):
         spec_of({"init.from_hf": str(tmp_path / "model"), **UPCYCLED, "model.moe": moe})
+
+
+def test_a_fork_may_drop_tokens(folder) -> None:
+    """It begins with the weights of its checkpoint, which are no copies any more."""
+    changes = {"init.from_hf": str(folder), **UPCYCLED, "model.moe": EVERYWHERE}
+    old = spec_of(changes)
+    changes["model.moe"] = {**EVERYWHERE, "capacity_factor": 1.0, "router": {"norm_top_k": False}}
+    new = fork(old, recipe(FP32 | changes), TARGET, Facts(run_dir="new"), done_steps=1)
+    assert new.model.moe.capacity_factor == 1.0
+    assert resume(old, recipe(FP32 | changes | {"model.moe": EVERYWHERE}), TARGET, Facts(run_dir="run")) == old
 
 
 class Watched(InMemory):
