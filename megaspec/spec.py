@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from megaspec.checkpoint.format import FORMAT_VERSION
-from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt
+from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt, PositiveInt
 from megaspec.data.earlier_order import as_now
 from megaspec.data.spec import ORDER_VERSION
 from megaspec.optim.spec import has_narrow_states
@@ -55,6 +55,9 @@ class WeightsOrigin(Frozen):
     """Of the run's checkpoint; None: it was a folder of Hugging Face's."""
     family: str | None = None
     """Its `model_type`, also where a run had it from there; None: no such folder."""
+    vocab_size: PositiveInt | None = None
+    """Tokens that its tables have rows for, without padding. None in a file of an earlier version, where they are as
+    many as the run has."""
 
 
 class TakenWeights(Frozen):

@@ -59,6 +59,8 @@ NOT_FOR_RANKS = {
     **{f"Renaming.{name}": "megaspec.rules.initial_weights" for name in ("name", "source")},
     "TakenWeights.imported": "megaspec.rules.belonging",
     "InitSpec.missing": "megaspec.rules.init_rules",
+    "InitSpec.vocab": "megaspec.rules.init_rules",
+    "InitSpec.upcycle": "megaspec.rules.upcycle_rules",
     "InitSpec.step": "megaspec.resolve.gather",
     "LocalLauncher.ranks": "megaspec.rules.mesh_rules",
     "LocalLauncher.max_restarts": "megaspec.commands.starting",

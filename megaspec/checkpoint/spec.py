@@ -46,6 +46,16 @@ class InitSpec(Frozen):
     missing: Literal["error", "initialise"] = "error"
     """What becomes of weights that are not read: an error, or they are drawn from train.seed."""
 
+    vocab: Literal["same", "resize"] = "same"
+    """What becomes of another vocabulary there. same: it is refused. resize: of the embedding's and the output head's
+    rows those are taken that both have, rows beyond are left behind, and the rest of this model's are new."""
+    new_rows: Literal["drawn", "mean"] = "drawn"
+    """What new rows of init.vocab=resize start from. drawn: train.seed, as all rows of a new model. mean: the mean of
+    all rows there, each new row the same."""
+    upcycle: Literal["none", "copies"] = "none"
+    """How experts begin with the weights of a model without any. copies: each is a copy of the feed-forward layer
+    there, and routers are drawn from train.seed (Komatsuzaki et al. 2022, arXiv 2212.05055)."""
+
     @property
     def is_partial(self) -> bool:
         """Whether less may be read than the whole model."""

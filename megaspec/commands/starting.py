@@ -139,10 +139,12 @@ def prepare_new(composed: Composed, target: Target, folder: Path | None, *, memo
 
 
 def _companions_of_source(recipe: Recipe, spec: Spec) -> dict[str, bytes]:
-    """The tokenizer files that belong to the weights that a run begins with.
+    """The tokenizer files that belong to the weights that a run begins with. None where its vocabulary is another one.
 
     CheckpointError: one can't be read, or is of another model.
     """
+    if spec.weights_from is not None and spec.weights_from.vocab_size != spec.model.vocab_size:
+        return {}
     if recipe.init.from_hf is not None:
         files = read_companions(Path(recipe.init.from_hf).resolve())
         refuse_other_vocabulary(files, vocab_size=spec.model.vocab_size, where=recipe.init.from_hf)

@@ -89,6 +89,8 @@ class Linear:
     """Muon orthogonalises it: it is neither an embedding, an output head nor a router."""
     input_kept: str = ""
     """The `Kept.what` of the tensor that it keeps as its input."""
+    dense_name: str = ""
+    """Of experts: what the same product is called in a layer that has a feed-forward layer in their place."""
     is_frozen: bool = False
     """Its weight has no gradient."""
     is_bias_frozen: bool = False

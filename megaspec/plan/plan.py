@@ -24,13 +24,13 @@ from megaspec.parallelism.stages import EVENLY, Chunk, layer_ranges, stages_of
 from megaspec.plan.checkpoint_size import checkpoint_size
 from megaspec.plan.hints import Hint, hints
 from megaspec.plan.promise import promise
-from megaspec.rules.initial_weights import weight_shapes
+from megaspec.rules.initial_weights import initial_weights, weight_shapes
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.balance import divided_by_time
 from megaspec.search.changes import Change, best_change
 from megaspec.search.fits import need_here
 from megaspec.search.remedies import Remedy, remedies, remedies_on_cpu
-from megaspec.spec import Decision, Spec
+from megaspec.spec import Decision, ForkPoint, Spec
 from megaspec.train.trainable import trained_names
 
 MEMORY_KINDS = tuple(f.name for f in fields(StageMemory))
@@ -80,6 +80,31 @@ class StageShare(Frozen):
     """Of one of its ranks."""
     memory: dict[str, int]
     """Bytes of one of its ranks by kind, and `total`."""
+
+
+class RowsOfVocabulary(Frozen):
+    """What becomes of the rows of tables of tokens where a run begins with weights of another vocabulary."""
+
+    taken: int
+    """Rows that both have."""
+    new: int
+    """Rows that only this run has."""
+    dropped: int
+    """Rows that only the source has."""
+    new_rows: str
+    """What new ones start from: init.new_rows."""
+
+
+class StartingWeights(Frozen):
+    """The folder that the weights of a run begin with."""
+
+    path: str
+    step: int | None
+    """Of a run's checkpoint."""
+    vocabulary: RowsOfVocabulary | None
+    """None: its rows are taken as they are, or not at all."""
+    upcycled_layers: int
+    """Layers whose experts are copies of a feed-forward layer there."""
 
 
 class MachineMemory(Frozen):
@@ -192,6 +217,8 @@ class Plan(Frozen):
     groups: tuple[RankGroup, ...]
     sequence_parallel: bool
     model: dict[str, Any]
+    starts_with: StartingWeights | None
+    """None: weights are drawn from the seed, or those of the checkpoint that a fork is from."""
     parameters: dict[str, Any]
     stages: tuple[StageShare, ...]
     batch: dict[str, Any]
@@ -291,6 +318,7 @@ def make_plan(
         groups=groups_of(topology),
         sequence_parallel=parallelism.sequence_parallel,
         model=model.model_dump(mode="json"),
+        starts_with=_starts_with(spec),
         parameters=_parameters(spec, stages),
         stages=stages,
         batch=_batch(spec, batch),
@@ -452,6 +480,35 @@ def _machine(
         throughput=source,
         measured_on=measured_on,
     )
+
+
+def _starts_with(spec: Spec) -> StartingWeights | None:
+    origin = spec.weights_from
+    if origin is None or isinstance(spec.forked_from, ForkPoint):
+        return None
+    upcycled = 0
+    if spec.init.upcycle != "none":
+        upcycled = sum("moe" in mixers for mixers in spec.model.mixers)
+    return StartingWeights(
+        path=origin.path, step=origin.step, vocabulary=_rows_of_vocabulary(spec), upcycled_layers=upcycled
+    )
+
+
+def _rows_of_vocabulary(spec: Spec) -> RowsOfVocabulary | None:
+    """Of all tables alike; None: init.vocab=same, or no table of tokens is read."""
+    there = spec.weights_from.vocab_size
+    if spec.init.vocab != "resize" or there is None:
+        return None
+    tables = {}
+    for stored, shape in weight_shapes(spec.model.facts).items():
+        if shape[0] == spec.model.vocab_size:
+            tables[stored] = (there, *shape[1:])
+    read = initial_weights(spec.init, spec.model.facts, theirs=tables).read
+    for reading in read.values():
+        return RowsOfVocabulary(
+            taken=reading.taken, new=reading.new, dropped=there - reading.taken, new_rows=spec.init.new_rows
+        )
+    return None
 
 
 def _stages(spec: Spec, memory: Sequence[StageMemory]) -> tuple[StageShare, ...]:

@@ -172,6 +172,28 @@ def _model(plan: Plan) -> Lines:
         yield "", f"{counts['active']:,} active for each token"
     if counts["trained"] != counts["total"]:
         yield "trainable", f"{counts['trained']:,} of {counts['total']:,} parameters"
+    yield from _starts_with(plan)
+
+
+def _starts_with(plan: Plan) -> Lines:
+    starts = plan.starts_with
+    if starts is None:
+        return
+    step = ""
+    if starts.step is not None:
+        step = f", step {starts.step:,}"
+    yield "weights", f"those of {starts.path}{step}"
+    rows = starts.vocabulary
+    if rows is not None and rows.new + rows.dropped == 0:
+        yield "", f"vocabulary: all {rows.taken:,} rows taken, none new, none dropped"
+    elif rows is not None:
+        new = f"{rows.new:,} new"
+        if rows.new:
+            new += f" ({rows.new_rows})"
+        yield "", f"vocabulary: {rows.taken:,} rows taken, {new}, {rows.dropped:,} dropped"
+    if starts.upcycled_layers:
+        layers = f"{starts.upcycled_layers} {plural('layer', starts.upcycled_layers)}"
+        yield "", f"experts of {layers}: copies of the feed-forward layer there; routers are drawn"
 
 
 def _checkpoint(plan: Plan) -> Lines:

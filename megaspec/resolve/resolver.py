@@ -89,7 +89,12 @@ def origin_of_weights(facts: Facts) -> WeightsOrigin | None:
     source = facts.weights
     if source is None:
         return None
-    return WeightsOrigin(path=source.path, digest=source.digest, step=source.step, family=source.family)
+    vocab_size = None
+    if source.model is not None:
+        vocab_size = source.model.vocab_size
+    return WeightsOrigin(
+        path=source.path, digest=source.digest, step=source.step, family=source.family, vocab_size=vocab_size
+    )
 
 
 def settle(

@@ -575,11 +575,18 @@ _LOADED = "init.load=runs/other"
 _INIT = {
     "init-twice": Example((_LOADED, "init.from_hf=models/other"), ("init.load=null",), "init.load"),
     "init-off": Example(("init.include=['layers.*']",), (_LOADED,), "init.include"),
+    "init-rows": Example((_LOADED, "init.new_rows=mean"), ("init.vocab=resize",), "init.new_rows"),
     "init-read": Example(
         (_LOADED,),
         ("init.load=null",),
         "init.load",
         facts=replace(FACTS, weights=SourceFacts("init.load", "runs/other", problem="it holds no checkpoint")),
+    ),
+    "init-upcycle": Example(
+        (_LOADED, "init.upcycle=copies", _router("norm_top_k: false")),
+        ("model.moe.router.norm_top_k=true",),
+        "init.upcycle",
+        facts=replace(FACTS, weights=_RUN),
     ),
     "init-model": Example(
         (_LOADED, "model.d_ffn=512"), ("model.d_ffn=320",), "init.load", facts=replace(FACTS, weights=_RUN)

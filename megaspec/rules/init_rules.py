@@ -8,6 +8,7 @@ from megaspec.rules.case import Case
 from megaspec.rules.difference import changed
 from megaspec.rules.initial_weights import initial_weights, weight_shapes
 from megaspec.rules.run_facts import SourceFacts
+from megaspec.rules.upcycle_rules import copies_add_up_to_the_dense_model, without_experts
 
 MOST_NAMES = 8
 # What decides which weights there are and of which shape: of a part of them, each is looked at by itself.
@@ -38,6 +39,15 @@ def weights_have_a_source(case: Case) -> Problem | None:
     return None
 
 
+def new_rows_belong_to_another_vocabulary(case: Case) -> Problem | None:
+    """Rows are new where a vocabulary grows."""
+    init = case.recipe.init
+    if init.vocab == "resize" or init.new_rows == "drawn":
+        return None
+    text = f"init.new_rows={init.new_rows} says what new rows start from, and init.vocab={init.vocab} has none"
+    return Problem("init.new_rows", f"{text}; set init.vocab=resize, or drop it")
+
+
 def source_of_weights_is_read(case: Case) -> Problem | None:
     """The folder in which weights begin can be read, and holds what its own description says."""
     source = _source(case)
@@ -50,19 +60,25 @@ def source_of_weights_is_read(case: Case) -> Problem | None:
 def initial_weights_are_of_this_model(case: Case) -> Problem | None:
     """Weights are read into the model that they are of."""
     source = _source(case)
-    if source is None or source.model is None:
+    if source is None or source.model is None or copies_add_up_to_the_dense_model(case) is not None:
         return None
     init = case.recipe.init
     model = case.recipe.model
+    if init.upcycle != "none":
+        model = without_experts(model)
     mine, theirs = comparable(model, source.model)
     texts = []
     for key, here, there in changed(mine, theirs):
         is_length = key == "max_seq_len" and model.positions.kind != "learned"
         is_size = init.is_partial and key in _SIZES
-        if not is_of_training(key) and not is_length and not is_size:
+        is_resized = init.vocab == "resize" and key == "vocab_size"
+        if not is_of_training(key) and not is_length and not is_size and not is_resized:
             texts.append(f"model.{key}={show(here)} (there {show(there)})")
     if not texts:
         return None
+    if len(texts) == 1 and texts[0].startswith("model.vocab_size="):
+        text = f"{source.key}={show(source.path)} has another vocabulary: {texts[0]}"
+        return Problem(source.key, f"{text}; set init.vocab=resize to take the rows that both have")
     more = f" and {len(texts) - MOST_NAMES} more" if len(texts) > MOST_NAMES else ""
     text = f"{source.key}={show(source.path)} is of another model: {', '.join(texts[:MOST_NAMES])}{more}"
     way_out = "start from that run's recipe, or read a part of it: init.missing=initialise"
@@ -76,14 +92,19 @@ def initial_weights_cover_the_model(case: Case) -> Problem | None:
     source = _source(case)
     if source is None or source.model is None or initial_weights_are_of_this_model(case) is not None:
         return None
+    if copies_add_up_to_the_dense_model(case) is not None:
+        return None
     init = case.recipe.init
-    found = initial_weights(init, ours=weight_shapes(case.recipe.model.facts), theirs=source.shapes)
+    found = initial_weights(init, case.recipe.model.facts, theirs=source.shapes)
     for setting, word in found.idle:
         text = f"init.{setting}: {word} fits no weight of this model, whose first is {_first_name(case)}; drop it"
         return Problem(f"init.{setting}", text)
     if found.misfits:
         text = f"{source.key}={show(source.path)}: {_listed(found.misfits)}"
-        return Problem(source.key, f"{text}; leave them out with init.exclude and init.missing=initialise")
+        text += "; leave them out with init.exclude and init.missing=initialise"
+        if init.vocab == "same" and case.recipe.model.vocab_size != source.model.vocab_size:
+            text += ", or set init.vocab=resize to take the rows of a vocabulary that both have"
+        return Problem(source.key, text)
     if found.missing and init.missing == "error":
         names = [stored.partition("/")[2] for stored in found.missing]
         text = f"{source.key}={show(source.path)} gives no {_listed(names)}"

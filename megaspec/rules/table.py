@@ -22,6 +22,7 @@ from megaspec.rules import (
     recompute_rules,
     schedule_rules,
     trainable_rules,
+    upcycle_rules,
 )
 from megaspec.rules.case import Case, Rule
 from megaspec.spec import Decision
@@ -164,7 +165,9 @@ RULES: dict[str, Rule] = {
     "fp16-scale": optim_rules.fp16_scale_is_in_bounds,
     "init-twice": init_rules.one_source_of_weights,
     "init-off": init_rules.weights_have_a_source,
+    "init-rows": init_rules.new_rows_belong_to_another_vocabulary,
     "init-read": init_rules.source_of_weights_is_read,
+    "init-upcycle": upcycle_rules.copies_add_up_to_the_dense_model,
     "init-model": init_rules.initial_weights_are_of_this_model,
     "init-weights": init_rules.initial_weights_cover_the_model,
     "log-tensorboard": log_rules.tensorboard_is_installed,

@@ -16,8 +16,9 @@ from megaspec.hf.names import weight_table
 from megaspec.hf.table import family_of, read_model
 from megaspec.hf.weights import HfWeights
 from megaspec.parallelism.expert import buffers_of
-from megaspec.rules.initial_weights import InitialWeights, initial_weights, weight_shapes
+from megaspec.rules.initial_weights import initial_weights
 from megaspec.runtime.build import TrainState, initialise
+from megaspec.runtime.source_weights import SourceWeights
 from megaspec.runtime.state import fill
 from megaspec.spec import Spec, WeightsOrigin
 
@@ -37,15 +38,24 @@ def start_from_source(built: TrainState, comm: Comm) -> None:
     with ExitStack() as stack:
         source = _open(built.spec, origin, comm, stack)
         shapes = {name: source.shape(name) for name in source.names()}
-        found = initial_weights(built.spec.init, ours=weight_shapes(built.spec.model.facts), theirs=shapes)
-        said = found.read.keys() | set(found.missing)
+        found = initial_weights(built.spec.init, built.spec.model.facts, theirs=shapes)
+        drawn = [*found.drawn, *found.missing]
+        said = found.read.keys() | set(drawn)
         for name in built.optimizer.masters:
             # nobody would fill it: it would stay NaN
             assert f"model/{name}" in said, f"{name} is neither read nor drawn, of {sorted(said)}"
-        if found.missing:
+        if drawn:
             initialise(built)
+        ours = SourceWeights(
+            source,
+            found.read,
+            new_rows=built.spec.init.new_rows,
+            starts=built.starts,
+            seed=built.spec.train.seed,
+            wide=built.wide,
+        )
         # one rank may meet NaN in its slices: the others would wait for its weights
-        together(comm, partial(_fill, built, source, found))
+        together(comm, partial(_fill, built, ours))
     built.optimizer.write_back()
     built.data_parallel.gather_weights()
 
@@ -83,15 +93,15 @@ def _hf_weights(folder: HfFolder) -> HfWeights:
 
 
 @torch.no_grad()
-def _fill(built: TrainState, source: Weights, found: InitialWeights) -> None:
+def _fill(built: TrainState, source: SourceWeights) -> None:
     """What this rank owns of the weights that are read."""
     for name, master in built.optimizer.masters.items():
-        theirs = found.read.get(f"model/{name}")
-        if theirs is not None:
+        stored = f"model/{name}"
+        if stored in source:
             value = torch.empty_like(master)
-            fill(value, built.shards[name], theirs, source)
+            fill(value, built.shards[name], stored, source)
             built.optimizer.put("master", name, value)
     for name, buffer in buffers_of(built.chunks).items():
-        theirs = found.read.get(f"router/{name}")
-        if theirs is not None:
-            buffer.copy_(source.read(theirs))
+        stored = f"router/{name}"
+        if stored in source:
+            buffer.copy_(source.read(stored))

@@ -16,6 +16,8 @@ from megaspec.nn.moe.facts import ExpertsPlace, moe_facts, shared_facts
 if TYPE_CHECKING:
     from megaspec.model.decoder.spec import DecoderSpec, LayerType
 
+_FEED_FORWARD = "mlp"
+
 
 def decoder_facts(spec: "DecoderSpec") -> ModelFacts:
     """Of a spec without open fields."""
@@ -78,10 +80,10 @@ def _sublayer(
     if mixer == "attention":
         return SubLayer("attention", _attention(spec, layer_type, input_kept), pre, post, takes_stream=takes_stream)
     if mixer == "mlp":
-        place = FeedForwardPlace("mlp", input_kept, dropout=drops)
+        place = FeedForwardPlace(_FEED_FORWARD, input_kept, dropout=drops)
         mix = spec.mlp.facts(d_model=spec.d_model, d_ffn=spec.d_ffn, place=place)
         return SubLayer("feed-forward", mix, pre, post, takes_stream=takes_stream)
-    place = ExpertsPlace(spec.d_model, input_kept, dropout=drops)
+    place = ExpertsPlace(spec.d_model, input_kept, _FEED_FORWARD, dropout=drops)
     shared = shared_facts(spec.moe, spec.mlp, place)
     return SubLayer("experts", moe_facts(spec.moe, spec.mlp, place), pre, post, shared, takes_stream)
 

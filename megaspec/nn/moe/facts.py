@@ -28,6 +28,8 @@ class ExpertsPlace:
     d_model: int
     input_kept: str
     """What they take, by the name of the kept tensor: `norm2.out`."""
+    dense_name: str
+    """Module of the feed-forward layer that other layers have in their place."""
     dropout: bool = False
     """Their output has a site of it that drops."""
 
@@ -90,14 +92,15 @@ def _experts(spec: MoeSpec, mlp: MlpSpec, place: ExpertsPlace) -> tuple[Linear, 
     where = FeedForwardPlace("moe.experts", "dispatched", "experts", ("moe",))
     one = mlp.facts(d_model=place.d_model, d_ffn=spec.d_expert, place=where)
     assert len(one.linears) == 2, f"experts of two products are needed, {type(mlp).__name__} has {len(one.linears)}"
-    into, out = (_routed(linear, spec) for linear in one.linears)
+    into, out = (_routed(linear, spec, where.name, place.dense_name) for linear in one.linears)
     if spec.weights_on == "inputs":
         into = replace(into, input_kept="weighted")
     return into, replace(out, input_kept="experts.out")
 
 
-def _routed(linear: Linear, spec: MoeSpec) -> Linear:
-    """A feed-forward layer's product as one of all experts, shared out over etp where that one is over tp."""
+def _routed(linear: Linear, spec: MoeSpec, name: str, dense_name: str) -> Linear:
+    """A feed-forward layer's product as one of all experts, shared out over etp where that one is over tp. `name`: of
+    the experts' module; `dense_name`: of the feed-forward layer's elsewhere."""
     return replace(
         linear,
         inputs=_over_etp(linear.inputs),
@@ -105,6 +108,7 @@ def _routed(linear: Linear, spec: MoeSpec) -> Linear:
         tokens="routed",
         n_experts=spec.n_experts,
         active_experts=spec.top_k,
+        dense_name=dense_name + linear.name.removeprefix(name),
     )
 
 
