@@ -173,8 +173,7 @@ GROUPS = (
         Fate.LOST,
         "no such positions",
         """
-        --rotary-interleaved, --rotary-percent text = 1.0, --rotary-seq-len-interpolation-factor text = 1,
-        --mrope-section text+, --yarn-original-max-position-embeddings text
+        --rotary-interleaved, --mrope-section text+, --yarn-original-max-position-embeddings text
         """,
     ),
     FlagGroup(

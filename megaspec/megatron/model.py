@@ -115,14 +115,36 @@ def _positions(draft: RecipeDraft) -> None:
     if kind != "rotary":
         return
     draft.put("model.positions.base", float(draft["--rotary-base"]), "--rotary-base", ours=10_000.0)
-    if draft["--use-rope-scaling"] and not is_latent:
-        # with a factor of 8 whatever --rope-scaling-factor says: gpt_builder passes on the switch alone
-        draft.put("model.positions.scaling.kind", "llama3", "--use-rope-scaling")
     is_yarn = written == "yarn" or (is_latent and draft["--rope-type"] != "rope")
+    _rotary_options(draft, is_latent=is_latent, is_yarn=is_yarn)
     if is_yarn and draft["--rotary-scaling-factor"] != 1.0:
         draft.lose("--rotary-scaling-factor", "YaRN stretches the rotary frequencies; a recipe has scaling llama3")
     # YaRN with factor 1 stretches nothing
     draft.used.update(("--rope-type", "--rotary-scaling-factor"))
+
+
+def _rotary_options(draft: RecipeDraft, *, is_latent: bool, is_yarn: bool) -> None:
+    """How much of a head turns, and how far frequencies are stretched without YaRN."""
+    percent, stretch = "--rotary-percent", "--rotary-seq-len-interpolation-factor"
+    if is_yarn:
+        # YarnRotaryEmbedding makes its frequencies from the whole head, and never reads the factor
+        for name in (percent, stretch):
+            draft.note(name, "YaRN there reads neither of them: the whole head turns, and nothing is interpolated")
+    elif is_latent:
+        for name in (percent, stretch):
+            if draft.is_given(name) and draft[name] not in (None, 1):
+                draft.lose(name, "the rotary part of latent attention turns as a whole, and is not stretched here")
+    else:
+        draft.put("model.positions.fraction", draft[percent], percent, ours=1.0)
+        if draft["--use-rope-scaling"]:
+            # with a factor of 8 whatever --rope-scaling-factor says: gpt_builder passes on the switch alone
+            draft.put("model.positions.scaling.kind", "llama3", "--use-rope-scaling")
+            if draft[stretch] not in (None, 1):
+                draft.lose(stretch, "with --use-rope-scaling, too; here frequencies are stretched in one way")
+        elif draft[stretch] not in (None, 1):
+            draft.put("model.positions.scaling.kind", "linear", stretch)
+            draft.put("model.positions.scaling.factor", float(draft[stretch]), stretch)
+    draft.used.update((percent, stretch))
 
 
 def _norm(draft: RecipeDraft) -> None:
