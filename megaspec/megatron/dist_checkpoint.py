@@ -1,8 +1,8 @@
 """Megatron's torch_dist checkpoints: `.metadata`, files of ranks with a torch file for each piece, `common.pt`.
 
 A tensor is said by its shape in the whole model and by pieces of it, each with its place. Layers are stacked along a
-first dimension where they are alike (`decoder.layers.mlp.linear_fc2.weight`: [layers, rows, columns]), and experts along
-the next one. Torch-free.
+first dimension where they are alike (`decoder.layers.mlp.linear_fc2.weight`: [layers, rows, columns]), and experts
+along the next one. Torch-free.
 """
 
 import re
@@ -77,7 +77,9 @@ def open_dist(files: RankFiles, iteration: int | None) -> OpenedCheckpoint:
             problems.append(str(error))
     if problems:
         raise CheckpointError(first_of(problems))
-    return OpenedCheckpoint(found if type(found) is int else 0, args_of(common.get("args")), tensors, left_out, "torch_dist")
+    return OpenedCheckpoint(
+        found if type(found) is int else 0, args_of(common.get("args")), tensors, left_out, "torch_dist"
+    )
 
 
 def _check_backend(files: RankFiles) -> None:
@@ -132,7 +134,9 @@ def _places(files: RankFiles, metadata: dict[str, Any]) -> dict[tuple[str, tuple
         file, offset, length = (info.get(one) for one in ("relative_path", "offset", "length"))
         is_plain = type(file) is str and start is not None and numbers_of((offset, length)) is not None
         if not is_plain or not _FILE.fullmatch(file):
-            raise CheckpointError(f"{where}: a piece of {show(name)} lies in {show(str(file))}, which is no file of ranks")
+            raise CheckpointError(
+                f"{where}: a piece of {show(name)} lies in {show(str(file))}, which is no file of ranks"
+            )
         if info.get("transform_descriptors"):
             raise CheckpointError(f"{where}: pieces of {show(name)} are stored transformed, such as compressed")
         places[name, start] = (file, offset, length)
@@ -207,7 +211,9 @@ class _Stacked:
         self._has_experts = expert is not None and expert[1] is None
         lead = int(self._has_layers) + int(self._has_experts)
         if not 1 <= len(shape) - lead <= 2:
-            raise CheckpointError(f"{where} has shape {list(shape)}, which is neither a matrix nor a vector of each layer")
+            raise CheckpointError(
+                f"{where} has shape {list(shape)}, which is neither a matrix nor a vector of each layer"
+            )
         self._lead = lead
         self._name = name
         self._layer = layer
