@@ -173,7 +173,7 @@ GROUPS = (
         Fate.LOST,
         "no such positions",
         """
-        --rotary-interleaved, --rotary-percent text = 1.0, --rotary-seq-len-interpolation-factor text = 1,
+        --rotary-interleaved, --rotary-seq-len-interpolation-factor text = 1,
         --mrope-section text+, --yarn-original-max-position-embeddings text
         """,
     ),

@@ -115,6 +115,7 @@ def _positions(draft: RecipeDraft) -> None:
     if kind != "rotary":
         return
     draft.put("model.positions.base", float(draft["--rotary-base"]), "--rotary-base", ours=10_000.0)
+    _partial_rotation(draft, is_latent=is_latent)
     if draft["--use-rope-scaling"] and not is_latent:
         # with a factor of 8 whatever --rope-scaling-factor says: gpt_builder passes on the switch alone
         draft.put("model.positions.scaling.kind", "llama3", "--use-rope-scaling")
@@ -123,6 +124,15 @@ def _positions(draft: RecipeDraft) -> None:
         draft.lose("--rotary-scaling-factor", "YaRN stretches the rotary frequencies; a recipe has scaling llama3")
     # YaRN with factor 1 stretches nothing
     draft.used.update(("--rope-type", "--rotary-scaling-factor"))
+
+
+def _partial_rotation(draft: RecipeDraft, *, is_latent: bool) -> None:
+    """How much of a head turns: its first features, of which int(percent · size) are taken, there as here."""
+    name = "--rotary-percent"
+    if is_latent and draft[name] != 1.0:
+        draft.lose(name, "the rotary part of latent attention turns as a whole here")
+        return
+    draft.put("model.positions.fraction", draft[name], name, ours=1.0)
 
 
 def _norm(draft: RecipeDraft) -> None:

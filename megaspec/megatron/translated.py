@@ -27,6 +27,7 @@ _MODEL = """
 --use-rotary-position-embeddings -> model.positions.kind
 --no-position-embedding -> model.positions.kind
 --rotary-base int = 10000 -> model.positions.base
+--rotary-percent float = 1.0 -> model.positions.fraction
 --use-rope-scaling -> model.positions.scaling.kind
 --rope-scaling-factor float = 8.0 -> model.positions.scaling.factor
 --qk-layernorm -> model.attention.qk_norm
