@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     """The parser of `from-megatron`."""
     command = commands.add_parser(
         "from-megatron",
-        help="a recipe from the flags of a pretrain_gpt.py command, or a run from its checkpoint: -- --num-layers 32 ...",
+        help="a recipe from the flags of a pretrain_gpt.py command, or a run from its checkpoint",
         description=_DESCRIPTION,
         formatter_class=Paragraphs,
         allow_abbrev=False,

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from megaspec.checkpoint.files import refuse_existing

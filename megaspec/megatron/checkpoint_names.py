@@ -8,7 +8,6 @@ Names on Megatron's side are those of the whole model: `decoder.layers.{n}.` wit
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megaspec.core.errors import CheckpointError
 from megaspec.core.part_facts import Linear
 from megaspec.hf.blocks import Block, TensorMap, TheirTensor, their_tensors
 from megaspec.model.decoder.spec import DecoderSpec
@@ -59,13 +58,8 @@ class MegatronTable:
 
 
 def megatron_table(spec: DecoderSpec) -> MegatronTable:
-    """The map between a model's tensors and Megatron's. CheckpointError: attention is not what is read here."""
-    if spec.attention.kind != "gqa":
-        raise CheckpointError(
-            f"model.attention.kind={spec.attention.kind}: checkpoints of latent attention are not read, since which "
-            "features of a head turn together there depends on flags that they don't keep; export it with Megatron's "
-            "own tools and take `megaspec hf import`"
-        )
+    """The map between the tensors of a model and Megatron's. Latent attention has none (saved_args.py refuses it)."""
+    assert spec.attention.kind == "gqa", f"no names for attention.kind={spec.attention.kind}"
     making = _Making(spec)
     facts = spec.facts
     for table in facts.tables():

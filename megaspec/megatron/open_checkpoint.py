@@ -1,4 +1,4 @@
-"""Which checkpoint a folder holds: one of an iteration, or those of a training, of which the last counts. Torch-free."""
+"""Which checkpoint a folder holds: that of one iteration, or the last one of a training. Torch-free."""
 
 import re
 from pathlib import Path

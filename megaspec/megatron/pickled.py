@@ -91,7 +91,7 @@ class _Reading:
 
     def _result(self) -> Any:
         value = self._pop()
-        if self._stack or self._at != len(self._data):
+        if self._stack or self._marks or self._at != len(self._data):
             self._refuse("there is more behind its end")
         return value
 

@@ -45,6 +45,11 @@ _ONCE_ALIVE = {
     "openai_gelu": "GELU in the form with tanh, whatever is fused",
     "apply_residual_connection_post_layernorm": "the residual stream takes what the norm has made",
 }
+_YARN = "how far YaRN stretches is said by no flag, but by a setting of Megatron Core's that checkpoints don't keep"
+_LATENT = (
+    "checkpoints of latent attention are not read, since in what order its rotary features lie is not kept with them; "
+    "take `megaspec hf import` of the model that Megatron's own tools export"
+)
 # What Megatron computes from flags and keeps beside them.
 _COMPUTED = {
     *("rank", "world_size", "local_rank", "data_parallel_size", "params_dtype", "iteration", "curr_iteration"),
@@ -100,6 +105,8 @@ def saved_model(args: Mapping[str, Any] | None, given: Command | None) -> SavedM
     for name, value in sorted((args or {}).items()):
         reading.read(name, value)
     _add_flags(reading, given)
+    if "--multi-latent-attention" in reading.values:
+        reading.refuse(f"{reading.written['--multi-latent-attention']}: {_LATENT}")
     padded = _vocabulary(reading, args or {}, given)
     for name in ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings"):
         if name not in reading.values and not reading.problems:
@@ -144,6 +151,9 @@ class _ArgsReading:
             return
         if name in _ONCE_ALIVE and value is True:
             self.lose(f"args.{name}=True: {_ONCE_ALIVE[name]}; whether it did so then is not known")
+            return
+        if name == "position_embedding_type" and value == "yarn":
+            self.lose(f"args.{name}=yarn: {_YARN}")
             return
         flag = BY_NAME.get(f"--{name.replace('_', '-')}") or BY_NAME.get(f"--{name}")
         if flag is None:

@@ -25,7 +25,7 @@ import sys
 import tarfile
 import tempfile
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -129,10 +129,8 @@ def args_of(name: str, world: int) -> Namespace:
         for flag in json.loads((GOLDEN / "megatron_flags.json").read_text())["flags"]:
             dest = flag["flags"][0].removeprefix("--").replace("-", "_")
             value = flag["default"]
-            try:
+            with suppress(SyntaxError, ValueError):
                 value = ast.literal_eval(value)
-            except (SyntaxError, ValueError):
-                pass
             for off in ("no_", "disable_"):
                 if dest.startswith(off) and value is True:
                     dest = dest.removeprefix(off)
@@ -196,7 +194,12 @@ def build(args: Namespace, *, is_whole: bool) -> list[torch.nn.Module]:
         moe_token_dispatcher_type="allgather",
         **{
             key: getattr(args, key)
-            for key in ("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_shared_expert_intermediate_size")
+            for key in (
+                "moe_router_topk",
+                "moe_ffn_hidden_size",
+                "moe_layer_freq",
+                "moe_shared_expert_intermediate_size",
+            )
             if args.num_experts
         },
     )

@@ -165,7 +165,16 @@ def test_without_padding_known_all_rows_stay_and_it_is_said(tmp_path, capsys):
     assert main(["from-megatron", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "run")]) == 0
     assert "all are kept; give -- --vocab-size N" in capsys.readouterr().out
     assert opened(tmp_path / "run")[1]["model/embed.weight"].shape[0] == PADDED
-    words = ["from-megatron", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "cut"), "--", "--vocab-size", "50"]
+    words = [
+        "from-megatron",
+        "--checkpoint",
+        str(checkpoint),
+        "--out",
+        str(tmp_path / "cut"),
+        "--",
+        "--vocab-size",
+        "50",
+    ]
     assert main(words) == 0
     assert opened(tmp_path / "cut")[1]["model/embed.weight"].shape[0] == VOCAB
 
@@ -192,8 +201,11 @@ def refused(checkpoint: Path, folder: Path, capsys, *more: str) -> tuple[int, st
     ("changed", "told"),
     [
         ({"window_size": (127, 0)}, "args.window_size=127, 0"),
-        ({"multi_latent_attention": True}, "latents are always normed here"),
-        ({"rotary_interleaved": True}, "args.rotary_interleaved=true: no such positions"),
+        (
+            {"multi_latent_attention": True, "rope_type": "rope", "q_lora_rank": 8},
+            "checkpoints of latent attention are not",
+        ),
+        ({"rotary_interleaved": True}, "args.rotary_interleaved=True: no such positions"),
         ({"position_embedding_type": "yarn"}, "args.position_embedding_type=yarn"),
         ({"openai_gelu": True}, "args.openai_gelu=True"),
         ({"of_a_fork": 7}, "args.of_a_fork=7: an arg of which nothing is known"),

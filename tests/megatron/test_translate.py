@@ -343,7 +343,8 @@ def test_what_the_learning_rate_follows_under_a_schedule_of_the_batch_is_told():
         ("--position-embedding-type mrope", "--position-embedding-type mrope: no such positions"),
         ("--position-embedding-type yarn --rotary-scaling-factor 4", "--rotary-scaling-factor 4: YaRN stretches"),
         ("--fp32-residual-connection", "--fp32-residual-connection: no such activation or residual stream"),
-        ("--rotary-percent 0.5", "--rotary-percent 0.5: no such positions"),
+        ("--rotary-interleaved", "--rotary-interleaved: no such positions"),
+        ("--multi-latent-attention --qk-layernorm --q-lora-rank 8 --rotary-percent 0.5", "turns as a whole here"),
         ("--optimizer muon", "optim.kind is adamw or sgd"),
         ("--optimizer sgd", "--weight-decay 0.01 (Megatron's default): with --optimizer sgd"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: no such layers"),
@@ -369,6 +370,11 @@ def test_what_a_recipe_can_not_say_is_lost_and_told(more, told, capsys):
     assert "# Lost: this recipe trains something else" in out
     assert told in " ".join(out.replace("\n#    ", "").split())
     assert "lost: " in err
+
+
+def test_a_part_of_each_head_turns():
+    assert draft_of(f"{SMALL} {LLAMA} --rotary-percent 0.25").content["model"]["positions"]["fraction"] == 0.25
+    assert "fraction" not in draft_of(f"{SMALL} {LLAMA}").content["model"]["positions"]
 
 
 @pytest.mark.parametrize("kind", ["cyclic", "external"])
