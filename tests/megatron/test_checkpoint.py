@@ -157,6 +157,62 @@ def test_logits_are_those_of_megatron_core(name, runs):
     assert float((others - theirs).abs().max()) > 1000 * CLOSE * float(theirs.abs().max())
 
 
+def test_names_of_transformer_engine_are_those_of_local_layers(runs, tmp_path):
+    """It fuses norms with the products behind them, and wrappers put a word in front."""
+    checkpoint = unpacked("legacy_tp2", tmp_path)
+    for file in checkpoint.glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False)
+        fused = {}
+        for name, value in state["model"].items():
+            name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+            fused["module." + name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")] = value
+        state["model"] = fused
+        torch.save(state, file)
+    assert main(["from-megatron", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "run")]) == 0
+    assert_same(tmp_path / "run", runs["legacy_tp2"])
+
+
+def assert_same(one: Path, other: Path) -> None:
+    _, values = opened(one)
+    _, expected = opened(other)
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_legacy_files_of_expert_parallel_ranks(is_grouped, runs, tmp_path, capsys):
+    """Made here of the tensors of dist_experts: each rank has two experts, and all of the rest."""
+    weights = as_megatron(*opened(runs["dist_experts"]))
+    common = torch.load(unpacked("dist_experts", tmp_path) / "iter_0000010" / "common.pt", weights_only=False)
+    rows = torch.zeros(PADDED - VOCAB, weights["embedding.word_embeddings.weight"].shape[1])
+    weights["embedding.word_embeddings.weight"] = torch.cat([weights["embedding.word_embeddings.weight"], rows])
+    folder = tmp_path / "legacy" / "iter_0000010"
+    for rank in range(2):
+        mine = {}
+        for name, value in weights.items():
+            head, marker, rest = name.partition("local_experts.")
+            if not marker:
+                mine[name] = value
+                continue
+            number, _, product = rest.partition(".")
+            if int(number) // 2 == rank:
+                local = f"{head}local_experts.{int(number) % 2}.{product}"
+                if is_grouped:
+                    local = f"{head}{product}{int(number) % 2}"
+                mine[local] = value
+        (folder / f"mp_rank_00_{rank:03d}").mkdir(parents=True)
+        torch.save(common | {"model": mine}, folder / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt")
+    assert main(["from-megatron", "--checkpoint", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert_same(tmp_path / "run", runs["dist_experts"])
+    mine["decoder.layers.1.mlp.router.weight"] = mine["decoder.layers.1.mlp.router.weight"] + 1
+    torch.save(common | {"model": mine}, folder / "mp_rank_00_001" / "model_optim_rng.pt")
+    capsys.readouterr()
+    code, err = refused(folder, tmp_path, capsys)
+    assert code == 66
+    assert "decoder.layers.1.mlp.router.weight holds other numbers in another rank" in err
+
+
 def test_without_padding_known_all_rows_stay_and_it_is_said(tmp_path, capsys):
     def forget(args: dict) -> None:
         args["vocab_size"] = None
