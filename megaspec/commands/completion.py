@@ -109,7 +109,7 @@ COMMANDS: dict[str, Completed] = {
     "schema": Completed(("--config-dir", "--out"), "group"),
     "diff": Completed(("--config-dir", "--json"), "sides"),
     "completion": Completed((), "shell"),
-    "from-megatron": Completed(("--gpus", "--name", "--out", "--partial")),
+    "from-megatron": Completed(("--checkpoint", "--gpus", "--name", "--out", "--partial")),
     "sweep": Completed(),
     "sweep resume": Completed((), "sweep", ("memory",), SWEEP),
     "sweep show": Completed(folder=SWEEP),

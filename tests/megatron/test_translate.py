@@ -373,6 +373,11 @@ def test_what_a_recipe_can_not_say_is_lost_and_told(more, told, capsys):
     assert "lost: " in err
 
 
+def test_a_part_of_each_head_turns():
+    assert draft_of(f"{SMALL} {LLAMA} --rotary-percent 0.25").content["model"]["positions"]["fraction"] == 0.25
+    assert "fraction" not in draft_of(f"{SMALL} {LLAMA}").content["model"]["positions"]
+
+
 @pytest.mark.parametrize("kind", ["cyclic", "external"])
 def test_another_order_of_samples_is_never_passed_over(kind, capsys):
     """It depends on the layout there; what to give instead is said."""
