@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -149,11 +150,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def workplace(corpus: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to run a page's commands in: token files, a text, prompts, and the examples of plug-ins."""
+    """A folder to run a page's commands in: token files, a text, prompts, a checkpoint of Megatron's, and the
+    examples of plug-ins."""
     (tmp_path / "data").symlink_to(corpus)
     (tmp_path / "models").symlink_to(models)
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     (tmp_path / "recipes").mkdir()
+    with tarfile.open(ROOT / "tests/golden/megatron_checkpoints/dist_dense/checkpoint.tar.xz") as archive:
+        archive.extractall(tmp_path / "ckpt", filter="data")
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": tables.README.read_text()}) + "\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The ", "id": 7}\n{"prompt": "A list"}\n')
     monkeypatch.chdir(tmp_path)
