@@ -1,8 +1,8 @@
 """What READMEs show runs, what they point to exists, and every measured figure has its raw line.
 
-A command in a ```bash block is run, in a folder of its own, unless its comment says `needs a GPU` (or 4 GPUs, or a
-cluster), `takes half a minute` or `takes minutes`: then it is parsed by what would read it. A ```console block is run,
-and prints what it shows.
+A command in a ```bash block is run, in a folder of its own, unless its comment says `needs a GPU` (or 4 GPUs, a
+cluster or a checkpoint), `takes half a minute` or `takes minutes`: then it is parsed by what would read it. A
+```console block is run, and prints what it shows.
 """
 
 import json
@@ -39,7 +39,7 @@ PAGES = [*READMES, CONTRIBUTING, FIRST_HOUR]
 MOST_LINES = 200
 # Hydra's namespace package: a file of ours in it would lie where other packages install theirs.
 NAMESPACES = ("launchers/hydra_plugins",)
-MARK = re.compile(r"#.*\b(needs (?:a|\d+) GPUs?|needs a cluster|takes (?:half a minute|minutes))\b")
+MARK = re.compile(r"#.*\b(needs (?:a|\d+) GPUs?|needs a (?:cluster|checkpoint)|takes (?:half a minute|minutes))\b")
 ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in ("", "kernels", "launchers")),
     "OMP_NUM_THREADS": "1",
