@@ -164,8 +164,7 @@ class _ArgsReading:
             self.lose(f"args.{name}={_shown(value)}: {flag.reason}")
 
     def _unknown(self, name: str, value: Any) -> None:
-        is_off = any(BY_NAME.get(f"--{word}-{name.replace('_', '-')}") for word in ("no", "disable", "not"))
-        if is_off or name in _COMPUTED or _is_nothing(value):
+        if _switches_off(name) or name in _COMPUTED or _is_nothing(value):
             return
         self.lose(f"args.{name}={_shown(value)}: an arg of which nothing is known")
 
@@ -177,6 +176,15 @@ class _ArgsReading:
             self.refuse(f"args.{name}={_shown(value)} must be {flag.type or 'true or false'}")
             return
         self.put(flag, found, f"args.{name}={_shown(value)}")
+
+
+def _switches_off(name: str) -> bool:
+    """Whether it is what a flag such as --no-x or --disable-x switches off: x, use_x or enable_x."""
+    bare = name.replace("_", "-")
+    for part in (bare, bare.removeprefix("use-"), bare.removeprefix("enable-")):
+        if any(f"--{word}-{part}" in BY_NAME for word in ("no", "disable", "not")):
+            return True
+    return False
 
 
 def _typed(flag: Flag, value: Any) -> Any:

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import os
+import random
 import shutil
 import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -211,6 +213,31 @@ def test_legacy_files_of_expert_parallel_ranks(is_grouped, runs, tmp_path, capsy
     code, err = refused(folder, tmp_path, capsys)
     assert code == 66
     assert "decoder.layers.1.mlp.router.weight holds other numbers in another rank" in err
+
+
+def test_what_else_stands_in_a_legacy_file_is_passed_over(runs, tmp_path):
+    """Weights that are views of one buffer, as a distributed optimizer has them, and states of all kinds beside."""
+    checkpoint = unpacked("legacy_tp2", tmp_path)
+    for file in checkpoint.glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False)
+        weights = {name: value for name, value in state["model"].items() if isinstance(value, Tensor)}
+        buffer = torch.cat([torch.full((3,), 7.0), *(value.flatten() for value in weights.values())])
+        at = 3
+        for name, value in weights.items():
+            state["model"][name] = torch.nn.Parameter(buffer[at : at + value.numel()].view(value.shape))
+            at += value.numel()
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        state["optimizer"] = {"optimizer": optimizer.state_dict(), "fp32_from_fp16_params": [[torch.ones(3)]]}
+        state["opt_param_scheduler"] = {"max_lr": 1e-4, "num_steps": 10, "lr_decay_style": "cosine"}
+        states = {"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}
+        state["rng_state"] = [states | {"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {}}]
+        state["num_floating_point_operations_so_far"] = np.float64(1e20)
+        torch.save(state, file)
+    assert main(["from-megatron", "--checkpoint", str(checkpoint), "--out", str(tmp_path / "run")]) == 0
+    assert_same(tmp_path / "run", runs["legacy_tp2"])
 
 
 def test_without_padding_known_all_rows_stay_and_it_is_said(tmp_path, capsys):
