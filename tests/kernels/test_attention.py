@@ -398,3 +398,15 @@ def test_a_refusal_tells_what_would_happen(dtype: torch.dtype, K: int, H: int, d
             train_once(dtype, documents=documents, T=256, K=K, H=H)
     else:
         train_once(dtype, documents=documents, T=256, K=K, H=H)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_flex_traces_without_memory(sinks: bool) -> None:
+    """Traces of a step have tensors without memory, which torch's flex_attention refuses."""
+    q_BTNH, k_BTKH, v_BTKH = (torch.empty(2, 8, n, 16, device="meta", requires_grad=True) for n in (4, 2, 2))
+    sinks_N = torch.empty(4, device="meta", requires_grad=True) if sinks else None
+    out = flex.attention(q_BTNH, k_BTKH, v_BTKH, window=4, scoring=Scoring(cap=5.0), sinks=sinks_N)
+    assert out.shape == q_BTNH.shape
+    out.sum().backward()
+    assert q_BTNH.grad is not None
+    assert q_BTNH.grad.shape == q_BTNH.shape

@@ -10,6 +10,7 @@ out by whoever has them; with capped scores they are the equation, of which noth
 # B sequences, T tokens, N query heads, K key and value heads, H head size; I blocks of queries, J blocks of keys
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -49,6 +50,9 @@ def attention(
     T, N = q_BTNH.shape[1:3]
     if documents is None and window is None and scoring.cap is None:
         return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks)
+    if q_BTNH.is_meta:
+        # flex_attention refuses tensors without memory; a plain causal pass has the same results and keeps the same
+        return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=replace(scoring, cap=None), sinks=sinks)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BTNH, k_BTKH, v_BTKH))
     attend = flex_attention
     if q.device.type != "cpu" and not torch.compiler.is_compiling():
