@@ -18,7 +18,7 @@ from megaspec.core.problems import show
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
 from megaspec.nn.init import initial_value, start_weights
-from megaspec.nn.linear import COMPILED_FOR_LATER
+from megaspec.nn.linear import COMPILED, COMPILED_FOR_LATER
 from megaspec.nn.model_facts import InitialValues, Matrix, ModelFacts
 from megaspec.optim.freeze import Freeze
 from megaspec.optim.offload import OptimizerOffload
@@ -349,7 +349,7 @@ def _compile_blocks(chunks: Sequence[Decoder], *, for_later: bool) -> None:
     """`for_later`: weight gradients may be deferred, with what they multiply."""
     if for_later:
         functorch_config.donated_buffer = False
-    options = COMPILED_FOR_LATER if for_later else None
+    options = COMPILED_FOR_LATER if for_later else COMPILED
     for chunk in chunks:
         for layer in chunk.layers.values():
             layer.compile_parts(options=options)

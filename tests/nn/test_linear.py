@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 
-from megaspec.nn.linear import COMPILED_FOR_LATER, Linear, WeightGradientQueue, WeightGradientSum, WeightGradientSums
+from megaspec.nn.linear import COMPILED, COMPILED_FOR_LATER, Linear, WeightGradientQueue, WeightGradientSum, WeightGradientSums
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
@@ -184,3 +185,34 @@ def test_gradcheck() -> None:
         return torch.func.functional_call(linear, {"weight": w, "bias": b}, (x,))
 
     assert torch.autograd.gradcheck(f, (x, linear.weight, linear.bias))
+
+
+def test_rows_that_the_compiler_would_pad() -> None:
+    """Compiled, at a width that 128 bytes do not divide, padded as on a GPU: all gradients are those of eager mode."""
+    torch.manual_seed(1)
+    width = 1040
+    block = nn.Sequential(nn.RMSNorm(width, eps=1e-5), Linear(width, 32), nn.GELU(), Linear(32, width, bias=True))
+    last = nn.RMSNorm(width, eps=1e-5)
+    for p in [*block.parameters(), *last.parameters()]:
+        nn.init.normal_(p, std=0.1)
+    x, grad, grad_normed = torch.randn(3, 2, 16, width).unbind()
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + block(x)
+        return h, last(h)
+
+    def gradients(function: Callable[[Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        owner, buffers = WeightGradientSums(), []
+        sums = []
+        for linear in (block[1], block[3]):
+            buffers.append(torch.full(tuple(linear.weight.shape), float("nan")))
+            sums.append(owner.connect(linear, buffers[-1], lambda: None))
+        leaf = x.clone().requires_grad_()
+        torch.autograd.backward(function(leaf), [grad, grad_normed])
+        return [leaf.grad, *buffers]
+
+    expected = gradients(forward)
+    with inductor_config.patch(disable_padding_cpu=False):
+        found = gradients(torch.compile(forward, fullgraph=True, options=COMPILED))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
