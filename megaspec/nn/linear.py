@@ -113,12 +113,12 @@ def sum_of(ticket: Tensor) -> WeightGradientSum:
 
 
 # What torch.compile must not do with layers whose weight gradients are summed in place: pad the rows of its buffers, as
-# it does on GPUs where 128 bytes do not divide them. For add_weight_gradient it lays a gradient out without padding; the
-# product beside it, which makes the input gradient, then reads that memory as if there were some (torch 2.11; 2.13
-# does not). Nothing fails: the input gradient is wrong, and its last rows are what lies behind the buffer.
+# it does on GPUs where 128 bytes do not divide them. It lays the gradient out without padding for add_weight_gradient,
+# and the product that makes the input gradient reads that memory as if it were padded (torch 2.11; 2.13 does not).
+# Nothing fails: the input gradient is wrong, and its last rows are what lies behind the buffer.
 COMPILED: dict[str, str | int | bool] = {"comprehensive_padding": False}
-# Where products may be deferred, neither may it give the memory of a buffer to another one after the last operation that
-# it sees reading it.
+# Where products may be deferred, neither may it give the memory of a buffer to another one after the last operation
+# that it sees reading it.
 COMPILED_FOR_LATER = COMPILED | {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 

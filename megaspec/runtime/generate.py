@@ -25,7 +25,7 @@ from megaspec.runtime.text_passes import GrowingText, ModelOnRanks, Passes, cach
 from megaspec.runtime.text_stream import TextStream
 from megaspec.spec import Spec
 from megaspec.train.spec import SampleSpec
-from megaspec_kernels.catalog import choose
+from megaspec_kernels.catalog import CATALOG, choose
 
 End = Literal["end_of_text", "stop", "tokens", "max_seq_len"]
 """Why a text ends: a token that ends texts, one of the texts that were named, as many tokens as were asked for, or as
@@ -224,11 +224,12 @@ def for_one_device(spec: Spec, *, cuda: bool) -> Spec:
     fields |= {"world_size": 1, "device": "cuda"}
     if not cuda:
         fields["device"] = "cpu"
-        # text is written without dropout
-        use = replace(use_of(spec), attention_dropout=False)
-        fields["kernels"] |= {"attention": choose("attention", device="cpu", sm=0, use=use), "grouped": "reference"}
         if spec.precision.kind != "fp64":
             fields["precision"] = {"kind": "fp32"}
+        # text is written without dropout
+        use = replace(use_of(spec), attention_dropout=False, precision=fields["precision"]["kind"])
+        for operation in CATALOG:
+            fields["kernels"][operation] = choose(operation, device="cpu", sm=0, use=use)
     return Spec.model_validate_json(json.dumps(fields))
 
 

@@ -159,7 +159,12 @@ def run(args: argparse.Namespace) -> None:
     _megaspec(args, place, "recipe", ["hf", "recipe", there, "--out", "recipes/there.yaml"])
     words = ["recipe=there", "data=indexed", f"data.blend=[{{prefix: {args.text.resolve()}}}]"]
     words += [f"data.seq_len={SEQ}", f"train.steps={args.steps}", f"train.global_batch={BATCH}"]
-    words += [f"train.micro_batch={MICRO_BATCH}", "train.sample=null", "optim.lr=3e-4", f"optim.schedule.warmup_steps={args.steps // 10}"]
+    words += [
+        f"train.micro_batch={MICRO_BATCH}",
+        "train.sample=null",
+        "optim.lr=3e-4",
+        f"optim.schedule.warmup_steps={args.steps // 10}",
+    ]
     words += ["precision=bf16", f"init.from_hf={there}", "name=there", *args.words]
     _megaspec(args, place, "train", ["train", *words])
     steps = [json.loads(text) for text in (place / "runs" / "there" / "metrics.jsonl").read_text().splitlines()]
@@ -209,9 +214,7 @@ def peer(args: argparse.Namespace) -> None:
     )
     model.train().to(device)
     mesh = init_device_mesh("cuda", (1,))
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.model.layers:
         if args.compile:
             layer.compile()

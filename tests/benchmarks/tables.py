@@ -31,7 +31,7 @@ _EQUAL_STAGES = {"1f1b": 1.0, "interleaved": 1.0, "zb_h1": 1 / 3, "zb_v": 1 / 6}
 _IDENTITY = (
     "peer", "layout", "switch", "model", "recipe", "micro_batch", "seq", "mbs", "accum", "gpus", "tp", "dp", "pp", "cp",
     "ep", "parallelism", "precision", "d_shared", "transport", "NCCL_MAX_P2P_NCHANNELS", "operation", "implementation",
-    "name", "what",
+    "name", "what", "folder",
 )  # fmt: skip
 
 
@@ -293,6 +293,9 @@ COLUMNS: dict[str, Callable[[Group], list[float | None]]] = {
     "CPU ms a token, kept": _field("cached_cpu_ms_per_token"),
     "CPU ms a token, whole": _field("whole_cpu_ms_per_token"),
     "CPU, whole to kept": _field("cpu_ratio"),
+    "tok/s, trained": _field("tokens_s"),
+    "loss of step 1": _field("first_loss"),
+    "loss of the last step": _field("last_loss"),
     "time, s": _field("seconds"),
     "rate, MB/s": _field("mb_s"),
     "extra of each rank, GiB": _extra_of_ranks,

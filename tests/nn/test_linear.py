@@ -10,7 +10,14 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch.profiler import ProfilerActivity, profile
 
-from megaspec.nn.linear import COMPILED, COMPILED_FOR_LATER, Linear, WeightGradientQueue, WeightGradientSum, WeightGradientSums
+from megaspec.nn.linear import (
+    COMPILED,
+    COMPILED_FOR_LATER,
+    Linear,
+    WeightGradientQueue,
+    WeightGradientSum,
+    WeightGradientSums,
+)
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 

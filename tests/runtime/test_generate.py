@@ -10,12 +10,24 @@ from megaspec.core.errors import DataError, NonFiniteError, Preempted, UsageErro
 from megaspec.data.tokenizer import ByteTokenizer
 from megaspec.nn.attention.spec import GroupedQuerySpec
 from megaspec.nn.layer.module import Layer
+from megaspec.rules.examples import H200
+from megaspec.rules.kernel_use import use_of
 from megaspec.runtime.build import initialise
 from megaspec.runtime.draw import Draw, Sampling
-from megaspec.runtime.generate import Limits, Prompt, Written, generate, longest_text, why_uncached, write_sample
+from megaspec.runtime.generate import (
+    Limits,
+    Prompt,
+    Written,
+    for_one_device,
+    generate,
+    longest_text,
+    why_uncached,
+    write_sample,
+)
 from megaspec.runtime.text_passes import ModelOnRanks, cached_passes, whole_passes
 from megaspec.spec import Spec
 from megaspec.train.spec import SampleSpec
+from megaspec_kernels.catalog import CATALOG, unmet
 from tests.runtime import lives
 from tests.runtime.specs import spec
 
@@ -330,3 +342,15 @@ def test_why_texts_need_whole_passes() -> None:
     assert why_uncached(split).startswith("parallelism.cp=2 divides each text among ranks")
     other = made.model_copy(update={"model": made.model.model_copy(update={"attention": _OtherAttention()})})
     assert why_uncached(other).startswith("model.attention.kind=other is of a plug-in")
+
+
+@pytest.mark.parametrize("name", ["windows", "experts"])
+def test_a_model_of_gpus_computes_on_a_cpu(name: str) -> None:
+    """hf verify runs it there: no kernel is left that a CPU can't run."""
+    changes = MODELS[name] | {"precision": {"kind": "bf16"}, "model.d_head": 64}
+    of_gpus = spec(changes, H200.model_copy(update={"gpus": 1}))
+    assert of_gpus.kernels.unpermute == "triton"
+    here = for_one_device(of_gpus, cuda=False)
+    for operation in CATALOG:
+        name = getattr(here.kernels, operation)
+        assert unmet(operation, name, device="cpu", sm=0, use=use_of(here)) is None, f"{operation}={name}"
