@@ -658,3 +658,20 @@ def test_on_a_gpu_nothing_is_read_back_and_routing_is_the_same() -> None:
         assert routing.keep is None or torch.equal(routing.keep.cpu(), expected.keep)
         torch.testing.assert_close(y.grad.cpu(), x.grad, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(seen.cpu(), router.sums, rtol=1e-10, atol=1e-12)
+
+
+def test_a_frozen_router_counts_a_pass_once() -> None:
+    """Nothing up to the choice is trained, so that no backward pass counts; the forward pass is made again for what is
+    trained behind it."""
+    moe = MoeSpec(n_experts=4, top_k=2, d_expert=4)
+    router = Router(6, moe, site="here").requires_grad_(False)
+    torch.nn.init.normal_(router.weight)
+    router.sums.zero_()
+    x_BTD = torch.randn(2, 5, 6)
+    first = context(5)
+    with torch.no_grad():
+        router(x_BTD, first)
+    router(x_BTD, first)
+    assert router.read(router.sums).tokens.sum() == 2 * 5 * 2
+    router(x_BTD, context(5))
+    assert router.read(router.sums).tokens.sum() == 2 * 2 * 5 * 2

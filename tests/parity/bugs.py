@@ -76,7 +76,11 @@ GENERAL = [
     ),
     Bug(
         "input gradient of a column-split layer not summed",
-        Patch(TENSOR, "wait_sequence(reducing) if ctx.sequence else wait(reducing)", "wait(grad_x)"),
+        Patch(
+            TENSOR,
+            "reducing = reduce(input_gradient(grad_out, weight), ctx.group)",
+            "reducing = input_gradient(grad_out, weight)",
+        ),
         Case(tp=2),
         invisible=True,
     ),
@@ -648,12 +652,6 @@ FROZEN = [
         "a frozen bias of a router moves",
         Patch("megaspec.nn.moe.router", "if self.expert_bias is not None and self.moves_bias:", "if True:"),
         Case(dp=2, ep=2, router="sigmoid", n_layers=4, trainable="upper"),
-        invisible=True,
-    ),
-    Bug(
-        "routers count a forward pass that is recomputed twice",
-        Patch("megaspec.nn.moe.router", "if id(context) not in self._counted:", "if True:"),
-        Case(dp=2, ep=2, router="sigmoid", n_layers=4, trainable="down", also=RECOMPUTES["uniform 2"]),
         invisible=True,
     ),
 ]
