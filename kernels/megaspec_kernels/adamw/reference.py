@@ -22,12 +22,17 @@ from megaspec_kernels.adamw.formats import (
 @dataclass
 class Moments:
     """One moment of n tensors. `scale` and `largest`, [n]: of each what its values are multiplied by, and the largest
-    magnitude (of a root, where that is kept) that it holds."""
+    magnitude (of a root, where that is kept) that it holds; the latter is kept up where a moment has a scale."""
 
     values: list[Tensor]
     form: Format | None
     scale: Tensor
     largest: Tensor
+
+    @property
+    def has_scale(self) -> bool:
+        """Others are multiplied by 1."""
+        return self.form is not None and self.form.has_scale
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ def adamw_(
             stored = encode(value, moments.form, scale.to(wide), draw.to(wide))
             moments.values[i].copy_(torch.where(apply, stored.to(wide), moments.values[i].to(wide)))
             moments.scale[i] = torch.where(apply, scale, moments.scale[i])
-            moments.largest[i] = decoded(moments.values[i], moments.scale[i], wide).abs().max()
+            if first.has_scale or second.has_scale:
+                moments.largest[i] = decoded(moments.values[i], moments.scale[i], wide).abs().max()
         new = torch.where(apply, new, master)
         if kept.dtype == torch.int16:
             high, low = split(new)

@@ -122,12 +122,14 @@ if triton is not None:
         v_most: tl.constexpr,
         v_least: tl.constexpr,
         is_root: tl.constexpr,
+        has_scales: tl.constexpr,
         is_aligned: tl.constexpr,
         chunk: tl.constexpr,
         b_n: tl.constexpr,
     ):
         """`unit`: 1 / scale. `scalars`: 1 / divide_by, 1 / (1 − β₁ᵗ), 1 / (1 − β₂ᵗ), skip. `decayed`: lr times decay.
-        `gain`: 1 − β. `largest`: of what is stored, scale included. Master "none": the weights are fp32 themselves."""
+        `gain`: 1 − β. `largest`: of what is stored, scale included; left alone unless `has_scales`, as units and
+        next scales are. Master "none": the weights are fp32 themselves."""
         if tl.load(scalars_ptr + 3) != 0.0:
             return
         tensor = tl.load(which_ptr + tl.program_id(0))
@@ -143,8 +145,10 @@ if triton is not None:
         if master != "none":
             k_ptr = typed(tl.load(addresses_ptr + 4 * n_tensors + tensor), master, is_aligned)
         factor, unbias1, unbias2 = tl.load(scalars_ptr), tl.load(scalars_ptr + 1), tl.load(scalars_ptr + 2)
-        m_unit, m_next = tl.load(m_unit_ptr + tensor), tl.load(m_next_ptr + tensor)
-        v_unit, v_next = tl.load(v_unit_ptr + tensor), tl.load(v_next_ptr + tensor)
+        m_unit, m_next, v_unit, v_next = 1.0, 1.0, 1.0, 1.0
+        if has_scales:
+            m_unit, m_next = tl.load(m_unit_ptr + tensor), tl.load(m_next_ptr + tensor)
+            v_unit, v_next = tl.load(v_unit_ptr + tensor), tl.load(v_next_ptr + tensor)
         keep = 1.0 - decayed * tl.load(decay_ptr + tensor)
         key = tl.load(key_ptr + tensor).to(tl.uint32)
         m_largest = tl.zeros([b_n], dtype=tl.float32)
@@ -188,7 +192,8 @@ if triton is not None:
                 size_m = tl.minimum(tl.where((size_m - low_m) * inverse > draw, low_m + step, low_m), m_most)
                 m = tl.where(m < 0, -size_m, size_m)
             store(m_ptr, at, mask, m, m_name)
-            m_largest = tl.maximum(m_largest, tl.where(mask, tl.abs(m), 0.0))
+            if has_scales:
+                m_largest = tl.maximum(m_largest, tl.where(mask, tl.abs(m), 0.0))
             if v_name != "fp32":
                 size_v = v
                 if is_root:
@@ -205,9 +210,11 @@ if triton is not None:
                     size_v = tl.maximum(size_v, tl.where(v > 0, v_least, 0.0))
                 v = size_v
             store(v_ptr, at, mask, v, v_name)
-            v_largest = tl.maximum(v_largest, tl.where(mask, v, 0.0))
-        tl.atomic_max(m_largest_ptr + tensor, tl.max(m_largest, 0))
-        tl.atomic_max(v_largest_ptr + tensor, tl.max(v_largest, 0))
+            if has_scales:
+                v_largest = tl.maximum(v_largest, tl.where(mask, v, 0.0))
+        if has_scales:
+            tl.atomic_max(m_largest_ptr + tensor, tl.max(m_largest, 0))
+            tl.atomic_max(v_largest_ptr + tensor, tl.max(v_largest, 0))
 
 
 @lru_cache(maxsize=8)
@@ -269,7 +276,11 @@ def adamw_(
     unbias1 = 1 / (1 - step.beta1**t)
     unbias2 = 1 / (1 - step.beta2**t)
     scalars = torch.stack([factor, unbias1, unbias2, step.skip.to(torch.float64)])
-    scales = next_scales(first, second, gradients, step)
+    # which takes a pass over the gradients, for formats with a scale alone
+    has_scales = first.has_scale or second.has_scale
+    scales = (first.scale, second.scale)
+    if has_scales:
+        scales = next_scales(first, second, gradients, step)
     # programs of one tensor find its largest moments together
     largest = torch.zeros(2, n, dtype=torch.float32, device=device)
     which, start, sizes = _chunks(tuple(elements), CHUNK, device)
@@ -300,12 +311,15 @@ def adamw_(
         _NAMES[second.values[0].dtype],
         *_grid(second.form),
         0.0 if second.form is None else second.form.smallest,
-        second.form is not None and second.form.has_scale,
+        second.has_scale,
+        has_scales,
         is_aligned,
         CHUNK,
         BLOCK,
         num_warps=WARPS,
     )
+    if not has_scales:
+        return
     apply = step.skip == 0
     for moments, scale, top in ((first, scales[0], largest[0]), (second, scales[1], largest[1])):
         moments.scale.copy_(torch.where(apply, scale, moments.scale))
