@@ -1,6 +1,6 @@
 """The arithmetic behind exposed communication."""
 
-from tests.benchmarks.exposed import Where, union, where
+from megaspec.profiling.intervals import Where, union, where
 
 
 def test_union_merges_what_touches() -> None:
