@@ -5,6 +5,7 @@ Numbers are Python numbers; seconds are wall time. `step` counts completed optim
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,12 @@ class StepsProfiled:
     def steps(self) -> int:
         """How many steps these are."""
         return self.step - self.first_step + 1
+
+    @classmethod
+    def from_plain(cls, content: dict[str, Any]) -> "StepsProfiled":
+        """From what dataclasses.asdict made of one."""
+        kinds = {kind: TimeOfKind(**one) for kind, one in content["kinds"].items()}
+        return cls(**{**content, "kinds": kinds})
 
 
 @dataclass(frozen=True)

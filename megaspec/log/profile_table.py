@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megaspec.log.events import StepsProfiled, TimeOfKind
 
-_COLUMNS = ("", "ms a step", "share", "kernels", "work", "rate", "planned ms", "times planned")
+_COLUMNS = ("", "ms a step", "share", "operations", "work", "rate", "planned ms", "times planned")
 _HARDLY_ANY = 0.0005
 """Share of a step below which a kind that was neither planned nor seen is left out."""
 
@@ -16,7 +16,10 @@ def table_lines(event: StepsProfiled) -> Iterator[str]:
         if one.seconds >= _HARDLY_ANY * event.seconds or (one.planned_seconds or 0.0) > 0:
             rows.append(_row(kind, one, event))
     rows.append(_sum(event))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    # columns in which something stands below the heading
+    filled = [column for column in range(len(_COLUMNS)) if any(row[column] for row in rows[1:])]
+    rows = [tuple(row[column] for column in filled) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(filled))]
     yield f"{_steps(event)} of rank {event.rank} on {event.device}: where the time went"
     for row in rows:
         cells = [row[0].ljust(widths[0])]
@@ -85,9 +88,9 @@ def _sum(event: StepsProfiled) -> tuple[str, ...]:
 def _work(one: TimeOfKind, steps: int) -> str:
     """Of a step."""
     if one.flops is not None:
-        return f"{one.flops / steps / 1e12:,.4g} TFLOP"
+        return _in_units(one.flops / steps, "FLOP")
     if one.bytes is not None:
-        return f"{one.bytes / steps / 1e9:,.4g} GB"
+        return _in_units(one.bytes / steps, "B")
     return ""
 
 
@@ -96,10 +99,19 @@ def _rate(one: TimeOfKind) -> str:
     if one.seconds <= 0:
         return ""
     if one.flops is not None:
-        return f"{one.flops / one.seconds / 1e12:,.3g} TFLOP/s"
+        return _in_units(one.flops / one.seconds, "FLOP/s")
     if one.bytes is not None:
+        # as bandwidths are told everywhere
         return f"{one.bytes / one.seconds / 1e9:,.4g} GB/s"
     return ""
+
+
+def _in_units(amount: float, unit: str) -> str:
+    """`79.1 TFLOP`: four figures with the prefix that suits them."""
+    for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if amount >= scale:
+            return f"{amount / scale:,.4g} {prefix}{unit}"
+    return f"{amount:,.4g} {unit}"
 
 
 def _ms(seconds: float, event: StepsProfiled) -> str:

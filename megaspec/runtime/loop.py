@@ -48,7 +48,7 @@ from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over, weight_pieces_of
 from megaspec.runtime.step import PHASES, StepResult, train_step
 from megaspec.runtime.text_passes import ModelOnRanks
-from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint
+from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 Mark = float | torch.cuda.Event
@@ -261,7 +261,7 @@ class Run:
         spec = self.built.spec
         if self._owes_evaluation():
             self._evaluate()
-        source = self._source()
+        source = open_training_source(spec)
         if isinstance(source, ResumableSource) and self.place is not None:
             source.go_to(self.place)
         loader = Loader(
@@ -463,16 +463,17 @@ class Run:
         text = write_sample(ModelOnRanks.of_run(self.built), spec.train.sample, tokenizer)
         self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=text))
 
-    def _source(self) -> Source:
-        spec = self.built.spec
-        assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
-        if isinstance(spec.data, StreamSpec):
-            check_unchanged(spec.data, spec.data_fingerprint)
-        return open_source(
-            spec.data,
-            split="train",
-            seed=spec.data.seed,
-            segments=spec.segments,
-            vocab_size=spec.model.vocab_size,
-            sources=loaded_builders().sources,
-        )
+
+def open_training_source(spec: Spec) -> Source:
+    """Where a run's training data come from. DataError: they are not what the run was resolved with."""
+    assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
+    if isinstance(spec.data, StreamSpec):
+        check_unchanged(spec.data, spec.data_fingerprint)
+    return open_source(
+        spec.data,
+        split="train",
+        seed=spec.data.seed,
+        segments=spec.segments,
+        vocab_size=spec.model.vocab_size,
+        sources=loaded_builders().sources,
+    )

@@ -112,12 +112,6 @@ def _plan(prediction: Prediction | None, *, is_full: bool) -> tuple[dict[str, fl
     return prediction.step_seconds, None
 
 
-def from_json(content: dict[str, Any]) -> StepsProfiled:
-    """An event that another rank has sent."""
-    kinds = {kind: TimeOfKind(**one) for kind, one in content["kinds"].items()}
-    return StepsProfiled(**content | {"kinds": kinds})
-
-
 class StepProfiler:
     """Profiles the steps that `profile.steps` names and that are still to come. Every rank makes one, and calls it at
     the same steps; what the profiled ones find is told on rank 0.
@@ -209,7 +203,7 @@ class StepProfiler:
                 if what in told:
                     self._tell(f"profile of rank {rank}: {told[what]}; training goes on")
             if "event" in told:
-                found.append(from_json(told["event"]))
+                found.append(StepsProfiled.from_plain(told["event"]))
         return found
 
     def close(self) -> None:
