@@ -36,6 +36,8 @@ class Work(NamedTuple):
     end: float
     bytes: int | None = None
     """That a copy moved, where the profiler says so."""
+    count: int = 1
+    """0 where it is a further part of one that was counted."""
 
 
 @dataclass
@@ -119,7 +121,7 @@ def breakdown(trace: Mapping[str, Any]) -> Breakdown:
         kinds[kind] = KindOfTime(
             seconds=shares.get(kind, 0.0) / 1e6,
             busy_seconds=sum(end - start for start, end in busy) / 1e6,
-            count=len(found),
+            count=sum(work.count for work in found),
             copied_bytes=sum(copied) if copied else None,
         )
     return Breakdown(seconds / 1e6, kinds, _largest(by_kind[OTHER]))
@@ -264,14 +266,20 @@ def _host_work(operations: list[Operation], main: Any) -> Iterator[Work]:
     """On a CPU: what each operation of the thread that trains takes outside of those that it calls, and messages, which
     gloo's own threads send."""
     ranges = _Ranges(operations, main)
+    kinds = {}
+    for one in operations:
+        if one.thread == main:
+            kinds[id(one)] = kind_on_host([around.name for around in one.chain()], ranges.kind(one))
     for one in operations:
         if one.name.startswith("gloo:"):
             yield Work(one.name, COMMUNICATION, one.start, one.end)
             continue
         if one.thread != main:
             continue
-        kind = kind_on_host([around.name for around in one.chain()], ranges.kind(one))
+        # of operations that call others those count which do the work
+        count = int(all(kinds[id(below)] == IDLE for below in one.inside))
         # gloo's ranges on this thread are messages, in which it computes nothing
         inner = [(below.start, below.end) for below in one.inside if not below.name.startswith("gloo:")]
         for start, end in without([(one.start, one.end)], union(inner)):
-            yield Work(one.name, kind, start, end)
+            yield Work(one.name, kinds[id(one)], start, end, count=count)
+            count = 0
