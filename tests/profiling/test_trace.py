@@ -179,7 +179,7 @@ def test_a_cpu_is_told_by_its_operations_backward_passes_too():
     assert kinds[MATRIX_PRODUCTS].seconds < kinds[ATTENTION].seconds
     for kind in (MATRIX_PRODUCTS, ATTENTION, ELEMENT_WISE, OPTIMIZER):
         assert kinds[kind].seconds > 0, kind
-    assert kinds[OPTIMIZER].count == 50
+    assert kinds[OPTIMIZER].count >= 50
     assert kinds[OTHER].seconds == 0
 
 
