@@ -243,5 +243,10 @@ class StepProfiler:
         make_folder_inside(self._run_dir, PROFILES)
         for name, content in zip(names, (*contents.values(), as_json.encode()), strict=True):
             path = self._run_dir / name
-            os.replace(write_beside(path, [content]), path)
+            temporary = write_beside(path, [content])
+            try:
+                os.replace(temporary, path)
+            except OSError as error:
+                temporary.unlink(missing_ok=True)
+                raise OSError(error.errno, error.strerror, str(path)) from None
         return names

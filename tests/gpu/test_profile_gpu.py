@@ -17,7 +17,6 @@ BASE = (
     "data.seq_len=2048",
     "data.vocab_size=32000",
     "~data.blend",
-    "~data.split",
     "model.vocab_size=32000",
     "model.max_seq_len=2048",
     "model.n_layers=4",
