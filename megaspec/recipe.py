@@ -15,6 +15,7 @@ from megaspec.model.decoder.spec import DecoderSpec
 from megaspec.optim.spec import OptimSpec
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.precision.spec import PrecisionSpec
+from megaspec.profiling.spec import ProfileSpec
 from megaspec.train.spec import TrainSpec
 from megaspec_kernels.spec import KernelsSpec
 
@@ -77,4 +78,5 @@ class Recipe(Frozen):
     """The weights that the run starts with."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     log: LogSpec = LogSpec()
+    profile: ProfileSpec = ProfileSpec()
     launcher: LauncherSpec = LauncherSpec()

@@ -38,6 +38,7 @@ from megaspec.log.remote import REMOTE_RUNS, SERVICE_FOLDERS, hand_down
 from megaspec.log.sinks import METRICS, TENSORBOARD
 from megaspec.plan.predict import predict
 from megaspec.plugins import demand
+from megaspec.profiling.spec import PROFILES
 from megaspec.recipe import Recipe
 from megaspec.rules.belonging import began_as_fork, fork_again, holds_weights_alone, last_of_weights, objections
 from megaspec.spec import Spec
@@ -104,7 +105,7 @@ def refuse_links(folder: Path) -> None:
     """
     files = (SPEC, RECIPE, TARGET, PREDICTION, ENVIRONMENT, METRICS, EXIT_FILE, REMOTE_RUNS)
     checkpoints = (CHECKPOINTS, f"{CHECKPOINTS}/{QUARANTINE}")
-    folders = (*checkpoints, LOCK_FOLDER, LOGS, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
+    folders = (*checkpoints, LOCK_FOLDER, LOGS, PROFILES, TENSORBOARD, TOKENIZER_FOLDER, *SERVICE_FOLDERS)
     try:
         check_kinds(folder, files=files, folders=folders)
         if (folder / LOGS).is_dir():

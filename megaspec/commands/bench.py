@@ -4,9 +4,13 @@ import argparse
 from types import ModuleType
 from typing import Any
 
-from megaspec.commands import bench_kernel, bench_throughput
+from megaspec.commands import bench_kernel, bench_step, bench_throughput
 
-COMMANDS: dict[str, ModuleType] = {"throughput": bench_throughput, "kernel": bench_kernel}
+COMMANDS: dict[str, ModuleType] = {
+    "throughput": bench_throughput,
+    "kernel": bench_kernel,
+    "step": bench_step,
+}
 
 
 def add_parser(commands: Any) -> None:

@@ -150,6 +150,7 @@ _RUNS = {
         "End it with the version that began it, or fork.",
     ),
     "resume-steps": KnownCode("A run can't end before the step that it has reached.", "Raise train.steps."),
+    "resume-profile": KnownCode("Steps that are done can't be profiled.", "Name later ones with profile.steps."),
     "resume-folder": KnownCode("A run stays in its folder.", "Drop run_dir, or fork."),
     "tune-large": KnownCode("No layout fits the memory of these GPUs.", "Try more of them, or larger ones."),
     "verify-ranks": KnownCode(

@@ -42,13 +42,13 @@ FP8_COST = {"tensorwise": 1.0, "blockwise": 1508 / 1297, "mxfp8": 1.0}
 # Seconds between the some 50 kernels of a layer's forward and backward pass, about 1 microsecond each. The backward
 # pass has twice as many as the forward pass.
 GAPS_SECONDS = 0.05e-3
-# What a pass spends its seconds on. `recompute` is computation of the forward pass that the backward pass repeats; what
-# it sends again counts by what it is.
+# What a pass spends its seconds on. What is computed of the forward pass again in the backward pass is told apart, in
+# the order of what it repeats; what that sends again counts by what it is.
+COMPUTED = ("matrix products", "attention", "element-wise")
+RECOMPUTED = tuple(f"{kind} again" for kind in COMPUTED)
 KINDS = (
-    "matrix products",
-    "attention",
-    "element-wise",
-    "recompute",
+    *COMPUTED,
+    *RECOMPUTED,
     "tensor parallel",
     "context parallel",
     "expert parallel",
@@ -56,7 +56,8 @@ KINDS = (
 _PRODUCTS = KINDS.index("matrix products")
 _ATTENTION = KINDS.index("attention")
 _BYTES = KINDS.index("element-wise")
-_AGAIN = KINDS.index("recompute")
+_AGAIN = len(COMPUTED)
+"""From the place of what is computed to that of the same computed again."""
 _TENSOR = KINDS.index("tensor parallel")
 _KIND_OF = {"context": KINDS.index("context parallel"), "experts' tokens": KINDS.index("expert parallel")}
 # Layouts whose times are remembered; when there are more, all are forgotten.
@@ -229,7 +230,7 @@ class LayerTimes:
     def _add_part(self, part: RecomputablePart, sums: _CostSum, *, is_recomputed: bool) -> None:
         forward = sums.forward
         backward = sums.backward
-        before = sum(forward)
+        before = forward[:_AGAIN]
         for product in part.products:
             forward[_PRODUCTS] += self._product(product, "forward")
             if product.makes_input_gradient:
@@ -244,7 +245,8 @@ class LayerTimes:
             if part.attends_backward:
                 backward[_ATTENTION] += self._attention(part, "backward")
         if is_recomputed:
-            backward[_AGAIN] += sum(forward) - before
+            for kind in range(_AGAIN):
+                backward[_AGAIN + kind] += forward[kind] - before[kind]
 
     def _product(self, one: Product, kind: ProductKind) -> float:
         """Seconds in a step, of what was measured of the product alone."""
@@ -344,8 +346,10 @@ def _with_recomputation(cost: Cost, share: float) -> Cost:
         return cost
     backward = list(cost.backward)
     for kind, seconds in enumerate(cost.forward):
-        # all computation counts as recomputation; what is sent keeps its kind
-        backward[max(kind, _AGAIN)] += share * seconds
+        # what is sent keeps its kind
+        if kind < _AGAIN:
+            kind += _AGAIN
+        backward[kind] += share * seconds
     return Cost(cost.forward, tuple(backward), cost.weight)
 
 

@@ -18,7 +18,17 @@ from megaspec.estimate.flops import flops_per_sequence
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_run import layer_run
-from megaspec.estimate.layer_time import KINDS, Cost, LayerTimes, added, collective_seconds, exposed, layer_times
+from megaspec.estimate.layer_time import (
+    COMPUTED,
+    KINDS,
+    RECOMPUTED,
+    Cost,
+    LayerTimes,
+    added,
+    collective_seconds,
+    exposed,
+    layer_times,
+)
 from megaspec.estimate.memory import kept_by_layer
 from megaspec.estimate.muon_matrices import orthogonalising_seconds
 from megaspec.estimate.parameters import holds_embedding, trained_parameters
@@ -65,6 +75,8 @@ class StepTime:
     seconds: float
     parts: dict[str, float]
     """Seconds by kind; they add up to the step."""
+    recomputed: dict[str, float]
+    """Of `recompute` in `parts`, by what is computed again."""
     tokens_per_second: float
     tokens_per_second_per_gpu: float
     mfu: dict[str, float]
@@ -140,7 +152,11 @@ def step_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput
     sending = _sending_seconds(recipe, topology, throughput)
     waiting = _waiting(recipe, passes, sending)
 
-    parts = _seconds_of_passes(passes)
+    of_passes = _seconds_of_passes(passes)
+    parts = {kind: of_passes[kind] for kind in COMPUTED}
+    recomputed = {kind: of_passes[again] for kind, again in zip(COMPUTED, RECOMPUTED, strict=True)}
+    parts["recompute"] = sum(recomputed.values())
+    parts |= {kind: seconds for kind, seconds in of_passes.items() if kind not in (*COMPUTED, *RECOMPUTED)}
     parts["pipeline bubble"] = waiting * passes.busy[passes.busiest] * micro_batches
     if passes.shape.pp > 1:
         parts["pipeline messages"] = _seconds_beside_messages(passes.shape, sending)
@@ -158,7 +174,7 @@ def step_time(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughput
     layers = max(map(_layers_in, passes.stages))
     host = throughput.launch_seconds + throughput.layer_seconds * layers * micro_batches
     parts["host"] = max(0.0, host - sum(parts.values()))
-    return _rates(recipe, hardware, parts, topology.world, waiting)
+    return _rates(recipe, hardware, parts, recomputed, topology.world, waiting)
 
 
 def _seconds_of_passes(passes: _PipelinePasses) -> dict[str, float]:
@@ -233,7 +249,14 @@ def _merged(exposed_ones: list[ExposedCollective]) -> tuple[ExposedCollective, .
     return tuple(ExposedCollective(replace(key, times=times[key]), seconds[key]) for key in times)
 
 
-def _rates(recipe: Recipe, hardware: Hardware, parts: dict[str, float], world: int, waiting: float) -> StepTime:
+def _rates(
+    recipe: Recipe,
+    hardware: Hardware,
+    parts: dict[str, float],
+    recomputed: dict[str, float],
+    world: int,
+    waiting: float,
+) -> StepTime:
     """Throughput, and MFU = FLOPs of a step / (seconds · peak of all GPUs)."""
     seconds = sum(parts.values())
     batch = recipe.train.global_batch
@@ -250,7 +273,7 @@ def _rates(recipe: Recipe, hardware: Hardware, parts: dict[str, float], world: i
         )
         mfu[convention] = batch * flops / (seconds * peak)
     tokens_per_second = batch * seq_len / seconds
-    return StepTime(seconds, parts, tokens_per_second, tokens_per_second / world, mfu, waiting)
+    return StepTime(seconds, parts, recomputed, tokens_per_second, tokens_per_second / world, mfu, waiting)
 
 
 def _sending_seconds(recipe: Recipe, topology: Topology, throughput: MeasuredThroughput) -> float:
@@ -385,10 +408,20 @@ def _offload_seconds(recipe: Recipe, passes: _PipelinePasses) -> float:
     return waited * passes.shape.micro_batches
 
 
-def _update_seconds(recipe: Recipe, count: WeightCount, throughput: MeasuredThroughput) -> float:
-    """The gradients' norm, the update and the copy into the model's format: bytes of each parameter's states over the
-    bandwidth of memory. A share that lies on the CPU is updated beside the transfer of its gradients and weights, and
-    beside the GPU's share."""
+@dataclass(frozen=True)
+class _Update:
+    """What a rank's update moves."""
+
+    parameters: float
+    """That this rank updates."""
+    on_gpu: float
+    """Bytes of a parameter that the GPU reads and writes."""
+    whole: float
+    """Bytes of a parameter's gradient, states and weight: what the update moves wherever it is made."""
+
+
+def _update(recipe: Recipe, count: WeightCount) -> _Update:
+    """The gradients' norm, the update and the copy into the model's format. `count`: trained parameters of the rank."""
     parallelism = recipe.parallelism
     parameters = float(count.dense + count.expert)
     if parallelism.dp_strategy != "replicate":
@@ -401,15 +434,30 @@ def _update_seconds(recipe: Recipe, count: WeightCount, throughput: MeasuredThro
     copied = 0
     if narrow < 4:
         copied = 4 + narrow
-    away = parallelism.offload.optimizer
     # the norm reads every gradient
-    here = wide + (1 - away) * (updated + copied)
-    on_gpu = throughput.memory_seconds(here * parameters / _UPDATE_REACHES)
+    here = wide + (1 - parallelism.offload.optimizer) * (updated + copied)
+    return _Update(parameters, here, wide + updated + copied)
+
+
+def update_bytes(recipe: Recipe, rank: int) -> float:
+    """Bytes that a GPU of a pipeline rank moves for norm and update, without Muon's products."""
+    update = _update(recipe, trained_parameters(recipe, rank))
+    return update.on_gpu * update.parameters
+
+
+def _update_seconds(recipe: Recipe, count: WeightCount, throughput: MeasuredThroughput) -> float:
+    """Bytes of each parameter's states over the bandwidth of memory. A share that lies on the CPU is updated beside the
+    transfer of its gradients and weights, and beside the GPU's share."""
+    update = _update(recipe, count)
+    on_gpu = throughput.memory_seconds(update.on_gpu * update.parameters / _UPDATE_REACHES)
+    away = recipe.parallelism.offload.optimizer
     if not away:
         return on_gpu
     # gradients come, cores update, weights go back: at once, so that the slowest counts
-    on_cpu = max((wide + updated + copied) / _HOST_UPDATES, wide / _HOST_LINK, narrow / _HOST_LINK)
-    return max(on_gpu, away * parameters * on_cpu)
+    wide = gradient_width(recipe)
+    narrow = layer_run(recipe).width
+    on_cpu = max(update.whole / _HOST_UPDATES, wide / _HOST_LINK, narrow / _HOST_LINK)
+    return max(on_gpu, away * update.parameters * on_cpu)
 
 
 def _updated_bytes(recipe: Recipe, wide: int) -> int:

@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from megaspec.core.errors import printable
-from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, RunEnded, RunStarted, Sampled, StepDone
+from megaspec.log.events import (
+    CheckpointSaved,
+    EvalDone,
+    Event,
+    RoutersDone,
+    RunEnded,
+    RunStarted,
+    Sampled,
+    StepDone,
+    StepsProfiled,
+)
+from megaspec.log.profile_table import table_lines
 from megaspec.log.speed import speed_of
 
 # Steps over which speed is averaged, and how often the live line is drawn at most.
@@ -48,6 +59,8 @@ class ConsoleSink:
                 self._routers = event
             case StepDone():
                 self._step(event)
+            case StepsProfiled():
+                self._line(printable("\n".join(table_lines(event)), keep="\n"))
             case EvalDone():
                 self._evaluated(event)
             case CheckpointSaved():

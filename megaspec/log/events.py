@@ -5,6 +5,7 @@ Numbers are Python numbers; seconds are wall time. `step` counts completed optim
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,70 @@ class EvalDone:
 
 
 @dataclass(frozen=True)
+class TimeOfKind:
+    """What one kind of work took, of all steps of a profile together."""
+
+    seconds: float
+    """Its share of the time: those of all kinds add up to the steps."""
+    busy_seconds: float
+    """While any of it was under way, beside other work too."""
+    count: int
+    """Kernels and copies; on a CPU operations."""
+    flops: float | None = None
+    """That the estimator counts, with what is computed again. None: it counts none."""
+    bytes: float | None = None
+    """Read and written, as the estimator counts; of copies as the profiler says. None: not known."""
+    planned_seconds: float | None = None
+    """None: no plan is known."""
+
+
+@dataclass(frozen=True)
+class StepsProfiled:
+    """Where the time of some steps went on one rank; comes behind their StepDone."""
+
+    step: int
+    """The last of them."""
+    first_step: int
+    rank: int
+    device: str
+    """The GPU's name, or `cpu`."""
+    seconds: float
+    """Of all of them, with what profiling costs the host, without evaluations and saves between them."""
+    accounted: float
+    """Share of the time whose kind is known: 1 without `other`."""
+    kinds: dict[str, TimeOfKind]
+    """By the names of profiling/kinds.py."""
+    largest_other: dict[str, float]
+    """Seconds of what is `other`, by the name of its kernel."""
+    no_plan: str | None
+    """Why there is no plan to compare with."""
+    clock_mhz: float | None
+    """Of the GPU's SMs, the mean of ten readings a second. None: not known."""
+    clock_mhz_lowest: float | None
+    clock_mhz_highest: float | None
+    power_watts: float | None
+    power_limit_watts: float | None
+    """That the GPU may take."""
+    no_clock: str | None
+    """Why clock and power are not known."""
+    unprofiled_seconds: float | None
+    """Of one step without a profiler, before it; None in a run, whose other steps say so."""
+    files: list[str]
+    """That were written, in the run's folder."""
+
+    @property
+    def steps(self) -> int:
+        """How many steps these are."""
+        return self.step - self.first_step + 1
+
+    @classmethod
+    def from_plain(cls, content: dict[str, Any]) -> "StepsProfiled":
+        """From what dataclasses.asdict made of one."""
+        kinds = {kind: TimeOfKind(**one) for kind, one in content["kinds"].items()}
+        return cls(**{**content, "kinds": kinds})
+
+
+@dataclass(frozen=True)
 class CheckpointSaved:
     """A checkpoint that is published."""
 
@@ -131,7 +196,7 @@ class RunEnded:
     """"done", "failed", or the name of the error that ended it."""
 
 
-Event = RunStarted | StepDone | RoutersDone | EvalDone | CheckpointSaved | Sampled | RunEnded
+Event = RunStarted | StepDone | RoutersDone | StepsProfiled | EvalDone | CheckpointSaved | Sampled | RunEnded
 Emit = Callable[[Event], None]
 
 TIMED = (
@@ -157,6 +222,7 @@ NAMES: dict[type, str] = {
     RunStarted: "start",
     StepDone: "step",
     RoutersDone: "routers",
+    StepsProfiled: "profile",
     EvalDone: "eval",
     CheckpointSaved: "checkpoint",
     Sampled: "sample",

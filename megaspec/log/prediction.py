@@ -5,7 +5,7 @@ Nothing that a rank does depends on it.
 
 from pydantic import Field
 
-from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveFloat
+from megaspec.core.frozen import Frozen, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 FILE_NAME = "prediction.json"
 
@@ -17,6 +17,19 @@ class Saving(Frozen):
     """As they are said on the command line."""
     total: NonNegativeInt
     """Bytes of the fullest rank with it."""
+
+
+class RankWork(Frozen):
+    """What one rank of a pipeline stage computes and moves, see estimate/step_kinds.py."""
+
+    product_flops: NonNegativeFloat
+    """Of a micro batch."""
+    attention_flops: NonNegativeFloat
+    """Of a micro batch."""
+    element_wise_bytes: NonNegativeFloat
+    """Of a micro batch."""
+    optimizer_bytes: NonNegativeFloat
+    """Of a step."""
 
 
 class Prediction(Frozen):
@@ -32,5 +45,12 @@ class Prediction(Frozen):
     """Why it is not known."""
     memory: tuple[dict[str, NonNegativeInt], ...] = Field(min_length=1)
     """Bytes of a rank of each pipeline stage, by what they are for."""
+    step_seconds: dict[str, NonNegativeFloat] | None = None
+    """Of a step at the full batch by kind (profiling/kinds.py), as the busiest pipeline rank spends it; None: not
+    known."""
+    no_step_seconds: str | None = None
+    """Why not."""
+    works: tuple[RankWork, ...] = ()
+    """Of a rank of each pipeline stage; empty in a file of an earlier version."""
     savings: tuple[Saving, ...] = ()
     """The single changes that save most, the largest saving first; empty where the GPU is not known."""

@@ -1,12 +1,13 @@
 """The numbers of an event under the names by which services and TensorBoard draw them. Torch-free.
 
 Those of a step are called as in metrics.jsonl. Others are called by their event, by what tells several of it apart, and
-by their key in metrics.jsonl: eval/loss, eval/NAME/loss, routers/entropy/layers.1.
+by their key in metrics.jsonl: eval/loss, eval/NAME/loss, routers/entropy/layers.1, profile/rank0/attention/seconds,
+which is of one step.
 """
 
 from dataclasses import asdict
 
-from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, StepDone
+from megaspec.log.events import CheckpointSaved, EvalDone, Event, RoutersDone, StepDone, StepsProfiled
 
 SPLIT = "valid"
 """What the evaluated share of the training data is called, where no set has a name of its own."""
@@ -19,6 +20,8 @@ def scalars(event: Event) -> dict[str, float]:
             return _known(event)
         case RoutersDone():
             return _of_routers(event)
+        case StepsProfiled():
+            return _of_profile(event)
         case EvalDone():
             return _of_evaluation(event)
         case CheckpointSaved():
@@ -50,4 +53,16 @@ def _of_routers(event: RoutersDone) -> dict[str, float]:
     for kind, values in kinds.items():
         for layer, value in zip(event.layers, values, strict=True):
             found[f"routers/{kind}/{layer}"] = value
+    return found
+
+
+def _of_profile(event: StepsProfiled) -> dict[str, float]:
+    """Of one step, on average."""
+    found = {}
+    for kind, one in event.kinds.items():
+        found[f"profile/rank{event.rank}/{kind.replace(' ', '_')}/seconds"] = one.seconds / event.steps
+    if event.clock_mhz is not None:
+        found[f"profile/rank{event.rank}/clock_mhz"] = event.clock_mhz
+    if event.power_watts is not None:
+        found[f"profile/rank{event.rank}/power_watts"] = event.power_watts
     return found

@@ -44,6 +44,7 @@ def resume(
     origins = origins or {}
     problems = [_frozen_problem(key, was, now, origins) for key, was, now in changes(old, recipe)]
     problems += _too_short(recipe, done_steps, origins)
+    problems += _profiles_what_is_done(old, recipe, done_steps, origins)
     problems += _other_data(old, facts, origins)
     problems += _earlier_order(old, origins)
     if problems:
@@ -85,6 +86,7 @@ def fork(
     folder. RecipeError: it would end before it begins, or what `resolve` raises.
     """
     problems = _too_short(recipe, done_steps, origins or {}) + _other_weights(old, recipe, origins or {})
+    problems += _profiles_what_is_done(old, recipe, done_steps, origins or {})
     if problems:
         raise RecipeError(problems)
     start = RunStart(done_steps, learning_rate(old.optim.schedule, old.optim.lr, done_steps))
@@ -128,6 +130,17 @@ def _too_short(recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> l
         return []
     text = f"train.steps={recipe.train.steps} must be at least the {done_steps} that are done"
     return [Problem("train.steps", text, origin_of(origins, "train.steps"), "resume-steps")]
+
+
+def _profiles_what_is_done(old: Spec, recipe: Recipe, done_steps: int, origins: Mapping[str, str]) -> list[Problem]:
+    """Steps that are asked for now and can't be profiled any more. What the run began with is told when it starts."""
+    steps = recipe.profile.steps
+    if steps is None or steps == old.profile.steps or steps[0] > done_steps:
+        return []
+    text = f"profile.steps={show(list(steps))}: {done_steps} steps are done, and can't be profiled any more"
+    length = max(0, steps[1] - steps[0])
+    text += f"; take later ones, such as [{done_steps + 1}, {done_steps + 1 + length}]"
+    return [Problem("profile.steps", text, origin_of(origins, "profile.steps"), "resume-profile")]
 
 
 def _other_weights(old: Spec, recipe: Recipe, origins: Mapping[str, str]) -> list[Problem]:

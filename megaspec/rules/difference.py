@@ -18,6 +18,7 @@ FREE = (
     "kernels",
     "launcher",
     "log",
+    "profile",
     "checkpoint",
     "data.bad_lines",
     "data.cache",

@@ -598,6 +598,17 @@ _INIT = {
         facts=replace(FACTS, weights=replace(_RUN, shapes=_WITHOUT_NORM)),
     ),
 }
+_PROFILE = {
+    "profile-order": Example(("profile.steps=[12, 10]",), ("profile.steps=[10, 12]",), "profile.steps"),
+    "profile-steps": Example(
+        ("train.steps=300", "profile.steps=[299, 301]"), ("profile.steps=[298, 300]",), "profile.steps"
+    ),
+    "profile-many": Example(("profile.steps=[10, 109]",), ("profile.steps=[10, 12]",), "profile.steps"),
+    "profile-ranks": Example(
+        ("profile.steps=[10, 12]", "profile.ranks=[0, 2]"), ("profile.ranks=[0, 1]",), "profile.ranks"
+    ),
+    "profile-off": Example(("profile.ranks=[1]",), ("profile.steps=[10, 12]",), "profile.ranks"),
+}
 EXAMPLES: dict[str, Example] = {
     **_MESH,
     **_STAGES,
@@ -609,4 +620,5 @@ EXAMPLES: dict[str, Example] = {
     **_BATCH,
     **_OPTIM,
     **_INIT,
+    **_PROFILE,
 }

@@ -19,6 +19,7 @@ from megaspec.rules import (
     pipeline_rules,
     positions_rules,
     precision_rules,
+    profile_rules,
     recompute_rules,
     schedule_rules,
     trainable_rules,
@@ -174,6 +175,11 @@ RULES: dict[str, Rule] = {
     "log-installed": log_rules.sinks_are_installed,
     "log-address": log_rules.no_password_in_an_address,
     "log-once": log_rules.each_service_once,
+    "profile-order": profile_rules.profiled_steps_are_in_order,
+    "profile-steps": profile_rules.profiled_steps_are_trained,
+    "profile-many": profile_rules.profiled_steps_are_few,
+    "profile-ranks": profile_rules.profiled_ranks_are_ranks,
+    "profile-off": profile_rules.profile_settings_need_steps,
 }
 
 

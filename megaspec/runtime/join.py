@@ -20,9 +20,16 @@ _FAILED = "failed with exit code "
 
 
 def join(
-    prepare: Callable[[], str], *, rank: int, world_size: int, local_rank: int, attempt: int, store: TcpRendezvous
+    prepare: Callable[[], str],
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    attempt: int,
+    store: TcpRendezvous,
+    entry: Callable[..., int] = main,
 ) -> int:
-    """Trains as one rank of it. -> exit code.
+    """Trains as one rank of it, or does what another `entry` of ranks does. -> exit code.
 
     `prepare` makes or finds the run's folder and returns its path; only rank 0 calls it, once for all attempts of the
     world. What it raises ends every rank with the same exit code.
@@ -36,7 +43,7 @@ def join(
         return HangError.exit_code
     if answer.startswith(_FAILED):
         return int(answer.removeprefix(_FAILED))
-    return main(
+    return entry(
         answer,
         rank=rank,
         world_size=world_size,

@@ -23,6 +23,7 @@ from megaspec.data.stream_files import check_unchanged
 from megaspec.launcher.stop import stop_requested
 from megaspec.log.events import CheckpointSaved, EvalDone, Event, RunStarted, Sampled, StepDone
 from megaspec.log.jsonl import is_evaluated
+from megaspec.log.prediction import Prediction
 from megaspec.log.sinks import METRICS
 from megaspec.log.speed import speed_of
 from megaspec.optim.schedule import learning_rate, weight_decay
@@ -42,11 +43,12 @@ from megaspec.runtime.generate import run_tokenizer, write_sample
 from megaspec.runtime.initial_weights import start_from_source
 from megaspec.runtime.non_finite import explain
 from megaspec.runtime.plugins import loaded_builders
+from megaspec.runtime.profile import StepProfiler
 from megaspec.runtime.router_metrics import router_numbers, routers_done
 from megaspec.runtime.state import load, misfits, pieces_of, progress, tell_passed_over, weight_pieces_of
 from megaspec.runtime.step import PHASES, StepResult, train_step
 from megaspec.runtime.text_passes import ModelOnRanks
-from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint
+from megaspec.spec import UNKNOWN_ORIGIN, ForkPoint, Spec
 from megaspec.train.batch_schedule import BatchSchedule
 
 Mark = float | torch.cuda.Event
@@ -153,6 +155,11 @@ def ignore(event: Event) -> None:
     """What ranks other than 0 do with an event."""
 
 
+def always() -> bool:
+    """Who has the run folder to itself."""
+    return True
+
+
 @dataclass(frozen=True)
 class PendingStep:
     """A step that the device was given, and whose numbers the host has not read yet."""
@@ -177,6 +184,10 @@ class Run:
     emit: Callable[[Event], None] = ignore
     started: RunStarted = field(default_factory=lambda: RunStarted(step=0, steps=0))
     """What speed is measured against."""
+    prediction: Prediction | None = None
+    """What profiles are compared with."""
+    is_ours: Callable[[], bool] = always
+    """Rank 0: whether the run's folder is still this job's."""
     step: int = 0
     tokens: int = 0
     last_saved: int = -1
@@ -250,7 +261,7 @@ class Run:
         spec = self.built.spec
         if self._owes_evaluation():
             self._evaluate()
-        source = self._source()
+        source = open_training_source(spec)
         if isinstance(source, ResumableSource) and self.place is not None:
             source.go_to(self.place)
         loader = Loader(
@@ -266,7 +277,19 @@ class Run:
         )
         clock = StepClock(self.built.device)
         pending: list[PendingStep] = []
+        profiler = StepProfiler(
+            self.built,
+            self.run_dir,
+            self.comm,
+            schedule=self.schedule,
+            prediction=self.prediction,
+            done_steps=self.step,
+            is_ours=self.is_ours,
+        )
         try:
+            if profiler.begins_behind(self.step):
+                profiler.begin()
+                clock.restart()
             for read in read_batches(loader):
                 phases = PhaseMarks(clock)
                 result = self._one_step(read.batch, on_phase=phases.end)
@@ -276,7 +299,7 @@ class Run:
                 numbers = numbers_of(result, routers)
                 # the mark after the numbers: their copy is a part of what it waits for
                 pending.append(PendingStep(self.step, read, result, numbers, phases, clock.mark()))
-                at_rest = self._wants_rest()
+                at_rest = self._wants_rest() or profiler.borders(self.step)
                 # The host reads a step's numbers one step late on a GPU, so that the GPU never waits for it.
                 lag = 1 if self.built.device.type == "cuda" and not at_rest else 0
                 stop = False
@@ -289,14 +312,21 @@ class Run:
                     # an evaluation that is due is made up for by the resumed run: it may take longer than the grace
                     self._save()
                     raise Preempted(f"stopped after step {self.step} and saved; {self._goes_on()}")
-                if self._evaluation_due():
-                    self._evaluate()
-                if self._due(spec.checkpoint.every) or self.step == spec.train.steps:
-                    self._save()
+                if profiler.ends_behind(self.step):
+                    for event in profiler.end():
+                        self.emit(event)
+                with profiler.rest():
+                    if self._evaluation_due():
+                        self._evaluate()
+                    if self._due(spec.checkpoint.every) or self.step == spec.train.steps:
+                        self._save()
+                if profiler.begins_behind(self.step):
+                    profiler.begin()
                 if at_rest:
-                    # evaluating and saving are no part of the next step's time
+                    # evaluating, saving and a profiler's start are no part of the next step's time
                     clock.restart()
         finally:
+            profiler.close()
             # the source first: the loader's thread may be waiting for it
             if isinstance(source, ResumableSource):
                 source.close()
@@ -433,16 +463,17 @@ class Run:
         text = write_sample(ModelOnRanks.of_run(self.built), spec.train.sample, tokenizer)
         self.emit(Sampled(step=self.step, prompt=spec.train.sample.prompt, text=text))
 
-    def _source(self) -> Source:
-        spec = self.built.spec
-        assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
-        if isinstance(spec.data, StreamSpec):
-            check_unchanged(spec.data, spec.data_fingerprint)
-        return open_source(
-            spec.data,
-            split="train",
-            seed=spec.data.seed,
-            segments=spec.segments,
-            vocab_size=spec.model.vocab_size,
-            sources=loaded_builders().sources,
-        )
+
+def open_training_source(spec: Spec) -> Source:
+    """Where a run's training data come from. DataError: they are not what the run was resolved with."""
+    assert spec.data_order == ORDER_VERSION, f"order {spec.data_order} of the data, {ORDER_VERSION} is what is made"
+    if isinstance(spec.data, StreamSpec):
+        check_unchanged(spec.data, spec.data_fingerprint)
+    return open_source(
+        spec.data,
+        split="train",
+        seed=spec.data.seed,
+        segments=spec.segments,
+        vocab_size=spec.model.vocab_size,
+        sources=loaded_builders().sources,
+    )

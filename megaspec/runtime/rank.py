@@ -36,7 +36,7 @@ from megaspec.parallelism.group_memory import outside_torch
 from megaspec.plugins import load, loaded
 from megaspec.rules.belonging import objections
 from megaspec.runtime.build import build, mesh_of
-from megaspec.runtime.loop import Run
+from megaspec.runtime.loop import Run, always
 from megaspec.runtime.out_of_memory import is_out_of_memory, out_of_memory
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position, Watchdog, ignore_code
@@ -169,7 +169,15 @@ def run_rank(run_dir: Path, me: RankInfo, lock_token: int | None) -> None:
         stack.enter_context(bounded(position, me, record=record))
         seed_generators(spec.train.seed)
         built = build(spec, mesh=mesh_of(spec, rank=me.rank, device=device, timeout=timeout), position=position)
-        run = Run(built, run_dir, Store(run_dir, lock=lock), comm)
+        is_ours = always if lock is None else lock.is_ours
+        run = Run(
+            built,
+            run_dir,
+            Store(run_dir, lock=lock),
+            comm,
+            prediction=read_prediction(run_dir),
+            is_ours=is_ours,
+        )
         run.start()
         if me.rank == 0:
             assert lock is not None, "rank 0 without the run's lock"

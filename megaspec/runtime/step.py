@@ -10,12 +10,14 @@ from torch import Tensor
 
 from megaspec.data.batch import Batch
 from megaspec.nn.dropout import Noise
+from megaspec.nn.range_names import OPTIMIZER
+from megaspec.nn.ranges import marked
 from megaspec.optim.norm import global_norm, local_norms
 from megaspec.parallelism.expert import RouterStatistics
 from megaspec.precision.scaler import LossScaler
 from megaspec.runtime.build import Summed, TrainState
 
-FORWARD_BACKWARD, REDUCE_GRADIENTS, OPTIMIZER = PHASES = ("forward_backward", "reduce_gradients", "optimizer")
+FORWARD_BACKWARD, REDUCE_GRADIENTS, UPDATE = PHASES = ("forward_backward", "reduce_gradients", "optimizer")
 """What a step consists of, in this order."""
 
 
@@ -170,22 +172,23 @@ def train_step(
     data = built.data_parallel
     if on_gradients is not None:
         on_gradients()
-    norms = local_norms(data.gradients, built.shards, device=built.device)
-    scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
-    norm = scaled_norm / loss_scale
-    divide_by = loss_scale
-    if built.spec.optim.clip is not None:
-        divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
-    loss = _summed(built, local.clone())
-    skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
-    built.optimizer.update(
-        data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
-    )
+    with marked(OPTIMIZER):
+        norms = local_norms(data.gradients, built.shards, device=built.device)
+        scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
+        norm = scaled_norm / loss_scale
+        divide_by = loss_scale
+        if built.spec.optim.clip is not None:
+            divide_by = divide_by * (norm / built.spec.optim.clip).clamp(min=1)
+        loss = _summed(built, local.clone())
+        skip = (~(torch.isfinite(norm) & torch.isfinite(loss))).to(torch.float32)
+        built.optimizer.update(
+            data.gradients, lr=lr, weight_decay=weight_decay, divide_by=divide_by.to(built.wide), skip=skip
+        )
     built.summed.is_spent = True
     data.gather_weights()
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)
-    on_phase(OPTIMIZER)
+    on_phase(UPDATE)
     return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, routers)
 
 

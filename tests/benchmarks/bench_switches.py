@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaspec.profiling.exposed import profiled
 from megaspec.runtime.build import mesh_of
 from tests.benchmarks import bench_train
-from tests.benchmarks.exposed import profiled
 
 
 @dataclass(frozen=True)

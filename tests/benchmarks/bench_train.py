@@ -25,6 +25,7 @@ from megaspec.estimate.target import Target, detect_target
 from megaspec.nn.moe.module import Moe
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
+from megaspec.profiling.exposed import profiled
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
@@ -32,7 +33,6 @@ from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step
 from megaspec.spec import Spec
-from tests.benchmarks.exposed import profiled
 
 QWEN3MOE8 = {
     "n_layers": 8, "d_model": 2048, "n_heads": 32, "n_kv_heads": 4, "d_head": 128, "d_ffn": 6144,

@@ -16,6 +16,8 @@ from megaspec.nn.hashing import keep_mask, site_key
 from megaspec.nn.linear import Linear
 from megaspec.nn.norm.module import RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
+from megaspec.nn.range_names import ATTENTION
+from megaspec.nn.ranges import marked
 from megaspec.nn.rope.module import Angles, Rotation
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.registry import AttentionKernel
@@ -262,7 +264,8 @@ class Attention(nn.Module):
             most = self.spec.clip_qkv
             q, k, v = (part.clamp(-most, most) for part in (q, k, v))
         q, k = self._at_positions(q, k, context)
-        o_BTI = self.core(q, k, v, context, self.sinks).flatten(-2)
+        with marked(ATTENTION):
+            o_BTI = self.core(q, k, v, context, self.sinks).flatten(-2)
         if gate:
             o_BTI = o_BTI * torch.sigmoid(gate[0])
         return self.dropout(self.wo(o_BTI), context.noise)
