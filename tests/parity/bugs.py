@@ -181,6 +181,20 @@ CONTEXTS = [
         RING,
     ),
     Bug(
+        "documents that begin where they end",
+        Patch(
+            "megaspec_kernels.attention.documents",
+            "torch.searchsorted(number, every, out_int32=True)",
+            "torch.searchsorted(number, every, out_int32=True, right=True)",
+        ),
+        Case(cp=2, documents=True),
+    ),
+    Bug(
+        "keys out of reach by a document's bound that is too low",
+        Patch(CONTEXT, "bounds.append(self.documents.longest)", "bounds.append(self.documents.longest // 8)"),
+        Case(cp=2, context="all_gather", documents=True),
+    ),
+    Bug(
         "documents of the queries taken for those of the keys",
         Patch(CONTEXT, "keys[block.keys]", "queries[block.keys]"),
         Case(cp=2, documents=True),
