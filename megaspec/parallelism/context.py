@@ -147,8 +147,8 @@ class BlockAttention:
         """What the kernels take besides. `queries`, `keys`: places of those at hand."""
         options: dict[str, Any] = {"causal": block.causal, "scoring": self.scoring}
         if self.needs_places:
-            queries = queries[block.queries]
             keys = keys[block.keys]
+            queries = queries[block.queries]
         if self.documents is not None:
             of_queries = self.documents.at(queries)
             of_keys = of_queries if block.causal else self.documents.at(keys)
