@@ -33,10 +33,10 @@ class AttentionKernel:
     attend: Callable[..., Any]
     """(q_BTNH, k_BTKH, v_BTKH, *, documents, window, scoring, sinks, drop) -> [B, T, N, H]"""
     block_forward: Callable[..., Any]
-    """(q_BTNH, k_BSKH, v_BSKH, *, causal, mask, scoring, drop) -> [B, T, N, H] and [B, N, T]"""
+    """(q_BTNH, k_BSKH, v_BSKH, *, causal, mask, documents, window, scoring, drop) -> [B, T, N, H] and [B, N, T]"""
     block_backward: Callable[..., Any]
-    """(grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, *, causal, mask, scoring, drop) -> gradients of q, k and
-    v"""
+    """(grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, *, causal, mask, documents, window, scoring, drop) ->
+    gradients of q, k and v"""
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ class KernelsSpec(Frozen):
     attention: Auto[Literal["sdpa", "flex", "reference"]] = "auto"
     """Core attention.
 
-    sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents are masks to it, which costs what
-    they hide. flex: torch's flex_attention, which leaves out what they hide and can cap scores; layers with nothing of
-    that go through sdpa, and so do blocks of sequences that lie on several ranks. reference: plain matrix products, the
-    only one with attention dropout. auto on CUDA: flex where a layer hides or caps something, else sdpa."""
+    sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2 with
+    lengths in bf16 and fp16; in fp32 they are masks, which cost what they hide. flex: torch's flex_attention, which
+    leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, and so do blocks of
+    sequences that lie on several ranks. reference: plain matrix products, the only one with attention dropout. auto on
+    CUDA: flex where a layer hides or caps something, else sdpa."""
     attention_merge: Auto[Literal["triton", "reference"]] = "auto"
     """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
 

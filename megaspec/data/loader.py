@@ -23,6 +23,7 @@ from megaspec.data.source import ResumableSource, Source
 from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec
 from megaspec.data.stream_source import StreamSource
 from megaspec.data.synthetic import SyntheticSource
+from megaspec_kernels.attention.documents import documents_of
 
 Split = Literal["train", "valid", "test"]
 
@@ -221,6 +222,10 @@ def read_batch(source: Source, positions: list[int], *, document_mask: bool) -> 
         tokens.append(sample.tokens)
         masks.append(sample.mask & (position >= 0))
         documents.append(sample.documents)
+    packed = None
+    if document_mask:
+        # here, where their bounds cost nothing: on a GPU the host would wait for them
+        packed = documents_of(torch.from_numpy(np.stack(documents)))
     # [B, T + 1]: the inputs, and the label of the last
     tokens = torch.from_numpy(np.stack(tokens))
     return Batch(
@@ -228,7 +233,7 @@ def read_batch(source: Source, positions: list[int], *, document_mask: bool) -> 
         labels=tokens[:, 1:].contiguous(),
         mask=torch.from_numpy(np.stack(masks)),
         ids=torch.tensor(positions, dtype=torch.int64),
-        documents=torch.from_numpy(np.stack(documents)) if document_mask else None,
+        documents=packed,
     )
 
 

@@ -18,6 +18,7 @@ from megaspec.nn.head.module import OutputHead
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.nn.moe.router import Router
 from megaspec.nn.rope.module import Angles, Rope
+from megaspec_kernels.attention.documents import Documents
 
 
 def fill_buffers(model: nn.Module) -> None:
@@ -109,13 +110,13 @@ class Decoder(nn.Module):
         index_T: Tensor,
         *,
         length: int,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         noise: Noise | None = None,
         aux_weight: Tensor | None = None,
         way: Any = None,
     ) -> SequenceContext:
         """What blocks need to know of a batch of which this rank has the tokens `index_T`; see SequenceContext."""
-        positions = index_T if documents is None else document_positions(documents)[:, index_T]
+        positions = index_T if documents is None else document_positions(documents.number)[:, index_T]
         angles = self.angles(positions, length=length)
         return SequenceContext(positions, angles, documents, noise, index_T, length, aux_weight, way)
 
@@ -141,12 +142,12 @@ class Decoder(nn.Module):
         """`what` of the normed activations, on the stage that has the head."""
         return self.units[-1].run(x_BTD, what)
 
-    def forward(self, tokens_BT: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, documents: Documents | None = None) -> Tensor:
         """int64 [B, T] -> logits [B, T, V], where this rank has the whole sequence and model."""
         return self.finish(self.body(tokens_BT, self._whole_context(tokens_BT, documents)), self.head)
 
     def loss(
-        self, tokens_BT: Tensor, labels_BT: Tensor, weights_BT: Tensor, *, documents: Tensor | None = None
+        self, tokens_BT: Tensor, labels_BT: Tensor, weights_BT: Tensor, *, documents: Documents | None = None
     ) -> Tensor:
         """Σ weight · cross-entropy, where this rank has the whole sequence and model: a scalar in at least fp32."""
         x_BTD = self.body(tokens_BT, self._whole_context(tokens_BT, documents))
@@ -160,7 +161,7 @@ class Decoder(nn.Module):
             fill_buffers(self)
         return self
 
-    def _whole_context(self, tokens_BT: Tensor, documents: Tensor | None) -> SequenceContext:
+    def _whole_context(self, tokens_BT: Tensor, documents: Documents | None) -> SequenceContext:
         """UsageError: the model has no weights yet."""
         if not tokens_BT.is_meta and any(parameter.is_meta for parameter in self.parameters()):
             text = "the model is on the meta device, where it has shapes and no values; megaspec.plain_model(spec,"

@@ -25,6 +25,7 @@ from megaspec.nn.attention.module import Attention, CausalCore, SequenceContext,
 from megaspec.parallelism.collectives import all_gather, all_to_all, reduce_scatter, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
+from megaspec_kernels.attention.documents import BlockDocuments, Documents
 from megaspec_kernels.attention.scoring import Scoring
 from megaspec_kernels.attention.sinks import sinks_gradient, with_sinks
 from megaspec_kernels.registry import AttentionKernel, AttentionMergeKernel
@@ -83,13 +84,23 @@ class BlockAttention:
     merging: AttentionMergeKernel
     length: int
     """S"""
-    documents: Tensor | None
-    """int32 [B or 1, S]"""
+    documents: Documents | None
+    """Of the whole sequences."""
     window: int | None
     """Keys that a query sees, itself the last; None: all before it."""
     scoring: Scoring
     drop: Callable[..., Tensor] | None
     """(weights [B, N, T, S], queries=int64 [T], keys=int64 [S]) -> weights"""
+
+    @property
+    def reach(self) -> int | None:
+        """A bound on the keys that a query sees, itself the last; None: all before it."""
+        bounds = []
+        if self.window is not None:
+            bounds.append(self.window)
+        if self.documents is not None:
+            bounds.append(self.documents.longest)
+        return min(bounds, default=None)
 
     @property
     def needs_places(self) -> bool:
@@ -129,28 +140,27 @@ class BlockAttention:
         # [B, T, ...] -> [2 B, T / 2, ...]
         halves = [x.unflatten(1, (2, -1)).flatten(0, 1) for x in (grad_BTNH, q_BTNH, *kv_2BTKH, out_BTNH)]
         lse = lse_BNT.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
-        grads = self.attention.block_backward(*halves, lse, causal=True, mask=None, scoring=self.scoring, drop=None)
+        grads = self.attention.block_backward(*halves, lse, causal=True, scoring=self.scoring)
         return tuple(x.unflatten(0, (-1, 2)).flatten(1, 2) for x in grads)
 
     def _options(self, block: AttentionBlock, queries: Tensor | None, keys: Tensor | None) -> dict[str, Any]:
         """What the kernels take besides. `queries`, `keys`: places of those at hand."""
-        mask = None
-        drop = None
+        options: dict[str, Any] = {"causal": block.causal, "scoring": self.scoring}
         if self.needs_places:
             keys = keys[block.keys]
             queries = queries[block.queries]
         if self.documents is not None:
-            query_documents = self.documents[:, queries][:, :, None]
-            key_documents = self.documents[:, keys][:, None, :]
-            # for all heads: [B or 1, 1, queries, keys]
-            mask = (query_documents == key_documents)[:, None]
+            of_queries = self.documents.at(queries)
+            of_keys = of_queries if block.causal else self.documents.at(keys)
+            options["documents"] = BlockDocuments(of_queries, of_keys)
         if self.window is not None:
-            # that keys come before their queries, the block says
+            # Places, since a block's queries may begin anywhere behind its keys: a mask, which costs what it hides.
+            # That keys come before their queries, the block says.
             is_near = queries[:, None] - keys[None, :] < self.window
-            mask = is_near[None, None] if mask is None else mask & is_near
+            options["mask"] = is_near[None, None]
         if self.drop is not None:
-            drop = partial(self.drop, queries=queries, keys=keys)
-        return {"causal": block.causal, "mask": mask, "scoring": self.scoring, "drop": drop}
+            options["drop"] = partial(self.drop, queries=queries, keys=keys)
+        return options
 
 
 class OnlineSoftmax:
@@ -185,33 +195,33 @@ class OnlineSoftmax:
         return out_BTNH.to(dtype), lse_BNT
 
 
-def ring_block(rank: int, source: int, tokens: int, window: int | None = None) -> AttentionBlock | None:
+def ring_block(rank: int, source: int, tokens: int, reach: int | None = None) -> AttentionBlock | None:
     """What a rank's queries see of the keys of rank `source`; see the note on balance. None: nothing, for all of them
-    are behind the window."""
+    are out of reach (BlockAttention.reach)."""
     every = slice(0, tokens)
     early, late = _halves(tokens)
     if source == rank:
         return AttentionBlock(every, every, causal=True)
     # the chunks of both that are nearest to each other: early ones, or late ones, lie as far apart as the ranks
     between = (abs(rank - source) - 1) * early.stop
-    if window is not None and between + 1 >= window:
+    if reach is not None and between + 1 >= reach:
         return None
     if source < rank:
         return AttentionBlock(every, early)
     return AttentionBlock(late, every)
 
 
-def gathered_blocks(rank: int, size: int, tokens: int, window: int | None = None) -> Iterator[AttentionBlock]:
-    """What a rank's queries see of the keys of the whole sequence in order; with a window, from the first key that one
-    of them sees."""
+def gathered_blocks(rank: int, size: int, tokens: int, reach: int | None = None) -> Iterator[AttentionBlock]:
+    """What a rank's queries see of the keys of the whole sequence in order; with a reach (BlockAttention.reach), from
+    the first key that one of them may see."""
     chunk = tokens // 2
     numbers = (rank, 2 * size - 1 - rank)
     for queries, number in zip(_halves(tokens), numbers, strict=True):
         start = number * chunk
         yield AttentionBlock(queries, slice(start, start + chunk), causal=True)
         first = 0
-        if window is not None:
-            first = max(0, start - window + 1)
+        if reach is not None:
+            first = max(0, start - reach + 1)
         if first < start:
             yield AttentionBlock(queries, slice(first, start))
 
@@ -255,7 +265,7 @@ class _RingAttention(torch.autograd.Function):
             is_last = _is_last(source, group)
             # before the block is computed, so that it hides behind it
             handle = None if is_last else send_recv(group, kv)
-            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.window)
+            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.reach)
             if block is not None:
                 softmax.merge(block, *attention.forward(block, places, q_BTNH, kv))
             if not is_last:
@@ -299,7 +309,7 @@ class _RingAttention(torch.autograd.Function):
             if d_kv is not None:
                 outgoing.append(d_kv)
             handle = send_recv(group, *outgoing)
-            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.window)
+            block = ring_block(group.rank(), source, q_BTNH.shape[1], attention.reach)
             grads = None if block is None else gradients(block, places, kv)
             arrived = handle.wait()
             d_kv = torch.zeros_like(d_own_kv) if d_kv is None else arrived[-1]
@@ -365,7 +375,7 @@ class _GatheredAttention(torch.autograd.Function):
         own_kv = torch.stack((k_BTKH, v_BTKH))
         kv_2BSKH = _gather_chunks(own_kv, group)
         places = _gathered_places(q_BTNH, attention, group)
-        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.window):
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.reach):
             softmax.merge(block, *attention.forward(block, places, q_BTNH, kv_2BSKH))
         out_BTNH, lse_BNT = softmax.rows(q_BTNH.dtype, sinks_N)
         # the gathered ones are not kept: they are as large as all ranks' together
@@ -383,7 +393,7 @@ class _GatheredAttention(torch.autograd.Function):
         places = _gathered_places(q_BTNH, attention, group)
         d_q = torch.zeros_like(q_BTNH, dtype=lse_BNT.dtype)
         d_kv = torch.zeros_like(kv_2BSKH, dtype=lse_BNT.dtype)
-        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.window):
+        for block in gathered_blocks(group.rank(), group.size(), q_BTNH.shape[1], attention.reach):
             grads = attention.backward(block, places, grad_BTNH, q_BTNH, kv_2BSKH, out_BTNH, lse_BNT)
             _add_gradients(attention.merging, block, grads, d_q, d_kv)
         d_own_kv = _reduce_scatter_chunks(d_kv, group)

@@ -203,6 +203,8 @@ def _addresses(unit: Unit, context: SequenceContext) -> frozenset[int]:
     """Of a unit's parameters and buffers, and of what its layers are told of the batch."""
     own = [x for module in unit.modules for x in (*module.parameters(), *module.buffers())]
     angles = [x for table in context.angles for x in table]
-    told = [*angles, context.positions, context.documents, context.index, context.aux_weight]
+    told = [*angles, context.positions, context.index, context.aux_weight]
+    if context.documents is not None:
+        told += [context.documents.number, context.documents.starts]
     tensors = [*own, *(x for x in told if x is not None)]
     return frozenset(x.untyped_storage().data_ptr() for x in tensors)

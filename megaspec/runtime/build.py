@@ -405,31 +405,28 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     dtype = DTYPES[spec.precision.kind]
     seq_len = spec.data.seq_len
     attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
-    hides_keys = model.hides_keys(seq_len)
-    # what hides nothing goes through sdpa from flex, too
-    masked = name == "sdpa" and (spec.data.document_mask or hides_keys)
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
+    in_blocks = []
+    for one in attentions:
+        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from flex, too
+        is_hidden = spec.data.document_mask or one.sight.hides_keys(seq_len)
+        in_blocks.append(heads is None or one.has_sinks or (name == "sdpa" and is_hidden))
     refused = False
     asked = ""
-    # sinks go around blocks, of whole sequences too
-    if heads is None or any(one.has_sinks for one in attentions):
+    if any(in_blocks):
         refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
         asked = f"heads of {model.d_head} in {spec.precision.kind}"
-    if heads is not None and not refused and not all(one.has_sinks for one in attentions):
+    if not refused and not all(in_blocks):
         refused = sdpa.is_refused(
             n_heads=heads[0],
             n_kv_heads=heads[1],
             d_head=model.d_head,
             tokens=seq_len,
-            masked=masked,
             dtype=dtype,
             device=device,
         )
         asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values in {spec.precision.kind}"
-        asked += f" with data.document_mask={show(spec.data.document_mask)}"
-        if masked and hides_keys:
-            asked += ", windows or chunks"
-        asked += f" and train.deterministic={show(spec.train.deterministic)}"
+        asked += f" with train.deterministic={show(spec.train.deterministic)}"
     if refused:
         text = f"kernels.attention={name}: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
         way_out = "set kernels.attention=reference, which keeps all scores"

@@ -109,10 +109,7 @@ def divide(batch: Batch, *, mesh: Mesh, micro_batch: int) -> list[Batch]:
     out = []
     for j in range(n // (dp * micro_batch)):
         first = (j * dp + rank) * micro_batch
-        part: dict[str, Tensor | None] = {}
-        for name, value in vars(batch).items():
-            part[name] = None if value is None else value[first : first + micro_batch]
-        out.append(Batch(**part).to(mesh.device))
+        out.append(batch.sequences(slice(first, first + micro_batch)).to(mesh.device))
     return out
 
 

@@ -25,6 +25,7 @@ from megaspec.runtime.position import Position
 from megaspec.runtime.rank import RankInfo, bounded, join_world, leave_world, pick_device, read_spec, seed_generators
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Gathered, Trajectory, compare, gradient_sizes, run_steps
+from megaspec_kernels.attention.documents import documents_of
 
 ALONE = "alone"
 _PRECISION = "fp64"
@@ -86,7 +87,7 @@ def batches_of(spec: Spec, steps: int) -> list[Batch]:
         mask[0, 0] = True  # so that something counts
         documents = None
         if spec.data.document_mask:
-            documents = starts.cumsum(1, dtype=torch.int32)
+            documents = documents_of(starts.cumsum(1, dtype=torch.int32))
         tokens = stream[:, :-1].contiguous()
         labels = stream[:, 1:].contiguous()
         batches.append(Batch(tokens, labels, mask, torch.arange(n) + step * n, documents))

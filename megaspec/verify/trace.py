@@ -40,6 +40,7 @@ from megaspec.verify.trace_memory import (
     WEIGHTS,
 )
 from megaspec.verify.trace_recorder import Call, Recorder, TracePoint
+from megaspec_kernels.attention.documents import whole_rows
 from megaspec_kernels.spec import KernelsSpec
 
 # Tensors of this device have no numbers: trace_recorder.py, note "Meta tensors".
@@ -210,9 +211,8 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
         _name_what_is_held(built, recorder)
         batches = _batches(spec)
         for batch in batches:
-            for x in vars(batch).values():
-                if x is not None:
-                    recorder.memory.name(x, ACTIVATIONS)
+            for x in batch.tensors():
+                recorder.memory.name(x, ACTIVATIONS)
         scaler = build_scaler(spec.precision, device=_META)
         count = _enough(spec)
         if isinstance(built.optimizer, NarrowAdamW):
@@ -395,7 +395,7 @@ def _batches(spec: Spec) -> list[Batch]:
     for _ in range(shape_of(spec).micro_batches):
         documents = None
         if spec.data.document_mask:
-            documents = torch.empty(B, S, dtype=torch.int32, device=_META)
+            documents = whole_rows(B, S, device=_META)
         batch = Batch(
             torch.empty(B, S, dtype=torch.int64, device=_META),
             torch.empty(B, S, dtype=torch.int64, device=_META),

@@ -33,6 +33,7 @@ from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step
 from megaspec.spec import Spec
+from megaspec_kernels.attention.documents import documents_of
 
 QWEN3MOE8 = {
     "n_layers": 8, "d_model": 2048, "n_heads": 32, "n_kv_heads": 4, "d_head": 128, "d_ffn": 6144,
@@ -191,7 +192,7 @@ def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int],
         documents = None
         if args.documents:
             ends = torch.rand(args.mbs, args.seq, device=mesh.device, generator=generator) < 1 / args.documents
-            documents = ends.cumsum(dim=1, dtype=torch.int32)
+            documents = documents_of(ends.cumsum(dim=1, dtype=torch.int32))
         batches.append(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, ids, documents))
 
     def step(i: int) -> StepResult:

@@ -92,14 +92,19 @@ def test_types_and_shapes():
         (step,) = batches
     assert len(step.micro_batches) == 12
     batch = step.micro_batches[0]
-    assert {name: (value.dtype, tuple(value.shape)) for name, value in vars(batch).items()} == {
+    documents = batch.documents
+    assert (documents.most, documents.longest) == (32, T)
+    tensors = vars(batch) | {"documents": documents.number, "starts": documents.starts}
+    assert {id(value) for value in tensors.values()} == {id(value) for value in batch.tensors()}
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()} == {
         "tokens": (torch.int64, (2, T)),
         "labels": (torch.int64, (2, T)),
         "mask": (torch.bool, (2, T)),
         "ids": (torch.int64, (2,)),
         "documents": (torch.int32, (2, T)),
+        "starts": (torch.int32, (2 * 32 + 1,)),
     }
-    assert all(value.is_contiguous() for value in vars(batch).values())
+    assert all(value.is_contiguous() for value in tensors.values())
 
 
 def threads() -> list[str]:
@@ -183,7 +188,7 @@ def test_masks_of_the_source_arrive():
         for row, position in enumerate(batch.ids.tolist()):
             sample = source.read(position)
             assert batch.mask[row].tolist() == sample.mask.tolist()
-            assert batch.documents[row].tolist() == sample.documents.tolist()
+            assert batch.documents.number[row].tolist() == sample.documents.tolist()
 
 
 @pytest.mark.gpu

@@ -160,7 +160,7 @@ def by_id(steps) -> dict[int, bytes]:
     for step in steps:
         for batch in step.micro_batches:
             for row, number in enumerate(batch.ids.tolist()):
-                tensors = (batch.tokens, batch.labels, batch.mask, batch.documents)
+                tensors = (batch.tokens, batch.labels, batch.mask, batch.documents.number)
                 found[number] = b"".join(tensor[row].numpy().tobytes() for tensor in tensors)
     return found
 

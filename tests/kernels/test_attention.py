@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from megaspec_kernels.attention import flex, sdpa, sdpa_block
+from megaspec_kernels.attention.documents import Documents, documents_of
 from megaspec_kernels.attention.reference import seen
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.gate import check, in_dtype, results
@@ -62,7 +63,7 @@ SHAPES = [
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, documents: Tensor | None, shape: Shape
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, documents: Documents | None, shape: Shape
 ) -> Tensor:
     """One query at a time in words: the weighted mean of the values at and before it, in its document and window."""
     B, T, N, H = q.shape
@@ -76,7 +77,7 @@ def plain(
         place = torch.arange(T, device=q.device)
         seen = (place[:, None] >= place[None, :]).expand(B, T, T)
         if documents is not None:
-            seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1))
+            seen = seen & (documents.number.unsqueeze(2) == documents.number.unsqueeze(1))
         if shape.window is not None:
             seen = seen & (place[:, None] - place[None, :] < shape.window)
         weights = torch.softmax(torch.where(seen, scores, float("-inf")), dim=2)
@@ -88,8 +89,8 @@ def plain(
     return torch.stack(outs, dim=2)
 
 
-def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-    """Inputs and the output's gradient in values that bf16 holds exactly, and document numbers."""
+def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Documents | None]:
+    """Inputs and the output's gradient in values that bf16 holds exactly, and documents."""
     draw = torch.Generator().manual_seed(3)
 
     def tensor(heads: int) -> Tensor:
@@ -104,14 +105,15 @@ def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor,
     grad = tensor(shape.N)
     documents = None
     if shape.documents:
-        documents = (torch.rand(shape.B, shape.T, generator=draw) < 0.1).cumsum(1, dtype=torch.int32).to(device)
+        begins = torch.rand(shape.B, shape.T, generator=draw) < 0.1
+        documents = documents_of(begins.cumsum(1, dtype=torch.int32)).map(lambda x: x.to(device))
     return inputs, grad, documents
 
 
 def run(name: str, shape: Shape):
     kernel = REGISTRY["attention"][name].attend
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, documents: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, documents: Documents | None) -> Tensor:
         options = {"window": shape.window, "scoring": shape.scoring, "sinks": sinks}
         return kernel(q, k, v, documents=documents, drop=None, **options)
 
@@ -185,7 +187,7 @@ def test_flex_attends_to_the_blocks_that_are_seen_and_to_no_other(T: int, rate: 
     """Counted from the mask: blocks of which a query sees something, and blocks of the past that it sees whole."""
     device = torch.device("cpu")
     draw = torch.Generator().manual_seed(5)
-    documents = (torch.rand(3, T, generator=draw) < rate).cumsum(1, dtype=torch.int32)
+    documents = documents_of((torch.rand(3, T, generator=draw) < rate).cumsum(1, dtype=torch.int32))
     mask = flex.block_mask(T, documents=documents, window=window, device=device)
     blocks = -(-T // 128)
     padded = torch.zeros(3, blocks * 128, blocks * 128, dtype=torch.bool)
@@ -275,23 +277,21 @@ def exact():
     torch.use_deterministic_algorithms(False)
 
 
-def attend_on_meta(*, T: int = 64, K: int = 2, dtype: torch.dtype, documents: bool = False) -> None:
+def attend_on_meta(*, T: int = 64, K: int = 2, dtype: torch.dtype) -> None:
     q = torch.empty(2, T, 4, 32, dtype=dtype, device="meta")
     k = torch.empty(2, T, K, 32, dtype=dtype, device="meta")
-    numbers = torch.empty(2, T, dtype=torch.int32, device="meta") if documents else None
-    out = sdpa.attention(q, k, k, documents=numbers)
+    out = sdpa.attention(q, k, k)
     assert out.shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("documents", [False, True])
-def test_a_gpu_is_never_left_to_keep_the_scores(asked: list[dict], dtype: torch.dtype, documents: bool) -> None:
+def test_a_gpu_is_never_left_to_keep_the_scores(asked: list[dict], dtype: torch.dtype) -> None:
     """torch falls back to plain products where no fused kernel may or can."""
-    attend_on_meta(dtype=dtype, documents=documents)
+    attend_on_meta(dtype=dtype)
     (call,) = asked
     assert SDPBackend.MATH not in call["backends"]
     assert call["backends"] == set(sdpa.backends(dtype))
-    assert (call["attn_mask"] is not None, call["is_causal"]) == (documents, not documents)
+    assert (call["attn_mask"], call["is_causal"]) == (None, True)
 
 
 def test_in_fp64_plain_products_are_meant(asked: list[dict]) -> None:
@@ -303,17 +303,16 @@ def test_keys_and_values_are_repeated_where_no_kernel_takes_groups(asked: list[d
     attend_on_meta(dtype=torch.float32)
     attend_on_meta(dtype=torch.bfloat16)
     attend_on_meta(dtype=torch.float32, K=4)
-    attend_on_meta(dtype=torch.bfloat16, documents=True)
     request.getfixturevalue("exact")
     attend_on_meta(dtype=torch.bfloat16)
-    attend_on_meta(dtype=torch.bfloat16, documents=True)
-    assert [call["enable_gqa"] for call in asked] == [False, True, False, True, True, False]
-    assert [call["shapes"][1][1] for call in asked] == [4, 2, 4, 2, 2, 4]
+    assert [call["enable_gqa"] for call in asked] == [False, True, False, True]
+    assert [call["shapes"][1][1] for call in asked] == [4, 2, 4, 2]
 
 
-def test_a_single_token_needs_no_mask(asked: list[dict]) -> None:
-    attend_on_meta(dtype=torch.bfloat16, T=1, documents=True)
-    assert (asked[0]["attn_mask"], asked[0]["is_causal"]) == (None, True)
+def test_a_single_token_needs_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "attention_as_one_block", None)
+    inputs, _, documents = make(Shape(3, 1, 4, 2, 16, documents=True), torch.device("cpu"))
+    assert torch.equal(sdpa.attention(*inputs.values(), documents=documents), sdpa.attention(*inputs.values()))
 
 
 def test_a_refusal_is_what_torch_says_of_all_three(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,13 +329,13 @@ def test_a_refusal_is_what_torch_says_of_all_three(monkeypatch: pytest.MonkeyPat
     for taker in (None, "cudnn", "flash", "efficient"):
         for name in ("cudnn", "flash", "efficient"):
             monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", answer(name, name == taker))
-        assert sdpa.is_refused(**sizes, masked=True, dtype=torch.bfloat16) == (taker is None)
-        assert not sdpa.is_refused(**sizes, masked=True, dtype=torch.float64)
+        assert sdpa.is_refused(**sizes, dtype=torch.bfloat16) == (taker is None)
+        assert not sdpa.is_refused(**sizes, dtype=torch.float64)
     assert {one[0] for one in seen} == {"cudnn", "flash", "efficient"}
     assert all(one[1:4] == ((1, 4, 8, 16), (1, 2, 8, 16), True) for one in seen)
-    assert seen[0][4].shape == (1, 1, 8, 8)
+    assert all(one[4] is None for one in seen)
     seen.clear()
-    sdpa.is_refused(**sizes, masked=False, dtype=torch.float32)
+    sdpa.is_refused(**sizes, dtype=torch.float32)
     assert seen[0][1:] == ((1, 4, 8, 16), (1, 4, 8, 16), False, None)
 
 
@@ -353,11 +352,13 @@ def train_once(
     """Output and gradients on a GPU, and the most memory that it took beside the inputs."""
     draw = torch.Generator("cuda").manual_seed(1)
     q, k, v = (torch.randn(1, T, n, H, dtype=dtype, device="cuda", generator=draw).requires_grad_() for n in (N, K, K))
-    numbers = (torch.arange(T, device="cuda") // 100).to(torch.int32)[None] if documents else None
+    packed = None
+    if documents:
+        packed = documents_of((torch.arange(T, device="cuda") // 100).to(torch.int32)[None])
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = sdpa.attention(q, k, v, documents=numbers)
+    out = sdpa.attention(q, k, v, documents=packed)
     grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
     return [out.detach(), *grads], torch.cuda.max_memory_allocated() - before
 
@@ -380,24 +381,23 @@ def test_a_gpu_keeps_no_scores(dtype: torch.dtype, documents: bool) -> None:
 def test_sums_are_kept_in_one_order_without_the_scores(exact: None, dtype: torch.dtype, documents: bool) -> None:
     """Grouped heads; with a mask, or in fp32, by the kernel that takes no groups."""
     sizes = {"n_heads": 8, "n_kv_heads": 2, "d_head": 64, "tokens": 4096, "device": torch.device("cuda")}
-    assert not sdpa.is_refused(**sizes, masked=documents, dtype=dtype)
+    assert not sdpa.is_refused(**sizes, dtype=dtype)
     (first, peak), (second, _) = (train_once(dtype, documents=documents) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert peak < SCORES
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("H", [64, 60, 128, 256])
 @pytest.mark.parametrize("K", [2, 8])
 @pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_a_refusal_tells_what_would_happen(dtype: torch.dtype, K: int, H: int, documents: bool) -> None:
+def test_a_refusal_tells_what_would_happen(dtype: torch.dtype, K: int, H: int) -> None:
     sizes = {"n_heads": 8, "n_kv_heads": K, "d_head": H, "tokens": 256, "device": torch.device("cuda")}
-    if sdpa.is_refused(**sizes, masked=documents, dtype=dtype):
+    if sdpa.is_refused(**sizes, dtype=dtype):
         with pytest.raises(RuntimeError, match="No available kernel"):
-            train_once(dtype, documents=documents, T=256, K=K, H=H)
+            train_once(dtype, documents=False, T=256, K=K, H=H)
     else:
-        train_once(dtype, documents=documents, T=256, K=K, H=H)
+        train_once(dtype, documents=False, T=256, K=K, H=H)
 
 
 @pytest.mark.parametrize("sinks", [False, True])

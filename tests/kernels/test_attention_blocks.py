@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.attention import reference_block, sdpa_block
+from megaspec_kernels.attention.documents import BlockDocuments, Documents, documents_of
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.gate import Results, check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY, AttentionKernel, AttentionMergeKernel
@@ -101,24 +102,25 @@ class InBlocks(torch.autograd.Function):
         return *(x.to(q.dtype) for x in sums), None, None, None
 
 
-def order(shape: Shape, documents: Tensor | None) -> list[tuple[slice, dict]]:
+def order(shape: Shape, documents: Documents | None) -> list[tuple[slice, dict]]:
     """The blocks' keys and options, the last block first."""
     found = []
     for keys in reversed(shape.keys):
-        mask = None
+        options = {"causal": shape.causal and keys.stop == shape.S, "scoring": shape.scoring}
         if documents is not None:
-            mask = (documents[:, -shape.T :, None] == documents[:, None, keys])[:, None]
-        found.append((keys, {"causal": shape.causal and keys.stop == shape.S, "mask": mask, "scoring": shape.scoring}))
+            queries = documents.at(slice(shape.S - shape.T, shape.S))
+            options["documents"] = BlockDocuments(queries, documents.at(keys))
+        found.append((keys, options))
     return found
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, *, shape: Shape, documents: Tensor | None) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, *, shape: Shape, documents: Documents | None) -> Tensor:
     """All keys at once: the weighted mean of the values that a query sees."""
     places = torch.arange(shape.S, device=q.device)
     seen = places[-shape.T :, None] >= places[None, :] if shape.causal else torch.ones(shape.T, shape.S).bool()
     seen = seen.to(q.device)[None].expand(shape.B, -1, -1)
     if documents is not None:
-        seen = seen & (documents[:, -shape.T :, None] == documents[:, None, :])
+        seen = seen & (documents.number[:, -shape.T :, None] == documents.number[:, None, :])
     outs = []
     for n in range(shape.N):
         kn, vn = k[:, :, n // (shape.N // shape.K)], v[:, :, n // (shape.N // shape.K)]
@@ -129,8 +131,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, *, shape: Shape, documents: Tensor | 
     return torch.stack(outs, dim=2)
 
 
-def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-    """Inputs and the output's gradient in values that bf16 holds exactly, and document numbers of S tokens."""
+def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor, Documents | None]:
+    """Inputs and the output's gradient in values that bf16 holds exactly, and documents of S tokens."""
     draw = torch.Generator().manual_seed(5)
 
     def tensor(tokens: int, heads: int) -> Tensor:
@@ -139,7 +141,8 @@ def make(shape: Shape, device: torch.device) -> tuple[dict[str, Tensor], Tensor,
     inputs = {"q": tensor(shape.T, shape.N), "k": tensor(shape.S, shape.K), "v": tensor(shape.S, shape.K)}
     documents = None
     if shape.documents:
-        documents = (torch.rand(shape.B, shape.S, generator=draw) < 0.05).cumsum(1, dtype=torch.int32).to(device)
+        begins = torch.rand(shape.B, shape.S, generator=draw) < 0.05
+        documents = documents_of(begins.cumsum(1, dtype=torch.int32)).map(lambda x: x.to(device))
     return inputs, tensor(shape.T, shape.N), documents
 
 
@@ -171,9 +174,13 @@ def test_gate_of_every_operator(shape: Shape, dtype: torch.dtype, monkeypatch: p
     """Each operator on each shape that it takes, whatever would be chosen."""
     device = torch.device("cuda")
     half = dtype != torch.float32
-    ways = ["efficient"] if shape.documents or not half else ["cudnn", "flash", "efficient"]
+    ways = ["cudnn", "flash", "efficient"]
+    if shape.documents:
+        ways = ["efficient", "flash by document"]
+    if not half:
+        ways = ["efficient"]
     for way in ways:
-        monkeypatch.setattr(sdpa_block, "choose", lambda *_, masked, way=way: way)
+        monkeypatch.setattr(sdpa_block, "choose", lambda *_, way=way, **__: way)
         hold(blocks_of("sdpa", device), shape, dtype, device)
 
 
@@ -189,9 +196,9 @@ def test_gradients_of_operators_mix(H: int, monkeypatch: pytest.MonkeyPatch) -> 
     for there in ("cudnn", "flash", "efficient"):
         for back in ("cudnn", "flash", "efficient"):
             leaves = [x.detach().requires_grad_() for x in mine.values()]
-            monkeypatch.setattr(sdpa_block, "choose", lambda *_, masked, way=there: way)
+            monkeypatch.setattr(sdpa_block, "choose", lambda *_, way=there, **__: way)
             out = InBlocks.apply(*leaves, blocks_of("sdpa", grad.device), shape, None)
-            monkeypatch.setattr(sdpa_block, "choose", lambda *_, masked, way=back: way)
+            monkeypatch.setattr(sdpa_block, "choose", lambda *_, way=back, **__: way)
             grads = torch.autograd.grad(out, leaves, grad.bfloat16())
             check({"out": out.detach(), **dict(zip("qkv", grads, strict=True))}, plain_half, truth)
 
@@ -265,9 +272,9 @@ def test_the_operators_take_what_they_are_given() -> None:
 
 @pytest.mark.gpu
 def test_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def way(H: int, dtype: torch.dtype, keys: int = 8, masked: bool = False) -> str:
+    def way(H: int, dtype: torch.dtype, keys: int = 8, masked: bool = False, **hidden: bool) -> str:
         x = torch.empty(1, keys, 1, H, dtype=dtype, device="cuda")
-        return sdpa_block.choose(x, x, masked=masked)
+        return sdpa_block.choose(x, x, masked=masked, **hidden)
 
     for sm, half in (((7, 5), "efficient"), ((8, 0), "flash"), ((9, 0), "cudnn")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, sm=sm: sm)
@@ -275,6 +282,9 @@ def test_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert way(64, torch.float16, masked=True) == way(64, torch.float32) == "efficient"
         assert way(60, torch.float16) == way(64, torch.float64) == "equations"
     assert way(192, torch.bfloat16) == way(64, torch.bfloat16, keys=1) == "flash"
+    for hidden in ({"documents": True}, {"window": True}, {"documents": True, "window": True}):
+        assert way(64, torch.bfloat16, **hidden) == way(256, torch.float16, **hidden) == "flash by document"
+        assert way(64, torch.float32, **hidden) == way(64, torch.float16, masked=True, **hidden) == "efficient"
     torch.use_deterministic_algorithms(True)
     try:
         assert way(64, torch.bfloat16) == "flash"

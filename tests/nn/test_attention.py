@@ -117,8 +117,8 @@ def test_output_and_gradients_are_the_equation(name: str, kernel: str, is_packed
     case = case_of(name, attention=kernel)
     model = model_of(spec_of(case))
     module = model.layers["0"].attn
-    documents = batches_of(case, [], 1)[0].documents[:1]
-    assert len(documents[0].unique()) > 2
+    documents = batches_of(case, [], 1)[0].documents.of_rows(slice(1))
+    assert len(documents.number[0].unique()) > 2
     draw = torch.Generator().manual_seed(5)
     x = torch.randn(1, TOKENS, 32, generator=draw, dtype=torch.float64).requires_grad_()
     grad = torch.randn(1, TOKENS, 32, generator=draw, dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_output_and_gradients_are_the_equation(name: str, kernel: str, is_packed
     context = model.context(torch.arange(TOKENS), length=TOKENS, documents=given)
     weights = dict(module.named_parameters())
     found = module(x, context)
-    numbers = documents[0].tolist() if is_packed else [0] * TOKENS
+    numbers = documents.number[0].tolist() if is_packed else [0] * TOKENS
     expected = equation(x[0], weights, ATTENTIONS[name], documents=numbers, is_rotary=case.family != "flat")[None]
     assert (found - expected).abs().max() <= 1e-13 * expected.abs().max()
     leaves = [x, *weights.values()]
@@ -168,8 +168,8 @@ def test_a_document_is_computed_as_if_it_were_alone(name: str) -> None:
     batch = batches_of(case, [], 1)[0]
     packed = model(batch.tokens, batch.documents)
     for row in range(2):
-        for number in batch.documents[row].unique():
-            where = batch.documents[row] == number
+        for number in batch.documents.number[row].unique():
+            where = batch.documents.number[row] == number
             alone = model(batch.tokens[row, where][None])[0]
             assert (packed[row, where] - alone).abs().max() <= 1e-13 * packed.abs().max()
 

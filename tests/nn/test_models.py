@@ -280,8 +280,8 @@ def test_a_document_is_computed_as_if_it_were_alone(family: str) -> None:
     batch = batches_of(Case(documents=True), [], 1)[0]
     packed = model(batch.tokens, batch.documents)
     for row in range(SEQUENCES):
-        for number in batch.documents[row].unique():
-            where = batch.documents[row] == number
+        for number in batch.documents.number[row].unique():
+            where = batch.documents.number[row] == number
             alone = model(batch.tokens[row, where][None])[0]
             assert (packed[row, where] - alone).abs().max() <= 1e-13 * packed.abs().max()
 

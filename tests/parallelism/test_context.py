@@ -14,6 +14,7 @@ from megaspec.nn.dropout import Dropout, Noise
 from megaspec.parallelism.context import ContextCore, ContextParallel, Way, token_index
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.spec import ContextSpec
+from megaspec_kernels.attention.documents import Documents, documents_of
 from megaspec_kernels.gate import BACKWARD, FORWARD, within
 from megaspec_kernels.registry import REGISTRY
 from tests.ranks import RankPool, gpu_of, needs_gpus
@@ -66,8 +67,8 @@ def cases() -> Iterator[Case]:
 CASES = [c for c in cases() if c.kind != "all_to_all" or c.K % c.cp == 0]
 
 
-def inputs(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """q, k and v of the whole sequence, the output's gradient, document numbers."""
+def inputs(case: Case) -> tuple[list[Tensor], Tensor, Documents | None]:
+    """q, k and v of the whole sequence, the output's gradient, documents."""
     draw = torch.Generator().manual_seed(7)
 
     def tensor(heads: int) -> Tensor:
@@ -75,7 +76,7 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor, Tensor | None]:
 
     qkv, grad = [tensor(case.N), tensor(case.K), tensor(case.K)], tensor(case.N)
     starts = torch.rand(case.B, case.S, generator=draw) < 0.15
-    return qkv, grad, starts.cumsum(1, dtype=torch.int32) if case.documents else None
+    return qkv, grad, documents_of(starts.cumsum(1, dtype=torch.int32)) if case.documents else None
 
 
 def attention(case: Case) -> Attention:
@@ -86,7 +87,7 @@ def attention(case: Case) -> Attention:
     return module
 
 
-def context(case: Case, index: Tensor, documents: Tensor | None, way: Way | None) -> SequenceContext:
+def context(case: Case, index: Tensor, documents: Documents | None, way: Way | None) -> SequenceContext:
     ids = torch.arange(40, 40 + case.B, device=index.device)
     noise = Noise(seed=11, ids=ids, index=index) if case.dropout else None
     return SequenceContext(positions=index, documents=documents, noise=noise, index=index, length=case.S, way=way)
@@ -334,7 +335,7 @@ def on_gpu(rank: int, case: Case) -> list[tuple[float, float]]:
     wide = [torch.randn(case.B, case.S, heads, 128, generator=draw).to(device) for heads in (case.N, case.K, case.K)]
     wide = [x.bfloat16().double() for x in (*wide, torch.randn(wide[0].shape, generator=draw).to(device))]
     starts = torch.rand(case.B, case.S, generator=draw).to(device) < 0.01
-    documents = starts.cumsum(1, dtype=torch.int32) if case.documents else None
+    documents = documents_of(starts.cumsum(1, dtype=torch.int32)) if case.documents else None
 
     def run(kernel: str, dtype: torch.dtype, *, split: bool) -> list[Tensor]:
         module = attention(replace(case, kernel=kernel))

@@ -31,6 +31,7 @@ from megaspec.runtime.step import evaluate, forward_backward, train_step
 from megaspec.runtime.text_passes import ModelOnRanks, cached_passes
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, divide, gather_global, run_steps
+from megaspec_kernels.attention.documents import documents_of
 from tests.halved import halved
 from tests.parity import cases
 from tests.parity.tasks import plain, trajectory_of
@@ -125,7 +126,7 @@ def batches_of(run: Run, steps: int) -> list[Batch]:
         stream = torch.randint(0, VOCAB, (SEQUENCES, TOKENS + 1), generator=draw)[:n]
         mask = torch.rand(SEQUENCES, TOKENS, generator=draw)[:n] < torch.linspace(0.2, 0.9, n)[:, None]
         starts = torch.rand(SEQUENCES, TOKENS, generator=draw)[:n] < 0.25
-        documents = starts.cumsum(1, dtype=torch.int32) if run.documents else None
+        documents = documents_of(starts.cumsum(1, dtype=torch.int32)) if run.documents else None
         ids = torch.arange(n) + step * n
         batches.append(Batch(stream[:, :-1].contiguous(), stream[:, 1:].contiguous(), mask, ids, documents))
     return batches

@@ -127,7 +127,7 @@ GENERAL = [
         "positions run on across documents",
         Patch(
             "megaspec.nn.decoder",
-            "positions = index_T if documents is None else document_positions(documents)[:, index_T]",
+            "positions = index_T if documents is None else document_positions(documents.number)[:, index_T]",
             "positions = index_T",
         ),
         Case(tp=2, documents=True, family="gpt"),
@@ -183,6 +183,20 @@ CONTEXTS = [
             "starts = (2 * rank * chunk, (2 * rank + 1) * chunk)",
         ),
         RING,
+    ),
+    Bug(
+        "documents that begin where they end",
+        Patch(
+            "megaspec_kernels.attention.documents",
+            "torch.searchsorted(number, every, out_int32=True)",
+            "torch.searchsorted(number, every, out_int32=True, right=True)",
+        ),
+        Case(cp=2, documents=True),
+    ),
+    Bug(
+        "keys out of reach by a document's bound that is too low",
+        Patch(CONTEXT, "bounds.append(self.documents.longest)", "bounds.append(self.documents.longest // 8)"),
+        Case(cp=2, context="all_gather", documents=True),
     ),
     Bug(
         "documents of the queries taken for those of the keys",
@@ -551,20 +565,20 @@ ATTENTIONS = [
     ),
     Bug(
         "a block at the edge of the window skipped",
-        Patch(CONTEXT, "between + 1 >= window", "between + 2 >= window"),
+        Patch(CONTEXT, "between + 1 >= reach", "between + 2 >= reach"),
         Case(cp=4, options="edge"),
     ),
     Bug(
         "the first key that a gathered block sees left out",
-        Patch(CONTEXT, "start - window + 1", "start - window + 2"),
+        Patch(CONTEXT, "start - reach + 1", "start - reach + 2"),
         Case(cp=2, context="all_gather", options="window"),
     ),
     Bug(
         "chunks from the start of the sequence",
         Patch(
             ATTENTION,
-            "positions = document_positions(documents)",
-            "positions = torch.arange(length, device=device)[None].expand_as(documents)",
+            "positions_BT = document_positions(documents.number)",
+            "positions_BT = torch.arange(length, device=device).expand_as(documents.number)",
         ),
         Case(tp=2, options="chunk", documents=True),
     ),

@@ -10,6 +10,7 @@ import torch
 from megaspec.data.batch import Batch
 from megaspec.parallelism.context import token_index
 from megaspec.spec import Spec
+from megaspec_kernels.attention.documents import documents_of
 from tests.families import FAMILIES, with_attention
 
 SEQUENCES, TOKENS, VOCAB = 12, 16, 67
@@ -439,7 +440,7 @@ def batches_of(case: Case, empty: Sequence[int], steps: int, *, places: Sequence
                 stream[:, 1:].contiguous(),
                 mask,
                 torch.arange(SEQUENCES) + step * SEQUENCES,
-                starts.cumsum(1, dtype=torch.int32) if case.documents else None,
+                documents_of(starts.cumsum(1, dtype=torch.int32)) if case.documents else None,
             )
         )
     return batches

@@ -172,7 +172,7 @@ def test_gradients_behind_a_backward_of_ones_own(strategy: str, tied: bool, pool
     size = spec_of(case).train.micro_batch
     (lone,) = pool.run(read_gradients, alone(case), ranks=1)
     # micro batch j of rank r begins at sequence (j · dp + r) · size
-    firsts = Batch(**{n: None if v is None else v[: 2 * size] for n, v in vars(batch).items()})
+    firsts = batch.sequences(slice(2 * size))
     truths = [grad_of(spec, batch), grad_of(spec, firsts), tensors(lone)]
     for found in pool.run(by_hand, case, ranks=2):
         for one, truth in zip(found, truths, strict=True):

@@ -20,7 +20,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 
 
 def test_what_torch_refuses_is_an_error_with_the_way_out(asked: list[dict]) -> None:
-    made = spec({"precision.kind": "bf16", "kernels.attention": "sdpa", "data.document_mask": True})
+    made = spec({"precision.kind": "bf16", "kernels.attention": "sdpa"})
     with pytest.raises(RecipeError, match=r"set kernels\.attention=reference, which keeps all scores") as error:
         build._refuse_attention(made, device=CUDA)
     model = made.model
@@ -30,12 +30,11 @@ def test_what_torch_refuses_is_an_error_with_the_way_out(asked: list[dict]) -> N
             "n_kv_heads": model.n_kv_heads,
             "d_head": model.d_head,
             "tokens": made.data.seq_len,
-            "masked": True,
             "dtype": torch.bfloat16,
             "device": CUDA,
         }
     ]
-    for word in ("kernels.attention=sdpa", "data.document_mask=true", "train.deterministic=false", torch.__version__):
+    for word in ("kernels.attention=sdpa", "train.deterministic=false", torch.__version__):
         assert word in str(error.value)
 
 
@@ -53,19 +52,19 @@ def test_blocks_of_odd_heads_are_refused_too(asked: list[dict]) -> None:
     assert asked == []
 
 
-def test_a_window_is_a_mask(asked: list[dict]) -> None:
-    made = spec(
-        {"kernels.attention": "sdpa", "model.attention": {"kind": "gqa", "mask": {"kind": "window", "size": 2}}}
-    )
-    with pytest.raises(RecipeError, match="windows or chunks"):
-        build._refuse_attention(made, device=CUDA)
-    assert [one["masked"] for one in asked] == [True]
-    longer = spec(
-        {"kernels.attention": "sdpa", "model.attention": {"kind": "gqa", "mask": {"kind": "window", "size": 10**6}}}
-    )
+def test_what_hides_keys_goes_as_a_block(asked: list[dict]) -> None:
+    """Documents, and windows that a sequence is longer than; in flex they go another way."""
+    window = {"model.attention": {"kind": "gqa", "mask": {"kind": "window", "size": 2}}}
+    for hidden in ({"data.document_mask": True}, window):
+        given = {"kernels.attention": "sdpa", "precision.kind": "bf16"} | hidden
+        build._refuse_attention(spec(given | {"model.d_head": 16}), device=CUDA)
+        with pytest.raises(RecipeError, match="takes heads of 6 in bf16"):
+            build._refuse_attention(spec(given | {"model.d_head": 6}), device=CUDA)
+        assert asked == []
+    longer = {"model.attention": {"kind": "gqa", "mask": {"kind": "window", "size": 10**6}}}
     with pytest.raises(RecipeError):
-        build._refuse_attention(longer, device=CUDA)
-    assert [one["masked"] for one in asked] == [True, False]
+        build._refuse_attention(spec({"kernels.attention": "sdpa"} | longer), device=CUDA)
+    assert len(asked) == 1
 
 
 def test_sinks_go_around_blocks(asked: list[dict]) -> None:

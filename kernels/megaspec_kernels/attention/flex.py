@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megaspec_kernels.attention import reference_block, sdpa, sdpa_block
+from megaspec_kernels.attention.documents import Documents
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 
 # Queries and keys of a block of the mask. Triton's tiles divide it.
@@ -37,14 +38,14 @@ def attention(
     k_BTKH: Tensor,
     v_BTKH: Tensor,
     *,
-    documents: Tensor | None = None,
+    documents: Documents | None = None,
     window: int | None = None,
     scoring: Scoring = PLAIN,
     sinks: Tensor | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H]; see reference.py. The tokens of a document lie side by
-    side. On a CPU torch has the forward pass alone, as the equation.
+    """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H]; see reference.py. On a CPU torch has the forward pass
+    alone, as the equation.
     """
     assert drop is None, "flex has no attention dropout; the resolver picks reference"
     T, N = q_BTNH.shape[1:3]
@@ -108,7 +109,7 @@ def _capped(cap: float | None) -> Callable[..., Tensor] | None:
     return score
 
 
-def block_mask(T: int, *, documents: Tensor | None, window: int | None, device: torch.device) -> BlockMask:
+def block_mask(T: int, *, documents: Documents | None, window: int | None, device: torch.device) -> BlockMask:
     """What a query sees, by blocks of tokens: not at all, in part, or whole.
 
     The keys that a query sees begin at its window's or its document's start, whichever is later, and end with itself.
@@ -118,8 +119,9 @@ def block_mask(T: int, *, documents: Tensor | None, window: int | None, device: 
     place = torch.arange(T, device=device, dtype=torch.int32)
     starts_BT = torch.zeros(1, T, device=device, dtype=torch.int32)
     if documents is not None:
-        is_start = torch.ones_like(documents, dtype=torch.bool)
-        is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        number = documents.number
+        is_start = torch.ones_like(number, dtype=torch.bool)
+        is_start[:, 1:] = number[:, 1:] != number[:, :-1]
         starts_BT = torch.where(is_start, place, 0).cummax(dim=1).values
     if window is not None:
         starts_BT = torch.maximum(starts_BT, place - (window - 1))
@@ -139,7 +141,7 @@ def block_mask(T: int, *, documents: Tensor | None, window: int | None, device: 
     whole_BIJ = (whole_BI[..., None] + number_J).clamp(max=blocks - 1)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        row = b if documents is not None and documents.shape[0] > 1 else 0
+        row = b if documents is not None and documents.number.shape[0] > 1 else 0
         return (k <= q) & (k >= starts_BT[row, q])
 
     return BlockMask.from_kv_blocks(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megaspec_kernels.attention.documents import BlockDocuments, Documents
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 
 
@@ -15,7 +16,7 @@ def attention(
     k_BTKH: Tensor,
     v_BTKH: Tensor,
     *,
-    documents: Tensor | None = None,
+    documents: Documents | None = None,
     window: int | None = None,
     scoring: Scoring = PLAIN,
     sinks: Tensor | None = None,
@@ -23,9 +24,9 @@ def attention(
 ) -> Tensor:
     """[B, T, N, H], [B, T, K, H], [B, T, K, H] -> [B, T, N, H].
 
-    `documents`, int32 [B, T] or [1, T]: attention stays inside a document. `window`: a query sees so many keys, itself
-    the last. `sinks`, [N]: a logit for each head beside its scores, whose weight goes nowhere. `drop` maps the weights
-    [B, N, T, T] to weights. The softmax is taken in at least fp32.
+    `documents`: attention stays inside them. `window`: a query sees so many keys, itself the last. `sinks`, [N]: a
+    logit for each head beside its scores, whose weight goes nowhere. `drop` maps the weights [B, N, T, T] to weights.
+    The softmax is taken in at least fp32.
     """
     B, T, N, H = q_BTNH.shape
     groups = N // k_BTKH.shape[2]  # query heads of a key and value head
@@ -46,11 +47,11 @@ def attention(
     return torch.einsum("bnts,bsnh->btnh", weights, v_BTNH)
 
 
-def seen(T: int, *, documents: Tensor | None, window: int | None, device: torch.device) -> Tensor:
+def seen(T: int, *, documents: Documents | None, window: int | None, device: torch.device) -> Tensor:
     """Which keys a query sees: bool [T, T], or [B, 1, T, T] with documents."""
     past = torch.ones(T, T, dtype=torch.bool, device=device).tril()
     if window is not None:
         past = past.triu(1 - window)
     if documents is None:
         return past
-    return past & (documents[:, None, :, None] == documents[:, None, None, :])
+    return past & BlockDocuments(documents, documents).mask()

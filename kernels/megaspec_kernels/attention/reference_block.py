@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megaspec_kernels.attention.documents import BlockDocuments
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 
 Drop = Callable[[Tensor], Tensor]
@@ -25,15 +26,18 @@ def block_forward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    documents: BlockDocuments | None = None,
+    window: int | None = None,
     scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor]:
     """-> [B, T, N, H] in the dtype of q, and the log-sum-exp of the scores [B, N, T] in at least fp32.
 
-    `causal`: T = S, query i sees the keys up to i. `mask`, bool [B, 1, T, S]: what is seen of that. A query that sees
+    `causal`: T = S, query i sees the keys up to i. `mask`, bool [B, 1, T, S]: what is seen of that, and `documents`:
+    keys of the query's own. `window`, of a causal block: a query sees so many keys, itself the last. A query that sees
     nothing gets zeros and -inf. `drop` does not change the log-sum-exp.
     """
-    scores_BNTS = _masked(_scores(q_BTNH, k_BSKH, scoring), causal, mask)
+    scores_BNTS = _masked(_scores(q_BTNH, k_BSKH, scoring), causal, mask, documents, window)
     lse_BNT = scores_BNTS.logsumexp(dim=-1)
     weights_BNTS = _weights(scores_BNTS, lse_BNT).to(v_BSKH.dtype)
     if drop is not None:
@@ -52,12 +56,14 @@ def block_backward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    documents: BlockDocuments | None = None,
+    window: int | None = None,
     scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> what the block adds to the gradients of q, k and v. `out`, `lse`: of the whole rows, all blocks merged."""
     scores_BNTS = _scores(q_BTNH, k_BSKH, scoring)
-    weights_BNTS = _weights(_masked(scores_BNTS, causal, mask), lse_BNT)
+    weights_BNTS = _weights(_masked(scores_BNTS, causal, mask, documents, window), lse_BNT)
     K = k_BSKH.shape[2]
     q_BTKGH = q_BTNH.unflatten(2, (K, -1))
     grad_BTKGH = grad_BTNH.unflatten(2, (K, -1))
@@ -92,12 +98,20 @@ def _scores(q_BTNH: Tensor, k_BSKH: Tensor, scoring: Scoring) -> Tensor:
     return scoring.cap * torch.tanh(scores / scoring.cap)
 
 
-def _masked(scores_BNTS: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
+def _masked(
+    scores_BNTS: Tensor, causal: bool, mask: Tensor | None, documents: BlockDocuments | None, window: int | None
+) -> Tensor:
     """-inf where a query does not see a key."""
+    assert causal or window is None, "a window counts back from the query itself"
+    if documents is not None:
+        same = documents.mask()
+        mask = same if mask is None else mask & same
     if causal:
         T, S = scores_BNTS.shape[-2:]
         assert T == S, f"a causal block is square, {T} queries meet {S} keys"
         past = torch.ones(T, S, dtype=torch.bool, device=scores_BNTS.device).tril()
+        if window is not None:
+            past = past.triu(1 - window)
         mask = past if mask is None else mask & past
     if mask is None:
         return scores_BNTS

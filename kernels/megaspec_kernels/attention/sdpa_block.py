@@ -1,7 +1,8 @@
 """Blocks of attention through the operators under torch's scaled_dot_product_attention, which give the log-sum-exp.
 
-cuDNN on Hopper and later, FlashAttention-2 otherwise, memory-efficient attention for masks and fp32, equations for what
-none of them takes. All speak of the same natural log-sum-exp, so that forward and backward may go different ways.
+cuDNN on Hopper and later, FlashAttention-2 otherwise and for documents and windows (varlen.py), memory-efficient
+attention for masks and fp32, equations for what none of them takes. All speak of the same natural log-sum-exp, so that
+forward and backward may go different ways.
 """
 
 # B sequences, T queries, S keys, N query heads, K key and value heads, H head size
@@ -12,14 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megaspec_kernels.attention import reference_block
+from megaspec_kernels.attention import reference_block, varlen
+from megaspec_kernels.attention.documents import BlockDocuments, whole_rows
 from megaspec_kernels.attention.reference_block import Drop
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 
-Way = Literal["cudnn", "flash", "efficient", "equations"]
+Way = Literal["cudnn", "flash", "efficient", "equations", "flash by document", "equations by document"]
 
 
 def block_forward(
@@ -29,6 +31,8 @@ def block_forward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    documents: BlockDocuments | None = None,
+    window: int | None = None,
     scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -38,10 +42,25 @@ def block_forward(
     q_BTNH = _dense(q_BTNH)
     k_BSKH = _dense(k_BSKH)
     v_BSKH = _dense(v_BSKH)
-    way = choose(q_BTNH, k_BSKH, masked=mask is not None)
+    way = choose(q_BTNH, k_BSKH, masked=mask is not None, documents=documents is not None, window=window is not None)
+    if way in _BY_DOCUMENT:
+        documents = _of_each_token(documents, q_BTNH)
+        return varlen.forward(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            way=_BY_DOCUMENT[way],
+            documents=documents,
+            causal=causal,
+            window=window,
+            scale=scoring.scale,
+        )
     if way == "equations":
-        return reference_block.block_forward(q_BTNH, k_BSKH, v_BSKH, causal=causal, mask=mask, scoring=scoring)
+        return reference_block.block_forward(
+            q_BTNH, k_BSKH, v_BSKH, causal=causal, mask=mask, documents=documents, window=window, scoring=scoring
+        )
     if way == "efficient":
+        mask = _as_mask(mask, documents, window, q_BTNH)
         return _efficient_forward(q_BTNH, k_BSKH, v_BSKH, causal, mask, scoring.scale)
     if way == "cudnn":
         return _cudnn_forward(q_BTNH, k_BSKH, v_BSKH, causal, scoring.scale)
@@ -58,28 +77,44 @@ def block_backward(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    documents: BlockDocuments | None = None,
+    window: int | None = None,
     scoring: Scoring = PLAIN,
     drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> what the block adds to the gradients of q, k and v; see reference_block.py."""
     assert drop is None, "sdpa has no attention dropout; the resolver picks reference"
     assert scoring.cap is None, "sdpa caps no scores; the resolver picks another"
-    way = choose(q_BTNH, k_BSKH, masked=mask is not None)
+    way = choose(q_BTNH, k_BSKH, masked=mask is not None, documents=documents is not None, window=window is not None)
     tensors = (*(_dense(x) for x in (grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH)), lse_BNT)
+    if way in _BY_DOCUMENT:
+        documents = _of_each_token(documents, q_BTNH)
+        return varlen.backward(
+            *tensors, way=_BY_DOCUMENT[way], documents=documents, causal=causal, window=window, scale=scoring.scale
+        )
     if way == "equations":
-        return reference_block.block_backward(*tensors, causal=causal, mask=mask, scoring=scoring)
+        return reference_block.block_backward(
+            *tensors, causal=causal, mask=mask, documents=documents, window=window, scoring=scoring
+        )
     if way == "efficient":
-        return _efficient_backward(*tensors, causal, mask, scoring.scale)
+        return _efficient_backward(*tensors, causal, _as_mask(mask, documents, window, q_BTNH), scoring.scale)
     if way == "cudnn":
         return _cudnn_backward(*tensors, causal, scoring.scale)
     return _flash_backward(*tensors, causal, scoring.scale)
 
 
-def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
-    """The operator that takes a block."""
+# Ways that leave out what documents and windows hide, by what varlen.py calls them.
+_BY_DOCUMENT: dict[Way, varlen.Way] = {"flash by document": "flash", "equations by document": "each"}
+
+
+def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool, documents: bool = False, window: bool = False) -> Way:
+    """The operator that takes a block. `masked`: with a mask, which documents and windows may come beside."""
     H = q_BTNH.shape[-1]
     dtype = q_BTNH.dtype
-    if q_BTNH.device.type == "cpu" or dtype == torch.float64 or not _is_aligned(H, dtype):
+    if q_BTNH.device.type == "cpu":
+        # where the host may read how long documents are
+        return "equations by document" if documents and not masked else "equations"
+    if dtype == torch.float64 or not _is_aligned(H, dtype):
         return "equations"
     # the GPU's generation: 8 Ampere, 9 Hopper; tensors without numbers go the way of Hopper
     major = 9
@@ -87,6 +122,8 @@ def choose(q_BTNH: Tensor, k_BSKH: Tensor, *, masked: bool) -> Way:
         major, _ = torch.cuda.get_device_capability(q_BTNH.device)
     if masked or dtype not in _HALF or major < 8 or H > 256:
         return "efficient"
+    if documents or window:
+        return "flash by document"
     # cuDNN has no deterministic backward pass, and takes no single key
     exact = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     if major >= 9 and H <= 128 and k_BSKH.shape[1] > 1 and not exact:
@@ -102,6 +139,35 @@ def is_refused(*, d_head: int, dtype: torch.dtype) -> bool:
 def _is_aligned(d_head: int, dtype: torch.dtype) -> bool:
     """The operators load 16 bytes at a time."""
     return d_head * dtype.itemsize % 16 == 0
+
+
+def _of_each_token(documents: BlockDocuments | None, q_BTNH: Tensor) -> BlockDocuments:
+    """Of every row; a window alone lies in rows of one document."""
+    B, T = q_BTNH.shape[:2]
+    if documents is not None:
+        return BlockDocuments(documents.queries.for_rows(B), documents.keys.for_rows(B))
+    rows = whole_rows(B, T, device=q_BTNH.device)
+    return BlockDocuments(rows, rows)
+
+
+def _as_mask(
+    mask: Tensor | None, documents: BlockDocuments | None, window: int | None, q_BTNH: Tensor
+) -> Tensor | None:
+    """bool [B or 1, 1, T, S]: all that hides keys, for an operator that takes a mask alone; None where nothing does."""
+    found = []
+    if mask is not None:
+        found.append(mask)
+    if documents is not None:
+        found.append(documents.mask())
+    if window is not None:
+        T = q_BTNH.shape[1]
+        found.append(torch.ones(1, 1, T, T, dtype=torch.bool, device=q_BTNH.device).triu(1 - window))
+    if not found:
+        return None
+    total = found[0]
+    for one in found[1:]:
+        total = total & one
+    return total
 
 
 def _cudnn_forward(

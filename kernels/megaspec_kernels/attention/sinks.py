@@ -9,12 +9,8 @@ value is zero, so its gradient is -Σ exp(z - l') δ.
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-
-from megaspec_kernels.attention.scoring import Scoring
 
 
 def with_sinks(out_BTNH: Tensor, lse_BNT: Tensor, sinks_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +18,11 @@ def with_sinks(out_BTNH: Tensor, lse_BNT: Tensor, sinks_N: Tensor) -> tuple[Tens
     lse_with_BNT = torch.logaddexp(lse_BNT, sinks_N.to(lse_BNT.dtype)[:, None])
     left_BNT = (lse_BNT - lse_with_BNT).exp()
     out = out_BTNH.to(lse_BNT.dtype) * left_BNT.transpose(1, 2)[..., None]
-    return out.to(out_BTNH.dtype), lse_with_BNT
+    if out.dtype != out_BTNH.dtype:
+        # asked, since `to` a format that is there already hands on the same tensor, and where that is kept for the
+        # backward pass the compiler of torch 2.11 gives wrong gradients without a word
+        out = out.to(out_BTNH.dtype)
+    return out, lse_with_BNT
 
 
 def sinks_gradient(grad_BTNH: Tensor, out_BTNH: Tensor, lse_BNT: Tensor, sinks_N: Tensor) -> Tensor:
@@ -31,42 +31,3 @@ def sinks_gradient(grad_BTNH: Tensor, out_BTNH: Tensor, lse_BNT: Tensor, sinks_N
     delta_BNT = (grad_BTNH.to(wide) * out_BTNH.to(wide)).sum(dim=-1).transpose(1, 2)
     weight_BNT = (sinks_N.to(wide)[:, None] - lse_BNT).exp()
     return -(weight_BNT * delta_BNT).sum(dim=(0, 2)).to(sinks_N.dtype)
-
-
-class _SinkAttention(torch.autograd.Function):
-    """Whole sequences as one block."""
-
-    @staticmethod
-    def forward(ctx, q_BTNH, k_BTKH, v_BTKH, sinks_N, forward, backward, mask, scoring):
-        out_BTNH, lse_BNT = forward(q_BTNH, k_BTKH, v_BTKH, causal=True, mask=mask, scoring=scoring)
-        out_BTNH, lse_BNT = with_sinks(out_BTNH, lse_BNT, sinks_N)
-        ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, sinks_N, out_BTNH, lse_BNT)
-        ctx.backward_of_block = backward
-        ctx.mask = mask
-        ctx.scoring = scoring
-        return out_BTNH
-
-    @staticmethod
-    def backward(ctx, grad_BTNH):
-        q, k, v, sinks_N, out_BTNH, lse_BNT = ctx.saved_tensors
-        grads = ctx.backward_of_block(
-            grad_BTNH, q, k, v, out_BTNH, lse_BNT, causal=True, mask=ctx.mask, scoring=ctx.scoring
-        )
-        d_sinks = sinks_gradient(grad_BTNH, out_BTNH, lse_BNT, sinks_N)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True)), d_sinks, None, None, None, None
-
-
-def attention_with_sinks(
-    q_BTNH: Tensor,
-    k_BTKH: Tensor,
-    v_BTKH: Tensor,
-    sinks_N: Tensor,
-    *,
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    mask: Tensor | None,
-    scoring: Scoring,
-) -> Tensor:
-    """Causal attention of whole sequences through a kernel's blocks, see AttentionKernel. `mask`: what is seen of the
-    past, bool [B or 1, 1, T, T]."""
-    return _SinkAttention.apply(q_BTNH, k_BTKH, v_BTKH, sinks_N, forward, backward, mask, scoring)

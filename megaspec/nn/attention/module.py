@@ -19,6 +19,7 @@ from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.nn.range_names import ATTENTION
 from megaspec.nn.ranges import marked
 from megaspec.nn.rope.module import Angles, Rotation
+from megaspec_kernels.attention.documents import Documents, chunks_of
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.registry import AttentionKernel
 
@@ -31,8 +32,8 @@ class SequenceContext:
     """int64 [T], or [B, T] when documents are packed: of this rank's tokens, in their documents."""
     angles: tuple[Angles, ...] = ()
     """Cosine and sine of the rotary angles at `positions`, of every table of the model; empty without any."""
-    documents: Tensor | None = None
-    """int32 [B, S]: document of each token of the whole sequence; attention stays inside it. None: one document."""
+    documents: Documents | None = None
+    """Of the tokens of the whole sequences, [B, S]; attention stays inside them. None: one document."""
     noise: Noise | None = None
     """Source of dropout masks; None switches dropout off."""
     index: Tensor | None = None
@@ -113,7 +114,7 @@ class CausalCore(nn.Module):
         k_BTKH: Tensor,
         v_BTKH: Tensor,
         *,
-        documents: Tensor | None,
+        documents: Documents | None,
         sinks_N: Tensor | None,
         drop: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
@@ -136,16 +137,16 @@ class CausalCore(nn.Module):
             return None
         return self.sight.window
 
-    def segments(self, documents: Tensor | None, length: int, *, device: torch.device) -> Tensor | None:
-        """int32 [B or 1, length]: what attention stays inside of. A chunk of a document is a document to it."""
+    def segments(self, documents: Documents | None, length: int, *, device: torch.device) -> Documents | None:
+        """What attention stays inside of, in rows of `length` tokens. A chunk of a document is a document to it."""
         chunk = self.sight.chunk
         if chunk is None or chunk >= length:
             return documents
         if documents is None:
-            positions = torch.arange(length, device=device)[None]
+            positions_BT = torch.arange(length, device=device)[None]
         else:
-            positions = document_positions(documents)
-        return (positions % chunk == 0).cumsum(dim=1, dtype=torch.int32)
+            positions_BT = document_positions(documents.number)
+        return chunks_of(positions_BT, chunk, documents=documents)
 
 
 def drop_attention(
