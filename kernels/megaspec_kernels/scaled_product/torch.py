@@ -1,0 +1,73 @@
+"""A product of fp8 matrices through torch's scaled_mm: cuBLASLt on the tensor cores of sm89 and newer."""
+
+# M rows, N columns of the result, K numbers that each is a sum over
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.fp8_cast.formats import Block
+
+# What the sides of a product are multiples of.
+UNIT = 16
+
+
+def scaled_product(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *,
+    a_block: Block,
+    b_block: Block,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
+    """See reference.py. N and K are multiples of 16; with scales of blocks K is one of 128."""
+    if a_MK.is_meta:
+        return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
+    is_blocked = a_block[1] is not None or b_block[1] is not None
+    if is_blocked:
+        return _of_blocks(a_MK, b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype)
+    if a_scale.numel() == b_scale.numel() == 1:
+        return torch._scaled_mm(
+            a_MK, b_NK.t(), scale_a=a_scale.view(()), scale_b=b_scale.view(()), out_dtype=dtype, use_fast_accum=fast
+        )
+    if dtype == torch.bfloat16:
+        # of each row of the result and of each column; a scale of the whole matrix is one for every row of it
+        rows = a_scale.expand(a_MK.shape[0], 1).contiguous()
+        columns = b_scale.expand(b_NK.shape[0], 1).contiguous().t()
+        return torch._scaled_mm(a_MK, b_NK.t(), scale_a=rows, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)
+    # Scales of rows come in front of the sum over K, and torch writes no fp32 with them: it is multiplied with them
+    # afterwards, which rounds nothing, since they are powers of two.
+    one = torch.ones((), device=a_MK.device)
+    y_MN = torch._scaled_mm(a_MK, b_NK.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=fast)
+    return y_MN.mul_(a_scale).mul_(b_scale.t())
+
+
+def _of_blocks(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *,
+    a_block: Block,
+    b_block: Block,
+    dtype: torch.dtype,
+) -> Tensor:
+    """1x128 with 128x128, or with 1x128. torch reads these scales along the rows of the result first."""
+    return torch._scaled_mm(
+        a_MK,
+        b_NK.t(),
+        scale_a=_outer_major(a_scale, a_block),
+        scale_b=_outer_major(b_scale, b_block).t(),
+        out_dtype=dtype,
+        # the other kernels don't exist for scales of blocks
+        use_fast_accum=False,
+    )
+
+
+def _outer_major(scale: Tensor, block: Block) -> Tensor:
+    """[m, k] with rows next to each other in memory; those of square blocks with columns next to each other."""
+    if block[0] == 1:
+        return scale.t().contiguous().t()
+    return scale.contiguous()
