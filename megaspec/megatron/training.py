@@ -426,11 +426,12 @@ def _fp8(draft: RecipeDraft) -> None:
     draft.put("precision.kind", "fp8", "--fp8-format", "--bf16")
     draft.put("precision.recipe", recipe, "--fp8-recipe", remark=remark)
     draft.put("precision.format", draft["--fp8-format"], "--fp8-format")
-    if draft["--first-last-layers-bf16"]:
-        for name, key in (
-            ("--num-layers-at-start-in-bf16", "first_layers_bf16"),
-            ("--num-layers-at-end-in-bf16", "last_layers_bf16"),
-        ):
-            draft.put(f"precision.{key}", draft[name], name, "--first-last-layers-bf16")
+    for name, key in (
+        ("--num-layers-at-start-in-bf16", "first_layers_bf16"),
+        ("--num-layers-at-end-in-bf16", "last_layers_bf16"),
+    ):
+        # without the switch Megatron has none
+        count = draft[name] if draft["--first-last-layers-bf16"] else 0
+        draft.put(f"precision.{key}", count, name, "--first-last-layers-bf16")
     if draft["--fp8-param-gather"] and not draft["--use-torch-fsdp2"]:
         draft.put("precision.gather_fp8", True, "--fp8-param-gather")

@@ -50,8 +50,7 @@ def precision_runs_on_the_gpu(case: Case) -> Problem | None:
 
 
 def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
-    """fp8 needs a GPU of sm89 or newer, blockwise scales Hopper (sm90), mxfp8 and nvfp4 Blackwell (sm100) or newer;
-    CPUs compute it."""
+    """fp8 needs a GPU of sm89 or newer, blockwise Hopper (sm90), mxfp8 and nvfp4 Blackwell (sm100); CPUs compute it."""
     precision = case.recipe.precision
     if not isinstance(precision, Fp8Precision) or case.target.device != "cuda":
         return None
@@ -123,8 +122,7 @@ def fp8_looks_back_where_scales_are_delayed(case: Case) -> Problem | None:
 
 
 def fp8_heads_have_one_rank(case: Case) -> Problem | None:
-    """In fp8 a key and value head lies on one tensor-parallel rank: ranks that share one would each round a part of its
-    gradient."""
+    """In fp8 no ranks share a key and value head: each would round a part of its gradient."""
     precision = case.recipe.precision
     n_kv_heads = case.recipe.model.n_kv_heads
     if not isinstance(precision, Fp8Precision) or case.mla is not None or case.tp <= n_kv_heads:

@@ -27,7 +27,6 @@ from megaspec.parallelism.expert import buffers_of
 from megaspec.rules.belonging import holds_weights_alone, is_fork_point, starts_optimizer_anew
 from megaspec.runtime.build import TrainState
 
-
 FP8 = "fp8/"
 
 

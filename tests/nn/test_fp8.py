@@ -14,7 +14,7 @@ from tests.kernels.fp8 import quantised
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 RECIPES = list(BLOCKS)
-B, T, I, O = 2, 96, 160, 272
+SEQUENCES, TOKENS, N_IN, N_OUT = 2, 96, 160, 272
 
 
 def form_of(recipe: str, *, gradient_format: str = "e5m2") -> Fp8Form:
@@ -31,7 +31,7 @@ def layer_in(
     recipe: str, *, dtype: torch.dtype = torch.float64, gradient_format: str = "e5m2", bias: bool = False
 ) -> tuple[Linear, Fp8Linear]:
     torch.manual_seed(1)
-    layer = Linear(I, O, bias=bias).to(dtype)
+    layer = Linear(N_IN, N_OUT, bias=bias).to(dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn(parameter.shape) * torch.exp2(torch.randint(-8, 3, parameter.shape).float()))
@@ -49,8 +49,12 @@ def layer_in(
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(2)
-    x = torch.randn(B, T, I, generator=draw) * torch.exp2(torch.randint(-8, 3, (B, T, I), generator=draw).float())
-    grad = torch.randn(B, T, O, generator=draw) * torch.exp2(torch.randint(-20, 3, (B, T, O), generator=draw).float())
+    x = torch.randn(SEQUENCES, TOKENS, N_IN, generator=draw) * torch.exp2(
+        torch.randint(-8, 3, (SEQUENCES, TOKENS, N_IN), generator=draw).float()
+    )
+    grad = torch.randn(SEQUENCES, TOKENS, N_OUT, generator=draw) * torch.exp2(
+        torch.randint(-20, 3, (SEQUENCES, TOKENS, N_OUT), generator=draw).float()
+    )
     return x.to(dtype).requires_grad_(), grad.to(dtype)
 
 
@@ -95,7 +99,7 @@ def test_a_byte_of_each_input_is_kept(recipe: str) -> None:
     values = [one for one in held if one.dtype == E4M3]
     assert [one.numel() for one in values] == [x.numel()]
     scales = sum(one.numel() for one in held if one.dtype == torch.float32)
-    assert scales == {"tensorwise": 1, "delayed": 1, "rowwise": I, "blockwise": 2 * I}[recipe]
+    assert scales == {"tensorwise": 1, "delayed": 1, "rowwise": N_IN, "blockwise": 2 * N_IN}[recipe]
     assert len(held) == 2
 
 
@@ -142,7 +146,7 @@ def test_weight_gradients_are_summed_and_deferred(recipe: str) -> None:
     plain(x).backward(grad)
     layer, _ = layer_in(recipe)
     sums = WeightGradientSums()
-    buffer = torch.full((O, I), float("nan"), dtype=torch.float64)
+    buffer = torch.full((N_OUT, N_IN), float("nan"), dtype=torch.float64)
     one = sums.connect(layer, buffer, lambda: None)
     one.start()
     queue = WeightGradientQueue()
@@ -191,7 +195,7 @@ def test_delayed_scales_are_those_of_steps_before_and_what_is_larger_saturates()
     assert fp8.memory.seen.tolist() == [x.abs().max().item(), grad.abs().max().item()]
     assert fp8.memory.saturated.item() == 0
     fp8.shared.is_fresh = False
-    # an element of an input is 448 at most by this scale, 16 of a gradient 57344
+    # the largest number of each format by scales that are too small
     fp8.memory.scales.copy_(torch.tensor([2.0**-8, 2.0**-20]))
     y = layer(x)
     beyond = (x.abs() > 448 * 2.0**-8).sum() + (grad.abs() > 57344 * 2.0**-20).sum()
