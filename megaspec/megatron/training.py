@@ -418,7 +418,7 @@ def _fp8(draft: RecipeDraft) -> None:
     recipe = draft["--fp8-recipe"]
     remark = ""
     if recipe in ("delayed", "custom"):
-        draft.lose("--fp8-recipe", "precision.recipe is tensorwise, blockwise or mxfp8")
+        draft.lose("--fp8-recipe", "its history, margin and interval are not translated")
         remark = f"in place of {recipe}, which is lost"
         recipe = "tensorwise"
     if not draft["--bf16"]:
