@@ -430,8 +430,10 @@ def _fp8(draft: RecipeDraft) -> None:
         ("--num-layers-at-start-in-bf16", "first_layers_bf16"),
         ("--num-layers-at-end-in-bf16", "last_layers_bf16"),
     ):
-        # without the switch Megatron has none
-        count = draft[name] if draft["--first-last-layers-bf16"] else 0
-        draft.put(f"precision.{key}", count, name, "--first-last-layers-bf16")
+        if draft["--first-last-layers-bf16"]:
+            draft.put(f"precision.{key}", draft[name], name, "--first-last-layers-bf16")
+        else:
+            # without the switch Megatron has none
+            draft.put(f"precision.{key}", 0, "--first-last-layers-bf16")
     if draft["--fp8-param-gather"] and not draft["--use-torch-fsdp2"]:
         draft.put("precision.gather_fp8", True, "--fp8-param-gather")

@@ -3,6 +3,7 @@
 # M rows, N columns of the result, K numbers that each is a sum over
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import Block
@@ -54,20 +55,17 @@ def _of_blocks(
     b_block: Block,
     dtype: torch.dtype,
 ) -> Tensor:
-    """1x128 with 128x128, or with 1x128. torch reads these scales along the rows of the result first."""
-    return torch._scaled_mm(
-        a_MK,
-        b_NK.t(),
-        scale_a=_outer_major(a_scale, a_block),
-        scale_b=_outer_major(b_scale, b_block).t(),
-        out_dtype=dtype,
-        # the other kernels don't exist for scales of blocks
-        use_fast_accum=False,
-    )
+    """1x128 with 128x128, or with 1x128."""
+    a_scale, a_recipe = _for_torch(a_scale, a_block)
+    b_scale, b_recipe = _for_torch(b_scale, b_block)
+    # fewer bits in the sums are not to be had with scales of blocks
+    return F.scaled_mm(a_MK, b_NK.t(), a_scale, a_recipe, b_scale, b_recipe, output_dtype=dtype)
 
 
-def _outer_major(scale: Tensor, block: Block) -> Tensor:
-    """[m, k] with rows next to each other in memory; those of square blocks with columns next to each other."""
+def _for_torch(scale: Tensor, block: Block) -> tuple[Tensor, F.ScalingType]:
+    """Scales [m, k] as torch takes them: of 1x128 with rows next to each other in memory; of 128x128 turned round,
+    [k, m], and k padded to a multiple of 4."""
     if block[0] == 1:
-        return scale.t().contiguous().t()
-    return scale.contiguous()
+        return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    k = scale.shape[1]
+    return F.pad(scale, (0, -k % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
