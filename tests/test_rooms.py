@@ -106,6 +106,12 @@ RUNS = {
         "parallelism.offload={layers: 1, optimizer: 0.5}",
         *MADE_UP,
     ),
+    "fp8": (
+        "model.n_layers=3",
+        "model.n_kv_heads=2",
+        "data.seq_len=16",
+        "precision={kind: fp8, recipe: delayed}",
+    ),
     "random": (
         "data=random",
         "data.vocab_size=64",

@@ -5,7 +5,9 @@ from megaspec_kernels.attention.bench import BENCH as ATTENTION
 from megaspec_kernels.attention_merge.bench import BENCH as ATTENTION_MERGE
 from megaspec_kernels.bench import Bench
 from megaspec_kernels.cross_entropy.bench import BENCH as CROSS_ENTROPY
+from megaspec_kernels.fp8_cast.bench import BENCH as FP8_CAST
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
+from megaspec_kernels.scaled_product.bench import BENCH as SCALED_PRODUCT
 from megaspec_kernels.unpermute.bench import BENCH as UNPERMUTE
 
 BENCHES: dict[str, Bench] = {
@@ -14,5 +16,7 @@ BENCHES: dict[str, Bench] = {
     "cross_entropy": CROSS_ENTROPY,
     "grouped": GROUPED,
     "unpermute": UNPERMUTE,
+    "fp8_cast": FP8_CAST,
+    "scaled_product": SCALED_PRODUCT,
     "adamw": ADAMW,
 }

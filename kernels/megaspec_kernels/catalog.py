@@ -89,6 +89,19 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "fp8_cast": Operation(
+        {
+            # the first GPUs that convert to fp8 themselves
+            "triton": Requirement(devices=("cuda",), min_sm=89, precisions=UP_TO_FP32),
+            "reference": Requirement(),
+        }
+    ),
+    "scaled_product": Operation(
+        {
+            "torch": Requirement(devices=("cuda",), min_sm=89, precisions=("fp32", "bf16")),
+            "reference": Requirement(),
+        }
+    ),
     "adamw": Operation(
         {
             "torch": Requirement(narrow_states=False),

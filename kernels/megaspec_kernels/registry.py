@@ -18,8 +18,12 @@ from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
+from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
+from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
+from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
 from megaspec_kernels.spec import KernelsSpec
 from megaspec_kernels.unpermute.reference import unpermute as unpermute_reference
 from megaspec_kernels.unpermute.triton import unpermute as unpermute_triton
@@ -49,6 +53,16 @@ class AttentionMergeKernel:
     """(total_BTNH, new_BTNH)"""
 
 
+@dataclass(frozen=True)
+class Fp8CastKernel:
+    """How a matrix becomes fp8, see fp8_cast/reference.py."""
+
+    amax: Callable[..., torch.Tensor]
+    """(x_MK, *, block) -> [m, k]"""
+    cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
+    """(x_MK, scale_mk, *, block, dtype, rows, columns, saturated) -> [M, K] and [K, M]"""
+
+
 CrossEntropyKernel = Callable[..., Any]
 """(x_MD, weight_VD, labels_M, weights_M, shard, *, bias_V, form) -> scalar; the last two only of heads that have
 them, see cross_entropy/reference.py"""
@@ -56,6 +70,8 @@ GroupedKernel = Callable[..., Any]
 """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
 UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
+ScaledProductKernel = Callable[..., torch.Tensor]
+"""(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast) -> [M, N]"""
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
@@ -82,6 +98,11 @@ REGISTRY: dict[str, dict[str, Any]] = {
     },
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
+    "fp8_cast": {
+        "triton": Fp8CastKernel(fp8_cast_triton.amax, fp8_cast_triton.cast),
+        "reference": Fp8CastKernel(fp8_cast_reference.amax, fp8_cast_reference.cast),
+    },
+    "scaled_product": {"torch": scaled_product_torch, "reference": scaled_product_reference},
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
 
@@ -95,6 +116,8 @@ class Kernels:
     cross_entropy: CrossEntropyKernel
     grouped: GroupedKernel
     unpermute: UnpermuteKernel
+    fp8_cast: Fp8CastKernel
+    scaled_product: ScaledProductKernel
 
 
 def kernels_of(spec: KernelsSpec) -> Kernels:
@@ -105,4 +128,6 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         cross_entropy=REGISTRY["cross_entropy"][spec.cross_entropy],
         grouped=REGISTRY["grouped"][spec.grouped],
         unpermute=REGISTRY["unpermute"][spec.unpermute],
+        fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
+        scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
     )

@@ -98,6 +98,12 @@ class Linear:
     """Something before it is trained."""
 
     @property
+    def takes_fp8(self) -> bool:
+        """Its products take fp8 where its layer does: it is neither a router's, nor so narrow as a gate, nor one of
+        experts, whose groups of rows are of any length."""
+        return self.in_time and not self.in_fp32 and self.purpose in ("attention", "mlp")
+
+    @property
     def columns(self) -> int:
         """Outputs of one of its matrices on one device."""
         return sum(width.whole for width in self.outputs)

@@ -137,7 +137,7 @@ def kept_tensors(run: LayerRun, layer: LayerFacts) -> tuple[KeptTensor, ...]:
     found = [_sized(kept, run, layer) for kept in layer.kept(run.execution)]
     if layer.attention is None or not layer.runs_backward:
         return tuple(found)
-    core = _core(run, layer.attention)
+    core = _core(run, layer.attention, in_fp8=layer.in_fp8)
     if not layer.attends_backward:
         # its output alone, where a product needs it for its weight gradient
         core = (one for one in core if one.what in layer.trained_inputs)
@@ -148,7 +148,7 @@ def _sized(kept: Kept, run: LayerRun, layer: LayerFacts) -> KeptTensor:
     return KeptTensor(kept.what, run.kept_bytes(kept, layer), kept.freed_by, kept.is_routed)
 
 
-def _core(run: LayerRun, attention: AttentionProducts) -> Iterator[KeptTensor]:
+def _core(run: LayerRun, attention: AttentionProducts, *, in_fp8: bool) -> Iterator[KeptTensor]:
     """softmax(q kᵀ) v, and its output, which the matrix product after it keeps. Attention written out turns heads and
     tokens round in a copy, which recomputation does not free."""
     tokens = run.tokens.all
@@ -160,7 +160,7 @@ def _core(run: LayerRun, attention: AttentionProducts) -> Iterator[KeptTensor]:
     if run.execution.keeps_scores:
         freed_by = ()
     yield KeptTensor("o", out * run.width, freed_by)
-    if run.is_fp8:
+    if in_fp8:
         # as the product after it takes it
         yield KeptTensor("o.fp8", out)
     if not run.execution.keeps_scores:

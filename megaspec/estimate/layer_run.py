@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megaspec.core.part_facts import Degrees, Element, Execution, Kept, Routing, Tokens, Width
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec, RecomputeSpec
+from megaspec.precision.spec import model_format
 from megaspec.recipe import Recipe
 
 BYTES = {"fp64": 8, "fp32": 4}
@@ -52,7 +53,6 @@ class LayerRun:
     execution: Execution
     width: int
     """Bytes of an activation in the model's format."""
-    is_fp8: bool
     gathers_tokens: bool = False
     """Every rank gets all tokens to look for those of its experts; otherwise those alone that chose them."""
 
@@ -78,9 +78,9 @@ class LayerRun:
         """Features of a token that this rank has."""
         return sum(width.on(self.degrees) for width in widths)
 
-    def bytes_of(self, element: Element) -> int:
+    def bytes_of(self, element: Element, *, in_fp8: bool = False) -> int:
         """Of one number: a product's factor in fp8 where products take it, statistics in fp32, indices in int64."""
-        if element == "product" and self.is_fp8:
+        if element == "product" and in_fp8:
             return 1
         sizes = {"wide": self.wide, "product": self.width, "statistic": 4, "byte": 1, "index": 8}
         return sizes.get(element, self.width)
@@ -88,7 +88,7 @@ class LayerRun:
     def kept_bytes(self, kept: Kept, layer: LayerFacts) -> int:
         """Of one kept tensor."""
         rows = self.count(kept.tokens, layer.routing)
-        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element)
+        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element, in_fp8=layer.in_fp8)
 
     @cached_property
     def stream_bytes_per_feature(self) -> int:
@@ -148,7 +148,6 @@ def degrees_of(recipe: Recipe) -> Degrees:
 
 def layer_run(recipe: Recipe) -> LayerRun:
     """Of a rank of a filled recipe."""
-    precision = recipe.precision.kind
     return LayerRun(
         tokens=tokens_of(recipe),
         degrees=degrees_of(recipe),
@@ -157,7 +156,6 @@ def layer_run(recipe: Recipe) -> LayerRun:
             keeps_scores=recipe.kernels.attention == "reference",
             recomputed=recomputed_parts(recipe.parallelism.recompute),
         ),
-        width=BYTES.get(precision, 2),
-        is_fp8=precision == "fp8",
+        width=BYTES.get(model_format(recipe.precision), 2),
         gathers_tokens=recipe.parallelism.dispatch == "all_gather",
     )

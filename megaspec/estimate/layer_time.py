@@ -38,7 +38,14 @@ SUSTAINED = 0.95
 # Seconds of an fp8 product against one whose scales are of whole tensors, the way that throughput is measured. Blocks
 # of 1x128 and 128x128: 1297 of 1508 TFLOP/s on an H200 (8192 on each side, forward). Blackwell scales mxfp8 in its
 # tensor cores. Both formats, e4m3 and e5m2, run at one rate.
-FP8_COST = {"tensorwise": 1.0, "blockwise": 1508 / 1297, "mxfp8": 1.0}
+FP8_COST = {
+    "tensorwise": 1.0,
+    "delayed": 1.0,
+    "rowwise": 1.0,
+    "blockwise": 1508 / 1297,
+    "mxfp8": 1.0,
+    "nvfp4": 1.0,
+}
 # Seconds between the some 50 kernels of a layer's forward and backward pass, about 1 microsecond each. The backward
 # pass has twice as many as the forward pass.
 GAPS_SECONDS = 0.05e-3

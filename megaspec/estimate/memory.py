@@ -524,11 +524,25 @@ def _weights(recipe: Recipe, run: LayerRun, contents: StageContents, count: Weig
     """In the model's format, with copies in fp8 and tables of angles."""
     facts = facts_of(recipe)
     tables = _angles(facts, recipe.model.max_seq_len)
-    if run.is_fp8 and recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
-        # products of the blocks want both layouts of a weight
-        ends = contents.has_embedding + contents.has_head
-        tables += 2 * max(0, count.total - ends * facts.table_on(tp=run.degrees.tp))
+    tables += _fp8_weights(recipe, run, contents)
     return shared_out(recipe, count, from_strategy=3) * run.width + tables
+
+
+def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents) -> int:
+    """Copies of weights in fp8, a byte in each of two layouts: of all layers, or where weights are gathered for each
+    pass of a layer, of the one that runs."""
+    sizes = [0]
+    for chunk in contents.chunks:
+        for layer in chunk:
+            if layer.in_fp8:
+                weights = 0
+                for one in layer.linears:
+                    matrices = max(1, one.n_experts // run.degrees.ep)
+                    weights += matrices * one.inputs.on(run.degrees) * run.on_rank(one.outputs)
+                sizes.append(2 * weights)
+    if recipe.parallelism.dp_strategy in ("fsdp", "hsdp"):
+        return max(sizes)
+    return sum(sizes)
 
 
 def _states(recipe: Recipe, run: LayerRun, contents: StageContents, count: WeightCount) -> int:

@@ -10,6 +10,7 @@ from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk
+from megaspec.precision.spec import model_format
 from megaspec.recipe import Recipe
 
 MatrixShape = tuple[int, int]
@@ -58,7 +59,7 @@ def hidden_parameters(recipe: Recipe, chunks: tuple[Chunk, ...]) -> WeightCount:
 
 def working_width(recipe: Recipe) -> int:
     """Bytes of an element of what is orthogonalised: bf16 on a GPU, but fp64 of an fp64 model."""
-    if recipe.precision.kind == "fp64":
+    if model_format(recipe.precision) == "fp64":
         return 8
     return 2
 
@@ -70,7 +71,7 @@ def orthogonalising_seconds(
     facts = facts_of(recipe)
     parallelism = recipe.parallelism
     precision = "bf16"
-    if recipe.precision.kind == "fp64":
+    if model_format(recipe.precision) == "fp64":
         precision = "fp64"
     kinds = facts.kinds_of(number for chunk in chunks for number in chunk.layers)
     seconds = 0.0

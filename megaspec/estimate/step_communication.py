@@ -29,6 +29,7 @@ from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk, stages_of
+from megaspec.precision.spec import model_format
 from megaspec.recipe import Recipe
 
 LAYERS = "layers' gradients"
@@ -62,7 +63,7 @@ def step_collectives(recipe: Recipe, topology: Topology, rank: int, count: Weigh
 
 def gradient_width(recipe: Recipe) -> int:
     """Bytes of a gradient on its way between data-parallel ranks."""
-    if recipe.precision.kind == "fp64":
+    if model_format(recipe.precision) == "fp64":
         return 8
     if recipe.parallelism.grad_reduce == "bf16":
         return 2

@@ -12,6 +12,7 @@ from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
 from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec
+from megaspec.precision.spec import model_format
 from megaspec.recipe import Recipe
 
 # Times that plain operations read and write what a compiled kernel reads and writes once: each does it alone.
@@ -113,9 +114,7 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
 
 def precision_outside_fp8(recipe: Recipe) -> str:
     """Of products that fp8 leaves alone: attention, the output head, shared experts, layers that stay in bf16."""
-    if recipe.precision.kind == "fp8":
-        return "bf16"
-    return recipe.precision.kind
+    return model_format(recipe.precision)
 
 
 def _between_products(recipe: Recipe, run: LayerRun, layer: LayerFacts, moved: Moved) -> RecomputablePart:

@@ -164,6 +164,8 @@ def step_parts(
         parts.append(load)
     if event.loss_scale is not None:
         parts.append(f"loss scale {event.loss_scale:g}")
+    if event.fp8_saturated:
+        parts.append(f"{event.fp8_saturated:,} elements saturated in fp8")
     if event.skipped:
         parts.append("update skipped: gradient not finite")
     if seconds > 0:

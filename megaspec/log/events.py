@@ -54,6 +54,9 @@ class StepDone:
     """All tokens of the step, masked ones too: what the machine worked on."""
     memory_bytes: int | None
     """Most that rank 0's GPU has held; on the CPU what rank 0's process holds now. None: not known."""
+    fp8_saturated: int | None = None
+    """Elements that were too large for fp8 by delayed scales, over all ranks and micro batches; what several ranks have
+    is counted by each. None: none can be."""
     tokens_per_second: float | None = None
     """This and the next five as in `Speed` (log/speed.py)."""
     tokens_per_second_per_gpu: float | None = None

@@ -418,7 +418,7 @@ def _fp8(draft: RecipeDraft) -> None:
     recipe = draft["--fp8-recipe"]
     remark = ""
     if recipe in ("delayed", "custom"):
-        draft.lose("--fp8-recipe", "precision.recipe is tensorwise, blockwise or mxfp8")
+        draft.lose("--fp8-recipe", "its history, margin and interval are not translated")
         remark = f"in place of {recipe}, which is lost"
         recipe = "tensorwise"
     if not draft["--bf16"]:
@@ -426,11 +426,14 @@ def _fp8(draft: RecipeDraft) -> None:
     draft.put("precision.kind", "fp8", "--fp8-format", "--bf16")
     draft.put("precision.recipe", recipe, "--fp8-recipe", remark=remark)
     draft.put("precision.format", draft["--fp8-format"], "--fp8-format")
-    if draft["--first-last-layers-bf16"]:
-        for name, key in (
-            ("--num-layers-at-start-in-bf16", "first_layers_bf16"),
-            ("--num-layers-at-end-in-bf16", "last_layers_bf16"),
-        ):
+    for name, key in (
+        ("--num-layers-at-start-in-bf16", "first_layers_bf16"),
+        ("--num-layers-at-end-in-bf16", "last_layers_bf16"),
+    ):
+        if draft["--first-last-layers-bf16"]:
             draft.put(f"precision.{key}", draft[name], name, "--first-last-layers-bf16")
+        else:
+            # without the switch Megatron has none
+            draft.put(f"precision.{key}", 0, "--first-last-layers-bf16")
     if draft["--fp8-param-gather"] and not draft["--use-torch-fsdp2"]:
         draft.put("precision.gather_fp8", True, "--fp8-param-gather")

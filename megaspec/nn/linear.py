@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megaspec.nn.fp8 import Fp8Use, fp8_backward, fp8_forward, fp8_weight_gradient, weight_gradient_of
 from megaspec_kernels.product import add_product_
 
 Product = Callable[[Tensor, bool], None]
@@ -199,12 +200,83 @@ class LinearOp(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
+@torch.library.custom_op("megaspec::add_fp8_weight_gradient", mutates_args=("buffer",))
+def add_fp8_weight_gradient(
+    buffer: Tensor, ticket: Tensor, fp8: Tensor, grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor
+) -> None:
+    """`add_weight_gradient` of factors in fp8, both in columns. `fp8`: the layer's ticket there."""
+
+    def product(into: Tensor, overwrite: bool) -> None:
+        grad_weight = weight_gradient_of(fp8, grad_OM, grad_scale, x_IM, x_scale, dtype=into.dtype)
+        # a pass of its own: torch's scaled product adds to nothing
+        if overwrite:
+            into.copy_(grad_weight)
+        else:
+            into.add_(grad_weight)
+
+    sum_of(ticket).add(product)
+
+
+@add_fp8_weight_gradient.register_fake
+def _(
+    buffer: Tensor, ticket: Tensor, fp8: Tensor, grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor
+) -> None:
+    pass
+
+
+class Fp8Factors(NamedTuple):
+    """What a weight gradient is made of, in columns."""
+
+    grad_OM: Tensor
+    grad_scale: Tensor
+    x_IM: Tensor
+    x_scale: Tensor
+
+
+def fp8_weight_gradient_into(
+    main_grad: MainGrad | None, fp8: Tensor, factors: Fp8Factors, weight: Tensor
+) -> Tensor | None:
+    """`weight_gradient` of factors in fp8. `fp8`: the layer's ticket there."""
+    if main_grad is not None:
+        add_fp8_weight_gradient(main_grad.buffer, main_grad.ticket, fp8, *factors)
+        return None
+    return fp8_weight_gradient(*factors, weight, fp8)
+
+
+class Fp8LinearOp(torch.autograd.Function):
+    """LinearOp with products in fp8. Of the input a byte a number is kept. See fp8.py."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, main_grad, fp8):
+        y, kept, kept_scale = fp8_forward(x, weight, fp8.ticket, fp8.recipe, weight.requires_grad, 0, 1)
+        ctx.save_for_backward(kept, kept_scale, weight)
+        ctx.main_grad = main_grad
+        ctx.fp8 = fp8
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        kept, kept_scale, weight = ctx.saved_tensors
+        fp8 = ctx.fp8
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x, grad_OM, grad_scale = fp8_backward(
+            grad_out, weight, fp8.ticket, fp8.recipe, fp8.gradient_format, needs_x, needs_weight
+        )
+        grad_weight = None
+        if needs_weight:
+            factors = Fp8Factors(grad_OM, grad_scale, kept, kept_scale)
+            grad_weight = fp8_weight_gradient_into(ctx.main_grad, fp8.ticket, factors, weight)
+        grad_bias = bias_gradient(grad_out) if needs_bias else None
+        return grad_x if needs_x else None, grad_weight, grad_bias, None, None
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b, [..., I] -> [..., O].
 
     `parts` are the sizes of outputs that are computed together (query, key, value; gate, up): O is their sum, and
     each is initialised and split on its own. `residual` marks a layer that writes into the residual stream.
-    `main_grad`, when set, is where the weight gradient goes: see WeightGradientSums.connect.
+    `main_grad`, when set, is where the weight gradient goes: see WeightGradientSums.connect. `fp8`, when set, has the
+    products take fp8: see fp8.py.
     """
 
     def __init__(self, n_in: int, *parts: int, bias: bool = False, residual: bool = False):
@@ -213,9 +285,16 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(sum(parts), n_in))
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
         self.main_grad: MainGrad | None = None
+        self.fp8: Fp8Use | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return LinearOp.apply(x, self.weight, self.bias, self.main_grad)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x Wᵀ + b, by the operation that the layer's precision asks for."""
+        if self.fp8 is not None:
+            return Fp8LinearOp.apply(x, self.weight, bias, self.main_grad, self.fp8)
+        return LinearOp.apply(x, self.weight, bias, self.main_grad)
 
     def extra_repr(self) -> str:
         return f"{self.n_in} -> {self.parts}, bias={self.bias is not None}"

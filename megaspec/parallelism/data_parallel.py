@@ -103,11 +103,14 @@ class DataParallel:
         layouts: Mapping[str, Layout],
         sums: WeightGradientSums,
         shared: frozenset[str] = frozenset(),
+        on_update: Callable[[], None] = lambda: None,
+        on_free: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         """Moves the parameters into buckets and wraps the units that use them. All ranks must call it together.
 
         `layouts`: of the parameters as they lie on this rank. `sums`: of this model's weight gradients. `shared`:
-        parameters that another pipeline rank holds as well, to be divided alike there.
+        parameters that another pipeline rank holds as well, to be divided alike there. `on_update` is called when
+        weights have changed, `on_free` with the names of weights whose memory this rank is about to free.
         """
         is_shared_out = self._sharing.strategy != "replicate"
         held = [chunk.global_parameters() for chunk in chunks]
@@ -121,7 +124,8 @@ class DataParallel:
         if is_shared_out:
             for bucket in self.buckets:
                 bucket.hold_weights(self.parameters, kept=not self._shards_weights)
-        self._gathers = self._make_gathers([bucket for bucket in self.buckets if self.is_gathered(bucket)])
+        self._on_update = on_update
+        self._gathers = self._make_gathers([b for b in self.buckets if self.is_gathered(b)], on_free)
         self._reductions.connect(self._linears, sums)
         self._share_out(layouts)
         self._backward_at: list[_ShardedUnit | None] = [None] * len(chunks)
@@ -146,13 +150,14 @@ class DataParallel:
             overlap=self._sharing.overlap_grad_reduce,
         )
 
-    def _make_gathers(self, buckets: Sequence[Bucket]) -> Gathers:
+    def _make_gathers(self, buckets: Sequence[Bucket], on_free: Callable[[Sequence[str]], None]) -> Gathers:
         return Gathers(
             # weights are needed from the first unit to the last, gradients are made the other way round
             buckets[::-1],
             side=Side(self._mesh.device, priority=-1),
             kept=not self._shards_weights,
             overlap=self._sharing.overlap_param_gather,
+            on_free=on_free,
         )
 
     def _units_of(self, chunk: Decoder, parameters: Mapping[str, nn.Parameter]) -> list["_ShardedUnit"]:
@@ -325,6 +330,7 @@ class DataParallel:
 
         The units' `run` waits for the weights that it needs; whatever else reads parameters calls `wait_weights`.
         """
+        self._on_update()
         self._gathers.renew()
 
     def wait_weights(self) -> None:

@@ -1,6 +1,6 @@
 """Whole weights out of the shards that ranks update."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megaspec.nn.transfer import Side, wait_for
 from megaspec.parallelism.bucket import Bucket
@@ -13,8 +13,17 @@ class Gathers:
     `overlap`: gathers run beside the computation that does not need them yet.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], *, side: Side, kept: bool, overlap: bool):
-        """`buckets`: in the order in which they are needed."""
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        side: Side,
+        kept: bool,
+        overlap: bool,
+        on_free: Callable[[Sequence[str]], None] = lambda names: None,
+    ):
+        """`buckets`: in the order in which they are needed. `on_free` is called with the names of what is freed."""
+        self._on_free = on_free
         self._buckets = buckets
         self._side = side
         self._kept = kept
@@ -75,6 +84,7 @@ class Gathers:
     def _free(self, bucket: Bucket) -> None:
         # a gather may still write into the memory
         self._wait(bucket)
+        self._on_free(bucket.names)
         bucket.weights.free()
         bucket.is_gathered = False
         bucket.users = 0

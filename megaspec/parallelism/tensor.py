@@ -20,7 +20,7 @@ from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.module import Embedding, padded
 from megaspec.nn.head.module import OutputHead
-from megaspec.nn.linear import Linear, LinearOp, bias_gradient, input_gradient, weight_gradient
+from megaspec.nn.linear import Linear, bias_gradient, input_gradient, weight_gradient
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec.parallelism.collectives import (
     all_reduce,
@@ -34,6 +34,7 @@ from megaspec.parallelism.collectives import (
     wait,
     wait_sequence,
 )
+from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp
 from megaspec.parallelism.mesh import Mesh
 from megaspec_kernels.cross_entropy.reference import VocabShard
 
@@ -104,6 +105,10 @@ class ColumnParallelLinear(Linear):
         self.overlap = overlap
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fp8 is not None:
+            return Fp8ColumnLinearOp.apply(
+                x, self.weight, self.bias, self.main_grad, self.fp8, self.group, self.sequence, self.overlap
+            )
         return ColumnLinearOp.apply(x, self.weight, self.bias, self.main_grad, self.group, self.sequence, self.overlap)
 
 
@@ -119,7 +124,7 @@ class RowParallelLinear(Linear):
         self.sequence = sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = LinearOp.apply(x, self.weight, None, self.main_grad)
+        partial = self.product(x, None)
         y = scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
         if self.bias is None:
             return y

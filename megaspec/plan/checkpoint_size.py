@@ -6,6 +6,7 @@ from math import prod
 
 from megaspec.estimate.layer_run import BYTES
 from megaspec.optim.spec import MuonSpec
+from megaspec.precision.spec import model_format
 from megaspec.rules.initial_weights import weight_shapes
 from megaspec.spec import Spec
 from megaspec.train.trainable import trained_names
@@ -35,7 +36,7 @@ def checkpoint_size(spec: Spec) -> CheckpointSize:
     if isinstance(spec.optim, MuonSpec):
         # AdamW keeps two of all that is no hidden matrix
         one_moment = {f"{name}.weight" for name, linear in facts.linears() if linear.is_hidden}
-    width = BYTES.get(spec.precision.kind, 2)
+    width = BYTES.get(model_format(spec.precision), 2)
     wide = max(4, width)
     weights = 0
     optimizer = 0

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveFloat, PositiveInt
+from megaspec.core.frozen import Auto, Frozen, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class PlainPrecision(Frozen):
@@ -33,20 +33,43 @@ class Fp16Precision(Frozen):
 
 
 class Fp8Precision(Frozen):
-    """fp8 matrix products in the blocks (Micikevicius et al. 2022); everything else is bf16."""
+    """fp8 matrix products in the layers (Micikevicius et al. 2022); everything else is bf16.
+
+    Head, embedding, router, norms and the core of attention stay as they are.
+    """
 
     kind: Literal["fp8"]
-    recipe: Literal["tensorwise", "blockwise", "mxfp8"] = "tensorwise"
-    """What shares a scale. tensorwise: a tensor. blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8: 32
-    numbers (Blackwell)."""
-    format: Literal["hybrid", "e4m3"] = "hybrid"
-    """hybrid: e4m3 forward, e5m2 for gradients of outputs. e4m3: everywhere."""
-    first_layers_bf16: NonNegativeInt = 0
+    recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"] = "tensorwise"
+    """What shares a scale. tensorwise: a tensor, by its own largest element. delayed: a tensor, by the largest elements
+    of the steps before. rowwise: a token or an output channel; for the weight gradient a feature over all tokens.
+    blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8, nvfp4: 32 and 16 numbers (Blackwell)."""
+    format: Auto[Literal["hybrid", "e4m3"]] = "auto"
+    """hybrid: e4m3 forward, e5m2 for gradients of outputs. e4m3: everywhere. auto: hybrid with scales of tensors, which
+    need its range, else e4m3."""
+    amax_history: PositiveInt = 1024
+    """Steps that delayed scales look back: they fit the largest element of all of them."""
+    margin: NonNegativeInt = 0
+    """Delayed scales leave room for elements 2^margin times as large."""
+    first_layers_bf16: NonNegativeInt = 1
     """Layers at the start that stay in bf16."""
-    last_layers_bf16: NonNegativeInt = 0
+    last_layers_bf16: NonNegativeInt = 1
     """Layers at the end that stay in bf16."""
+    outside: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Format of weights, activations and gradients outside of these products, and of what they return. fp32 and fp64
+    are for proofs."""
     gather_fp8: bool = False
     """Sharded weights are gathered in fp8."""
 
+    def layers(self, n_layers: int) -> range:
+        """The numbers of the layers that compute in fp8, of so many."""
+        return range(self.first_layers_bf16, n_layers - self.last_layers_bf16)
+
 
 PrecisionSpec = Annotated[PlainPrecision | Fp16Precision | Fp8Precision, Field(discriminator="kind")]
+
+
+def model_format(precision: PrecisionSpec) -> str:
+    """Of weights and activations: fp64, fp32, bf16 or fp16."""
+    if isinstance(precision, Fp8Precision):
+        return precision.outside
+    return precision.kind

@@ -22,6 +22,7 @@ from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.optim.spec import has_narrow_states
+from megaspec.precision.spec import Fp8Precision, model_format
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.run_facts import Facts
@@ -431,10 +432,20 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         score_cap=draft.recipe.model.caps_scores,
         hides_keys=draft.recipe.data.document_mask or draft.recipe.model.hides_keys(draft["data.seq_len"]),
         head_size=draft["model.d_head"],
-        precision=draft["precision.kind"],
+        precision=model_format(draft.recipe.precision),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
     )
+
+
+def number_format(draft: ResolverDraft) -> None:
+    precision = draft.recipe.precision
+    if not isinstance(precision, Fp8Precision):
+        return
+    if precision.recipe in ("tensorwise", "delayed"):
+        draft.fill("precision.format", "hybrid", "gradients of a whole tensor need the range of e5m2")
+    else:
+        draft.fill("precision.format", "e4m3", "scales of parts of a tensor leave it range enough")
 
 
 def schedule(draft: ResolverDraft) -> None:
@@ -468,6 +479,7 @@ FILLS: tuple[Callable[[ResolverDraft], None], ...] = (
     layout,
     pipeline,
     micro_batch,
+    number_format,
     kernels,
     schedule,
     logging,

@@ -13,6 +13,7 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
 WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
+A100 = Target(gpus=1, gpu="NVIDIA A100-SXM4-80GB", sm=80, cores=8, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
 
@@ -53,6 +54,8 @@ def _mla(d_rope: int = 16) -> str:
 
 
 _FP8 = "precision.kind=fp8"
+# of hello: parts of products that blocks of 128 divide
+_WIDE = ("model.n_kv_heads=4", "model.d_ffn=512")
 _PP2, _CP4, _TP1, _TP2 = "parallelism.pp=2", "parallelism.cp=4", "parallelism.tp=1", "parallelism.tp=2"
 _PIPELINE, _CONTEXT = "parallelism.pipeline", "parallelism.context"
 _CHUNKS = f"{_PIPELINE}.virtual_stages=2"
@@ -361,18 +364,30 @@ _MODEL = {
     "kernel-unpermute": Example(
         (_moe(), "kernels.unpermute=triton"), ("kernels.unpermute=reference",), "kernels.unpermute"
     ),
+    "kernel-fp8-cast": Example((_FP8, "kernels.fp8_cast=triton"), ("kernels.fp8_cast=reference",), "kernels.fp8_cast"),
+    "kernel-scaled-product": Example(
+        (_FP8, "kernels.scaled_product=torch"), ("kernels.scaled_product=reference",), "kernels.scaled_product"
+    ),
     "kernel-adamw": Example(("kernels.adamw=triton",), ("kernels.adamw=torch",), "kernels.adamw"),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _PRECISION = {
     "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),
-    "fp8-gpu": Example((_FP8,), ("precision.kind=bf16",), "precision.kind"),
+    "fp8-gpu": Example((_FP8,), ("precision.kind=bf16",), "precision.kind", target=A100),
     "fp8-layers": Example(
         (_FP8, "precision.first_layers_bf16=4"),
         ("precision.first_layers_bf16=1",),
         "precision.first_layers_bf16",
         target=H200,
     ),
+    "fp8-format": Example(
+        (_FP8, "precision.recipe=blockwise", "precision.format=hybrid", *_WIDE),
+        ("precision.format=e4m3",),
+        "precision.format",
+        target=H200,
+    ),
+    "fp8-margin": Example((_FP8, "precision.margin=1"), ("precision.recipe=delayed",), "precision.margin", target=H200),
+    "fp8-heads": Example((_FP8, "model.n_kv_heads=1", _TP2), (_TP1,), "parallelism.tp", target=H200),
     "fp8-gather": Example(
         (_FP8, "precision.gather_fp8=true"), ("parallelism.dp_strategy=fsdp",), "precision.gather_fp8", target=H200
     ),

@@ -1,6 +1,7 @@
 """What a recipe asks of its kernels, in the catalog's words."""
 
 from megaspec.optim.spec import has_narrow_states
+from megaspec.precision.spec import model_format
 from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import Use
 
@@ -17,7 +18,7 @@ def use_of(recipe: Recipe) -> Use:
         score_cap=recipe.model.caps_scores,
         hides_keys=recipe.data.document_mask or recipe.model.hides_keys(recipe.data.seq_len),
         head_size=recipe.model.d_head,
-        precision=recipe.precision.kind,
+        precision=model_format(recipe.precision),
         widths=widths,
         narrow_states=has_narrow_states(recipe.optim),
     )

@@ -98,6 +98,20 @@ def unpermute_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "unpermute")
 
 
+def fp8_cast_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of the cast to fp8 runs on the target."""
+    if case.recipe.precision.kind != "fp8":
+        return None
+    return _kernel(case, "fp8_cast")
+
+
+def scaled_product_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of fp8 products runs on the target."""
+    if case.recipe.precision.kind != "fp8":
+        return None
+    return _kernel(case, "scaled_product")
+
+
 def adamw_kernel_runs(case: Case) -> Problem | None:
     """The implementation of AdamW runs on the target, and keeps its states in the formats of optim.formats."""
     return _kernel(case, "adamw")

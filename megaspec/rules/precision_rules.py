@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import gcd
 from typing import NamedTuple
 
-from megaspec.core.divisors import multiples
+from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.optim.spec import AdamWSpec
@@ -15,9 +15,19 @@ from megaspec.rules.ways import Way, way_out
 # The first compute capability whose tensor cores take bf16.
 _BF16_SM = 80
 # The compute capabilities that a recipe runs on: from the first to the last.
-_FP8_SM = {"tensorwise": (89, 999), "blockwise": (90, 99), "mxfp8": (100, 999)}
-# Numbers that fp8 matrix products take at a time along each side.
-_FP8_UNIT = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+_FP8_SM = {
+    "tensorwise": (89, 999),
+    "delayed": (89, 999),
+    "rowwise": (89, 999),
+    "blockwise": (90, 99),
+    "mxfp8": (100, 999),
+    "nvfp4": (100, 999),
+}
+# What each side of an fp8 matrix product is a multiple of: numbers that the tensor cores take at a time, and blocks
+# that share a scale, so that they are the same however ranks divide a matrix.
+_FP8_UNIT = {"tensorwise": 16, "delayed": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
+# Recipes whose products of blocks torch has in e4m3 alone.
+_ONLY_E4M3 = ("blockwise", "mxfp8", "nvfp4")
 
 
 class _GemmSide(NamedTuple):
@@ -40,12 +50,10 @@ def precision_runs_on_the_gpu(case: Case) -> Problem | None:
 
 
 def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
-    """fp8 needs a GPU of sm89 or newer, blockwise scales Hopper (sm90), mxfp8 Blackwell (sm100) or newer."""
+    """fp8 needs a GPU of sm89 or newer, blockwise Hopper (sm90), mxfp8 and nvfp4 Blackwell (sm100); CPUs compute it."""
     precision = case.recipe.precision
-    if not isinstance(precision, Fp8Precision):
+    if not isinstance(precision, Fp8Precision) or case.target.device != "cuda":
         return None
-    if case.target.device != "cuda":
-        return Problem("precision.kind", "precision.kind=fp8 needs a GPU, the target is cpu; set precision=bf16")
     sm = case.target.sm
     first, last = _FP8_SM[precision.recipe]
     if first <= sm <= last:
@@ -93,6 +101,37 @@ def fp8_leaves_layers_to_itself(case: Case) -> Problem | None:
     return Problem(key, f"{text}; try {room}")
 
 
+def fp8_format_is_one_of_the_recipe(case: Case) -> Problem | None:
+    """Products of blocks take e4m3 alone."""
+    precision = case.recipe.precision
+    if not isinstance(precision, Fp8Precision) or precision.format != "hybrid":
+        return None
+    if precision.recipe not in _ONLY_E4M3:
+        return None
+    text = f"precision.format=hybrid does not go with precision.recipe={precision.recipe}, whose products take e4m3"
+    return Problem("precision.format", f"{text}; set precision.format=e4m3")
+
+
+def fp8_looks_back_where_scales_are_delayed(case: Case) -> Problem | None:
+    """A margin is for delayed scales: others fit their elements."""
+    precision = case.recipe.precision
+    if not isinstance(precision, Fp8Precision) or precision.recipe == "delayed" or precision.margin == 0:
+        return None
+    text = f"precision.margin={precision.margin} needs precision.recipe=delayed, it is {precision.recipe}"
+    return Problem("precision.margin", f"{text}; set precision.margin=0")
+
+
+def fp8_heads_have_one_rank(case: Case) -> Problem | None:
+    """In fp8 no ranks share a key and value head: each would round a part of its gradient."""
+    precision = case.recipe.precision
+    n_kv_heads = case.recipe.model.n_kv_heads
+    if not isinstance(precision, Fp8Precision) or case.mla is not None or case.tp <= n_kv_heads:
+        return None
+    text = f"parallelism.tp={case.tp} must be at most model.n_kv_heads={n_kv_heads} with precision.kind=fp8"
+    way = way_out(case, Way("parallelism.tp", divisors(n_kv_heads), case.tp))
+    return Problem("parallelism.tp", f"{text}; {way}, or precision=bf16")
+
+
 def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
     """Only weights that ranks share out are gathered."""
     precision = case.recipe.precision
@@ -104,7 +143,7 @@ def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
 
 
 def fp8_products_have_whole_tiles(case: Case) -> Problem | None:
-    """Every side of an fp8 matrix product on a rank is a multiple of 16, with mxfp8 of 32."""
+    """Every side of an fp8 matrix product on a rank is a multiple of 16, with mxfp8 of 32, blockwise of 128."""
     precision = case.recipe.precision
     if not isinstance(precision, Fp8Precision):
         return None

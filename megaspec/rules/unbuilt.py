@@ -22,23 +22,34 @@ class Unbuilt:
     off: Any
     fields: tuple[str, ...]
     """Every path that belongs to it, with what lies below."""
+    values: tuple[Any, ...] = ()
+    """Of the switch, those that turn it on; empty: any but `off`."""
+    beside: str = ""
+    """Another path that has to be set, too."""
+    way_out: str = ""
+    """Empty: the switch is set to `off`."""
 
 
 _LATENT = tuple(f"model.attention.{name}" for name in ("q_rank", "kv_rank", "d_nope", "d_rope", "d_value"))
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("latent attention", "model.attention.kind", "gqa", _LATENT),
     Unbuilt(
-        "fp8",
+        "fp8 in blocks of 32 and 16, which needs Transformer Engine on Blackwell,",
         "precision.recipe",
         None,
-        (
-            "precision.recipe",
-            "precision.format",
-            "precision.first_layers_bf16",
-            "precision.last_layers_bf16",
-            "precision.gather_fp8",
-        ),
+        (),
+        values=("mxfp8", "nvfp4"),
+        way_out="set precision.recipe=tensorwise",
     ),
+    Unbuilt(
+        "experts beside products in fp8",
+        "precision.recipe",
+        None,
+        (),
+        beside="model.moe",
+        way_out="set precision=bf16",
+    ),
+    Unbuilt("weights gathered in fp8", "precision.gather_fp8", False, ("precision.gather_fp8",)),
 )
 
 
@@ -50,6 +61,10 @@ def unbuilt_problems(recipe: Recipe, origins: Mapping[str, str] | None = None) -
         value = value_at(content, one.switch)
         if value is None or value == one.off:
             continue
+        if one.values and value not in one.values:
+            continue
+        if one.beside and value_at(content, one.beside) is None:
+            continue
         shown = show(value)
         if isinstance(value, dict):
             shown = "{...}"
@@ -59,6 +74,4 @@ def unbuilt_problems(recipe: Recipe, origins: Mapping[str, str] | None = None) -
 
 
 def _way_out(one: Unbuilt) -> str:
-    if one.switch == "precision.recipe":
-        return "set precision=bf16"
-    return f"set {one.switch}={show(one.off)}"
+    return one.way_out or f"set {one.switch}={show(one.off)}"

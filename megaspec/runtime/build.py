@@ -17,6 +17,7 @@ from megaspec.core.layout import Layout
 from megaspec.core.problems import show
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
+from megaspec.nn.fp8 import Fp8Form
 from megaspec.nn.init import initial_value, start_weights
 from megaspec.nn.linear import COMPILED, COMPILED_FOR_LATER
 from megaspec.nn.model_facts import InitialValues, Matrix, ModelFacts
@@ -27,6 +28,7 @@ from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.context import ContextParallel
 from megaspec.parallelism.data_parallel import DataParallel, Sharing
 from megaspec.parallelism.expert import ExpertParallel
+from megaspec.parallelism.fp8 import Fp8
 from megaspec.parallelism.heads import whole_sequence_heads
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.offload import Offload
@@ -37,6 +39,7 @@ from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import first_trained_stage, stages_of
 from megaspec.parallelism.tensor import TensorParallel
 from megaspec.parallelism.whole_matrices import MatrixUpdates
+from megaspec.precision.spec import Fp8Precision, model_format
 from megaspec.recipe import ModelSpec
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.plugins import loaded_builders
@@ -47,6 +50,11 @@ from megaspec_kernels.attention import sdpa, sdpa_block
 from megaspec_kernels.registry import Kernels, kernels_of
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def model_dtype(spec: Spec) -> torch.dtype:
+    """Of weights and activations."""
+    return DTYPES[model_format(spec.precision)]
 
 
 @dataclass
@@ -76,6 +84,7 @@ class TrainState:
     expert_parallel: ExpertParallel
     pipeline: Pipeline
     data_parallel: DataParallel
+    fp8: Fp8
     optimizer: MasterOptimizer
     position: Position
     summed: Summed | None = None
@@ -100,7 +109,7 @@ class TrainState:
     @property
     def wide(self) -> torch.dtype:
         """What sums are taken in: at least fp32."""
-        return torch.promote_types(DTYPES[self.spec.precision.kind], torch.float32)
+        return torch.promote_types(model_dtype(self.spec), torch.float32)
 
 
 def build_model(spec: ModelSpec, kernels: Kernels, *, dtype: torch.dtype) -> Decoder:
@@ -161,7 +170,7 @@ def plain_model(spec: Spec, *, device: torch.device, dtype: torch.dtype | None =
     precision. Nothing is compiled or split.
     """
     if dtype is None:
-        dtype = DTYPES[spec.precision.kind]
+        dtype = model_dtype(spec)
     model = build_model(spec.model, _kernels(spec), dtype=dtype)
     materialise(model, device=device, dtype=dtype)
     start_weights(model, std=spec.model.init_std, seed=spec.train.seed)
@@ -205,6 +214,7 @@ class Strategies:
     freeze: Freeze
     recompute: Recompute
     offload: Offload
+    fp8: Fp8
     data: DataParallel
     matrices: MatrixUpdates
     optimizer_offload: OptimizerOffload
@@ -223,7 +233,7 @@ class SplitModel:
 def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
     """The chunks with this rank's shapes; weights are NaN until they are filled."""
     kernels = _kernels(spec)
-    model = build_model(spec.model, kernels, dtype=DTYPES[spec.precision.kind])
+    model = build_model(spec.model, kernels, dtype=model_dtype(spec))
     trained = trained_names(model.facts, spec.train.trainable)
     facts = {}
     for name, one in model.facts.weights().items():
@@ -258,7 +268,7 @@ def _strategies(
         pipeline=Pipeline(
             mesh,
             parallelism.pipeline,
-            DTYPES[spec.precision.kind],
+            model_dtype(spec),
             stages=stages_of(spec.model.n_layers, parallelism)[mesh.index("pp")],
             facts=facts,
             first_trained=first_trained_stage(facts.values(), spec.model.n_layers, parallelism),
@@ -267,10 +277,29 @@ def _strategies(
         freeze=Freeze(trained, facts),
         recompute=Recompute(parallelism.recompute, saved, compiled=is_compiled),
         offload=Offload(parallelism.offload.layers, saved, device=mesh.device),
+        fp8=_fp8(spec, model, kernels=kernels, mesh=mesh),
         data=DataParallel(mesh, _sharing(parallelism), facts=facts),
         matrices=MatrixUpdates(mesh, _matrices(spec, model, trained)),
         optimizer_offload=OptimizerOffload(spec.optim, parallelism.offload.optimizer),
     )
+
+
+def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
+    """The linears that compute in fp8 are those that their facts let, in the layers that the precision names."""
+    precision = spec.precision
+    if not isinstance(precision, Fp8Precision):
+        return Fp8(mesh, None, names={}, history=1)
+    names = {}
+    for number in precision.layers(spec.model.n_layers):
+        names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
+    form = Fp8Form(
+        recipe=precision.recipe,
+        gradient_format="e5m2" if precision.format == "hybrid" else "e4m3",
+        margin=precision.margin,
+        cast=kernels.fp8_cast,
+        product=kernels.scaled_product,
+    )
+    return Fp8(mesh, form, names=names, history=precision.amax_history)
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
@@ -294,7 +323,7 @@ def _split_model(model: Decoder, strategies: Strategies, spec: Spec, *, device: 
     # memory, for what is left; in one module, so that what chunks share stays shared. Where weights are shared out, no
     # rank ever holds all of its chunks': their memory comes with the buckets
     keeps_weights = spec.parallelism.dp_strategy == "replicate"
-    dtype = DTYPES[spec.precision.kind]
+    dtype = model_dtype(spec)
     materialise(nn.ModuleList(chunks), device=device, dtype=dtype, weights=keeps_weights)
     # blocks are equal, so one compiled block serves all; behind the split, so that collectives are traced
     if spec.kernels.compile == "block":
@@ -302,7 +331,7 @@ def _split_model(model: Decoder, strategies: Strategies, spec: Spec, *, device: 
     return chunks
 
 
-def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position) -> None:
+def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position, *, wide: torch.dtype) -> None:
     """The order, second part: what wraps the units that the chunks run by, the innermost first."""
     for chunk in chunks:
         # first: what is hung on a parameter or a unit from here on depends on what is trained
@@ -311,9 +340,13 @@ def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position
         strategies.recompute.apply(chunk)
         # behind recompute, which joins units: it wraps each as a whole
         strategies.offload.apply(chunk)
+    # modules are what they stay; it hangs on them, not on their weights
+    strategies.fp8.apply(chunks, wide=wide)
     # behind both: its hooks and buffers hang on the final parameters and units
     strategies.data.apply(
         chunks,
+        on_update=strategies.fp8.renew,
+        on_free=strategies.fp8.free,
         layouts=strategies.pipeline.share(strategies.tensor.layouts),
         sums=strategies.pipeline.sums,
         shared=strategies.pipeline.shared,
@@ -366,7 +399,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
     position = position or Position(mesh.device)
     split = build_split_model(spec, mesh=mesh)
     strategies = split.strategies
-    _apply(strategies, split.chunks, position)
+    _apply(strategies, split.chunks, position, wide=torch.promote_types(model_dtype(spec), torch.float32))
     optimizer = _wrap_optimizer(strategies, spec)
     for chunk in split.chunks:
         # of each, since a part of the model can be asked as well
@@ -384,6 +417,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
         expert_parallel=strategies.expert,
         pipeline=strategies.pipeline,
         data_parallel=strategies.data,
+        fp8=strategies.fp8,
         optimizer=optimizer,
         position=position,
     )
@@ -402,7 +436,7 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     if device.type != "cuda" or name == "reference":
         return
     model = spec.model
-    dtype = DTYPES[spec.precision.kind]
+    dtype = model_dtype(spec)
     seq_len = spec.data.seq_len
     attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
@@ -415,7 +449,7 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     asked = ""
     if any(in_blocks):
         refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
-        asked = f"heads of {model.d_head} in {spec.precision.kind}"
+        asked = f"heads of {model.d_head} in {model_format(spec.precision)}"
     if not refused and not all(in_blocks):
         refused = sdpa.is_refused(
             n_heads=heads[0],
@@ -425,8 +459,8 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
             dtype=dtype,
             device=device,
         )
-        asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values in {spec.precision.kind}"
-        asked += f" with train.deterministic={show(spec.train.deterministic)}"
+        asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values"
+        asked += f" in {model_format(spec.precision)} with train.deterministic={show(spec.train.deterministic)}"
     if refused:
         text = f"kernels.attention={name}: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
         way_out = "set kernels.attention=reference, which keeps all scores"

@@ -112,14 +112,18 @@ class PhaseMarks:
 
 
 def numbers_of(result: StepResult, routers: torch.Tensor) -> torch.Tensor:
-    """float64 [6 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop, and those of `routers`.
+    """float64 [7 + n] on the CPU: loss, gradient norm, tokens, skipped, loss scale, stop, elements that saturated (-1:
+    none can), and those of `routers`.
 
     From a GPU they are there once it has passed a mark that is set after this call. The copy is queued here, behind its
     own step: asked for later, it would queue, and its reader wait, behind the steps that were begun meanwhile.
     """
     scalars = (result.loss, result.grad_norm, result.tokens, result.skipped, result.loss_scale, result.stop)
     of_step = torch.stack([scalar.to(torch.float64) for scalar in scalars])
-    numbers = torch.cat([of_step, routers.flatten()])
+    saturated = of_step.new_full((1,), -1.0)
+    if result.saturated is not None:
+        saturated = result.saturated.to(torch.float64)
+    numbers = torch.cat([of_step, saturated, routers.flatten()])
     if numbers.device.type == "cpu":
         return numbers
     return torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
@@ -366,7 +370,7 @@ class Run:
         step = pending.step
         # this waits for the device, so the numbers are read after it
         seconds = clock.lap(pending.mark)
-        loss, norm, tokens, skipped, loss_scale, stop, *of_routers = pending.numbers.tolist()
+        loss, norm, tokens, skipped, loss_scale, stop, saturated, *of_routers = pending.numbers.tolist()
         self.tokens += int(tokens)
         # a smaller loss scale cures gradients that overflow, never a loss
         if not isfinite(loss) or not (isfinite(norm) or self.scaler.may_lower(loss_scale)):
@@ -386,6 +390,7 @@ class Run:
             first_sample=pending.read.batch.ids[0],
             skipped=bool(skipped),
             loss_scale=loss_scale if self.scaler.may_skip else None,
+            fp8_saturated=int(saturated) if saturated >= 0 else None,
             seconds=seconds,
             sequence_tokens=sequence_tokens,
             memory_bytes=memory_of(self.built.device),

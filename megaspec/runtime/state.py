@@ -3,6 +3,7 @@
 model/<name>          master weights
 router/<name>          biases and shares of the routers of experts
 optim/<kind>/<name>   optimizer state
+fp8/<name>             largest elements of the steps before, of the layer of a weight: what delayed scales are made of
 rng/<generator>/<rank> random generators that user code may draw from, as bytes
 """
 
@@ -25,6 +26,8 @@ from megaspec.nn.decoder import Decoder
 from megaspec.parallelism.expert import buffers_of
 from megaspec.rules.belonging import holds_weights_alone, is_fork_point, starts_optimizer_anew
 from megaspec.runtime.build import TrainState
+
+FP8 = "fp8/"
 
 
 def tensors_of(built: TrainState) -> dict[str, tuple[str, torch.Tensor]]:
@@ -54,6 +57,9 @@ def pieces_of(built: TrainState) -> list[SavedPiece]:
     if built.mesh.index("tp-dp-cp") == 0:
         for name, buffer in buffers_of(built.chunks).items():
             pieces.append(SavedPiece(f"router/{name}", tuple(buffer.shape), (0,), buffer))
+        # those of a layer as well
+        for name, largest in built.fp8.state().items():
+            pieces.append(SavedPiece(f"{FP8}{name}", tuple(largest.shape), (0, 0), largest))
     for name, state in generators(built).items():
         pieces.append(SavedPiece(f"rng/{name}/{built.mesh.rank}", tuple(state.shape), (0,), state))
     return pieces
@@ -129,6 +135,7 @@ def load(built: TrainState, reader: Reader) -> None:
         kind = "master" if stored.startswith("model/") else stored.split("/")[1]
         built.optimizer.put(kind, name, value)
     load_buffers(built.chunks, reader)
+    load_largest(built, reader)
     if not is_anew:
         built.optimizer.updates = reader.state["optimizer_updates"]
     built.optimizer.write_back()
@@ -147,6 +154,30 @@ def _set_generator(name: str, state: torch.Tensor, device: torch.device, *, wher
             torch.cuda.set_rng_state(state, device)
     except RuntimeError as error:
         raise CheckpointError(f"{where}: torch does not take it: {str(error).splitlines()[0]}") from None
+
+
+@torch.no_grad()
+def load_largest(built: TrainState, reader: Reader) -> None:
+    """Fills what delayed scales are made of. Where a checkpoint does not hold it of every layer of this rank, being of
+    another precision, of weights alone, or with other layers in fp8, it begins anew, which is said on stderr."""
+    mine = built.fp8.state()
+    if not mine:
+        return
+    missing = [name for name in mine if f"{FP8}{name}" not in reader]
+    if missing:
+        if built.mesh.index("tp-dp-cp") == 0:
+            text = f"{reader.path} holds no {FP8}{missing[0]}: delayed scales begin anew"
+            print(printable(f"megaspec: {text}"), file=sys.stderr, flush=True)
+        built.fp8.load_state({})
+        return
+    state = {}
+    for name, largest in mine.items():
+        found = reader.read(f"{FP8}{name}").to(largest)
+        # another length of history: as far as both go back, the newest first
+        steps = min(found.shape[1], largest.shape[1])
+        state[name] = torch.zeros_like(largest)
+        state[name][:, :steps] = found[:, :steps]
+    built.fp8.load_state(state)
 
 
 @torch.no_grad()

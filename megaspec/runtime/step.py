@@ -45,6 +45,9 @@ class StepResult:
     """The factor on the loss in this step."""
     stop: Tensor
     """Ranks that want the run to stop after this step."""
+    saturated: Tensor | None
+    """int64 [1]: elements that were too large for fp8 by the scales of this step, over all ranks; what several ranks
+    have is counted by each. None: none can be, since scales are those of the elements themselves."""
     routers: RouterStatistics | None
     """Of the layers on this rank; None where none has experts."""
 
@@ -64,6 +67,7 @@ def forward_backward(
     """
     data, pipeline = built.data_parallel, built.pipeline
     data.start_step()
+    built.fp8.start_step()
     built.summed = None
     loss_scale = loss_scale.to(built.wide)
     weight = loss_scale / tokens.clamp(min=1)
@@ -169,6 +173,7 @@ def train_step(
     tokens, stop_count = count_tokens(built, batches, stop=stop)
     loss_scale = scaler.scale.clone()
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale, on_phase=on_phase)
+    saturated = built.fp8.finish_step()
     data = built.data_parallel
     if on_gradients is not None:
         on_gradients()
@@ -189,7 +194,7 @@ def train_step(
     routers = built.expert_parallel.finish_step(built.chunks, skip=skip)
     scaler.update(skip)
     on_phase(UPDATE)
-    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, routers)
+    return StepResult(loss, local, norm, norms.each, tokens, skip, loss_scale, stop_count, saturated, routers)
 
 
 def evaluate(built: TrainState, batches: Iterable[Batch]) -> Tensor:

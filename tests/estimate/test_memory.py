@@ -7,6 +7,7 @@ from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import fullest, memory_of, state_bytes
 from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import in_flight
+from megaspec.estimate.trained import facts_of
 from megaspec.recipe import Recipe
 from tests.families import LLAMA as LLAMA_PARTS
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
@@ -18,12 +19,12 @@ MODELS = {"1b": ONE_B | {"tied_embeddings": True}, "8b16": HALF_8B}
 
 def layer_of(recipe: Recipe) -> LayerBytes:
     """Of the first layer; all are alike here."""
-    return layer_bytes(layer_run(recipe), recipe.model.facts.layers[0])
+    return layer_bytes(layer_run(recipe), facts_of(recipe).layers[0])
 
 
 def tensors_of(recipe: Recipe) -> tuple[KeptTensor, ...]:
     """What the first layer keeps."""
-    return kept_tensors(layer_run(recipe), recipe.model.facts.layers[0])
+    return kept_tensors(layer_run(recipe), facts_of(recipe).layers[0])
 
 
 def measured_run(name, *, tp=1, dp=1, micro_batch=1, accumulation=1):
@@ -290,7 +291,8 @@ def test_latents_and_fp8_by_hand():
     assert sizes["latents.q.before"] + sizes["latents.q"] == 64 * 2 * 12 * 2
     assert sizes["latents.kv.before"] + sizes["latents.kv"] == 64 * (2 * 8 + 4) * 2
     assert sizes["o"] == 64 * 4 * 5 * 2
-    fp8 = plan(LLAMA, {"data.seq_len": 64, "precision": {"kind": "fp8"}})
+    everywhere = {"kind": "fp8", "first_layers_bf16": 0, "last_layers_bf16": 0}
+    fp8 = plan(LLAMA, {"data.seq_len": 64, "precision": everywhere})
     sizes = {t.what: t.size for t in tensors_of(fp8)}
     assert (sizes["norm1.out"], sizes["norm1.stream"]) == (64 * 32, 64 * 32 * 2)
 

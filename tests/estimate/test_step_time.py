@@ -120,7 +120,8 @@ def test_attention_that_is_written_out_takes_longer():
 
 
 def test_scales_of_blocks_cost_what_was_measured():
-    """1508 and 1297 TFLOP/s with whole and blockwise scales; products of a layer of 8B by hand, both formats alike."""
+    """1508 and 1297 TFLOP/s with whole and blockwise scales; products of a layer of 8B by hand, both formats alike. The
+    first and the last of 16 layers stay in bf16."""
 
     def products(*words):
         return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, THROUGHPUT).parts["matrix products"]
@@ -132,7 +133,7 @@ def test_scales_of_blocks_cost_what_was_measured():
         for kind in ("forward", "dgrad", "wgrad")
     )
     more = products("precision.recipe=blockwise") - products()
-    assert more == pytest.approx(16 * layer / 0.95 * (1508 / 1297 - 1))
+    assert more == pytest.approx(14 * layer / 0.95 * (1508 / 1297 - 1))
     assert products("precision.format=e4m3") == products()
 
 

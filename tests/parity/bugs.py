@@ -88,8 +88,8 @@ GENERAL = [
         "bias of a row-split layer added on every rank",
         Patch(
             TENSOR,
-            "LinearOp.apply(x, self.weight, None, self.main_grad)",
-            "LinearOp.apply(x, self.weight, self.bias, self.main_grad)",
+            "partial = self.product(x, None)",
+            "partial = self.product(x, self.bias)",
         ),
         Case(tp=2, family="gpt", optimizer="sgd"),
         invisible=True,
@@ -666,6 +666,80 @@ FROZEN = [
         "a frozen bias of a router moves",
         Patch("megaspec.nn.moe.router", "if self.expert_bias is not None and self.moves_bias:", "if True:"),
         Case(dp=2, ep=2, router="sigmoid", n_layers=4, trainable="upper"),
+        invisible=True,
+    ),
+]
+
+FP8_LAYER = "megaspec.nn.fp8"
+FP8_ROWS = Case(tp=2, precision="fp8 rowwise", accumulate=2)
+FP8_TENSORS = Case(tp=2, sequence=True, precision="fp8 tensorwise", accumulate=2)
+FP8_STEPS = Case(dp=2, precision="fp8 delayed", accumulate=2, mask="uneven")
+# Their own tests run them, with more steps than one: see test_fp8.py.
+FP8 = [
+    Bug(
+        "largest elements of a rank's own part",
+        Patch(FP8_LAYER, "return self.largest(amax)", "return amax"),
+        FP8_TENSORS,
+    ),
+    Bug(
+        "largest elements of a rank's own features of a token",
+        Patch(FP8_LAYER, "return self.largest(amax)", "return amax"),
+        FP8_ROWS,
+    ),
+    Bug(
+        "weights of the step before",
+        Patch("megaspec.parallelism.fp8", "self._shared.version += 1", "self._shared.version = 1"),
+        FP8_TENSORS,
+        invisible=True,
+    ),
+    Bug(
+        "scale of another role",
+        Patch(FP8_LAYER, "place = REMEMBERED.index(role)", "place = 0"),
+        FP8_STEPS,
+        invisible=True,
+    ),
+    Bug(
+        "a scale twice as large",
+        Patch(
+            FP8_LAYER,
+            "in_columns = Fp8Tensor(by_columns, scale.t().contiguous())",
+            "in_columns = Fp8Tensor(by_columns, 2 * scale.t().contiguous())",
+        ),
+        FP8_TENSORS,
+        invisible=True,
+    ),
+    Bug(
+        "columns as they lie in rows",
+        Patch(
+            "megaspec_kernels.fp8_cast.reference",
+            "cut.t().contiguous() if columns else None",
+            "cut.reshape(cut.shape[::-1]) if columns else None",
+        ),
+        FP8_TENSORS,
+        invisible=True,
+    ),
+    Bug(
+        "gathered tokens of an input in the order of ranks",
+        Patch("megaspec.parallelism.fp8_linear", "columns_of(wait_sequence(gathering)", "columns_of(wait(gathering)"),
+        FP8_TENSORS,
+        invisible=True,
+    ),
+    Bug(
+        "steps remembered by each rank for itself",
+        Patch("megaspec.parallelism.fp8", "dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"),
+        FP8_STEPS,
+        invisible=True,
+    ),
+    Bug(
+        "only the last micro batch remembered",
+        Patch(FP8_LAYER, "torch.maximum(seen, torch.where", "torch.maximum(0 * seen, torch.where"),
+        Case(dp=2, precision="fp8 delayed", accumulate=6, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "gradients in the format of inputs",
+        Patch(FP8_LAYER, 'self.gradient_format if role == "gradient" else "e4m3"', '"e4m3"'),
+        FP8_TENSORS,
         invisible=True,
     ),
 ]

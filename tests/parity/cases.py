@@ -162,6 +162,9 @@ class Case:
     scale: float = 1.0
     """Loss scale at the first step."""
     precision: str = "fp64"
+    """`fp8 RECIPE`: products of all layers in fp8 of that recipe, everything else in fp64."""
+    wide: bool = False
+    """Widths that blocks of 128 divide on each of two ranks."""
     lr: float | None = None
     """None: 1e-3 for AdamW, 1e-2 for the others."""
     compile: str = "none"
@@ -228,6 +231,7 @@ class Case:
             f"drop {self.drop}" if self.drop != "none" else "",
             f"shared {self.shared}" if self.shared != "none" else "",
             "qk" if self.qk_norm else "",
+            "wide" if self.wide else "",
             f"attention {self.options}" if self.options else "",
             self.mask,
             "tied" if self.tied else "",
@@ -277,6 +281,8 @@ def alone(case: Case) -> Case:
 
 def looks_at_micro_batches(case: Case) -> bool:
     """Whether which sequences make a micro batch is part of the experiment; see RouterSpec."""
+    if case.precision.startswith("fp8"):
+        return True
     if not case.router:
         return False
     router = ROUTERS[case.router]["router"]
@@ -301,6 +307,8 @@ def content_of(case: Case) -> dict[str, Any]:
         "init_std": 0.2,
         "dropout": 0.1 if case.dropout else 0.0,
     }
+    if case.wide:
+        model |= {"d_model": 256, "d_head": 64, "d_ffn": 256}
     model = with_attention(model, dropout=0.1 if case.dropout else 0.0)
     if case.family != "gpt":
         model = with_attention(model, qk_norm="per_head" if case.qk_norm else "none") | {"moe": _experts(case)}
@@ -345,7 +353,7 @@ def content_of(case: Case) -> dict[str, Any]:
             "sequence_parallel": case.sequence,
             "bucket_mb": 0.02,  # several buckets
         },
-        "precision": {"kind": case.precision},
+        "precision": _precision(case),
         "data": {
             "kind": "synthetic",
             "vocab_size": VOCAB,
@@ -373,6 +381,21 @@ def content_of(case: Case) -> dict[str, Any]:
             here = here.setdefault(key, {})
         here[name] = value
     return content
+
+
+def _precision(case: Case) -> dict[str, Any]:
+    if not case.precision.startswith("fp8"):
+        return {"kind": case.precision}
+    recipe = case.precision.partition(" ")[2]
+    return {
+        "kind": "fp8",
+        "recipe": recipe,
+        "format": "hybrid" if recipe in ("tensorwise", "delayed") else "e4m3",
+        "outside": "fp64",
+        "amax_history": 2,
+        "first_layers_bf16": 0,
+        "last_layers_bf16": 0,
+    }
 
 
 def _experts(case: Case) -> dict[str, Any] | None:

@@ -85,6 +85,8 @@ class Begun:
             tensors[stored], layouts[stored] = tensor, replace(self.built.shards[name], name=stored)
         for name, tensor in buffers_of(self.built.chunks).items():
             tensors[f"router/{name}"], layouts[f"router/{name}"] = tensor, whole(f"router/{name}", tuple(tensor.shape))
+        for name, tensor in self.built.fp8.state().items():
+            tensors[f"fp8/{name}"], layouts[f"fp8/{name}"] = tensor, whole(f"fp8/{name}", tuple(tensor.shape))
         gathered = gather_global(tensors, layouts, mesh=self.built.mesh)
         assert not any(gathered.replica_gap.values()), gathered.replica_gap
         assert not any(gathered.padding.values()), gathered.padding
@@ -177,6 +179,42 @@ def model_with_experts(*, tied: bool) -> Case:
 
 def test_layouts_of_experts(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
     each_into_others(pool, model_with_experts(tied=True), OFTEN, tmp_path, tell, others=BESIDE)
+
+
+# as many micro batches in all, since each has scales of its own
+FP8 = {
+    "one rank": {"accumulate": 4},
+    "tp2 sp": {"tp": 2, "sequence": True, "accumulate": 4},
+    "zero1": {"dp": 2, "strategy": "zero1", "accumulate": 2},
+    "fsdp": {"dp": 2, "strategy": "fsdp", "accumulate": 2},
+    "pp2 there and back": {"pp": 2, "schedule": "zb_v", "virtual": 2, "accumulate": 4},
+}
+
+
+def test_layouts_with_delayed_scales_of_fp8(pool: RankPool, tmp_path: Path, tell: Tell) -> None:
+    model = replace(MODEL, precision="fp8 delayed")
+    each_into_others(pool, model, FP8, tmp_path, tell, others=2)
+
+
+def test_delayed_scales_begin_anew_behind_another_precision(tmp_path: Path, capsys) -> None:
+    case = replace(MODEL, accumulate=4)
+    save(0, case, str(tmp_path))
+    run = begin(0, replace(case, precision="fp8 delayed"))
+    load(run.built, Store(tmp_path).newest_good(run.comm, repair=False))
+    text = capsys.readouterr().err
+    assert "holds no fp8/layers.0.attn.wqkv.weight: delayed scales begin anew" in text
+    loss, norm = run.step(SAVED_AFTER)
+    with np.load(tmp_path / "after.npz") as expected:
+        # by scales of the tensors themselves, a step in fp8 is near the one in fp64
+        assert abs(norm / float(expected["norm"]) - 1) < 0.1
+        assert 0 < abs(loss / float(expected["loss"]) - 1) < 0.01
+    # and the other way round: another precision leaves them
+    torch.manual_seed(0)
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    save(0, replace(case, precision="fp8 delayed"), str(folder))
+    plain = begin(0, case)
+    load(plain.built, Store(folder).newest_good(plain.comm, repair=False))
 
 
 MUON = {

@@ -73,11 +73,12 @@ def test_typing_alone_stays_as_it_is():
 
 def test_a_run_is_told_all_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "recipe=llama3_8b_fp8"]) == 64
+    words = ["recipe=llama3_8b_fp8", "precision.gather_fp8=true"]
+    assert main(["train", *words]) == 64
     text = capsys.readouterr().err
-    assert "precision.recipe=tensorwise: fp8 can be planned, not trained" in text
+    assert "precision.gather_fp8=true: weights gathered in fp8 can be planned, not trained" in text
     assert "data/llama3" in text
-    assert main(["train", "recipe=llama3_8b_fp8", "model.n_kv_heads=6", "model.dropout=2"]) == 64
+    assert main(["train", *words, "model.n_kv_heads=6", "model.dropout=2"]) == 64
     text = capsys.readouterr().err
     for part in ("model.dropout=2", "model.n_kv_heads=6", "not trained", "data/llama3"):
         assert part in text

@@ -244,6 +244,7 @@ def test_the_whole_list_is_told_in_one_report():
         "ramp-stages",
         "fp8-layers",
         "fp8-gather",
+        "fp8-heads",
         "fp8-tiles",
         "formats-sharded",
         "wsd-steps",
@@ -333,12 +334,18 @@ def test_a_guessed_number_of_replicas_is_not_held_against_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("sm", "legal"), [(89, {"tensorwise"}), (90, {"tensorwise", "blockwise"}), (100, {"tensorwise", "mxfp8"})]
+    ("sm", "legal"),
+    [
+        (89, {"tensorwise", "delayed", "rowwise"}),
+        (90, {"tensorwise", "delayed", "rowwise", "blockwise"}),
+        (100, {"tensorwise", "delayed", "rowwise", "mxfp8", "nvfp4"}),
+    ],
 )
 def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
     target = H200.model_copy(update={"sm": sm})
-    for recipe in ("tensorwise", "blockwise", "mxfp8"):
-        problems = broken(("precision.kind=fp8", f"precision.recipe={recipe}"), target)
+    wide = ("model.n_kv_heads=4", "model.d_ffn=512")
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"):
+        problems = broken(("precision.kind=fp8", f"precision.recipe={recipe}", *wide), target)
         assert ("fp8-gpu" in {p.code for p in problems}) == (recipe not in legal)
         for problem in problems:
             assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == legal

@@ -59,6 +59,8 @@ class LayerFacts:
     """All sub-layers take the layer's input; otherwise each takes what the one before has left."""
     runs_backward: bool = True
     """The backward pass comes here: something is trained in it or before it."""
+    in_fp8: bool = False
+    """Its matrix products take fp8."""
 
     @cached_property
     def parts(self) -> tuple[PartFacts, ...]:

@@ -1,0 +1,71 @@
+"""Quantising to fp8."""
+
+# M rows, K columns
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
+from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
+from megaspec_kernels.gate import Results
+from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
+
+E4M3 = torch.float8_e4m3fn
+BLOCKS: dict[str, Block] = {"a tensor": (None, None), "rows": (1, None), "1x128": (1, 128), "128x128": (128, 128)}
+
+
+def _quantised(kernel: Fp8CastKernel, x_MK: Tensor, block: Block) -> Results:
+    """What is left of a matrix, in the format that the kernel computes in."""
+    amax = kernel.amax(x_MK, block=block)
+    scale = scale_of(amax, E4M3)
+    by_rows, by_columns = kernel.cast(x_MK, scale, block=block, dtype=E4M3, columns=True)
+    factor = spread(scale, block, x_MK.shape)
+    return {
+        "out": by_rows.to(scale.dtype) * factor,
+        "columns": by_columns.t().to(scale.dtype) * factor,
+        "amax": amax,
+    }
+
+
+def held(name: str, device: torch.device) -> Iterator[Held]:
+    """Blocks of each recipe, and ends that fill none. The truth is the cast itself, in fp64: rounding is the same."""
+    kernel = REGISTRY["fp8_cast"][name]
+    plain = REGISTRY["fp8_cast"]["reference"]
+    dtype = training_dtype(device)
+    for shape in ((1, 16), (63, 1000), (256, 384)):
+        x_MK = random(*shape, seed=1, device=device)
+        mine = x_MK.to(dtype)
+        for what, block in BLOCKS.items():
+            yield Held(
+                f"{shape[0]} x {shape[1]}, a scale for {what}",
+                _quantised(kernel, mine, block),
+                _quantised(plain, mine, block),
+                _quantised(plain, x_MK, block),
+            )
+
+
+def works(name: str, device: torch.device) -> Iterator[Work]:
+    """The largest elements: read once. The cast: read once, written in both layouts."""
+    M, K = (8192, 14336) if device.type == "cuda" else (256, 512)
+    kernel = REGISTRY["fp8_cast"][name]
+    x_MK = torch.randn(M, K, device=device).to(training_dtype(device))
+    for what, block in BLOCKS.items():
+        scale = scale_of(kernel.amax(x_MK, block=block), E4M3)
+
+        def find(block: Block = block) -> Tensor:
+            return kernel.amax(x_MK, block=block)
+
+        def cast(block: Block = block, scale: Tensor = scale) -> object:
+            return kernel.cast(x_MK, scale, block=block, dtype=E4M3, columns=True)
+
+        calls: dict[str, tuple[Callable[[], object], int]] = {
+            "largest elements": (find, x_MK.itemsize),
+            "cast, both layouts": (cast, x_MK.itemsize + 2),
+        }
+        for step, (call, per_element) in calls.items():
+            yield Work(f"{step}, {M} x {K}, a scale for {what}", call, per_element * M * K, "bytes")
+
+
+BENCH = Bench(held, works)

@@ -1,0 +1,45 @@
+"""Quantising to fp8: the largest element of each block, and the cast, in rows and in columns (Micikevicius et al.
+2022).
+
+Non-finite elements become NaN, so that whatever they are multiplied into shows them. Others beyond the format's largest
+number, which a scale of older data lets happen, saturate and are counted.
+"""
+
+# M rows, K columns of a matrix; m, k blocks along them
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaspec_kernels.fp8_cast.formats import LARGEST, Block, sizes_of, spread
+
+
+def amax(x_MK: Tensor, *, block: Block) -> Tensor:
+    """max|x| of each block, [m, k] in at least fp32; NaN where there is one."""
+    rows, columns = sizes_of(block, x_MK.shape)
+    M, K = x_MK.shape
+    wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32)).abs()
+    padded = F.pad(wide, (0, -K % columns, 0, -M % rows))
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+
+
+def cast(
+    x_MK: Tensor,
+    scale_mk: Tensor,
+    *,
+    block: Block,
+    dtype: torch.dtype,
+    rows: bool = True,
+    columns: bool = False,
+    saturated: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """x / scale in fp8, rounded to nearest, ties to even. -> [M, K] where `rows`, [K, M] where `columns`, contiguous.
+
+    `scale_mk`: of each block, powers of two. `saturated`: int64 [1], to which the elements that saturate are added.
+    """
+    largest = LARGEST[dtype]
+    wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32)) / spread(scale_mk, block, x_MK.shape)
+    if saturated is not None:
+        saturated += (torch.isfinite(x_MK) & (wide.abs() > largest)).sum()
+    cut = torch.where(torch.isfinite(x_MK), wide.clamp(-largest, largest), torch.nan).to(dtype)
+    return cut if rows else None, cut.t().contiguous() if columns else None

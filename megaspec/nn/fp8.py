@@ -1,0 +1,402 @@
+"""Linear layers whose three products take fp8 (Micikevicius et al. 2022; Noune et al. 2022).
+
+Note "Roles". Each product sums along one dimension of its factors, and both factors lie along it in memory. So the
+input, the weight and the output's gradient are quantised in two layouts, `rows` as they are and `columns` transposed:
+
+y  = x Wᵀ     input in rows, weight in rows          sums over inputs
+dx = dy W     gradient in rows, weight in columns    sums over outputs
+dW = dyᵀ x    gradient in columns, input in columns  sums over tokens
+
+Which elements share a scale follows from the recipe (BLOCKS). Kept for the backward pass is the input in columns, a
+byte a number. Weights are quantised once for each update, in both layouts.
+
+Note "Whole tensors". Where ranks hold parts of one tensor, a block that goes across them has the largest element of all
+of them: `Split` says which dimension of the layer's weight they divide, and `largest` asks the other ranks.
+
+Note "Operations". Each pass of a layer is one operation that torch.compile leaves whole. What it does to the layer's
+own state (weights that are quantised once, largest elements that are remembered) is found by a ticket, as sums of
+weight gradients are: see linear.py, note "Tickets".
+"""
+
+# M tokens, I inputs, O outputs; B sequences, T tokens
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.fp8_cast.formats import Block, scale_of, scale_shape
+from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
+
+Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise"]
+Role = Literal["input", "weight", "gradient"]
+Split = Literal["none", "outputs", "inputs"]
+"""The dimension of a layer's weight, and of what it multiplies, that ranks divide among them."""
+
+_ALL: Block = (None, None)
+_LINE = 128
+
+
+class Blocks(NamedTuple):
+    """What shares a scale of a matrix, in each of its layouts; both count rows and columns of the matrix as it is."""
+
+    rows: Block
+    columns: Block
+
+
+_TENSOR = Blocks(_ALL, _ALL)
+# a scale for each line along which a product sums
+_LINES = Blocks((1, None), (None, 1))
+_SHORT_LINES = Blocks((1, _LINE), (_LINE, 1))
+_SQUARES = Blocks((_LINE, _LINE), (_LINE, _LINE))
+BLOCKS: dict[Recipe, dict[Role, Blocks]] = {
+    "tensorwise": {"input": _TENSOR, "weight": _TENSOR, "gradient": _TENSOR},
+    "delayed": {"input": _TENSOR, "weight": _TENSOR, "gradient": _TENSOR},
+    "rowwise": {"input": _LINES, "weight": _LINES, "gradient": _LINES},
+    "blockwise": {"input": _SHORT_LINES, "weight": _SQUARES, "gradient": _SHORT_LINES},
+}
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+REMEMBERED: tuple[Role, ...] = ("input", "gradient")
+"""Whose largest elements delayed scales are made of. A weight is quantised once for each update: its own is at hand."""
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """How the layers of a model compute in fp8."""
+
+    recipe: Recipe
+    gradient_format: Literal["e4m3", "e5m2"]
+    """Of gradients of outputs; everything else is e4m3."""
+    margin: int
+    """Delayed scales leave room for elements 2^margin times as large as those that they were made of."""
+    cast: Fp8CastKernel
+    product: ScaledProductKernel
+
+    def blocks(self, role: Role) -> Blocks:
+        return BLOCKS[self.recipe][role]
+
+    def dtype(self, role: Role) -> torch.dtype:
+        return FORMATS[self.gradient_format if role == "gradient" else "e4m3"]
+
+
+class Fp8Tensor(NamedTuple):
+    """A matrix in fp8, in one layout."""
+
+    values: Tensor
+    """[M, K] in rows, [K, M] in columns."""
+    scale: Tensor
+    """Of its blocks, in the same layout: [m, k] or [k, m], in at least fp32."""
+
+
+class Fp8Pair(NamedTuple):
+    """A matrix in both layouts, of which one may not have been asked for."""
+
+    rows: Fp8Tensor | None
+    columns: Fp8Tensor | None
+
+
+@dataclass
+class Fp8Memory:
+    """What delayed scales of one layer are made of, as views of what all layers of a rank have."""
+
+    scales: Tensor
+    """[2]: of REMEMBERED, in this step; None yet where `is_fresh`."""
+    seen: Tensor
+    """[2]: the largest elements that this rank saw in this step."""
+    saturated: Tensor
+    """int64 [1]: elements that were beyond the largest number of their format, of all layers."""
+
+
+@dataclass
+class Fp8Shared:
+    """What the layers of a built model agree on."""
+
+    version: int = 0
+    """Of the weights: a new one for each update, and whenever else they may have changed."""
+    is_recording: bool = False
+    """Whether what is quantised now is part of a training step."""
+    is_fresh: bool = True
+    """No step has been remembered: scales are those of the tensors themselves."""
+
+
+def _alone(amax: Tensor) -> Tensor:
+    return amax
+
+
+@dataclass(eq=False)
+class Fp8Linear:
+    """One linear layer's side of it. `largest`: the elementwise maximum over the ranks that hold parts of the layer."""
+
+    form: Fp8Form
+    shared: Fp8Shared
+    split: Split = "none"
+    largest: Callable[[Tensor], Tensor] = _alone
+    memory: Fp8Memory | None = None
+    """None: scales are not delayed."""
+    _weight: Fp8Pair | None = field(default=None, init=False)
+    _weight_version: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.number = next(_numbers)
+        _layer_of_number[self.number] = self
+
+    @property
+    def ticket(self) -> Tensor:
+        """What stands for the layer in compiled code: int64 [1] on the CPU."""
+        return torch.tensor([self.number], dtype=torch.int64, device="cpu")
+
+    def quantise(self, x_MK: Tensor, role: Role, *, rows: bool = True, columns: bool = True) -> Fp8Pair:
+        """A matrix in the layouts that are asked for."""
+        blocks = self.form.blocks(role)
+        if blocks.rows == blocks.columns:
+            scale = self._scale(x_MK, role, blocks.rows)
+            return self._cast(x_MK, role, blocks.rows, scale, rows=rows, columns=columns)
+        in_rows = None
+        in_columns = None
+        if rows:
+            scale = self._scale(x_MK, role, blocks.rows)
+            in_rows = self._cast(x_MK, role, blocks.rows, scale, rows=True, columns=False).rows
+        if columns:
+            scale = self._scale(x_MK, role, blocks.columns)
+            in_columns = self._cast(x_MK, role, blocks.columns, scale, rows=False, columns=True).columns
+        return Fp8Pair(in_rows, in_columns)
+
+    def for_columns(self, x_MI: Tensor, in_rows: Fp8Tensor) -> Fp8Tensor:
+        """An input as it lies, by the scales that it has in columns. `in_rows`: as it was quantised in rows."""
+        blocks = self.form.blocks("input")
+        if blocks.rows == blocks.columns:
+            return in_rows
+        scale = self._scale(x_MI, "input", blocks.columns)
+        return self._cast(x_MI, "input", blocks.columns, scale, rows=True, columns=False).rows
+
+    def weight(self, weight_OI: Tensor) -> Fp8Pair:
+        """The weight in both layouts, quantised once for each version of it."""
+        if self._weight is None or self._weight_version != self.shared.version:
+            self._weight = self.quantise(weight_OI, "weight")
+            self._weight_version = self.shared.version
+        return self._weight
+
+    def forget_weight(self) -> None:
+        """Frees what was quantised: the weight itself is about to be freed."""
+        self._weight = None
+
+    def product(
+        self, a: Fp8Tensor, b: Fp8Tensor, roles: tuple[Role, Role], *, along: str, dtype: torch.dtype
+    ) -> Tensor:
+        """a bᵀ. `along`: the layout of both, or of a and then of b."""
+        layout_a, _, layout_b = along.partition(" ")
+        return self.form.product(
+            a.values,
+            b.values,
+            a.scale,
+            b.scale,
+            a_block=self._block(roles[0], layout_a),
+            b_block=self._block(roles[1], layout_b or layout_a),
+            dtype=dtype,
+            # as others do: fewer bits in the sums of the forward pass alone
+            fast=roles == ("input", "weight"),
+        )
+
+    def _block(self, role: Role, layout: str) -> Block:
+        """Of the matrix as it lies in a layout."""
+        blocks = self.form.blocks(role)
+        return blocks.rows if layout == "rows" else blocks.columns[::-1]
+
+    def _scale(self, x_MK: Tensor, role: Role, block: Block) -> Tensor:
+        """A scale for each block of a matrix."""
+        amax = self.form.cast.amax(x_MK, block=block)
+        if self.memory is None or role == "weight":
+            return scale_of(self._of_all(amax, role, block), self.form.dtype(role))
+        place = REMEMBERED.index(role)
+        if self.shared.is_recording:
+            seen = self.memory.seen[place]
+            # what is not finite shows in the loss, and makes no scale
+            seen.copy_(torch.maximum(seen, torch.where(torch.isfinite(amax), amax, 0).view(()).to(seen.dtype)))
+        if self.shared.is_fresh:
+            return scale_of(self._of_all(amax, role, block), self.form.dtype(role))
+        return self.memory.scales[place].view(1, 1)
+
+    def _of_all(self, amax: Tensor, role: Role, block: Block) -> Tensor:
+        """Of whole tensors, where a block goes across the ranks that hold parts of one."""
+        # the dimension of the matrix that ranks divide
+        divided = {
+            ("outputs", "weight"): 0,
+            ("inputs", "weight"): 1,
+            ("inputs", "input"): 1,
+            ("outputs", "gradient"): 1,
+        }.get((self.split, role))
+        if divided is None or block[divided] is not None:
+            return amax
+        return self.largest(amax)
+
+    def _cast(self, x_MK: Tensor, role: Role, block: Block, scale: Tensor, *, rows: bool, columns: bool) -> Fp8Pair:
+        saturated = None
+        if self.memory is not None and role != "weight":
+            saturated = self.memory.saturated
+        by_rows, by_columns = self.form.cast.cast(
+            x_MK,
+            scale,
+            block=block,
+            dtype=self.form.dtype(role),
+            rows=rows,
+            columns=columns,
+            saturated=saturated,
+        )
+        in_rows = None
+        in_columns = None
+        if rows:
+            in_rows = Fp8Tensor(by_rows, scale)
+        if columns:
+            in_columns = Fp8Tensor(by_columns, scale.t().contiguous())
+        return Fp8Pair(in_rows, in_columns)
+
+
+_numbers = count()
+_layer_of_number: WeakValueDictionary[int, Fp8Linear] = WeakValueDictionary()
+
+
+def layer_of(ticket: Tensor) -> Fp8Linear:
+    """The layer that a ticket stands for."""
+    return _layer_of_number[int(ticket)]
+
+
+class Fp8Use(NamedTuple):
+    """What a linear layer hands on to its operations."""
+
+    ticket: Tensor
+    recipe: str
+    gradient_format: str
+    """The last two are the same for all layers of a model: shapes and formats follow from them."""
+
+
+@torch.library.custom_op("megaspec::fp8_forward", mutates_args=())
+def fp8_forward(
+    x: Tensor, weight: Tensor, ticket: Tensor, recipe: str, keeps: bool, part: int, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., I], [O, I] -> x Wᵀ [..., O], and where it `keeps` it, the input for the weight gradient with its scales.
+
+    With `parts` of 1 that is the input in columns, [I, M]. Otherwise x is [B, T, I] and what is kept are the tokens of
+    the `part`: [B, T / parts, I], by the scales of all of x, for `columns_of` once they are gathered.
+    """
+    layer = layer_of(ticket)
+    x_MI = x.flatten(0, -2)
+    turns = keeps and parts == 1
+    pair = layer.quantise(x_MI, "input", columns=turns)
+    if turns:
+        kept, kept_scale = pair.columns
+    elif keeps:
+        whole = layer.for_columns(x_MI, pair.rows)
+        kept = whole.values.view(x.shape).chunk(parts, 1)[part].contiguous()
+        kept_scale = whole.scale.t().contiguous()
+    else:
+        kept, kept_scale = _nothing(x)
+    y_MO = layer.product(pair.rows, layer.weight(weight).rows, ("input", "weight"), along="rows", dtype=x.dtype)
+    return y_MO.view(*x.shape[:-1], weight.shape[0]), kept, kept_scale
+
+
+@fp8_forward.register_fake
+def _(
+    x: Tensor, weight: Tensor, ticket: Tensor, recipe: str, keeps: bool, part: int, parts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if not keeps:
+        return y, *_nothing(x)
+    shape = (x.numel() // x.shape[-1], x.shape[-1])
+    kept_shape = shape[::-1]
+    if parts > 1:
+        kept_shape = (x.shape[0], x.shape[1] // parts, x.shape[2])
+    kept = x.new_empty(kept_shape, dtype=FORMATS["e4m3"])
+    return y, kept, _empty_scale(x, BLOCKS[recipe]["input"].columns, shape)
+
+
+def columns_of(kept_BTI: Tensor) -> Tensor:
+    """What ranks kept of an input, gathered to all of its tokens, in columns: [B, T, I] -> [I, M]."""
+    # as bytes: they are moved, not computed with
+    return kept_BTI.view(torch.uint8).flatten(0, -2).t().contiguous().view(kept_BTI.dtype)
+
+
+@torch.library.custom_op("megaspec::fp8_backward", mutates_args=())
+def fp8_backward(
+    grad_out: Tensor,
+    weight: Tensor,
+    ticket: Tensor,
+    recipe: str,
+    gradient_format: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., O], [O, I] -> dy W [..., I], and the gradient in columns [O, M] with its scales; empty what is not
+    needed."""
+    layer = layer_of(ticket)
+    grad_MO = grad_out.flatten(0, -2)
+    pair = layer.quantise(grad_MO, "gradient", rows=needs_x, columns=needs_weight)
+    grad_x = grad_out.new_empty(0)
+    if needs_x:
+        grad_x = layer.product(
+            pair.rows,
+            layer.weight(weight).columns,
+            ("gradient", "weight"),
+            along="rows columns",
+            dtype=grad_out.dtype,
+        ).view(*grad_out.shape[:-1], weight.shape[1])
+    columns, scale = _nothing(grad_out)
+    if needs_weight:
+        columns, scale = pair.columns
+    return grad_x, columns, scale
+
+
+@fp8_backward.register_fake
+def _(
+    grad_out: Tensor,
+    weight: Tensor,
+    ticket: Tensor,
+    recipe: str,
+    gradient_format: str,
+    needs_x: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_x = grad_out.new_empty(0)
+    if needs_x:
+        grad_x = grad_out.new_empty(*grad_out.shape[:-1], weight.shape[1])
+    if not needs_weight:
+        return grad_x, *_nothing(grad_out)
+    shape = (grad_out.numel() // grad_out.shape[-1], grad_out.shape[-1])
+    columns = grad_out.new_empty(shape[::-1], dtype=FORMATS[gradient_format])
+    return grad_x, columns, _empty_scale(grad_out, BLOCKS[recipe]["gradient"].columns, shape)
+
+
+@torch.library.custom_op("megaspec::fp8_weight_gradient", mutates_args=())
+def fp8_weight_gradient(
+    grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor
+) -> Tensor:
+    """Both in columns -> dyᵀ x, [O, I] in the format of `like`."""
+    return weight_gradient_of(ticket, grad_OM, grad_scale, x_IM, x_scale, dtype=like.dtype)
+
+
+@fp8_weight_gradient.register_fake
+def _(grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor) -> Tensor:
+    return like.new_empty(grad_OM.shape[0], x_IM.shape[0])
+
+
+def weight_gradient_of(
+    ticket: Tensor, grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, *, dtype: torch.dtype
+) -> Tensor:
+    """Both in columns -> dyᵀ x, [O, I]."""
+    gradient = Fp8Tensor(grad_OM, grad_scale)
+    return layer_of(ticket).product(
+        gradient, Fp8Tensor(x_IM, x_scale), ("gradient", "input"), along="columns", dtype=dtype
+    )
+
+
+def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:
+    return like.new_empty(0, dtype=FORMATS["e4m3"]), like.new_empty(0, dtype=torch.float32)
+
+
+def _empty_scale(like: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
+    """Of a matrix in columns."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return like.new_empty(scale_shape(block, shape)[::-1], dtype=wide)

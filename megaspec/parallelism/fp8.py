@@ -1,0 +1,147 @@
+"""Which layers compute in fp8, and what their scales are made of over ranks and steps.
+
+Note "Whose scales". A scale is that of a whole tensor, as if one rank held it: of a weight over the tensor-parallel
+ranks that hold parts of it, of activations and their gradients over those that hold parts of the same tokens' features.
+What differs from rank to rank by its tokens has scales of its own: micro batches, of data-parallel and of
+context-parallel ranks. So dp ranks compute what one rank computes with the same micro batches one after the other.
+
+Note "Delayed". Scales of a step are made of the largest elements of the steps before it, so that they are known before
+the elements are. After each step the largest of all micro batches and of all ranks that share the layer are remembered:
+one all-reduce for all layers. The first step, before anything is remembered, has scales of the tensors themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspec.nn.decoder import Decoder
+from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
+from megaspec.nn.linear import Linear
+from megaspec.parallelism.collectives import all_reduce_max, wait
+from megaspec.parallelism.mesh import Mesh
+from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
+from megaspec_kernels.fp8_cast.formats import scale_of
+
+
+class Fp8:
+    """The strategy. `apply` to all chunks, when their modules are what they stay and lie in memory."""
+
+    def __init__(self, mesh: Mesh, form: Fp8Form | None, *, names: Mapping[int, Sequence[str]], history: int):
+        """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
+        linears. `history`: steps that delayed scales look back."""
+        self._mesh = mesh
+        self._form = form
+        self._names = names
+        self._history = history
+        self._shared = Fp8Shared()
+        self.linears: dict[str, Fp8Linear] = {}
+        """By global name of the weight."""
+
+    @property
+    def is_delayed(self) -> bool:
+        return self._form is not None and self._form.recipe == "delayed"
+
+    def apply(self, chunks: Sequence[Decoder], *, wide: torch.dtype) -> None:
+        """Has the layers' products take fp8. `wide`: at least fp32."""
+        if self._form is None:
+            return
+        modules: dict[str, Linear] = {}
+        for chunk in chunks:
+            for number, layer in chunk.layers.items():
+                for name in self._names.get(int(number), ()):
+                    modules[f"layers.{number}.{name}.weight"] = layer.get_submodule(name)
+        device = self._mesh.device
+        count = len(modules)
+        # what is remembered of each layer, of what a step takes in, in the order of REMEMBERED, the newest step first
+        self.largest = torch.zeros(count, len(REMEMBERED), self._history, dtype=wide, device=device)
+        self._scales = torch.ones(count, len(REMEMBERED), dtype=wide, device=device)
+        self._seen = torch.zeros_like(self._scales)
+        self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
+        for i, (name, module) in enumerate(modules.items()):
+            memory = None
+            if self.is_delayed:
+                memory = Fp8Memory(self._scales[i], self._seen[i], self.saturated)
+            linear = Fp8Linear(self._form, self._shared, **self._parts(module), memory=memory)
+            module.fp8 = Fp8Use(linear.ticket, self._form.recipe, self._form.gradient_format)
+            self.linears[name] = linear
+
+    def _parts(self, module: Linear) -> dict[str, object]:
+        """How ranks divide a layer, as Fp8Linear takes it."""
+        splits: dict[type[Linear], Split] = {
+            Linear: "none",
+            ColumnParallelLinear: "outputs",
+            RowParallelLinear: "inputs",
+        }
+        split = splits.get(type(module))
+        assert split is not None, f"{type(module).__name__} computes in no fp8"
+        if split == "none":
+            return {"split": split}
+        group = module.group
+        return {"split": split, "largest": lambda amax: wait(all_reduce_max(amax, group))}
+
+    def renew(self) -> None:
+        """The weights have changed, or are about to: what was quantised is of older ones."""
+        self._shared.version += 1
+
+    def free(self, names: Sequence[str]) -> None:
+        """These weights are freed on this rank: what was quantised of them goes, too."""
+        for name in names:
+            if name in self.linears:
+                self.linears[name].forget_weight()
+
+    @torch.no_grad()
+    def start_step(self) -> None:
+        """Call before the first forward pass of a training step."""
+        if not self.is_delayed:
+            return
+        self._shared.is_recording = True
+        self._seen.zero_()
+        self.saturated.zero_()
+        if not self._shared.is_fresh:
+            self._set_scales()
+
+    @torch.no_grad()
+    def finish_step(self) -> Tensor | None:
+        """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. -> how many
+        elements saturated, over all ranks; None: none can."""
+        if not self.is_delayed:
+            return None
+        self._shared.is_recording = False
+        group = self._mesh.group("tp-dp-cp")
+        if group is not None and len(self.linears):
+            dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
+        # a step that saw nothing, or nothing finite, is taken to be as the one before it
+        newest = torch.where(self._seen > 0, self._seen, self.largest[..., 0])
+        self.largest.copy_(torch.cat((newest[..., None], self.largest[..., :-1]), dim=-1))
+        self._shared.is_fresh = False
+        saturated = self.saturated.clone()
+        if self._mesh.world_size > 1:
+            dist.all_reduce(saturated)
+        return saturated
+
+    @torch.no_grad()
+    def _set_scales(self) -> None:
+        amax = self.largest.amax(-1)
+        for place, role in enumerate(REMEMBERED):
+            self._scales[:, place] = scale_of(amax[:, place], self._form.dtype(role), margin=self._form.margin)
+
+    def state(self) -> dict[str, Tensor]:
+        """What delayed scales are made of, [2, history] by the name of the layer's weight, the same on all ranks that
+        have the layer; it belongs into checkpoints. Empty: nothing is remembered."""
+        if not self.is_delayed:
+            return {}
+        return dict(zip(self.linears, self.largest, strict=True))
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """The inverse of `state`; empty: nothing is remembered."""
+        if not state:
+            self.largest.zero_()
+            self._shared.is_fresh = True
+            return
+        for name, mine in self.state().items():
+            mine.copy_(state[name])
+        self._shared.is_fresh = not bool(self.largest.any())
+        self._set_scales()

@@ -1,0 +1,149 @@
+"""Quantising to fp8, to the bit."""
+
+from collections.abc import Callable
+from math import inf, nan
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspec_kernels.catalog import CATALOG
+from megaspec_kernels.fp8_cast import triton
+from megaspec_kernels.fp8_cast.formats import LARGEST, scale_of, scale_shape, spread
+from megaspec_kernels.gate import filled_with_nan
+from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
+from tests.kernels.fp8 import power_of_two_scale, quantised
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+BLOCKS = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128)]
+SHAPES = [(1, 1), (63, 96), (128, 256), (130, 257)]
+KERNELS = REGISTRY["fp8_cast"]
+INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
+
+
+def kernel_on(name: str, device: torch.device) -> Fp8CastKernel:
+    if name == "triton" and device.type == "cpu" and not INTERPRETED:
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    return KERNELS[name]
+
+
+def numbers(M: int, K: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Of many sizes, so that blocks have other scales and some elements become subnormal or zero."""
+    draw = torch.Generator().manual_seed(M * 1000 + K)
+    sizes = torch.exp2(torch.randint(-12, 6, (M, K), generator=draw).float())
+    return (torch.randn(M, K, generator=draw) * sizes).to(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("wide", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_is_the_definition(dtype, block, shape, wide) -> None:
+    x = numbers(*shape, wide)
+    kernel = KERNELS["reference"]
+    amax = kernel.amax(x, block=block)
+    assert amax.dtype == torch.promote_types(wide, torch.float32)
+    assert tuple(amax.shape) == scale_shape(block, shape)
+    scale = scale_of(amax, dtype)
+    by_rows, by_columns = kernel.cast(x, scale, block=block, dtype=dtype, columns=True)
+    found = by_rows.double() * spread(scale, block, shape).double()
+    assert torch.equal(found, quantised(x, dtype, block))
+    assert same_bits(by_rows.t().contiguous(), by_columns)
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("amax", [1.0, 448.0, 448.1, 57344.0, 57345.0, 0.875, 0.8750001, 1e-30, 2.0**-118, 3e38])
+def test_a_scale_is_the_smallest_power_of_two_that_fits(dtype, amax) -> None:
+    amax = torch.tensor(amax)
+    assert scale_of(amax, dtype).item() == power_of_two_scale(amax.item(), dtype)
+    if amax.item() > 2.0**-90:
+        assert scale_of(amax, dtype, margin=3).item() == 8 * power_of_two_scale(amax.item(), dtype)
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_a_scale_is_defined_for_every_number(dtype) -> None:
+    assert scale_of(torch.tensor([0.0, inf, nan]), dtype).tolist() == [1.0, 1.0, 1.0]
+    # the smallest and the largest number of fp32, and numbers that only fp64 has
+    scales = scale_of(torch.tensor([2.0**-149, 3.4e38]), dtype)
+    assert torch.isfinite(scales).all()
+    assert torch.isfinite(1 / scales).all()
+    assert scale_of(torch.tensor([1e-300, 1e300], dtype=torch.float64), dtype).tolist() == [2.0**-126, 2.0**126]
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_what_is_not_finite_becomes_nan_and_what_is_too_large_saturates(name, dtype, device) -> None:
+    kernel = kernel_on(name, device)
+    x = torch.tensor([[1.0, -2.0, inf, -inf], [nan, 0.0, -0.0, 4e6], [-4e6, 1e-20, 2.0**-149, 3e38]], device=device)
+    x[1, 0].copysign_(torch.tensor(-1.0))
+    counter = torch.zeros(1, dtype=torch.int64, device=device)
+    one = torch.ones(1, 1, device=device)
+    found, _ = kernel.cast(x, one, block=(None, None), dtype=dtype, saturated=counter)
+    largest = LARGEST[dtype]
+    expected = torch.tensor([[1.0, -2.0, nan, nan], [nan, 0.0, -0.0, largest], [-largest, 0.0, 0.0, largest]])
+    assert torch.equal(found.float().cpu().nan_to_num(nan=12345.0), expected.nan_to_num(nan=12345.0))
+    # the three that are finite and beyond the largest number
+    assert counter.item() == 3
+    assert kernel.amax(x, block=(None, None)).isnan().all()
+    assert kernel.amax(x[:1], block=(None, None)).item() == inf
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_every_implementation_makes_the_reference_s_bits(name, dtype, block, shape, wide, device) -> None:
+    kernel = kernel_on(name, device)
+    x = numbers(*shape, wide)
+    # ties and their neighbours, by a scale that is 1
+    ties = torch.tensor([448.0, 17.0, 19.0, 15.5, 2.0**-10, 1.5 * 2.0**-9, 2.5 * 2.0**-9, 464.0, 2.0**-17, -0.0])
+    x.view(-1)[: len(ties)] = ties.to(wide)[: x.numel()]
+    plain = KERNELS["reference"]
+    amax = plain.amax(x, block=block)
+    there = x.to(device)
+    with filled_with_nan():
+        assert torch.equal(kernel.amax(there, block=block).cpu(), amax)
+        for scale in (scale_of(amax, dtype), torch.ones_like(amax)):
+            _check_cast(kernel.cast, there, scale, block, dtype)
+
+
+def _check_cast(cast: Callable, x: Tensor, scale: Tensor, block, dtype) -> None:
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        mine = torch.zeros(1, dtype=torch.int64, device=x.device)
+        counted = torch.zeros(1, dtype=torch.int64)
+        found = cast(x, scale.to(x.device), block=block, dtype=dtype, rows=rows, columns=columns, saturated=mine)
+        asked = KERNELS["reference"].cast(
+            x.cpu(), scale, block=block, dtype=dtype, rows=rows, columns=columns, saturated=counted
+        )
+        for a, b in zip(found, asked, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.is_contiguous()
+                assert same_bits(a, b)
+        assert torch.equal(mine.cpu(), counted)
+
+
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_strides_make_no_difference(name, device) -> None:
+    kernel = kernel_on(name, device)
+    x = numbers(128, 192).to(device)
+    turned = x.t().contiguous().t()
+    one = torch.ones(1, 1, device=device)
+    found = kernel.cast(turned, one, block=(None, None), dtype=E4M3)[0]
+    assert same_bits(found, kernel.cast(x, one, block=(None, None), dtype=E4M3)[0])
+
+
+def test_a_swapped_layout_would_be_seen() -> None:
+    x = numbers(64, 64)
+    by_rows, by_columns = KERNELS["reference"].cast(x, torch.ones(1, 1), block=(None, None), dtype=E5M2, columns=True)
+    assert not same_bits(by_rows, by_columns)
+
+
+def test_there_is_a_fused_implementation() -> None:
+    assert list(CATALOG["fp8_cast"].implementations) == ["triton", "reference"]
