@@ -55,7 +55,7 @@ class Recording:
         if self._has_memory:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, device=self._device)
             self._stack.callback(torch.cuda.memory._record_memory_history, enabled=None, device=self._device)
-        self._profile = self._stack.enter_context(profile(activities=activities))
+        self._profile = self._stack.enter_context(profile(activities=activities, acc_events=True))
         return self
 
     def __exit__(self, *_: object) -> None:
