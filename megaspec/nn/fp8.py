@@ -218,7 +218,8 @@ class Fp8Linear:
             seen.copy_(torch.maximum(seen, torch.where(torch.isfinite(amax), amax, 0).view(()).to(seen.dtype)))
         if self.shared.is_fresh:
             return scale_of(self._of_all(amax, role, block), self.form.dtype(role))
-        return self.memory.scales[place].view(1, 1)
+        # a copy: compiled code may give the memory of what an operation returns to something else
+        return self.memory.scales[place].clone().view(1, 1)
 
     def _of_all(self, amax: Tensor, role: Role, block: Block) -> Tensor:
         """Of whole tensors, where a block goes across the ranks that hold parts of one."""
@@ -290,7 +291,8 @@ def fp8_forward(
         kept, kept_scale = pair.columns
     elif keeps:
         whole = layer.for_columns(x_MI, pair.rows)
-        kept = whole.values.view(x.shape).chunk(parts, 1)[part].contiguous()
+        # a copy, also where it lies in one piece: the tokens of other ranks are not kept
+        kept = whole.values.view(x.shape).chunk(parts, 1)[part].clone(memory_format=torch.contiguous_format)
         kept_scale = whole.scale.t().contiguous()
     else:
         kept, kept_scale = _nothing(x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import BLOCKS, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use
+from megaspec.nn.fp8 import BLOCKS, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, columns_of, fp8_forward
 from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.fp8 import quantised
@@ -160,6 +160,16 @@ def test_weight_gradients_are_summed_and_deferred(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_of_gathered_tokens_a_rank_keeps_its_own(recipe: str) -> None:
+    layer, fp8 = layer_in(recipe)
+    x = inputs()[0].detach()[:1]
+    whole = fp8_forward(x, layer.weight, fp8.ticket, recipe, True, 0, 1)[1]
+    parts = [fp8_forward(x, layer.weight, fp8.ticket, recipe, True, part, 2)[1] for part in range(2)]
+    assert [part.untyped_storage().nbytes() for part in parts] == [x.numel() // 2] * 2
+    assert torch.equal(columns_of(torch.cat([p.view(torch.uint8) for p in parts], 1)), whole.view(torch.uint8))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_quantised_once_for_each_version(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, fp8 = layer_in(recipe)
     counted = []
@@ -197,6 +207,11 @@ def test_delayed_scales_are_those_of_steps_before_and_what_is_larger_saturates()
     fp8.shared.is_fresh = False
     # the largest number of each format by scales that are too small
     fp8.memory.scales.copy_(torch.tensor([2.0**-8, 2.0**-20]))
+    held = fp8.memory.scales.untyped_storage().data_ptr()
+    # what the operation returns is its own
+    made = fp8_forward(x, layer.weight, fp8.ticket, "delayed", True, 0, 1)
+    assert held not in {tensor.untyped_storage().data_ptr() for tensor in made}
+    fp8.memory.saturated.zero_()
     y = layer(x)
     beyond = (x.abs() > 448 * 2.0**-8).sum() + (grad.abs() > 57344 * 2.0**-20).sum()
     y.backward(grad)

@@ -1,0 +1,83 @@
+"""What the plan counts of fp8 against what a built model keeps and holds."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspec.estimate.activations import kept_tensors
+from megaspec.estimate.layer_run import layer_run
+from megaspec.estimate.memory import memory_of
+from megaspec.estimate.trained import facts_of
+from megaspec.nn.decoder import Decoder
+from megaspec.precision.spec import Fp8Precision
+from megaspec.runtime.build import TrainState, build, initialise, mesh_of
+from megaspec.spec import Spec
+from tests.parity.cases import TOKENS, Case, spec_of
+
+
+def spec_in(recipe: str) -> Spec:
+    """Three layers in bf16, of which the one in the middle has products in fp8."""
+    spec = spec_of(Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa"))
+    return spec.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
+
+
+def built_of(spec: Spec) -> TrainState:
+    built = build(spec, mesh=mesh_of(spec, rank=0, device=torch.device("cpu")))
+    initialise(built)
+    return built
+
+
+def kept_by(decoder: Decoder, number: int, x: Tensor) -> int:
+    """Bytes of all that a layer's forward pass keeps, weights and tables of angles left out."""
+    context = decoder.context(torch.arange(TOKENS), length=TOKENS)
+    angles = [x for table in context.angles for x in table]
+    apart = {x.untyped_storage().data_ptr() for x in [*decoder.parameters(), *angles, context.positions]}
+    found = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in apart:
+            # held, so that no other comes to lie there
+            found[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    unit = next(unit for unit in decoder.units if unit.name == f"layers.{number}")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept):
+        assert unit.run(x, context).requires_grad
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_kept_bytes_of_layers(recipe: str) -> None:
+    spec = spec_in(recipe)
+    built = built_of(spec)
+    run = layer_run(spec)
+    layers = facts_of(spec).layers
+    assert [layer.in_fp8 for layer in layers] == [False, True, False]
+    model = spec.model
+    inputs = (model.d_model, model.n_heads * model.d_head, model.d_model, model.d_ffn)
+    # scales in fp32, which the plan leaves out: of each input one, or one for each feature
+    scales = 4 * (len(inputs) if recipe in ("tensorwise", "delayed") else sum(inputs))
+    for number, layer in enumerate(layers):
+        x = torch.randn(spec.train.micro_batch, TOKENS, model.d_model, dtype=torch.bfloat16).requires_grad_()
+        counted = sum(tensor.size for tensor in kept_tensors(run, layer))
+        assert kept_by(built.model, number, x) == counted + layer.in_fp8 * scales, number
+
+
+def test_weights_are_held_in_two_layouts() -> None:
+    spec = spec_in("tensorwise")
+    built = built_of(spec)
+    x = torch.randn(spec.train.micro_batch, TOKENS, spec.model.d_model, dtype=torch.bfloat16)
+    decoder = built.model
+    context = decoder.context(torch.arange(TOKENS), length=TOKENS)
+    decoder.units[2].run(x, context)
+    held = 0
+    for linear in built.fp8.linears.values():
+        pair = linear._weight
+        held += pair.rows.values.nbytes + pair.columns.values.nbytes
+    plain = spec.model_copy(update={"precision": spec_of(Case(precision="bf16")).precision})
+    assert memory_of(spec)[0].weights - memory_of(plain)[0].weights == held
+    names = list(built.fp8.linears)
+    assert names == [f"layers.1.{name}.weight" for name in ("attn.wqkv", "attn.wo", "mlp.w_gate_up", "mlp.w_down")]
+    built.fp8.free(names)
+    assert all(linear._weight is None for linear in built.fp8.linears.values())
