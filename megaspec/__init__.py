@@ -40,6 +40,8 @@ _WHERE = {
     "kernels_of": "megaspec_kernels.registry:kernels_of",
     # data
     "Batch": "megaspec.data.batch:Batch",
+    "Documents": "megaspec_kernels.attention.documents:Documents",
+    "documents_of": "megaspec_kernels.attention.documents:documents_of",
     "StepBatch": "megaspec.data.loader:StepBatch",
     "Source": "megaspec.data.source:Source",
     "BatchSchedule": "megaspec.train.batch_schedule:BatchSchedule",

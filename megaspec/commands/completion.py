@@ -114,6 +114,9 @@ COMMANDS: dict[str, Completed] = {
     "sweep resume": Completed((), "sweep", ("memory",), SWEEP),
     "sweep show": Completed(folder=SWEEP),
     "bench": Completed(),
+    "bench step": Completed(
+        ("--balanced", "--config-dir", "--out", "--rank", "--steps", "--warm"), "words", (*_MACHINE, "memory")
+    ),
     "bench throughput": Completed(("--out",)),
     "bench kernel": Completed(("--json",)),
     "data": Completed(),

@@ -551,6 +551,8 @@ def _is_idle(key: str, plan: Plan) -> bool:
         return not plan.model.get("moe")
     if key == "kernels.attention_merge":
         return plan.mesh["cp"] == 1
+    if key in ("kernels.fp8_cast", "kernels.scaled_product"):
+        return plan.precision != "fp8"
     return key == "parallelism.sequence_parallel"
 
 

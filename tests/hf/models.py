@@ -29,6 +29,8 @@ KERNELS = KernelsSpec(
     cross_entropy="reference",
     grouped="reference",
     unpermute="reference",
+    fp8_cast="reference",
+    scaled_product="reference",
     adamw="torch",
     compile="none",
 )
