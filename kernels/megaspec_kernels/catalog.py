@@ -89,6 +89,18 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "norm": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+        }
+    ),
+    "gated": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+        }
+    ),
     "fp8_cast": Operation(
         {
             # the first GPUs that convert to fp8 themselves

@@ -20,8 +20,13 @@ from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cro
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
+from megaspec_kernels.gated.reference import gated as gated_reference
+from megaspec_kernels.gated.triton import gated as gated_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.norm import reference as norm_reference
+from megaspec_kernels.norm import triton as norm_triton
+from megaspec_kernels.norm.form import Normed
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
 from megaspec_kernels.spec import KernelsSpec
@@ -54,6 +59,18 @@ class AttentionMergeKernel:
 
 
 @dataclass(frozen=True)
+class NormKernel:
+    """A norm of rows, alone and with the residual stream around it, see norm/reference.py."""
+
+    norm: Callable[..., torch.Tensor]
+    """(x, weight, bias, *, form) -> normed"""
+    norm_of_stream: Callable[..., Normed]
+    """(x, weight, bias, *, form) -> x, normed"""
+    norm_of_sum: Callable[..., Normed]
+    """(x, term, weight, bias, *, form) -> x + scale · term, normed"""
+
+
+@dataclass(frozen=True)
 class Fp8CastKernel:
     """How a matrix becomes fp8, see fp8_cast/reference.py."""
 
@@ -70,6 +87,8 @@ GroupedKernel = Callable[..., Any]
 """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
 UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
+GatedKernel = Callable[..., torch.Tensor]
+"""(gate_up, *, form) -> [..., F], see gated/reference.py"""
 ScaledProductKernel = Callable[..., torch.Tensor]
 """(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast) -> [M, N]"""
 AdamWKernel = Callable[..., None]
@@ -98,6 +117,11 @@ REGISTRY: dict[str, dict[str, Any]] = {
     },
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
+    "norm": {
+        "reference": NormKernel(norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum),
+        "triton": NormKernel(norm_triton.norm, norm_triton.norm_of_stream, norm_triton.norm_of_sum),
+    },
+    "gated": {"reference": gated_reference, "triton": gated_triton},
     "fp8_cast": {
         "triton": Fp8CastKernel(fp8_cast_triton.amax, fp8_cast_triton.cast),
         "reference": Fp8CastKernel(fp8_cast_reference.amax, fp8_cast_reference.cast),
@@ -116,6 +140,8 @@ class Kernels:
     cross_entropy: CrossEntropyKernel
     grouped: GroupedKernel
     unpermute: UnpermuteKernel
+    norm: NormKernel
+    gated: GatedKernel
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
 
@@ -128,6 +154,8 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         cross_entropy=REGISTRY["cross_entropy"][spec.cross_entropy],
         grouped=REGISTRY["grouped"][spec.grouped],
         unpermute=REGISTRY["unpermute"][spec.unpermute],
+        norm=REGISTRY["norm"][spec.norm],
+        gated=REGISTRY["gated"][spec.gated],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
     )
