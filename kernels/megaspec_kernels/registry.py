@@ -18,6 +18,7 @@ from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
+from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
@@ -59,8 +60,12 @@ class Fp8CastKernel:
 
     amax: Callable[..., torch.Tensor]
     """(x_MK, *, block) -> [m, k]"""
+    scale_of: Callable[..., torch.Tensor]
+    """(amax_mk, dtype) -> [m, k]"""
+    scale: Callable[..., torch.Tensor]
+    """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
-    """(x_MK, scale_mk, *, block, dtype, rows, columns, saturated) -> [M, K] and [K, M]"""
+    """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
 
 
 CrossEntropyKernel = Callable[..., Any]
@@ -99,8 +104,12 @@ REGISTRY: dict[str, dict[str, Any]] = {
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
     "fp8_cast": {
-        "triton": Fp8CastKernel(fp8_cast_triton.amax, fp8_cast_triton.cast),
-        "reference": Fp8CastKernel(fp8_cast_reference.amax, fp8_cast_reference.cast),
+        "triton": Fp8CastKernel(
+            fp8_cast_triton.amax, fp8_cast_triton.scale_of, fp8_cast_triton.scale, fp8_cast_triton.cast
+        ),
+        "reference": Fp8CastKernel(
+            fp8_cast_reference.amax, fp8_cast_formats.scale_of, fp8_cast_reference.scale, fp8_cast_reference.cast
+        ),
     },
     "scaled_product": {"torch": scaled_product_torch, "reference": scaled_product_reference},
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
