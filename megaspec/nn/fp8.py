@@ -260,9 +260,18 @@ class Fp8Linear:
         self._weight = None
 
     def product(
-        self, a: Fp8Tensor, b: Fp8Tensor, roles: tuple[Role, Role], *, along: str, dtype: torch.dtype
+        self,
+        a: Fp8Tensor,
+        b: Fp8Tensor,
+        roles: tuple[Role, Role],
+        *,
+        along: str,
+        dtype: torch.dtype,
+        into: Tensor | None = None,
+        overwrite: bool = False,
     ) -> Tensor:
-        """a bᵀ. `along`: the layout of both, or of a and then of b."""
+        """a bᵀ. `along`: the layout of both, or of a and then of b. `into`, in `dtype`: what it is added to, or
+        replaces where it is to `overwrite`."""
         layout_a, _, layout_b = along.partition(" ")
         return self.form.product(
             a.values,
@@ -274,6 +283,8 @@ class Fp8Linear:
             dtype=dtype,
             # as others do: fewer bits in the sums of the forward pass alone
             fast=roles == ("input", "weight"),
+            into=into,
+            overwrite=overwrite,
         )
 
     def _block(self, role: Role, layout: str) -> Block:
@@ -511,12 +522,25 @@ def _(grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: 
 
 
 def weight_gradient_of(
-    ticket: Tensor, grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, *, dtype: torch.dtype
+    ticket: Tensor,
+    grad_OM: Tensor,
+    grad_scale: Tensor,
+    x_IM: Tensor,
+    x_scale: Tensor,
+    *,
+    dtype: torch.dtype,
+    into: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
-    """Both in columns -> dyᵀ x, [O, I]."""
-    gradient = Fp8Tensor(grad_OM, grad_scale)
+    """Both in columns -> dyᵀ x, [O, I]. `into`: see Fp8Linear.product."""
     return layer_of(ticket).product(
-        gradient, Fp8Tensor(x_IM, x_scale), ("gradient", "input"), along="columns", dtype=dtype
+        Fp8Tensor(grad_OM, grad_scale),
+        Fp8Tensor(x_IM, x_scale),
+        ("gradient", "input"),
+        along="columns",
+        dtype=dtype,
+        into=into,
+        overwrite=overwrite,
     )
 
 

@@ -218,12 +218,7 @@ def add_fp8_weight_gradient(
     """`add_weight_gradient` of factors in fp8, both in columns. `fp8`: the layer's ticket there."""
 
     def product(into: Tensor, overwrite: bool) -> None:
-        grad_weight = weight_gradient_of(fp8, grad_OM, grad_scale, x_IM, x_scale, dtype=into.dtype)
-        # a pass of its own: torch's scaled product adds to nothing
-        if overwrite:
-            into.copy_(grad_weight)
-        else:
-            into.add_(grad_weight)
+        weight_gradient_of(fp8, grad_OM, grad_scale, x_IM, x_scale, dtype=into.dtype, into=into, overwrite=overwrite)
 
     sum_of(ticket).add(product)
 
