@@ -18,6 +18,7 @@ from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
+from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.gated.reference import gated as gated_reference
@@ -27,6 +28,7 @@ from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.norm import reference as norm_reference
 from megaspec_kernels.norm import triton as norm_triton
 from megaspec_kernels.norm.form import Normed
+from megaspec_kernels.scaled_product.cublaslt import scaled_product as scaled_product_cublaslt
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
 from megaspec_kernels.spec import KernelsSpec
@@ -76,8 +78,12 @@ class Fp8CastKernel:
 
     amax: Callable[..., torch.Tensor]
     """(x_MK, *, block) -> [m, k]"""
+    scale_of: Callable[..., torch.Tensor]
+    """(amax_mk, dtype) -> [m, k]"""
+    scale: Callable[..., torch.Tensor]
+    """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
-    """(x_MK, scale_mk, *, block, dtype, rows, columns, saturated) -> [M, K] and [K, M]"""
+    """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
 
 
 CrossEntropyKernel = Callable[..., Any]
@@ -90,7 +96,7 @@ UnpermuteKernel = Callable[..., Any]
 GatedKernel = Callable[..., torch.Tensor]
 """(gate_up, *, form) -> [..., F], see gated/reference.py"""
 ScaledProductKernel = Callable[..., torch.Tensor]
-"""(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast) -> [M, N]"""
+"""(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast, into, overwrite) -> [M, N]"""
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
@@ -123,10 +129,18 @@ REGISTRY: dict[str, dict[str, Any]] = {
     },
     "gated": {"reference": gated_reference, "triton": gated_triton},
     "fp8_cast": {
-        "triton": Fp8CastKernel(fp8_cast_triton.amax, fp8_cast_triton.cast),
-        "reference": Fp8CastKernel(fp8_cast_reference.amax, fp8_cast_reference.cast),
+        "triton": Fp8CastKernel(
+            fp8_cast_triton.amax, fp8_cast_triton.scale_of, fp8_cast_triton.scale, fp8_cast_triton.cast
+        ),
+        "reference": Fp8CastKernel(
+            fp8_cast_reference.amax, fp8_cast_formats.scale_of, fp8_cast_reference.scale, fp8_cast_reference.cast
+        ),
     },
-    "scaled_product": {"torch": scaled_product_torch, "reference": scaled_product_reference},
+    "scaled_product": {
+        "cublaslt": scaled_product_cublaslt,
+        "torch": scaled_product_torch,
+        "reference": scaled_product_reference,
+    },
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
 

@@ -48,11 +48,12 @@ class KernelsSpec(Frozen):
     """Quantising to fp8, of precision=fp8.
 
     triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
-    scaled_product: Auto[Literal["torch", "reference"]] = "auto"
+    scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
     """Products of fp8 matrices, of precision=fp8.
 
-    torch: torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which
-    is exact but for its sums, and no faster than that."""
+    cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
+    torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
+    exact but for its sums, and no faster than that."""
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 
