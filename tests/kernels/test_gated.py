@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels.gate import check, results
+from megaspec_kernels.gate import check, filled_with_nan, results
 from megaspec_kernels.gated import triton as triton
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.registry import REGISTRY
+from tests.kernels.fp8_producers import check_written, known_of
 
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared")
@@ -73,3 +74,26 @@ def test_no_number_stays_none(implementation: str, form: GatedForm, device: torc
     gate_up[1, 3] = math.nan
     bad = REGISTRY["gated"][implementation](gate_up, form=form).isnan()
     assert bad.tolist() == [[True, False], [False, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.code.replace(" ", "-"))
+@pytest.mark.parametrize(("M", "F"), [(1, 16), (63, 200), (130, 64)])
+def test_triton_writes_fp8(dtype: torch.dtype, form: GatedForm, M: int, F: int, device: torch.device) -> None:
+    """Forward and backward, by scales that a few elements are too large for."""
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    draw = torch.Generator().manual_seed(M + F)
+    gate_up = (3 * torch.randn(M, 2 * F, generator=draw)).bfloat16().double().to(device)
+    grad = torch.randn(M, F, generator=draw).bfloat16().double().to(device)
+    if form == FORMS[0]:
+        gate_up[0, 0] = math.nan
+        grad[M - 1, 1] = math.inf
+    truth = results(partial(by_equation, form=form), {"gate_up": gate_up}, grad)
+    with filled_with_nan():
+        known = known_of(2.0**-7, torch.float8_e4m3fn, device)
+        check_written(triton.gated_forward_in_fp8(gate_up.to(dtype), form.code, known=known), truth["out"], known)
+        for format in (torch.float8_e5m2, torch.float8_e4m3fn):
+            known = known_of(2.0**-7, format, device)
+            written = triton.gated_backward_in_fp8(grad.to(dtype), gate_up.to(dtype), form.code, known=known)
+            check_written(written, truth["gate_up"], known)

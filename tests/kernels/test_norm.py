@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels.gate import check, in_dtype, results
+from megaspec_kernels.gate import check, filled_with_nan, in_dtype, results
 from megaspec_kernels.norm import triton as triton
 from megaspec_kernels.norm.form import NormForm
 from megaspec_kernels.registry import REGISTRY, NormKernel
+from tests.kernels.fp8_producers import check_written, known_of
 
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 FORMS = [
@@ -176,3 +177,58 @@ def test_no_rows(implementation: str, device: torch.device) -> None:
     (stream.sum() + y.sum()).backward()
     assert y.shape == x.grad.shape == (2, 0, 16)
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.code.replace(" ", "-"))
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize(("M", "D"), [(1, 16), (63, 1000), (40, 272)])
+def test_triton_writes_fp8(
+    dtype: torch.dtype, form: NormForm, adds: bool, M: int, D: int, device: torch.device
+) -> None:
+    """By a scale that a few elements are too large for."""
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    inputs = in_dtype(inputs_of(M, D, form, bias=form.kind == "layer", device=device), dtype)
+    term = inputs["term"] if adds else None
+    weight, bias = inputs.get("weight"), inputs.get("bias")
+    known = known_of(2.0**-8, torch.float8_e4m3fn, device)
+    with filled_with_nan():
+        made = triton.norm_forward_in_fp8(inputs["x"], term, weight, bias, form.code, known=known)
+    total = inputs["x"]
+    if adds:
+        total = made.total
+        exact = inputs["x"].double() + form.scale * term.double()
+        torch.testing.assert_close(total.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    wide = {name: None if one is None else one.double() for name, one in (("weight", weight), ("bias", bias))}
+    check_written(made.written, by_equation(total.double(), wide["weight"], wide["bias"], form), known)
+    # what the backward pass takes
+    *_, statistics = triton.norm_forward(total, None, weight, bias, form.code)
+    torch.testing.assert_close(made.statistics, statistics, rtol=1e-5, atol=1e-6)
+
+
+def test_triton_leaves_numbers_out_of_fp8_that_are_none(device: torch.device) -> None:
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    x = torch.ones(33, 64, device=device)
+    x[3, 5] = float("nan")
+    x[32, 1] = float("inf")
+    known = known_of(2.0**-6, torch.float8_e4m3fn, device, seen=3.0)
+    made = triton.norm_forward_in_fp8(x, None, None, None, NormForm("rms", "none", 1e-5).code, known=known)
+    bad = made.written.rows.float().isnan()
+    assert bad[3].all()
+    assert bad[32, 1]
+    assert not bad[:3].any()
+    assert not bad[4:32].any()
+    # what was seen before was larger
+    assert known.seen.item() == 3.0
+    assert not known.saturated
+
+
+def test_triton_records_nothing_outside_of_steps(device: torch.device) -> None:
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    known = known_of(0.5, torch.float8_e4m3fn, device, seen=None)
+    x = torch.randn(8, 32, device=device)
+    triton.norm_forward_in_fp8(x, None, None, None, FORMS[2].code, known=known)
+    assert known.scale.item() == 0.5

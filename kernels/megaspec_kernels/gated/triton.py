@@ -2,14 +2,19 @@
 
 # M rows, F features
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from megaspec_kernels.fp8_cast.tile import Known, Written, empty_pair, format_constants
 from megaspec_kernels.gated.form import GatedForm, decoded
 
 try:
     import triton
     import triton.language as tl
+
+    from megaspec_kernels.fp8_cast.tile import in_fp8, inverse_of, record
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
@@ -113,6 +118,104 @@ if triton is not None:
         tl.store(grad_gate_up_ptr + row * (2 * F) + F + f, (grad * by_up).to(dtype), mask=mask)
 
 
+    @triton.jit
+    def gated_fwd_fp8_kernel(
+        gate_up_ptr,
+        row_ptr,
+        column_ptr,
+        scale_ptr,
+        scale_copy_ptr,
+        seen_ptr,
+        saturated_ptr,
+        M,
+        F,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        has_seen: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        b_m: tl.constexpr,
+        b_f: tl.constexpr,
+    ):
+        m = tl.program_id(0).to(tl.int64) * b_m + tl.arange(0, b_m)
+        f = tl.program_id(1) * b_f + tl.arange(0, b_f)
+        mask = (m < M)[:, None] & (f < F)[None, :]
+        at = m[:, None] * (2 * F) + f[None, :]
+        gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + F + at, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale_copy_ptr, scale)
+        out, _, _ = gated_tile(gate, up, limit, alpha, name, has_limit)
+        q, size, over = in_fp8(out, inverse_of(scale), largest, mantissa, least_exponent, interpreted)
+        tl.store(row_ptr + m[:, None] * F + f[None, :], q, mask=mask)
+        # to transposed addresses: tl.trans has corrupted fp8 tiles
+        tl.store(column_ptr + f.to(tl.int64)[None, :] * M + m[:, None], q, mask=mask)
+        record(
+            seen_ptr,
+            saturated_ptr,
+            tl.max(tl.max(size, axis=1), axis=0),
+            tl.sum(tl.sum(over.to(tl.int32), axis=1), axis=0),
+            has_seen,
+        )
+
+    @triton.jit
+    def gated_bwd_fp8_kernel(
+        grad_ptr,
+        gate_up_ptr,
+        row_ptr,
+        column_ptr,
+        scale_ptr,
+        scale_copy_ptr,
+        seen_ptr,
+        saturated_ptr,
+        M,
+        F,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        has_seen: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        b_m: tl.constexpr,
+        b_f: tl.constexpr,
+    ):
+        m = tl.program_id(0).to(tl.int64) * b_m + tl.arange(0, b_m)
+        f = tl.program_id(1) * b_f + tl.arange(0, b_f)
+        mask = (m < M)[:, None] & (f < F)[None, :]
+        at = m[:, None] * (2 * F) + f[None, :]
+        grad = tl.load(grad_ptr + m[:, None] * F + f[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_up_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + F + at, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            tl.store(scale_copy_ptr, scale)
+        inverse = inverse_of(scale)
+        _, by_gate, by_up = gated_tile(gate, up, limit, alpha, name, has_limit)
+        column = f.to(tl.int64)[None, :] * M + m[:, None]
+        # masked elements are 0 · something finite
+        q, size, over = in_fp8(grad * by_gate, inverse, largest, mantissa, least_exponent, interpreted)
+        tl.store(row_ptr + at, q, mask=mask)
+        tl.store(column_ptr + column, q, mask=mask)
+        q, size_up, over_up = in_fp8(grad * by_up, inverse, largest, mantissa, least_exponent, interpreted)
+        tl.store(row_ptr + F + at, q, mask=mask)
+        tl.store(column_ptr + column + (f * 0 + F).to(tl.int64)[None, :] * M, q, mask=mask)
+        record(
+            seen_ptr,
+            saturated_ptr,
+            tl.max(tl.max(tl.maximum(size, size_up), axis=1), axis=0),
+            tl.sum(tl.sum(over.to(tl.int32) + over_up.to(tl.int32), axis=1), axis=0),
+            has_seen,
+        )
+
+
 def _grid(M: int, F: int) -> tuple[int, int]:
     return M, triton.cdiv(F, BLOCK)
 
@@ -171,6 +274,64 @@ def gated_backward(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
 @gated_backward.register_fake
 def _(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
     return gate_up.new_empty(gate_up.shape)
+
+
+class Tile(NamedTuple):
+    """Of a kernel that writes fp8: of each column it writes as many bytes as rows."""
+
+    rows: int
+    features: int
+    warps: int
+
+
+FORWARD_TILE = Tile(rows=64, features=128, warps=8)
+BACKWARD_TILE = Tile(rows=64, features=64, warps=8)
+
+
+def gated_forward_in_fp8(gate_up: Tensor, code: str, *, known: Known) -> Written:
+    """`gated_forward`, written in fp8 alone, by a scale that is known."""
+    F = gate_up.shape[-1] // 2
+    M = gate_up.numel() // (2 * F)
+    written = empty_pair(gate_up, M, F, known.dtype)
+    _write(gated_fwd_fp8_kernel, (gate_up,), written, M, F, code, known, FORWARD_TILE)
+    return written
+
+
+def gated_backward_in_fp8(grad: Tensor, gate_up: Tensor, code: str, *, known: Known) -> Written:
+    """`gated_backward`, written in fp8 alone, by a scale that is known."""
+    F = grad.shape[-1]
+    M = grad.numel() // F
+    written = empty_pair(gate_up, M, 2 * F, known.dtype)
+    _write(gated_bwd_fp8_kernel, (grad, gate_up), written, M, F, code, known, BACKWARD_TILE)
+    return written
+
+
+def _write(
+    kernel: Any, inputs: tuple[Tensor, ...], written: Written, M: int, F: int, code: str, known: Known, tile: Tile
+) -> None:
+    assert inputs[-1].dtype != torch.float64, "the kernel computes in fp32"
+    form = decoded(code)
+    kernel[(triton.cdiv(M, tile.rows), triton.cdiv(F, tile.features))](
+        *(x.contiguous() for x in inputs),
+        written.rows.view(torch.uint8),
+        written.columns.view(torch.uint8),
+        known.scale,
+        written.scale,
+        # where nothing is recorded nothing is written: any address serves
+        known.scale.view(torch.int32) if known.seen is None else known.seen.view(torch.int32),
+        known.saturated,
+        M,
+        F,
+        form.limit,
+        form.alpha,
+        form.activation,
+        form.has_limit,
+        known.seen is not None,
+        *format_constants(known.dtype),
+        tile.rows,
+        tile.features,
+        num_warps=tile.warps,
+    )
 
 
 class GatedOp(torch.autograd.Function):

@@ -15,11 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megaspec_kernels.fp8_cast.tile import Known, Written, empty_pair, format_constants
 from megaspec_kernels.norm.form import NormForm, Normed, decoded
 
 try:
     import triton
     import triton.language as tl
+
+    from megaspec_kernels.fp8_cast.tile import in_fp8, inverse_of, record
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
@@ -161,6 +164,108 @@ if triton is not None:
         tl.store(out_ptr + which * D + d, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=d < D)
 
 
+    @triton.jit
+    def norm_fwd_fp8_kernel(
+        x_ptr,
+        term_ptr,
+        weight_ptr,
+        bias_ptr,
+        total_ptr,
+        row_ptr,
+        column_ptr,
+        statistics_ptr,
+        scale_ptr,
+        scale_copy_ptr,
+        seen_ptr,
+        saturated_ptr,
+        M,
+        D,
+        eps,
+        term_scale,
+        adds: tl.constexpr,
+        is_layer: tl.constexpr,
+        gain: tl.constexpr,
+        has_bias: tl.constexpr,
+        has_seen: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        b_m: tl.constexpr,
+        b_d: tl.constexpr,
+    ):
+        m = tl.program_id(0).to(tl.int64) * b_m + tl.arange(0, b_m)
+        in_rows = m < M
+        squares = tl.zeros([b_m, b_d], dtype=tl.float32)
+        mean = tl.zeros([b_m], dtype=tl.float32)
+        spread = tl.zeros([b_m], dtype=tl.float32)
+        for first in range(0, D, b_d):
+            d = first + tl.arange(0, b_d)
+            at = m[:, None] * D + d[None, :]
+            mask = in_rows[:, None] & (d < D)[None, :]
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            if adds:
+                x += term_scale * tl.load(term_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                total = x.to(total_ptr.dtype.element_ty)
+                tl.store(total_ptr + at, total, mask=mask)
+                x = total.to(tl.float32)
+            if is_layer:
+                # a piece's own mean and spread, put together with those before it (Chan et al. 1979)
+                n = tl.minimum(D - first, b_d).to(tl.float32)
+                here = tl.sum(x, axis=1) / n
+                apart = tl.where(mask, x - here[:, None], 0.0)
+                share = n / (first + n)
+                spread += tl.sum(apart * apart, axis=1) + (here - mean) * (here - mean) * first * share
+                mean += (here - mean) * share
+            else:
+                squares += x * x
+        if is_layer:
+            tl.store(statistics_ptr + M + m, mean, mask=in_rows)
+        else:
+            spread = tl.sum(squares, axis=1)
+        rstd = tl.rsqrt(spread / D + eps)
+        tl.store(statistics_ptr + m, rstd, mask=in_rows)
+        scale = tl.load(scale_ptr)
+        if tl.program_id(0) == 0:
+            tl.store(scale_copy_ptr, scale)
+        inverse = inverse_of(scale)
+        seen = tl.zeros([b_m, b_d], dtype=tl.float32)
+        over = tl.zeros([b_m, b_d], dtype=tl.int32)
+        # the sums that this program wrote are read again, by whichever of its threads
+        tl.debug_barrier()
+        source_ptr = x_ptr
+        if adds:
+            source_ptr = total_ptr
+        for first in range(0, D, b_d):
+            d = first + tl.arange(0, b_d)
+            at = m[:, None] * D + d[None, :]
+            mask = in_rows[:, None] & (d < D)[None, :]
+            x = tl.load(source_ptr + at, mask=mask, other=0.0).to(tl.float32)
+            y = (x - mean[:, None]) * rstd[:, None]
+            if gain != "none":
+                weight = tl.load(weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+                if gain == "one_plus":
+                    weight += 1
+                y *= weight[None, :]
+            if has_bias:
+                y += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            q, size, is_over = in_fp8(
+                tl.where(mask, y, 0.0), inverse, largest, mantissa, least_exponent, interpreted
+            )
+            seen = tl.maximum(seen, size)
+            over += is_over.to(tl.int32)
+            tl.store(row_ptr + at, q, mask=mask)
+            # to transposed addresses: tl.trans has corrupted fp8 tiles
+            tl.store(column_ptr + d.to(tl.int64)[None, :] * M + m[:, None], q, mask=mask)
+        record(
+            seen_ptr,
+            saturated_ptr,
+            tl.max(tl.max(seen, axis=1), axis=0),
+            tl.sum(tl.sum(over, axis=1), axis=0),
+            has_seen,
+        )
+
+
 class Tile(NamedTuple):
     """What one program takes at a time."""
 
@@ -175,6 +280,10 @@ def tile_of(D: int, *, least: int) -> Tile:
     features = triton.next_power_of_2(D)
     rows = max(1, least // features)
     return Tile(rows, features, min(16, max(1, rows * features // FEATURES_OF_A_WARP)))
+
+
+FP8_TILE = Tile(rows=32, features=256, warps=8)
+"""Of the kernel that writes fp8: it goes along its rows twice. Of each column it writes as many bytes as rows."""
 
 
 @cache
@@ -244,9 +353,12 @@ def _forward_results(x: Tensor, term: Tensor | None, code: str) -> tuple[Tensor,
     total = x.new_empty(0)
     if term is not None:
         total = x.new_empty(x.shape)
-    n_statistics = 2 if decoded(code).kind == "layer" else 1
     rows = x.numel() // max(1, x.shape[-1])
-    return total, x.new_empty(x.shape), x.new_empty(n_statistics, rows, dtype=torch.float32)
+    return total, x.new_empty(x.shape), x.new_empty(_n_statistics(code), rows, dtype=torch.float32)
+
+
+def _n_statistics(code: str) -> int:
+    return 2 if decoded(code).kind == "layer" else 1
 
 
 @torch.library.custom_op("megaspec::norm_backward", mutates_args=())
@@ -322,6 +434,62 @@ def _backward_results(x: Tensor, code: str, has_term: bool, vectors: int) -> tup
     if has_term and decoded(code).scale != 1.0:
         grad_term = x.new_empty(x.shape)
     return x.new_empty(x.shape), grad_term, x.new_empty(vectors, x.shape[-1])
+
+
+class NormInFp8(NamedTuple):
+    """What norm_forward makes, with the normed rows in fp8."""
+
+    total: Tensor
+    written: Written
+    statistics: Tensor
+
+
+def norm_forward_in_fp8(
+    x: Tensor, term: Tensor | None, weight: Tensor | None, bias: Tensor | None, code: str, *, known: Known
+) -> NormInFp8:
+    """`norm_forward`, whose normed rows are written in fp8 alone, by a scale that is known."""
+    assert x.dtype != torch.float64, "the kernel computes in fp32"
+    form = decoded(code)
+    x = x.contiguous()
+    D = x.shape[-1]
+    M = x.numel() // D
+    # of norm_forward's results, without the rows in the format of x
+    total = x.new_empty(0)
+    if term is not None:
+        total = x.new_empty(x.shape)
+    statistics = x.new_empty(_n_statistics(code), M, dtype=torch.float32)
+    written = empty_pair(x, M, D, known.dtype)
+    tile = FP8_TILE
+    while tile.rows > 16 and triton.cdiv(M, tile.rows) < _processors(x.device):
+        tile = tile._replace(rows=tile.rows // 2)
+    norm_fwd_fp8_kernel[(triton.cdiv(M, tile.rows),)](
+        x,
+        x if term is None else term.contiguous(),
+        x if weight is None else weight,
+        x if bias is None else bias,
+        total,
+        written.rows.view(torch.uint8),
+        written.columns.view(torch.uint8),
+        statistics,
+        known.scale,
+        written.scale,
+        known.scale.view(torch.int32) if known.seen is None else known.seen.view(torch.int32),
+        known.saturated,
+        M,
+        D,
+        form.eps,
+        form.scale,
+        term is not None,
+        form.kind == "layer",
+        form.gain,
+        bias is not None,
+        known.seen is not None,
+        *format_constants(known.dtype),
+        tile.rows,
+        min(tile.features, triton.next_power_of_2(D)),
+        num_warps=tile.warps,
+    )
+    return NormInFp8(total, written, statistics)
 
 
 class _Gradients(NamedTuple):
