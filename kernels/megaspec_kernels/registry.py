@@ -21,8 +21,8 @@ from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_
 from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
-from megaspec_kernels.gated.reference import gated as gated_reference
-from megaspec_kernels.gated.triton import gated as gated_triton
+from megaspec_kernels.gated import reference as gated_reference
+from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.norm import reference as norm_reference
@@ -61,6 +61,46 @@ class AttentionMergeKernel:
 
 
 @dataclass(frozen=True)
+class NormProducer:
+    """The steps of a norm that writes fp8 by a scale that is known, see norm/triton.py. `code`: NormForm.code."""
+
+    implementation: str
+    """Its name, by which operations of compiled code find it."""
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(x, term, weight, bias, code) -> x + scale · term, normed, statistics"""
+    forward_in_fp8: Callable[..., Any]
+    """(x, term, weight, bias, code, *, known) -> the same, normed in fp8"""
+    gradients: Callable[..., Any]
+    """(grad, grad_stream, x, weight, statistics, code, *, has_term, needs) -> gradients by name"""
+
+
+@dataclass(frozen=True)
+class GatedProducer:
+    """The steps of a gate that writes fp8 by a scale that is known, see gated/triton.py. `code`: GatedForm.code."""
+
+    implementation: str
+    """Its name, by which operations of compiled code find it."""
+    forward: Callable[..., torch.Tensor]
+    """(gate_up, code) -> [..., F]"""
+    forward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(gate_up, code, *, known) -> [M, F], [F, M], scale"""
+    backward: Callable[..., torch.Tensor]
+    """(grad, gate_up, code) -> [..., 2 F]"""
+    backward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(grad, gate_up, code, *, known) -> [M, 2 F], [2 F, M], scale"""
+
+
+@dataclass(frozen=True)
+class GatedKernel:
+    """What gated feed-forward layers compute between their products, see gated/reference.py."""
+
+    gated: Callable[..., torch.Tensor]
+    """(gate_up, *, form) -> [..., F]"""
+    producer: GatedProducer | None = None
+    """Of implementations that can write it, and its gradient, in fp8."""
+
+
+@dataclass(frozen=True)
 class NormKernel:
     """A norm of rows, alone and with the residual stream around it, see norm/reference.py."""
 
@@ -70,6 +110,8 @@ class NormKernel:
     """(x, weight, bias, *, form) -> x, normed"""
     norm_of_sum: Callable[..., Normed]
     """(x, term, weight, bias, *, form) -> x + scale · term, normed"""
+    producer: NormProducer | None = None
+    """Of implementations that can write what they norm in fp8."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +135,6 @@ GroupedKernel = Callable[..., Any]
 """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
 UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
-GatedKernel = Callable[..., torch.Tensor]
-"""(gate_up, *, form) -> [..., F], see gated/reference.py"""
 ScaledProductKernel = Callable[..., torch.Tensor]
 """(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast, into, overwrite) -> [M, N]"""
 AdamWKernel = Callable[..., None]
@@ -125,9 +165,28 @@ REGISTRY: dict[str, dict[str, Any]] = {
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
     "norm": {
         "reference": NormKernel(norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum),
-        "triton": NormKernel(norm_triton.norm, norm_triton.norm_of_stream, norm_triton.norm_of_sum),
+        "triton": NormKernel(
+            norm_triton.norm,
+            norm_triton.norm_of_stream,
+            norm_triton.norm_of_sum,
+            NormProducer(
+                "triton", norm_triton.norm_forward, norm_triton.norm_forward_in_fp8, norm_triton.gradients
+            ),
+        ),
     },
-    "gated": {"reference": gated_reference, "triton": gated_triton},
+    "gated": {
+        "reference": GatedKernel(gated_reference.gated),
+        "triton": GatedKernel(
+            gated_triton.gated,
+            GatedProducer(
+                "triton",
+                gated_triton.gated_forward,
+                gated_triton.gated_forward_in_fp8,
+                gated_triton.gated_backward,
+                gated_triton.gated_backward_in_fp8,
+            ),
+        ),
+    },
     "fp8_cast": {
         "triton": Fp8CastKernel(
             fp8_cast_triton.amax, fp8_cast_triton.scale_of, fp8_cast_triton.scale, fp8_cast_triton.cast

@@ -303,7 +303,9 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    return Fp8(mesh, form, names=names, history=precision.amax_history)
+    # what is computed again by itself is no part of another operation
+    writes_fp8 = spec.parallelism.recompute.kind != "selective"
+    return Fp8(mesh, form, names=names, history=precision.amax_history, writes_fp8=writes_fp8)
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
