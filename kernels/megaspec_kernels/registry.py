@@ -18,10 +18,17 @@ from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
+from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
+from megaspec_kernels.gated import reference as gated_reference
+from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.norm import reference as norm_reference
+from megaspec_kernels.norm import triton as norm_triton
+from megaspec_kernels.norm.form import Normed
+from megaspec_kernels.scaled_product.cublaslt import scaled_product as scaled_product_cublaslt
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
 from megaspec_kernels.spec import KernelsSpec
@@ -54,13 +61,71 @@ class AttentionMergeKernel:
 
 
 @dataclass(frozen=True)
+class NormProducer:
+    """The steps of a norm that writes fp8 by a scale that is known, see norm/triton.py. `code`: NormForm.code."""
+
+    implementation: str
+    """Its name, by which operations of compiled code find it."""
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(x, term, weight, bias, code) -> x + scale · term, normed, statistics"""
+    forward_in_fp8: Callable[..., Any]
+    """(x, term, weight, bias, code, *, known) -> the same, normed in fp8"""
+    gradients: Callable[..., Any]
+    """(grad, grad_stream, x, weight, statistics, code, *, has_term, needs) -> gradients by name"""
+
+
+@dataclass(frozen=True)
+class GatedProducer:
+    """The steps of a gate that writes fp8 by a scale that is known, see gated/triton.py. `code`: GatedForm.code."""
+
+    implementation: str
+    """Its name, by which operations of compiled code find it."""
+    forward: Callable[..., torch.Tensor]
+    """(gate_up, code) -> [..., F]"""
+    forward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(gate_up, code, *, known) -> [M, F], [F, M], scale"""
+    backward: Callable[..., torch.Tensor]
+    """(grad, gate_up, code) -> [..., 2 F]"""
+    backward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(grad, gate_up, code, *, known) -> [M, 2 F], [2 F, M], scale"""
+
+
+@dataclass(frozen=True)
+class GatedKernel:
+    """What gated feed-forward layers compute between their products, see gated/reference.py."""
+
+    gated: Callable[..., torch.Tensor]
+    """(gate_up, *, form) -> [..., F]"""
+    producer: GatedProducer | None = None
+    """Of implementations that can write it, and its gradient, in fp8."""
+
+
+@dataclass(frozen=True)
+class NormKernel:
+    """A norm of rows, alone and with the residual stream around it, see norm/reference.py."""
+
+    norm: Callable[..., torch.Tensor]
+    """(x, weight, bias, *, form) -> normed"""
+    norm_of_stream: Callable[..., Normed]
+    """(x, weight, bias, *, form) -> x, normed"""
+    norm_of_sum: Callable[..., Normed]
+    """(x, term, weight, bias, *, form) -> x + scale · term, normed"""
+    producer: NormProducer | None = None
+    """Of implementations that can write what they norm in fp8."""
+
+
+@dataclass(frozen=True)
 class Fp8CastKernel:
     """How a matrix becomes fp8, see fp8_cast/reference.py."""
 
     amax: Callable[..., torch.Tensor]
     """(x_MK, *, block) -> [m, k]"""
+    scale_of: Callable[..., torch.Tensor]
+    """(amax_mk, dtype) -> [m, k]"""
+    scale: Callable[..., torch.Tensor]
+    """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
-    """(x_MK, scale_mk, *, block, dtype, rows, columns, saturated) -> [M, K] and [K, M]"""
+    """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
 
 
 CrossEntropyKernel = Callable[..., Any]
@@ -71,7 +136,7 @@ GroupedKernel = Callable[..., Any]
 UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
 ScaledProductKernel = Callable[..., torch.Tensor]
-"""(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast) -> [M, N]"""
+"""(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast, into, overwrite) -> [M, N]"""
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
@@ -98,11 +163,43 @@ REGISTRY: dict[str, dict[str, Any]] = {
     },
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
-    "fp8_cast": {
-        "triton": Fp8CastKernel(fp8_cast_triton.amax, fp8_cast_triton.cast),
-        "reference": Fp8CastKernel(fp8_cast_reference.amax, fp8_cast_reference.cast),
+    "norm": {
+        "reference": NormKernel(norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum),
+        "triton": NormKernel(
+            norm_triton.norm,
+            norm_triton.norm_of_stream,
+            norm_triton.norm_of_sum,
+            NormProducer(
+                "triton", norm_triton.norm_forward, norm_triton.norm_forward_in_fp8, norm_triton.gradients
+            ),
+        ),
     },
-    "scaled_product": {"torch": scaled_product_torch, "reference": scaled_product_reference},
+    "gated": {
+        "reference": GatedKernel(gated_reference.gated),
+        "triton": GatedKernel(
+            gated_triton.gated,
+            GatedProducer(
+                "triton",
+                gated_triton.gated_forward,
+                gated_triton.gated_forward_in_fp8,
+                gated_triton.gated_backward,
+                gated_triton.gated_backward_in_fp8,
+            ),
+        ),
+    },
+    "fp8_cast": {
+        "triton": Fp8CastKernel(
+            fp8_cast_triton.amax, fp8_cast_triton.scale_of, fp8_cast_triton.scale, fp8_cast_triton.cast
+        ),
+        "reference": Fp8CastKernel(
+            fp8_cast_reference.amax, fp8_cast_formats.scale_of, fp8_cast_reference.scale, fp8_cast_reference.cast
+        ),
+    },
+    "scaled_product": {
+        "cublaslt": scaled_product_cublaslt,
+        "torch": scaled_product_torch,
+        "reference": scaled_product_reference,
+    },
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
 
@@ -116,6 +213,8 @@ class Kernels:
     cross_entropy: CrossEntropyKernel
     grouped: GroupedKernel
     unpermute: UnpermuteKernel
+    norm: NormKernel
+    gated: GatedKernel
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
 
@@ -128,6 +227,8 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         cross_entropy=REGISTRY["cross_entropy"][spec.cross_entropy],
         grouped=REGISTRY["grouped"][spec.grouped],
         unpermute=REGISTRY["unpermute"][spec.unpermute],
+        norm=REGISTRY["norm"][spec.norm],
+        gated=REGISTRY["gated"][spec.gated],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
     )

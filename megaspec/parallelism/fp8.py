@@ -14,11 +14,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
+from megaspec.nn.fp8_producers import Producer
+from megaspec.nn.layer.module import Layer
 from megaspec.nn.linear import Linear
+from megaspec.nn.mlp.module import Gated
+from megaspec.nn.norm.module import KernelNorm
 from megaspec.parallelism.collectives import all_reduce_max, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
@@ -28,13 +32,17 @@ from megaspec_kernels.fp8_cast.formats import scale_of
 class Fp8:
     """The strategy. `apply` to all chunks, when their modules are what they stay and lie in memory."""
 
-    def __init__(self, mesh: Mesh, form: Fp8Form | None, *, names: Mapping[int, Sequence[str]], history: int):
+    def __init__(
+        self, mesh: Mesh, form: Fp8Form | None, *, names: Mapping[int, Sequence[str]], history: int, writes_fp8: bool = True
+    ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
-        linears. `history`: steps that delayed scales look back."""
+        linears. `history`: steps that delayed scales look back. `writes_fp8`: norms and gates, where their kernels can,
+        write it themselves by delayed scales."""
         self._mesh = mesh
         self._form = form
         self._names = names
         self._history = history
+        self._writes_fp8 = writes_fp8
         self._shared = Fp8Shared()
         self.linears: dict[str, Fp8Linear] = {}
         """By global name of the weight."""
@@ -66,6 +74,10 @@ class Fp8:
             linear = Fp8Linear(self._form, self._shared, **self._parts(module), memory=memory)
             module.fp8 = Fp8Use(linear.ticket, self._form.recipe, self._form.gradient_format)
             self.linears[name] = linear
+        if self.is_delayed and self._writes_fp8:
+            for chunk in chunks:
+                for layer in chunk.layers.values():
+                    _have_fp8_written(layer)
 
     def _parts(self, module: Linear) -> dict[str, object]:
         """How ranks divide a layer, as Fp8Linear takes it."""
@@ -145,3 +157,23 @@ class Fp8:
             mine.copy_(state[name])
         self._shared.is_fresh = not bool(self.largest.any())
         self._set_scales()
+
+
+def _have_fp8_written(layer: Layer) -> None:
+    """Has norms and gates of a layer write fp8 for what takes it, and for the gradient of what a gate takes.
+
+    Tensor-parallel ranks gather what they multiply, so layers whose outputs they divide quantise it themselves; so do
+    those that have a bias, for the gradient.
+    """
+    for norm, mixer in layer.pairs():
+        entry = getattr(mixer, "entry", None)
+        if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_fp8(entry):
+            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
+        if isinstance(mixer, Gated) and mixer.kernel.producer is not None:
+            if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down) and mixer.w_gate_up.bias is None:
+                mixer.fp8_producer = mixer.kernel.producer.implementation
+
+
+def _takes_fp8(linear: nn.Module | None) -> bool:
+    """Whether its input may arrive in fp8."""
+    return type(linear) is Linear and linear.fp8 is not None

@@ -98,6 +98,16 @@ def unpermute_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "unpermute")
 
 
+def norm_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of norms runs on the target, in the model's format."""
+    return _kernel(case, "norm")
+
+
+def gated_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of gated activations runs on the target, in the model's format."""
+    return _kernel(case, "gated")
+
+
 def fp8_cast_kernel_runs(case: Case) -> Problem | None:
     """The implementation of the cast to fp8 runs on the target."""
     if case.recipe.precision.kind != "fp8":

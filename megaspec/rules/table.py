@@ -108,6 +108,8 @@ RULES: dict[str, Rule] = {
     "kernel-cross-entropy": model_rules.cross_entropy_kernel_runs,
     "kernel-grouped": model_rules.grouped_kernel_runs,
     "kernel-unpermute": model_rules.unpermute_kernel_runs,
+    "kernel-norm": model_rules.norm_kernel_runs,
+    "kernel-gated": model_rules.gated_kernel_runs,
     "kernel-fp8-cast": model_rules.fp8_cast_kernel_runs,
     "kernel-scaled-product": model_rules.scaled_product_kernel_runs,
     "kernel-adamw": model_rules.adamw_kernel_runs,

@@ -48,6 +48,7 @@ from megaspec.spec import Spec
 from megaspec.train.trainable import trained_names
 from megaspec_kernels.attention import sdpa, sdpa_block
 from megaspec_kernels.registry import Kernels, kernels_of
+from megaspec_kernels.scaled_product import cublaslt
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -292,6 +293,9 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     names = {}
     for number in precision.layers(spec.model.n_layers):
         names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
+    if spec.kernels.scaled_product == "cublaslt" and mesh.device.type == "cuda":
+        # what is missing is told before anything is built
+        cublaslt.library()
     form = Fp8Form(
         recipe=precision.recipe,
         gradient_format="e5m2" if precision.format == "hybrid" else "e4m3",
@@ -299,7 +303,9 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    return Fp8(mesh, form, names=names, history=precision.amax_history)
+    # what is computed again by itself is no part of another operation
+    writes_fp8 = spec.parallelism.recompute.kind != "selective"
+    return Fp8(mesh, form, names=names, history=precision.amax_history, writes_fp8=writes_fp8)
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
