@@ -8,7 +8,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from megaspec.nn.linear import Linear, WeightGradientSum, WeightGradientSums
+from megaspec.nn.linear import Linear, TableUser, WeightGradientSum, WeightGradientSums
 from megaspec.nn.transfer import Side, wait_for
 from megaspec.parallelism.bucket import Bucket
 
@@ -61,14 +61,23 @@ class Reductions:
         self._sums: dict[str, WeightGradientSum] = {}
         self._parameters = parameters
 
-    def connect(self, linears: Mapping[str, Linear], sums: WeightGradientSums) -> None:
-        """Gradients of linear layers' weights are summed in place, all others taken from their parameters."""
+    def connect(
+        self,
+        linears: Mapping[str, Linear],
+        tables: Mapping[str, Sequence[tuple[TableUser, bool]]],
+        sums: WeightGradientSums,
+    ) -> None:
+        """Gradients of linear layers' weights are summed in place, and in the passes of a step those of `tables` (see
+        WeightGradientSums.connect_table); all others are taken from their parameters."""
         for name, module in linears.items():
             self._sums[name] = sums.connect(module, self.main_grads[name], partial(self._arrived, name))
             if not self._kept:
                 self._sums[name].stop()
+        for name, users in tables.items():
+            assert self._kept, f"{name} is summed in place, and its sum has no memory before the backward pass"
+            self._sums[name] = sums.connect_table(users, self.main_grads[name], partial(self._arrived, name))
         for name, parameter in self._parameters.items():
-            if name not in self._sums:
+            if name not in linears:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def start_step(self) -> None:
@@ -166,11 +175,15 @@ class Reductions:
     def _take(self, name: str, parameter: nn.Parameter) -> None:
         bucket = self._bucket_of[name]
         self.prepare(bucket)
-        if name in bucket.fresh:
-            self.main_grads[name].copy_(parameter.grad)
-        else:
-            self.main_grads[name].add_(parameter.grad)
+        grad = parameter.grad
         parameter.grad = None
+        if name in self._sums:
+            # Of a table. In a step autograd has none of it, and calls hooks all the same; outside of one it has all,
+            # and the sum knows whether it is the first.
+            if grad is not None:
+                self._sums[name].add_now(partial(_put, grad))
+            return
+        _put(grad, self.main_grads[name], name in bucket.fresh)
         self._arrived(name)
 
     def _arrived(self, name: str) -> None:
@@ -224,3 +237,11 @@ class Reductions:
             wait_for(event)
             bucket.sums.free()
             self._draining = None
+
+
+def _put(grad: Tensor, into: Tensor, overwrite: bool) -> None:
+    """Adds a gradient to a sum, or overwrites it."""
+    if overwrite:
+        into.copy_(grad)
+    else:
+        into.add_(grad)

@@ -156,8 +156,11 @@ class VocabParallelEmbedding(Embedding):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         local = tokens_BT - self.first
-        here = (local >= 0) & (local < self.weight.shape[0])
-        partial = self.scaled(F.embedding(torch.where(here, local, 0), self.weight) * here[..., None])
+        rows = self.weight.shape[0]
+        here = (local >= 0) & (local < rows)
+        # other ranks' tokens take any rows, each another: their gradients of zero are summed row by row
+        any_rows = torch.arange(local.numel(), device=local.device).view(local.shape) % rows
+        partial = self.scaled(self.rows(torch.where(here, local, any_rows)) * here[..., None])
         return scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
 
 

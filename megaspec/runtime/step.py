@@ -81,12 +81,14 @@ def forward_backward(
             total.add_(out.detach())
         return out
 
-    pipeline.forward_backward(
-        len(batches),
-        size=activations_size(built, *batches[0].tokens.shape),
-        forward=forward,
-        start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
-    )
+    # the losses below are what backward passes start from, so that their tables' gradients can be added up as they come
+    with pipeline.sums.step():
+        pipeline.forward_backward(
+            len(batches),
+            size=activations_size(built, *batches[0].tokens.shape),
+            forward=forward,
+            start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
+        )
     on_phase(FORWARD_BACKWARD)
     finish_gradients(built, loss_scale=loss_scale)
     on_phase(REDUCE_GRADIENTS)
