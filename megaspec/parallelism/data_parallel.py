@@ -31,9 +31,12 @@ from megaspec.core.layout import Layout, replicated
 from megaspec.core.layout import rows as rows_of
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, Unit
+from megaspec.nn.each_norm import each_norm
 from megaspec.nn.embedding.module import Embedding
 from megaspec.nn.head.module import OutputHead
 from megaspec.nn.linear import Linear, WeightGradientSums
+from megaspec.nn.range_names import OPTIMIZER
+from megaspec.nn.ranges import marked
 from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
 from megaspec.parallelism.flat import divide
@@ -85,6 +88,8 @@ class DataParallel:
     memory inside `full_weights` and while their unit runs. `gradients`, `weights`, `shards`: what the optimizer works
     on: this rank's rows of each parameter's gradient, of the parameter itself, and where they lie in the global one.
 
+    `norms`: of gradients that nobody changes behind `finish_grads`, this rank's rows, scalars; there behind it.
+
     Buckets are filled from the last parameter to the first, the order in which the backward pass makes gradients.
     Linear layers add to them inside the matrix product; other parameters through a hook on their `.grad`, which a
     compiled block calls at its end: theirs are behind those of the unit's linear layers. With replicate and zero1 the
@@ -106,13 +111,15 @@ class DataParallel:
         layouts: Mapping[str, Layout],
         sums: WeightGradientSums,
         shared: frozenset[str] = frozenset(),
+        changed_later: frozenset[str] = frozenset(),
         on_update: Callable[[], None] = lambda: None,
         on_free: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         """Moves the parameters into buckets and wraps the units that use them. All ranks must call it together.
 
         `layouts`: of the parameters as they lie on this rank. `sums`: of this model's weight gradients. `shared`:
-        parameters that another pipeline rank holds as well, to be divided alike there. `on_update` is called when
+        parameters that another pipeline rank holds as well, to be divided alike there. `changed_later`: those whose
+        gradients others add something to behind `finish_grads`. `on_update` is called when
         weights have changed, `on_free` with the names of weights whose memory this rank is about to free.
         """
         is_shared_out = self._sharing.strategy != "replicate"
@@ -123,6 +130,8 @@ class DataParallel:
         self._units = [self._units_of(chunk, parameters) for chunk, parameters in zip(chunks, held, strict=True)]
         self._linears = self._linears_of(chunks)
         self._make_buckets(held, shared)
+        self._changed_later = changed_later
+        self.norms: dict[str, Tensor] = {}
         self._reductions = self._make_reductions()
         if is_shared_out:
             for bucket in self.buckets:
@@ -151,7 +160,14 @@ class DataParallel:
             form=torch.bfloat16 if self._sharing.grad_reduce == "bf16" else None,
             kept=self._keeps_sums,
             overlap=self._sharing.overlap_grad_reduce,
+            on_summed=self._take_norms,
         )
+
+    def _take_norms(self, bucket: Bucket) -> None:
+        """Of gradients that are what they stay: beside the rest of the backward pass, where reductions are."""
+        stay = {name: self.gradients[name] for name in bucket.names if name not in self._changed_later}
+        with marked(OPTIMIZER):
+            self.norms |= each_norm(stay)
 
     def _make_gathers(self, buckets: Sequence[Bucket], on_free: Callable[[Sequence[str]], None]) -> Gathers:
         return Gathers(
@@ -330,6 +346,7 @@ class DataParallel:
 
     def start_step(self) -> None:
         """Forgets the last step's sums; the first gradient of each parameter overwrites them."""
+        self.norms = {}
         self._reductions.start_step()
 
     def start_backward(self, chunk: int, *, last: bool) -> None:

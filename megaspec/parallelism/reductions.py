@@ -32,13 +32,16 @@ class Reductions:
         form: torch.dtype | None,
         kept: bool,
         overlap: bool,
+        on_summed: Callable[[Bucket], None],
     ):
-        """`form`: of gradients on their way between ranks; None: as they are summed."""
+        """`form`: of gradients on their way between ranks; None: as they are summed. `on_summed` is called behind the
+        reduction that makes a bucket's shard this step's gradient, and may start work on it, beside the computation."""
         self._buckets = buckets
         self._side = side
         self._form = form
         self._kept = kept
         self._overlap = overlap
+        self._on_summed = on_summed
         self._passes: dict[int | None, int] = {}
         """Backward passes of this step that have begun, by chunk."""
         self._ending: set[int | None] = set()
@@ -134,6 +137,7 @@ class Reductions:
             else:
                 with self._side.after_now():
                     bucket.sum_replicas(self._form)
+                    self._on_summed(bucket)
         self._drain()
         wait_for(self._side.done())
         self._start_counts()
@@ -213,6 +217,7 @@ class Reductions:
             bucket.scatter(self._form, add=bucket.reduced > 0)
             if final:
                 bucket.sum_replicas(self._form)
+                self._on_summed(bucket)
         bucket.reduced += 1
         bucket.fresh = set()
         bucket.is_summed = final

@@ -284,6 +284,11 @@ class TensorParallel:
         self._modules = {}
         self._local = {}
 
+    @property
+    def summed_later(self) -> frozenset[str]:
+        """The parameters whose gradients `finish_grads` adds up."""
+        return frozenset(one.name for one in self.sums)
+
     def finish_grads(self, gradients: Mapping[str, Tensor], rows: Callable[[str], slice]) -> None:
         """Adds up the gradients that ranks hold in part: tokens were split, or a key/value head is held twice.
 

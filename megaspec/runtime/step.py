@@ -177,10 +177,13 @@ def train_step(
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale, on_phase=on_phase)
     saturated = built.fp8.finish_step()
     data = built.data_parallel
+    known = data.norms
     if on_gradients is not None:
         on_gradients()
+        # whoever looks may also have written
+        known = {}
     with marked(OPTIMIZER):
-        norms = local_norms(data.gradients, built.shards, device=built.device)
+        norms = local_norms(data.gradients, built.shards, known=known, device=built.device)
         scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
         norm = scaled_norm / loss_scale
         divide_by = loss_scale
