@@ -90,7 +90,7 @@ class State:
 def _by_torch(values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Results:
     """The same steps by torch.optim.AdamW."""
     weights = [value.to(torch.float32).requires_grad_() for value in values]
-    optimizer = _torch(weights)
+    optimizer = torch_adamw(weights)
     for of_step in gradients:
         for weight, gradient in zip(weights, of_step, strict=True):
             weight.grad = gradient.to(torch.float32)
@@ -103,7 +103,7 @@ def _by_torch(values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -
     return found
 
 
-def _torch(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
+def torch_adamw(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
     """torch's optimizer, in which vectors have no weight decay."""
     matrices = [weight for weight in weights if weight.dim() > 1]
     vectors = [weight for weight in weights if weight.dim() == 1]
@@ -148,11 +148,11 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     elements = count * side * side
     if name == "torch":
         weights = [value.requires_grad_() for value in values]
-        optimizer = _torch(weights)
+        optimizer = torch_adamw(weights)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         yield _work(optimizer.step, elements, WIDE)
-        yield _work(_torch_and_copy(optimizer, weights), elements, WIDE, copied=True)
+        yield _work(torch_and_copy(optimizer, weights), elements, WIDE, copied=True)
         return
     for formats in (WIDE, NARROW):
         state = State(values, formats, torch.float32)
@@ -161,7 +161,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     yield _work(partial(state.update, REGISTRY["adamw"][name], gradients), elements, WIDE, copied=True)
 
 
-def _torch_and_copy(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> Callable[[], None]:
+def torch_and_copy(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> Callable[[], None]:
     """A step of torch's that divides the gradients, and the copy of masters into weights, as optim/adamw.py does it."""
     copies = [master.detach().to(torch.bfloat16) for master in masters]
     kept = [master.detach() for master in masters]
