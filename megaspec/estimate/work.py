@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from megaspec.core.part_facts import AttentionProducts, Linear, Moved, PartFacts
 from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
+from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec
@@ -269,12 +271,19 @@ def fp8_bytes(products: list[Product]) -> PassBytes:
 
 
 def embedding_part(recipe: Recipe) -> RecomputablePart:
-    """Rows are read and written; the gradient is as large as the whole table and is added to its sum."""
+    """Rows are read and written. Their gradients are added to the sum in place, in its format; else the gradient is as
+    large as the whole table."""
     run = layer_run(recipe)
     facts = facts_of(recipe)
     table = facts.table_on(tp=run.degrees.tp)
     rows = 2 * run.width * facts.d_model * run.tokens.all
     gradient = rows + (2 * run.width + 8) * table
+    if tables_in_place(recipe).embedding:
+        # to the sum's format, and read again with the rows that they are added to
+        gradient = rows + 4 * run.wide * facts.d_model * run.tokens.all
+        if not facts.is_tied:
+            # a step's first micro batch makes a sum of zeros
+            gradient += run.wide * table / shape_of(recipe).micro_batches
     if facts.embedding_table.is_frozen:
         gradient = 0
     return RecomputablePart("embedding", forward_bytes=rows, backward_bytes=gradient)
@@ -301,9 +310,14 @@ def head_part(recipe: Recipe) -> RecomputablePart:
     if "norm" in run.execution.fused:
         norm_forward = KERNEL_NORM_FORWARD * e * d_model * run.tokens.stream
         norm_backward = KERNEL_NORM_BACKWARD * e * d_model * run.tokens.stream
-    # the gradient of the table: to the model's format, scaled, added to its sum
+    # the gradient of the table: to the model's format, scaled, added to its sum; and that of the norm's output, scaled
     table_gradient = (4 + e + 2 * e + e + 8) * table
-    if facts.head_table.is_frozen:
+    scaled = 2 * e * d_model * tokens
+    is_in_place = tables_in_place(recipe).head
+    if is_in_place:
+        # nothing is scaled
+        scaled = 0
+    if facts.head_table.is_frozen or is_in_place:
         table_gradient = 0
     product = Product(
         tokens,
@@ -317,7 +331,7 @@ def head_part(recipe: Recipe) -> RecomputablePart:
         "head",
         [product],
         forward_bytes=norm_forward + logits,
-        backward_bytes=norm_backward + table_gradient + 2 * e * d_model * tokens,
+        backward_bytes=norm_backward + table_gradient + scaled,
     )
 
 

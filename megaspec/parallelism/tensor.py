@@ -156,8 +156,11 @@ class VocabParallelEmbedding(Embedding):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         local = tokens_BT - self.first
-        here = (local >= 0) & (local < self.weight.shape[0])
-        partial = self.scaled(F.embedding(torch.where(here, local, 0), self.weight) * here[..., None])
+        rows = self.weight.shape[0]
+        here = (local >= 0) & (local < rows)
+        # other ranks' tokens take any rows, each another: their gradients of zero are summed row by row
+        any_rows = torch.arange(local.numel(), device=local.device).view(local.shape) % rows
+        partial = self.scaled(self.rows(torch.where(here, local, any_rows)) * here[..., None])
         return scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
 
 
@@ -280,6 +283,11 @@ class TensorParallel:
         self.sums = [one for one in self.sums if one.name in self.layouts]
         self._modules = {}
         self._local = {}
+
+    @property
+    def summed_later(self) -> frozenset[str]:
+        """The parameters whose gradients `finish_grads` adds up."""
+        return frozenset(one.name for one in self.sums)
 
     def finish_grads(self, gradients: Mapping[str, Tensor], rows: Callable[[str], slice]) -> None:
         """Adds up the gradients that ranks hold in part: tokens were split, or a key/value head is held twice.

@@ -356,6 +356,8 @@ def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position
         layouts=strategies.pipeline.share(strategies.tensor.layouts),
         sums=strategies.pipeline.sums,
         shared=strategies.pipeline.shared,
+        # what the two add to in their finish_grads
+        changed_later=strategies.tensor.summed_later | strategies.pipeline.shared,
     )
     for chunk in chunks:
         # outermost, so that what other strategies do in a unit is told as part of it
