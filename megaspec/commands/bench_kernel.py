@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(printable(_where(target, throughput)))
     for name in args.operations or CATALOG:
-        for row in measure(name, BENCHES[name], device=device, sm=target.sm):
+        for row in measure(name, BENCHES[name], device=device, sm=target.sm, packages=target.versions):
             line = as_json(row, target, throughput) if args.json else as_text(row, throughput)
             # each as it comes: the next one takes a while
             print(printable(line), flush=True)
