@@ -87,10 +87,18 @@ class Row:
 
 
 def measure(
-    operation: str, bench: Bench, *, device: torch.device, sm: int, packages: Container[str] = NONE
+    operation: str,
+    bench: Bench,
+    *,
+    device: torch.device,
+    sm: int,
+    packages: Container[str] = NONE,
+    only: Container[str] | None = None,
 ) -> Iterator[Row]:
-    """The rows of an operation, an implementation after the other: best first, as in the catalog."""
+    """The rows of an operation, an implementation after the other: best first, as in the catalog. `only`: some."""
     for name in CATALOG[operation].implementations:
+        if only is not None and name not in only:
+            continue
         lacks = unmet(operation, name, device=device.type, sm=sm, use=bench.uses(name), packages=packages)
         if lacks is not None:
             yield Row(operation, name, "", why=lacks)

@@ -12,7 +12,7 @@ from megaspec_kernels.attention.documents import documents_of
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels import cudnn_frontend
-from tests.kernels.test_attention_documents import PACKED, Packed, alone, hold, make
+from tests.kernels.test_attention_documents import PACKED, Packed, alone, compiles_once, hold, make
 
 HAS_FRONTEND = importlib.util.find_spec("cudnn") is not None
 needs_frontend = pytest.mark.skipif(not HAS_FRONTEND, reason="nvidia-cudnn-frontend is not installed")
@@ -70,6 +70,11 @@ def test_other_documents_take_the_same_plan(told: list[cudnn_frontend.Graph]) ->
     bounds = [(key[2].sequences, key[2].longest) for key in cudnn._PLANS]
     assert bounds == [(32, 64), (32, 32)]
     assert len(told) == 2
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_compiler_neither_breaks_nor_begins_anew(sinks: bool, told: list[cudnn_frontend.Graph]) -> None:
+    compiles_once("cudnn", torch.bfloat16, sinks=sinks)
 
 
 def test_a_package_that_is_not_there_is_named() -> None:

@@ -14,7 +14,7 @@ from megaspec_kernels.gate import Results, check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.flash_attn_packages import PACKAGES
 from tests.kernels.test_attention_cudnn import TRAINED
-from tests.kernels.test_attention_documents import PACKED, PARTS, UNEVEN, Packed, Part, hold, make
+from tests.kernels.test_attention_documents import PACKED, PARTS, UNEVEN, Packed, Part, compiles_once, hold, make
 
 VERSIONS = ("flash_attn", "flash_attn_3", "flash_attn_2")
 MODULES = {
@@ -105,6 +105,11 @@ def hold_block(name: str, part: Part, device: torch.device, *, cap: float | None
 def test_packages_are_told_of_blocks(name: str, part: Part, cap: float | None, told: None) -> None:
     """Documents that have queries and no keys, keys and no queries, or neither, of which packages leave NaN."""
     hold_block(name, part, torch.device("cpu"), cap=cap)
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_the_compiler_neither_breaks_nor_begins_anew(name: str, told: None) -> None:
+    compiles_once(name, torch.bfloat16, sinks=True)
 
 
 def test_a_package_that_is_not_there_is_named() -> None:
