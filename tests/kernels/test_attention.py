@@ -424,6 +424,26 @@ def test_flex_traces_without_memory(sinks: bool) -> None:
     assert q_BTNH.grad.shape == q_BTNH.shape
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128])
+def test_torch_takes_the_kernel_that_it_says(H: int, request: pytest.FixtureRequest) -> None:
+    """cuDNN on Hopper, FlashAttention-2 with gradients in one order: what is asked, what is expected, and what runs."""
+    sm = 10 * torch.cuda.get_device_capability()[0]
+    if sm < 90:
+        pytest.skip(f"nothing is expected of sm{sm} but a fused kernel")
+    sizes = {"n_heads": 8, "n_kv_heads": 2, "d_head": H, "tokens": 512, "dtype": torch.bfloat16}
+    leaves = [torch.randn(1, 512, n, H, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2)]
+    for deterministic, name, node in ((False, "cudnn", "CudnnAttention"), (True, "flash", "FlashAttention")):
+        if deterministic:
+            request.getfixturevalue("exact")
+        expected = sdpa.expected(d_head=H, tokens=512, dtype=torch.bfloat16, sm=sm, deterministic=deterministic)
+        assert expected == name
+        assert sdpa.served_by(**sizes, device=torch.device("cuda")) == name
+        out = sdpa.attention(*leaves)
+        assert node in out.grad_fn.next_functions[0][0].name()
+    assert "eterministic" in sdpa.why_not("cudnn", **sizes, device=torch.device("cuda"))
+
+
 def table_of_readme() -> str:
     """Who can what, as kernels/megaspec_kernels/attention/README.md shows it: the catalog in words."""
     heads = (

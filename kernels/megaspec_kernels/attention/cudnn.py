@@ -6,9 +6,9 @@ shape and bound: 0.5 s, in which cuDNN compiles the kernel. The batch's document
 long they are lies on the GPU, and the host reads nothing from there.
 
 Documents of no token are sequences of no query and no key. cuDNN before 9.25 gives NaN for queries that have no key,
-which no document of a causal block has: so only those go this way. Its gradients are added in no order: in a fixed one
-it wants memory for all documents as if each were the longest. What hides nothing goes through sdpa.py, whose kernels
-are cuDNN's, too, and so do blocks that are not causal.
+which no document of a causal block has: only causal blocks go this way. Its gradients are added in no order: in a fixed
+one it wants memory for all documents as if each were the longest. What hides nothing goes through sdpa.py, whose
+kernels are cuDNN's, too, and so do blocks that are not causal.
 """
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size; P = B · T packed, S documents, L the longest
@@ -371,6 +371,8 @@ def _shape(q_PNH: Tensor, k_PKH: Tensor, starts: Tensor, longest: int, window: i
 def _forward(
     q_PNH: Tensor, k_PKH: Tensor, v_PKH: Tensor, starts: Tensor, longest: int, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
+    # the compiler may hand on other strides than it was told
+    q_PNH, k_PKH, v_PKH = (x.contiguous() for x in (q_PNH, k_PKH, v_PKH))
     out_PNH = torch.empty_like(q_PNH)
     lse_PN = q_PNH.new_empty(q_PNH.shape[:2], dtype=torch.float32)
     operands = {_Q: q_PNH, _K: k_PKH, _V: v_PKH, _OUT: out_PNH, _LSE: lse_PN}
@@ -380,7 +382,7 @@ def _forward(
 
 @_forward.register_fake
 def _(q_PNH, k_PKH, v_PKH, starts, longest, window, scale):
-    return torch.empty_like(q_PNH), q_PNH.new_empty(q_PNH.shape[:2], dtype=torch.float32)
+    return q_PNH.new_empty(q_PNH.shape), q_PNH.new_empty(q_PNH.shape[:2], dtype=torch.float32)
 
 
 @torch.library.custom_op("megaspec::cudnn_documents_backward", mutates_args=())
@@ -400,10 +402,11 @@ def _backward(
     is_strict = torch.are_deterministic_algorithms_enabled()
     is_strict = is_strict and not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not is_strict, "cudnn adds the gradients of documents in no order; the resolver refuses it"
-    d_q = torch.empty_like(q_PNH)
-    d_k = torch.empty_like(k_PKH)
-    d_v = torch.empty_like(v_PKH)
     inputs = {_GRAD: grad_PNH, _Q: q_PNH, _K: k_PKH, _V: v_PKH, _OUT: out_PNH, _LSE: lse_PN}
+    inputs = {uid: x.contiguous() for uid, x in inputs.items()}
+    d_q = q_PNH.new_empty(q_PNH.shape)
+    d_k = k_PKH.new_empty(k_PKH.shape)
+    d_v = v_PKH.new_empty(v_PKH.shape)
     operands = inputs | {_D_Q: d_q, _D_K: d_k, _D_V: d_v}
     _run("backward", _shape(q_PNH, k_PKH, starts, longest, window, scale), operands, starts)
     return d_q, d_k, d_v
@@ -411,4 +414,4 @@ def _backward(
 
 @_backward.register_fake
 def _(grad_PNH, q_PNH, k_PKH, v_PKH, out_PNH, lse_PN, starts, longest, window, scale):
-    return torch.empty_like(q_PNH), torch.empty_like(k_PKH), torch.empty_like(v_PKH)
+    return q_PNH.new_empty(q_PNH.shape), k_PKH.new_empty(k_PKH.shape), v_PKH.new_empty(v_PKH.shape)
