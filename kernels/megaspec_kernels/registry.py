@@ -8,6 +8,8 @@ import torch
 
 from megaspec_kernels.adamw.reference import adamw_ as adamw_reference
 from megaspec_kernels.adamw.triton import adamw_ as adamw_triton
+from megaspec_kernels.attention import cudnn as attention_cudnn
+from megaspec_kernels.attention import flash_attn as attention_flash_attn
 from megaspec_kernels.attention import flex as attention_flex
 from megaspec_kernels.attention import reference as attention_reference
 from megaspec_kernels.attention import reference_block as attention_reference_block
@@ -140,12 +142,23 @@ ScaledProductKernel = Callable[..., torch.Tensor]
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
+
+def _of_flash_attention(version: attention_flash_attn.FlashAttention) -> AttentionKernel:
+    return AttentionKernel(version.attention, version.block_forward, version.block_backward)
+
+
 REGISTRY: dict[str, dict[str, Any]] = {
     "attention": {
         "sdpa": AttentionKernel(
             attention_sdpa.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
         ),
         "flex": AttentionKernel(attention_flex.attention, attention_flex.block_forward, attention_flex.block_backward),
+        "cudnn": AttentionKernel(
+            attention_cudnn.attention, attention_cudnn.block_forward, attention_cudnn.block_backward
+        ),
+        "flash_attn": _of_flash_attention(attention_flash_attn.FLASH_ATTN_4),
+        "flash_attn_3": _of_flash_attention(attention_flash_attn.FLASH_ATTN_3),
+        "flash_attn_2": _of_flash_attention(attention_flash_attn.FLASH_ATTN_2),
         "reference": AttentionKernel(
             attention_reference.attention,
             attention_reference_block.block_forward,

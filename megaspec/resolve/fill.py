@@ -18,6 +18,7 @@ from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.data.spec import IndexedSpec
+from megaspec.estimate.attention_rates import fastest, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -29,7 +30,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import CATALOG, Use, choose
+from megaspec_kernels.catalog import CATALOG, Use, choose, runs_on
 
 MICRO_BATCH_TOKENS = 8192
 # A rank holds data.window bytes of text for each lane that it reads.
@@ -408,9 +409,15 @@ def kernels(draft: ResolverDraft) -> None:
         reasons["attention"] = f"{where} with capped attention scores"
     if use.narrow_states:
         reasons["adamw"] = f"{where} with the states of optim.formats"
+    packages = draft.target.versions
     for operation in CATALOG:
-        best = choose(operation, device=device, sm=draft.target.sm, use=use)
+        best = choose(operation, device=device, sm=draft.target.sm, use=use, packages=packages)
         reason = reasons.get(operation, where)
+        if operation == "attention":
+            measured = _fastest_attention(draft.target, use)
+            if measured is not None:
+                best = measured
+                reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
         if CATALOG[operation].implementations[best].skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
         draft.fill(f"kernels.{operation}", best, reason)
@@ -418,6 +425,20 @@ def kernels(draft: ResolverDraft) -> None:
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
     else:
         draft.fill("kernels.compile", "none", "no GPU")
+
+
+def _fastest_attention(target: Target, use: Use) -> str | None:
+    """By the shipped table of such a GPU; None where it has nothing to compare."""
+    hardware = hardware_of(target)
+    if target.device != "cuda" or hardware is None or use.head_size is None:
+        return None
+    names = runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions)
+    return fastest(
+        throughput_of(hardware).attention_rates,
+        among=names,
+        kind=kind_of(documents=use.documents, window=use.window),
+        head_size=use.head_size,
+    )
 
 
 def _kernel_use(draft: ResolverDraft) -> Use:
@@ -431,6 +452,9 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         attention_dropout=draft["model.attention.dropout"] > 0,
         score_cap=draft.recipe.model.caps_scores,
         hides_keys=draft.recipe.data.document_mask or draft.recipe.model.hides_keys(draft["data.seq_len"]),
+        documents=draft.recipe.data.document_mask,
+        window=draft.recipe.model.hides_keys(draft["data.seq_len"]),
+        deterministic=draft["train.deterministic"],
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),
         fp8_recipe=fp8_recipe(draft.recipe.precision),

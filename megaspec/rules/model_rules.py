@@ -133,7 +133,8 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     device = case.target.device
     sm = case.target.sm
     use = use_of(case.recipe)
-    lacks = unmet(operation, name, device=device, sm=sm, use=use)
+    packages = case.target.versions
+    lacks = unmet(operation, name, device=device, sm=sm, use=use, packages=packages)
     if lacks is None:
         return None
     # the catalog knows what is asked, not where
@@ -143,7 +144,9 @@ def _kernel(case: Case, operation: str) -> Problem | None:
         lacks += ", model.attention.score_cap says so"
     if lacks == "keeps states in 32 bits":
         lacks += ", optim.formats says fewer"
-    best = choose(operation, device=device, sm=sm, use=use)
+    if lacks == "adds gradients in no order":
+        lacks += ", train.deterministic=true wants one"
+    best = choose(operation, device=device, sm=sm, use=use, packages=packages)
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 

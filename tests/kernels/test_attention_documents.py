@@ -237,18 +237,23 @@ def test_a_bound_that_is_too_low_is_refused() -> None:
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_compiler_neither_breaks_nor_begins_anew(sinks: bool) -> None:
+    compiles_once("sdpa", torch.float64, sinks=sinks)
+
+
+def compiles_once(name: str, dtype: torch.dtype, *, sinks: bool) -> None:
     """One graph; another number of documents below the same bounds is no reason to compile."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, documents: Documents) -> Tensor:
-        return sdpa.attention(q * 1.0, k, v, documents=documents, sinks=sinks_N)
+        return REGISTRY["attention"][name].attend(q * 1.0, k, v, documents=documents, sinks=sinks_N)
 
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
     for lengths in ((30, 10), (17, 1, 22), (20, 20), *[(32, *[1] * n, 8 - n) for n in range(1, 8)]):
         inputs, grad, documents = make(Packed((lengths, (40 - len(lengths), *[1] * len(lengths))), sinks=sinks))
         assert documents.most == 32
-        leaves = [x.requires_grad_() for x in inputs.values()]
+        leaves = [x.to(dtype).requires_grad_() for x in inputs.values()]
+        grad = grad.to(dtype)
         arguments = (*leaves, documents) if sinks else (*leaves, None, documents)
         mine = compiled(*arguments)
         plain = attend(*arguments)
