@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from megaspec.core.document_lengths import LengthBin, Lengths
 from megaspec.core.errors import DataError
-from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
+from megaspec.core.frozen import Frozen, NonNegativeFloat, NonNegativeInt, PositiveInt
 from megaspec.data.files import write_atomically
 from megaspec.data.manifest import DataManifest, Sha256, sha256_of_files
 
@@ -34,8 +34,8 @@ class CountedBin(Frozen):
     documents: PositiveInt
     tokens: NonNegativeInt
     """Of all of them."""
-    squares: NonNegativeInt
-    """The sum of their squared lengths, to the 16 digits of float64."""
+    squares: NonNegativeFloat
+    """The sum of their squared lengths."""
 
     @property
     def longest(self) -> int:
@@ -91,7 +91,7 @@ def count_bins(lengths: "np.ndarray") -> tuple[CountedBin, ...]:
         if documents[number]:
             shortest = (1 << number) >> 1
             one = CountedBin(
-                shortest=shortest, documents=documents[number], tokens=tokens[number], squares=round(squares[number])
+                shortest=shortest, documents=documents[number], tokens=tokens[number], squares=squares[number]
             )
             bins.append(one)
     return tuple(bins)

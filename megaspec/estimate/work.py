@@ -233,8 +233,8 @@ def _pairs_in_blocks(recipe: Recipe, attention: AttentionProducts) -> float:
 
     Blocks go document by document, or chunk by chunk of them, each pair of a query and a key on one rank. Rank r of n
     has two pieces of 2 n, r and 2 n - 1 - r: what all of a row up to a piece's end sees, less what it sees up to its
-    beginning. In a causal row all ranks have as many; the first tokens of a packed row see no fewer keys than others,
-    once documents are shorter than a piece.
+    beginning. In a row of one document all ranks have as many. In a packed one the first piece sees less than the
+    others, which see the same once documents are shorter than they are.
     A window is a mask beside blocks, which is computed with what it hides; those that it hides as a whole are skipped,
     which is not counted.
     """
