@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.divisors import divisors
+from megaspec.core.document_lengths import mean_length, share_hidden
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
@@ -152,6 +153,31 @@ def data_lanes(draft: ResolverDraft) -> None:
     most = max(one for one in divisors(gcd(*sizes)) if one <= MOST_LANES)
     reason = f"the largest divisor of every global batch that is at most {MOST_LANES}"
     draft.fill("data.lanes", most, reason)
+
+
+def document_lengths(draft: ResolverDraft) -> None:
+    """What attention is weighed by where documents are packed."""
+    data = draft.recipe.data
+    if not data.document_mask:
+        # nothing asks for them
+        if draft.is_open("data.document_lengths"):
+            draft.content["data"]["document_lengths"] = []
+        return
+    lengths = data.made_lengths
+    source = "the settings of the data"
+    if not lengths:
+        lengths = draft.facts.document_lengths
+        source = draft.facts.how_lengths
+    if not lengths:
+        reason = "not known: rows are weighed as one document each, the most that attention can cost"
+        if source:
+            reason += f"; {source}"
+        draft.fill("data.document_lengths", [], reason)
+        return
+    hidden = share_hidden(lengths, data.seq_len)
+    reason = f"documents of {mean_length(lengths):,.1f} tokens on average: rows of {data.seq_len:,} hide {hidden:.1%} "
+    reason += f"of the pairs of causal attention ({source})"
+    draft.fill("data.document_lengths", [one.model_dump(mode="json") for one in lengths], reason)
 
 
 def searched(draft: ResolverDraft) -> None:
@@ -498,6 +524,8 @@ FILLS: tuple[Callable[[ResolverDraft], None], ...] = (
     vocabulary,
     data_cache,
     data_lanes,
+    # before layouts are weighed by them
+    document_lengths,
     searched,
     # ranks before the layout that divides them, the layout before the batch that it divides
     ranks,
