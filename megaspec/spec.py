@@ -113,8 +113,8 @@ class Spec(Recipe):
         fused = "triton" if self.device == "cuda" else "reference"
         adamw = fused if has_narrow_states(self.optim) else "torch"
         absent = {"attention_merge": fused, "unpermute": fused, "adamw": adamw}
-        # no earlier run computed in fp8: neither is asked for
-        absent |= {"fp8_cast": "reference", "scaled_product": "reference"}
+        # no earlier run computed in fp8: none of them is asked for
+        absent |= {"fp8_cast": "reference", "scaled_product": "reference", "scaled_grouped": "reference"}
         for name in self.kernels.model_fields_set:
             absent.pop(name, None)
         if not absent:

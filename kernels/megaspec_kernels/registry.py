@@ -19,9 +19,13 @@ from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
+from megaspec_kernels.fp8_cast import reference_groups as fp8_cast_reference_groups
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
+from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.scaled_grouped import reference as scaled_grouped_reference
+from megaspec_kernels.scaled_grouped import torch as scaled_grouped_torch
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
 from megaspec_kernels.spec import KernelsSpec
@@ -61,6 +65,22 @@ class Fp8CastKernel:
     """(x_MK, *, block) -> [m, k]"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
     """(x_MK, scale_mk, *, block, dtype, rows, columns, saturated) -> [M, K] and [K, M]"""
+    group_amax: Callable[..., torch.Tensor]
+    """(x_RI, ends_E) -> [E, I]; of rows that belong to groups, see fp8_cast/reference_groups.py"""
+    group_cast: Callable[..., torch.Tensor]
+    """(x_RI, scale, ends_E, *, dtype, saturated) -> [R, I]"""
+    group_columns: Callable[..., torch.Tensor]
+    """(x_RI, ends_E, ends_of_padded_E, *, columns) -> [I, P]"""
+
+
+@dataclass(frozen=True)
+class ScaledGroupedKernel:
+    """Products of fp8 rows with the fp8 matrices of their groups, see scaled_grouped/reference.py."""
+
+    product: Callable[..., torch.Tensor]
+    """(a_RK, b_ENK, a_scale, b_scale, ends_E, *, dtype, whole, fast) -> [R, N]"""
+    weight_product: Callable[..., torch.Tensor]
+    """(a_OP, b_IP, a_scale, b_scale, ends_E, *, dtype) -> [E, O, I]"""
 
 
 CrossEntropyKernel = Callable[..., Any]
@@ -99,10 +119,26 @@ REGISTRY: dict[str, dict[str, Any]] = {
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
     "fp8_cast": {
-        "triton": Fp8CastKernel(fp8_cast_triton.amax, fp8_cast_triton.cast),
-        "reference": Fp8CastKernel(fp8_cast_reference.amax, fp8_cast_reference.cast),
+        "triton": Fp8CastKernel(
+            fp8_cast_triton.amax,
+            fp8_cast_triton.cast,
+            group_amax=fp8_cast_triton_groups.group_amax,
+            group_cast=fp8_cast_triton_groups.group_cast,
+            group_columns=fp8_cast_triton_groups.group_columns,
+        ),
+        "reference": Fp8CastKernel(
+            fp8_cast_reference.amax,
+            fp8_cast_reference.cast,
+            group_amax=fp8_cast_reference_groups.group_amax,
+            group_cast=fp8_cast_reference_groups.group_cast,
+            group_columns=fp8_cast_reference_groups.group_columns,
+        ),
     },
     "scaled_product": {"torch": scaled_product_torch, "reference": scaled_product_reference},
+    "scaled_grouped": {
+        "torch": ScaledGroupedKernel(scaled_grouped_torch.product, scaled_grouped_torch.weight_product),
+        "reference": ScaledGroupedKernel(scaled_grouped_reference.product, scaled_grouped_reference.weight_product),
+    },
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
 
@@ -118,6 +154,7 @@ class Kernels:
     unpermute: UnpermuteKernel
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
+    scaled_grouped: ScaledGroupedKernel
 
 
 def kernels_of(spec: KernelsSpec) -> Kernels:
@@ -130,4 +167,5 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         unpermute=REGISTRY["unpermute"][spec.unpermute],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
+        scaled_grouped=REGISTRY["scaled_grouped"][spec.scaled_grouped],
     )

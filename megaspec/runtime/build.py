@@ -288,7 +288,7 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     """The linears that compute in fp8 are those that their facts let, in the layers that the precision names."""
     precision = spec.precision
     if not isinstance(precision, Fp8Precision):
-        return Fp8(mesh, None, names={}, history=1)
+        return Fp8(mesh, None, names={}, history=1, grouped=kernels.scaled_grouped)
     names = {}
     for number in precision.layers(spec.model.n_layers):
         names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
@@ -299,7 +299,7 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    return Fp8(mesh, form, names=names, history=precision.amax_history)
+    return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
