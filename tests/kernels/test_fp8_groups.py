@@ -1,4 +1,4 @@
-"""Rows of groups in fp8, and their products: each group as if it were a matrix of its own."""
+"""Rows of groups in fp8: each group as if it were a matrix of its own."""
 
 from math import inf, nan
 
@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec_kernels.catalog import Use, choose, unmet
 from megaspec_kernels.fp8_cast import triton
 from megaspec_kernels.fp8_cast.formats import LARGEST, scale_of
 from megaspec_kernels.fp8_cast.groups import padded_ends, padded_rows, scale_of_rows
-from megaspec_kernels.gate import check, filled_with_nan
+from megaspec_kernels.gate import filled_with_nan
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
-from megaspec_kernels.scaled_grouped.bench import held
 from tests.kernels.fp8 import quantised
 from tests.kernels.test_fp8_cast import numbers, same_bits
 
@@ -120,49 +118,3 @@ def test_scales_of_rows_are_those_of_their_groups() -> None:
     ends = torch.tensor([2, 2, 3], dtype=torch.int32)
     assert scale_of_rows(scale, ends, 4).flatten().tolist() == [1.0, 1.0, 4.0, 4.0]
     assert scale_of_rows(scale[:1], ends, 4).tolist() == [[1.0]]
-
-
-@pytest.mark.parametrize("name", list(REGISTRY["scaled_grouped"]))
-def test_rows_of_no_group_are_zero_and_empty_groups_have_no_gradient(name, device) -> None:
-    if name == "torch" and (device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0)):
-        pytest.skip("torch's scaled grouped product is Hopper's")
-    kernel = REGISTRY["scaled_grouped"][name]
-    x = torch.randn(20, 32, device=device).to(E4M3)
-    weight = torch.randn(3, 48, 32, device=device).to(E4M3)
-    one = torch.ones(1, 1, device=device)
-    ends = ends_of((4, 0, 9), device)
-    with filled_with_nan():
-        y = kernel.product(x, weight, one, one.expand(3, 1), ends, dtype=torch.bfloat16, whole=False)
-        padded = padded_ends(ends)
-        turned = KERNELS["reference"].group_columns(x, ends, padded, columns=padded_rows(20, 3))
-        total = kernel.weight_product(turned, turned, one, one, padded, dtype=torch.float32)
-    assert y.shape == (20, 48)
-    assert not y[13:].any()
-    assert (y[:13] != 0).any(dim=1).all()
-    assert total.dtype == torch.float32
-    assert not total[1].any()
-    rows = x[4:13].double()
-    assert torch.allclose(total[2].double(), rows.t() @ rows, rtol=1e-2, atol=1e-1)
-    assert kernel.product(x[:0], weight, one, one.expand(3, 1), 0 * ends, dtype=torch.bfloat16).shape == (0, 48)
-
-
-def test_wide_models_and_other_gpus_take_the_reference() -> None:
-    use = Use(precision="bf16", widths=(2880,))
-    assert choose("scaled_grouped", device="cuda", sm=90, use=use) == "torch"
-    assert choose("scaled_grouped", device="cuda", sm=90, use=Use(precision="fp64")) == "reference"
-    assert unmet("scaled_grouped", "torch", device="cuda", sm=100, use=use) == "runs up to sm90, this GPU is sm100"
-    odd = unmet("scaled_grouped", "torch", device="cuda", sm=90, use=Use(precision="bf16", widths=(2880, 24)))
-    assert odd == "needs matrices whose widths are multiples of 16, one is 24 wide"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("by_rows", [False, True])
-def test_ragged_groups_pass_the_gate_on_hopper(by_rows: bool, device: torch.device) -> None:
-    """The three products of experts through torch's kernel, in memory that holds NaN, beside the reference."""
-    if device.type != "cuda" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("torch's scaled grouped product is Hopper's")
-    with filled_with_nan():
-        comparisons = [one for one in held("torch", device) if ("rows" in one.name.rpartition("of")[2]) == by_rows]
-    assert len(comparisons) == 3
-    for one in comparisons:
-        check(one.fast, one.plain, one.truth)
