@@ -9,6 +9,7 @@ from megaspec_kernels.fp8_cast.bench import BENCH as FP8_CAST
 from megaspec_kernels.gated.bench import BENCH as GATED
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
 from megaspec_kernels.norm.bench import BENCH as NORM
+from megaspec_kernels.scaled_grouped.bench import BENCH as SCALED_GROUPED
 from megaspec_kernels.scaled_product.bench import BENCH as SCALED_PRODUCT
 from megaspec_kernels.unpermute.bench import BENCH as UNPERMUTE
 
@@ -22,5 +23,6 @@ BENCHES: dict[str, Bench] = {
     "gated": GATED,
     "fp8_cast": FP8_CAST,
     "scaled_product": SCALED_PRODUCT,
+    "scaled_grouped": SCALED_GROUPED,
     "adamw": ADAMW,
 }

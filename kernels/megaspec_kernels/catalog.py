@@ -24,6 +24,8 @@ class Requirement:
     devices: tuple[str, ...] = ("cuda", "cpu")
     min_sm: int = 0
     """Lowest compute capability, 90 for Hopper; 0 when it does not matter."""
+    max_sm: int = 999
+    """Highest."""
     attention_dropout: bool = True
     """Whether it can drop attention weights."""
     score_cap: bool = True
@@ -192,6 +194,13 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "scaled_grouped": Operation(
+        {
+            # torch has it for Hopper alone (2.11)
+            "torch": Requirement(devices=("cuda",), min_sm=90, max_sm=90, precisions=("bf16",), step=16),
+            "reference": Requirement(),
+        }
+    ),
     "adamw": Operation(
         {
             "torch": Requirement(narrow_states=False),
@@ -244,6 +253,8 @@ def unmet(
         return f"needs {' or '.join(need.devices)}, the target is {device}"
     if device == "cuda" and sm < need.min_sm:
         return f"needs sm{need.min_sm}, this GPU is sm{sm}"
+    if device == "cuda" and sm > need.max_sm:
+        return f"runs up to sm{need.max_sm}, this GPU is sm{sm}"
     if need.package and need.package not in packages:
         return f"needs the package {need.package}, which is not installed ({need.install})"
     for lacks in (_unmet_by_attention(need, use), _unmet_by_heads(need, use)):

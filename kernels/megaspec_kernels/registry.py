@@ -22,7 +22,9 @@ from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cro
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
 from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
+from megaspec_kernels.fp8_cast import reference_groups as fp8_cast_reference_groups
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
+from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
@@ -30,6 +32,8 @@ from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.norm import reference as norm_reference
 from megaspec_kernels.norm import triton as norm_triton
 from megaspec_kernels.norm.form import Normed
+from megaspec_kernels.scaled_grouped import reference as scaled_grouped_reference
+from megaspec_kernels.scaled_grouped import torch as scaled_grouped_torch
 from megaspec_kernels.scaled_product.cublaslt import scaled_product as scaled_product_cublaslt
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
@@ -128,6 +132,22 @@ class Fp8CastKernel:
     """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
     """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
+    group_amax: Callable[..., torch.Tensor]
+    """(x_RI, ends_E) -> [E, I]; of rows that belong to groups, see fp8_cast/reference_groups.py"""
+    group_cast: Callable[..., torch.Tensor]
+    """(x_RI, scale, ends_E, *, dtype, saturated) -> [R, I]"""
+    group_columns: Callable[..., torch.Tensor]
+    """(x_RI, ends_E, ends_of_padded_E, *, columns) -> [I, P]"""
+
+
+@dataclass(frozen=True)
+class ScaledGroupedKernel:
+    """Products of fp8 rows with the fp8 matrices of their groups, see scaled_grouped/reference.py."""
+
+    product: Callable[..., torch.Tensor]
+    """(a_RK, b_ENK, a_scale, b_scale, ends_E, *, dtype, whole, fast) -> [R, N]"""
+    weight_product: Callable[..., torch.Tensor]
+    """(a_OP, b_IP, a_scale, b_scale, ends_E, *, dtype) -> [E, O, I]"""
 
 
 CrossEntropyKernel = Callable[..., Any]
@@ -202,16 +222,32 @@ REGISTRY: dict[str, dict[str, Any]] = {
     },
     "fp8_cast": {
         "triton": Fp8CastKernel(
-            fp8_cast_triton.amax, fp8_cast_triton.scale_of, fp8_cast_triton.scale, fp8_cast_triton.cast
+            fp8_cast_triton.amax,
+            fp8_cast_triton.scale_of,
+            fp8_cast_triton.scale,
+            fp8_cast_triton.cast,
+            group_amax=fp8_cast_triton_groups.group_amax,
+            group_cast=fp8_cast_triton_groups.group_cast,
+            group_columns=fp8_cast_triton_groups.group_columns,
         ),
         "reference": Fp8CastKernel(
-            fp8_cast_reference.amax, fp8_cast_formats.scale_of, fp8_cast_reference.scale, fp8_cast_reference.cast
+            fp8_cast_reference.amax,
+            fp8_cast_formats.scale_of,
+            fp8_cast_reference.scale,
+            fp8_cast_reference.cast,
+            group_amax=fp8_cast_reference_groups.group_amax,
+            group_cast=fp8_cast_reference_groups.group_cast,
+            group_columns=fp8_cast_reference_groups.group_columns,
         ),
     },
     "scaled_product": {
         "cublaslt": scaled_product_cublaslt,
         "torch": scaled_product_torch,
         "reference": scaled_product_reference,
+    },
+    "scaled_grouped": {
+        "torch": ScaledGroupedKernel(scaled_grouped_torch.product, scaled_grouped_torch.weight_product),
+        "reference": ScaledGroupedKernel(scaled_grouped_reference.product, scaled_grouped_reference.weight_product),
     },
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
@@ -230,6 +266,7 @@ class Kernels:
     gated: GatedKernel
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
+    scaled_grouped: ScaledGroupedKernel
 
 
 def kernels_of(spec: KernelsSpec) -> Kernels:
@@ -244,4 +281,5 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         gated=REGISTRY["gated"][spec.gated],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
+        scaled_grouped=REGISTRY["scaled_grouped"][spec.scaled_grouped],
     )

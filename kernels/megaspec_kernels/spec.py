@@ -59,6 +59,11 @@ class KernelsSpec(Frozen):
     cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
     torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
     exact but for its sums, and no faster than that."""
+    scaled_grouped: Auto[Literal["torch", "reference"]] = "auto"
+    """Products of fp8 tokens with the fp8 matrices of their experts, of precision=fp8.
+
+    torch: torch's scaled grouped product, one kernel for all experts, on Hopper. reference: dequantised, one product an
+    expert."""
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 

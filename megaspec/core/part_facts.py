@@ -100,8 +100,8 @@ class Linear:
     @property
     def takes_fp8(self) -> bool:
         """Its products take fp8 where its layer does: it is neither a router's, nor so narrow as a gate, nor one of
-        experts, whose groups of rows are of any length."""
-        return self.in_time and not self.in_fp32 and self.purpose in ("attention", "mlp")
+        experts that every token takes."""
+        return self.in_time and not self.in_fp32 and self.purpose in ("attention", "mlp", "experts")
 
     @property
     def columns(self) -> int:

@@ -557,6 +557,8 @@ def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents) -> int:
             if layer.in_fp8:
                 weights = 0
                 for one in layer.linears:
+                    if not one.takes_fp8:
+                        continue
                     matrices = max(1, one.n_experts // run.degrees.ep)
                     weights += matrices * one.inputs.on(run.degrees) * run.on_rank(one.outputs)
                 sizes.append(2 * weights)

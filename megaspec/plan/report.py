@@ -563,6 +563,8 @@ def _is_idle(key: str, plan: Plan) -> bool:
         return plan.mesh["cp"] == 1
     if key in ("kernels.fp8_cast", "kernels.scaled_product"):
         return plan.precision != "fp8"
+    if key == "kernels.scaled_grouped":
+        return plan.precision != "fp8" or not plan.model.get("moe")
     return key == "parallelism.sequence_parallel"
 
 

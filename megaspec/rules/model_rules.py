@@ -122,6 +122,13 @@ def scaled_product_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "scaled_product")
 
 
+def scaled_grouped_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of experts' fp8 products runs on the target, in the model's format and widths."""
+    if case.recipe.precision.kind != "fp8" or case.moe is None:
+        return None
+    return _kernel(case, "scaled_grouped")
+
+
 def adamw_kernel_runs(case: Case) -> Problem | None:
     """The implementation of AdamW runs on the target, and keeps its states in the formats of optim.formats."""
     return _kernel(case, "adamw")

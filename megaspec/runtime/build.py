@@ -294,7 +294,7 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     """The linears that compute in fp8 are those that their facts let, in the layers that the precision names."""
     precision = spec.precision
     if not isinstance(precision, Fp8Precision):
-        return Fp8(mesh, None, names={}, history=1)
+        return Fp8(mesh, None, names={}, history=1, grouped=kernels.scaled_grouped)
     names = {}
     for number in precision.layers(spec.model.n_layers):
         names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
@@ -310,7 +310,14 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     )
     # what is computed again by itself is no part of another operation
     writes_fp8 = spec.parallelism.recompute.kind != "selective"
-    return Fp8(mesh, form, names=names, history=precision.amax_history, writes_fp8=writes_fp8)
+    return Fp8(
+        mesh,
+        form,
+        names=names,
+        history=precision.amax_history,
+        grouped=kernels.scaled_grouped,
+        writes_fp8=writes_fp8,
+    )
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
