@@ -16,9 +16,9 @@ from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import MeasuredThroughput, ThroughputTable
 from megaspec_launchers.environment import RankPlace, rank_from_environment
 
-_THROUGHPUT = """Measure matrix products, attention through every implementation that is installed, element-wise work and
-the host's share of a step, in a few minutes, and write them to a file that plan and tune read: megaspec plan
-recipe=NAME throughput=FILE
+_THROUGHPUT = """Measure matrix products, attention through every implementation that is installed, element-wise work
+and the host's share of a step, in a few minutes, and write them to a file that plan and tune read:
+megaspec plan recipe=NAME throughput=FILE
 
 On several GPUs, their collectives too: torchrun --nproc-per-node 4 -m megaspec.cli bench throughput"""
 
