@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from megaspec.commands.planned import planned_target
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.estimate import throughput as throughput_module
 from megaspec.estimate.attention_rates import AttentionRate, fastest, kind_of
@@ -128,3 +130,13 @@ def test_what_an_implementation_lacks_is_said_before_the_run(
     target = H200.model_copy(update={"gpus": 1, "versions": H200.versions | versions})
     with pytest.raises(RecipeError, match=told):
         spec_of(*overrides, "precision.kind=bf16", target=target, facts=replace(FACTS))
+
+
+def test_who_plans_for_another_machine_takes_its_packages_to_be_there() -> None:
+    """Those that the recipe names; auto knows of none."""
+    here = H200.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "versions": {"torch": "2.13.0+cpu"}})
+    recipe = compose("hello", ["kernels.attention=cudnn"]).recipe
+    assert "nvidia-cudnn-frontend" in planned_target(HARDWARE["H200"], 8, here, recipe).versions
+    kernels = recipe.kernels.model_copy(update={"attention": "auto"})
+    other = planned_target(HARDWARE["H200"], 8, here, recipe.model_copy(update={"kernels": kernels}))
+    assert set(other.versions) == {"torch"}
