@@ -66,6 +66,23 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         }
         for step, (call, per_element) in calls.items():
             yield Work(f"{step}, {M} x {K}, a scale for {what}", call, per_element * M * K, "bytes")
+    yield from _of_groups(kernel, device)
+
+
+def _of_groups(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:
+    """The tokens of 32 experts, in the three steps that a weight gradient takes."""
+    E, rows, K = (32, 2048, 2880) if device.type == "cuda" else (4, 64, 96)
+    x_RI = torch.randn(E * rows, K, device=device).to(training_dtype(device))
+    ends_E = torch.arange(1, E + 1, device=device, dtype=torch.int32) * rows
+    scale = scale_of(kernel.group_amax(x_RI, ends_E), E4M3)
+    x8_RI = kernel.group_cast(x_RI, scale, ends_E, dtype=E4M3)
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "largest elements": (lambda: kernel.group_amax(x_RI, ends_E), x_RI.itemsize),
+        "cast": (lambda: kernel.group_cast(x_RI, scale, ends_E, dtype=E4M3), x_RI.itemsize + 1),
+        "columns": (lambda: kernel.group_columns(x8_RI, ends_E, ends_E, columns=E * rows), 2),
+    }
+    for step, (call, per_element) in calls.items():
+        yield Work(f"{step} of groups, {E} x {rows} x {K}", call, per_element * x_RI.numel(), "bytes")
 
 
 BENCH = Bench(held, works)
