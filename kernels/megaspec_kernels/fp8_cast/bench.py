@@ -2,7 +2,7 @@
 
 # M rows, K columns
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
