@@ -3,6 +3,7 @@
 registry.py holds the functions under the same names; a test keeps the two equal.
 """
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 # Bytes of logits that the chunked losses hold at a time. Few big pieces: GEMMs below about 4 k tokens lose their speed.
@@ -23,6 +24,8 @@ class Requirement:
     devices: tuple[str, ...] = ("cuda", "cpu")
     min_sm: int = 0
     """Lowest compute capability, 90 for Hopper; 0 when it does not matter."""
+    max_sm: int = 999
+    """Highest."""
     attention_dropout: bool = True
     """Whether it can drop attention weights."""
     score_cap: bool = True
@@ -31,10 +34,28 @@ class Requirement:
     """Whether it leaves out what a mask hides: `auto` takes such a one first where something is hidden."""
     head_size: int = 1
     """The smallest that it takes."""
+    largest_head: int = 0
+    """The largest; 0 for all."""
+    head_step: int = 1
+    """What sizes of heads must be multiples of."""
+    documents: bool = True
+    """Whether it keeps attention inside packed documents."""
+    window: bool = True
+    """Whether it has windows of keys and chunks of a sequence."""
+    blocks: bool = True
+    """Whether it gives a block's log-sum-exp itself, for ranks that have parts of a sequence; else they take sdpa's."""
+    deterministic: bool = True
+    """Whether it can add gradients in one order."""
+    package: str = ""
+    """What has to be installed beside torch, as packages are named; nothing: empty."""
+    install: str = ""
+    """How to install it."""
     precisions: tuple[str, ...] = ()
     """Formats of the model that it computes in; empty: all."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
+    fp8_recipes: tuple[str, ...] = ()
+    """Of precision.recipe, those whose scales it takes; empty: all."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
 
@@ -48,6 +69,8 @@ class Operation:
 
 # What Triton kernels that sum in fp32 take.
 UP_TO_FP32 = ("fp32", "bf16", "fp16", "fp8")
+# What kernels on tensor cores take; beside fp8, attention is in bf16.
+HALF = ("bf16", "fp16", "fp8")
 
 CATALOG: dict[str, Operation] = {
     "attention": Operation(
@@ -59,7 +82,58 @@ CATALOG: dict[str, Operation] = {
                 attention_dropout=False,
                 skips_hidden=True,
                 head_size=16,
-                precisions=("bf16", "fp16", "fp8"),
+                blocks=False,
+                precisions=HALF,
+            ),
+            "cudnn": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                score_cap=False,
+                skips_hidden=True,
+                head_size=16,
+                largest_head=128,
+                head_step=16,
+                deterministic=False,
+                precisions=HALF,
+                package="nvidia-cudnn-frontend",
+                install="pip install 'megaspec[cudnn]'",
+            ),
+            "flash_attn": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=128,
+                head_step=8,
+                precisions=HALF,
+                package="flash-attn-4",
+                install="pip install 'megaspec[fa]'",
+            ),
+            "flash_attn_3": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=256,
+                head_step=8,
+                precisions=HALF,
+                package="flash-attn-3",
+                install="build flash-attention's folder hopper",
+            ),
+            "flash_attn_2": Requirement(
+                devices=("cuda",),
+                min_sm=80,
+                attention_dropout=False,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=256,
+                head_step=8,
+                precisions=HALF,
+                package="flash-attn",
+                install="pip install flash-attn --no-build-isolation",
             ),
             "reference": Requirement(),
         }
@@ -89,6 +163,18 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "norm": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+        }
+    ),
+    "gated": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+        }
+    ),
     "fp8_cast": Operation(
         {
             # the first GPUs that convert to fp8 themselves
@@ -98,7 +184,20 @@ CATALOG: dict[str, Operation] = {
     ),
     "scaled_product": Operation(
         {
+            "cublaslt": Requirement(
+                devices=("cuda",),
+                min_sm=89,
+                precisions=("fp32", "bf16"),
+                fp8_recipes=("tensorwise", "delayed"),
+            ),
             "torch": Requirement(devices=("cuda",), min_sm=89, precisions=("fp32", "bf16")),
+            "reference": Requirement(),
+        }
+    ),
+    "scaled_grouped": Operation(
+        {
+            # torch has it for Hopper alone (2.11)
+            "torch": Requirement(devices=("cuda",), min_sm=90, max_sm=90, precisions=("bf16",), step=16),
             "reference": Requirement(),
         }
     ),
@@ -120,10 +219,18 @@ class Use:
     score_cap: bool = False
     hides_keys: bool = False
     """Windows, chunks or documents hide a part of the past."""
+    documents: bool = False
+    """Attention stays inside packed documents."""
+    window: bool = False
+    """A query sees a window or a chunk of keys in some layer."""
+    deterministic: bool = False
+    """Gradients are added in one order."""
     head_size: int | None = None
     """Of queries and keys; None when it does not matter."""
     precision: str | None = None
     """The model's format; None when it does not matter."""
+    fp8_recipe: str | None = None
+    """What elements share a scale in fp8; None when it does not matter."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
     narrow_states: bool = False
@@ -133,38 +240,98 @@ class Use:
 _PLAIN = Use()
 
 
-def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN) -> str | None:
-    """What an implementation needs and the target lacks, in words; None when it can run."""
+NONE: frozenset[str] = frozenset()
+
+
+def unmet(
+    operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE
+) -> str | None:
+    """What an implementation needs and the target lacks, in words; None when it can run. `packages`: those of the
+    target that implementations may need."""
     need = CATALOG[operation].implementations[name]
     if device not in need.devices:
         return f"needs {' or '.join(need.devices)}, the target is {device}"
     if device == "cuda" and sm < need.min_sm:
         return f"needs sm{need.min_sm}, this GPU is sm{sm}"
-    if use.attention_dropout and not need.attention_dropout:
-        return "has no attention dropout"
-    if use.score_cap and not need.score_cap:
-        return "caps no scores"
-    if use.head_size is not None and use.head_size < need.head_size:
-        return f"needs heads of at least {need.head_size}, the model's have {use.head_size}"
+    if device == "cuda" and sm > need.max_sm:
+        return f"runs up to sm{need.max_sm}, this GPU is sm{sm}"
+    if need.package and need.package not in packages:
+        return f"needs the package {need.package}, which is not installed ({need.install})"
+    for lacks in (_unmet_by_attention(need, use), _unmet_by_heads(need, use)):
+        if lacks is not None:
+            return lacks
     if use.narrow_states and not need.narrow_states:
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
         return f"needs {' or '.join(need.precisions)}, the model is in {use.precision}"
+    if use.fp8_recipe is not None and need.fp8_recipes and use.fp8_recipe not in need.fp8_recipes:
+        return f"needs precision.recipe={' or '.join(need.fp8_recipes)}, it is {use.fp8_recipe}"
     odd = next((width for width in use.widths if width % need.step), None)
     if odd is not None:
         return f"needs matrices whose widths are multiples of {need.step}, one is {odd} wide"
     return None
 
 
-def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN) -> str:
-    """The best implementation that the target can run."""
+def _unmet_by_attention(need: Requirement, use: Use) -> str | None:
+    if use.attention_dropout and not need.attention_dropout:
+        return "has no attention dropout"
+    if use.score_cap and not need.score_cap:
+        return "caps no scores"
+    if use.documents and not need.documents:
+        return "keeps attention inside no documents"
+    if use.window and not need.window:
+        return "has no windows"
+    if use.deterministic and not need.deterministic:
+        return "adds gradients in no order"
+    return None
+
+
+def _unmet_by_heads(need: Requirement, use: Use) -> str | None:
+    size = use.head_size
+    if size is None:
+        return None
+    if size < need.head_size:
+        return f"needs heads of at least {need.head_size}, the model's have {size}"
+    if need.largest_head and size > need.largest_head:
+        return f"needs heads of at most {need.largest_head}, the model's have {size}"
+    if size % need.head_step:
+        return f"needs heads whose size is a multiple of {need.head_step}, the model's have {size}"
+    return None
+
+
+def runs_on(
+    operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE
+) -> dict[str, Requirement]:
+    """The implementations that the target can run, best first."""
     runs = {}
     for name, need in CATALOG[operation].implementations.items():
-        if unmet(operation, name, device=device, sm=sm, use=use) is None:
+        if unmet(operation, name, device=device, sm=sm, use=use, packages=packages) is None:
             runs[name] = need
     assert runs, f"no implementation of {operation} runs on {device} sm{sm}"
+    return runs
+
+
+def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE) -> str:
+    """The best implementation that the target can run, by the catalog's order."""
+    runs = runs_on(operation, device=device, sm=sm, use=use, packages=packages)
     if use.hides_keys:
         for name, need in runs.items():
             if need.skips_hidden:
                 return name
     return next(iter(runs))
+
+
+def packages_of(names: Mapping[str, object]) -> frozenset[str]:
+    """What implementations, by operation, are made of beside torch: where it does not matter what is installed."""
+    found = set()
+    for operation, one in CATALOG.items():
+        need = one.implementations.get(str(names.get(operation)))
+        if need is not None and need.package:
+            found.add(need.package)
+    return frozenset(found)
+
+
+PACKAGES = tuple(
+    dict.fromkeys(need.package for one in CATALOG.values() for need in one.implementations.values() if need.package)
+)
+"""All that an implementation may need beside torch."""

@@ -8,14 +8,19 @@ from megaspec.core.frozen import Auto, Frozen
 class KernelsSpec(Frozen):
     """One implementation per operation; `auto` is decided from the target before the run starts (see catalog.py)."""
 
-    attention: Auto[Literal["sdpa", "flex", "reference"]] = "auto"
+    attention: Auto[Literal["sdpa", "flex", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "reference"]] = (
+        "auto"
+    )
     """Core attention.
 
     sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2 with
     lengths in bf16 and fp16; in fp32 they are masks, which cost what they hide. flex: torch's flex_attention, which
     leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, and so do blocks of
-    sequences that lie on several ranks. reference: plain matrix products, the only one with attention dropout. auto on
-    CUDA: flex where a layer hides or caps something, else sdpa."""
+    sequences that lie on several ranks. cudnn: cuDNN's kernels for documents and windows, of the package
+    nvidia-cudnn-frontend; all else as sdpa. flash_attn: FlashAttention-4, of the package flash-attn-4; flash_attn_3 and
+    flash_attn_2: the versions before it, where they are installed. reference: plain matrix products, the only one with
+    attention dropout. auto on CUDA: the fastest that was measured for the use; where nothing was, flex where a layer
+    hides or caps something, else sdpa."""
     attention_merge: Auto[Literal["triton", "reference"]] = "auto"
     """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
 
@@ -34,15 +39,31 @@ class KernelsSpec(Frozen):
     """The sum over each token's experts.
 
     triton: one kernel that reads each row once. reference: a copy of the rows in the order of the tokens, then sums."""
+    norm: Auto[Literal["reference", "triton"]] = "auto"
+    """Norms of the residual stream and of what is added to it; those of heads are plain operations.
+
+    reference: plain, which `compile` puts into one kernel with what is around it. triton: one kernel for the sum before
+    a norm and the norm, and one for both of their gradients."""
+    gated: Auto[Literal["reference", "triton"]] = "auto"
+    """What gated feed-forward layers compute between their products; experts' own are plain operations.
+
+    reference: plain, which `compile` puts into one kernel. triton: one kernel for each direction, which keeps its input
+    alone."""
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
     """Quantising to fp8, of precision=fp8.
 
     triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
-    scaled_product: Auto[Literal["torch", "reference"]] = "auto"
+    scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
     """Products of fp8 matrices, of precision=fp8.
 
-    torch: torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which
-    is exact but for its sums, and no faster than that."""
+    cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
+    torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
+    exact but for its sums, and no faster than that."""
+    scaled_grouped: Auto[Literal["torch", "reference"]] = "auto"
+    """Products of fp8 tokens with the fp8 matrices of their experts, of precision=fp8.
+
+    torch: torch's scaled grouped product, one kernel for all experts, on Hopper. reference: dequantised, one product an
+    expert."""
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 

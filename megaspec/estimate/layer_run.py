@@ -88,7 +88,8 @@ class LayerRun:
     def kept_bytes(self, kept: Kept, layer: LayerFacts) -> int:
         """Of one kept tensor."""
         rows = self.count(kept.tokens, layer.routing)
-        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element, in_fp8=layer.in_fp8)
+        in_fp8 = kept.what in layer.fp8_inputs
+        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element, in_fp8=in_fp8)
 
     @cached_property
     def stream_bytes_per_feature(self) -> int:
@@ -105,6 +106,11 @@ def recomputed_parts(recompute: RecomputeSpec) -> frozenset[str]:
     if parts & _FEED_FORWARD:
         return parts | {"activation"}
     return parts
+
+
+def fused_operations(recipe: Recipe) -> frozenset[str]:
+    """Operations that a filled recipe gives kernels of their own; see Execution."""
+    return frozenset(name for name in ("norm", "gated") if getattr(recipe.kernels, name) != "reference")
 
 
 class ContextSplit(NamedTuple):
@@ -155,6 +161,7 @@ def layer_run(recipe: Recipe) -> LayerRun:
             is_compiled=recipe.kernels.compile == "block",
             keeps_scores=recipe.kernels.attention == "reference",
             recomputed=recomputed_parts(recipe.parallelism.recompute),
+            fused=fused_operations(recipe),
         ),
         width=BYTES.get(model_format(recipe.precision), 2),
         gathers_tokens=recipe.parallelism.dispatch == "all_gather",

@@ -523,8 +523,8 @@ def _head_waits(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
 def _last_norm(run: LayerRun, facts: ModelFacts) -> int:
     """What it keeps: it is outside of the compiled layers."""
     size = 0
-    # as plain operations
-    for kept in facts.norm.kept(Execution()):
+    # as operations of their own
+    for kept in facts.norm.kept(Execution(fused=run.execution.fused)):
         # what its weight's gradient is made of
         if not facts.trained_norm_weights and kept.what.endswith(".normed"):
             continue
@@ -557,6 +557,8 @@ def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents) -> int:
             if layer.in_fp8:
                 weights = 0
                 for one in layer.linears:
+                    if not one.takes_fp8:
+                        continue
                     matrices = max(1, one.n_experts // run.degrees.ep)
                     weights += matrices * one.inputs.on(run.degrees) * run.on_rank(one.outputs)
                 sizes.append(2 * weights)

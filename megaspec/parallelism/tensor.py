@@ -507,6 +507,8 @@ class TensorParallel:
         self.layouts[bias] = Layout(bias, (n_out,), (local_first,), tuple(bias_pieces))
         module.parts = tuple(part // grid.etp for part in parts) * grid.count
         module.n_experts = grid.count
+        if grid.etp > 1:
+            module.split = "outputs"
         self._cut(name, module, module)
 
     def _expert_rows(self, name: str, module: GroupedLinear, row: Row) -> None:
@@ -524,6 +526,8 @@ class TensorParallel:
         module.parts = module.parts[: parts_of_expert * grid.count]
         module.n_in = share
         module.n_experts = grid.count
+        if grid.etp > 1:
+            module.split = "inputs"
         self._cut(name, module, module)
 
     def _expert_row_bias(self, name: str, module: GroupedLinear, grid: _ExpertGrid) -> None:

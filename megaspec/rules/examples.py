@@ -364,9 +364,14 @@ _MODEL = {
     "kernel-unpermute": Example(
         (_moe(), "kernels.unpermute=triton"), ("kernels.unpermute=reference",), "kernels.unpermute"
     ),
+    "kernel-norm": Example(("kernels.norm=triton",), ("kernels.norm=reference",), "kernels.norm"),
+    "kernel-gated": Example(("kernels.gated=triton",), ("kernels.gated=reference",), "kernels.gated"),
     "kernel-fp8-cast": Example((_FP8, "kernels.fp8_cast=triton"), ("kernels.fp8_cast=reference",), "kernels.fp8_cast"),
     "kernel-scaled-product": Example(
         (_FP8, "kernels.scaled_product=torch"), ("kernels.scaled_product=reference",), "kernels.scaled_product"
+    ),
+    "kernel-scaled-grouped": Example(
+        (_FP8, _moe(), "kernels.scaled_grouped=torch"), ("kernels.scaled_grouped=reference",), "kernels.scaled_grouped"
     ),
     "kernel-adamw": Example(("kernels.adamw=triton",), ("kernels.adamw=torch",), "kernels.adamw"),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
@@ -374,6 +379,12 @@ _MODEL = {
 _PRECISION = {
     "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),
     "fp8-gpu": Example((_FP8,), ("precision.kind=bf16",), "precision.kind", target=A100),
+    "fp8-experts": Example(
+        (_FP8, _moe(), "precision.recipe=blockwise", *_WIDE),
+        ("precision.recipe=rowwise",),
+        "precision.recipe",
+        target=H200,
+    ),
     "fp8-layers": Example(
         (_FP8, "precision.first_layers_bf16=4"),
         ("precision.first_layers_bf16=1",),

@@ -98,6 +98,16 @@ def unpermute_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "unpermute")
 
 
+def norm_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of norms runs on the target, in the model's format."""
+    return _kernel(case, "norm")
+
+
+def gated_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of gated activations runs on the target, in the model's format."""
+    return _kernel(case, "gated")
+
+
 def fp8_cast_kernel_runs(case: Case) -> Problem | None:
     """The implementation of the cast to fp8 runs on the target."""
     if case.recipe.precision.kind != "fp8":
@@ -112,6 +122,13 @@ def scaled_product_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "scaled_product")
 
 
+def scaled_grouped_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of experts' fp8 products runs on the target, in the model's format and widths."""
+    if case.recipe.precision.kind != "fp8" or case.moe is None:
+        return None
+    return _kernel(case, "scaled_grouped")
+
+
 def adamw_kernel_runs(case: Case) -> Problem | None:
     """The implementation of AdamW runs on the target, and keeps its states in the formats of optim.formats."""
     return _kernel(case, "adamw")
@@ -123,7 +140,8 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     device = case.target.device
     sm = case.target.sm
     use = use_of(case.recipe)
-    lacks = unmet(operation, name, device=device, sm=sm, use=use)
+    packages = case.target.versions
+    lacks = unmet(operation, name, device=device, sm=sm, use=use, packages=packages)
     if lacks is None:
         return None
     # the catalog knows what is asked, not where
@@ -133,7 +151,9 @@ def _kernel(case: Case, operation: str) -> Problem | None:
         lacks += ", model.attention.score_cap says so"
     if lacks == "keeps states in 32 bits":
         lacks += ", optim.formats says fewer"
-    best = choose(operation, device=device, sm=sm, use=use)
+    if lacks == "adds gradients in no order":
+        lacks += ", train.deterministic=true wants one"
+    best = choose(operation, device=device, sm=sm, use=use, packages=packages)
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 

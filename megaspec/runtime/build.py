@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,13 @@ from megaspec.runtime.position import Position
 from megaspec.spec import Spec
 from megaspec.train.trainable import trained_names
 from megaspec_kernels.attention import sdpa, sdpa_block
+from megaspec_kernels.attention.packages import MODULES as ATTENTION_MODULES
+from megaspec_kernels.attention.packages import require
 from megaspec_kernels.registry import Kernels, kernels_of
+from megaspec_kernels.scaled_product import cublaslt
 
+# What torch's kernels of attention are called, see sdpa.served_by.
+KERNEL_NAMES = {"cudnn": "cuDNN", "flash": "FlashAttention-2", "efficient": "memory-efficient attention"}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -288,10 +294,13 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     """The linears that compute in fp8 are those that their facts let, in the layers that the precision names."""
     precision = spec.precision
     if not isinstance(precision, Fp8Precision):
-        return Fp8(mesh, None, names={}, history=1)
+        return Fp8(mesh, None, names={}, history=1, grouped=kernels.scaled_grouped)
     names = {}
     for number in precision.layers(spec.model.n_layers):
         names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
+    if spec.kernels.scaled_product == "cublaslt" and mesh.device.type == "cuda":
+        # what is missing is told before anything is built
+        cublaslt.library()
     form = Fp8Form(
         recipe=precision.recipe,
         gradient_format="e5m2" if precision.format == "hybrid" else "e4m3",
@@ -299,7 +308,16 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    return Fp8(mesh, form, names=names, history=precision.amax_history)
+    # what is computed again by itself is no part of another operation
+    writes_fp8 = spec.parallelism.recompute.kind != "selective"
+    return Fp8(
+        mesh,
+        form,
+        names=names,
+        history=precision.amax_history,
+        grouped=kernels.scaled_grouped,
+        writes_fp8=writes_fp8,
+    )
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
@@ -432,41 +450,87 @@ def _refuse_state_dict(*_: object) -> None:
 
 
 def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
-    """RecipeError where no fused kernel of this torch and GPU takes the attention: it would keep the scores unasked.
-    After determinism is set, which decides what may be taken."""
+    """RecipeError where the attention that the Spec names can't run on this machine: its package does not load, no
+    fused kernel of this torch and GPU takes it (it would keep the scores unasked), or another one than the plan's times
+    are of. After determinism is set, which decides what may be taken."""
     name = spec.kernels.attention
     if device.type != "cuda" or name == "reference":
         return
+    if name in ATTENTION_MODULES:
+        try:
+            require(ATTENTION_MODULES[name])
+        except ImportError as error:
+            text = f"kernels.attention={name}: {error}; or set kernels.attention=sdpa"
+            raise _refused_attention(text) from error
     model = spec.model
     dtype = model_dtype(spec)
     seq_len = spec.data.seq_len
     attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
     in_blocks = []
+    whole = []
     for one in attentions:
-        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from flex, too
         is_hidden = spec.data.document_mask or one.sight.hides_keys(seq_len)
-        in_blocks.append(heads is None or one.has_sinks or (name == "sdpa" and is_hidden))
-    refused = False
-    asked = ""
-    if any(in_blocks):
-        refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
-        asked = f"heads of {model.d_head} in {model_format(spec.precision)}"
-    if not refused and not all(in_blocks):
-        refused = sdpa.is_refused(
-            n_heads=heads[0],
-            n_kv_heads=heads[1],
-            d_head=model.d_head,
-            tokens=seq_len,
-            dtype=dtype,
-            device=device,
-        )
-        asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values"
-        asked += f" in {model_format(spec.precision)} with train.deterministic={show(spec.train.deterministic)}"
-    if refused:
-        text = f"kernels.attention={name}: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
-        way_out = "set kernels.attention=reference, which keeps all scores"
-        raise RecipeError([Problem("kernels.attention", f"{text}; {way_out}", code="kernel-attention")])
+        if name.startswith("flash_attn") or (name == "cudnn" and is_hidden and heads is not None):
+            # its own kernels take it, the catalog says which heads
+            continue
+        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from the others, too
+        goes_in_blocks = heads is None or one.has_sinks or (name == "sdpa" and is_hidden)
+        in_blocks.append(goes_in_blocks)
+        whole.append(not goes_in_blocks and not is_hidden)
+    asked = f"heads of {model.d_head} in {model_format(spec.precision)}"
+    if any(in_blocks) and sdpa_block.is_refused(d_head=model.d_head, dtype=dtype):
+        raise _no_fused_attention(name, asked)
+    if all(in_blocks):
+        return
+    sizes = {
+        "n_heads": heads[0],
+        "n_kv_heads": heads[1],
+        "d_head": model.d_head,
+        "tokens": seq_len,
+        "dtype": dtype,
+        "device": device,
+    }
+    asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values"
+    asked += f" in {model_format(spec.precision)} with train.deterministic={show(spec.train.deterministic)}"
+    if sdpa.is_refused(**sizes):
+        raise _no_fused_attention(name, asked)
+    if any(whole):
+        _refuse_other_attention(spec, asked, sizes)
+
+
+def _refuse_other_attention(spec: Spec, asked: str, sizes: dict[str, Any]) -> None:
+    """RecipeError where torch takes another kernel for whole sequences than the plan's times are of."""
+    major, minor = torch.cuda.get_device_capability(sizes["device"])
+    wanted = sdpa.expected(
+        d_head=sizes["d_head"],
+        tokens=sizes["tokens"],
+        dtype=sizes["dtype"],
+        sm=10 * major + minor,
+        deterministic=spec.train.deterministic,
+    )
+    taken = sdpa.served_by(**sizes)
+    if wanted is None or taken == wanted:
+        return
+    name = spec.kernels.attention
+    text = f"kernels.attention={name}: torch {torch.__version__} takes {KERNEL_NAMES[taken]} for {asked} on this GPU,"
+    text += f" the plan's times are of {KERNEL_NAMES[wanted]}"
+    reasons = sdpa.why_not(wanted, **sizes)
+    if reasons:
+        text += f" ({reasons})"
+    other = "flash_attn, or install a torch with cuDNN 9"
+    if spec.train.deterministic:
+        other = "reference, or train.deterministic=false"
+    raise _refused_attention(f"{text}; set kernels.attention={other}")
+
+
+def _no_fused_attention(name: str, asked: str) -> RecipeError:
+    text = f"kernels.attention={name}: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
+    return _refused_attention(f"{text}; set kernels.attention=reference, which keeps all scores")
+
+
+def _refused_attention(text: str) -> RecipeError:
+    return RecipeError([Problem("kernels.attention", text, code="kernel-attention")])
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

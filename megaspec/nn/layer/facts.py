@@ -24,6 +24,8 @@ from megaspec.core.placement import Row
 # weight is a second pass, and both reach about half of the bandwidth (measured on an H200: 1.6 of 4.2 TB/s for 3
 # features).
 _NORM_BACKWARD = 8
+# Of one kernel for all of it: its input, both gradients, and their sum.
+_NORM_BACKWARD_OF_KERNEL = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +114,14 @@ class LayerFacts:
         return frozenset(names)
 
     @cached_property
+    def fp8_inputs(self) -> frozenset[str]:
+        """Of kept tensors, by name, those that products in fp8 keep. A router, and experts that every token takes, keep
+        theirs in the model's format."""
+        if not self.in_fp8:
+            return frozenset()
+        return frozenset(linear.input_kept for linear in self.linears if linear.takes_fp8)
+
+    @cached_property
     def attends_backward(self) -> bool:
         """The backward pass goes through attention's own products: what goes out of them has a gradient to give on."""
         behind = [linear for one in self.sublayers if one.kind == "attention" for linear in one.mix.linears[-1:]]
@@ -135,7 +145,18 @@ class LayerFacts:
         if self.is_parallel:
             sums += 2
         stream = features(self.d_model)
-        return Moved("norm", ((1 + norms + sums, stream),), ((_NORM_BACKWARD * norms, stream),), "stream")
+        forward = ((1 + norms + sums, stream),)
+        of_kernel = Moved(
+            "norm", forward, ((_NORM_BACKWARD_OF_KERNEL * norms, stream),), tokens="stream", is_fused=True
+        )
+        return Moved(
+            "norm",
+            forward,
+            ((_NORM_BACKWARD * norms, stream),),
+            tokens="stream",
+            operation="norm",
+            of_kernel=of_kernel,
+        )
 
     @cached_property
     def gradient(self) -> tuple[Width, ...]:
