@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -213,14 +214,15 @@ class DataParallel:
         if not self._keeps_sums:
             return found
         for chunk in chunks:
-            for name, users in _users_of(chunk).items():
-                if not (self._facts[name].is_trained and all(map(_sums_in_place, users))):
+            for name, holders in _holders_in(chunk).items():
+                if not (self._facts[name].is_trained and all(map(_sums_in_place, holders))):
                     refused.add(name)
                     continue
                 # the embedding, where a chunk has both
-                has_embedding = any(isinstance(user, Embedding) for user in users)
-                for user in users:
-                    found.setdefault(name, []).append((user, isinstance(user, Embedding) or not has_embedding))
+                has_embedding = any(isinstance(one.module, Embedding) for one in holders)
+                for one in holders:
+                    ends_pass = isinstance(one.module, Embedding) or not has_embedding
+                    found.setdefault(name, []).append((one.module, ends_pass))
         return {name: users for name, users in found.items() if name not in refused}
 
     def _make_buckets(self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]) -> None:
@@ -444,20 +446,28 @@ class DataParallel:
         self._backward_at[chunk] = None
 
 
-def _users_of(chunk: Decoder) -> dict[str, list[nn.Module]]:
-    """The modules that hold a weight of a chunk, by its global name; biases are left out."""
+class _Holder(NamedTuple):
+    """A module that holds a parameter, and what it calls it."""
+
+    module: nn.Module
+    key: str
+
+
+def _holders_in(chunk: Decoder) -> dict[str, list[_Holder]]:
+    """The holders of each parameter of a chunk, by its global name."""
     names = {id(parameter): name for name, parameter in chunk.global_parameters().items()}
-    users: dict[str, list[nn.Module]] = {}
+    holders: dict[str, list[_Holder]] = {}
     for module in chunk.modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if key == "weight":
-                users.setdefault(names[id(parameter)], []).append(module)
-    return users
+            holders.setdefault(names[id(parameter)], []).append(_Holder(module, key))
+    return holders
 
 
-def _sums_in_place(user: nn.Module) -> bool:
-    """Whether a module can add the gradient of its weight to a TableSum."""
-    return isinstance(user, Embedding) or (isinstance(user, OutputHead) and user.sums_in_place)
+def _sums_in_place(holder: _Holder) -> bool:
+    """Whether a module can add the gradient of a parameter to a TableSum: of its table, not of a head's bias."""
+    module = holder.module
+    is_able = isinstance(module, Embedding) or (isinstance(module, OutputHead) and module.sums_in_place)
+    return is_able and holder.key == "weight"
 
 
 def _names_of(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[str]:

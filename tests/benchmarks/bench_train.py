@@ -291,7 +291,7 @@ def report(
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
         "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),
         "mfu": round(full * per_gpu / PEAK, 4), "mfu_causal": round(causal * per_gpu / PEAK, 4),
-        "peak_mem_gib": round(peak / 2**30, 2), "max_memory_allocated": peak,
+        "peak_mem_gib": round(peak / 2**30, 2), "max_memory_allocated": peak, "tables_in_place": True,
         "max_memory_reserved": max(r["reserved"] for r in ranks),
         "loss_first": round(losses[0], 4), "loss_last": round(losses[-1], 4), "ranks": ranks,
     }  # fmt: skip

@@ -36,7 +36,7 @@ GENERAL = [
     ),
     Bug(
         "gradients doubled",
-        Patch(SUMS, "self.main_grads[name].copy_(parameter.grad)", "self.main_grads[name].copy_(parameter.grad * 2)"),
+        Patch(SUMS, "into.copy_(grad)", "into.copy_(grad * 2)"),
         Case(dp=2),
         invisible=True,
     ),
@@ -52,8 +52,40 @@ GENERAL = [
     ),
     Bug(
         "bucket not overwritten by the first micro batch",
-        Patch(SUMS, "if name in bucket.fresh:", "if False:"),
+        Patch(
+            SUMS, "_put(grad, self.main_grads[name], name in bucket.fresh)", "_put(grad, self.main_grads[name], False)"
+        ),
         Case(dp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "a table's sum begins with that of the step before",
+        Patch(
+            "megaspec.nn.linear",
+            "self._sum.add_part(product)",
+            "self._sum.add_part(lambda into, overwrite: product(into, False))",
+        ),
+        Case(dp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "a tied table is reduced before the embedding has added to it",
+        Patch(
+            "megaspec.parallelism.data_parallel",
+            "ends_pass = isinstance(one.module, Embedding) or not has_embedding",
+            "ends_pass = not isinstance(one.module, Embedding)",
+        ),
+        Case(dp=2, strategy="zero1", tied=True, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "norms taken before tensor-parallel ranks have added up their parts",
+        Patch(
+            "megaspec.runtime.build",
+            "changed_later=strategies.tensor.summed_later | strategies.pipeline.shared",
+            "changed_later=strategies.pipeline.shared",
+        ),
+        Case(tp=2, sequence=True),
         invisible=True,
     ),
     Bug(
