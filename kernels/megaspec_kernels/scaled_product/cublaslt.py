@@ -161,17 +161,7 @@ def scaled_product(
     if a_MK.is_meta or out.numel() == 0:
         return out
     _check(a_MK, b_NK, a_scale, b_scale, out)
-    shape = Shape(
-        a_MK.get_device(),
-        M,
-        N,
-        K,
-        a_MK.dtype,
-        b_NK.dtype,
-        out.dtype,
-        fast,
-        (_alignment(b_NK), _alignment(a_MK), _alignment(out)),
-    )
+    shape = _shape(a_MK, b_NK, out, fast=fast)
     plan = _plan(shape)
     stream = torch.cuda.current_stream().cuda_stream
     adds = into is not None and not overwrite
@@ -202,6 +192,26 @@ def scaled_product(
         )
     _must(status, f"product {shape}, algorithm {algorithm}")
     return out
+
+
+def algorithms(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> int:
+    """How many there are for a product without fast sums, for benchmarks."""
+    return len(_plan(_shape(a_MK, b_NK, out_MN, fast=False)).found)
+
+
+def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, fast: bool) -> Shape:
+    M, K = a_MK.shape
+    return Shape(
+        a_MK.get_device(),
+        M,
+        b_NK.shape[0],
+        K,
+        a_MK.dtype,
+        b_NK.dtype,
+        out_MN.dtype,
+        fast,
+        (_alignment(b_NK), _alignment(a_MK), _alignment(out_MN)),
+    )
 
 
 # alpha and beta; they are read when a product is started
