@@ -153,11 +153,9 @@ def scaled_product(
 ) -> Tensor:
     """See reference.py. Scales of whole tensors; M, N and K are multiples of 16. `algorithm`: of those that cuBLASLt
     found, for benchmarks."""
-    M, K = a_MK.shape
-    N = b_NK.shape[0]
     out = into
     if out is None:
-        out = a_MK.new_empty(M, N, dtype=dtype)
+        out = a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
     if a_MK.is_meta or out.numel() == 0:
         return out
     _check(a_MK, b_NK, a_scale, b_scale, out)
