@@ -12,12 +12,11 @@ formats and sizes, an element at a time.
 
 # M rows, K columns of a matrix; m, k blocks along them
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_shape, sizes_of
+from megaspec_kernels.fp8_cast.tiles import BEST, Tile
 
 try:
     import triton
@@ -35,29 +34,6 @@ PAIRS = 8192
 # Partial results that a program of finish_kernel takes in at a time.
 PARTS = 4096
 
-
-class Tile(NamedTuple):
-    """What a program of pairs_kernel casts. Powers of two up to 128."""
-
-    rows: int
-    columns: int
-    warps: int
-    registers: int
-    """Of a thread at most: left alone the compiler may take more, and fewer programs fit beside each other. None of
-    these spills (Triton 3.6, sm90)."""
-    group: int
-    """Tiles below each other that programs next to each other take: what they write in columns is near in memory."""
-
-
-TILES = {
-    "128x128": Tile(128, 128, 8, 64, 8),
-    "128x128, 4 warps": Tile(128, 128, 4, 112, 8),
-    "64x128": Tile(64, 128, 4, 64, 8),
-    "128x64": Tile(128, 64, 4, 64, 8),
-    "64x64": Tile(64, 64, 4, 64, 8),
-    "128x128, no groups": Tile(128, 128, 8, 64, 1),
-}
-BEST = TILES["128x128"]
 
 if triton is not None:
     # The interpreter's conversion drops the carry of a mantissa that rounds up to the next power of two, and NaN
