@@ -31,6 +31,10 @@ class Requirement:
     """Whether it leaves out what a mask hides: `auto` takes such a one first where something is hidden."""
     head_size: int = 1
     """The smallest that it takes."""
+    head_sizes_up_to: int = 0
+    """The largest that it takes; 0: any."""
+    head_step: int = 1
+    """What head sizes must be multiples of."""
     precisions: tuple[str, ...] = ()
     """Formats of the model that it computes in; empty: all."""
     narrow_states: bool = True
@@ -61,6 +65,15 @@ CATALOG: dict[str, Operation] = {
                 head_size=16,
                 precisions=("bf16", "fp16", "fp8"),
             ),
+            "te": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                score_cap=False,
+                head_sizes_up_to=256,
+                head_step=8,
+                precisions=("bf16", "fp16"),
+            ),
             "reference": Requirement(),
         }
     ),
@@ -74,6 +87,13 @@ CATALOG: dict[str, Operation] = {
         {
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
             "chunked": Requirement(),
+            "reference": Requirement(),
+        }
+    ),
+    "linear": Operation(
+        {
+            "torch": Requirement(),
+            "te": Requirement(devices=("cuda",), min_sm=80, precisions=("bf16", "fp16")),
             "reference": Requirement(),
         }
     ),
@@ -146,6 +166,10 @@ def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN)
         return "caps no scores"
     if use.head_size is not None and use.head_size < need.head_size:
         return f"needs heads of at least {need.head_size}, the model's have {use.head_size}"
+    if use.head_size is not None and need.head_sizes_up_to and use.head_size > need.head_sizes_up_to:
+        return f"needs heads of at most {need.head_sizes_up_to}, the model's have {use.head_size}"
+    if use.head_size is not None and use.head_size % need.head_step:
+        return f"needs heads of a multiple of {need.head_step}, the model's have {use.head_size}"
     if use.narrow_states and not need.narrow_states:
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:

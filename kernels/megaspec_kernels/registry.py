@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megaspec_kernels.attention import reference as attention_reference
 from megaspec_kernels.attention import reference_block as attention_reference_block
 from megaspec_kernels.attention import sdpa as attention_sdpa
 from megaspec_kernels.attention import sdpa_block as attention_sdpa_block
+from megaspec_kernels.attention import te as attention_te
 from megaspec_kernels.attention_merge import reference as attention_merge_reference
 from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
@@ -22,6 +24,9 @@ from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.linear import reference as linear_reference
+from megaspec_kernels.linear import te as linear_te
+from megaspec_kernels.linear import torch as linear_torch
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
 from megaspec_kernels.spec import KernelsSpec
@@ -54,6 +59,20 @@ class AttentionMergeKernel:
 
 
 @dataclass(frozen=True)
+class LinearKernel:
+    """The products of a linear layer, see linear/reference.py."""
+
+    forward: Callable[..., torch.Tensor]
+    """(x, weight_OI, bias_O) -> [..., O]"""
+    input_gradient: Callable[..., torch.Tensor]
+    """(grad_out, weight_OI) -> [..., I]"""
+    weight_gradient: Callable[..., torch.Tensor]
+    """(grad_out, x) -> [O, I]"""
+    add_weight_gradient: Callable[..., None]
+    """(into_OI, grad_out, x, *, overwrite), in place"""
+
+
+@dataclass(frozen=True)
 class Fp8CastKernel:
     """How a matrix becomes fp8, see fp8_cast/reference.py."""
 
@@ -75,12 +94,21 @@ ScaledProductKernel = Callable[..., torch.Tensor]
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
+
+
+def _linear(file: ModuleType) -> LinearKernel:
+    return LinearKernel(file.forward, file.input_gradient, file.weight_gradient, file.add_weight_gradient)
+
+
 REGISTRY: dict[str, dict[str, Any]] = {
     "attention": {
         "sdpa": AttentionKernel(
             attention_sdpa.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
         ),
         "flex": AttentionKernel(attention_flex.attention, attention_flex.block_forward, attention_flex.block_backward),
+        "te": AttentionKernel(
+            attention_te.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
+        ),
         "reference": AttentionKernel(
             attention_reference.attention,
             attention_reference_block.block_forward,
@@ -95,6 +123,11 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "triton": cross_entropy_triton,
         "chunked": cross_entropy_chunked,
         "reference": cross_entropy_reference,
+    },
+    "linear": {
+        "torch": _linear(linear_torch),
+        "te": _linear(linear_te),
+        "reference": _linear(linear_reference),
     },
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
@@ -114,6 +147,7 @@ class Kernels:
     attention: AttentionKernel
     attention_merge: AttentionMergeKernel
     cross_entropy: CrossEntropyKernel
+    linear: LinearKernel
     grouped: GroupedKernel
     unpermute: UnpermuteKernel
     fp8_cast: Fp8CastKernel
@@ -126,6 +160,7 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         attention=REGISTRY["attention"][spec.attention],
         attention_merge=REGISTRY["attention_merge"][spec.attention_merge],
         cross_entropy=REGISTRY["cross_entropy"][spec.cross_entropy],
+        linear=REGISTRY["linear"][spec.linear],
         grouped=REGISTRY["grouped"][spec.grouped],
         unpermute=REGISTRY["unpermute"][spec.unpermute],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],

@@ -8,14 +8,16 @@ from megaspec.core.frozen import Auto, Frozen
 class KernelsSpec(Frozen):
     """One implementation per operation; `auto` is decided from the target before the run starts (see catalog.py)."""
 
-    attention: Auto[Literal["sdpa", "flex", "reference"]] = "auto"
+    attention: Auto[Literal["sdpa", "flex", "te", "reference"]] = "auto"
     """Core attention.
 
     sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2 with
     lengths in bf16 and fp16; in fp32 they are masks, which cost what they hide. flex: torch's flex_attention, which
     leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, and so do blocks of
-    sequences that lie on several ranks. reference: plain matrix products, the only one with attention dropout. auto on
-    CUDA: flex where a layer hides or caps something, else sdpa."""
+    sequences that lie on several ranks. te: Transformer Engine's, which is cuDNN's also for documents, windows and where
+    train.deterministic asks for one order; blocks go through sdpa; needs the extra `te`. reference: plain matrix
+    products, the only one with attention dropout. auto on CUDA: flex where a layer hides or caps something, else
+    sdpa."""
     attention_merge: Auto[Literal["triton", "reference"]] = "auto"
     """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
 
@@ -25,6 +27,11 @@ class KernelsSpec(Frozen):
 
     chunked: in a few big pieces, the gradient computed with the loss, logits never held whole. triton: the same with
     fused softmax kernels. reference: plain."""
+    linear: Auto[Literal["torch", "te", "reference"]] = "auto"
+    """The three products of linear layers: of layers alone, not of the head, of routers and of experts.
+
+    torch: torch's, and in fp8 those of fp8_cast and scaled_product. te: Transformer Engine's, in fp8 with its casts and
+    scales; weight gradients are added inside the product; needs the extra `te`. reference: plain."""
     grouped: Auto[Literal["torch", "reference"]] = "auto"
     """Products of tokens with the matrices of their experts.
 
@@ -35,11 +42,11 @@ class KernelsSpec(Frozen):
 
     triton: one kernel that reads each row once. reference: a copy of the rows in the order of the tokens, then sums."""
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
-    """Quantising to fp8, of precision=fp8.
+    """Quantising to fp8, of precision=fp8; linear=te has its own.
 
     triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
     scaled_product: Auto[Literal["torch", "reference"]] = "auto"
-    """Products of fp8 matrices, of precision=fp8.
+    """Products of fp8 matrices, of precision=fp8; linear=te has its own.
 
     torch: torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which
     is exact but for its sums, and no faster than that."""

@@ -28,6 +28,7 @@ _PACKAGES = (
     "safetensors",
     "tokenizers",
     "triton",
+    "transformer-engine",
     "tensorboard",
     "wandb",
     "mlflow-skinny",

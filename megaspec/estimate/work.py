@@ -204,6 +204,9 @@ def _computed_pairs(recipe: Recipe, attention: AttentionProducts, *, whole_seque
         return 1.0
     if recipe.kernels.attention == "flex" and (hides_keys or attention.caps_scores or recipe.data.document_mask):
         return FLEX_COST * attention.sight.twice_the_pairs(seq_len) / seq_len**2
+    if recipe.kernels.attention == "te" and (hides_keys or recipe.data.document_mask):
+        # cuDNN's, as what times are measured by is, with and without lengths
+        return attention.sight.twice_the_pairs(seq_len) / seq_len**2
     if recipe.kernels.attention == "sdpa" and (hides_keys or recipe.data.document_mask):
         if recipe.precision.kind == "fp32":
             return MASK_COST

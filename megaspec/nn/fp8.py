@@ -79,8 +79,14 @@ class Fp8Form:
     def blocks(self, role: Role) -> Blocks:
         return BLOCKS[self.recipe][role]
 
+    counts_saturated = True
+
     def dtype(self, role: Role) -> torch.dtype:
         return FORMATS[self.gradient_format if role == "gradient" else "e4m3"]
+
+    def delayed_scale(self, amax: Tensor, role: Role) -> Tensor:
+        """Of elements up to `amax`, with room for larger ones."""
+        return scale_of(amax, self.dtype(role), margin=self.margin)
 
 
 class Fp8Tensor(NamedTuple):
@@ -121,6 +127,15 @@ class Fp8Shared:
     """Whether what is quantised now is part of a training step."""
     is_fresh: bool = True
     """No step has been remembered: scales are those of the tensors themselves."""
+
+
+# The dimension of a matrix that ranks divide, where they divide one.
+_DIVIDED: dict[tuple[Split, Role], int] = {
+    ("outputs", "weight"): 0,
+    ("inputs", "weight"): 1,
+    ("inputs", "input"): 1,
+    ("outputs", "gradient"): 1,
+}
 
 
 def _alone(amax: Tensor) -> Tensor:
@@ -201,6 +216,19 @@ class Fp8Linear:
             fast=roles == ("input", "weight"),
         )
 
+    def weight_gradient(self, gradient: Fp8Tensor, x: Fp8Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Both in columns -> dyᵀ x, [O, I]."""
+        return self.product(gradient, x, ("gradient", "input"), along="columns", dtype=dtype)
+
+    def add_weight_gradient(self, into: Tensor, gradient: Fp8Tensor, x: Fp8Tensor, *, overwrite: bool) -> None:
+        """into = [into +] dyᵀ x of factors in columns; `overwrite` leaves the old one out."""
+        grad_weight = self.weight_gradient(gradient, x, dtype=into.dtype)
+        # a pass of its own: torch's scaled product adds to nothing
+        if overwrite:
+            into.copy_(grad_weight)
+        else:
+            into.add_(grad_weight)
+
     def _block(self, role: Role, layout: str) -> Block:
         """Of the matrix as it lies in a layout."""
         blocks = self.form.blocks(role)
@@ -223,16 +251,14 @@ class Fp8Linear:
 
     def _of_all(self, amax: Tensor, role: Role, block: Block) -> Tensor:
         """Of whole tensors, where a block goes across the ranks that hold parts of one."""
-        # the dimension of the matrix that ranks divide
-        divided = {
-            ("outputs", "weight"): 0,
-            ("inputs", "weight"): 1,
-            ("inputs", "input"): 1,
-            ("outputs", "gradient"): 1,
-        }.get((self.split, role))
+        divided = _DIVIDED.get((self.split, role))
         if divided is None or block[divided] is not None:
             return amax
         return self.largest(amax)
+
+    def is_divided(self, role: Role) -> bool:
+        """Whether ranks hold parts of the matrix."""
+        return (self.split, role) in _DIVIDED
 
     def _cast(self, x_MK: Tensor, role: Role, block: Block, scale: Tensor, *, rows: bool, columns: bool) -> Fp8Pair:
         saturated = None
@@ -376,22 +402,13 @@ def fp8_weight_gradient(
     grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor
 ) -> Tensor:
     """Both in columns -> dyᵀ x, [O, I] in the format of `like`."""
-    return weight_gradient_of(ticket, grad_OM, grad_scale, x_IM, x_scale, dtype=like.dtype)
+    layer = layer_of(ticket)
+    return layer.weight_gradient(Fp8Tensor(grad_OM, grad_scale), Fp8Tensor(x_IM, x_scale), dtype=like.dtype)
 
 
 @fp8_weight_gradient.register_fake
 def _(grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor) -> Tensor:
     return like.new_empty(grad_OM.shape[0], x_IM.shape[0])
-
-
-def weight_gradient_of(
-    ticket: Tensor, grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, *, dtype: torch.dtype
-) -> Tensor:
-    """Both in columns -> dyᵀ x, [O, I]."""
-    gradient = Fp8Tensor(grad_OM, grad_scale)
-    return layer_of(ticket).product(
-        gradient, Fp8Tensor(x_IM, x_scale), ("gradient", "input"), along="columns", dtype=dtype
-    )
 
 
 def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,17 +18,22 @@ from torch import Tensor
 
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
+from megaspec.nn.fp8_te import TeFp8Form, TeFp8Linear
 from megaspec.nn.linear import Linear
 from megaspec.parallelism.collectives import all_reduce_max, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
-from megaspec_kernels.fp8_cast.formats import scale_of
+
+LAYERS: dict[type[Fp8Form | TeFp8Form], type[Fp8Linear]] = {Fp8Form: Fp8Linear, TeFp8Form: TeFp8Linear}
+"""What computes a layer, by the form of the model's."""
 
 
 class Fp8:
     """The strategy. `apply` to all chunks, when their modules are what they stay and lie in memory."""
 
-    def __init__(self, mesh: Mesh, form: Fp8Form | None, *, names: Mapping[int, Sequence[str]], history: int):
+    def __init__(
+        self, mesh: Mesh, form: Fp8Form | TeFp8Form | None, *, names: Mapping[int, Sequence[str]], history: int
+    ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
         linears. `history`: steps that delayed scales look back."""
         self._mesh = mesh
@@ -63,7 +68,8 @@ class Fp8:
             memory = None
             if self.is_delayed:
                 memory = Fp8Memory(self._scales[i], self._seen[i], self.saturated)
-            linear = Fp8Linear(self._form, self._shared, **self._parts(module), memory=memory)
+            make = LAYERS[type(self._form)]
+            linear = make(self._form, self._shared, **self._parts(module), memory=memory)
             module.fp8 = Fp8Use(linear.ticket, self._form.recipe, self._form.gradient_format)
             self.linears[name] = linear
 
@@ -105,7 +111,7 @@ class Fp8:
     @torch.no_grad()
     def finish_step(self) -> Tensor | None:
         """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. -> how many
-        elements saturated, over all ranks; None: none can."""
+        elements saturated, over all ranks; None: none can, or nobody counts them."""
         if not self.is_delayed:
             return None
         self._shared.is_recording = False
@@ -113,9 +119,12 @@ class Fp8:
         if group is not None and len(self.linears):
             dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
         # a step that saw nothing, or nothing finite, is taken to be as the one before it
-        newest = torch.where(self._seen > 0, self._seen, self.largest[..., 0])
+        is_seen = (self._seen > 0) & torch.isfinite(self._seen)
+        newest = torch.where(is_seen, self._seen, self.largest[..., 0])
         self.largest.copy_(torch.cat((newest[..., None], self.largest[..., :-1]), dim=-1))
         self._shared.is_fresh = False
+        if not self._form.counts_saturated:
+            return None
         saturated = self.saturated.clone()
         if self._mesh.world_size > 1:
             dist.all_reduce(saturated)
@@ -125,7 +134,7 @@ class Fp8:
     def _set_scales(self) -> None:
         amax = self.largest.amax(-1)
         for place, role in enumerate(REMEMBERED):
-            self._scales[:, place] = scale_of(amax[:, place], self._form.dtype(role), margin=self._form.margin)
+            self._scales[:, place] = self._form.delayed_scale(amax[:, place], role)
 
     def state(self) -> dict[str, Tensor]:
         """What delayed scales are made of, [2, history] by the name of the layer's weight, the same on all ranks that

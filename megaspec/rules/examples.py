@@ -13,6 +13,7 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
 WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
+H200_WITH_TE = H200.model_copy(update={"versions": H200.versions | {"transformer-engine": "2.20.2"}})
 A100 = Target(gpus=1, gpu="NVIDIA A100-SXM4-80GB", sm=80, cores=8, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
@@ -369,6 +370,16 @@ _MODEL = {
         (_FP8, "kernels.scaled_product=torch"), ("kernels.scaled_product=reference",), "kernels.scaled_product"
     ),
     "kernel-adamw": Example(("kernels.adamw=triton",), ("kernels.adamw=torch",), "kernels.adamw"),
+    "kernel-linear": Example(("kernels.linear=te",), ("kernels.linear=torch",), "kernels.linear"),
+    "te-installed": Example(
+        ("precision.kind=bf16", "kernels.linear=te"), ("kernels.linear=torch",), "kernels.linear", target=H200
+    ),
+    "te-recipe": Example(
+        (_FP8, "precision.recipe=rowwise", "kernels.linear=te"),
+        ("precision.recipe=delayed",),
+        "kernels.linear",
+        target=H200_WITH_TE,
+    ),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _PRECISION = {

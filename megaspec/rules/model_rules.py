@@ -2,10 +2,15 @@
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
+from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import choose, unmet
+from megaspec_kernels.catalog import CATALOG, choose, unmet
+
+_TE_PACKAGE = "transformer-engine"
+# From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
+_BLACKWELL = 100
 
 
 def kv_heads_divide_heads(case: Case) -> Problem | None:
@@ -82,6 +87,40 @@ def attention_merge_kernel_runs(case: Case) -> Problem | None:
 def cross_entropy_kernel_runs(case: Case) -> Problem | None:
     """The cross-entropy implementation runs on the target, in the model's format."""
     return _kernel(case, "cross_entropy")
+
+
+def linear_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of linear layers' products runs on the target, in the model's format."""
+    return _kernel(case, "linear")
+
+
+def te_is_installed(case: Case) -> Problem | None:
+    """Kernels of Transformer Engine need its package."""
+    if case.target.device != "cuda" or _TE_PACKAGE in case.target.versions:
+        return None
+    for operation, known in CATALOG.items():
+        key = f"kernels.{operation}"
+        if getattr(case.recipe.kernels, operation) == "te":
+            best = next(iter(known.implementations))
+            text = f"{key}=te needs the package {_TE_PACKAGE}"
+            return Problem(key, f"{text}; pip install 'megaspec[te]', or set {key}={best}")
+    return None
+
+
+def te_computes_the_recipe(case: Case) -> Problem | None:
+    """In fp8 linear=te scales whole tensors or blocks, on GPUs of sm89 to sm99."""
+    precision = case.recipe.precision
+    if case.recipe.kernels.linear != "te" or not isinstance(precision, Fp8Precision):
+        return None
+    sm = case.target.sm
+    if precision.recipe == "rowwise":
+        text = "kernels.linear=te has no scales of rows, precision.recipe=rowwise asks for them"
+        recipes = "set precision.recipe=tensorwise, delayed or blockwise"
+        return Problem("kernels.linear", f"{text}; {recipes}, or kernels.linear=torch")
+    if precision.recipe in ("tensorwise", "delayed") and sm >= _BLACKWELL:
+        text = f"kernels.linear=te with precision.kind=fp8 needs a GPU below sm{_BLACKWELL}, this one is sm{sm}"
+        return Problem("kernels.linear", f"{text}; set kernels.linear=torch")
+    return None
 
 
 def grouped_kernel_runs(case: Case) -> Problem | None:

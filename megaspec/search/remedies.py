@@ -159,7 +159,7 @@ def target_of(recipe: Recipe, hardware: Hardware) -> Target:
         gpu=hardware.gpu_names[0],
         sm=hardware.sm,
         gpu_memory=hardware.memory,
-        versions={"torch": "", "tensorboard": ""},
+        versions={"torch": "", "tensorboard": "", "transformer-engine": ""},
     )
 
 
