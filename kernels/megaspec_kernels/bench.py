@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megaspec_kernels import te_package
 from megaspec_kernels.catalog import CATALOG, Use, unmet
 from megaspec_kernels.gate import Results, shares
 
@@ -90,6 +91,8 @@ def measure(operation: str, bench: Bench, *, device: torch.device, sm: int) -> I
     """The rows of an operation, an implementation after the other: best first, as in the catalog."""
     for name in CATALOG[operation].implementations:
         lacks = unmet(operation, name, device=device.type, sm=sm, use=bench.uses(name))
+        if lacks is None and name == "te":
+            lacks = te_package.missing()
         if lacks is not None:
             yield Row(operation, name, "", why=lacks)
             continue

@@ -7,6 +7,7 @@ from megaspec_kernels.bench import Bench
 from megaspec_kernels.cross_entropy.bench import BENCH as CROSS_ENTROPY
 from megaspec_kernels.fp8_cast.bench import BENCH as FP8_CAST
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
+from megaspec_kernels.linear.bench import BENCH as LINEAR
 from megaspec_kernels.scaled_product.bench import BENCH as SCALED_PRODUCT
 from megaspec_kernels.unpermute.bench import BENCH as UNPERMUTE
 
@@ -14,6 +15,7 @@ BENCHES: dict[str, Bench] = {
     "attention": ATTENTION,
     "attention_merge": ATTENTION_MERGE,
     "cross_entropy": CROSS_ENTROPY,
+    "linear": LINEAR,
     "grouped": GROUPED,
     "unpermute": UNPERMUTE,
     "fp8_cast": FP8_CAST,

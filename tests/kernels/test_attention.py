@@ -16,6 +16,7 @@ from megaspec_kernels.attention.reference import seen
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
+from tests.kernels.te import te_runs
 
 IMPLEMENTATIONS = sorted(REGISTRY["attention"])
 
@@ -134,10 +135,12 @@ def flex_runs(shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
 def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
     if name == "reference" and dtype != torch.float64:
         pytest.skip("the reference is what others are measured by in this dtype; fp64 holds it to the words below")
-    if name == "sdpa" and shape.scoring.cap is not None:
-        pytest.skip("the catalog says that sdpa caps no scores")
+    if name in ("sdpa", "te") and shape.scoring.cap is not None:
+        pytest.skip(f"the catalog says that {name} caps no scores")
     if name == "flex":
         flex_runs(shape, dtype, device)
+    if name == "te":
+        te_runs(dtype, device)
     inputs, grad, documents = make(shape, device)
     words = partial(plain, documents=documents, shape=shape)
     truth = results(words, inputs, grad)
@@ -155,7 +158,7 @@ def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device)
 @pytest.mark.parametrize(
     "shape", [Shape(2, 5, 4, 2, 8, documents=True), Shape(2, 5, 4, 2, 8, window=3, sinks=True)], ids=str
 )
-@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "flex"])
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name not in ("flex", "te")])
 def test_gradcheck(name: str, shape: Shape) -> None:
     inputs, _, documents = make(shape, torch.device("cpu"))
     leaves = tuple(x.requires_grad_() for x in inputs.values())

@@ -39,8 +39,8 @@ def attention(
     """
     assert drop is None, "te has no attention dropout; the resolver picks reference"
     assert scoring.cap is None, "te caps no scores; the resolver picks another"
-    if q_BTNH.is_meta:
-        # without numbers: a plain causal pass has the same results and keeps the same
+    if q_BTNH.is_meta or q_BTNH.shape[1] == 1:
+        # without numbers a plain causal pass has the same results and keeps the same; and cuDNN takes no single key
         return sdpa.attention(q_BTNH, k_BTKH, v_BTKH, scoring=scoring, sinks=sinks)
     return attention_as_one_block(
         q_BTNH,
