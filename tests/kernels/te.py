@@ -195,6 +195,14 @@ class Float8BlockQuantizer(_Quantizer):
 def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Puts one in the place of the package that computes on a CPU."""
     fake = Fake()
+    package = package_of(fake)
+    for user in (te, te_fp8, attention_te):
+        monkeypatch.setattr(user, "transformer_engine", lambda: package)
+    return fake
+
+
+def package_of(fake: Fake) -> TransformerEngine:
+    """A package that tells `fake` what it is asked for."""
 
     def general_gemm(
         A, B, out_dtype=None, *, layout="TN", out=None, bias=None, accumulate=False, use_split_accumulator=False,
@@ -236,10 +244,7 @@ def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Fake:
         **kinds,
     )
     functions = SimpleNamespace(compute_amax=lambda x, amax: amax.copy_(x.abs().amax().float()))
-    package = TransformerEngine(general_gemm, _attention(fake), functions, pytorch)
-    for user in (te, te_fp8, attention_te):
-        monkeypatch.setattr(user, "transformer_engine", lambda: package)
-    return fake
+    return TransformerEngine(general_gemm, _attention(fake), functions, pytorch)
 
 
 def _attention(fake: Fake) -> SimpleNamespace:
