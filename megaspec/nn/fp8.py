@@ -81,6 +81,10 @@ class Fp8Form:
 
     counts_saturated = True
 
+    def memory_dtype(self, wide: torch.dtype) -> torch.dtype:
+        """Of what is remembered. `wide`: at least fp32."""
+        return wide
+
     def dtype(self, role: Role) -> torch.dtype:
         return FORMATS[self.gradient_format if role == "gradient" else "e4m3"]
 

@@ -43,6 +43,10 @@ class TeFp8Form:
 
     counts_saturated = False
 
+    def memory_dtype(self, wide: torch.dtype) -> torch.dtype:
+        """Of what is remembered: its casts read and write nothing else."""
+        return torch.float32
+
     def blocks(self, role: Role) -> Blocks:
         return BLOCKS[self.recipe][role]
 

@@ -60,8 +60,9 @@ class Fp8:
         device = self._mesh.device
         count = len(modules)
         # what is remembered of each layer, of what a step takes in, in the order of REMEMBERED, the newest step first
-        self.largest = torch.zeros(count, len(REMEMBERED), self._history, dtype=wide, device=device)
-        self._scales = torch.ones(count, len(REMEMBERED), dtype=wide, device=device)
+        dtype = self._form.memory_dtype(wide)
+        self.largest = torch.zeros(count, len(REMEMBERED), self._history, dtype=dtype, device=device)
+        self._scales = torch.ones(count, len(REMEMBERED), dtype=dtype, device=device)
         self._seen = torch.zeros_like(self._scales)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
         for i, (name, module) in enumerate(modules.items()):

@@ -179,12 +179,13 @@ class Float8BlockQuantizer(_Quantizer):
 
     def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows, inner = x.shape
-        assert inner % LINE == 0
         high = LINE if self.dim == 2 else 1
-        blocks = x.float().unflatten(1, (-1, LINE)).unflatten(0, (-1, high))
+        # blocks at the ends may be smaller
+        whole = torch.nn.functional.pad(x.float(), (0, -inner % LINE, 0, -rows % high))
+        blocks = whole.unflatten(1, (-1, LINE)).unflatten(0, (-1, high))
         amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
         factor = torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(LARGEST[self.form] / amax))), 1.0)
-        values = _cast(blocks, factor, self.form).flatten(2, 3).flatten(0, 1)
+        values = _cast(blocks, factor, self.form).flatten(2, 3).flatten(0, 1)[:rows, :inner]
         scale = (1 / factor)[:, 0, :, 0]
         if self.dim == 1:
             scale = scale.t()
