@@ -112,7 +112,8 @@ class Spec(Recipe):
         """A file from before these operations had names is read with what its runs took."""
         fused = "triton" if self.device == "cuda" else "reference"
         adamw = fused if has_narrow_states(self.optim) else "torch"
-        absent = {"attention_merge": fused, "unpermute": fused, "adamw": adamw, "linear": "torch"}
+        absent = {"attention_merge": fused, "unpermute": fused, "adamw": adamw}
+        absent |= {"norm": "reference", "gated": "reference", "linear": "torch"}
         # no earlier run computed in fp8: neither is asked for
         absent |= {"fp8_cast": "reference", "scaled_product": "reference"}
         for name in self.kernels.model_fields_set:

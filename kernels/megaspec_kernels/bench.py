@@ -3,11 +3,11 @@
 An operation's own bench.py says what it is held to and what is timed (`Bench`); what is here does it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,67 @@ def random(*shape: int, seed: int, device: torch.device) -> Tensor:
 def training_dtype(device: torch.device) -> torch.dtype:
     """The format that runs on a device train in."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def compiled_on_gpu(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Plain operations as they are compiled in a layer; on a CPU as they are."""
+    if device.type == "cpu":
+        return function
+    return torch.compile(function, dynamic=False)
+
+
+class Passes(NamedTuple):
+    """Calls of both."""
+
+    forward: Callable[[], object]
+    backward: Callable[[], object]
+
+
+def replayed(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Passes:
+    """Forward and backward pass of a function by themselves, where every input has a gradient. On a GPU as graphs: what
+    the host takes to start kernels, which is longer than they run, is not measured."""
+
+    def forward() -> Any:
+        return function(*inputs)
+
+    def prepared() -> Passes:
+        # memory of the forward pass that is given to the backward pass could be used but once
+        with torch._functorch.config.patch(donated_buffer=False):
+            out = forward()
+            outputs = (out,) if isinstance(out, Tensor) else out
+
+            def backward() -> Any:
+                return torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+
+            backward()
+        return Passes(forward, backward)
+
+    if inputs[0].device.type == "cpu":
+        return prepared()
+    # autograd runs a backward pass on the stream of its forward pass, and a graph takes what one stream is given
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        passes = prepared()
+        graphs = Passes(_graph(passes.forward, stream), _graph(passes.backward, stream))
+    torch.cuda.current_stream().wait_stream(stream)
+    return graphs
+
+
+def _graph(call: Callable[[], Any], stream: torch.cuda.Stream) -> Callable[[], object]:
+    """A call that replays what `call` starts on a stream."""
+    for _ in range(WARM_UP):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        held = call()
+
+    def replay() -> object:
+        graph.replay()
+        # its memory belongs to the graph, and is given to nobody else while it is held
+        return held
+
+    return replay
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ from megaspec_kernels.attention_merge.bench import BENCH as ATTENTION_MERGE
 from megaspec_kernels.bench import Bench
 from megaspec_kernels.cross_entropy.bench import BENCH as CROSS_ENTROPY
 from megaspec_kernels.fp8_cast.bench import BENCH as FP8_CAST
+from megaspec_kernels.gated.bench import BENCH as GATED
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
 from megaspec_kernels.linear.bench import BENCH as LINEAR
+from megaspec_kernels.norm.bench import BENCH as NORM
 from megaspec_kernels.scaled_product.bench import BENCH as SCALED_PRODUCT
 from megaspec_kernels.unpermute.bench import BENCH as UNPERMUTE
 
@@ -18,6 +20,8 @@ BENCHES: dict[str, Bench] = {
     "linear": LINEAR,
     "grouped": GROUPED,
     "unpermute": UNPERMUTE,
+    "norm": NORM,
+    "gated": GATED,
     "fp8_cast": FP8_CAST,
     "scaled_product": SCALED_PRODUCT,
     "adamw": ADAMW,

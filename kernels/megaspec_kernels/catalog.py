@@ -39,6 +39,8 @@ class Requirement:
     """Formats of the model that it computes in; empty: all."""
     narrow_states: bool = True
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
+    fp8_recipes: tuple[str, ...] = ()
+    """Of precision.recipe, those whose scales it takes; empty: all."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
 
@@ -93,7 +95,12 @@ CATALOG: dict[str, Operation] = {
     "linear": Operation(
         {
             "torch": Requirement(),
-            "te": Requirement(devices=("cuda",), min_sm=80, precisions=("bf16", "fp16")),
+            "te": Requirement(
+                devices=("cuda",),
+                min_sm=80,
+                precisions=("bf16", "fp16"),
+                fp8_recipes=("tensorwise", "delayed", "blockwise"),
+            ),
             "reference": Requirement(),
         }
     ),
@@ -109,6 +116,18 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "norm": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+        }
+    ),
+    "gated": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+        }
+    ),
     "fp8_cast": Operation(
         {
             # the first GPUs that convert to fp8 themselves
@@ -118,6 +137,12 @@ CATALOG: dict[str, Operation] = {
     ),
     "scaled_product": Operation(
         {
+            "cublaslt": Requirement(
+                devices=("cuda",),
+                min_sm=89,
+                precisions=("fp32", "bf16"),
+                fp8_recipes=("tensorwise", "delayed"),
+            ),
             "torch": Requirement(devices=("cuda",), min_sm=89, precisions=("fp32", "bf16")),
             "reference": Requirement(),
         }
@@ -144,6 +169,8 @@ class Use:
     """Of queries and keys; None when it does not matter."""
     precision: str | None = None
     """The model's format; None when it does not matter."""
+    fp8_recipe: str | None = None
+    """What elements share a scale in fp8; None when it does not matter."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
     narrow_states: bool = False
@@ -174,6 +201,8 @@ def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN)
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
         return f"needs {' or '.join(need.precisions)}, the model is in {use.precision}"
+    if use.fp8_recipe is not None and need.fp8_recipes and use.fp8_recipe not in need.fp8_recipes:
+        return f"needs precision.recipe={' or '.join(need.fp8_recipes)}, it is {use.fp8_recipe}"
     odd = next((width for width in use.widths if width % need.step), None)
     if odd is not None:
         return f"needs matrices whose widths are multiples of {need.step}, one is {odd} wide"

@@ -20,13 +20,20 @@ from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
 from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cross_entropy_reference
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
+from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
+from megaspec_kernels.gated.reference import gated as gated_reference
+from megaspec_kernels.gated.triton import gated as gated_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.linear import reference as linear_reference
 from megaspec_kernels.linear import te as linear_te
 from megaspec_kernels.linear import torch as linear_torch
+from megaspec_kernels.norm import reference as norm_reference
+from megaspec_kernels.norm import triton as norm_triton
+from megaspec_kernels.norm.form import Normed
+from megaspec_kernels.scaled_product.cublaslt import scaled_product as scaled_product_cublaslt
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
 from megaspec_kernels.spec import KernelsSpec
@@ -73,13 +80,29 @@ class LinearKernel:
 
 
 @dataclass(frozen=True)
+class NormKernel:
+    """A norm of rows, alone and with the residual stream around it, see norm/reference.py."""
+
+    norm: Callable[..., torch.Tensor]
+    """(x, weight, bias, *, form) -> normed"""
+    norm_of_stream: Callable[..., Normed]
+    """(x, weight, bias, *, form) -> x, normed"""
+    norm_of_sum: Callable[..., Normed]
+    """(x, term, weight, bias, *, form) -> x + scale · term, normed"""
+
+
+@dataclass(frozen=True)
 class Fp8CastKernel:
     """How a matrix becomes fp8, see fp8_cast/reference.py."""
 
     amax: Callable[..., torch.Tensor]
     """(x_MK, *, block) -> [m, k]"""
+    scale_of: Callable[..., torch.Tensor]
+    """(amax_mk, dtype) -> [m, k]"""
+    scale: Callable[..., torch.Tensor]
+    """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
-    """(x_MK, scale_mk, *, block, dtype, rows, columns, saturated) -> [M, K] and [K, M]"""
+    """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
 
 
 CrossEntropyKernel = Callable[..., Any]
@@ -89,8 +112,10 @@ GroupedKernel = Callable[..., Any]
 """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
 UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
+GatedKernel = Callable[..., torch.Tensor]
+"""(gate_up, *, form) -> [..., F], see gated/reference.py"""
 ScaledProductKernel = Callable[..., torch.Tensor]
-"""(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast) -> [M, N]"""
+"""(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast, into, overwrite) -> [M, N]"""
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
@@ -131,11 +156,24 @@ REGISTRY: dict[str, dict[str, Any]] = {
     },
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
-    "fp8_cast": {
-        "triton": Fp8CastKernel(fp8_cast_triton.amax, fp8_cast_triton.cast),
-        "reference": Fp8CastKernel(fp8_cast_reference.amax, fp8_cast_reference.cast),
+    "norm": {
+        "reference": NormKernel(norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum),
+        "triton": NormKernel(norm_triton.norm, norm_triton.norm_of_stream, norm_triton.norm_of_sum),
     },
-    "scaled_product": {"torch": scaled_product_torch, "reference": scaled_product_reference},
+    "gated": {"reference": gated_reference, "triton": gated_triton},
+    "fp8_cast": {
+        "triton": Fp8CastKernel(
+            fp8_cast_triton.amax, fp8_cast_triton.scale_of, fp8_cast_triton.scale, fp8_cast_triton.cast
+        ),
+        "reference": Fp8CastKernel(
+            fp8_cast_reference.amax, fp8_cast_formats.scale_of, fp8_cast_reference.scale, fp8_cast_reference.cast
+        ),
+    },
+    "scaled_product": {
+        "cublaslt": scaled_product_cublaslt,
+        "torch": scaled_product_torch,
+        "reference": scaled_product_reference,
+    },
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
 
@@ -150,6 +188,8 @@ class Kernels:
     linear: LinearKernel
     grouped: GroupedKernel
     unpermute: UnpermuteKernel
+    norm: NormKernel
+    gated: GatedKernel
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
 
@@ -163,6 +203,8 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         linear=REGISTRY["linear"][spec.linear],
         grouped=REGISTRY["grouped"][spec.grouped],
         unpermute=REGISTRY["unpermute"][spec.unpermute],
+        norm=REGISTRY["norm"][spec.norm],
+        gated=REGISTRY["gated"][spec.gated],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
     )

@@ -41,15 +41,26 @@ class KernelsSpec(Frozen):
     """The sum over each token's experts.
 
     triton: one kernel that reads each row once. reference: a copy of the rows in the order of the tokens, then sums."""
+    norm: Auto[Literal["reference", "triton"]] = "auto"
+    """Norms of the residual stream and of what is added to it; those of heads are plain operations.
+
+    reference: plain, which `compile` puts into one kernel with what is around it. triton: one kernel for the sum before
+    a norm and the norm, and one for both of their gradients."""
+    gated: Auto[Literal["reference", "triton"]] = "auto"
+    """What gated feed-forward layers compute between their products; experts' own are plain operations.
+
+    reference: plain, which `compile` puts into one kernel. triton: one kernel for each direction, which keeps its input
+    alone."""
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
     """Quantising to fp8, of precision=fp8; linear=te has its own.
 
     triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
-    scaled_product: Auto[Literal["torch", "reference"]] = "auto"
+    scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
     """Products of fp8 matrices, of precision=fp8; linear=te has its own.
 
-    torch: torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which
-    is exact but for its sums, and no faster than that."""
+    cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
+    torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
+    exact but for its sums, and no faster than that."""
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 

@@ -298,6 +298,8 @@ class Execution:
     """Attention is written out as plain operations."""
     recomputed: frozenset[str] = frozenset()
     """Parts that the backward pass computes again."""
+    fused: frozenset[str] = frozenset()
+    """Operations of kernels/ that run as kernels of their own, compiled or not, which keep what they take alone."""
 
 
 @dataclass(frozen=True)
@@ -331,6 +333,9 @@ class Moved:
     tokens: Tokens = "all"
     is_fused: bool = False
     """One kernel whether or not the layer is compiled; other operations cost three times as much uncompiled."""
+    operation: str = ""
+    """Of kernels/: where that has a kernel of its own, it moves what `of_kernel` says."""
+    of_kernel: "Moved | None" = None
 
 
 def _keeps_nothing(execution: Execution) -> Iterable[Kept]:

@@ -107,6 +107,11 @@ def recomputed_parts(recompute: RecomputeSpec) -> frozenset[str]:
     return parts
 
 
+def fused_operations(recipe: Recipe) -> frozenset[str]:
+    """Operations that a filled recipe gives kernels of their own; see Execution."""
+    return frozenset(name for name in ("norm", "gated") if getattr(recipe.kernels, name) != "reference")
+
+
 class ContextSplit(NamedTuple):
     """How many of cp ranks swap heads for tokens, and among how many keys and values go round; `heads · ring` is cp,
     but for all_gather, which does neither."""
@@ -155,6 +160,7 @@ def layer_run(recipe: Recipe) -> LayerRun:
             is_compiled=recipe.kernels.compile == "block",
             keeps_scores=recipe.kernels.attention == "reference",
             recomputed=recomputed_parts(recipe.parallelism.recompute),
+            fused=fused_operations(recipe),
         ),
         width=BYTES.get(model_format(recipe.precision), 2),
         gathers_tokens=recipe.parallelism.dispatch == "all_gather",

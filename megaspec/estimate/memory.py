@@ -503,8 +503,8 @@ def _head_waits(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
 def _last_norm(run: LayerRun, facts: ModelFacts) -> int:
     """What it keeps: it is outside of the compiled layers."""
     size = 0
-    # as plain operations
-    for kept in facts.norm.kept(Execution()):
+    # as operations of their own
+    for kept in facts.norm.kept(Execution(fused=run.execution.fused)):
         # what its weight's gradient is made of
         if not facts.trained_norm_weights and kept.what.endswith(".normed"):
             continue

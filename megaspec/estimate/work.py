@@ -20,6 +20,9 @@ EAGER_PASSES = 3
 # Bytes per element of the final norm, forward and backward: outside the compiled blocks it works in fp32, step by step.
 LOOSE_NORM_FORWARD = 30
 LOOSE_NORM_BACKWARD = 60
+# Numbers that a kernel of its own reads and writes of an element: its input and its result; both and the gradient.
+KERNEL_NORM_FORWARD = 2
+KERNEL_NORM_BACKWARD = 3
 # A copy that turns [sequence, token] round takes so much longer than its bytes. Set on tensor parallel runs on 2 and 4
 # H200.
 TURNING = 2.6
@@ -119,6 +122,8 @@ def precision_outside_fp8(recipe: Recipe) -> str:
 
 def _between_products(recipe: Recipe, run: LayerRun, layer: LayerFacts, moved: Moved) -> RecomputablePart:
     """What one kernel or a few behind each other read and write; attention with what is around it."""
+    if moved.of_kernel is not None and moved.operation in run.execution.fused:
+        moved = moved.of_kernel
     alone = _moved_bytes(moved, run, layer)
     part = RecomputablePart(moved.part, forward_bytes=alone.forward, backward_bytes=alone.backward)
     if moved.part == "norm":
@@ -296,6 +301,9 @@ def head_part(recipe: Recipe) -> RecomputablePart:
     logits = passes_over_logits * e * vocab * tokens
     norm_forward = LOOSE_NORM_FORWARD * d_model * run.tokens.stream
     norm_backward = LOOSE_NORM_BACKWARD * d_model * run.tokens.stream
+    if "norm" in run.execution.fused:
+        norm_forward = KERNEL_NORM_FORWARD * e * d_model * run.tokens.stream
+        norm_backward = KERNEL_NORM_BACKWARD * e * d_model * run.tokens.stream
     # the gradient of the table: to the model's format, scaled, added to its sum
     table_gradient = (4 + e + 2 * e + e + 8) * table
     if facts.head_table.is_frozen:

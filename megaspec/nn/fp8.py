@@ -13,6 +13,22 @@ byte a number. Weights are quantised once for each update, in both layouts.
 Note "Whole tensors". Where ranks hold parts of one tensor, a block that goes across them has the largest element of all
 of them: `Split` says which dimension of the layer's weight they divide, and `largest` asks the other ranks.
 
+Note "Producers". A kernel that makes an input or a gradient may write it in fp8 itself, in both layouts and without a
+copy in the model's format, where the scale is known before its elements are (recipe delayed, not its first step). It
+asks the layer that takes the matrix: `layer_of(linear.fp8.ticket).known(role)` is the scale that it divides by, and
+where it records the largest finite element (an atomic maximum) and how many saturated; None: no scale is known yet,
+so it makes the matrix as usual and has the layer `quantise` it. Both are done within the producer's own operation, so
+that compiled code does not depend on it. It returns rows [M, K], columns [K, M] and a copy of the scale [1, 1], for
+
+an input: Linear takes an `Fp8Input` of them in x's place. Its `carrier` stands for x to autograd: of x's shape and
+format, but one number spread out (`carrier_of`); its gradient is x's. The producer's autograd.Function returns all
+four, the three in fp8 marked as not differentiable.
+a gradient: `Linear.with_slots(x)` returns y and `Fp8Slots`. The producer's autograd.Function takes both in its forward
+pass; in its backward pass it returns None for y and rows, columns and scale as the gradients of the three slots.
+
+The layer needs no copy of either in the model's format, so it must not have a bias (its gradient sums dy) where it has
+slots. Layers that gather what they multiply (ColumnParallelLinear) take neither.
+
 Note "Operations". Each pass of a layer is one operation that torch.compile leaves whole. What it does to the layer's
 own state (weights that are quantised once, largest elements that are remembered) is found by a ticket, as sums of
 weight gradients are: see linear.py, note "Tickets".
@@ -76,10 +92,10 @@ class Fp8Form:
     cast: Fp8CastKernel
     product: ScaledProductKernel
 
+    counts_saturated = True
+
     def blocks(self, role: Role) -> Blocks:
         return BLOCKS[self.recipe][role]
-
-    counts_saturated = True
 
     def memory_dtype(self, wide: torch.dtype) -> torch.dtype:
         """Of what is remembered. `wide`: at least fp32."""
@@ -107,6 +123,44 @@ class Fp8Pair(NamedTuple):
 
     rows: Fp8Tensor | None
     columns: Fp8Tensor | None
+
+
+class Fp8Input(NamedTuple):
+    """An input that arrives in fp8, see note "Producers"."""
+
+    carrier: Tensor
+    """[..., I], what stands for it in autograd: its numbers are nobody's."""
+    rows: Tensor
+    """[M, I]"""
+    columns: Tensor
+    """[I, M]"""
+    scale: Tensor
+    """[1, 1], of both."""
+
+
+class Fp8Slots(NamedTuple):
+    """What stands for an output so that its gradient arrives in fp8, see note "Producers". Numbers are nobody's."""
+
+    rows: Tensor
+    """[M, O]"""
+    columns: Tensor
+    """[O, M]"""
+    scale: Tensor
+    """[1, 1]"""
+
+
+class Fp8Known(NamedTuple):
+    """What a kernel has to know to write fp8 before it has seen all of a matrix, and what it records."""
+
+    scale: Tensor
+    """[1], in at least fp32: what elements are divided by, a power of two."""
+    seen: Tensor | None
+    """[1], in at least fp32, never negative: becomes the largest finite |x| where that is larger. None: nothing is
+    recorded now."""
+    saturated: Tensor
+    """int64 [1]: elements that were finite and beyond the largest number of their format are added."""
+    dtype: torch.dtype
+    """The format to write."""
 
 
 @dataclass
@@ -158,10 +212,31 @@ class Fp8Linear:
     """None: scales are not delayed."""
     _weight: Fp8Pair | None = field(default=None, init=False)
     _weight_version: int = field(default=-1, init=False)
+    _known: dict[Role, Fp8Known] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.number = next(_numbers)
         _layer_of_number[self.number] = self
+
+        if self.memory is not None:
+            for role in REMEMBERED:
+                place = REMEMBERED.index(role)
+                scale = self.memory.scales[place].view(1)
+                seen = self.memory.seen[place].view(1)
+                self._known[role] = Fp8Known(scale, seen, self.memory.saturated, self.form.dtype(role))
+
+    def known(self, role: Role) -> Fp8Known | None:
+        """What a kernel needs that writes fp8 without having seen all of a matrix. None: no scale is known before."""
+        if self.shared.is_fresh:
+            return None
+        return self._recorded(role)
+
+    def _recorded(self, role: Role) -> Fp8Known | None:
+        """What is known and recorded of a role, if anything is; fresh or not."""
+        known = self._known.get(role)
+        if known is None or self.shared.is_recording:
+            return known
+        return known._replace(seen=None)
 
     @property
     def ticket(self) -> Tensor:
@@ -204,9 +279,18 @@ class Fp8Linear:
         self._weight = None
 
     def product(
-        self, a: Fp8Tensor, b: Fp8Tensor, roles: tuple[Role, Role], *, along: str, dtype: torch.dtype
+        self,
+        a: Fp8Tensor,
+        b: Fp8Tensor,
+        roles: tuple[Role, Role],
+        *,
+        along: str,
+        dtype: torch.dtype,
+        into: Tensor | None = None,
+        overwrite: bool = False,
     ) -> Tensor:
-        """a bᵀ. `along`: the layout of both, or of a and then of b."""
+        """a bᵀ. `along`: the layout of both, or of a and then of b. `into`, in `dtype`: what it is added to, or
+        replaces where it is to `overwrite`."""
         layout_a, _, layout_b = along.partition(" ")
         return self.form.product(
             a.values,
@@ -218,20 +302,9 @@ class Fp8Linear:
             dtype=dtype,
             # as others do: fewer bits in the sums of the forward pass alone
             fast=roles == ("input", "weight"),
+            into=into,
+            overwrite=overwrite,
         )
-
-    def weight_gradient(self, gradient: Fp8Tensor, x: Fp8Tensor, *, dtype: torch.dtype) -> Tensor:
-        """Both in columns -> dyᵀ x, [O, I]."""
-        return self.product(gradient, x, ("gradient", "input"), along="columns", dtype=dtype)
-
-    def add_weight_gradient(self, into: Tensor, gradient: Fp8Tensor, x: Fp8Tensor, *, overwrite: bool) -> None:
-        """into = [into +] dyᵀ x of factors in columns; `overwrite` leaves the old one out."""
-        grad_weight = self.weight_gradient(gradient, x, dtype=into.dtype)
-        # a pass of its own: torch's scaled product adds to nothing
-        if overwrite:
-            into.copy_(grad_weight)
-        else:
-            into.add_(grad_weight)
 
     def _block(self, role: Role, layout: str) -> Block:
         """Of the matrix as it lies in a layout."""
@@ -240,34 +313,35 @@ class Fp8Linear:
 
     def _scale(self, x_MK: Tensor, role: Role, block: Block) -> Tensor:
         """A scale for each block of a matrix."""
-        amax = self.form.cast.amax(x_MK, block=block)
-        if self.memory is None or role == "weight":
-            return scale_of(self._of_all(amax, role, block), self.form.dtype(role))
-        place = REMEMBERED.index(role)
-        if self.shared.is_recording:
-            seen = self.memory.seen[place]
-            # what is not finite shows in the loss, and makes no scale
-            seen.copy_(torch.maximum(seen, torch.where(torch.isfinite(amax), amax, 0).view(()).to(seen.dtype)))
-        if self.shared.is_fresh:
-            return scale_of(self._of_all(amax, role, block), self.form.dtype(role))
-        # a copy: compiled code may give the memory of what an operation returns to something else
-        return self.memory.scales[place].clone().view(1, 1)
+        known = self.known(role)
+        if known is not None:
+            return known.scale.view(1, 1)
+        cast = self.form.cast
+        dtype = self.form.dtype(role)
+        if not self._goes_across_ranks(role, block):
+            return cast.scale(x_MK, block=block, dtype=dtype)
+        amax = self.largest(cast.amax(x_MK, block=block))
+        return cast.scale_of(amax, dtype)
 
-    def _of_all(self, amax: Tensor, role: Role, block: Block) -> Tensor:
-        """Of whole tensors, where a block goes across the ranks that hold parts of one."""
+    def _goes_across_ranks(self, role: Role, block: Block) -> bool:
+        """Whether blocks hold elements of several ranks, which hold parts of one matrix."""
         divided = _DIVIDED.get((self.split, role))
-        if divided is None or block[divided] is not None:
-            return amax
-        return self.largest(amax)
+        return divided is not None and block[divided] is None
 
     def is_divided(self, role: Role) -> bool:
         """Whether ranks hold parts of the matrix."""
         return (self.split, role) in _DIVIDED
 
     def _cast(self, x_MK: Tensor, role: Role, block: Block, scale: Tensor, *, rows: bool, columns: bool) -> Fp8Pair:
+        recorded = self._recorded(role)
+        seen = None
         saturated = None
-        if self.memory is not None and role != "weight":
-            saturated = self.memory.saturated
+        copy = None
+        if recorded is not None:
+            seen = recorded.seen
+            saturated = recorded.saturated
+            # compiled code may give the memory of what an operation returns to something else, so it returns a copy
+            copy = torch.empty_like(scale)
         by_rows, by_columns = self.form.cast.cast(
             x_MK,
             scale,
@@ -275,8 +349,12 @@ class Fp8Linear:
             dtype=self.form.dtype(role),
             rows=rows,
             columns=columns,
+            seen=seen,
             saturated=saturated,
+            scale_copy=copy,
         )
+        if copy is not None:
+            scale = copy
         in_rows = None
         in_columns = None
         if rows:
@@ -345,6 +423,34 @@ def _(
     return y, kept, _empty_scale(x, BLOCKS[recipe]["input"].columns, shape)
 
 
+@torch.library.custom_op("megaspec::fp8_forward_of", mutates_args=())
+def fp8_forward_of(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, I] in fp8, [O, I] -> x Wᵀ [M, O] in `dtype`. See note "Producers"."""
+    layer = layer_of(ticket)
+    return layer.product(
+        Fp8Tensor(rows, scale), layer.weight(weight).rows, ("input", "weight"), along="rows", dtype=dtype
+    )
+
+
+@fp8_forward_of.register_fake
+def _(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[0], dtype=dtype)
+
+
+def carrier_of(like: Tensor, *shape: int) -> Tensor:
+    """What stands for an input in fp8: of a shape, in the format and on the device of `like`, one number in memory."""
+    return like.new_empty(1).expand(shape)
+
+
+def slots_of(y_MO: Tensor, gradient_format: str) -> Fp8Slots:
+    """What stands for an output, a number each in memory."""
+    outputs = y_MO.shape[-1]
+    tokens = y_MO.numel() // outputs
+    one = y_MO.new_empty(1, dtype=FORMATS[gradient_format])
+    scale = y_MO.new_empty(1, 1, dtype=torch.promote_types(y_MO.dtype, torch.float32))
+    return Fp8Slots(one.expand(tokens, outputs), one.expand(outputs, tokens), scale)
+
+
 def columns_of(kept_BTI: Tensor) -> Tensor:
     """What ranks kept of an input, gathered to all of its tokens, in columns: [B, T, I] -> [I, M]."""
     # as bytes: they are moved, not computed with
@@ -401,18 +507,58 @@ def _(
     return grad_x, columns, _empty_scale(grad_out, BLOCKS[recipe]["gradient"].columns, shape)
 
 
+@torch.library.custom_op("megaspec::fp8_backward_of", mutates_args=())
+def fp8_backward_of(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, O] in fp8, [O, I] -> dy W [M, I] in `dtype`. See note "Producers"."""
+    layer = layer_of(ticket)
+    return layer.product(
+        Fp8Tensor(rows, scale),
+        layer.weight(weight).columns,
+        ("gradient", "weight"),
+        along="rows columns",
+        dtype=dtype,
+    )
+
+
+@fp8_backward_of.register_fake
+def _(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1], dtype=dtype)
+
+
 @torch.library.custom_op("megaspec::fp8_weight_gradient", mutates_args=())
 def fp8_weight_gradient(
     grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor
 ) -> Tensor:
     """Both in columns -> dyᵀ x, [O, I] in the format of `like`."""
-    layer = layer_of(ticket)
-    return layer.weight_gradient(Fp8Tensor(grad_OM, grad_scale), Fp8Tensor(x_IM, x_scale), dtype=like.dtype)
+    return weight_gradient_of(ticket, grad_OM, grad_scale, x_IM, x_scale, dtype=like.dtype)
 
 
 @fp8_weight_gradient.register_fake
 def _(grad_OM: Tensor, grad_scale: Tensor, x_IM: Tensor, x_scale: Tensor, like: Tensor, ticket: Tensor) -> Tensor:
     return like.new_empty(grad_OM.shape[0], x_IM.shape[0])
+
+
+def weight_gradient_of(
+    ticket: Tensor,
+    grad_OM: Tensor,
+    grad_scale: Tensor,
+    x_IM: Tensor,
+    x_scale: Tensor,
+    *,
+    dtype: torch.dtype,
+    into: Tensor | None = None,
+    overwrite: bool = False,
+) -> Tensor:
+    """Both in columns -> dyᵀ x, [O, I]. `into`: see Fp8Linear.product."""
+    return layer_of(ticket).product(
+        Fp8Tensor(grad_OM, grad_scale),
+        Fp8Tensor(x_IM, x_scale),
+        ("gradient", "input"),
+        along="columns",
+        dtype=dtype,
+        into=into,
+        overwrite=overwrite,
+    )
 
 
 def _nothing(like: Tensor) -> tuple[Tensor, Tensor]:

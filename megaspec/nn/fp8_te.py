@@ -31,6 +31,12 @@ SCALES: dict[TeRecipe, dict[Role, Scales]] = {
     "blockwise": _BY_BLOCK,
 }
 """Its recipes: current scaling, delayed scaling, block scaling."""
+# Of the products of a layer, see the note "Layouts" in te.py.
+_LAYOUTS: dict[tuple[Role, Role], Literal["TN", "NN", "NT"]] = {
+    ("input", "weight"): "TN",
+    ("gradient", "weight"): "NN",
+    ("gradient", "input"): "NT",
+}
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,25 @@ class TeFp8Linear(Fp8Linear):
 
     form: TeFp8Form
 
+    def known(self, role: Role) -> None:
+        """See Fp8Linear. What multiplies is no power of two: who writes fp8 by itself can't make the same numbers."""
+        return None
+
     def quantise(self, x_MK: Tensor, role: Role, *, rows: bool = True, columns: bool = True) -> Fp8Pair:
         """See Fp8Linear. Rows are made in any case: the cast makes no columns without them."""
         cast = self._cast_of(x_MK, role, columns=columns)
-        in_columns = None
-        if columns:
-            # as fp8.py has scales in columns: [K, m] for [m, K], of a tensor [1, 1]
-            in_columns = Fp8Tensor(cast.columns.values, self._turned(cast.columns.scale, role))
-        in_rows = Fp8Tensor(cast.rows.values, cast.rows.scale)
-        if role == "weight":
-            # of itself, for products alone: it is handed to nobody
-            in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale)
+        is_whole = self.form.scales(role) == "tensor"
+        in_rows = Fp8Tensor(*cast.rows)
+        if is_whole:
+            in_rows = Fp8Tensor(cast.rows.values, cast.rows.scale.view(1, 1))
+        if not columns:
+            return Fp8Pair(in_rows, None)
+        in_columns = Fp8Tensor(*cast.columns)
+        if is_whole:
+            in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale.view(1, 1))
+        elif role != "weight":
+            # what is kept has its scales as fp8.py has them, [K, m]; a weight is handed to nobody
+            in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale.t().contiguous())
         return Fp8Pair(in_rows, in_columns)
 
     def for_columns(self, x_MI: Tensor, in_rows: Fp8Tensor) -> Fp8Tensor:
@@ -89,46 +103,42 @@ class TeFp8Linear(Fp8Linear):
         return Fp8Tensor(values_MI, scale)
 
     def product(
-        self, a: Fp8Tensor, b: Fp8Tensor, roles: tuple[Role, Role], *, along: str, dtype: torch.dtype
+        self,
+        a: Fp8Tensor,
+        b: Fp8Tensor,
+        roles: tuple[Role, Role],
+        *,
+        along: str,
+        dtype: torch.dtype,
+        into: Tensor | None = None,
+        overwrite: bool = False,
     ) -> Tensor:
-        """See Fp8Linear."""
-        if roles == ("input", "weight"):
-            return te_fp8.product("TN", Factor(*b), Factor(*a), **self._scales("weight", "input"), dtype=dtype, fast=True)
-        assert roles == ("gradient", "weight"), f"a product of {roles[0]} and {roles[1]}"
-        return te_fp8.product("NN", Factor(*b), Factor(*a), **self._scales("weight", "gradient"), dtype=dtype)
-
-    def weight_gradient(self, gradient: Fp8Tensor, x: Fp8Tensor, *, dtype: torch.dtype) -> Tensor:
-        """See Fp8Linear."""
-        return te_fp8.product(
-            "NT", self._factor(x, "input"), self._factor(gradient, "gradient"), **self._scales("input", "gradient"),
-            dtype=dtype,
-        )  # fmt: skip
-
-    def add_weight_gradient(self, into: Tensor, gradient: Fp8Tensor, x: Fp8Tensor, *, overwrite: bool) -> None:
         """See Fp8Linear. The product itself adds."""
-        te_fp8.product(
-            "NT",
-            self._factor(x, "input"),
-            self._factor(gradient, "gradient"),
-            **self._scales("input", "gradient"),
-            dtype=into.dtype,
+        layout = _LAYOUTS[roles]
+        # its first factor is our second one
+        of_b, of_a = roles[1], roles[0]
+        return te_fp8.product(
+            layout,
+            self._factor(b, of_b, turned=layout == "NT"),
+            self._factor(a, of_a, turned=layout == "NT"),
+            a_scales=self.form.scales(of_b),
+            b_scales=self.form.scales(of_a),
+            dtype=dtype,
+            # as its recipes have it: fewer bits in the sums of the forward pass alone
+            fast=layout == "TN",
             into=into,
-            overwrite=overwrite,
+            overwrite=into is None or overwrite,
         )
 
-    def _scales(self, a: Role, b: Role) -> dict[str, Scales]:
-        return {"a_scales": self.form.scales(a), "b_scales": self.form.scales(b)}
-
-    def _factor(self, one: Fp8Tensor, role: Role) -> Factor:
-        """Of what was kept in columns: the inverse of what `quantise` does to scales."""
+    def _factor(self, one: Fp8Tensor, role: Role, *, turned: bool) -> Factor:
+        """With scales as Transformer Engine has them: the inverse of what `quantise` does to them. `turned`: of what
+        was kept in columns."""
+        scale = one.scale
         if self.form.scales(role) == "tensor":
-            return Factor(one.values, one.scale.view(1))
-        return Factor(one.values, one.scale.t().contiguous())
-
-    def _turned(self, scale: Tensor, role: Role) -> Tensor:
-        if self.form.scales(role) == "tensor":
-            return scale.view(1, 1)
-        return scale.t().contiguous()
+            scale = scale.view(1)
+        elif turned:
+            scale = scale.t().contiguous()
+        return Factor(one.values, scale)
 
     def _cast_of(self, x_MK: Tensor, role: Role, *, columns: bool) -> Cast:
         dtype = self.form.dtype(role)

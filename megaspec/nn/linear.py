@@ -11,7 +11,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from megaspec.nn.fp8 import Fp8Tensor, Fp8Use, fp8_backward, fp8_forward, fp8_weight_gradient, layer_of
+from megaspec.nn.fp8 import (
+    Fp8Input,
+    Fp8Slots,
+    Fp8Use,
+    fp8_backward,
+    fp8_backward_of,
+    fp8_forward,
+    fp8_forward_of,
+    fp8_weight_gradient,
+    slots_of,
+    weight_gradient_of,
+)
 from megaspec_kernels.registry import REGISTRY, LinearKernel
 
 TORCH: LinearKernel = REGISTRY["linear"]["torch"]
@@ -209,10 +220,10 @@ def add_fp8_weight_gradient(
 ) -> None:
     """`add_weight_gradient` of factors in fp8, both in columns. `fp8`: the layer's ticket there."""
 
-    layer = layer_of(fp8)
-    gradient = Fp8Tensor(grad_OM, grad_scale)
-    x = Fp8Tensor(x_IM, x_scale)
-    sum_of(ticket).add(lambda into, overwrite: layer.add_weight_gradient(into, gradient, x, overwrite=overwrite))
+    def product(into: Tensor, overwrite: bool) -> None:
+        weight_gradient_of(fp8, grad_OM, grad_scale, x_IM, x_scale, dtype=into.dtype, into=into, overwrite=overwrite)
+
+    sum_of(ticket).add(product)
 
 
 @add_fp8_weight_gradient.register_fake
@@ -242,15 +253,14 @@ def fp8_weight_gradient_into(
 
 
 class Fp8LinearOp(torch.autograd.Function):
-    """LinearOp with products in fp8. Of the input a byte a number is kept. See fp8.py."""
+    """LinearOp with products in fp8. Of the input a byte a number is kept. See fp8.py.
+
+    `given`: the input arrives in fp8, and x stands for it.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, fp8):
-        y, kept, kept_scale = fp8_forward(x, weight, fp8.ticket, fp8.recipe, weight.requires_grad, 0, 1)
-        ctx.save_for_backward(kept, kept_scale, weight)
-        ctx.main_grad = main_grad
-        ctx.fp8 = fp8
-        return y if bias is None else y + bias
+    def forward(ctx, x, weight, bias, main_grad, fp8, given):
+        return _fp8_forward(ctx, x, weight, bias, main_grad, fp8, given)
 
     @staticmethod
     def backward(ctx, grad_out):
@@ -265,7 +275,63 @@ class Fp8LinearOp(torch.autograd.Function):
             factors = Fp8Factors(grad_OM, grad_scale, kept, kept_scale)
             grad_weight = fp8_weight_gradient_into(ctx.main_grad, fp8.ticket, factors, weight)
         grad_bias = bias_gradient(grad_out) if needs_bias else None
-        return grad_x if needs_x else None, grad_weight, grad_bias, None, None
+        return grad_x if needs_x else None, grad_weight, grad_bias, None, None, None
+
+
+class Fp8SlotsLinearOp(torch.autograd.Function):
+    """Fp8LinearOp whose output's gradient arrives in fp8, as that of the slots: see fp8.py, note "Producers"."""
+
+    @staticmethod
+    def forward(ctx, x, weight, main_grad, fp8, given):
+        # no gradient of y is made up where there is none
+        ctx.set_materialize_grads(False)
+        y = _fp8_forward(ctx, x, weight, None, main_grad, fp8, given)
+        ctx.dtype = y.dtype
+        ctx.x_shape = x.shape
+        return y, *slots_of(y, fp8.gradient_format)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_MO, grad_OM, grad_scale):
+        # torch.compile traces this with a gradient for each output, whether there is one or not
+        if not torch.compiler.is_compiling():
+            assert grad_out is None, "the gradient arrives in the slots; y is handed to one producer alone"
+        kept, kept_scale, weight = ctx.saved_tensors
+        fp8 = ctx.fp8
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = None
+        if needs_x:
+            grad_x = fp8_backward_of(grad_MO, grad_scale, weight, fp8.ticket, ctx.dtype).view(ctx.x_shape)
+        grad_weight = None
+        if needs_weight:
+            factors = Fp8Factors(grad_OM, grad_scale, kept, kept_scale)
+            grad_weight = fp8_weight_gradient_into(ctx.main_grad, fp8.ticket, factors, weight)
+        return grad_x, grad_weight, None, None, None
+
+
+def _fp8_forward(
+    ctx,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    main_grad: MainGrad | None,
+    fp8: Fp8Use,
+    given: Fp8Input | None,
+) -> Tensor:
+    """x Wᵀ + b, and what the backward pass needs."""
+    if given is None:
+        y, kept, kept_scale = fp8_forward(x, weight, fp8.ticket, fp8.recipe, weight.requires_grad, 0, 1)
+    else:
+        y = fp8_forward_of(given.rows, given.scale, weight, fp8.ticket, x.dtype)
+        y = y.view(*x.shape[:-1], weight.shape[0])
+        kept = None
+        kept_scale = None
+        if weight.requires_grad:
+            kept = given.columns
+            kept_scale = given.scale
+    ctx.save_for_backward(kept, kept_scale, weight)
+    ctx.main_grad = main_grad
+    ctx.fp8 = fp8
+    return y if bias is None else y + bias
 
 
 class Linear(nn.Module):
@@ -286,14 +352,29 @@ class Linear(nn.Module):
         self.main_grad: MainGrad | None = None
         self.fp8: Fp8Use | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Input) -> Tensor:
         return self.product(x, self.bias)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor | Fp8Input, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, by the operation that the layer's precision asks for."""
-        if self.fp8 is not None:
-            return Fp8LinearOp.apply(x, self.weight, bias, self.main_grad, self.fp8)
-        return LinearOp.apply(x, self.weight, bias, self.main_grad, self.products)
+        if self.fp8 is None:
+            return LinearOp.apply(x, self.weight, bias, self.main_grad, self.products)
+        carrier, given = _carrier_and_given(x)
+        return Fp8LinearOp.apply(carrier, self.weight, bias, self.main_grad, self.fp8, given)
+
+    def with_slots(self, x: Tensor | Fp8Input) -> tuple[Tensor, Fp8Slots]:
+        """x Wᵀ, and what stands for it so that its gradient arrives in fp8: see fp8.py, note "Producers"."""
+        assert self.fp8 is not None, "the layer has products in another precision"
+        assert self.bias is None, "the bias's gradient needs the output's, in more than fp8"
+        carrier, given = _carrier_and_given(x)
+        y, *slots = Fp8SlotsLinearOp.apply(carrier, self.weight, self.main_grad, self.fp8, given)
+        return y, Fp8Slots(*slots)
 
     def extra_repr(self) -> str:
         return f"{self.n_in} -> {self.parts}, bias={self.bias is not None}"
+
+
+def _carrier_and_given(x: Tensor | Fp8Input) -> tuple[Tensor, Fp8Input | None]:
+    if isinstance(x, Fp8Input):
+        return x.carrier, x
+    return x, None

@@ -167,6 +167,8 @@ class _RemadeParts:
             return
         for part in sorted(wanted):
             if part == "norm":
+                # what is around it is kept
+                module.is_alone = True
                 module.forward = partial(self._remade, module.forward, tuple(module.parameters()))
             elif part == "core_attention":
                 self._remake_core(module.core)

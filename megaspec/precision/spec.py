@@ -68,6 +68,13 @@ class Fp8Precision(Frozen):
 PrecisionSpec = Annotated[PlainPrecision | Fp16Precision | Fp8Precision, Field(discriminator="kind")]
 
 
+def fp8_recipe(precision: PrecisionSpec) -> str | None:
+    """Which elements share a scale; None: no products take fp8."""
+    if isinstance(precision, Fp8Precision):
+        return precision.recipe
+    return None
+
+
 def model_format(precision: PrecisionSpec) -> str:
     """Of weights and activations: fp64, fp32, bf16 or fp16."""
     if isinstance(precision, Fp8Precision):

@@ -22,7 +22,7 @@ from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.optim.spec import has_narrow_states
-from megaspec.precision.spec import Fp8Precision, model_format
+from megaspec.precision.spec import Fp8Precision, fp8_recipe, model_format
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.run_facts import Facts
@@ -433,6 +433,7 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         hides_keys=draft.recipe.data.document_mask or draft.recipe.model.hides_keys(draft["data.seq_len"]),
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),
+        fp8_recipe=fp8_recipe(draft.recipe.precision),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
     )

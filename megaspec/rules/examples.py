@@ -13,7 +13,9 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
 WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
-H200_WITH_TE = H200.model_copy(update={"versions": H200.versions | {"transformer-engine": "2.20.2"}})
+B200_WITH_TE = Target(
+    gpus=8, gpu="NVIDIA B200", sm=100, cores=64, versions={"torch": "2.13.0", "transformer-engine": "2.20.2"}
+)
 A100 = Target(gpus=1, gpu="NVIDIA A100-SXM4-80GB", sm=80, cores=8, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
@@ -365,6 +367,8 @@ _MODEL = {
     "kernel-unpermute": Example(
         (_moe(), "kernels.unpermute=triton"), ("kernels.unpermute=reference",), "kernels.unpermute"
     ),
+    "kernel-norm": Example(("kernels.norm=triton",), ("kernels.norm=reference",), "kernels.norm"),
+    "kernel-gated": Example(("kernels.gated=triton",), ("kernels.gated=reference",), "kernels.gated"),
     "kernel-fp8-cast": Example((_FP8, "kernels.fp8_cast=triton"), ("kernels.fp8_cast=reference",), "kernels.fp8_cast"),
     "kernel-scaled-product": Example(
         (_FP8, "kernels.scaled_product=torch"), ("kernels.scaled_product=reference",), "kernels.scaled_product"
@@ -374,11 +378,11 @@ _MODEL = {
     "te-installed": Example(
         ("precision.kind=bf16", "kernels.linear=te"), ("kernels.linear=torch",), "kernels.linear", target=H200
     ),
-    "te-recipe": Example(
-        (_FP8, "precision.recipe=rowwise", "kernels.linear=te"),
-        ("precision.recipe=delayed",),
+    "te-fp8-gpu": Example(
+        (_FP8, "precision.recipe=delayed", "kernels.linear=te"),
+        ("kernels.linear=torch",),
         "kernels.linear",
-        target=H200_WITH_TE,
+        target=B200_WITH_TE,
     ),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }

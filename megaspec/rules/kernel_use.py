@@ -1,7 +1,7 @@
 """What a recipe asks of its kernels, in the catalog's words."""
 
 from megaspec.optim.spec import has_narrow_states
-from megaspec.precision.spec import model_format
+from megaspec.precision.spec import fp8_recipe, model_format
 from megaspec.recipe import Recipe
 from megaspec_kernels.catalog import Use
 
@@ -19,6 +19,7 @@ def use_of(recipe: Recipe) -> Use:
         hides_keys=recipe.data.document_mask or recipe.model.hides_keys(recipe.data.seq_len),
         head_size=recipe.model.d_head,
         precision=model_format(recipe.precision),
+        fp8_recipe=fp8_recipe(recipe.precision),
         widths=widths,
         narrow_states=has_narrow_states(recipe.optim),
     )

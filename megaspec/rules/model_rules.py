@@ -107,20 +107,16 @@ def te_is_installed(case: Case) -> Problem | None:
     return None
 
 
-def te_computes_the_recipe(case: Case) -> Problem | None:
-    """In fp8 linear=te scales whole tensors or blocks, on GPUs of sm89 to sm99."""
+def te_casts_run_on_the_gpu(case: Case) -> Problem | None:
+    """In fp8 linear=te scales whole tensors on GPUs of sm89 to sm99."""
     precision = case.recipe.precision
     if case.recipe.kernels.linear != "te" or not isinstance(precision, Fp8Precision):
         return None
     sm = case.target.sm
-    if precision.recipe == "rowwise":
-        text = "kernels.linear=te has no scales of rows, precision.recipe=rowwise asks for them"
-        recipes = "set precision.recipe=tensorwise, delayed or blockwise"
-        return Problem("kernels.linear", f"{text}; {recipes}, or kernels.linear=torch")
-    if precision.recipe in ("tensorwise", "delayed") and sm >= _BLACKWELL:
-        text = f"kernels.linear=te with precision.kind=fp8 needs a GPU below sm{_BLACKWELL}, this one is sm{sm}"
-        return Problem("kernels.linear", f"{text}; set kernels.linear=torch")
-    return None
+    if precision.recipe not in ("tensorwise", "delayed") or sm < _BLACKWELL:
+        return None
+    text = f"kernels.linear=te with precision.recipe={precision.recipe} needs a GPU below sm{_BLACKWELL}"
+    return Problem("kernels.linear", f"{text}, this one is sm{sm}; set kernels.linear=torch")
 
 
 def grouped_kernel_runs(case: Case) -> Problem | None:
@@ -135,6 +131,16 @@ def unpermute_kernel_runs(case: Case) -> Problem | None:
     if case.moe is None:
         return None
     return _kernel(case, "unpermute")
+
+
+def norm_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of norms runs on the target, in the model's format."""
+    return _kernel(case, "norm")
+
+
+def gated_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of gated activations runs on the target, in the model's format."""
+    return _kernel(case, "gated")
 
 
 def fp8_cast_kernel_runs(case: Case) -> Problem | None:

@@ -53,6 +53,7 @@ from megaspec_kernels.attention import sdpa, sdpa_block
 from megaspec_kernels.attention import te as te_attention
 from megaspec_kernels.catalog import CATALOG, choose
 from megaspec_kernels.registry import Kernels, LinearKernel, kernels_of
+from megaspec_kernels.scaled_product import cublaslt
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -301,14 +302,17 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     gradient_format = "e5m2" if precision.format == "hybrid" else "e4m3"
     if spec.kernels.linear == "te":
         form = TeFp8Form(precision.recipe, gradient_format, precision.margin)
-    else:
-        form = Fp8Form(
-            recipe=precision.recipe,
-            gradient_format=gradient_format,
-            margin=precision.margin,
-            cast=kernels.fp8_cast,
-            product=kernels.scaled_product,
-        )
+        return Fp8(mesh, form, names=names, history=precision.amax_history)
+    if spec.kernels.scaled_product == "cublaslt" and mesh.device.type == "cuda":
+        # what is missing is told before anything is built
+        cublaslt.library()
+    form = Fp8Form(
+        recipe=precision.recipe,
+        gradient_format=gradient_format,
+        margin=precision.margin,
+        cast=kernels.fp8_cast,
+        product=kernels.scaled_product,
+    )
     return Fp8(mesh, form, names=names, history=precision.amax_history)
 
 

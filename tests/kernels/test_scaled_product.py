@@ -1,14 +1,19 @@
 """Products of fp8 matrices against the product of what their factors stand for, in fp64."""
 
+import ctypes
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
+from megaspec.core.errors import RecipeError
 from megaspec_kernels.catalog import Use, choose, unmet
 from megaspec_kernels.fp8_cast.formats import Block, scale_of
 from megaspec_kernels.gate import check
 from megaspec_kernels.registry import REGISTRY
+from megaspec_kernels.scaled_product import cublaslt
+from megaspec_kernels.scaled_product.bench import by_tensor_cores
 from tests.kernels.fp8 import quantised
 
 E4M3 = torch.float8_e4m3fn
@@ -38,26 +43,155 @@ def factors(M: int, N: int, K: int, a_block: Block, b_block: Block, dtype: torch
     return tuple(made)
 
 
+def plain_of(name: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an implementation is measured against: what fp32 makes of it, or what tensor cores may."""
+    if name == "reference":
+        return (a.float() @ b.float().t()).to(dtype)
+    return by_tensor_cores(a, b, dtype=dtype)
+
+
 @pytest.mark.parametrize("name", list(REGISTRY["scaled_product"]))
 @pytest.mark.parametrize(("a_block", "b_block", "dtype"), PAIRS, ids=str)
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("M", "N", "K"), [(16, 16, 128), (80, 256, 384), (128, 144, 256)])
 def test_product(name, a_block, b_block, dtype, out, M, N, K, device) -> None:
-    if name == "torch":
-        if device.type == "cpu":
-            pytest.skip("torch's scaled product is tested on a GPU")
-        if a_block[1] is not None and torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("scales of blocks are Hopper's")
+    if name != "reference" and device.type == "cpu":
+        pytest.skip("fp8 products are tested on a GPU")
+    if name == "cublaslt" and not a_block == b_block == ALL:
+        pytest.skip("takes scales of whole tensors")
+    if name == "torch" and a_block[1] is not None and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("scales of blocks are Hopper's")
     (a, a8, a_scale), (b, b8, b_scale) = factors(M, N, K, a_block, b_block, dtype, device)
     product = REGISTRY["scaled_product"][name]
     call = partial(product, a8, b8, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=out)
     truth = a @ b.t()
-    plain = (a.float() @ b.float().t()).to(out)
+    plain = plain_of(name, a, b, out)
     check({"out": call()}, {"out": plain}, {"out": truth})
-    if name == "torch" and a_block[1] is None:
+    if name != "reference" and a_block[1] is None:
         # fewer bits in the sums: of fp8's own error not a part, 2^-11 of the terms
         size = (a.abs() @ b.abs().t()).max()
         assert (call(fast=True).double() - truth).abs().max() <= 2**-7 * size
+
+
+@pytest.mark.parametrize("name", list(REGISTRY["scaled_product"]))
+@pytest.mark.parametrize(("a_block", "b_block", "dtype"), PAIRS, ids=str)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+def test_products_are_summed(name, a_block, b_block, dtype, out, device) -> None:
+    """As weight gradients are: the first replaces what lies there, others are added."""
+    if name != "reference" and device.type == "cpu":
+        pytest.skip("fp8 products are tested on a GPU")
+    if name == "cublaslt" and not a_block == b_block == ALL:
+        pytest.skip("takes scales of whole tensors")
+    if name == "torch" and a_block[1] is not None and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("scales of blocks are Hopper's")
+    M, N = 48, 272
+    product = REGISTRY["scaled_product"][name]
+    into = torch.full((M, N), float("nan"), dtype=out, device=device)
+    truth = torch.zeros(M, N, dtype=torch.float64, device=device)
+    plain = torch.zeros(M, N, dtype=out, device=device)
+    # scales of each are others, of products that are otherwise the same
+    for number in range(3):
+        (a, a8, a_scale), (b, b8, b_scale) = factors(M, N, 256, a_block, b_block, dtype, device)
+        a_scale = a_scale * 4.0**number
+        overwrite = number == 0
+        found = product(
+            a8, b8, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=out, into=into, overwrite=overwrite
+        )
+        assert found.data_ptr() == into.data_ptr()
+        truth += 4.0**number * a @ b.t()
+        plain += plain_of(name, 4.0**number * a, b, out)
+        check({"out": into}, {"out": plain}, {"out": truth})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), [(16, 16, 16), (2048, 3072, 4096), (1040, 2064, 1008)])
+def test_sums_of_cublaslt_are_those_of_torch(dtype, M, N, K) -> None:
+    """A weight gradient of each kind of size, against torch's product with a sum behind it."""
+    device = torch.device("cuda")
+    (a, a8, a_scale), (b, b8, b_scale) = factors(M, N, K, ALL, ALL, dtype, device)
+    into = torch.randn(M, N, device=device)
+    before = into.clone()
+    form = {"a_block": ALL, "b_block": ALL, "dtype": torch.float32}
+    REGISTRY["scaled_product"]["cublaslt"](a8, b8, a_scale, b_scale, **form, into=into)
+    product = torch._scaled_mm(
+        a8, b8.t(), scale_a=a_scale.view(()), scale_b=b_scale.view(()), out_dtype=torch.float32, use_fast_accum=False
+    )
+    truth = before.double() + a @ b.t()
+    plain = before + by_tensor_cores(a, b, dtype=torch.float32)
+    check({"out": into}, {"out": plain}, {"out": truth})
+    # and no worse than torch's, which is the same library's
+    error = (into.double() - truth).abs().max()
+    of_torch = (before.double() + product.double() - truth).abs().max()
+    assert error <= 2 * of_torch + 4 * torch.finfo(torch.float32).eps * truth.abs().max()
+
+
+@pytest.mark.gpu
+def test_products_of_several_streams_do_not_meet() -> None:
+    """Each stream has a workspace of its own, and scales are those of the product that they were given to."""
+    device = torch.device("cuda")
+    product = REGISTRY["scaled_product"]["cublaslt"]
+    form = {"a_block": ALL, "b_block": ALL, "dtype": torch.float32}
+    (_, a8, a_scale), (_, b8, b_scale) = factors(512, 1024, 4096, ALL, ALL, E5M2, device)
+    one = product(a8, b8, a_scale, b_scale, **form)
+    torch.cuda.synchronize()
+    found = []
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    scales = [a_scale * 2.0**number for number in range(24)]
+    torch.cuda.synchronize()
+    for number, scale in enumerate(scales):
+        with torch.cuda.stream(streams[number % 3]):
+            found.append(product(a8, b8, scale, b_scale, **form))
+    torch.cuda.synchronize()
+    for number, result in enumerate(found):
+        assert torch.equal(result, one * 2.0**number), number
+
+
+@pytest.mark.gpu
+def test_buffers_that_begin_anywhere() -> None:
+    """A main gradient lies in a buffer of many, on 16 bytes alone."""
+    device = torch.device("cuda")
+    (a, a8, a_scale), (b, b8, b_scale) = factors(64, 128, 256, ALL, ALL, E5M2, device)
+    flat = torch.zeros(64 * 128 + 8, device=device)
+    into = flat[4:-4].view(64, 128)
+    assert into.data_ptr() % 32 == 16
+    REGISTRY["scaled_product"]["cublaslt"](
+        a8, b8, a_scale, b_scale, a_block=ALL, b_block=ALL, dtype=torch.float32, into=into
+    )
+    check({"out": into}, {"out": by_tensor_cores(a, b, dtype=torch.float32)}, {"out": a @ b.t()})
+    assert not flat[:4].any()
+    assert not flat[-4:].any()
+
+
+@pytest.mark.gpu
+def test_what_cublaslt_is_not_made_for_is_told() -> None:
+    device = torch.device("cuda")
+    (_, a8, a_scale), (_, b8, b_scale) = factors(32, 32, 128, ALL, ALL, E5M2, device)
+    product = partial(REGISTRY["scaled_product"]["cublaslt"], a_block=ALL, b_block=ALL, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="for units of 16"):
+        product(a8[:24].contiguous(), b8, a_scale, b_scale)
+    # both in e5m2: no tensor core takes them
+    with pytest.raises(RuntimeError, match=r"set kernels\.scaled_product=torch"):
+        product(a8, b8.view(E5M2), a_scale, b_scale)
+
+
+def test_a_torch_without_cublaslt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "0.0")
+    cublaslt.library.cache_clear()
+    with pytest.raises(RecipeError, match=r"libcublasLt\.so\.0.*; set kernels\.scaled_product=torch"):
+        cublaslt.library()
+    cublaslt.library.cache_clear()
+
+
+def test_structs_are_those_of_the_header() -> None:
+    """cublasLtMatmulAlgo_t, cublasLtMatmulHeuristicResult_t."""
+    assert ctypes.sizeof(cublaslt._Algorithm) == 64
+    assert ctypes.sizeof(cublaslt._Found) == 96
+    assert (cublaslt._Found.workspace.offset, cublaslt._Found.status.offset, cublaslt._Found.waves.offset) == (
+        64,
+        72,
+        76,
+    )
 
 
 def test_the_reference_in_fp64_is_exact() -> None:
@@ -70,6 +204,16 @@ def test_the_reference_in_fp64_is_exact() -> None:
 
 
 def test_wide_models_take_the_reference() -> None:
-    assert choose("scaled_product", device="cuda", sm=90, use=Use(precision="bf16")) == "torch"
+    for recipe, best in {
+        "tensorwise": "cublaslt",
+        "delayed": "cublaslt",
+        "rowwise": "torch",
+        "blockwise": "torch",
+    }.items():
+        assert choose("scaled_product", device="cuda", sm=90, use=Use(precision="bf16", fp8_recipe=recipe)) == best
     assert choose("scaled_product", device="cuda", sm=90, use=Use(precision="fp64")) == "reference"
+    assert (
+        unmet("scaled_product", "cublaslt", device="cuda", sm=90, use=Use(precision="bf16", fp8_recipe="rowwise"))
+        == "needs precision.recipe=tensorwise or delayed, it is rowwise"
+    )
     assert unmet("scaled_product", "torch", device="cuda", sm=80) == "needs sm89, this GPU is sm80"

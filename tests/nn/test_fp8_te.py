@@ -224,4 +224,4 @@ def test_ranks_that_divide_a_matrix_have_one_scale(fake: Fake) -> None:
     # the weight, and the gradient of the outputs; the input is whole on each rank
     assert len(asked) == 2
     factor = 448.0 / (4 * layer.weight.detach().abs().max().float())
-    assert torch.equal(fp8._weight.rows.scale, 1 / factor.view(1))
+    assert torch.equal(fp8._weight.rows.scale, 1 / factor.view(1, 1))

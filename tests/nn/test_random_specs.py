@@ -209,7 +209,7 @@ def check_last_norm(decoder: Decoder, recipe: Any) -> None:
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept):
         decoder.norm(x)
     counted = 0
-    for kept in recipe.model.facts.norm.kept(Execution()):
+    for kept in recipe.model.facts.norm.kept(Execution(fused=run.execution.fused)):
         size = run.kept_bytes(kept, layer)
         counted += size // 2 if kept.element == "statistic" and halves_statistics(recipe.model.norm) else size
     assert saved.rest == counted

@@ -678,12 +678,12 @@ FP8_STEPS = Case(dp=2, precision="fp8 delayed", accumulate=2, mask="uneven")
 FP8 = [
     Bug(
         "largest elements of a rank's own part",
-        Patch(FP8_LAYER, "return self.largest(amax)", "return amax"),
+        Patch(FP8_LAYER, "amax = self.largest(cast.amax(", "amax = (cast.amax("),
         FP8_TENSORS,
     ),
     Bug(
         "largest elements of a rank's own features of a token",
-        Patch(FP8_LAYER, "return self.largest(amax)", "return amax"),
+        Patch(FP8_LAYER, "amax = self.largest(cast.amax(", "amax = (cast.amax("),
         FP8_ROWS,
     ),
     Bug(
@@ -732,7 +732,7 @@ FP8 = [
     ),
     Bug(
         "only the last micro batch remembered",
-        Patch(FP8_LAYER, "torch.maximum(seen, torch.where", "torch.maximum(0 * seen, torch.where"),
+        Patch("megaspec_kernels.fp8_cast.reference", "torch.maximum(seen,", "torch.maximum(0 * seen,"),
         Case(dp=2, precision="fp8 delayed", accumulate=6, mask="uneven"),
         invisible=True,
     ),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.formats import LARGEST, Block, sizes_of, spread
+from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_of, sizes_of, spread
 
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
@@ -23,6 +23,11 @@ def amax(x_MK: Tensor, *, block: Block) -> Tensor:
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
 
 
+def scale(x_MK: Tensor, *, block: Block, dtype: torch.dtype) -> Tensor:
+    """The scale of each block that its own largest element makes, [m, k] in at least fp32."""
+    return scale_of(amax(x_MK, block=block), dtype)
+
+
 def cast(
     x_MK: Tensor,
     scale_mk: Tensor,
@@ -31,15 +36,25 @@ def cast(
     dtype: torch.dtype,
     rows: bool = True,
     columns: bool = False,
+    seen: Tensor | None = None,
     saturated: Tensor | None = None,
+    scale_copy: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """x / scale in fp8, rounded to nearest, ties to even. -> [M, K] where `rows`, [K, M] where `columns`, contiguous.
 
-    `scale_mk`: of each block, powers of two. `saturated`: int64 [1], to which the elements that saturate are added.
+    `scale_mk`: of each block, powers of two. `seen`: [1], in the format of the scale, becomes the largest finite |x|
+    where that is larger. `saturated`: int64 [1], to which the elements that saturate are added. `scale_copy`: in the
+    shape of the scale, becomes a copy of it. Only with a scale for the whole matrix.
     """
     largest = LARGEST[dtype]
     wide = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32)) / spread(scale_mk, block, x_MK.shape)
+    if seen is not None and x_MK.numel():
+        # what is not finite shows in the loss, and makes no scale
+        finite = torch.where(torch.isfinite(x_MK), x_MK, 0).abs().amax().view(1)
+        seen.copy_(torch.maximum(seen, finite.to(seen.dtype)))
     if saturated is not None:
         saturated += (torch.isfinite(x_MK) & (wide.abs() > largest)).sum()
+    if scale_copy is not None:
+        scale_copy.copy_(scale_mk)
     cut = torch.where(torch.isfinite(x_MK), wide.clamp(-largest, largest), torch.nan).to(dtype)
     return cut if rows else None, cut.t().contiguous() if columns else None

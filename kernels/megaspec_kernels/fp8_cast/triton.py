@@ -6,6 +6,7 @@ layouts."""
 import torch
 from torch import Tensor
 
+from megaspec_kernels.fp8_cast import formats
 from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_shape, sizes_of
 
 try:
@@ -144,7 +145,9 @@ def cast(
     dtype: torch.dtype,
     rows: bool = True,
     columns: bool = False,
+    seen: Tensor | None = None,
     saturated: Tensor | None = None,
+    scale_copy: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See reference.py."""
     assert x_MK.dtype != torch.float64, "the kernel computes in fp32"
@@ -179,3 +182,11 @@ def cast(
         num_warps=WARPS,
     )
     return by_rows, by_columns
+
+
+def scale_of(amax_mk: Tensor, dtype: torch.dtype) -> Tensor:
+    return formats.scale_of(amax_mk, dtype)
+
+
+def scale(x_MK: Tensor, *, block: Block, dtype: torch.dtype) -> Tensor:
+    return formats.scale_of(amax(x_MK, block=block), dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
 from megaspec_kernels.catalog import Use
-from megaspec_kernels.fp8_cast.formats import Block, scale_of
+from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
 from megaspec_kernels.registry import REGISTRY
 
 E4M3 = torch.float8_e4m3fn
@@ -30,30 +30,49 @@ def _factor(x: Tensor, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return kernel.cast(x, scale, block=block, dtype=dtype)[0], scale
 
 
+def by_tensor_cores(a: Tensor, b: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """a bᵀ as wrong as Hopper's tensor cores may make it: [M, K], [N, K] in fp64 -> [M, N] in `dtype`.
+
+    They keep about 14 bits of a sum of fp8 products (DeepSeek-AI 2024, section 3.3.2), and without fast sums add it up
+    in fp32 every 128 products, which are four of their steps: at most 4 · 2^-13 of the products' sizes is cut off. What
+    plain PyTorch makes of the same numbers in fp32 is no yardstick for that; twice this is (see gate.py).
+    """
+    return (a @ b.t() + 2.0**-12 * (a.abs() @ b.abs().t())).to(dtype)
+
+
 def held(name: str, device: torch.device) -> Iterator[Held]:
-    """Every pair of scales, into the model's format and into that of main gradients."""
+    """Every pair of scales, into the model's format and into that of main gradients, new and added to something."""
     kernel = REGISTRY["scaled_product"][name]
-    plain = REGISTRY["scaled_product"]["reference"]
     for M, N, K in ((16, 32, 128), (80, 256, 384)):
-        for what, (a_block, b_block, format_a) in FACTORS.items():
+        for what, (a_block, b_block, format_a) in _factors_of(name).items():
             a, a_scale = _factor(random(M, K, seed=1, device=device).float(), a_block, format_a)
             b, b_scale = _factor(random(N, K, seed=2, device=device).float(), b_block, E4M3)
             blocks = {"a_block": a_block, "b_block": b_block}
+            a_wide = a.double() * spread(a_scale.double(), a_block, a.shape)
+            b_wide = b.double() * spread(b_scale.double(), b_block, b.shape)
+            truth = a_wide @ b_wide.t()
             for dtype in dict.fromkeys((training_dtype(device), torch.float32)):
+                plain = by_tensor_cores(a_wide, b_wide, dtype=dtype)
+                if name == "reference":
+                    plain = (a_wide.float() @ b_wide.float().t()).to(dtype)
+                what_is_there = random(M, N, seed=3, device=device)
+                into = what_is_there.to(dtype)
+                kernel(a, b, a_scale, b_scale, **blocks, dtype=dtype, into=into)
                 yield Held(
                     f"{M} x {N} x {K}, scales of {what}, {dtype}",
-                    {"out": kernel(a, b, a_scale, b_scale, **blocks, dtype=dtype)},
-                    {"out": plain(a, b, a_scale, b_scale, **blocks, dtype=dtype)},
-                    {"out": plain(a, b, a_scale.double(), b_scale.double(), **blocks, dtype=torch.float64)},
+                    {"out": kernel(a, b, a_scale, b_scale, **blocks, dtype=dtype), "sum": into},
+                    {"out": plain, "sum": plain + what_is_there.to(dtype)},
+                    {"out": truth, "sum": truth + what_is_there},
                 )
 
 
 def works(name: str, device: torch.device) -> Iterator[Work]:
-    """A forward product of a large model."""
+    """A forward product of a large model, and sums of its weight gradients."""
     M, N, K = (8192, 28672, 4096) if device.type == "cuda" else (128, 256, 256)
     kernel = REGISTRY["scaled_product"][name]
     dtype = training_dtype(device)
-    for what, (a_block, b_block, format_a) in FACTORS.items():
+    yield from _weight_gradients(name, device)
+    for what, (a_block, b_block, format_a) in _factors_of(name).items():
         a, a_scale = _factor(torch.randn(M, K, device=device), a_block, format_a)
         b, b_scale = _factor(torch.randn(N, K, device=device), b_block, E4M3)
 
@@ -66,6 +85,50 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
             return kernel(a, b, *scales, a_block=blocks[0], b_block=blocks[1], dtype=dtype, fast=True)
 
         yield Work(f"{M} x {N} x {K}, scales of {what}", call, 2 * M * N * K, "flops")
+
+
+def _factors_of(name: str) -> dict[str, tuple[Block, Block, torch.dtype]]:
+    """What an implementation takes."""
+    if name != "cublaslt":
+        return FACTORS
+    return {what: factors for what, factors in FACTORS.items() if factors[:2] == ((None, None), (None, None))}
+
+
+def _weight_gradients(name: str, device: torch.device) -> Iterator[Work]:
+    """Of the layers of a model of 8B: added to a main gradient in fp32."""
+    tokens = 8192
+    shapes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
+    if device.type != "cuda":
+        tokens = 64
+        shapes = {"small": (48, 32)}
+    kernel = REGISTRY["scaled_product"][name]
+    whole: Block = (None, None)
+    for layer, (outputs, inputs) in shapes.items():
+        grad_OM, grad_scale = _factor(torch.randn(outputs, tokens, device=device), whole, E5M2)
+        x_IM, x_scale = _factor(torch.randn(inputs, tokens, device=device), whole, E4M3)
+        into = torch.zeros(outputs, inputs, device=device)
+        # what cuBLASLt thinks best, and its second thoughts
+        algorithms: tuple[int, ...] = (0,)
+        if name == "cublaslt":
+            algorithms = (0, 1, 2)
+        for algorithm in algorithms:
+
+            def call(
+                grad_OM: Tensor = grad_OM,
+                x_IM: Tensor = x_IM,
+                scales: tuple[Tensor, Tensor] = (grad_scale, x_scale),
+                into: Tensor = into,
+                algorithm: int = algorithm,
+            ) -> Tensor:
+                more = {"algorithm": algorithm} if algorithm else {}
+                return kernel(
+                    grad_OM, x_IM, *scales, a_block=whole, b_block=whole, dtype=torch.float32, into=into, **more
+                )
+
+            what = f"weight gradient of {layer}, {outputs} x {inputs} x {tokens}, added"
+            if algorithm:
+                what += f", algorithm {algorithm}"
+            yield Work(what, call, 2 * outputs * inputs * tokens, "flops")
 
 
 BENCH = Bench(held, works, uses=lambda name: Use(precision="bf16"))

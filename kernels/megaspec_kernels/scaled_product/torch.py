@@ -22,8 +22,30 @@ def scaled_product(
     b_block: Block,
     dtype: torch.dtype,
     fast: bool = False,
+    into: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor:
     """See reference.py. N and K are multiples of 16; with scales of blocks K is one of 128."""
+    product = _product(a_MK, b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype, fast=fast)
+    if into is None:
+        return product
+    # a pass of its own: torch's scaled product adds to nothing
+    if overwrite:
+        return into.copy_(product)
+    return into.add_(product)
+
+
+def _product(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *,
+    a_block: Block,
+    b_block: Block,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
     if a_MK.is_meta:
         return a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
     is_blocked = a_block[1] is not None or b_block[1] is not None

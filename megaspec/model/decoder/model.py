@@ -26,7 +26,7 @@ from megaspec.nn.moe.router import Router
 from megaspec.nn.norm.module import Norm
 from megaspec.nn.rope.module import PositionModules, Rotation
 from megaspec_kernels.cross_entropy.reference import LogitForm
-from megaspec_kernels.registry import Kernels
+from megaspec_kernels.registry import GatedKernel, Kernels
 
 
 def decoder(spec: DecoderSpec, kernels: Kernels, builders: PartBuilders = PARTS) -> Decoder:
@@ -45,7 +45,7 @@ def decoder(spec: DecoderSpec, kernels: Kernels, builders: PartBuilders = PARTS)
         embed_dropout=Dropout(spec.dropout, "embed"),
         ropes=[table.rope for table in tables.values()],
         layers=nn.ModuleDict(layers),
-        norm=parts.norm(spec.d_model),
+        norm=parts.stream_norm(),
         head=OutputHead(
             spec.vocab_size,
             spec.d_model,
@@ -76,7 +76,14 @@ class _Parts:
     """Of DecoderSpec.rotary_tables, in their order."""
 
     def norm(self, width: int) -> Norm:
+        """Of heads: plain operations, which are compiled into one kernel with what turns heads."""
         return self.builders.norms[type(self.spec.norm)](width, self.spec.norm)
+
+    def stream_norm(self) -> Norm:
+        """Of the residual stream, or of what is added to it."""
+        norm = self.norm(self.spec.d_model)
+        norm.kernel = self.kernels.norm
+        return norm
 
     def mixer(self, mixer: Mixer, layer_type: LayerType, name: str) -> tuple[str, nn.Module]:
         """What a sub-layer of the layer `name` computes, behind the name that it has there."""
@@ -111,12 +118,15 @@ class _Parts:
         return self.builders.attentions[type(spec.attention)](spec.attention_of(layer_type), setting)
 
     def mlp(self, name: str) -> FeedForward:
-        return self.feed_forward(self.spec.d_ffn, Dropout(self.spec.dropout, name))
+        return self.feed_forward(self.spec.d_ffn, Dropout(self.spec.dropout, name), kernel=self.kernels.gated)
 
-    def feed_forward(self, width: int, out: Dropout) -> FeedForward:
-        """A feed-forward layer of `width` between its products."""
+    def feed_forward(self, width: int, out: Dropout, *, kernel: GatedKernel | None = None) -> FeedForward:
+        """A feed-forward layer of `width` between its products. `kernel`: of a gate; None: plain operations."""
         build = self.builders.mlps[type(self.spec.mlp)]
-        return build(self.spec.d_model, width, self.spec.mlp, out=out)
+        made = build(self.spec.d_model, width, self.spec.mlp, out=out)
+        if kernel is not None:
+            made.kernel = kernel
+        return made
 
     @cached_property
     def expert(self) -> FeedForward:
@@ -134,7 +144,7 @@ class _Parts:
         shared = None
         if moe.d_shared:
             # dropped out together with the routed experts
-            shared = self.feed_forward(moe.d_shared, Dropout(0.0, f"{name}.shared"))
+            shared = self.feed_forward(moe.d_shared, Dropout(0.0, f"{name}.shared"), kernel=kernels.gated)
         return Moe(
             Router(d_model, moe, site=f"{name}.router"),
             Experts(
@@ -163,11 +173,11 @@ def layer(parts: _Parts, mixers: tuple[Mixer, ...], layer_type: LayerType, name:
         pre = "" if placement == "post" or is_parallel else f"norm{number}"
         post = "" if placement == "pre" else f"post_norm{number}"
         if pre or (is_parallel and number == 1):
-            modules[f"norm{number}"] = parts.norm(spec.d_model)
+            modules[f"norm{number}"] = parts.stream_norm()
         short, module = parts.mixer(mixer, layer_type, name)
         modules[short] = module
         if post:
-            modules[post] = parts.norm(spec.d_model)
+            modules[post] = parts.stream_norm()
         sublayers.append(SubLayer(short, pre, post))
     norm = "norm1" if is_parallel else ""
     return Layer(modules, sublayers, norm=norm, residual_scale=spec.residual_scale)

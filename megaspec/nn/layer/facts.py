@@ -24,6 +24,8 @@ from megaspec.core.placement import Row
 # weight is a second pass, and both reach about half of the bandwidth (measured on an H200: 1.6 of 4.2 TB/s for 3
 # features).
 _NORM_BACKWARD = 8
+# Of one kernel for all of it: its input, both gradients, and their sum.
+_NORM_BACKWARD_OF_KERNEL = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +137,18 @@ class LayerFacts:
         if self.is_parallel:
             sums += 2
         stream = features(self.d_model)
-        return Moved("norm", ((1 + norms + sums, stream),), ((_NORM_BACKWARD * norms, stream),), "stream")
+        forward = ((1 + norms + sums, stream),)
+        of_kernel = Moved(
+            "norm", forward, ((_NORM_BACKWARD_OF_KERNEL * norms, stream),), tokens="stream", is_fused=True
+        )
+        return Moved(
+            "norm",
+            forward,
+            ((_NORM_BACKWARD * norms, stream),),
+            tokens="stream",
+            operation="norm",
+            of_kernel=of_kernel,
+        )
 
     @cached_property
     def gradient(self) -> tuple[Width, ...]:

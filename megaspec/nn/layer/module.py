@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from megaspec.nn.attention.module import SequenceContext
+from megaspec.nn.norm.module import Norm
+from megaspec_kernels.norm.reference import add
 
 Options = dict[str, str | int | bool]
 """Of torch.compile."""
@@ -48,6 +50,8 @@ class Layer(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
+            if isinstance(module, Norm):
+                module.set_term_scale(residual_scale)
         self.norm = norm
         self.residual_scale = residual_scale
         self.traced = tuple(sublayers)
@@ -66,14 +70,21 @@ class Layer(nn.Module):
     def lead(self, x_BTD: Tensor, context: SequenceContext) -> tuple[Tensor, Tensor]:
         """-> the stream behind all sub-layers but experts, and what the experts take, which is the stream without
         them"""
-        h_BTD = x_BTD
-        common_BTD = self._normed(self.norm, x_BTD)
+        h_BTD, common_BTD = self._taken(self.norm, x_BTD)
+        # what the sub-layer before has put out: it is added together with the norm behind the sum
+        y_BTD = None
         for sublayer in self.traced:
-            mixer_input_BTD = self._mixer_input(sublayer, common_BTD, h_BTD)
-            h_BTD = self._added(h_BTD, self._mixed(sublayer, mixer_input_BTD, context))
+            h_BTD, mixer_input_BTD = self._taken(sublayer.pre, h_BTD, y_BTD)
+            if self.norm:
+                mixer_input_BTD = common_BTD
+            y_BTD = self._mixed(sublayer, mixer_input_BTD, context)
         if self.last is None:
+            h_BTD = self._added(h_BTD, y_BTD)
             return h_BTD, h_BTD
-        return h_BTD, self._mixer_input(self.last, common_BTD, h_BTD)
+        h_BTD, mixer_input_BTD = self._taken(self.last.pre, h_BTD, y_BTD)
+        if self.norm:
+            mixer_input_BTD = common_BTD
+        return h_BTD, mixer_input_BTD
 
     def compile_parts(self, *, options: Options | None = None) -> None:
         """Compiles what can be traced: all of it, or with experts `lead` and what Moe.compile_parts says."""
@@ -83,11 +94,16 @@ class Layer(nn.Module):
         self.lead = torch.compile(self.lead, options=options)
         getattr(self, self.last.mix).compile_parts(options=options)
 
-    def _mixer_input(self, sublayer: SubLayer, common_BTD: Tensor, h_BTD: Tensor) -> Tensor:
-        """What all sub-layers take where they stand side by side, else the stream at this one behind its norm."""
-        if self.norm:
-            return common_BTD
-        return self._normed(sublayer.pre, h_BTD)
+    def _taken(self, norm: str, h_BTD: Tensor, y_BTD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The stream and a term, if there is one, added up; and that behind the norm of that name, without one as it
+        is."""
+        if norm and y_BTD is None:
+            return getattr(self, norm).of_stream(h_BTD)
+        if norm:
+            return getattr(self, norm).of_sum(h_BTD, y_BTD)
+        if y_BTD is not None:
+            h_BTD = self._added(h_BTD, y_BTD)
+        return h_BTD, h_BTD
 
     def _normed(self, norm: str, x_BTD: Tensor) -> Tensor:
         """Behind the norm of that name; without one, as it is."""
@@ -97,10 +113,7 @@ class Layer(nn.Module):
 
     def _added(self, h_BTD: Tensor, y_BTD: Tensor) -> Tensor:
         """The stream and what a sub-layer puts out."""
-        if self.residual_scale == 1.0:
-            return h_BTD + y_BTD
-        # in one kernel, and rounded once
-        return torch.add(h_BTD, y_BTD, alpha=self.residual_scale)
+        return add(h_BTD, y_BTD, scale=self.residual_scale)
 
     def _mixed(self, sublayer: SubLayer, x_BTD: Tensor, context: SequenceContext) -> Tensor:
         mixer = getattr(self, sublayer.mix)

@@ -1,7 +1,7 @@
 """What feed-forward layers say of themselves."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megaspec.core.part_facts import Execution, Kept, Linear, Moved, PartFacts, Purpose, Tokens, Width, features
@@ -32,6 +32,8 @@ class ActivationFacts:
     """Its backward pass takes what went into it. False: its own result is enough."""
     kept_between: int = 0
     """Results of its operations that wait for the backward pass, where they are not compiled into one."""
+    operation: str = ""
+    """Of kernels/: computes it where that has a kernel of its own."""
 
 
 def mlp_facts(
@@ -63,7 +65,7 @@ def mlp_facts(
         linears=(first, last),
         sites=(f"{place.name}.dropout",),
         kept=partial(_kept, activation, features(d_model), inner, place),
-        moved=(activation_moves(gates, inner),),
+        moved=(_moves(activation, inner),),
         gradient=(inner,) * gates,
     )
 
@@ -77,7 +79,8 @@ def _kept(
     if activation.keeps_input or execution.is_compiled:
         # the gate and what it multiplies are views of one product
         yield Kept(f"{place.name}.in", (inner,) * activation.gates, freed_by=place.freed_by)
-    if activation.kept_between and not execution.is_compiled:
+    is_one_kernel = execution.is_compiled or activation.operation in execution.fused
+    if activation.kept_between and not is_one_kernel:
         between = activation.kept_between
         yield Kept(f"{place.name}.activated", (inner,), freed_by=by_activation, times=between)
     # an activation whose own result is enough for its backward pass keeps that
@@ -85,6 +88,13 @@ def _kept(
     yield Kept(f"{place.name}.out", (inner,), element="product", freed_by=by_activation, for_weights=for_weights)
     if place.dropout:
         yield Kept(f"{place.name}.dropout", (d_model,), "stream", "byte", place.freed_by)
+
+
+def _moves(activation: ActivationFacts, inner: Width) -> Moved:
+    moved = activation_moves(activation.gates, inner)
+    if not activation.operation:
+        return moved
+    return replace(moved, operation=activation.operation, of_kernel=replace(moved, is_fused=True))
 
 
 def activation_moves(gates: int, inner: Width, *, tokens: Tokens = "all") -> Moved:

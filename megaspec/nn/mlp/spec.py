@@ -39,7 +39,7 @@ class GatedMlpSpec(MlpSpec):
     def facts(self, *, d_model: int, d_ffn: int, place: FeedForwardPlace) -> PartFacts:
         # the activated gate waits for the product with the rest, a ReLU for its square, a sigmoid for its gate
         between = 2 if self.activation in ("relu_squared", "quick_gelu") else 1
-        activation = ActivationFacts(gates=2, kept_between=between)
+        activation = ActivationFacts(gates=2, kept_between=between, operation="gated")
         return mlp_facts(activation, into="w_gate_up", bias=self.bias, d_model=d_model, d_ffn=d_ffn, place=place)
 
 
@@ -77,7 +77,7 @@ class ClampedMlpSpec(MlpSpec):
 
     def facts(self, *, d_model: int, d_ffn: int, place: FeedForwardPlace) -> PartFacts:
         # both after their bounds, the sigmoid, and its product with the gate
-        activation = ActivationFacts(gates=2, kept_between=4)
+        activation = ActivationFacts(gates=2, kept_between=4, operation="gated")
         return mlp_facts(activation, into="w_gate_up", bias=self.bias, d_model=d_model, d_ffn=d_ffn, place=place)
 
 

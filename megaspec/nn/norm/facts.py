@@ -18,7 +18,7 @@ def norm_facts(spec: "NormSpec", width: int, *, name: str, acts_on_heads: bool, 
         vectors = tuple(replace(vector, acts_on="heads") for vector in vectors)
     # without a parameter, it is a module that acts on each token all the same
     sites = () if vectors or acts_on_heads else (name,)
-    return PartFacts(vectors=vectors, sites=sites, kept=partial(_kept, spec, width, name, feeds_product))
+    return PartFacts(vectors=vectors, sites=sites, kept=partial(_kept, spec, width, name, acts_on_heads, feeds_product))
 
 
 def gain_and_bias(form: "WeightForm", width: int, *, name: str, bias: bool = False) -> tuple[Vector, ...]:
@@ -32,10 +32,15 @@ def gain_and_bias(form: "WeightForm", width: int, *, name: str, bias: bool = Fal
     return tuple(vectors)
 
 
-def _kept(spec: "NormSpec", width: int, name: str, feeds_product: bool, execution: Execution) -> Iterator[Kept]:
+def _kept(
+    spec: "NormSpec", width: int, name: str, acts_on_heads: bool, feeds_product: bool, execution: Execution
+) -> Iterator[Kept]:
     """Its input, its row's sums, and its output."""
     numbers = (features(width),)
     stream = Kept(f"{name}.stream", numbers, "stream")
+    if acts_on_heads:
+        # plain operations
+        execution = replace(execution, fused=execution.fused - {"norm"})
     wide = spec.wide_copies(execution)
     # to make wide copies again takes the input as it came
     if wide == 0 or "norm" in execution.recomputed:

@@ -1,69 +1,90 @@
 """Normalisations, computed in at least fp32."""
 
+from dataclasses import replace
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec.nn.norm.spec import LayerNormSpec, RmsNormSpec
+from megaspec_kernels.norm.form import NormForm, Normed
+from megaspec_kernels.norm.reference import add, rms_norm
+from megaspec_kernels.registry import REGISTRY, NormKernel
 
 
 class Norm(nn.Module):
     """A norm over the last dimension, [..., D] -> [..., D]."""
 
     recompute_parts = frozenset({"norm"})
+    term_scale = 1.0
+
+    def of_stream(self, x: Tensor) -> Normed:
+        """-> the residual stream as it is, and normed."""
+        return x, self(x)
+
+    def of_sum(self, x: Tensor, term: Tensor) -> Normed:
+        """-> x + term_scale · term, and normed."""
+        total = add(x, term, scale=self.term_scale)
+        return total, self(total)
+
+    def set_term_scale(self, scale: float) -> None:
+        """What a term counts for `of_sum`."""
+        self.term_scale = scale
 
 
-class RmsNorm(Norm):
-    """x / rms(x) · g (Zhang and Sennrich 2019), with g the weight, 1 plus it, or 1."""
+class KernelNorm(Norm):
+    """A norm that an operation of kernels/ computes."""
 
-    def __init__(self, d: int, spec: RmsNormSpec):
+    kernel: NormKernel = REGISTRY["norm"]["reference"]
+    """The slot of its implementation."""
+    is_alone = False
+    """What is around it is computed apart: it is computed again by itself."""
+
+    def __init__(self, d: int, form: NormForm, *, bias: bool):
         super().__init__()
-        self.eps = spec.eps
-        self.form = spec.weight
+        self.form = form
         self.weight = None
-        if self.form != "none":
-            self.weight = nn.Parameter(torch.empty(d))
-
-    def forward(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
-        """`mean_square`, [..., 1]: of the whole row, where `x` is a part of it; None: x is all of it."""
-        # through a view, so that the gradient of x is summed up in one order, computed again or not
-        wide = x.view_as(x).to(torch.promote_types(x.dtype, torch.float32))
-        if mean_square is None:
-            mean_square = wide.square().mean(-1, keepdim=True)
-        normed = wide * torch.rsqrt(mean_square + self.eps)
-        if self.form == "none":
-            return normed.to(x.dtype)
-        if self.form == "one_plus":
-            # as a sum in the wider format: 1 + weight has too few bits in bf16
-            return (normed + normed * self.weight).to(x.dtype)
-        return (normed * self.weight).to(x.dtype)
-
-
-class LayerNorm(Norm):
-    """(x - mean) / std · g + b (Ba et al. 2016), with g the weight, 1 plus it, or 1, and b a bias or nothing."""
-
-    def __init__(self, d: int, spec: LayerNormSpec):
-        super().__init__()
-        self.eps = spec.eps
-        self.form = spec.weight
-        self.weight = None
-        if self.form != "none":
+        if form.gain != "none":
             self.weight = nn.Parameter(torch.empty(d))
         self.bias = None
-        if spec.bias:
+        if bias:
             self.bias = nn.Parameter(torch.empty(d))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.form != "one_plus":
-            # one kernel, which computes in fp32 what is narrower
-            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = F.layer_norm(wide, x.shape[-1:], eps=self.eps)
-        # as a sum, as in RmsNorm
-        scaled = normed + normed * self.weight
-        if self.bias is not None:
-            scaled = scaled + self.bias
-        return scaled.to(x.dtype)
+        return self.kernel.norm(x, self.weight, self.bias, form=self.form)
+
+    def of_stream(self, x: Tensor) -> Normed:
+        if self.is_alone:
+            return super().of_stream(x)
+        return self.kernel.norm_of_stream(x, self.weight, self.bias, form=self.form)
+
+    def of_sum(self, x: Tensor, term: Tensor) -> Normed:
+        if self.is_alone:
+            return super().of_sum(x, term)
+        return self.kernel.norm_of_sum(x, term, self.weight, self.bias, form=self.form)
+
+    def set_term_scale(self, scale: float) -> None:
+        super().set_term_scale(scale)
+        self.form = replace(self.form, scale=scale)
+
+
+class RmsNorm(KernelNorm):
+    """x / rms(x) · g (Zhang and Sennrich 2019), with g the weight, 1 plus it, or 1."""
+
+    def __init__(self, d: int, spec: RmsNormSpec):
+        super().__init__(d, NormForm("rms", spec.weight, spec.eps), bias=False)
+
+    def forward(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
+        """`mean_square`, [..., 1]: of the whole row, where `x` is a part of it; None: x is all of it."""
+        if mean_square is None:
+            return super().forward(x)
+        return rms_norm(x, self.weight, form=self.form, mean_square=mean_square)
+
+
+class LayerNorm(KernelNorm):
+    """(x - mean) / std · g + b (Ba et al. 2016), with g the weight, 1 plus it, or 1, and b a bias or nothing."""
+
+    def __init__(self, d: int, spec: LayerNormSpec):
+        super().__init__(d, NormForm("layer", spec.weight, spec.eps), bias=spec.bias)
 
 
 # Built by (width, spec).

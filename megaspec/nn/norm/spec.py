@@ -56,7 +56,7 @@ class RmsNormSpec(NormSpec):
         return gain_and_bias(self.weight, width, name=name)
 
     def wide_copies(self, execution: Execution) -> int:
-        if execution.is_compiled:
+        if execution.is_compiled or "norm" in execution.fused:
             return 0
         # before it is divided, and where a weight multiplies it afterwards, divided
         return 1 if self.weight == "none" else 2
@@ -85,7 +85,9 @@ class LayerNormSpec(NormSpec):
         return gain_and_bias(self.weight, width, name=name, bias=self.bias)
 
     def wide_copies(self, execution: Execution) -> int:
-        return 2 if self.weight == "one_plus" and not execution.is_compiled else 0
+        if execution.is_compiled or "norm" in execution.fused or self.weight != "one_plus":
+            return 0
+        return 2
 
 
 NORM_KINDS = Kinds()

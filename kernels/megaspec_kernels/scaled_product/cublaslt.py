@@ -1,0 +1,321 @@
+"""A product of two fp8 matrices through cuBLASLt itself, which adds it to what is there: torch's scaled_mm can't.
+
+Note "Sums". The weight gradients of a step's micro batches are summed in fp32. cuBLASLt computes D = a b + beta C with
+C and D the same memory, so a sum costs no memory of its own and no passes over it: 8 bytes a number and micro batch,
+against 16 with a product in fp32 that is added afterwards.
+
+Note "Orders". cuBLASLt counts matrices by columns. What is [M, N] by rows in memory is [N, M] by columns there, so its
+first factor is our second one. It takes fp8 along the numbers that are summed over in both factors alone (its "TN"), as
+they lie here.
+
+Note "Library". It is the one that torch has loaded, found by its name: no other can be in the process. Numbers of its
+enumerations and the layout of its struct are those of cublasLt.h, which keeps them from version to version. Whatever it
+refuses is an error, with what it was asked.
+"""
+
+# M rows, N columns of the result, K numbers that each is a sum over
+
+import ctypes
+from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
+from threading import Lock
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megaspec.core.errors import RecipeError
+from megaspec_kernels.fp8_cast.formats import Block
+
+# What the sides of a product are multiples of.
+UNIT = 16
+# What NVIDIA asks for on Hopper.
+WORKSPACE_BYTES = 32 << 20
+# Algorithms that cuBLASLt is asked for, best first by its own estimate. The first one is taken.
+ALGORITHMS = 8
+
+# cudaDataType_t
+_DTYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+_FP32 = _DTYPES[torch.float32]
+# cublasComputeType_t
+_COMPUTE_32F = 68
+# cublasOperation_t
+_TRANSPOSED = 1
+_AS_IT_IS = 0
+# cublasLtMatmulDescAttributes_t
+_TRANSA = 3
+_TRANSB = 4
+_A_SCALE_POINTER = 17
+_B_SCALE_POINTER = 18
+_FAST_ACCUM = 25
+# cublasLtMatmulPreferenceAttributes_t
+_MAX_WORKSPACE_BYTES = 1
+_MIN_ALIGNMENTS = (5, 6, 7, 8)
+"""Of A, B, C and D."""
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulAlgo_t"""
+
+    _fields_ = (("data", c_uint64 * 8),)
+
+
+class _Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t"""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+_SIGNATURES = {
+    "cublasLtCreate": [POINTER(c_void_p)],
+    "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
+    "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
+    "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
+    "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
+    "cublasLtMatmulPreferenceDestroy": [c_void_p],
+    "cublasLtMatmulAlgoGetHeuristic": [c_void_p] * 7 + [c_int, POINTER(_Found), POINTER(c_int)],
+    # handle, desc, alpha, A, its layout, B, its layout, beta, C, its layout, D, its layout, algorithm, workspace, its
+    # size, stream
+    "cublasLtMatmul": [c_void_p] * 14 + [c_size_t, c_void_p],
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """cuBLASLt as torch has loaded it. RecipeError: there is none."""
+    name = f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}"
+    try:
+        found = ctypes.CDLL(name)
+    except OSError as error:
+        raise RecipeError(
+            f"kernels.scaled_product=cublaslt needs {name}, which torch {torch.__version__} should have brought:"
+            f" {error}; set kernels.scaled_product=torch"
+        ) from None
+    for function, arguments in _SIGNATURES.items():
+        getattr(found, function).argtypes = arguments
+        getattr(found, function).restype = c_int
+    found.cublasLtGetStatusString.argtypes = [c_int]
+    found.cublasLtGetStatusString.restype = ctypes.c_char_p
+    return found
+
+
+class Shape(NamedTuple):
+    """What a product is planned for."""
+
+    device: int
+    M: int
+    N: int
+    K: int
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    out_dtype: torch.dtype
+    fast: bool
+    alignments: tuple[int, int, int]
+    """Bytes, of the memory of b, a and the result."""
+
+
+class Plan(NamedTuple):
+    """Descriptors of a product, and how it is computed. They live as long as the process."""
+
+    description: c_void_p
+    b_layout: c_void_p
+    a_layout: c_void_p
+    out_layout: c_void_p
+    found: list[_Found]
+
+
+def scaled_product(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    *,
+    a_block: Block,
+    b_block: Block,
+    dtype: torch.dtype,
+    fast: bool = False,
+    into: Tensor | None = None,
+    overwrite: bool = False,
+    algorithm: int = 0,
+) -> Tensor:
+    """See reference.py. Scales of whole tensors; M, N and K are multiples of 16. `algorithm`: of those that cuBLASLt
+    found, for benchmarks."""
+    M, K = a_MK.shape
+    N = b_NK.shape[0]
+    out = into
+    if out is None:
+        out = a_MK.new_empty(M, N, dtype=dtype)
+    if a_MK.is_meta or out.numel() == 0:
+        return out
+    _check(a_MK, b_NK, a_scale, b_scale, out)
+    shape = Shape(
+        a_MK.get_device(),
+        M,
+        N,
+        K,
+        a_MK.dtype,
+        b_NK.dtype,
+        out.dtype,
+        fast,
+        (_alignment(b_NK), _alignment(a_MK), _alignment(out)),
+    )
+    plan = _plan(shape)
+    stream = torch.cuda.current_stream().cuda_stream
+    adds = into is not None and not overwrite
+    found = plan.found[algorithm]
+    lt = library()
+    address = out.data_ptr()
+    with _lock:
+        # the scales' addresses are part of the description: nobody may change them before the product has read them
+        _set(plan.description, _A_SCALE_POINTER, c_void_p(b_scale.data_ptr()))
+        _set(plan.description, _B_SCALE_POINTER, c_void_p(a_scale.data_ptr()))
+        status = lt.cublasLtMatmul(
+            _handle(shape.device),
+            plan.description,
+            byref(_ONE),
+            b_NK.data_ptr(),
+            plan.b_layout,
+            a_MK.data_ptr(),
+            plan.a_layout,
+            byref(_ONE if adds else _ZERO),
+            address,
+            plan.out_layout,
+            address,
+            plan.out_layout,
+            byref(found.algorithm),
+            _workspace(shape.device, stream).data_ptr(),
+            WORKSPACE_BYTES,
+            stream,
+        )
+    _must(status, f"product {shape}, algorithm {algorithm}")
+    return out
+
+
+# alpha and beta; they are read when a product is started
+_ONE = c_float(1.0)
+_ZERO = c_float(0.0)
+# backward passes run in a thread of their own
+_lock = Lock()
+
+
+def _check(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, out_MN: Tensor) -> None:
+    M, K = a_MK.shape
+    N = b_NK.shape[0]
+    assert b_NK.shape[1] == K, f"{tuple(a_MK.shape)} and {tuple(b_NK.shape)}"
+    assert out_MN.shape == (M, N), f"{tuple(out_MN.shape)} for {(M, N)}"
+    assert M % UNIT == N % UNIT == K % UNIT == 0, f"{(M, N, K)} for units of {UNIT}"
+    assert a_scale.numel() == b_scale.numel() == 1, f"scales {tuple(a_scale.shape)} and {tuple(b_scale.shape)}"
+    assert a_scale.dtype == b_scale.dtype == torch.float32, f"scales in {a_scale.dtype} and {b_scale.dtype}"
+    for tensor in (a_MK, b_NK, out_MN):
+        assert tensor.is_contiguous(), f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+    # the current device is the one whose stream and library state are used
+    assert a_MK.get_device() == torch.cuda.current_device(), f"{a_MK.device}, current is {torch.cuda.current_device()}"
+
+
+def _alignment(tensor: Tensor) -> int:
+    """The largest power of two up to 256 that divides an address."""
+    address = tensor.data_ptr() | 256
+    return address & -address
+
+
+@cache
+def _handle(device: int) -> c_void_p:
+    handle = c_void_p()
+    _must(library().cublasLtCreate(byref(handle)), f"a handle for device {device}")
+    return handle
+
+
+_workspaces: dict[tuple[int, int], Tensor] = {}
+
+
+def _workspace(device: int, stream: int) -> Tensor:
+    """Of each stream its own: products on one run one after the other."""
+    held = _workspaces.get((device, stream))
+    if held is None:
+        held = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+        _workspaces[device, stream] = held
+    return held
+
+
+@cache
+def _plan(shape: Shape) -> Plan:
+    description, layouts, preference = describe(shape)
+    # algorithms are chosen for products that have scales; which ones, each product says
+    anywhere = c_void_p(_workspace(shape.device, torch.cuda.current_stream().cuda_stream).data_ptr())
+    _set(description, _A_SCALE_POINTER, anywhere)
+    _set(description, _B_SCALE_POINTER, anywhere)
+    found = (_Found * ALGORITHMS)()
+    count = c_int()
+    asked = f"an algorithm for product {shape}"
+    status = library().cublasLtMatmulAlgoGetHeuristic(
+        _handle(shape.device), description, *layouts, layouts[-1], preference, ALGORITHMS, found, byref(count)
+    )
+    _must(status, asked)
+    runs = []
+    for one in found[: count.value]:
+        if one.status == 0:
+            runs.append(one)
+    if not runs:
+        raise RuntimeError(f"cuBLASLt has no {asked}; set kernels.scaled_product=torch")
+    library().cublasLtMatmulPreferenceDestroy(preference)
+    return Plan(description, *layouts, runs)
+
+
+def describe(shape: Shape) -> tuple[c_void_p, tuple[c_void_p, c_void_p, c_void_p], c_void_p]:
+    """-> the product's description, the layouts of b, a and the result, and what an algorithm may use."""
+    lt = library()
+    description = c_void_p()
+    _must(lt.cublasLtMatmulDescCreate(byref(description), _COMPUTE_32F, _FP32), "a description")
+    _set(description, _TRANSA, c_int32(_TRANSPOSED))
+    _set(description, _TRANSB, c_int32(_AS_IT_IS))
+    _set(description, _FAST_ACCUM, c_int8(shape.fast))
+    layouts = (
+        _layout(shape.b_dtype, shape.K, shape.N),
+        _layout(shape.a_dtype, shape.K, shape.M),
+        _layout(shape.out_dtype, shape.N, shape.M),
+    )
+    preference = c_void_p()
+    _must(lt.cublasLtMatmulPreferenceCreate(byref(preference)), "preferences")
+    _prefer(preference, _MAX_WORKSPACE_BYTES, c_uint64(WORKSPACE_BYTES))
+    b_bytes, a_bytes, out_bytes = shape.alignments
+    for attribute, size in zip(_MIN_ALIGNMENTS, (b_bytes, a_bytes, out_bytes, out_bytes), strict=True):
+        _prefer(preference, attribute, c_uint32(size))
+    return description, layouts, preference
+
+
+def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
+    """Of a matrix that lies by columns, one behind the other."""
+    layout = c_void_p()
+    status = library().cublasLtMatrixLayoutCreate(byref(layout), _DTYPES[dtype], rows, columns, rows)
+    _must(status, f"a layout of {rows} x {columns} in {dtype}")
+    return layout
+
+
+def _set(description: c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
+    status = library().cublasLtMatmulDescSetAttribute(description, attribute, byref(value), ctypes.sizeof(value))
+    _must(status, f"attribute {attribute} of a description")
+
+
+def _prefer(preference: c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
+    status = library().cublasLtMatmulPreferenceSetAttribute(preference, attribute, byref(value), ctypes.sizeof(value))
+    _must(status, f"attribute {attribute} of preferences")
+
+
+def _must(status: int, what: str) -> None:
+    if status == 0:
+        return
+    text = library().cublasLtGetStatusString(status).decode()
+    raise RuntimeError(f"cuBLASLt refuses {what}: {text} ({status}); set kernels.scaled_product=torch")
