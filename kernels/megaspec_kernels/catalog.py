@@ -120,6 +120,7 @@ CATALOG: dict[str, Operation] = {
         {
             "reference": Requirement(),
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+            "te": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
         }
     ),
     "gated": Operation(

@@ -31,6 +31,7 @@ from megaspec_kernels.linear import reference as linear_reference
 from megaspec_kernels.linear import te as linear_te
 from megaspec_kernels.linear import torch as linear_torch
 from megaspec_kernels.norm import reference as norm_reference
+from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.norm import triton as norm_triton
 from megaspec_kernels.norm.form import Normed
 from megaspec_kernels.scaled_product.cublaslt import scaled_product as scaled_product_cublaslt
@@ -159,6 +160,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
     "norm": {
         "reference": NormKernel(norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum),
         "triton": NormKernel(norm_triton.norm, norm_triton.norm_of_stream, norm_triton.norm_of_sum),
+        "te": NormKernel(norm_te.norm, norm_te.norm_of_stream, norm_te.norm_of_sum),
     },
     "gated": {"reference": gated_reference, "triton": gated_triton},
     "fp8_cast": {

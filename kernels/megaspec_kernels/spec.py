@@ -41,11 +41,12 @@ class KernelsSpec(Frozen):
     """The sum over each token's experts.
 
     triton: one kernel that reads each row once. reference: a copy of the rows in the order of the tokens, then sums."""
-    norm: Auto[Literal["reference", "triton"]] = "auto"
+    norm: Auto[Literal["reference", "triton", "te"]] = "auto"
     """Norms of the residual stream and of what is added to it; those of heads are plain operations.
 
     reference: plain, which `compile` puts into one kernel with what is around it. triton: one kernel for the sum before
-    a norm and the norm, and one for both of their gradients."""
+    a norm and the norm, and one for both of their gradients. te: Transformer Engine's kernels, the sum before a norm
+    apart; needs the extra `te`."""
     gated: Auto[Literal["reference", "triton"]] = "auto"
     """What gated feed-forward layers compute between their products; experts' own are plain operations.
 

@@ -19,6 +19,7 @@ from megaspec_kernels.attention import te as attention_te
 from megaspec_kernels.attention.documents import BlockDocuments, Documents
 from megaspec_kernels.attention.scoring import Scoring
 from megaspec_kernels.linear import te, te_fp8
+from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.te_package import TransformerEngine
 
 E4M3 = "e4m3"
@@ -55,6 +56,7 @@ class Fake:
     products: list[Call] = field(default_factory=list)
     casts: list[str] = field(default_factory=list)
     attentions: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
 
 
 class Float8TensorStorage:
@@ -197,7 +199,7 @@ def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Puts one in the place of the package that computes on a CPU."""
     fake = Fake()
     package = package_of(fake)
-    for user in (te, te_fp8, attention_te):
+    for user in (te, te_fp8, attention_te, norm_te):
         monkeypatch.setattr(user, "transformer_engine", lambda: package)
     return fake
 
@@ -242,10 +244,81 @@ def package_of(fake: Fake) -> TransformerEngine:
         DType=SimpleNamespace(kFloat8E4M3=E4M3, kFloat8E5M2=E5M2),
         Float8TensorStorage=Float8TensorStorage,
         Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage,
+        constants=SimpleNamespace(TE_DType={dtype: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}),
         **kinds,
     )
-    functions = SimpleNamespace(compute_amax=lambda x, amax: amax.copy_(x.abs().amax().float()))
+    functions = SimpleNamespace(
+        compute_amax=lambda x, amax: amax.copy_(x.abs().amax().float()), **_norms(fake)
+    )
     return TransformerEngine(general_gemm, _attention(fake), functions, pytorch)
+
+
+def _norms(fake: Fake) -> dict[str, Any]:
+    """By autograd through the equation, in fp64."""
+
+    def equation(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, layer: bool) -> Tensor:
+        if layer:
+            x = x - x.mean(-1, keepdim=True)
+        y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + centred)
+        return y if bias is None else y + bias
+
+    def told(name: str, *tensors: Tensor) -> None:
+        fake.norms.append(name)
+        for x in tensors:
+            assert x.is_contiguous(), "strides are not looked at"
+            assert x.dim() <= 2
+
+    def statistics(x: Tensor, eps: float, layer: bool) -> tuple[Tensor, Tensor]:
+        wide = x.double()
+        mean = wide.mean(-1) if layer else torch.zeros(len(x))
+        deviation = ((wide - mean[:, None].double()).square().mean(-1) + eps).rsqrt()
+        return mean.float(), deviation.float()
+
+    def forward(name: str, layer: bool) -> Any:
+        def fwd(x: Tensor, weight: Tensor, *more: Any) -> list[Tensor | None]:
+            bias = more[0] if layer else None
+            eps, out, quantizer, kind, _, centred = more[1:] if layer else more
+            assert out is None
+            assert quantizer is None
+            told(name, x, weight)
+            mean, deviation = statistics(x, eps, layer)
+            wide_bias = None if bias is None else bias.double()
+            y = equation(x.double(), weight.double(), wide_bias, eps, centred, layer)
+            return [y.to(kind), mean if layer else None, deviation]
+
+        return fwd
+
+    def backward(name: str, layer: bool, adds: bool) -> Any:
+        def bwd(grad: Tensor, x: Tensor, *more: Any) -> list[Tensor]:
+            added = more[0] if adds else None
+            mean = more[0] if layer else None
+            *_, deviation, weight, _, centred = more
+            told(name, grad, x, deviation, weight)
+            of_row = x.double()
+            if mean is not None:
+                of_row = of_row - mean[:, None].double()
+            normed = of_row * deviation[:, None].double()
+            scaled = grad.double() * (weight.double() + centred)
+            inner = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+            if layer:
+                inner = inner - scaled.mean(-1, keepdim=True)
+            d_x = inner * deviation[:, None].double()
+            if added is not None:
+                d_x = d_x + added.double()
+            found = [d_x.to(x.dtype), (grad.double() * normed).sum(0).to(weight.dtype)]
+            if layer:
+                found.append(grad.double().sum(0).to(weight.dtype))
+            return found
+
+        return bwd
+
+    return {
+        "rmsnorm_fwd": forward("rmsnorm_fwd", layer=False),
+        "layernorm_fwd": forward("layernorm_fwd", layer=True),
+        "rmsnorm_bwd": backward("rmsnorm_bwd", layer=False, adds=False),
+        "rmsnorm_bwd_add": backward("rmsnorm_bwd_add", layer=False, adds=True),
+        "layernorm_bwd": backward("layernorm_bwd", layer=True, adds=False),
+    }
 
 
 def _attention(fake: Fake) -> SimpleNamespace:
