@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt, PositiveInt
 from megaspec.data.earlier_order import as_now
-from megaspec.data.spec import ORDER_VERSION
+from megaspec.data.spec import ORDER_VERSION, DataSpec
 from megaspec.optim.spec import has_narrow_states
 from megaspec.recipe import Recipe
 
@@ -114,13 +114,21 @@ class Spec(Recipe):
         adamw = fused if has_narrow_states(self.optim) else "torch"
         absent = {"attention_merge": fused, "unpermute": fused, "adamw": adamw}
         absent |= {"norm": "reference", "gated": "reference", "linear": "torch"}
-        # no earlier run computed in fp8: neither is asked for
-        absent |= {"fp8_cast": "reference", "scaled_product": "reference"}
+        # no earlier run computed in fp8: none of them is asked for
+        absent |= {"fp8_cast": "reference", "scaled_product": "reference", "scaled_grouped": "reference"}
         for name in self.kernels.model_fields_set:
             absent.pop(name, None)
         if not absent:
             return self
         return self.model_copy(update={"kernels": self.kernels.model_copy(update=absent)})
+
+    @model_validator(mode="after")
+    def _says_how_long_documents_are(self) -> Self:
+        """A file without them, written before they had a name or where nobody knows, says that nobody does."""
+        data = _without_unsaid_lengths(self.data)
+        if data is self.data:
+            return self
+        return self.model_copy(update={"data": data})
 
     @model_validator(mode="after")
     def _nothing_is_open(self) -> Self:
@@ -137,6 +145,19 @@ class Spec(Recipe):
         if data is None:
             return self
         return self.model_copy(update={"data": data, "data_order": ORDER_VERSION})
+
+
+def _without_unsaid_lengths(data: DataSpec) -> DataSpec:
+    """Data, and its evaluation sets, with no lengths of documents where none are said."""
+    update: dict[str, Any] = {}
+    if "document_lengths" not in data.model_fields_set:
+        update["document_lengths"] = ()
+    sets = {name: _without_unsaid_lengths(one) for name, one in data.valid.items()}
+    if any(sets[name] is not one for name, one in data.valid.items()):
+        update["valid"] = sets
+    if not update:
+        return data
+    return data.model_copy(update=update)
 
 
 def open_fields(section: Frozen, prefix: str = "") -> list[str]:

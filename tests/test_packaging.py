@@ -106,7 +106,7 @@ TRAINING_EXTRAS = ("gpu", "hf", "tensorboard")
 DEVELOPMENT_EXTRAS = ("dev", "parquet", "sentencepiece", "sweep", "wandb")
 SERVICE_EXTRAS = ("mlflow", "trackio")
 """Extras of services that are too heavy for every test run, or need other versions than ours: pinned by nobody."""
-GPU_EXTRAS = ("te", "fa", "dali")
+GPU_EXTRAS = ("te", "fa", "cudnn", "dali")
 """Extras that install on machines with CUDA only; nothing pins them."""
 
 

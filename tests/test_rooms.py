@@ -115,6 +115,8 @@ RUNS = {
     "random": (
         "data=random",
         "data.vocab_size=64",
+        "data.document_mask=true",
+        "data.document_length=3",
         "model.vocab_size=64",
         "model.n_layers=3",
         "model.layer={kind: flat, mixers: [attention, mlp, moe]}",

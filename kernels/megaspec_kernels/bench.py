@@ -3,7 +3,7 @@
 An operation's own bench.py says what it is held to and what is timed (`Bench`); what is here does it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megaspec_kernels import te_package
-from megaspec_kernels.catalog import CATALOG, Use, unmet
+from megaspec_kernels.catalog import CATALOG, NONE, Use, unmet
 from megaspec_kernels.gate import Results, shares
 
 ROUNDS = 15
@@ -148,12 +147,20 @@ class Row:
         return self.error is not None and not self.error <= 1
 
 
-def measure(operation: str, bench: Bench, *, device: torch.device, sm: int) -> Iterator[Row]:
-    """The rows of an operation, an implementation after the other: best first, as in the catalog."""
+def measure(
+    operation: str,
+    bench: Bench,
+    *,
+    device: torch.device,
+    sm: int,
+    packages: Container[str] = NONE,
+    only: Container[str] | None = None,
+) -> Iterator[Row]:
+    """The rows of an operation, an implementation after the other: best first, as in the catalog. `only`: some."""
     for name in CATALOG[operation].implementations:
-        lacks = unmet(operation, name, device=device.type, sm=sm, use=bench.uses(name))
-        if lacks is None and name == "te":
-            lacks = te_package.missing()
+        if only is not None and name not in only:
+            continue
+        lacks = unmet(operation, name, device=device.type, sm=sm, use=bench.uses(name), packages=packages)
         if lacks is not None:
             yield Row(operation, name, "", why=lacks)
             continue

@@ -10,6 +10,7 @@ from megaspec_kernels.gated.bench import BENCH as GATED
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
 from megaspec_kernels.linear.bench import BENCH as LINEAR
 from megaspec_kernels.norm.bench import BENCH as NORM
+from megaspec_kernels.scaled_grouped.bench import BENCH as SCALED_GROUPED
 from megaspec_kernels.scaled_product.bench import BENCH as SCALED_PRODUCT
 from megaspec_kernels.unpermute.bench import BENCH as UNPERMUTE
 
@@ -24,5 +25,6 @@ BENCHES: dict[str, Bench] = {
     "gated": GATED,
     "fp8_cast": FP8_CAST,
     "scaled_product": SCALED_PRODUCT,
+    "scaled_grouped": SCALED_GROUPED,
     "adamw": ADAMW,
 }

@@ -3,6 +3,7 @@
 registry.py holds the functions under the same names; a test keeps the two equal.
 """
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 # Bytes of logits that the chunked losses hold at a time. Few big pieces: GEMMs below about 4 k tokens lose their speed.
@@ -23,6 +24,8 @@ class Requirement:
     devices: tuple[str, ...] = ("cuda", "cpu")
     min_sm: int = 0
     """Lowest compute capability, 90 for Hopper; 0 when it does not matter."""
+    max_sm: int = 999
+    """Highest."""
     attention_dropout: bool = True
     """Whether it can drop attention weights."""
     score_cap: bool = True
@@ -31,10 +34,22 @@ class Requirement:
     """Whether it leaves out what a mask hides: `auto` takes such a one first where something is hidden."""
     head_size: int = 1
     """The smallest that it takes."""
-    head_sizes_up_to: int = 0
-    """The largest that it takes; 0: any."""
+    largest_head: int = 0
+    """The largest; 0 for all."""
     head_step: int = 1
-    """What head sizes must be multiples of."""
+    """What sizes of heads must be multiples of."""
+    documents: bool = True
+    """Whether it keeps attention inside packed documents."""
+    window: bool = True
+    """Whether it has windows of keys and chunks of a sequence."""
+    blocks: bool = True
+    """Whether it gives a block's log-sum-exp itself, for ranks that have parts of a sequence; else they take sdpa's."""
+    deterministic: bool = True
+    """Whether it can add gradients in one order."""
+    package: str = ""
+    """What has to be installed beside torch, as packages are named; nothing: empty."""
+    install: str = ""
+    """How to install it."""
     precisions: tuple[str, ...] = ()
     """Formats of the model that it computes in; empty: all."""
     narrow_states: bool = True
@@ -54,6 +69,10 @@ class Operation:
 
 # What Triton kernels that sum in fp32 take.
 UP_TO_FP32 = ("fp32", "bf16", "fp16", "fp8")
+# What kernels on tensor cores take; beside fp8, attention is in bf16.
+HALF = ("bf16", "fp16", "fp8")
+TE = "transformer-engine"
+INSTALL_TE = "pip install 'megaspec[te]'"
 
 CATALOG: dict[str, Operation] = {
     "attention": Operation(
@@ -65,16 +84,72 @@ CATALOG: dict[str, Operation] = {
                 attention_dropout=False,
                 skips_hidden=True,
                 head_size=16,
-                precisions=("bf16", "fp16", "fp8"),
+                blocks=False,
+                precisions=HALF,
+            ),
+            "cudnn": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                score_cap=False,
+                skips_hidden=True,
+                head_size=16,
+                largest_head=128,
+                head_step=16,
+                deterministic=False,
+                precisions=HALF,
+                package="nvidia-cudnn-frontend",
+                install="pip install 'megaspec[cudnn]'",
+            ),
+            "flash_attn": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=128,
+                head_step=8,
+                precisions=HALF,
+                package="flash-attn-4",
+                install="pip install 'megaspec[fa]'",
+            ),
+            "flash_attn_3": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=256,
+                head_step=8,
+                precisions=HALF,
+                package="flash-attn-3",
+                install="build flash-attention's folder hopper",
+            ),
+            "flash_attn_2": Requirement(
+                devices=("cuda",),
+                min_sm=80,
+                attention_dropout=False,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=256,
+                head_step=8,
+                precisions=HALF,
+                package="flash-attn",
+                install="pip install flash-attn --no-build-isolation",
             ),
             "te": Requirement(
                 devices=("cuda",),
                 min_sm=90,
                 attention_dropout=False,
                 score_cap=False,
-                head_sizes_up_to=256,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=256,
                 head_step=8,
-                precisions=("bf16", "fp16"),
+                blocks=False,
+                precisions=HALF,
+                package=TE,
+                install=INSTALL_TE,
             ),
             "reference": Requirement(),
         }
@@ -100,6 +175,8 @@ CATALOG: dict[str, Operation] = {
                 min_sm=80,
                 precisions=("bf16", "fp16"),
                 fp8_recipes=("tensorwise", "delayed", "blockwise"),
+                package=TE,
+                install=INSTALL_TE,
             ),
             "reference": Requirement(),
         }
@@ -120,7 +197,7 @@ CATALOG: dict[str, Operation] = {
         {
             "reference": Requirement(),
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
-            "te": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+            "te": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, package=TE, install=INSTALL_TE),
         }
     ),
     "gated": Operation(
@@ -148,6 +225,13 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "scaled_grouped": Operation(
+        {
+            # torch has it for Hopper alone (2.11)
+            "torch": Requirement(devices=("cuda",), min_sm=90, max_sm=90, precisions=("bf16",), step=16),
+            "reference": Requirement(),
+        }
+    ),
     "adamw": Operation(
         {
             "torch": Requirement(narrow_states=False),
@@ -166,6 +250,12 @@ class Use:
     score_cap: bool = False
     hides_keys: bool = False
     """Windows, chunks or documents hide a part of the past."""
+    documents: bool = False
+    """Attention stays inside packed documents."""
+    window: bool = False
+    """A query sees a window or a chunk of keys in some layer."""
+    deterministic: bool = False
+    """Gradients are added in one order."""
     head_size: int | None = None
     """Of queries and keys; None when it does not matter."""
     precision: str | None = None
@@ -181,23 +271,26 @@ class Use:
 _PLAIN = Use()
 
 
-def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN) -> str | None:
-    """What an implementation needs and the target lacks, in words; None when it can run."""
+NONE: frozenset[str] = frozenset()
+
+
+def unmet(
+    operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE
+) -> str | None:
+    """What an implementation needs and the target lacks, in words; None when it can run. `packages`: those of the
+    target that implementations may need."""
     need = CATALOG[operation].implementations[name]
     if device not in need.devices:
         return f"needs {' or '.join(need.devices)}, the target is {device}"
     if device == "cuda" and sm < need.min_sm:
         return f"needs sm{need.min_sm}, this GPU is sm{sm}"
-    if use.attention_dropout and not need.attention_dropout:
-        return "has no attention dropout"
-    if use.score_cap and not need.score_cap:
-        return "caps no scores"
-    if use.head_size is not None and use.head_size < need.head_size:
-        return f"needs heads of at least {need.head_size}, the model's have {use.head_size}"
-    if use.head_size is not None and need.head_sizes_up_to and use.head_size > need.head_sizes_up_to:
-        return f"needs heads of at most {need.head_sizes_up_to}, the model's have {use.head_size}"
-    if use.head_size is not None and use.head_size % need.head_step:
-        return f"needs heads of a multiple of {need.head_step}, the model's have {use.head_size}"
+    if device == "cuda" and sm > need.max_sm:
+        return f"runs up to sm{need.max_sm}, this GPU is sm{sm}"
+    if need.package and need.package not in packages:
+        return f"needs the package {need.package}, which is not installed ({need.install})"
+    for lacks in (_unmet_by_attention(need, use), _unmet_by_heads(need, use)):
+        if lacks is not None:
+            return lacks
     if use.narrow_states and not need.narrow_states:
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
@@ -210,15 +303,66 @@ def unmet(operation: str, name: str, *, device: str, sm: int, use: Use = _PLAIN)
     return None
 
 
-def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN) -> str:
-    """The best implementation that the target can run."""
+def _unmet_by_attention(need: Requirement, use: Use) -> str | None:
+    if use.attention_dropout and not need.attention_dropout:
+        return "has no attention dropout"
+    if use.score_cap and not need.score_cap:
+        return "caps no scores"
+    if use.documents and not need.documents:
+        return "keeps attention inside no documents"
+    if use.window and not need.window:
+        return "has no windows"
+    if use.deterministic and not need.deterministic:
+        return "adds gradients in no order"
+    return None
+
+
+def _unmet_by_heads(need: Requirement, use: Use) -> str | None:
+    size = use.head_size
+    if size is None:
+        return None
+    if size < need.head_size:
+        return f"needs heads of at least {need.head_size}, the model's have {size}"
+    if need.largest_head and size > need.largest_head:
+        return f"needs heads of at most {need.largest_head}, the model's have {size}"
+    if size % need.head_step:
+        return f"needs heads whose size is a multiple of {need.head_step}, the model's have {size}"
+    return None
+
+
+def runs_on(
+    operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE
+) -> dict[str, Requirement]:
+    """The implementations that the target can run, best first."""
     runs = {}
     for name, need in CATALOG[operation].implementations.items():
-        if unmet(operation, name, device=device, sm=sm, use=use) is None:
+        if unmet(operation, name, device=device, sm=sm, use=use, packages=packages) is None:
             runs[name] = need
     assert runs, f"no implementation of {operation} runs on {device} sm{sm}"
+    return runs
+
+
+def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE) -> str:
+    """The best implementation that the target can run, by the catalog's order."""
+    runs = runs_on(operation, device=device, sm=sm, use=use, packages=packages)
     if use.hides_keys:
         for name, need in runs.items():
             if need.skips_hidden:
                 return name
     return next(iter(runs))
+
+
+def packages_of(names: Mapping[str, object]) -> frozenset[str]:
+    """What implementations, by operation, are made of beside torch: where it does not matter what is installed."""
+    found = set()
+    for operation, one in CATALOG.items():
+        need = one.implementations.get(str(names.get(operation)))
+        if need is not None and need.package:
+            found.add(need.package)
+    return frozenset(found)
+
+
+PACKAGES = tuple(
+    dict.fromkeys(need.package for one in CATALOG.values() for need in one.implementations.values() if need.package)
+)
+"""All that an implementation may need beside torch."""

@@ -1,4 +1,4 @@
-"""Sums of matrix products."""
+"""Sums of matrix products, and of rows."""
 
 import torch
 from torch import Tensor
@@ -28,3 +28,21 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool = False
         torch.mm(a, b, out=total)
     else:
         total.addmm_(a, b)
+
+
+def add_rows_(total: Tensor, places: Tensor, rows: Tensor, *, overwrite: bool = False) -> None:
+    """total[places[i]] += rows[i], [V, D], int64 [...], [..., D], in the order of i where places are equal; `overwrite`
+    makes of all others zero.
+
+    Summed in the total's dtype, and the same to the bit each time.
+    """
+    if overwrite:
+        total.zero_()
+    places = places.flatten()
+    rows = rows.flatten(0, -2).to(total.dtype)
+    if total.device.type == "cpu":
+        # one after the other, where index_put_ has threads that add to one place in any order
+        total.index_add_(0, places, rows)
+    else:
+        # sorted by place, where index_add_ has atomic additions
+        total.index_put_((places,), rows, accumulate=True)

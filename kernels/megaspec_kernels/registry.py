@@ -9,6 +9,8 @@ import torch
 
 from megaspec_kernels.adamw.reference import adamw_ as adamw_reference
 from megaspec_kernels.adamw.triton import adamw_ as adamw_triton
+from megaspec_kernels.attention import cudnn as attention_cudnn
+from megaspec_kernels.attention import flash_attn as attention_flash_attn
 from megaspec_kernels.attention import flex as attention_flex
 from megaspec_kernels.attention import reference as attention_reference
 from megaspec_kernels.attention import reference_block as attention_reference_block
@@ -22,9 +24,11 @@ from megaspec_kernels.cross_entropy.reference import linear_cross_entropy as cro
 from megaspec_kernels.cross_entropy.triton import linear_cross_entropy as cross_entropy_triton
 from megaspec_kernels.fp8_cast import formats as fp8_cast_formats
 from megaspec_kernels.fp8_cast import reference as fp8_cast_reference
+from megaspec_kernels.fp8_cast import reference_groups as fp8_cast_reference_groups
 from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
-from megaspec_kernels.gated.reference import gated as gated_reference
-from megaspec_kernels.gated.triton import gated as gated_triton
+from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
+from megaspec_kernels.gated import reference as gated_reference
+from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.linear import reference as linear_reference
@@ -34,6 +38,8 @@ from megaspec_kernels.norm import reference as norm_reference
 from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.norm import triton as norm_triton
 from megaspec_kernels.norm.form import Normed
+from megaspec_kernels.scaled_grouped import reference as scaled_grouped_reference
+from megaspec_kernels.scaled_grouped import torch as scaled_grouped_torch
 from megaspec_kernels.scaled_product.cublaslt import scaled_product as scaled_product_cublaslt
 from megaspec_kernels.scaled_product.reference import scaled_product as scaled_product_reference
 from megaspec_kernels.scaled_product.torch import scaled_product as scaled_product_torch
@@ -81,6 +87,46 @@ class LinearKernel:
 
 
 @dataclass(frozen=True)
+class NormProducer:
+    """The steps of a norm that writes fp8 by a scale that is known, see norm/triton.py. `code`: NormForm.code."""
+
+    implementation: str
+    """Its name, by which operations of compiled code find it."""
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(x, term, weight, bias, code) -> x + scale · term, normed, statistics"""
+    forward_in_fp8: Callable[..., Any]
+    """(x, term, weight, bias, code, *, known) -> the same, normed in fp8"""
+    gradients: Callable[..., Any]
+    """(grad, grad_stream, x, weight, statistics, code, *, has_term, needs) -> gradients by name"""
+
+
+@dataclass(frozen=True)
+class GatedProducer:
+    """The steps of a gate that writes fp8 by a scale that is known, see gated/triton.py. `code`: GatedForm.code."""
+
+    implementation: str
+    """Its name, by which operations of compiled code find it."""
+    forward: Callable[..., torch.Tensor]
+    """(gate_up, code) -> [..., F]"""
+    forward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(gate_up, code, *, known) -> [M, F], [F, M], scale"""
+    backward: Callable[..., torch.Tensor]
+    """(grad, gate_up, code) -> [..., 2 F]"""
+    backward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(grad, gate_up, code, *, known) -> [M, 2 F], [2 F, M], scale"""
+
+
+@dataclass(frozen=True)
+class GatedKernel:
+    """What gated feed-forward layers compute between their products, see gated/reference.py."""
+
+    gated: Callable[..., torch.Tensor]
+    """(gate_up, *, form) -> [..., F]"""
+    producer: GatedProducer | None = None
+    """Of implementations that can write it, and its gradient, in fp8."""
+
+
+@dataclass(frozen=True)
 class NormKernel:
     """A norm of rows, alone and with the residual stream around it, see norm/reference.py."""
 
@@ -90,6 +136,8 @@ class NormKernel:
     """(x, weight, bias, *, form) -> x, normed"""
     norm_of_sum: Callable[..., Normed]
     """(x, term, weight, bias, *, form) -> x + scale · term, normed"""
+    producer: NormProducer | None = None
+    """Of implementations that can write what they norm in fp8."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +152,22 @@ class Fp8CastKernel:
     """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
     """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
+    group_amax: Callable[..., torch.Tensor]
+    """(x_RI, ends_E) -> [E, I]; of rows that belong to groups, see fp8_cast/reference_groups.py"""
+    group_cast: Callable[..., torch.Tensor]
+    """(x_RI, scale, ends_E, *, dtype, saturated) -> [R, I]"""
+    group_columns: Callable[..., torch.Tensor]
+    """(x_RI, ends_E, ends_of_padded_E, *, columns) -> [I, P]"""
+
+
+@dataclass(frozen=True)
+class ScaledGroupedKernel:
+    """Products of fp8 rows with the fp8 matrices of their groups, see scaled_grouped/reference.py."""
+
+    product: Callable[..., torch.Tensor]
+    """(a_RK, b_ENK, a_scale, b_scale, ends_E, *, dtype, whole, fast) -> [R, N]"""
+    weight_product: Callable[..., torch.Tensor]
+    """(a_OP, b_IP, a_scale, b_scale, ends_E, *, dtype) -> [E, O, I]"""
 
 
 CrossEntropyKernel = Callable[..., Any]
@@ -113,17 +177,18 @@ GroupedKernel = Callable[..., Any]
 """(a_RI, b_EIO, ends_E, *, whole) -> [R, O] and (a_OR, b_RI, ends_E) -> [E, O, I]"""
 UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
-GatedKernel = Callable[..., torch.Tensor]
-"""(gate_up, *, form) -> [..., F], see gated/reference.py"""
 ScaledProductKernel = Callable[..., torch.Tensor]
 """(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast, into, overwrite) -> [M, N]"""
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
 
-
 def _linear(file: ModuleType) -> LinearKernel:
     return LinearKernel(file.forward, file.input_gradient, file.weight_gradient, file.add_weight_gradient)
+
+
+def _of_flash_attention(version: attention_flash_attn.FlashAttention) -> AttentionKernel:
+    return AttentionKernel(version.attention, version.block_forward, version.block_backward)
 
 
 REGISTRY: dict[str, dict[str, Any]] = {
@@ -132,6 +197,12 @@ REGISTRY: dict[str, dict[str, Any]] = {
             attention_sdpa.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
         ),
         "flex": AttentionKernel(attention_flex.attention, attention_flex.block_forward, attention_flex.block_backward),
+        "cudnn": AttentionKernel(
+            attention_cudnn.attention, attention_cudnn.block_forward, attention_cudnn.block_backward
+        ),
+        "flash_attn": _of_flash_attention(attention_flash_attn.FLASH_ATTN_4),
+        "flash_attn_3": _of_flash_attention(attention_flash_attn.FLASH_ATTN_3),
+        "flash_attn_2": _of_flash_attention(attention_flash_attn.FLASH_ATTN_2),
         "te": AttentionKernel(
             attention_te.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
         ),
@@ -159,22 +230,55 @@ REGISTRY: dict[str, dict[str, Any]] = {
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
     "norm": {
         "reference": NormKernel(norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum),
-        "triton": NormKernel(norm_triton.norm, norm_triton.norm_of_stream, norm_triton.norm_of_sum),
+        "triton": NormKernel(
+            norm_triton.norm,
+            norm_triton.norm_of_stream,
+            norm_triton.norm_of_sum,
+            NormProducer("triton", norm_triton.norm_forward, norm_triton.norm_forward_in_fp8, norm_triton.gradients),
+        ),
         "te": NormKernel(norm_te.norm, norm_te.norm_of_stream, norm_te.norm_of_sum),
     },
-    "gated": {"reference": gated_reference, "triton": gated_triton},
+    "gated": {
+        "reference": GatedKernel(gated_reference.gated),
+        "triton": GatedKernel(
+            gated_triton.gated,
+            GatedProducer(
+                "triton",
+                gated_triton.gated_forward,
+                gated_triton.gated_forward_in_fp8,
+                gated_triton.gated_backward,
+                gated_triton.gated_backward_in_fp8,
+            ),
+        ),
+    },
     "fp8_cast": {
         "triton": Fp8CastKernel(
-            fp8_cast_triton.amax, fp8_cast_triton.scale_of, fp8_cast_triton.scale, fp8_cast_triton.cast
+            fp8_cast_triton.amax,
+            fp8_cast_triton.scale_of,
+            fp8_cast_triton.scale,
+            fp8_cast_triton.cast,
+            group_amax=fp8_cast_triton_groups.group_amax,
+            group_cast=fp8_cast_triton_groups.group_cast,
+            group_columns=fp8_cast_triton_groups.group_columns,
         ),
         "reference": Fp8CastKernel(
-            fp8_cast_reference.amax, fp8_cast_formats.scale_of, fp8_cast_reference.scale, fp8_cast_reference.cast
+            fp8_cast_reference.amax,
+            fp8_cast_formats.scale_of,
+            fp8_cast_reference.scale,
+            fp8_cast_reference.cast,
+            group_amax=fp8_cast_reference_groups.group_amax,
+            group_cast=fp8_cast_reference_groups.group_cast,
+            group_columns=fp8_cast_reference_groups.group_columns,
         ),
     },
     "scaled_product": {
         "cublaslt": scaled_product_cublaslt,
         "torch": scaled_product_torch,
         "reference": scaled_product_reference,
+    },
+    "scaled_grouped": {
+        "torch": ScaledGroupedKernel(scaled_grouped_torch.product, scaled_grouped_torch.weight_product),
+        "reference": ScaledGroupedKernel(scaled_grouped_reference.product, scaled_grouped_reference.weight_product),
     },
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
@@ -194,6 +298,7 @@ class Kernels:
     gated: GatedKernel
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
+    scaled_grouped: ScaledGroupedKernel
 
 
 def kernels_of(spec: KernelsSpec) -> Kernels:
@@ -209,4 +314,5 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         gated=REGISTRY["gated"][spec.gated],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
+        scaled_grouped=REGISTRY["scaled_grouped"][spec.scaled_grouped],
     )

@@ -8,16 +8,20 @@ from megaspec.core.frozen import Auto, Frozen
 class KernelsSpec(Frozen):
     """One implementation per operation; `auto` is decided from the target before the run starts (see catalog.py)."""
 
-    attention: Auto[Literal["sdpa", "flex", "te", "reference"]] = "auto"
+    attention: Auto[
+        Literal["sdpa", "flex", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te", "reference"]
+    ] = "auto"
     """Core attention.
 
     sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2 with
     lengths in bf16 and fp16; in fp32 they are masks, which cost what they hide. flex: torch's flex_attention, which
     leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, and so do blocks of
-    sequences that lie on several ranks. te: Transformer Engine's, which is cuDNN's also for documents, windows and where
-    train.deterministic asks for one order; blocks go through sdpa; needs the extra `te`. reference: plain matrix
-    products, the only one with attention dropout. auto on CUDA: flex where a layer hides or caps something, else
-    sdpa."""
+    sequences that lie on several ranks. cudnn: cuDNN's kernels for documents and windows, of the package
+    nvidia-cudnn-frontend; all else as sdpa. flash_attn: FlashAttention-4, of the package flash-attn-4; flash_attn_3 and
+    flash_attn_2: the versions before it, where they are installed. te: cuDNN's through the package transformer-engine,
+    also in one order; blocks go through sdpa. reference: plain matrix products, the only one with attention dropout.
+    auto on CUDA: the fastest that was measured for the use; where nothing was, flex where a layer hides or caps
+    something, else sdpa."""
     attention_merge: Auto[Literal["triton", "reference"]] = "auto"
     """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
 
@@ -62,6 +66,11 @@ class KernelsSpec(Frozen):
     cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
     torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
     exact but for its sums, and no faster than that."""
+    scaled_grouped: Auto[Literal["torch", "reference"]] = "auto"
+    """Products of fp8 tokens with the fp8 matrices of their experts, of precision=fp8.
+
+    torch: torch's scaled grouped product, one kernel for all experts, on Hopper. reference: dequantised, one product an
+    expert."""
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 

@@ -34,16 +34,18 @@ def add_parser(commands: Any) -> None:
         description=_DESCRIPTION,
         formatter_class=Paragraphs,
     )
-    kernel.add_argument("operations", nargs="*", metavar="OP", help=f"of {', '.join(CATALOG)} (default: all)")
+    kernel.add_argument(
+        "operations",
+        nargs="*",
+        metavar="OP[=NAME]",
+        help=f"of {', '.join(CATALOG)}, all implementations or one (default: all)",
+    )
     kernel.add_argument("--json", action="store_true", help="a JSON line for each row in place of the table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 70 where an implementation does not pass the gate. RecipeError: there is no such operation."""
-    for name in args.operations:
-        if name not in CATALOG:
-            way_out = did_you_mean(name, CATALOG) or f"there are {', '.join(CATALOG)}"
-            raise RecipeError([Problem("", f"bench kernel {name}: no such operation; {way_out}")])
+    asked = _asked(args.operations)
     target = detect_target()
     throughput = _throughput(target)
 
@@ -56,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     not_passed = []
     if not args.json:
         print(printable(_where(target, throughput)))
-    for name in args.operations or CATALOG:
-        for row in measure(name, BENCHES[name], device=device, sm=target.sm):
+    for name, only in asked.items():
+        rows = measure(name, BENCHES[name], device=device, sm=target.sm, packages=target.versions, only=only)
+        for row in rows:
             line = as_json(row, target, throughput) if args.json else as_text(row, throughput)
             # each as it comes: the next one takes a while
             print(printable(line), flush=True)
@@ -67,6 +70,24 @@ def run(args: argparse.Namespace) -> int:
         print(printable(f"megaspec: the gate does not pass: {'; '.join(not_passed)}"), file=sys.stderr)
         return MegaspecError.exit_code
     return 0
+
+
+def _asked(words: list[str]) -> dict[str, tuple[str, ...]]:
+    """Implementations to measure by operation; RecipeError: there is none of such a name."""
+    if not words:
+        return {name: tuple(one.implementations) for name, one in CATALOG.items()}
+    found: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        operation, _, name = word.partition("=")
+        if operation not in CATALOG:
+            way_out = did_you_mean(operation, CATALOG) or f"there are {', '.join(CATALOG)}"
+            raise RecipeError([Problem("", f"bench kernel {operation}: no such operation; {way_out}")])
+        offered = CATALOG[operation].implementations
+        if name and name not in offered:
+            way_out = did_you_mean(name, offered) or f"there are {', '.join(offered)}"
+            raise RecipeError([Problem("", f"bench kernel {word}: no such implementation; {way_out}")])
+        found[operation] = found.get(operation, ()) + ((name,) if name else tuple(offered))
+    return found
 
 
 def _throughput(target: Target) -> MeasuredThroughput | None:

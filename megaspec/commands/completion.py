@@ -136,7 +136,7 @@ COMMANDS: dict[str, Completed] = {
             "--workers",
         )
     ),
-    "data inspect": Completed(("--samples", "--tokenizer", "--vocab-size")),
+    "data inspect": Completed(("--json", "--samples", "--tokenizer", "--vocab-size")),
     "hf": Completed(),
     "hf import": Completed(("--out", "--revision")),
     "hf export": Completed(("--dtype", "--family", "--shard-size", "--step"), folder=RUN),

@@ -100,8 +100,8 @@ class Linear:
     @property
     def takes_fp8(self) -> bool:
         """Its products take fp8 where its layer does: it is neither a router's, nor so narrow as a gate, nor one of
-        experts, whose groups of rows are of any length."""
-        return self.in_time and not self.in_fp32 and self.purpose in ("attention", "mlp")
+        experts that every token takes."""
+        return self.in_time and not self.in_fp32 and self.purpose in ("attention", "mlp", "experts")
 
     @property
     def columns(self) -> int:
@@ -211,7 +211,7 @@ class Sight:
         """Some query of a sequence of `tokens` doesn't see all of its past."""
         return self.twice_the_pairs(tokens) < tokens**2
 
-    def twice_the_pairs(self, tokens: int) -> int:
+    def twice_the_pairs(self, tokens: float) -> float:
         """Pairs of a query and a key that it sees in a sequence of `tokens`, times two, where a query with itself is
         half of a pair: the square for all of the past, since Megatron-LM counts causal attention as half of it."""
         if self.window is not None and self.window < tokens:
@@ -221,6 +221,26 @@ class Sight:
             chunks, rest = divmod(tokens, self.chunk)
             return chunks * self.chunk**2 + rest**2
         return tokens**2
+
+    def sum_of_twice_the_pairs(self, most: float) -> float:
+        """The sum of `twice_the_pairs` over sequences of 1, 2, ... `most` tokens; a polynomial between them."""
+        if self.window is not None and self.window < most:
+            window = self.window
+            # n² up to the window, 2 n w - w² behind it
+            behind = window * (most * (most + 1) - window * (window + 1)) - window**2 * (most - window)
+            return _sum_of_squares(window) + behind
+        if self.chunk is not None and self.chunk < most:
+            chunk = self.chunk
+            chunks, rest = divmod(most, chunk)
+            # k whole chunks and r tokens: k c² + r², for all r of all whole chunks, and for the last one up to `rest`
+            whole = chunk**3 * chunks * (chunks - 1) / 2 + chunks * _sum_of_squares(chunk - 1)
+            return whole + (rest + 1) * chunks * chunk**2 + _sum_of_squares(rest)
+        return _sum_of_squares(most)
+
+
+def _sum_of_squares(most: float) -> float:
+    """1 + 4 + 9 + ... + most²"""
+    return most * (most + 1) * (2 * most + 1) / 6
 
 
 ALL_OF_THE_PAST = Sight()

@@ -7,15 +7,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
+from megaspec.core.document_lengths import Lengths, mixed
 from megaspec.core.errors import DataError, Problem
+from megaspec.data.lengths import LengthsRecord, lengths_path, load_lengths
 from megaspec.data.manifest import DataManifest, load_manifest
-from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
+from megaspec.data.spec import BlendPart, DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
 from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
 
 if TYPE_CHECKING:
     from megaspec.data.counts import Counts
 
 SPLITS = ("train", "valid", "test")
+# What is read as text has no index to count; a sample of it has.
+_OF_A_STREAM = (
+    "prepare some of the text with `megaspec data prepare`, and set data.document_lengths to what "
+    "`megaspec data inspect --json` prints of it"
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,10 @@ class DataFacts:
     """Hash that changes with the content of the data; "" for data that is made from the seed."""
     problems: tuple[Problem, ...]
     """What keeps the data from being used (missing or damaged files, data sets that don't belong together)."""
+    document_lengths: Lengths = ()
+    """Of training data with a document mask, as `megaspec data inspect` has counted it; (): that is not known."""
+    how_lengths: str = ""
+    """Where the lengths are from, or how they can be known, in words."""
 
 
 def data_facts(data_spec: DataSpec, *, key: str = "data") -> DataFacts:
@@ -131,6 +142,7 @@ def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
     is_training = key == "data"
     problems: list[Problem] = []
     manifests: list[DataManifest] = []
+    counted = _CountedLengths()
     tokens = dict.fromkeys(SPLITS, 0)
     samples = dict.fromkeys(SPLITS, 0)
     digest = hashlib.sha256()
@@ -141,6 +153,8 @@ def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
             counts = _counts(part.prefix, spec.split)
             if manifest is not None:
                 _check_sizes(part.prefix, manifest)
+            if is_training and spec.document_mask:
+                counted.add(part, load_lengths(part.prefix, manifest))
         except DataError as error:
             text = f"{prefix_key}={part.prefix}: {error}"
             if not Path(f"{part.prefix}.idx").exists():
@@ -186,7 +200,42 @@ def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
         tokenizer_sha256=hashes.pop() if len(hashes) == 1 else None,
         fingerprint=digest.hexdigest(),
         problems=tuple(problems),
+        document_lengths=counted.lengths,
+        how_lengths=counted.how,
     )
+
+
+class _CountedLengths:
+    """The histograms of a blend's data sets, put together by the share of the tokens that each has."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Lengths, float]] = []
+        self._files: list[str] = []
+        self._uncounted: list[str] = []
+
+    def add(self, part: BlendPart, record: LengthsRecord | None) -> None:
+        """A data set and what was counted of it."""
+        if record is None:
+            self._uncounted.append(part.prefix)
+        elif record.tokens:
+            # without weights each counts by its tokens
+            share = float(record.tokens) if part.weight is None else part.weight
+            self._parts.append((record.lengths, share))
+            self._files.append(str(lengths_path(part.prefix)))
+
+    @property
+    def lengths(self) -> Lengths:
+        """Of the blend; () where a data set has not been counted."""
+        if self._uncounted:
+            return ()
+        return mixed(self._parts)
+
+    @property
+    def how(self) -> str:
+        """Where they are from, or what counts them."""
+        if self._uncounted:
+            return f"`megaspec data inspect {shlex.join(self._uncounted[:1])}` counts how long documents are"
+        return ", ".join(self._files)
 
 
 def prepare_command(spec: IndexedSpec, number: int) -> str:
@@ -288,6 +337,7 @@ def _stream(spec: StreamSpec, *, key: str = "data") -> DataFacts:
         tokenizer_sha256=None if tokenizer is None else tokenizer.sha256,
         fingerprint=known,
         problems=tuple(problems),
+        how_lengths=_OF_A_STREAM,
     )
 
 

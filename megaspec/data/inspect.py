@@ -3,15 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megaspec.core.document_lengths import mean_length
 from megaspec.core.errors import DataError
 from megaspec.core.terminal import escape
 from megaspec.data.indexed import IndexedFile
+from megaspec.data.lengths import LengthsRecord, count_bins, record_of
 from megaspec.data.manifest import DataManifest, SourceRecord, manifest_path, sha256_of_files
+from megaspec.data.order import identity
 from megaspec.data.parts import losses
 from megaspec.data.provenance import tokenizer_of
 from megaspec.data.source_sums import source_state
@@ -49,8 +53,8 @@ class Report:
     smallest_id: int | None
     """None when there are no tokens."""
     largest_id: int | None
-    histogram: tuple[tuple[int, int, int], ...]
-    """(shortest, longest, how many) sequences by length in tokens; bins double."""
+    lengths: LengthsRecord
+    """How long sequences are: what attention stays inside of with a document mask."""
     samples: tuple[DocumentSample, ...]
     sources: tuple[tuple[SourceRecord, str], ...]
     """What the data was made from, and what became of it."""
@@ -101,7 +105,7 @@ def inspect(
         tokens=file.tokens,
         smallest_id=smallest,
         largest_id=largest,
-        histogram=histogram(file.index.lengths),
+        lengths=record_of(count_bins(file.index.lengths), idx_sha256=identity(file)),
         samples=_samples(file, tokenizer, samples),
         sources=tuple(sources),
         unseen=unseen,
@@ -117,19 +121,22 @@ def _known_vocab_size(tokenizer: Tokenizer | None, manifest: DataManifest | None
     return None
 
 
-def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """(shortest, longest, how many) of bins that double: 0, 1, 2-3, 4-7, ..."""
-    if not len(lengths):
-        return ()
-    # the exponent e of length = m · 2^e, 0.5 <= m < 1: bin e holds 2^(e-1) to 2^e - 1, bin 0 the length 0
-    _, exponents = np.frexp(lengths.astype(np.float64))
-    bins = []
-    for exponent, count in enumerate(np.bincount(exponents).tolist()):
-        if count:
-            shortest = (1 << exponent) >> 1
-            longest = (1 << exponent) - 1
-            bins.append((shortest, longest, count))
-    return tuple(bins)
+def as_json(report: Report) -> dict[str, Any]:
+    """The report as plain data. `document_lengths` is what data.document_lengths takes."""
+    return {
+        "prefix": report.prefix,
+        "tokens": report.tokens,
+        "documents": report.documents,
+        "sequences": report.sequences,
+        "dtype": report.dtype,
+        "smallest_id": report.smallest_id,
+        "largest_id": report.largest_id,
+        "lengths": report.lengths.model_dump(mode="json"),
+        "document_lengths": [one.model_dump(mode="json") for one in report.lengths.lengths],
+        "samples": [vars(sample) for sample in report.samples],
+        "sources": [{**source.model_dump(mode="json"), "state": state} for source, state in report.sources],
+        "unseen": list(report.unseen),
+    }
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -156,7 +163,7 @@ def _facts_table(report: Report) -> Table:
         ("files", f"{report.prefix}.bin, .idx"),
         ("tokens", f"{report.tokens:,}"),
         ("documents", f"{report.documents:,}"),
-        ("sequences", f"{report.sequences:,}"),
+        ("sequences", _sequences(report)),
         ("dtype", report.dtype),
     ]
     if report.smallest_id is not None:
@@ -174,17 +181,30 @@ def _facts_table(report: Report) -> Table:
     return facts
 
 
+def _sequences(report: Report) -> str:
+    """How many there are, and how long they are on average."""
+    text = f"{report.sequences:,}"
+    lengths = report.lengths.lengths
+    if lengths:
+        text += f", of {mean_length(lengths):,.1f} tokens on average"
+    return text
+
+
 def _lengths_table(report: Report) -> Table:
     """The histogram of lengths, the longest bar _BAR_WIDTH signs wide."""
-    lengths = Table("tokens", "sequences", "", box=None)
-    most = max((count for _, _, count in report.histogram), default=1)
-    for shortest, longest, count in report.histogram:
-        span = str(shortest)
-        if longest > shortest:
-            span = f"{shortest}-{longest}"
-        bar = "█" * max(1, round(_BAR_WIDTH * count / most))
-        lengths.add_row(span, f"{count:,}", bar)
-    return lengths
+    table = Table("tokens", "sequences", "of all tokens", "", box=None)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    bins = report.lengths.bins
+    most = max((one.documents for one in bins), default=1)
+    for one in bins:
+        span = str(one.shortest)
+        if one.longest > one.shortest:
+            span = f"{one.shortest}-{one.longest}"
+        share = one.tokens / max(1, report.tokens)
+        bar = "█" * max(1, round(_BAR_WIDTH * one.documents / most))
+        table.add_row(span, f"{one.documents:,}", f"{share:.1%}", bar)
+    return table
 
 
 def _check_hashes(file: IndexedFile, manifest: DataManifest) -> list[str]:

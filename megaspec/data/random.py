@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megaspec.data.source import EVALUATION_SAMPLES, Sample, stream
+from megaspec.data.source import EVALUATION_SAMPLES, Sample, stream, uniform
 from megaspec.data.spec import RandomSpec
 
 
@@ -20,9 +20,17 @@ class RandomSource:
 
     def read(self, position: int) -> Sample:
         n_tokens = self._spec.seq_len
-        bits = stream(self._seed, split=self._split, position=position % len(self)).random_raw(n_tokens + 1)
+        random = stream(self._seed, split=self._split, position=position % len(self))
+        bits = random.random_raw(n_tokens + 1)
+        begins = np.zeros(n_tokens + 1, dtype=bool)
+        if self._spec.document_length is not None:
+            # behind the tokens, which are the same with and without documents
+            begins = uniform(random.random_raw(n_tokens + 1)) < 1 / self._spec.document_length
+        begins[0] = True
+        documents = (np.cumsum(begins) - 1).astype(np.int32)
         return Sample(
             tokens=(bits % np.uint64(self._spec.vocab_size)).astype(np.int64),
-            mask=np.ones(n_tokens, dtype=bool),
-            documents=np.zeros(n_tokens, dtype=np.int32),
+            # no document's first token is a label of the one before it
+            mask=~(begins[1:] & self._spec.document_mask),
+            documents=documents[:-1],
         )

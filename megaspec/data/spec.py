@@ -14,6 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megaspec.core.document_lengths import Lengths, begun_at_random
 from megaspec.core.frozen import (
     Auto,
     Count,
@@ -29,6 +30,8 @@ from megaspec.core.kinds import Kinds, tags_of
 # Version of the rules that make the training order of token files out of a spec. 1 divided a blend's weights by their
 # sum once, and built as much of a single weighted data set as of a bare one; 2 does both as Megatron (data/order.py).
 ORDER_VERSION = 2
+# With a document mask, each token of synthetic data begins a new document with this probability.
+SYNTHETIC_DOCUMENT_RATE = 1 / 32
 # Of a stream: what a checkpoint notes of each is a few numbers.
 MOST_LANES = 2**14
 
@@ -54,12 +57,21 @@ class DataSpec(Frozen):
     """Seed of the data order. auto: train.seed."""
     document_mask: bool = False
     """Attention and positions stop at document bounds inside a packed sequence, and no loss crosses them."""
+    document_lengths: Auto[Lengths] = Field("auto", exclude_if=lambda lengths: not lengths)
+    """With a document mask: how long documents are, which decides what attention costs in plan and tune, and nothing of
+    a run. auto: what `megaspec data inspect` has counted of token files, or what a made source makes of its settings;
+    where nobody knows, a row counts as one document. Bins as `megaspec data inspect --json` prints them."""
     valid: Annotated[dict[SetName, "DataSource"], WithJsonSchema(_SETS_SCHEMA)] = Field(
         {}, exclude_if=lambda sets: not sets
     )
     """Evaluation sets by name, each with a loss of its own: {web: data/web, code: {blend: [{prefix: data/code}]}}. A
     text is the prefix of token files. What a set leaves out follows the training data; it is read whole, in a fixed
     order. Empty: the second share of `split`."""
+
+    @property
+    def made_lengths(self) -> Lengths:
+        """How long documents are that are made as they are read; (): the settings don't say."""
+        return ()
 
     @model_validator(mode="before")
     @classmethod
@@ -155,6 +167,10 @@ class SyntheticSpec(DataSpec):
     masked: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of tokens that count nothing in the loss, uneven among sequences."""
 
+    @property
+    def made_lengths(self) -> Lengths:
+        return begun_at_random(SYNTHETIC_DOCUMENT_RATE)
+
 
 class RandomSpec(DataSpec):
     """Uniform random tokens, for measuring speed."""
@@ -162,6 +178,15 @@ class RandomSpec(DataSpec):
     kind: Literal["random"]
     vocab_size: PositiveInt
     """Token ids are below this."""
+    document_length: PositiveInt | None = Field(None, exclude_if=lambda length: length is None)
+    """Tokens of a document on average: each begins with the same probability at every token, for runs with a document
+    mask. null: a sequence is one document."""
+
+    @property
+    def made_lengths(self) -> Lengths:
+        if self.document_length is None:
+            return ()
+        return begun_at_random(1 / self.document_length)
 
 
 class StreamFiles(Frozen):

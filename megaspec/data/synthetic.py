@@ -8,10 +8,8 @@ that of the noise, and a model of one attention layer can reach it.
 import numpy as np
 
 from megaspec.data.source import EVALUATION_SAMPLES, Sample, stream, uniform
-from megaspec.data.spec import SyntheticSpec
+from megaspec.data.spec import SYNTHETIC_DOCUMENT_RATE, SyntheticSpec
 
-# With a document mask, each token begins a new document with this probability.
-DOCUMENT_RATE = 1 / 32
 _TABLE_POSITION = 2**60
 
 
@@ -32,7 +30,7 @@ class SyntheticSource:
     def read(self, position: int) -> Sample:
         spec = self._spec
         n_tokens = spec.seq_len
-        document_rate = DOCUMENT_RATE if spec.document_mask else 0
+        document_rate = SYNTHETIC_DOCUMENT_RATE if spec.document_mask else 0
         random = stream(self._seed, split=self._split, position=position % len(self))
         # the draws keep their order and number whatever the spec says: a sample is a function of its position
         drawn = (random.random_raw(n_tokens + 1) % np.uint64(spec.vocab_size)).astype(np.int64)

@@ -88,7 +88,8 @@ class LayerRun:
     def kept_bytes(self, kept: Kept, layer: LayerFacts) -> int:
         """Of one kept tensor."""
         rows = self.count(kept.tokens, layer.routing)
-        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element, in_fp8=layer.in_fp8)
+        in_fp8 = kept.what in layer.fp8_inputs
+        return kept.times * rows * self.on_rank(kept.features) * self.bytes_of(kept.element, in_fp8=in_fp8)
 
     @cached_property
     def stream_bytes_per_feature(self) -> int:

@@ -28,6 +28,7 @@ from megaspec.estimate.schedule import (
     messages_held,
     shape_of,
 )
+from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.nn.model_facts import ModelFacts
@@ -202,7 +203,7 @@ def _of_stage(common: _CommonSizes, stage: int, held: float, always: _HeldAlways
     if contents.has_embedding and common.trains_table:
         # what its micro batch kept is gone, and what left before it, but for what weight gradients need that were
         # deferred
-        at_table = exchanges.at_table() + common.run.width * common.table - gone
+        at_table = exchanges.at_table() + _table_gradient(common) - gone
         more = max(more, peak.elsewhere + at_table - always.logits - at_head)
     # of what comes on top, messages are told apart from activations
     moving = min(more, max(0, at_layer - at_head))
@@ -225,6 +226,17 @@ def _of_stage(common: _CommonSizes, stage: int, held: float, always: _HeldAlways
         communication=communication,
         reserve=reserve,
     )
+
+
+def _table_gradient(common: _CommonSizes) -> int:
+    """The gradient that the embedding makes of its table: whole, or where it is summed in place the rows that are added
+    to the sum, in the sum's format."""
+    run = common.run
+    if not tables_in_place(common.recipe).embedding:
+        return run.width * common.table
+    if run.width == run.wide:
+        return 0
+    return run.wide * run.tokens.all * common.facts.d_model
 
 
 def fullest(stages: Sequence[StageMemory]) -> StageMemory:
@@ -263,7 +275,7 @@ def _held_always(common: _CommonSizes, contents: StageContents, messages: int, c
     run = common.run
     logits = 0
     if contents.has_head:
-        logits = _head(recipe, run, common.facts)
+        logits = _head(recipe, run, common.facts, is_cuda=common.is_cuda)
     return _HeldAlways(
         exchanges=ExchangeMemory(recipe, run, common.facts, contents, messages),
         weights=_weights(recipe, run, contents, counts.held),
@@ -394,7 +406,8 @@ def _in_backward(common: _CommonSizes, contents: StageContents, chunks: Sequence
         sent = max(sent, one.sent)
     # tokens on their way to experts, and layers on their way back from the CPU, are there beside a layer's gradients
     total = again + in_layer + sent + moving
-    if contents.has_head and contents.has_embedding and common.facts.is_tied and common.trains_table:
+    is_tied_here = contents.has_head and contents.has_embedding and common.facts.is_tied
+    if is_tied_here and common.trains_table and not tables_in_place(common.recipe).head:
         # the gradient of a tied table waits for the embedding's part of it
         total += common.run.width * common.table
     if not common.shape.splits_backward:
@@ -444,7 +457,7 @@ def _angles(facts: ModelFacts, positions: int) -> int:
     return positions * facts.angles * _ANGLE
 
 
-def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
+def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts, *, is_cuda: bool) -> int:
     """The last norm in fp32, its output gathered, and the loss with the gradients that it makes on the way.
 
     Legend: rows, tokens of a rank in the head; columns, classes of its part of the vocabulary; d, d_model; e and w,
@@ -465,19 +478,23 @@ def _head(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
     if kernel == "reference":
         # logits and two more tensors as large, in at least fp32
         return total + rows * columns * (3 + bent) * w
-    # the gradient of the norm's output [rows, d] and of the table are added up over pieces of the tokens
+    # the gradient of the norm's output [rows, d], and of the table unless it is summed in place, are added up over
+    # pieces of the tokens
     total += rows * d * e * facts.head_makes_input_gradient
+    is_in_place = tables_in_place(recipe).head
     makes_table = not facts.head_table.is_frozen
-    total += table * w * makes_table
+    if makes_table and not is_in_place:
+        total += table * w
     piece = logits_piece(rows, columns * e)
     # a piece's logits are dropped when the next piece's are there
     at_piece = (piece + min(piece, rows - piece)) * columns * e
     if kernel != "triton":
         at_piece += (_softmax_numbers(e, w) + 2 * bent * w) * piece * columns
-    # at the end the last piece's logits, and the table's gradient in the model's format
+    # at the end the last piece's logits, and the table's gradient in the model's format; in place that is one piece's,
+    # which GPUs add inside of the product
     last_piece = (rows - 1) % piece + 1
     at_end = last_piece * columns * e
-    if e < w and makes_table:
+    if e < w and makes_table and not (is_in_place and is_cuda):
         at_end += table * e
     return total + max(at_piece, at_end)
 
@@ -492,12 +509,15 @@ def _softmax_numbers(e: int, w: int) -> int:
 
 def _head_waits(recipe: Recipe, run: LayerRun, facts: ModelFacts) -> int:
     """What the last norm and the loss keep of a micro batch whose backward pass does not follow at once; of the loss,
-    both gradients that it has made on the way."""
+    the gradients that it has made on the way and added to no sum."""
     table = facts.table_on(tp=run.degrees.tp)
     if recipe.kernels.cross_entropy == "reference":
         kept = 2 + int(recipe.model.logit_cap is not None)
         return _last_norm(run, facts) + kept * run.tokens.all * table // facts.d_model * run.wide
-    return _last_norm(run, facts) + (run.tokens.all * facts.d_model + table) * run.width
+    kept = run.tokens.all * facts.d_model
+    if not tables_in_place(recipe).head:
+        kept += table
+    return _last_norm(run, facts) + kept * run.width
 
 
 def _last_norm(run: LayerRun, facts: ModelFacts) -> int:
@@ -537,6 +557,8 @@ def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents) -> int:
             if layer.in_fp8:
                 weights = 0
                 for one in layer.linears:
+                    if not one.takes_fp8:
+                        continue
                     matrices = max(1, one.n_experts // run.degrees.ep)
                     weights += matrices * one.inputs.on(run.degrees) * run.on_rank(one.outputs)
                 sizes.append(2 * weights)

@@ -14,6 +14,7 @@ from megaspec.estimate.work import (
     head_part,
     layer_parts,
     recomputed_layers,
+    seen_pairs,
 )
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.stages import stages_of
@@ -151,7 +152,6 @@ def _pair_flops(recipe: Recipe, part: RecomputablePart, layer: LayerFacts) -> fl
     if work is None:
         return 0.0
     attention: AttentionProducts = layer.attention
-    seq_len = recipe.data.seq_len
-    sequences = work.tokens / seq_len
-    pairs = sequences * attention.sight.twice_the_pairs(seq_len) / 2
+    sequences = work.tokens / recipe.data.seq_len
+    pairs = sequences * seen_pairs(recipe, attention) / 2
     return 2.0 * pairs * work.heads * (attention.d_key + attention.d_value) * work.share

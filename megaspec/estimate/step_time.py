@@ -433,10 +433,22 @@ def _update(recipe: Recipe, count: WeightCount) -> _Update:
     updated = _updated_bytes(recipe, wide)
     copied = 0
     if narrow < 4:
-        copied = 4 + narrow
+        copied = _copied_bytes(recipe, narrow)
     # the norm reads every gradient
     here = wide + (1 - parallelism.offload.optimizer) * (updated + copied)
     return _Update(parameters, here, wide + updated + copied)
+
+
+def _copied_bytes(recipe: Recipe, narrow: int) -> int:
+    """Bytes that a weight of `narrow` bytes beside its master weight adds to the update."""
+    optim = recipe.optim
+    if not isinstance(optim, AdamWSpec) or recipe.kernels.adamw == "torch":
+        # a pass of its own reads master weights
+        return 4 + narrow
+    if optim.formats.master == "fp16":
+        # it is half of the master weight: read and written
+        return 2 * narrow
+    return narrow
 
 
 def update_bytes(recipe: Recipe, rank: int) -> float:

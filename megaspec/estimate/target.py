@@ -19,6 +19,7 @@ from pydantic import Field
 from megaspec.core.frozen import Frozen, NonNegativeInt, PositiveInt
 from megaspec.estimate.cpu_memory import available_memory
 from megaspec.estimate.hardware import hardware_of
+from megaspec_kernels.catalog import PACKAGES as KERNEL_PACKAGES
 
 _PACKAGES = (
     "megaspec",
@@ -28,11 +29,12 @@ _PACKAGES = (
     "safetensors",
     "tokenizers",
     "triton",
-    "transformer-engine",
     "tensorboard",
     "wandb",
     "mlflow-skinny",
     "trackio",
+    # what implementations of kernels may need
+    *KERNEL_PACKAGES,
 )
 
 

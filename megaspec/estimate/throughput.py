@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from megaspec.core.errors import COMMAND_LINE, Problem, RecipeError
 from megaspec.core.frozen import Frozen, PositiveInt
 from megaspec.core.problems import one_of
+from megaspec.estimate.attention_rates import AttentionRate
 from megaspec.estimate.curves import Curve, Seconds
 from megaspec.estimate.hardware import HARDWARE, MEASURED_BY, Hardware
 from megaspec.estimate.topology import CollectiveKind
@@ -79,6 +80,8 @@ class ThroughputTable(Frozen):
     """Groups of the products of `grouped`."""
     attention: AttentionCurves
     """bf16."""
+    attention_rates: tuple[AttentionRate, ...] = ()
+    """Of every implementation that ran where the table was measured; earlier tables have none."""
     memory: Curve
     """Element-wise work, by bytes read and written."""
     update_share: Annotated[float, Field(gt=0, le=1)]
@@ -158,6 +161,13 @@ class MeasuredThroughput:
         against_bf16 = dense / self.matmul_seconds(m, n, k, precision="bf16", kind=kind)
         per_group = getattr(self.table.grouped, kind).at(m / groups, n, k) / self.table.groups
         return max(dense, per_group * groups * against_bf16 * self._matmul["bf16"])
+
+    @property
+    def attention_rates(self) -> tuple[AttentionRate, ...]:
+        """Of this kind of GPU; on another, another implementation may be the fastest."""
+        if self.table.hardware != self.hardware.name:
+            return ()
+        return self.table.attention_rates
 
     def attention_seconds(
         self,

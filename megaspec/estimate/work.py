@@ -7,8 +7,12 @@ memory, so that its time is the bytes that its kernels read and write.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megaspec.core.document_lengths import Lengths, twice_the_pairs_in_a_row
+from megaspec.core.frozen import AUTO
 from megaspec.core.part_facts import AttentionProducts, Linear, Moved, PartFacts
 from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
+from megaspec.estimate.schedule import shape_of
+from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec
@@ -33,6 +37,8 @@ TURNING = 2.6
 MASK_COST = 3.25
 FLEX_COST = 1.49
 FLASH_COST = 1.83
+# Implementations of packages, which leave out what documents and windows hide.
+OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
 
 
 class PassBytes(NamedTuple):
@@ -196,27 +202,75 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
     )
 
 
+def seen_pairs(recipe: Recipe, attention: AttentionProducts) -> float:
+    """Twice the pairs of a query and a key that are seen in a row, see Sight.twice_the_pairs: with packed documents the
+    mean over rows. Documents of which nothing is known count as one, which is the most that they can cost."""
+    return twice_the_pairs_in_a_row(document_lengths(recipe), recipe.data.seq_len, attention.sight)
+
+
+def document_lengths(recipe: Recipe) -> Lengths:
+    """Of the documents that attention stays inside of; (): rows are one document, or nobody knows."""
+    lengths = recipe.data.document_lengths
+    # a filled recipe that nobody knows the lengths of says nothing of them in JSON
+    if not recipe.data.document_mask or lengths == AUTO:
+        return ()
+    return lengths
+
+
 def _computed_pairs(recipe: Recipe, attention: AttentionProducts, *, whole_sequences: bool) -> float:
     """Pairs of causal attention that take as long as what is computed.
 
-    In fp32 sdpa takes a mask, and computes what it hides, too. Of blocks nothing is computed that lies behind them;
-    those that a window hides as a whole are skipped, which is not counted: ranks wait for the one that has most. How
-    long documents are is not known: they count as one, which is the most that they can cost.
+    In fp32 sdpa takes a mask, and computes what it hides, too. The share of attention that all kernels leave out with
+    documents is a mean over rows: that one rank's rows have more pairs than another's, for which all wait, is not
+    counted.
     """
     seq_len = recipe.data.seq_len
     hides_keys = attention.sight.hides_keys(seq_len)
     if not whole_sequences:
-        return 1.0
+        return _pairs_in_blocks(recipe, attention)
+    if recipe.kernels.attention in OWN_LENGTHS:
+        # at cuDNN's rate for causal attention, which nobody measured of them
+        return seen_pairs(recipe, attention) / seq_len**2
     if recipe.kernels.attention == "flex" and (hides_keys or attention.caps_scores or recipe.data.document_mask):
-        return FLEX_COST * attention.sight.twice_the_pairs(seq_len) / seq_len**2
-    if recipe.kernels.attention == "te" and (hides_keys or recipe.data.document_mask):
-        # cuDNN's, as what times are measured by is, with and without lengths
-        return attention.sight.twice_the_pairs(seq_len) / seq_len**2
+        return FLEX_COST * seen_pairs(recipe, attention) / seq_len**2
     if recipe.kernels.attention == "sdpa" and (hides_keys or recipe.data.document_mask):
         if recipe.precision.kind == "fp32":
             return MASK_COST
-        return FLASH_COST * attention.sight.twice_the_pairs(seq_len) / seq_len**2
+        return FLASH_COST * seen_pairs(recipe, attention) / seq_len**2
     return 1.0
+
+
+def _pairs_in_blocks(recipe: Recipe, attention: AttentionProducts) -> float:
+    """The same where ranks have a part of each sequence, of the rank that the others wait for.
+
+    Blocks go document by document, or chunk by chunk of them, each pair of a query and a key on one rank. Rank r of n
+    has two pieces of 2 n, r and 2 n - 1 - r: what all of a row up to a piece's end sees, less what it sees up to its
+    beginning. In a row of one document all ranks have as many. In a packed one the first piece sees less than the
+    others, which see the same once documents are shorter than they are.
+    A window is a mask beside blocks, which is computed with what it hides; those that it hides as a whole are skipped,
+    which is not counted.
+    """
+    seq_len = recipe.data.seq_len
+    sight = attention.sight
+    has_window = sight.window is not None and sight.window < seq_len
+    is_by_document = recipe.data.document_mask or (sight.chunk is not None and sight.chunk < seq_len)
+    if has_window or not is_by_document or recipe.precision.kind == "fp32":
+        return 1.0
+    context = recipe.parallelism.context
+    ranks = context_split(context, recipe.parallelism.cp).ring
+    if context.kind == "all_gather":
+        ranks = recipe.parallelism.cp
+    lengths = document_lengths(recipe)
+    piece = seq_len / (2 * ranks)
+    most = 0.0
+    for rank in range(ranks):
+        pairs = 0.0
+        for number in (rank, 2 * ranks - 1 - rank):
+            pairs += twice_the_pairs_in_a_row(lengths, (number + 1) * piece, sight)
+            if number:
+                pairs -= twice_the_pairs_in_a_row(lengths, number * piece, sight)
+        most = max(most, pairs)
+    return FLASH_COST * ranks * most / seq_len**2
 
 
 def _merged_bytes(run: LayerRun, attention: AttentionProducts, context: ContextSpec) -> PassBytes:
@@ -272,12 +326,19 @@ def fp8_bytes(products: list[Product]) -> PassBytes:
 
 
 def embedding_part(recipe: Recipe) -> RecomputablePart:
-    """Rows are read and written; the gradient is as large as the whole table and is added to its sum."""
+    """Rows are read and written. Their gradients are added to the sum in place, in its format; else the gradient is as
+    large as the whole table."""
     run = layer_run(recipe)
     facts = facts_of(recipe)
     table = facts.table_on(tp=run.degrees.tp)
     rows = 2 * run.width * facts.d_model * run.tokens.all
     gradient = rows + (2 * run.width + 8) * table
+    if tables_in_place(recipe).embedding:
+        # to the sum's format, and read again with the rows that they are added to
+        gradient = rows + 4 * run.wide * facts.d_model * run.tokens.all
+        if not facts.is_tied:
+            # a step's first micro batch makes a sum of zeros
+            gradient += run.wide * table / shape_of(recipe).micro_batches
     if facts.embedding_table.is_frozen:
         gradient = 0
     return RecomputablePart("embedding", forward_bytes=rows, backward_bytes=gradient)
@@ -304,9 +365,14 @@ def head_part(recipe: Recipe) -> RecomputablePart:
     if "norm" in run.execution.fused:
         norm_forward = KERNEL_NORM_FORWARD * e * d_model * run.tokens.stream
         norm_backward = KERNEL_NORM_BACKWARD * e * d_model * run.tokens.stream
-    # the gradient of the table: to the model's format, scaled, added to its sum
+    # the gradient of the table: to the model's format, scaled, added to its sum; and that of the norm's output, scaled
     table_gradient = (4 + e + 2 * e + e + 8) * table
-    if facts.head_table.is_frozen:
+    scaled = 2 * e * d_model * tokens
+    is_in_place = tables_in_place(recipe).head
+    if is_in_place:
+        # nothing is scaled
+        scaled = 0
+    if facts.head_table.is_frozen or is_in_place:
         table_gradient = 0
     product = Product(
         tokens,
@@ -320,7 +386,7 @@ def head_part(recipe: Recipe) -> RecomputablePart:
         "head",
         [product],
         forward_bytes=norm_forward + logits,
-        backward_bytes=norm_backward + table_gradient + 2 * e * d_model * tokens,
+        backward_bytes=norm_backward + table_gradient + scaled,
     )
 
 

@@ -93,6 +93,8 @@ class Fp8Form:
     product: ScaledProductKernel
 
     counts_saturated = True
+    takes_written = True
+    """Whether layers take what norms and gates write in fp8."""
 
     def blocks(self, role: Role) -> Blocks:
         return BLOCKS[self.recipe][role]

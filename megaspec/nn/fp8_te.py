@@ -48,6 +48,7 @@ class TeFp8Form:
     margin: int
 
     counts_saturated = False
+    takes_written = False
 
     def memory_dtype(self, wide: torch.dtype) -> torch.dtype:
         """Of what is remembered: its casts read and write nothing else."""

@@ -2,10 +2,10 @@
 
 # B sequences, T tokens, I inputs, O outputs
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -78,10 +78,56 @@ class WeightGradientSum:
 
     def add_now(self, product: Product) -> None:
         """`add`, deferred or not."""
+        self.add_part(product)
+        self.arrived()
+
+    def add_part(self, product: Product) -> None:
+        """`add_now` of a part of what a backward pass adds: `arrived` tells when all of it is there."""
         assert self._is_open, f"a weight gradient {tuple(self._buffer.shape)} came while its sum has no memory"
         product(self._buffer, self._is_fresh)
         self._is_fresh = False
+
+    def arrived(self) -> None:
+        """What a backward pass adds is there."""
         self._done()
+
+
+class TableSum:
+    """The gradient of a table of the vocabulary, added to its WeightGradientSum by an embedding or output head.
+
+    A tied table has one sum and two of these. `ends_pass`: a backward pass adds nothing to the table behind this
+    module, the embedding where a chunk has both.
+
+    Note "Tables". The loss makes the table's gradient in its forward pass, from logits that it drops there. So it is
+    added before anyone knows what the loss's own gradient will be: only a loss that the backward pass starts from, with
+    a gradient of 1, may do that, which is what the passes of a step are. Whoever calls `backward` on something else
+    has gradients through autograd: `is_open` is false outside of WeightGradientSums.step.
+    """
+
+    def __init__(self, owner: "WeightGradientSums", one: WeightGradientSum, *, ends_pass: bool):
+        self._owner = owner
+        self._sum = one
+        self._ends_pass = ends_pass
+
+    @property
+    def is_open(self) -> bool:
+        """Gradients are to be added here; else they are autograd's."""
+        return self._owner.is_step
+
+    def add(self, product: Product) -> None:
+        """`product(buffer, overwrite)` adds to the buffer, or overwrites it."""
+        self._sum.add_part(product)
+
+    def arrived(self) -> None:
+        """Called in the backward pass, when what this module adds is there."""
+        if self._ends_pass:
+            self._sum.arrived()
+
+
+class TableUser(Protocol):
+    """An embedding or an output head."""
+
+    table_sum: TableSum | None
 
 
 class WeightGradientSums:
@@ -98,6 +144,8 @@ class WeightGradientSums:
     def __init__(self) -> None:
         self.queue: WeightGradientQueue | None = None
         """Where products wait; None: they are computed at once."""
+        self.is_step = False
+        """The passes that run are those of a step: losses are what their backward passes start from."""
         self._sums: list[WeightGradientSum] = []
 
     def connect(self, layer: "Linear", buffer: Tensor, done: Callable[[], None]) -> WeightGradientSum:
@@ -108,6 +156,26 @@ class WeightGradientSums:
         self._sums.append(one)
         layer.main_grad = MainGrad(buffer, torch.tensor([number], dtype=torch.int64, device="cpu"))
         return one
+
+    def connect_table(
+        self, users: Sequence[tuple[TableUser, bool]], buffer: Tensor, done: Callable[[], None]
+    ) -> WeightGradientSum:
+        """From now on the modules that hold a table sum its gradients in `buffer`, in the passes of a step; `done` is
+        called once for each. `users`: with whether they are the last that a backward pass comes to."""
+        one = WeightGradientSum(self, buffer, done)
+        self._sums.append(one)
+        for user, ends_pass in users:
+            user.table_sum = TableSum(self, one, ends_pass=ends_pass)
+        return one
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The passes in here are those of a step: see the note "Tables"."""
+        self.is_step = True
+        try:
+            yield
+        finally:
+            self.is_step = False
 
     @contextmanager
     def defer(self, queue: "WeightGradientQueue | None") -> Iterator[None]:

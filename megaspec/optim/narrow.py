@@ -160,8 +160,11 @@ class NarrowAdamW(MasterOptimizer):
         if self._number:
             spec = self._spec
             weights = self._listed(self.weights)
-            # another key for each parameter and update, 32 bits; the golden ratio keeps keys of neighbours apart
-            keys = hashed((self._keys + self._updates * 0x9E3779B9) & 0xFFFFFFFF)
+            keys = self._keys
+            # Another key for each parameter and update, 32 bits, for moments that are rounded at random; the golden
+            # ratio keeps keys of neighbours apart.
+            if any(moment.form is not None for moment in self._moments.values()):
+                keys = hashed((self._keys + self._updates * 0x9E3779B9) & 0xFFFFFFFF)
             self._kernel(
                 weights,
                 self._listed(self._kept),

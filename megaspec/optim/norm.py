@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.core.layout import Layout
+from megaspec.nn.each_norm import each_norm
 
 
 @dataclass(frozen=True)
@@ -21,17 +22,23 @@ class LocalNorms:
 
 
 def local_norms(
-    gradients: Mapping[str, Tensor], layouts: Mapping[str, Layout], *, device: torch.device | None = None
+    gradients: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    *,
+    known: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> LocalNorms:
     """Rectangles that several ranks hold count on the first one only. Padding is zero and adds nothing.
 
-    `device`: where a rank without parameters has its nothing.
+    `known`: norms of some of the gradients as `each_norm` makes them, which are not read again. `device`: where a rank
+    without parameters has its nothing.
     """
     if not gradients:
         nothing = torch.zeros(0, dtype=torch.float64, device=device)
         return LocalNorms(nothing, nothing.sum())
-    held = list(gradients.values())
-    each = torch.stack(torch._foreach_norm(held)).to(torch.float64)
+    found = dict(known or {})
+    found |= each_norm({name: gradient for name, gradient in gradients.items() if name not in found})
+    each = torch.stack([found[name] for name in gradients]).to(torch.float64)
     # A gradient of which this rank counts everything takes part by its norm in `each`, which is there already. Of the
     # others the rectangles that count here are `parts`, with norms of their own.
     counted: list[float] = []
@@ -42,6 +49,8 @@ def local_norms(
         counted.append(float(is_whole))
         if not is_whole:
             parts += [gradient[piece.local_slices] for piece in first]
+    if all(counted):
+        return LocalNorms(each, each.square().sum())
     # from page-locked memory, so that the host does not wait for the GPU
     weights = torch.tensor(counted, dtype=torch.float64, pin_memory=each.is_cuda).to(each.device, non_blocking=True)
     # where, since 0 · inf is not 0

@@ -31,7 +31,12 @@ from megaspec.core.layout import Layout, replicated
 from megaspec.core.layout import rows as rows_of
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, Unit
+from megaspec.nn.each_norm import each_norm
+from megaspec.nn.embedding.module import Embedding
+from megaspec.nn.head.module import OutputHead
 from megaspec.nn.linear import Linear, WeightGradientSums
+from megaspec.nn.range_names import OPTIMIZER
+from megaspec.nn.ranges import marked
 from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
 from megaspec.parallelism.flat import divide
@@ -83,9 +88,12 @@ class DataParallel:
     memory inside `full_weights` and while their unit runs. `gradients`, `weights`, `shards`: what the optimizer works
     on: this rank's rows of each parameter's gradient, of the parameter itself, and where they lie in the global one.
 
+    `norms`: of gradients that nobody changes behind `finish_grads`, this rank's rows, scalars; there behind it.
+
     Buckets are filled from the last parameter to the first, the order in which the backward pass makes gradients.
     Linear layers add to them inside the matrix product; other parameters through a hook on their `.grad`, which a
-    compiled block calls at its end: theirs are behind those of the unit's linear layers.
+    compiled block calls at its end: theirs are behind those of the unit's linear layers. With replicate and zero1 the
+    tables of embedding and output head are added to in place as well, in the passes of a step.
     """
 
     def __init__(self, mesh: Mesh, sharing: Sharing, *, facts: Mapping[str, WeightFacts]):
@@ -103,13 +111,15 @@ class DataParallel:
         layouts: Mapping[str, Layout],
         sums: WeightGradientSums,
         shared: frozenset[str] = frozenset(),
+        changed_later: frozenset[str] = frozenset(),
         on_update: Callable[[], None] = lambda: None,
         on_free: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
         """Moves the parameters into buckets and wraps the units that use them. All ranks must call it together.
 
         `layouts`: of the parameters as they lie on this rank. `sums`: of this model's weight gradients. `shared`:
-        parameters that another pipeline rank holds as well, to be divided alike there. `on_update` is called when
+        parameters that another pipeline rank holds as well, to be divided alike there. `changed_later`: those whose
+        gradients others add something to behind `finish_grads`. `on_update` is called when
         weights have changed, `on_free` with the names of weights whose memory this rank is about to free.
         """
         is_shared_out = self._sharing.strategy != "replicate"
@@ -120,13 +130,15 @@ class DataParallel:
         self._units = [self._units_of(chunk, parameters) for chunk, parameters in zip(chunks, held, strict=True)]
         self._linears = self._linears_of(chunks)
         self._make_buckets(held, shared)
+        self._changed_later = changed_later
+        self.norms: dict[str, Tensor] = {}
         self._reductions = self._make_reductions()
         if is_shared_out:
             for bucket in self.buckets:
                 bucket.hold_weights(self.parameters, kept=not self._shards_weights)
         self._on_update = on_update
         self._gathers = self._make_gathers([b for b in self.buckets if self.is_gathered(b)], on_free)
-        self._reductions.connect(self._linears, sums)
+        self._reductions.connect(self._linears, self._tables_of(chunks), sums)
         self._share_out(layouts)
         self._backward_at: list[_ShardedUnit | None] = [None] * len(chunks)
         """The unit of each chunk whose backward pass runs."""
@@ -148,7 +160,14 @@ class DataParallel:
             form=torch.bfloat16 if self._sharing.grad_reduce == "bf16" else None,
             kept=self._keeps_sums,
             overlap=self._sharing.overlap_grad_reduce,
+            on_summed=self._take_norms,
         )
+
+    def _take_norms(self, bucket: Bucket) -> None:
+        """Of gradients that are what they stay: beside the rest of the backward pass, where reductions are."""
+        stay = {name: self.gradients[name] for name in bucket.names if name not in self._changed_later}
+        with marked(OPTIMIZER):
+            self.norms |= each_norm(stay)
 
     def _make_gathers(self, buckets: Sequence[Bucket], on_free: Callable[[Sequence[str]], None]) -> Gathers:
         return Gathers(
@@ -183,6 +202,26 @@ class DataParallel:
                 if isinstance(module, Linear) and weight in self.parameters and self._facts[weight].is_trained:
                     found[weight] = module
         return found
+
+    def _tables_of(self, chunks: Sequence[Decoder]) -> dict[str, list[tuple[Embedding | OutputHead, bool]]]:
+        """Trained tables whose gradients all of their users, embeddings and output heads, can sum in place, by name; of
+        each user whether a backward pass through its chunk comes to it last.
+
+        None where sums have no memory in the forward pass, in which the loss makes its own."""
+        found: dict[str, list[tuple[Embedding | OutputHead, bool]]] = {}
+        refused: set[str] = set()
+        if not self._keeps_sums:
+            return found
+        for chunk in chunks:
+            for name, users in _users_of(chunk).items():
+                if not (self._facts[name].is_trained and all(map(_sums_in_place, users))):
+                    refused.add(name)
+                    continue
+                # the embedding, where a chunk has both
+                has_embedding = any(isinstance(user, Embedding) for user in users)
+                for user in users:
+                    found.setdefault(name, []).append((user, isinstance(user, Embedding) or not has_embedding))
+        return {name: users for name, users in found.items() if name not in refused}
 
     def _make_buckets(self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]) -> None:
         """`held`: the parameters of each chunk."""
@@ -307,6 +346,7 @@ class DataParallel:
 
     def start_step(self) -> None:
         """Forgets the last step's sums; the first gradient of each parameter overwrites them."""
+        self.norms = {}
         self._reductions.start_step()
 
     def start_backward(self, chunk: int, *, last: bool) -> None:
@@ -402,6 +442,22 @@ class DataParallel:
     def _end_backward(self, chunk: int) -> None:
         self._leave(chunk)
         self._backward_at[chunk] = None
+
+
+def _users_of(chunk: Decoder) -> dict[str, list[nn.Module]]:
+    """The modules that hold a weight of a chunk, by its global name; biases are left out."""
+    names = {id(parameter): name for name, parameter in chunk.global_parameters().items()}
+    users: dict[str, list[nn.Module]] = {}
+    for module in chunk.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if key == "weight":
+                users.setdefault(names[id(parameter)], []).append(module)
+    return users
+
+
+def _sums_in_place(user: nn.Module) -> bool:
+    """Whether a module can add the gradient of its weight to a TableSum."""
+    return isinstance(user, Embedding) or (isinstance(user, OutputHead) and user.sums_in_place)
 
 
 def _names_of(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -2,6 +2,7 @@
 
 Note "Whose scales". A scale is that of a whole tensor, as if one rank held it: of a weight over the tensor-parallel
 ranks that hold parts of it, of activations and their gradients over those that hold parts of the same tokens' features.
+Of experts: nn/moe/fp8.py, note "Experts".
 What differs from rank to rank by its tokens has scales of its own: micro batches, of data-parallel and of
 context-parallel ranks. So dp ranks compute what one rank computes with the same micro batches one after the other.
 
@@ -14,32 +15,50 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
+from megaspec.nn.fp8_producers import Producer
 from megaspec.nn.fp8_te import TeFp8Form, TeFp8Linear
+from megaspec.nn.layer.module import Layer
 from megaspec.nn.linear import Linear
+from megaspec.nn.mlp.module import Gated
+from megaspec.nn.moe.fp8 import EXPERTS_GRADIENT, Fp8Experts
+from megaspec.nn.moe.module import GroupedLinear
+from megaspec.nn.norm.module import KernelNorm
 from megaspec.parallelism.collectives import all_reduce_max, wait
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
+from megaspec_kernels.fp8_cast.formats import scale_of
+from megaspec_kernels.registry import ScaledGroupedKernel
 
 LAYERS: dict[type[Fp8Form | TeFp8Form], type[Fp8Linear]] = {Fp8Form: Fp8Linear, TeFp8Form: TeFp8Linear}
-"""What computes a layer, by the form of the model's."""
+"""What computes a layer, by the form of the model's. Experts have one of their own."""
 
 
 class Fp8:
     """The strategy. `apply` to all chunks, when their modules are what they stay and lie in memory."""
 
     def __init__(
-        self, mesh: Mesh, form: Fp8Form | TeFp8Form | None, *, names: Mapping[int, Sequence[str]], history: int
+        self,
+        mesh: Mesh,
+        form: Fp8Form | TeFp8Form | None,
+        *,
+        names: Mapping[int, Sequence[str]],
+        history: int,
+        grouped: ScaledGroupedKernel,
+        writes_fp8: bool = True,
     ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
-        linears. `history`: steps that delayed scales look back."""
+        linears. `history`: steps that delayed scales look back. `grouped`: products of experts. `writes_fp8`: norms and
+        gates, where their kernels can, write it themselves by delayed scales."""
         self._mesh = mesh
         self._form = form
         self._names = names
         self._history = history
+        self._writes_fp8 = writes_fp8
+        self._grouped = grouped
         self._shared = Fp8Shared()
         self.linears: dict[str, Fp8Linear] = {}
         """By global name of the weight."""
@@ -65,17 +84,33 @@ class Fp8:
         self._scales = torch.ones(count, len(REMEMBERED), dtype=dtype, device=device)
         self._seen = torch.zeros_like(self._scales)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
+        experts = [i for i, module in enumerate(modules.values()) if isinstance(module, GroupedLinear)]
+        self._of_experts = torch.tensor(experts, dtype=torch.int64, device=device)
         for i, (name, module) in enumerate(modules.items()):
             memory = None
             if self.is_delayed:
                 memory = Fp8Memory(self._scales[i], self._seen[i], self.saturated)
-            make = LAYERS[type(self._form)]
-            linear = make(self._form, self._shared, **self._parts(module), memory=memory)
+            linear = self._linear(module, memory)
             module.fp8 = Fp8Use(linear.ticket, self._form.recipe, self._form.gradient_format)
             self.linears[name] = linear
+        if self.is_delayed and self._writes_fp8 and self._form.takes_written:
+            for chunk in chunks:
+                for layer in chunk.layers.values():
+                    _have_fp8_written(layer)
+
+    def _linear(self, module: Linear, memory: Fp8Memory | None) -> Fp8Linear:
+        parts = self._parts(module)
+        if not isinstance(module, GroupedLinear):
+            make = LAYERS[type(self._form)]
+            return make(self._form, self._shared, **parts, memory=memory)
+        return Fp8Experts(
+            self._form, self._shared, **parts, memory=memory, n_experts=module.n_experts, grouped=self._grouped
+        )
 
     def _parts(self, module: Linear) -> dict[str, object]:
         """How ranks divide a layer, as Fp8Linear takes it."""
+        if isinstance(module, GroupedLinear):
+            return self._parts_over(module.split, self._mesh.group("etp"))
         splits: dict[type[Linear], Split] = {
             Linear: "none",
             ColumnParallelLinear: "outputs",
@@ -83,9 +118,11 @@ class Fp8:
         }
         split = splits.get(type(module))
         assert split is not None, f"{type(module).__name__} computes in no fp8"
+        return self._parts_over(split, None if split == "none" else module.group)
+
+    def _parts_over(self, split: Split, group: dist.ProcessGroup | None) -> dict[str, object]:
         if split == "none":
             return {"split": split}
-        group = module.group
         return {"split": split, "largest": lambda amax: wait(all_reduce_max(amax, group))}
 
     def renew(self) -> None:
@@ -136,6 +173,10 @@ class Fp8:
         amax = self.largest.amax(-1)
         for place, role in enumerate(REMEMBERED):
             self._scales[:, place] = self._form.delayed_scale(amax[:, place], role)
+        # of experts, whose gradients are in a format of their own
+        place = REMEMBERED.index("gradient")
+        mine = amax[self._of_experts, place]
+        self._scales[self._of_experts, place] = scale_of(mine, EXPERTS_GRADIENT, margin=self._form.margin)
 
     def state(self) -> dict[str, Tensor]:
         """What delayed scales are made of, [2, history] by the name of the layer's weight, the same on all ranks that
@@ -155,3 +196,23 @@ class Fp8:
             mine.copy_(state[name])
         self._shared.is_fresh = not bool(self.largest.any())
         self._set_scales()
+
+
+def _have_fp8_written(layer: Layer) -> None:
+    """Has norms and gates of a layer write fp8 for what takes it, and for the gradient of what a gate takes.
+
+    Tensor-parallel ranks gather what they multiply, so layers whose outputs they divide quantise it themselves; so do
+    those that have a bias, for the gradient.
+    """
+    for norm, mixer in layer.pairs():
+        entry = getattr(mixer, "entry", None)
+        if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_fp8(entry):
+            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
+        if isinstance(mixer, Gated) and mixer.kernel.producer is not None:
+            if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down) and mixer.w_gate_up.bias is None:
+                mixer.fp8_producer = mixer.kernel.producer.implementation
+
+
+def _takes_fp8(linear: nn.Module | None) -> bool:
+    """Whether its input may arrive in fp8."""
+    return type(linear) is Linear and linear.fp8 is not None

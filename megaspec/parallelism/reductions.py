@@ -8,7 +8,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from megaspec.nn.linear import Linear, WeightGradientSum, WeightGradientSums
+from megaspec.nn.linear import Linear, TableUser, WeightGradientSum, WeightGradientSums
 from megaspec.nn.transfer import Side, wait_for
 from megaspec.parallelism.bucket import Bucket
 
@@ -32,13 +32,16 @@ class Reductions:
         form: torch.dtype | None,
         kept: bool,
         overlap: bool,
+        on_summed: Callable[[Bucket], None],
     ):
-        """`form`: of gradients on their way between ranks; None: as they are summed."""
+        """`form`: of gradients on their way between ranks; None: as they are summed. `on_summed` is called behind the
+        reduction that makes a bucket's shard this step's gradient, and may start work on it, beside the computation."""
         self._buckets = buckets
         self._side = side
         self._form = form
         self._kept = kept
         self._overlap = overlap
+        self._on_summed = on_summed
         self._passes: dict[int | None, int] = {}
         """Backward passes of this step that have begun, by chunk."""
         self._ending: set[int | None] = set()
@@ -61,14 +64,23 @@ class Reductions:
         self._sums: dict[str, WeightGradientSum] = {}
         self._parameters = parameters
 
-    def connect(self, linears: Mapping[str, Linear], sums: WeightGradientSums) -> None:
-        """Gradients of linear layers' weights are summed in place, all others taken from their parameters."""
+    def connect(
+        self,
+        linears: Mapping[str, Linear],
+        tables: Mapping[str, Sequence[tuple[TableUser, bool]]],
+        sums: WeightGradientSums,
+    ) -> None:
+        """Gradients of linear layers' weights are summed in place, and in the passes of a step those of `tables` (see
+        WeightGradientSums.connect_table); all others are taken from their parameters."""
         for name, module in linears.items():
             self._sums[name] = sums.connect(module, self.main_grads[name], partial(self._arrived, name))
             if not self._kept:
                 self._sums[name].stop()
+        for name, users in tables.items():
+            assert self._kept, f"{name} is summed in place, and its sum has no memory before the backward pass"
+            self._sums[name] = sums.connect_table(users, self.main_grads[name], partial(self._arrived, name))
         for name, parameter in self._parameters.items():
-            if name not in self._sums:
+            if name not in linears:
                 parameter.register_post_accumulate_grad_hook(self._taker(name))
 
     def start_step(self) -> None:
@@ -125,6 +137,7 @@ class Reductions:
             else:
                 with self._side.after_now():
                     bucket.sum_replicas(self._form)
+                    self._on_summed(bucket)
         self._drain()
         wait_for(self._side.done())
         self._start_counts()
@@ -166,11 +179,15 @@ class Reductions:
     def _take(self, name: str, parameter: nn.Parameter) -> None:
         bucket = self._bucket_of[name]
         self.prepare(bucket)
-        if name in bucket.fresh:
-            self.main_grads[name].copy_(parameter.grad)
-        else:
-            self.main_grads[name].add_(parameter.grad)
+        grad = parameter.grad
         parameter.grad = None
+        if name in self._sums:
+            # Of a table. In a step autograd has none of it, and calls hooks all the same; outside of one it has all,
+            # and the sum knows whether it is the first.
+            if grad is not None:
+                self._sums[name].add_now(partial(_put, grad))
+            return
+        _put(grad, self.main_grads[name], name in bucket.fresh)
         self._arrived(name)
 
     def _arrived(self, name: str) -> None:
@@ -200,6 +217,7 @@ class Reductions:
             bucket.scatter(self._form, add=bucket.reduced > 0)
             if final:
                 bucket.sum_replicas(self._form)
+                self._on_summed(bucket)
         bucket.reduced += 1
         bucket.fresh = set()
         bucket.is_summed = final
@@ -224,3 +242,11 @@ class Reductions:
             wait_for(event)
             bucket.sums.free()
             self._draining = None
+
+
+def _put(grad: Tensor, into: Tensor, overwrite: bool) -> None:
+    """Adds a gradient to a sum, or overwrites it."""
+    if overwrite:
+        into.copy_(grad)
+    else:
+        into.add_(grad)

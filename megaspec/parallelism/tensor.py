@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec.core.layout import Layout, Piece, whole
@@ -172,8 +171,11 @@ class VocabParallelEmbedding(Embedding):
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         local = tokens_BT - self.first
-        here = (local >= 0) & (local < self.weight.shape[0])
-        partial = self.scaled(F.embedding(torch.where(here, local, 0), self.weight) * here[..., None])
+        rows = self.weight.shape[0]
+        here = (local >= 0) & (local < rows)
+        # other ranks' tokens take any rows, each another: their gradients of zero are summed row by row
+        any_rows = torch.arange(local.numel(), device=local.device).view(local.shape) % rows
+        partial = self.scaled(self.rows(torch.where(here, local, any_rows)) * here[..., None])
         return scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
 
 
@@ -296,6 +298,11 @@ class TensorParallel:
         self.sums = [one for one in self.sums if one.name in self.layouts]
         self._modules = {}
         self._local = {}
+
+    @property
+    def summed_later(self) -> frozenset[str]:
+        """The parameters whose gradients `finish_grads` adds up."""
+        return frozenset(one.name for one in self.sums)
 
     def finish_grads(self, gradients: Mapping[str, Tensor], rows: Callable[[str], slice]) -> None:
         """Adds up the gradients that ranks hold in part: tokens were split, or a key/value head is held twice.
@@ -515,6 +522,8 @@ class TensorParallel:
         self.layouts[bias] = Layout(bias, (n_out,), (local_first,), tuple(bias_pieces))
         module.parts = tuple(part // grid.etp for part in parts) * grid.count
         module.n_experts = grid.count
+        if grid.etp > 1:
+            module.split = "outputs"
         self._cut(name, module, module)
 
     def _expert_rows(self, name: str, module: GroupedLinear, row: Row) -> None:
@@ -532,6 +541,8 @@ class TensorParallel:
         module.parts = module.parts[: parts_of_expert * grid.count]
         module.n_in = share
         module.n_experts = grid.count
+        if grid.etp > 1:
+            module.split = "inputs"
         self._cut(name, module, module)
 
     def _expert_row_bias(self, name: str, module: GroupedLinear, grid: _ExpertGrid) -> None:

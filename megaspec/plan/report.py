@@ -22,8 +22,9 @@ _MOST_STAGES = 8
 _MOST_PARTS = 8
 # A degree or strategy that was decided to be one of these leaves things as they are: those are told in a line.
 _PLAIN = ("1", "false", "none", "replicate")
+_LENGTHS = "data.document_lengths"
 # Before `train` those decisions are told that say how it runs; of kernels, which are many, their names.
-_FOREMOST = ("launcher.ranks", "parallelism.", "train.micro_batch", "precision.")
+_FOREMOST = ("launcher.ranks", "parallelism.", "train.micro_batch", "precision.", _LENGTHS)
 _KERNELS = "kernels."
 _OF_PIPELINES = "parallelism.pipeline."
 # Axes in words, as the first screen names them.
@@ -530,7 +531,7 @@ def _decided_in_short(plan: Plan) -> Lines:
         if decision.key.startswith(_KERNELS):
             kernels.append(decision)
         elif decision.key.startswith(_FOREMOST):
-            told.append(f"{decision.key}={show(decision.value)}: {decision.reason}")
+            told.append(f"{decision.key}={_decided_value(decision)}: {decision.reason}")
     if kernels:
         names = [f"{one.key.removeprefix(_KERNELS)} {show(one.value)}" for one in kernels]
         told.append(f"kernels: {', '.join(names)}")
@@ -543,6 +544,15 @@ def _decided_in_short(plan: Plan) -> Lines:
         heading = ""
 
 
+def _decided_value(decision: Decision) -> str:
+    """What was decided; of a histogram how fine it is."""
+    if decision.key != _LENGTHS:
+        return show(decision.value)
+    if not decision.value:
+        return "unknown"
+    return f"{len(decision.value)} bins"
+
+
 def _is_idle(key: str, plan: Plan) -> bool:
     """Whether nothing of this run asks for a decision, or another line of the screen says it."""
     if key.startswith(_OF_PIPELINES):
@@ -553,6 +563,8 @@ def _is_idle(key: str, plan: Plan) -> bool:
         return plan.mesh["cp"] == 1
     if key in ("kernels.fp8_cast", "kernels.scaled_product"):
         return plan.precision != "fp8"
+    if key == "kernels.scaled_grouped":
+        return plan.precision != "fp8" or not plan.model.get("moe")
     return key == "parallelism.sequence_parallel"
 
 
@@ -563,7 +575,7 @@ def _print_decisions(plan: Plan, console: Console) -> None:
         decided.add_column(heading, overflow="fold")
     for decision in plan.decisions:
         if decision not in plain:
-            decided.add_row(decision.key, escape(show(decision.value)), escape(decision.reason))
+            decided.add_row(decision.key, escape(_decided_value(decision)), escape(decision.reason))
     console.print(decided)
     if plain:
         words = ", ".join(f"{decision.key}={show(decision.value)}" for decision in plain)

@@ -41,11 +41,13 @@ class Fp8Precision(Frozen):
     kind: Literal["fp8"]
     recipe: Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"] = "tensorwise"
     """What shares a scale. tensorwise: a tensor, by its own largest element. delayed: a tensor, by the largest elements
-    of the steps before. rowwise: a token or an output channel; for the weight gradient a feature over all tokens.
+    of the steps before. rowwise: a token or an output channel; for the weight gradient a feature over all tokens. What
+    an expert takes is a tensor of its own; delayed, the tokens of all experts of a layer are one. Grouped products have
+    no scales of blocks.
     blockwise: 1x128 of inputs, 128x128 of weights (Hopper). mxfp8, nvfp4: 32 and 16 numbers (Blackwell)."""
     format: Auto[Literal["hybrid", "e4m3"]] = "auto"
-    """hybrid: e4m3 forward, e5m2 for gradients of outputs. e4m3: everywhere. auto: hybrid with scales of tensors, which
-    need its range, else e4m3."""
+    """hybrid: e4m3 forward, e5m2 for gradients of outputs; those of experts' outputs are e4m3, which grouped products
+    take alone. e4m3: everywhere. auto: hybrid with scales of tensors, which need its range, else e4m3."""
     amax_history: PositiveInt = 1024
     """Steps that delayed scales look back: they fit the largest element of all of them."""
     margin: NonNegativeInt = 0

@@ -41,6 +41,9 @@ _ATTENTION_PREFIXES = (
     "aten::_cudnn_attention_",
     "flex_attention",
     "FlexAttention",
+    # kernels/megaspec_kernels/attention: cudnn.py and flash_attn.py
+    "megaspec::cudnn_documents",
+    "megaspec::flash_attn",
 )
 # Process groups, their functional operators, and what they mark as their own. gloo does its work in threads.
 _COMMUNICATION_PREFIXES = ("c10d::", "_c10d_functional::", "nccl:", "gloo:", "record_param_comms")

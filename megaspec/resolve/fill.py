@@ -14,10 +14,12 @@ from pydantic import ValidationError
 
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.divisors import divisors
+from megaspec.core.document_lengths import mean_length, share_hidden
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
 from megaspec.data.spec import IndexedSpec
+from megaspec.estimate.attention_rates import fastest, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -29,7 +31,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import CATALOG, Use, choose
+from megaspec_kernels.catalog import CATALOG, Use, choose, runs_on
 
 MICRO_BATCH_TOKENS = 8192
 # A rank holds data.window bytes of text for each lane that it reads.
@@ -151,6 +153,31 @@ def data_lanes(draft: ResolverDraft) -> None:
     most = max(one for one in divisors(gcd(*sizes)) if one <= MOST_LANES)
     reason = f"the largest divisor of every global batch that is at most {MOST_LANES}"
     draft.fill("data.lanes", most, reason)
+
+
+def document_lengths(draft: ResolverDraft) -> None:
+    """What attention is weighed by where documents are packed."""
+    data = draft.recipe.data
+    if not data.document_mask:
+        # nothing asks for them
+        if draft.is_open("data.document_lengths"):
+            draft.content["data"]["document_lengths"] = []
+        return
+    lengths = data.made_lengths
+    source = "the settings of the data"
+    if not lengths:
+        lengths = draft.facts.document_lengths
+        source = draft.facts.how_lengths
+    if not lengths:
+        reason = "not known: rows are weighed as one document each, the most that attention can cost"
+        if source:
+            reason += f"; {source}"
+        draft.fill("data.document_lengths", [], reason)
+        return
+    hidden = share_hidden(lengths, data.seq_len)
+    reason = f"documents of {mean_length(lengths):,.1f} tokens on average: rows of {data.seq_len:,} hide {hidden:.1%} "
+    reason += f"of the pairs of causal attention ({source})"
+    draft.fill("data.document_lengths", [one.model_dump(mode="json") for one in lengths], reason)
 
 
 def searched(draft: ResolverDraft) -> None:
@@ -408,9 +435,15 @@ def kernels(draft: ResolverDraft) -> None:
         reasons["attention"] = f"{where} with capped attention scores"
     if use.narrow_states:
         reasons["adamw"] = f"{where} with the states of optim.formats"
+    packages = draft.target.versions
     for operation in CATALOG:
-        best = choose(operation, device=device, sm=draft.target.sm, use=use)
+        best = choose(operation, device=device, sm=draft.target.sm, use=use, packages=packages)
         reason = reasons.get(operation, where)
+        if operation == "attention":
+            measured = _fastest_attention(draft.target, use)
+            if measured is not None:
+                best = measured
+                reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
         if CATALOG[operation].implementations[best].skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
         draft.fill(f"kernels.{operation}", best, reason)
@@ -418,6 +451,20 @@ def kernels(draft: ResolverDraft) -> None:
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")
     else:
         draft.fill("kernels.compile", "none", "no GPU")
+
+
+def _fastest_attention(target: Target, use: Use) -> str | None:
+    """By the shipped table of such a GPU; None where it has nothing to compare."""
+    hardware = hardware_of(target)
+    if target.device != "cuda" or hardware is None or use.head_size is None:
+        return None
+    names = runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions)
+    return fastest(
+        throughput_of(hardware).attention_rates,
+        among=names,
+        kind=kind_of(documents=use.documents, window=use.window),
+        head_size=use.head_size,
+    )
 
 
 def _kernel_use(draft: ResolverDraft) -> Use:
@@ -431,6 +478,9 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         attention_dropout=draft["model.attention.dropout"] > 0,
         score_cap=draft.recipe.model.caps_scores,
         hides_keys=draft.recipe.data.document_mask or draft.recipe.model.hides_keys(draft["data.seq_len"]),
+        documents=draft.recipe.data.document_mask,
+        window=draft.recipe.model.hides_keys(draft["data.seq_len"]),
+        deterministic=draft["train.deterministic"],
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),
         fp8_recipe=fp8_recipe(draft.recipe.precision),
@@ -474,6 +524,8 @@ FILLS: tuple[Callable[[ResolverDraft], None], ...] = (
     vocabulary,
     data_cache,
     data_lanes,
+    # before layouts are weighed by them
+    document_lengths,
     searched,
     # ranks before the layout that divides them, the layout before the batch that it divides
     ranks,

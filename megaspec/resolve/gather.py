@@ -53,6 +53,8 @@ def gather_facts(recipe: Recipe) -> Facts:
         train_samples=data.samples["train"],
         valid_tokens=data.tokens["valid"],
         valid_sets=sets,
+        document_lengths=data.document_lengths,
+        how_lengths=data.how_lengths,
         fingerprint=data.fingerprint,
         weights=weights,
         problems=tuple(problems),

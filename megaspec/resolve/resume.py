@@ -214,6 +214,8 @@ def _order(recipe: Recipe) -> dict[str, Any]:
     content.pop("bad_lines", None)
     content.pop("prepare", None)
     content.pop("workers", None)
+    # what a plan believes of the documents
+    content.pop("document_lengths", None)
     return content
 
 

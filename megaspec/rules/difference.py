@@ -22,6 +22,7 @@ FREE = (
     "checkpoint",
     "data.bad_lines",
     "data.cache",
+    "data.document_lengths",
     "data.prepare",
     "data.valid",
     "data.workers",

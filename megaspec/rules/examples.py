@@ -13,6 +13,7 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
 WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
+H200_WITH_TE = H200.model_copy(update={"versions": H200.versions | {"transformer-engine": "2.20.2"}})
 B200_WITH_TE = Target(
     gpus=8, gpu="NVIDIA B200", sm=100, cores=64, versions={"torch": "2.13.0", "transformer-engine": "2.20.2"}
 )
@@ -373,10 +374,16 @@ _MODEL = {
     "kernel-scaled-product": Example(
         (_FP8, "kernels.scaled_product=torch"), ("kernels.scaled_product=reference",), "kernels.scaled_product"
     ),
+    "kernel-scaled-grouped": Example(
+        (_FP8, _moe(), "kernels.scaled_grouped=torch"), ("kernels.scaled_grouped=reference",), "kernels.scaled_grouped"
+    ),
     "kernel-adamw": Example(("kernels.adamw=triton",), ("kernels.adamw=torch",), "kernels.adamw"),
     "kernel-linear": Example(("kernels.linear=te",), ("kernels.linear=torch",), "kernels.linear"),
-    "te-installed": Example(
-        ("precision.kind=bf16", "kernels.linear=te"), ("kernels.linear=torch",), "kernels.linear", target=H200
+    "te-experts": Example(
+        (_FP8, _moe(), "kernels.linear=te"),
+        ("kernels.linear=torch",),
+        "kernels.linear",
+        target=H200_WITH_TE,
     ),
     "te-fp8-gpu": Example(
         (_FP8, "precision.recipe=delayed", "kernels.linear=te"),
@@ -389,6 +396,12 @@ _MODEL = {
 _PRECISION = {
     "precision-gpu": Example(("precision.kind=bf16",), ("precision.kind=fp16",), "precision.kind", target=V100),
     "fp8-gpu": Example((_FP8,), ("precision.kind=bf16",), "precision.kind", target=A100),
+    "fp8-experts": Example(
+        (_FP8, _moe(), "precision.recipe=blockwise", *_WIDE),
+        ("precision.recipe=rowwise",),
+        "precision.recipe",
+        target=H200,
+    ),
     "fp8-layers": Example(
         (_FP8, "precision.first_layers_bf16=4"),
         ("precision.first_layers_bf16=1",),

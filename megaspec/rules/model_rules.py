@@ -6,9 +6,8 @@ from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import CATALOG, choose, unmet
+from megaspec_kernels.catalog import choose, unmet
 
-_TE_PACKAGE = "transformer-engine"
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
 
@@ -94,19 +93,6 @@ def linear_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "linear")
 
 
-def te_is_installed(case: Case) -> Problem | None:
-    """Kernels of Transformer Engine need its package."""
-    if case.target.device != "cuda" or _TE_PACKAGE in case.target.versions:
-        return None
-    for operation, known in CATALOG.items():
-        key = f"kernels.{operation}"
-        if getattr(case.recipe.kernels, operation) == "te":
-            best = next(iter(known.implementations))
-            text = f"{key}=te needs the package {_TE_PACKAGE}"
-            return Problem(key, f"{text}; pip install 'megaspec[te]', or set {key}={best}")
-    return None
-
-
 def te_casts_run_on_the_gpu(case: Case) -> Problem | None:
     """In fp8 linear=te scales whole tensors on GPUs of sm89 to sm99."""
     precision = case.recipe.precision
@@ -117,6 +103,14 @@ def te_casts_run_on_the_gpu(case: Case) -> Problem | None:
         return None
     text = f"kernels.linear=te with precision.recipe={precision.recipe} needs a GPU below sm{_BLACKWELL}"
     return Problem("kernels.linear", f"{text}, this one is sm{sm}; set kernels.linear=torch")
+
+
+def te_casts_no_experts(case: Case) -> Problem | None:
+    """In fp8 linear=te has no experts: their products are of an operation with scales of its own."""
+    if case.recipe.kernels.linear != "te" or not isinstance(case.recipe.precision, Fp8Precision) or case.moe is None:
+        return None
+    text = "kernels.linear=te with precision.kind=fp8 has no experts, model.moe asks for some"
+    return Problem("kernels.linear", f"{text}; set kernels.linear=torch, or precision=bf16")
 
 
 def grouped_kernel_runs(case: Case) -> Problem | None:
@@ -157,6 +151,13 @@ def scaled_product_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "scaled_product")
 
 
+def scaled_grouped_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of experts' fp8 products runs on the target, in the model's format and widths."""
+    if case.recipe.precision.kind != "fp8" or case.moe is None:
+        return None
+    return _kernel(case, "scaled_grouped")
+
+
 def adamw_kernel_runs(case: Case) -> Problem | None:
     """The implementation of AdamW runs on the target, and keeps its states in the formats of optim.formats."""
     return _kernel(case, "adamw")
@@ -168,7 +169,8 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     device = case.target.device
     sm = case.target.sm
     use = use_of(case.recipe)
-    lacks = unmet(operation, name, device=device, sm=sm, use=use)
+    packages = case.target.versions
+    lacks = unmet(operation, name, device=device, sm=sm, use=use, packages=packages)
     if lacks is None:
         return None
     # the catalog knows what is asked, not where
@@ -178,7 +180,9 @@ def _kernel(case: Case, operation: str) -> Problem | None:
         lacks += ", model.attention.score_cap says so"
     if lacks == "keeps states in 32 bits":
         lacks += ", optim.formats says fewer"
-    best = choose(operation, device=device, sm=sm, use=use)
+    if lacks == "adds gradients in no order":
+        lacks += ", train.deterministic=true wants one"
+    best = choose(operation, device=device, sm=sm, use=use, packages=packages)
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
 

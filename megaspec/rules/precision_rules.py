@@ -28,6 +28,10 @@ _FP8_SM = {
 _FP8_UNIT = {"tensorwise": 16, "delayed": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
 # Recipes whose products of blocks torch has in e4m3 alone.
 _ONLY_E4M3 = ("blockwise", "mxfp8", "nvfp4")
+# Recipes that older tensor cores have no products for.
+_BLACKWELLS = ("mxfp8", "nvfp4")
+# Recipes whose scales a grouped product takes: of rows, or of something that rows lie in.
+_OF_ROWS = ("tensorwise", "delayed", "rowwise")
 
 
 class _GemmSide(NamedTuple):
@@ -66,11 +70,22 @@ def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
         text = f"precision.kind=fp8 needs sm{least}, this GPU is sm{sm}; set precision={best}"
         return Problem("precision.kind", text)
     needed = f"Hopper (sm{first})"
-    if sm < first:
+    if precision.recipe in _BLACKWELLS:
+        needed = f"Blackwell (sm{first}), whose tensor cores scale such blocks, and Transformer Engine"
+    elif sm < first:
         needed = f"sm{first}"
     runs = one_of([name for name, (low, high) in _FP8_SM.items() if low <= sm <= high])
     text = f"precision.recipe={precision.recipe} needs {needed}, this GPU is sm{sm}; set precision.recipe={runs}"
     return Problem("precision.recipe", text)
+
+
+def fp8_of_experts_has_scales_of_rows(case: Case) -> Problem | None:
+    """Grouped products of experts take scales of rows, and of what rows lie in whole: none of blocks."""
+    precision = case.recipe.precision
+    if not isinstance(precision, Fp8Precision) or case.moe is None or precision.recipe in _OF_ROWS:
+        return None
+    text = f"precision.recipe={precision.recipe} has no grouped products, and model.moe has experts"
+    return Problem("precision.recipe", f"{text}; set precision.recipe={one_of(_OF_ROWS)}")
 
 
 def fp8_leaves_layers_to_itself(case: Case) -> Problem | None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from megaspec.core.document_lengths import Lengths
 from megaspec.core.errors import Problem
 from megaspec.recipe import ModelSpec
 
@@ -65,6 +66,10 @@ class Facts:
     """Tokens of the validation split; None for sources without end."""
     valid_sets: Mapping[str, SetFacts] = field(default_factory=dict)
     """By name, of the sets of data.valid that can be read."""
+    document_lengths: Lengths = ()
+    """Of training data with a document mask, see DataFacts; (): not known."""
+    how_lengths: str = ""
+    """Where they are from, or how they can be known."""
     fingerprint: str = ""
     """Changes with the content of the data; "" for data that is made as it is read, or not there."""
     weights: SourceFacts | None = None

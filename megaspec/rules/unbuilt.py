@@ -24,8 +24,6 @@ class Unbuilt:
     """Every path that belongs to it, with what lies below."""
     values: tuple[Any, ...] = ()
     """Of the switch, those that turn it on; empty: any but `off`."""
-    beside: str = ""
-    """Another path that has to be set, too."""
     way_out: str = ""
     """Empty: the switch is set to `off`."""
 
@@ -34,20 +32,12 @@ _LATENT = tuple(f"model.attention.{name}" for name in ("q_rank", "kv_rank", "d_n
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("latent attention", "model.attention.kind", "gqa", _LATENT),
     Unbuilt(
-        "fp8 in blocks of 32 and 16, which needs Transformer Engine on Blackwell,",
+        "fp8 in blocks of 32 and 16, which needs Blackwell's tensor cores and Transformer Engine,",
         "precision.recipe",
         None,
         (),
         values=("mxfp8", "nvfp4"),
         way_out="set precision.recipe=tensorwise",
-    ),
-    Unbuilt(
-        "experts beside products in fp8",
-        "precision.recipe",
-        None,
-        (),
-        beside="model.moe",
-        way_out="set precision=bf16",
     ),
     Unbuilt("weights gathered in fp8", "precision.gather_fp8", False, ("precision.gather_fp8",)),
 )
@@ -62,8 +52,6 @@ def unbuilt_problems(recipe: Recipe, origins: Mapping[str, str] | None = None) -
         if value is None or value == one.off:
             continue
         if one.values and value not in one.values:
-            continue
-        if one.beside and value_at(content, one.beside) is None:
             continue
         shown = show(value)
         if isinstance(value, dict):

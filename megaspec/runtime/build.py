@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,6 @@ from megaspec.parallelism.tensor import TensorParallel, use_products
 from megaspec.parallelism.whole_matrices import MatrixUpdates
 from megaspec.precision.spec import Fp8Precision, model_format
 from megaspec.recipe import ModelSpec
-from megaspec.rules.kernel_use import use_of
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
@@ -51,10 +51,14 @@ from megaspec.train.trainable import trained_names
 from megaspec_kernels import te_package
 from megaspec_kernels.attention import sdpa, sdpa_block
 from megaspec_kernels.attention import te as te_attention
-from megaspec_kernels.catalog import CATALOG, choose
+from megaspec_kernels.attention.packages import MODULES as ATTENTION_MODULES
+from megaspec_kernels.attention.packages import require
+from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.registry import Kernels, LinearKernel, kernels_of
 from megaspec_kernels.scaled_product import cublaslt
 
+# What torch's kernels of attention are called, see sdpa.served_by.
+KERNEL_NAMES = {"cudnn": "cuDNN", "flash": "FlashAttention-2", "efficient": "memory-efficient attention"}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -294,7 +298,7 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     """The linears that compute in fp8 are those that their facts let, in the layers that the precision names."""
     precision = spec.precision
     if not isinstance(precision, Fp8Precision):
-        return Fp8(mesh, None, names={}, history=1)
+        return Fp8(mesh, None, names={}, history=1, grouped=kernels.scaled_grouped)
     names = {}
     for number in precision.layers(spec.model.n_layers):
         names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
@@ -302,7 +306,7 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     gradient_format = "e5m2" if precision.format == "hybrid" else "e4m3"
     if spec.kernels.linear == "te":
         form = TeFp8Form(precision.recipe, gradient_format, precision.margin)
-        return Fp8(mesh, form, names=names, history=precision.amax_history)
+        return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
     if spec.kernels.scaled_product == "cublaslt" and mesh.device.type == "cuda":
         # what is missing is told before anything is built
         cublaslt.library()
@@ -313,7 +317,16 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    return Fp8(mesh, form, names=names, history=precision.amax_history)
+    # what is computed again by itself is no part of another operation
+    writes_fp8 = spec.parallelism.recompute.kind != "selective"
+    return Fp8(
+        mesh,
+        form,
+        names=names,
+        history=precision.amax_history,
+        grouped=kernels.scaled_grouped,
+        writes_fp8=writes_fp8,
+    )
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
@@ -369,6 +382,8 @@ def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position
         layouts=strategies.pipeline.share(strategies.tensor.layouts),
         sums=strategies.pipeline.sums,
         shared=strategies.pipeline.shared,
+        # what the two add to in their finish_grads
+        changed_later=strategies.tensor.summed_later | strategies.pipeline.shared,
     )
     for chunk in chunks:
         # outermost, so that what other strategies do in a unit is told as part of it
@@ -450,44 +465,90 @@ def _refuse_state_dict(*_: object) -> None:
 
 
 def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
-    """RecipeError where no fused kernel of this torch and GPU takes the attention: it would keep the scores unasked.
-    After determinism is set, which decides what may be taken."""
+    """RecipeError where the attention that the Spec names can't run on this machine: its package does not load, no
+    fused kernel of this torch and GPU takes it (it would keep the scores unasked), or another one than the plan's times
+    are of. After determinism is set, which decides what may be taken."""
     name = spec.kernels.attention
     if device.type != "cuda" or name == "reference":
         return
     if name == "te":
         _refuse_te_attention(spec, device=device)
         return
+    if name in ATTENTION_MODULES:
+        try:
+            require(ATTENTION_MODULES[name])
+        except ImportError as error:
+            text = f"kernels.attention={name}: {error}; or set kernels.attention=sdpa"
+            raise _refused_attention(text) from error
     model = spec.model
     dtype = model_dtype(spec)
     seq_len = spec.data.seq_len
     attentions = [kind.attention for kind in model.facts.kinds if kind.attention is not None]
     heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
     in_blocks = []
+    whole = []
     for one in attentions:
-        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from flex, too
         is_hidden = spec.data.document_mask or one.sight.hides_keys(seq_len)
-        in_blocks.append(heads is None or one.has_sinks or (name == "sdpa" and is_hidden))
-    refused = False
-    asked = ""
-    if any(in_blocks):
-        refused = sdpa_block.is_refused(d_head=model.d_head, dtype=dtype)
-        asked = f"heads of {model.d_head} in {model_format(spec.precision)}"
-    if not refused and not all(in_blocks):
-        refused = sdpa.is_refused(
-            n_heads=heads[0],
-            n_kv_heads=heads[1],
-            d_head=model.d_head,
-            tokens=seq_len,
-            dtype=dtype,
-            device=device,
-        )
-        asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values"
-        asked += f" in {model_format(spec.precision)} with train.deterministic={show(spec.train.deterministic)}"
-    if refused:
-        text = f"kernels.attention={name}: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
-        way_out = "set kernels.attention=reference, which keeps all scores"
-        raise RecipeError([Problem("kernels.attention", f"{text}; {way_out}", code="kernel-attention")])
+        if name.startswith("flash_attn") or (name == "cudnn" and is_hidden and heads is not None):
+            # its own kernels take it, the catalog says which heads
+            continue
+        # sinks go around blocks, of whole sequences too; what hides nothing goes through sdpa from the others, too
+        goes_in_blocks = heads is None or one.has_sinks or (name == "sdpa" and is_hidden)
+        in_blocks.append(goes_in_blocks)
+        whole.append(not goes_in_blocks and not is_hidden)
+    asked = f"heads of {model.d_head} in {model_format(spec.precision)}"
+    if any(in_blocks) and sdpa_block.is_refused(d_head=model.d_head, dtype=dtype):
+        raise _no_fused_attention(name, asked)
+    if all(in_blocks):
+        return
+    sizes = {
+        "n_heads": heads[0],
+        "n_kv_heads": heads[1],
+        "d_head": model.d_head,
+        "tokens": seq_len,
+        "dtype": dtype,
+        "device": device,
+    }
+    asked = f"{heads[0]} query heads of {model.d_head} on {heads[1]} of keys and values"
+    asked += f" in {model_format(spec.precision)} with train.deterministic={show(spec.train.deterministic)}"
+    if sdpa.is_refused(**sizes):
+        raise _no_fused_attention(name, asked)
+    if any(whole):
+        _refuse_other_attention(spec, asked, sizes)
+
+
+def _refuse_other_attention(spec: Spec, asked: str, sizes: dict[str, Any]) -> None:
+    """RecipeError where torch takes another kernel for whole sequences than the plan's times are of."""
+    major, minor = torch.cuda.get_device_capability(sizes["device"])
+    wanted = sdpa.expected(
+        d_head=sizes["d_head"],
+        tokens=sizes["tokens"],
+        dtype=sizes["dtype"],
+        sm=10 * major + minor,
+        deterministic=spec.train.deterministic,
+    )
+    taken = sdpa.served_by(**sizes)
+    if wanted is None or taken == wanted:
+        return
+    name = spec.kernels.attention
+    text = f"kernels.attention={name}: torch {torch.__version__} takes {KERNEL_NAMES[taken]} for {asked} on this GPU,"
+    text += f" the plan's times are of {KERNEL_NAMES[wanted]}"
+    reasons = sdpa.why_not(wanted, **sizes)
+    if reasons:
+        text += f" ({reasons})"
+    other = "flash_attn, or install a torch with cuDNN 9"
+    if spec.train.deterministic:
+        other = "reference, or train.deterministic=false"
+    raise _refused_attention(f"{text}; set kernels.attention={other}")
+
+
+def _no_fused_attention(name: str, asked: str) -> RecipeError:
+    text = f"kernels.attention={name}: no fused kernel of torch {torch.__version__} takes {asked} on this GPU"
+    return _refused_attention(f"{text}; set kernels.attention=reference, which keeps all scores")
+
+
+def _refused_attention(text: str) -> RecipeError:
+    return RecipeError([Problem("kernels.attention", text, code="kernel-attention")])
 
 
 def _refuse_te_attention(spec: Spec, *, device: torch.device) -> None:
@@ -512,7 +573,7 @@ def _refuse_te_attention(spec: Spec, *, device: torch.device) -> None:
         )
     if why is not None:
         text = f"kernels.attention=te: Transformer Engine takes no such attention here: {why}"
-        raise RecipeError([Problem("kernels.attention", f"{text}; set kernels.attention=sdpa", code="kernel-attention")])
+        raise _refused_attention(f"{text}; set kernels.attention=sdpa")
 
 
 def _refuse_missing(spec: Spec, *, device: torch.device) -> None:
@@ -525,9 +586,9 @@ def _refuse_missing(spec: Spec, *, device: torch.device) -> None:
         return
     problems = []
     for name in asked:
-        best = choose(name, device=device.type, sm=90, use=use_of(spec))
         key = f"kernels.{name}"
-        problems.append(Problem(key, f"{key}=te {why}, or set {key}={best}", code="te-installed"))
+        other = "torch" if name == "linear" else "auto"
+        problems.append(Problem(key, f"{key}=te {why}, or set {key}={other}", code=f"kernel-{name}"))
     raise RecipeError(problems)
 
 

@@ -81,12 +81,14 @@ def forward_backward(
             total.add_(out.detach())
         return out
 
-    pipeline.forward_backward(
-        len(batches),
-        size=activations_size(built, *batches[0].tokens.shape),
-        forward=forward,
-        start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
-    )
+    # the losses below are what backward passes start from, so that their tables' gradients can be added up as they come
+    with pipeline.sums.step():
+        pipeline.forward_backward(
+            len(batches),
+            size=activations_size(built, *batches[0].tokens.shape),
+            forward=forward,
+            start_backward=lambda chunk, last: data.start_backward(chunk, last=last),
+        )
     on_phase(FORWARD_BACKWARD)
     finish_gradients(built, loss_scale=loss_scale)
     on_phase(REDUCE_GRADIENTS)
@@ -175,10 +177,13 @@ def train_step(
     local = forward_backward(built, batches, tokens=tokens, loss_scale=loss_scale, on_phase=on_phase)
     saturated = built.fp8.finish_step()
     data = built.data_parallel
+    known = data.norms
     if on_gradients is not None:
         on_gradients()
+        # whoever looks may also have written
+        known = {}
     with marked(OPTIMIZER):
-        norms = local_norms(data.gradients, built.shards, device=built.device)
+        norms = local_norms(data.gradients, built.shards, known=known, device=built.device)
         scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
         norm = scaled_norm / loss_scale
         divide_by = loss_scale

@@ -25,7 +25,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.remedies import broken, in_words, overrides_of, target_of
 from megaspec.search.tune import STRATEGIES, Grid, pipelines, shares_of
-from megaspec_kernels.catalog import CATALOG, choose
+from megaspec_kernels.catalog import CATALOG, choose, packages_of
 
 # Of a step's time: less than predictions are off by is not worth a word.
 WORTH = 0.03
@@ -270,8 +270,13 @@ def _switches(recipe: Recipe) -> Iterator[Recipe]:
 def _kernels(recipe: Recipe, hardware: Hardware) -> Iterator[Recipe]:
     """The best implementation of each operation, where another one is set."""
     use = use_of(recipe)
-    best = {name: choose(name, device="cuda", sm=hardware.sm, use=use) for name in CATALOG}
+    # what the recipe names is taken to be there
+    packages = packages_of(recipe.kernels.model_dump())
+    best = {name: choose(name, device="cuda", sm=hardware.sm, use=use, packages=packages) for name in CATALOG}
     best["compile"] = "block"
+    if packages:
+        # who names a package wants it
+        best["attention"] = recipe.kernels.attention
     for name, implementation in best.items():
         if getattr(recipe.kernels, name) != implementation:
             kernels = recipe.kernels.model_copy(update={name: implementation})

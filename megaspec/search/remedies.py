@@ -21,6 +21,7 @@ from megaspec.rules.difference import leaves
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.table import RULES
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec_kernels.catalog import packages_of
 
 MOST = 4
 
@@ -159,7 +160,8 @@ def target_of(recipe: Recipe, hardware: Hardware) -> Target:
         gpu=hardware.gpu_names[0],
         sm=hardware.sm,
         gpu_memory=hardware.memory,
-        versions={"torch": "", "tensorboard": "", "transformer-engine": ""},
+        # what the recipe names is taken to be there
+        versions={"torch": "", "tensorboard": ""} | dict.fromkeys(packages_of(recipe.kernels.model_dump()), ""),
     )
 
 

@@ -7,12 +7,14 @@ from itertools import cycle, pairwise, product
 from math import ceil
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.data.batch import Batch
+from megaspec.estimate.attention_rates import HEADS, KV_HEADS, AttentionKind, AttentionRate
 from megaspec.estimate.curves import Curve, never_faster
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.target import Target
@@ -24,8 +26,11 @@ from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.runtime.build import DTYPES, build, initialise
 from megaspec.runtime.step import train_step
+from megaspec_kernels.attention.bench import packed_documents
 from megaspec_kernels.attention.sdpa import attention
+from megaspec_kernels.catalog import Use, runs_on
 from megaspec_kernels.product import add_product_
+from megaspec_kernels.registry import REGISTRY, AttentionKernel
 
 # m tokens, n outputs, k inputs of a linear layer: forward [m, k] [k, n], dgrad [m, n] [n, k], wgrad [n, m] [m, k]
 
@@ -43,6 +48,13 @@ GROUP_ROWS = (64, 256, 1024, 4096)
 HEAD_SIZES = (64, 128)
 HEAD_ROWS = tuple(2**p for p in range(15, 21))
 LENGTHS = (512, 1024, 2048, 4096, 8192)
+# Every implementation of attention over a row of so many tokens: what each query sees, by kind.
+RATE_TOKENS = 8192
+SEEN: dict[AttentionKind, tuple[int, ...]] = {
+    "causal": (RATE_TOKENS,),
+    "window": (128, 1024),
+    "documents": (256, 1024, 4096),
+}
 # Bytes that element-wise work reads and writes.
 MOVED = tuple(2**p for p in range(18, 33, 2))
 # Bytes of a collective.
@@ -99,7 +111,7 @@ def measure(
 ) -> ThroughputTable:
     """The table of this GPU, and of the links of the world's GPUs where there are several; every rank calls it.
 
-    `tell` hears what is measured next. About a minute.
+    `tell` hears what is measured next. About a minute; one more where FlashAttention-4 is installed, which compiles.
     """
     products = {}
     for name in ("bf16", "fp8", "fp32", "fp64"):
@@ -111,6 +123,7 @@ def measure(
     grouped = measure_grouped(watch, device)
     tell("attention and element-wise work")
     heads = measure_attention(watch, device)
+    rates = tuple(measure_attention_rates(watch, device, target))
     moved = measure_memory(watch, device)
     tell("collectives")
     world = 1
@@ -128,6 +141,7 @@ def measure(
         grouped=grouped,
         groups=GROUPS,
         attention=heads,
+        attention_rates=rates,
         memory=moved,
         update_share=min(1.0, _rounded(measure_update(watch, device, moved))),
         collectives=collectives,
@@ -228,6 +242,40 @@ def measure_attention(watch: Stopwatch, device: torch.device) -> AttentionCurves
         forward.append(watch.seconds(partial(attention, *inputs)))
         backward.append(watch.seconds(partial(torch.autograd.grad, out, inputs, grad, retain_graph=True)))
     return AttentionCurves(forward=_curve(sizes, forward), backward=_curve(sizes, backward))
+
+
+def measure_attention_rates(watch: Stopwatch, device: torch.device, target: Target) -> Iterator[AttentionRate]:
+    """Forward and backward pass through every implementation that runs here, but for the reference."""
+    for head_size in HEAD_SIZES:
+        use = Use(head_size=head_size, precision="bf16")
+        inputs = [_heads(1, RATE_TOKENS, heads, head_size, device) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        grad = torch.randn_like(inputs[0])
+        for name in runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions):
+            if name == "reference":
+                continue
+            for kind, points in SEEN.items():
+                for seen in points:
+                    work = partial(_attend, REGISTRY["attention"][name], inputs, grad, _options(kind, seen, device))
+                    yield AttentionRate(
+                        implementation=name,
+                        kind=kind,
+                        head_size=head_size,
+                        tokens=RATE_TOKENS,
+                        seen=seen,
+                        seconds=_rounded(watch.seconds(work)),
+                    )
+
+
+def _options(kind: AttentionKind, seen: int, device: torch.device) -> dict[str, Any]:
+    if kind == "window":
+        return {"window": seen}
+    if kind == "documents":
+        return {"documents": packed_documents(RATE_TOKENS, seen, device)}
+    return {}
+
+
+def _attend(kernel: AttentionKernel, inputs: list[Tensor], grad: Tensor, options: dict[str, Any]) -> None:
+    torch.autograd.grad(kernel.attend(*inputs, **options), inputs, grad)
 
 
 def _heads(sequences: int, length: int, heads: int, head_size: int, device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@
   python tests/benchmarks/bench_there_and_back.py folder out/dense --shape dense --tokenizer data/there.tokenizer.json
   python tests/benchmarks/bench_there_and_back.py run out/dense --text data/there [parallelism.tp=2]
   python tests/benchmarks/bench_there_and_back.py peer out/dense --text data/there
+  torchrun --nproc-per-node 2 tests/benchmarks/bench_there_and_back.py peer out/dense --text data/there
 
 `folder` writes random weights in bf16. `run` trains with init.from_hf, exports, verifies and writes a few words, each
 through the command line. `peer` trains the same weights with transformers, on the first tokens of the same file: fp32
@@ -200,20 +201,27 @@ def _megaspec(args: argparse.Namespace, place: Path, what: str, words: Sequence[
 
 
 def peer(args: argparse.Namespace) -> None:
-    """transformers' model of the same folder, sharded by FSDP2 over one GPU, which keeps fp32 weights beside bf16."""
+    """transformers' model of the same folder, sharded by FSDP2 over torchrun's ranks, or over one GPU.
+
+    Weights are kept in fp32 beside bf16.
+    """
     import transformers
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
-    os.environ.update(alone)
-    device = torch.device("cuda", 0)
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"}
+        os.environ.update(alone)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl", device_id=device)
+    rank = torch.distributed.get_rank()
+    world = torch.distributed.get_world_size()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         args.folder, dtype=torch.float32, attn_implementation=args.attention, use_cache=False
     )
     model.train().to(device)
-    mesh = init_device_mesh("cuda", (1,))
+    mesh = init_device_mesh("cuda", (world,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.model.layers:
         if args.compile:
@@ -226,20 +234,30 @@ def peer(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         total = 0.0
-        for part in ids.to(device).split(MICRO_BATCH):
-            loss = model(input_ids=part, labels=part).loss / (BATCH // MICRO_BATCH)
+        mine = ids.chunk(world)[rank].to(device)
+        parts = mine.split(MICRO_BATCH)
+        for part in parts:
+            loss = model(input_ids=part, labels=part).loss / len(parts)
             loss.backward()
             total += loss.detach()
+        # FSDP2 averages gradients over the ranks; what is told is averaged likewise
+        torch.distributed.all_reduce(total, torch.distributed.ReduceOp.AVG)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(total))
         seconds.append(time.perf_counter() - begun)
     step = statistics.median(seconds[len(seconds) // 5 :])
+    if rank == 0:
+        _tell_peer(args, transformers.__version__, world, step, losses)
+    torch.distributed.destroy_process_group()
+
+
+def _tell_peer(args: argparse.Namespace, version: str, world: int, step: float, losses: list[float]) -> None:
     _say(
         args,
         what="peer",
-        peer=f"transformers {transformers.__version__}",
+        peer=f"transformers {version}",
         attention=args.attention,
         compile=args.compile,
         steps=args.steps,
@@ -248,9 +266,9 @@ def peer(args: argparse.Namespace) -> None:
         first_loss=round(losses[0], 4),
         last_loss=round(losses[-1], 4),
         peak_gib=round(torch.cuda.max_memory_allocated() / GIB, 2),
+        gpus=world,
         gpu=_gpu(),
     )
-    torch.distributed.destroy_process_group()
 
 
 def _batches(text: Path, count: int) -> Iterator[torch.Tensor]:

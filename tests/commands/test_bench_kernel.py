@@ -87,3 +87,11 @@ def test_what_is_reached_is_compared_with_what_the_machine_was_measured_to_reach
     seconds = throughput.matmul_seconds(8192, 8192, 4096, precision="bf16", kind="forward")
     product = Row("grouped", "torch", "a shape", 0.5, seconds, 2.0 * 8192 * 8192 * 4096, "flops")
     assert bench_kernel.share_of(product, throughput) == pytest.approx(1)
+
+
+def test_one_implementation_alone(capsys):
+    assert main(["bench", "kernel", "unpermute=reference", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(one["operation"], one["implementation"]) for one in lines} == {("unpermute", "reference")}
+    assert main(["bench", "kernel", "attention=cuddn"]) != 0
+    assert "bench kernel attention=cuddn: no such implementation; did you mean cudnn?" in capsys.readouterr().err

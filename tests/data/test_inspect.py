@@ -7,7 +7,7 @@ from rich.console import Console
 
 from megaspec.core.errors import DataError
 from megaspec.data.indexed import IndexedWriter
-from megaspec.data.inspect import histogram, inspect, print_report
+from megaspec.data.inspect import inspect, print_report
 from megaspec.data.prepare import prepare
 from megaspec.data.tokenizer import ByteTokenizer
 from tests.data.helpers import write_dataset
@@ -31,7 +31,11 @@ def test_a_whole_data_set(prepared):
     report = inspect(prepared, samples=2)
     assert (report.documents, report.sequences, report.tokens) == (3, 3, 19 + 6 + 300 + 3)
     assert (report.smallest_id, report.largest_id) == (27, 256)
-    assert report.histogram == ((4, 7, 1), (16, 31, 1), (256, 511, 1))
+    assert [(one.shortest, one.longest, one.documents) for one in report.lengths.bins] == [
+        (4, 7, 1),
+        (16, 31, 1),
+        (256, 511, 1),
+    ]
     assert [sample.number for sample in report.samples] == [0, 2]
     assert report.samples[1].text.startswith("third third")
     assert report.unseen == ()
@@ -50,12 +54,6 @@ def test_without_a_manifest_it_says_what_cannot_be_seen(prepared):
     assert "uint16 read as int16" in text
     assert "every checksum" not in text
     assert "third third" in text
-
-
-def test_histogram_bins():
-    lengths = np.array([0, 1, 1, 2, 3, 4, 7, 8], dtype=np.int32)
-    assert histogram(lengths) == ((0, 0, 1), (1, 1, 2), (2, 3, 2), (4, 7, 2), (8, 15, 1))
-    assert histogram(lengths[:0]) == ()
 
 
 def test_a_truncated_bin(prepared):

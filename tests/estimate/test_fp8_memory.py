@@ -15,9 +15,9 @@ from megaspec.spec import Spec
 from tests.parity.cases import TOKENS, Case, spec_of
 
 
-def spec_in(recipe: str) -> Spec:
+def spec_in(recipe: str, **case: str) -> Spec:
     """Three layers in bf16, of which the one in the middle has products in fp8."""
-    spec = spec_of(Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa"))
+    spec = spec_of(Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa", **case))
     return spec.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
 
 
@@ -64,8 +64,39 @@ def test_kept_bytes_of_layers(recipe: str) -> None:
         assert kept_by(built.model, number, x) == counted + layer.in_fp8 * scales, number
 
 
-def test_weights_are_held_in_two_layouts() -> None:
-    spec = spec_in("tensorwise")
+@pytest.mark.parametrize("experts", ["", "inputs"])
+@pytest.mark.parametrize("shared", ["none", "gate"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_kept_bytes_of_layers_with_experts(recipe: str, shared: str, experts: str) -> None:
+    """A byte of each number that experts take, in whole; routers and experts of every token keep theirs in bf16."""
+    case = {"router": "softmax", "shared": shared, "experts": experts}
+    spec = spec_in(recipe, **case)
+    plain = spec_of(Case(precision="bf16", n_layers=3, accumulate=6, attention="sdpa", **case))
+    found = {}
+    counted = {}
+    for name, one in {"fp8": spec, "bf16": plain}.items():
+        built = built_of(one)
+        for moe in (layer.moe for layer in built.model.layers.values()):
+            # so many rows as the plan takes
+            moe.force_balance()
+        run = layer_run(one)
+        x = torch.randn(one.train.micro_batch, TOKENS, one.model.d_model, dtype=torch.bfloat16).requires_grad_()
+        found[name] = kept_by(built.model, 1, x)
+        counted[name] = sum(tensor.size for tensor in kept_tensors(run, facts_of(one).layers[1]))
+    model = spec.model
+    moe = model.moe
+    # those of attention's two inputs, and of each expert's two; delayed ones begin as they are
+    scales = 4 * (2 + 2 * moe.n_experts)
+    if recipe == "rowwise":
+        scales = 4 * (model.d_model + model.n_heads * model.d_head + moe.n_experts * (model.d_model + moe.d_expert))
+    assert found["fp8"] - found["bf16"] == counted["fp8"] - counted["bf16"] + scales
+    # what routing keeps besides is small, and the same in both
+    assert abs(found["fp8"] - counted["fp8"]) < 0.1 * counted["fp8"]
+
+
+@pytest.mark.parametrize("router", ["", "softmax"])
+def test_weights_are_held_in_two_layouts(router: str) -> None:
+    spec = spec_in("tensorwise", router=router, shared="plain" if router else "none")
     built = built_of(spec)
     x = torch.randn(spec.train.micro_batch, TOKENS, spec.model.d_model, dtype=torch.bfloat16)
     decoder = built.model
@@ -78,6 +109,8 @@ def test_weights_are_held_in_two_layouts() -> None:
     plain = spec.model_copy(update={"precision": spec_of(Case(precision="bf16")).precision})
     assert memory_of(spec)[0].weights - memory_of(plain)[0].weights == held
     names = list(built.fp8.linears)
-    assert names == [f"layers.1.{name}.weight" for name in ("attn.wqkv", "attn.wo", "mlp.w_gate_up", "mlp.w_down")]
+    part = "moe.experts" if router else "mlp"
+    parts = ("attn.wqkv", "attn.wo", f"{part}.w_gate_up", f"{part}.w_down")
+    assert names == [f"layers.1.{name}.weight" for name in parts]
     built.fp8.free(names)
     assert all(linear._weight is None for linear in built.fp8.linears.values())

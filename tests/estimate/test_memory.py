@@ -40,7 +40,8 @@ def measured_run(name, *, tp=1, dp=1, micro_batch=1, accumulation=1):
 @pytest.mark.parametrize(
     ("name", "layout", "peak"),
     [
-        # torch.cuda.max_memory_allocated of whole training steps, H200, torch 2.11, sequences of 8192
+        # torch.cuda.max_memory_allocated of whole training steps, H200, torch 2.11, sequences of 8192; of the code
+        # before tables' gradients were summed in place
         ("1b", {"micro_batch": 1}, 36_292_160_512),
         ("1b", {"micro_batch": 1, "accumulation": 4}, 36_292_161_024),
         ("1b", {"micro_batch": 2}, 47_161_271_296),
@@ -54,6 +55,7 @@ def measured_run(name, *, tp=1, dp=1, micro_batch=1, accumulation=1):
         ("1b", {"tp": 4, "micro_batch": 4, "accumulation": 4}, 22_298_149_888),
     ],
 )
+@pytest.mark.usefixtures("tables_before")
 def test_measured_peaks(name, layout, peak):
     """The project's gate is 5 %; tensors that are counted one by one come closer."""
     (stage,) = memory_of(measured_run(name, **layout))
@@ -71,8 +73,26 @@ def test_measured_peaks(name, layout, peak):
         ({"tp": 4, "micro_batch": 4, "accumulation": 4}, 24_265_031_680),
     ],
 )
+@pytest.mark.usefixtures("tables_before")
 def test_measured_use_of_the_device(layout, used):
     assert memory_of(measured_run("1b", **layout))[0].total == pytest.approx(used, rel=0.03)
+
+
+@pytest.mark.parametrize(("dp_strategy", "tables"), [("replicate", 1), ("zero1", 1), ("zero2", 0), ("fsdp", 0)])
+@pytest.mark.parametrize("name", ["1b", "8b16"])
+def test_tables_summed_in_place_take_less(name, dp_strategy, tables, tables_before, monkeypatch):
+    """At the head the table's gradient in fp32; its copy in bf16 came when fewer logits were there."""
+    recipe = measured_run(name)
+    sharing = {"dp_strategy": dp_strategy}
+    recipe = recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=sharing)})
+    (before,) = memory_of(recipe)
+    monkeypatch.undo()
+    (now,) = memory_of(recipe)
+    table = 128_256 * recipe.model.d_model
+    assert before.logits - now.logits == tables * 4 * table
+    less = before.allocated - now.allocated
+    assert (less > 0) == bool(tables)
+    assert less <= 4 * table
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,9 @@ TOKENS, VOCAB, SEQUENCES = 256, 512, 4
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 
 
-def losses(precision: dict[str, Any], *, compile: str, fast: bool = True, steps: int = 8) -> list[float]:
+def losses(
+    precision: dict[str, Any], *, compile: str, fast: bool = True, steps: int = 8, device: str = "cuda"
+) -> list[float]:
     """Of a model that learns the same few sequences by heart."""
     model = FAMILIES["llama"] | {
         "n_layers": 4, "d_model": 256, "n_heads": 4, "n_kv_heads": 4, "d_head": 64, "d_ffn": 512, "vocab_size": VOCAB,
@@ -32,36 +34,42 @@ def losses(precision: dict[str, Any], *, compile: str, fast: bool = True, steps:
         "name": "fp8",
         "run_dir": "-",
         "model": with_attention(model, qk_norm="none"),
-        "parallelism": {"pipeline": {"micro_batch_group": 1}, "dp_shard": 1, "dp_replicate": 1},
+        "parallelism": {
+            "tp": 1,
+            "dp_shard": 1,
+            "dp_replicate": 1,
+            "sequence_parallel": False,
+            "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
+        },
         "precision": precision,
-        "data": {"kind": "synthetic", "vocab_size": VOCAB, "seq_len": TOKENS},
+        "data": {"kind": "synthetic", "vocab_size": VOCAB, "seq_len": TOKENS, "seed": 1},
         "optim": {"kind": "adamw", "lr": 3e-3, "schedule": {"decay_steps": 20}, "weight_decay": 0.0},
         "kernels": kernels,
         "train": {"steps": 20, "global_batch": SEQUENCES, "micro_batch": SEQUENCES // 2},
         "log": {"tensorboard": False},
         "launcher": {"ranks": 1},
         "world_size": 1,
-        "device": "cuda",
+        "device": device,
         "segments": [SEQUENCES * 20],
         "forked_from": None,
     }
     spec = Spec.model_validate_json(json.dumps(content))
-    device = torch.device("cuda")
+    on = torch.device(device)
     torch._dynamo.reset()
-    built = build(spec, mesh=mesh_of(spec, rank=0, device=device))
+    built = build(spec, mesh=mesh_of(spec, rank=0, device=on))
     initialise(built)
-    scaler = build_scaler(spec.precision, device=device)
+    scaler = build_scaler(spec.precision, device=on)
     draw = torch.Generator().manual_seed(3)
-    tokens = torch.randint(VOCAB, (SEQUENCES, TOKENS + 1), generator=draw).to(device)
+    tokens = torch.randint(VOCAB, (SEQUENCES, TOKENS + 1), generator=draw).to(on)
     batches = []
     for first in range(0, SEQUENCES, SEQUENCES // 2):
         some = tokens[first : first + SEQUENCES // 2]
         batches.append(
             Batch(
-                ids=torch.arange(first, first + len(some), device=device),
+                ids=torch.arange(first, first + len(some), device=on),
                 tokens=some[:, :-1],
                 labels=some[:, 1:],
-                mask=torch.ones(len(some), TOKENS, device=device),
+                mask=torch.ones(len(some), TOKENS, device=on),
                 documents=None,
             )
         )
@@ -89,11 +97,12 @@ def test_a_small_model_learns_as_in_bf16(recipe: str, compile: str) -> None:
     skip_blocks(recipe)
     plain = losses({"kind": "bf16"}, compile=compile)
     found = losses(fp8(recipe), compile=compile)
-    # two layers of four in fp8: the first step differs by rounding alone, the others by what follows from it
+    # two layers of four in fp8: the first step differs by rounding alone, the next ones by what follows from it (on a
+    # CPU by 1.7 % at most); what learns by heart then goes ways of its own
     assert found[0] == pytest.approx(plain[0], rel=5e-3)
     assert found[0] != plain[0]
-    assert found[-1] == pytest.approx(plain[-1], rel=5e-2)
-    assert found[-1] < 0.9 * found[0]
+    assert found[3] == pytest.approx(plain[3], rel=3e-2)
+    assert found[-1] < 0.5 * found[0]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -31,7 +31,7 @@ CASES = [
     replace(BASE, compile="block", documents=True, family="gpt", optimizer="sgd"),
     replace(BASE, compile="block", dropout=True, attention="reference"),
     # rows that the compiler would pad, see COMPILED in megaspec/nn/linear.py
-    replace(BASE, compile="block", also=(("model.d_model", 1048),)),
+    replace(BASE, compile="block", d_model=1048),
 ]
 # In bf16 alone.
 FLEX = [

@@ -140,9 +140,7 @@ class Float8CurrentScalingQuantizer(_Quantizer):
         factor = torch.where(amax > 0, LARGEST[self.form] / amax, 1.0)
         values = _cast(x, factor, self.form)
         turned = values.t().contiguous() if self.columns else None
-        return Float8TensorStorage(
-            data=values, data_transpose=turned, fp8_scale_inv=1 / factor, fp8_dtype=self.form
-        )
+        return Float8TensorStorage(data=values, data_transpose=turned, fp8_scale_inv=1 / factor, fp8_dtype=self.form)
 
 
 class Float8Quantizer(_Quantizer):
@@ -247,9 +245,7 @@ def package_of(fake: Fake) -> TransformerEngine:
         constants=SimpleNamespace(TE_DType={dtype: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}),
         **kinds,
     )
-    functions = SimpleNamespace(
-        compute_amax=lambda x, amax: amax.copy_(x.abs().amax().float()), **_norms(fake)
-    )
+    functions = SimpleNamespace(compute_amax=lambda x, amax: amax.copy_(x.abs().amax().float()), **_norms(fake))
     return TransformerEngine(general_gemm, _attention(fake), functions, pytorch)
 
 

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 CHUNK = 2 * triton.BLOCK
 SHAPES = ((1,), (3, 5), (63, 33), (triton.BLOCK + 1,), (CHUNK + 1,))
 ALIGNED = ((16,), (64, 48), (CHUNK + 16,))
+# Those that threads load by four beside those that they don't.
+MIXED = ((16,), (3, 5), (CHUNK + 16,), (CHUNK + 1,), (64, 48))
 # Weights, master weights, first and second moment.
 STATES = [
     ("bf16", "halves", "bf16", "bf16"),
@@ -96,7 +98,7 @@ def whole(weight, kept):
     return reference.joined(weight, kept) if kept.dtype == torch.int16 else kept
 
 
-@pytest.mark.parametrize("shapes", [SHAPES, ALIGNED], ids=["odd", "aligned"])
+@pytest.mark.parametrize("shapes", [SHAPES, ALIGNED, MIXED], ids=["odd", "aligned", "mixed"])
 @pytest.mark.parametrize("states", STATES, ids="-".join)
 def test_the_kernel_is_the_reference(states, shapes, device, monkeypatch):
     monkeypatch.setattr(triton, "CHUNK", CHUNK)
@@ -138,7 +140,7 @@ def test_in_the_interpreter():
     )
     assert done.returncode == 0, done.stdout[-3000:]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout)}
-    assert counts.get("passed", 0) == 2 * len(STATES), done.stdout[-500:]
+    assert counts.get("passed", 0) == 3 * len(STATES), done.stdout[-500:]
 
 
 @pytest.mark.parametrize("kept", [1, 1000])

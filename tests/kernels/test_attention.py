@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megaspec_kernels.attention import flex, sdpa, sdpa_block
 from megaspec_kernels.attention.documents import Documents, documents_of
 from megaspec_kernels.attention.reference import seen
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
+from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import te_runs
@@ -129,14 +131,24 @@ def flex_runs(shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         pytest.skip("the catalog says that flex computes in bf16 and fp16, with heads of 16 or more")
 
 
+def skip_what_has_another_test(name: str, scoring: Scoring, device: torch.device) -> None:
+    """Skips what the catalog says that an implementation has not, and packages where they are not played."""
+    need = CATALOG["attention"].implementations[name]
+    if scoring.cap is not None and not need.score_cap:
+        pytest.skip(f"the catalog says that {name} caps no scores")
+    if need.package and name != "te" and device.type == "cuda":
+        pytest.skip(
+            f"{need.package} has tests of its own on GPUs: test_attention_cudnn.py, test_attention_flash_attn.py"
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
     if name == "reference" and dtype != torch.float64:
         pytest.skip("the reference is what others are measured by in this dtype; fp64 holds it to the words below")
-    if name in ("sdpa", "te") and shape.scoring.cap is not None:
-        pytest.skip(f"the catalog says that {name} caps no scores")
+    skip_what_has_another_test(name, shape.scoring, device)
     if name == "flex":
         flex_runs(shape, dtype, device)
     if name == "te":
@@ -413,3 +425,65 @@ def test_flex_traces_without_memory(sinks: bool) -> None:
     out.sum().backward()
     assert q_BTNH.grad is not None
     assert q_BTNH.grad.shape == q_BTNH.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128])
+def test_torch_takes_the_kernel_that_it_says(H: int, request: pytest.FixtureRequest) -> None:
+    """cuDNN on Hopper, FlashAttention-2 with gradients in one order: what is asked, what is expected, and what runs."""
+    sm = 10 * torch.cuda.get_device_capability()[0]
+    if sm < 90:
+        pytest.skip(f"nothing is expected of sm{sm} but a fused kernel")
+    sizes = {"n_heads": 8, "n_kv_heads": 2, "d_head": H, "tokens": 512, "dtype": torch.bfloat16}
+    leaves = [torch.randn(1, 512, n, H, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (8, 2, 2)]
+    for deterministic, name, node in ((False, "cudnn", "CudnnAttention"), (True, "flash", "FlashAttention")):
+        if deterministic:
+            request.getfixturevalue("exact")
+        expected = sdpa.expected(d_head=H, tokens=512, dtype=torch.bfloat16, sm=sm, deterministic=deterministic)
+        assert expected == name
+        assert sdpa.served_by(**sizes, device=torch.device("cuda")) == name
+        out = sdpa.attention(*leaves)
+        assert node in out.grad_fn.next_functions[0][0].name()
+    assert "eterministic" in sdpa.why_not("cudnn", **sizes, device=torch.device("cuda"))
+
+
+def table_of_readme() -> str:
+    """Who can what, as kernels/megaspec_kernels/attention/README.md shows it: the catalog in words."""
+    heads = (
+        "| | GPU | formats | sizes of heads | documents | windows, chunks | sinks | capped scores | dropout | blocks |"
+        " gradients in one order | package |"
+    )
+    lines = [heads, "|---" * 12 + "|"]
+    for name, need in CATALOG["attention"].implementations.items():
+        gpu = f"sm{need.min_sm}" if need.min_sm else "any, and CPUs"
+        sizes = "all"
+        if need.head_size > 1:
+            sizes = f"from {need.head_size}"
+        if need.largest_head:
+            sizes = f"{need.head_size} to {need.largest_head} by {need.head_step}"
+        words = [
+            f"`{name}`",
+            gpu,
+            ", ".join(need.precisions) or "all",
+            sizes,
+            _in_words(need.documents),
+            _in_words(need.window),
+            # around whoever gives the log-sum-exp
+            "yes",
+            _in_words(need.score_cap),
+            _in_words(need.attention_dropout),
+            "its own" if need.blocks else "sdpa's",
+            _in_words(need.deterministic),
+            need.package or "",
+        ]
+        lines.append("| " + " | ".join(words) + " |")
+    return "\n".join(lines).replace("|  |", "| |")
+
+
+def _in_words(can: bool) -> str:
+    return "yes" if can else "no"
+
+
+def test_the_readme_says_who_can_what() -> None:
+    text = Path(sdpa.__file__).with_name("README.md").read_text()
+    assert table_of_readme() in text, f"the table of attention/README.md should be:\n{table_of_readme()}"

@@ -12,6 +12,7 @@ from megaspec_kernels.attention.documents import BlockDocuments, Documents, docu
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.gate import Results, check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY, AttentionKernel, AttentionMergeKernel
+from tests.kernels.test_attention import skip_what_has_another_test
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,7 @@ def hold(blocks: Blocks, shape: Shape, dtype: torch.dtype, device: torch.device)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", sorted(REGISTRY["attention"]))
 def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-    if name in ("sdpa", "te") and shape.scoring.cap is not None:
-        pytest.skip(f"the catalog says that {name} caps no scores")
+    skip_what_has_another_test(name, shape.scoring, device)
     hold(blocks_of(name, device), shape, dtype, device)
 
 

@@ -22,6 +22,7 @@ from megaspec_kernels.linear import te_fp8
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import Fake, fake_transformer_engine, te_runs
 
+HERE = frozenset({"transformer-engine"})
 SHAPES = [((1, 1), 16, 8), ((2, 63), 48, 80), ((3, 5, 7), 64, 16), ((1, 1000), 32, 128)]
 
 
@@ -133,7 +134,7 @@ def test_tensors_without_numbers_need_no_package() -> None:
 def test_attention_is_asked_for_what_the_reference_computes(
     documents: tuple | None, window: int | None, sinks: bool, fake: Fake
 ) -> None:
-    """By the equations in the package's place: layouts, lengths, windows and the log-sum-exp are told as it has them."""
+    """By the equations in the package's place: layouts, lengths, windows and the log-sum-exp are as it has them."""
     draw = torch.Generator().manual_seed(2)
     q = torch.randn(2, 40, 4, 32, generator=draw, dtype=torch.float64)[..., ::2]
     k, v = torch.randn(2, 2, 40, 2, 16, generator=draw, dtype=torch.float64).unbind()
@@ -193,18 +194,21 @@ def test_what_is_not_taken_is_named() -> None:
         (("attention", "te"), ("cuda", 80), "bf16"): "needs sm90, this GPU is sm80",
     }
     for ((operation, name), (device, sm), precision), text in said.items():
-        assert unmet(operation, name, device=device, sm=sm, use=Use(precision=precision)) == text
-    hopper = {"device": "cuda", "sm": 90}
+        assert unmet(operation, name, device=device, sm=sm, use=Use(precision=precision), packages=HERE) == text
+    hopper = {"device": "cuda", "sm": 90, "packages": HERE}
     assert unmet("attention", "te", **hopper, use=Use(score_cap=True)) == "caps no scores"
     assert unmet("attention", "te", **hopper, use=Use(attention_dropout=True)) == "has no attention dropout"
-    assert unmet("attention", "te", **hopper, use=Use(head_size=60)) == (
-        "needs heads of a multiple of 8, the model's have 60"
+    assert "60" in unmet("attention", "te", **hopper, use=Use(head_size=60))
+    assert "512" in unmet("attention", "te", **hopper, use=Use(head_size=512))
+    assert unmet("linear", "te", **hopper, use=Use(fp8_recipe="rowwise")) == (
+        "needs precision.recipe=tensorwise or delayed or blockwise, it is rowwise"
     )
-    assert unmet("attention", "te", **hopper, use=Use(head_size=512)) == (
-        "needs heads of at most 256, the model's have 512"
-    )
+    for operation in ("linear", "norm", "attention"):
+        assert unmet(operation, "te", device="cuda", sm=90) == (
+            "needs the package transformer-engine, which is not installed (pip install 'megaspec[te]')"
+        )
     assert unmet("linear", "te", **hopper, use=Use(precision="bf16")) is None
-    # it is named or not used: nobody has to have it
+    # it is named or not used, installed or not
     assert choose("linear", **hopper, use=Use(precision="bf16")) == "torch"
     assert choose("attention", **hopper, use=Use(precision="bf16", hides_keys=True)) == "flex"
 

@@ -1,6 +1,6 @@
 """Planted bugs: each is one line of shipped source, and a case that it touches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.parity.cases import Case
 from tests.parity.sets import RECOMPUTES
@@ -674,6 +674,8 @@ FP8_LAYER = "megaspec.nn.fp8"
 FP8_ROWS = Case(tp=2, precision="fp8 rowwise", accumulate=2)
 FP8_TENSORS = Case(tp=2, sequence=True, precision="fp8 tensorwise", accumulate=2)
 FP8_STEPS = Case(dp=2, precision="fp8 delayed", accumulate=2, mask="uneven")
+FP8_EXPERTS = Case(tp=2, sequence=True, router="softmax", etp=2, precision="fp8 tensorwise", accumulate=2)
+EXPERTS_FP8 = "megaspec.nn.moe.fp8"
 # Their own tests run them, with more steps than one: see test_fp8.py.
 FP8 = [
     Bug(
@@ -734,6 +736,46 @@ FP8 = [
         "only the last micro batch remembered",
         Patch("megaspec_kernels.fp8_cast.reference", "torch.maximum(seen,", "torch.maximum(0 * seen,"),
         Case(dp=2, precision="fp8 delayed", accumulate=6, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "largest elements of a part of an expert",
+        Patch(
+            EXPERTS_FP8,
+            "self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))\n        place",
+            "amax_E, self.form.dtype(role))\n        place",
+        ),
+        FP8_EXPERTS,
+    ),
+    Bug(
+        "largest elements of a part of an expert's token",
+        Patch(EXPERTS_FP8, "self._of_all(amax_R, role, _ROW)", "amax_R"),
+        replace(FP8_EXPERTS, precision="fp8 rowwise"),
+    ),
+    Bug(
+        "scales of an expert's neighbour",
+        Patch(EXPERTS_FP8, "scale_of_rows(lying.scale,", "scale_of_rows(lying.scale.roll(1, 0),"),
+        FP8_EXPERTS,
+        invisible=True,
+    ),
+    Bug(
+        "an expert's tokens by the scales of the forward pass",
+        Patch(
+            EXPERTS_FP8, "kept = (lying.values, lying.scale.clone())", "kept = (in_rows.values, lying.scale.clone())"
+        ),
+        replace(FP8_EXPERTS, precision="fp8 rowwise"),
+        invisible=True,
+    ),
+    Bug(
+        "weights of experts of the step before",
+        Patch(EXPERTS_FP8, "self._weight_version != self.shared.version", "False"),
+        FP8_EXPERTS,
+        invisible=True,
+    ),
+    Bug(
+        "experts' gradients by the scale of another format",
+        Patch("megaspec.parallelism.fp8", "scale_of(mine, EXPERTS_GRADIENT,", "scale_of(mine, torch.float8_e5m2,"),
+        replace(FP8_EXPERTS, precision="fp8 delayed"),
         invisible=True,
     ),
     Bug(

@@ -165,6 +165,7 @@ class Case:
     """`fp8 RECIPE`: products of all layers in fp8 of that recipe, everything else in fp64."""
     wide: bool = False
     """Widths that blocks of 128 divide on each of two ranks."""
+    d_model: int = 32
     lr: float | None = None
     """None: 1e-3 for AdamW, 1e-2 for the others."""
     compile: str = "none"
@@ -232,6 +233,7 @@ class Case:
             f"shared {self.shared}" if self.shared != "none" else "",
             "qk" if self.qk_norm else "",
             "wide" if self.wide else "",
+            f"d_model={self.d_model}" if self.d_model != 32 else "",
             f"attention {self.options}" if self.options else "",
             self.mask,
             "tied" if self.tied else "",
@@ -295,7 +297,7 @@ def content_of(case: Case) -> dict[str, Any]:
     uneven ways."""
     model = FAMILIES[case.family] | {
         "n_layers": case.n_layers,
-        "d_model": 32,
+        "d_model": case.d_model,
         "n_heads": 4,
         "n_kv_heads": case.kv_heads,
         "d_head": case.d_head,

@@ -8,13 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from megaspec.core.part_facts import Linear
 from megaspec.verify.parity import TOLERANCES, compare
 from tests.conftest import Tell
 from tests.parity.bugs import FP8, Bug
-from tests.parity.cases import Case, alone
+from tests.parity.cases import Case, alone, empty_of
 from tests.parity.checks import check
-from tests.parity.tasks import run_case, truth_of
+from tests.parity.tasks import run_case, train, trajectory_of, truth_of
 from tests.ranks import RankPool
+from tests.source_patch import Patch
 from tests.source_patch import check as check_patch
 
 RECIPES = ("tensorwise", "delayed", "rowwise")
@@ -39,16 +41,40 @@ OTHERS = [
     Case(dp=2, strategy="fsdp", precision="fp8 delayed", also=(("parallelism.recompute", {"kind": "full"}),)),
     Case(tp=2, sequence=True, precision="fp8 tensorwise", also=(("parallelism.recompute.kind", "selective"),)),
 ]
+# Experts, where every rank of an ep group has tokens of the same micro batch: what an expert takes at once is the same
+# on one rank.
+EXPERTS = [
+    Case(tp=2, sequence=True, kv_heads=2, router="softmax", ep=2, accumulate=2),
+    Case(tp=2, sequence=True, kv_heads=2, router="softmax", etp=2, accumulate=2, experts="clamped"),
+    Case(tp=2, sequence=True, router="sigmoid", ep=2, dispatch="all_gather", mask="uneven", shared="gate"),
+    Case(tp=2, sequence=True, router="first", etp=2, dispatch="all_gather", accumulate=2, drop="position"),
+    Case(dp=2, strategy="fsdp", router="softmax", accumulate=2, mask="uneven", n_layers=4, every=2),
+]
+OTHER_EXPERTS = [
+    Case(tp=4, sequence=True, router="softmax", ep=2, etp=2, precision="fp8 delayed", accumulate=2),
+    Case(tp=2, dp=2, sequence=True, strategy="fsdp", router="softmax", ep=2, precision="fp8 rowwise", drop="padded"),
+    Case(tp=2, pp=2, sequence=True, schedule="zb_h1", router="root", ep=2, precision="fp8 delayed", accumulate=4),
+    Case(tp=2, sequence=True, router="softmax", ep=2, precision="fp8 tensorwise", experts="inputs, bias"),
+    Case(dp=2, router="first", precision="fp8 tensorwise", drop="probs", accumulate=2, trainable="router"),
+    Case(
+        tp=2, sequence=True, router="softmax", etp=2, precision="fp8 tensorwise",
+        also=(("parallelism.recompute", {"kind": "selective", "parts": ["activation"]}),),
+    ),
+    Case(
+        tp=2, sequence=True, router="softmax", ep=2, precision="fp8 rowwise",
+        also=(("parallelism.recompute", {"kind": "selective", "parts": ["moe"]}),),
+    ),
+]  # fmt: skip
 STEPS = 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *EXPERTS], ids=str)
 def test_layouts_equal_one_rank(pool: RankPool, layout: Case, recipe: str, tell: Tell) -> None:
     check(pool, replace(layout, precision=f"fp8 {recipe}"), tell, steps=STEPS)
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=str)
+@pytest.mark.parametrize("case", [*OTHERS, *OTHER_EXPERTS], ids=str)
 def test_layouts_together_equal_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
     check(pool, case, tell, steps=STEPS)
 
@@ -62,12 +88,48 @@ def test_the_grid_is_felt() -> None:
         assert 1e-4 < error < 0.2, (recipe, error)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_grid_is_felt_by_experts(recipe: str) -> None:
+    case = Case(router="softmax", accumulate=2)
+    wide = truth_of(case, steps=1)
+    found = truth_of(replace(case, precision=f"fp8 {recipe}"), steps=1)
+    for name in ("layers.0.moe.experts.w_gate_up.weight", "layers.0.moe.experts.w_down.weight"):
+        exact = wide.gradients.values[name]
+        error = (found.gradients.values[name] - exact).norm() / exact.norm()
+        # some tokens choose another expert for it
+        assert 1e-3 < error < 0.6, (name, error)
+
+
 def test_micro_batches_have_scales_of_their_own() -> None:
     one = truth_of(Case(precision="fp8 tensorwise"), steps=1)
     four = truth_of(Case(precision="fp8 tensorwise", accumulate=4), steps=1)
     assert alone(Case(dp=4, precision="fp8 tensorwise")).accumulate == 4
     assert one.norms[0] != four.norms[0]
     assert abs(one.norms[0] - four.norms[0]) < 0.1 * one.norms[0]
+
+
+EXPERTS_ALONE = Patch(
+    "megaspec.core.part_facts", 'self.purpose in ("attention", "mlp", "experts")', 'self.purpose == "experts"'
+)
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_of_an_ep_group_take_its_micro_batches_as_one(
+    recipe: str, dispatch: str, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over data-parallel ranks an expert sees the tokens of all of them at once, as in one micro batch. What is around
+    experts is in fp64 here, or it would have scales of other micro batches."""
+    check_patch(EXPERTS_ALONE)
+    whole = Case(precision=f"fp8 {recipe}", router="logit bias", mask="uneven")
+    monkeypatch.setattr(Linear, "takes_fp8", property(lambda self: self.purpose == "experts"))
+    # not truth_of, which remembers what it computed without the patch
+    truth = trajectory_of(train(0, alone(whole), empty_of(whole), STEPS))
+    case = replace(whole, dp=2, ep=2, dispatch=dispatch)
+    with RankPool(patches=(EXPERTS_ALONE,)) as ranks:
+        findings = compare(run_case(ranks, case, steps=STEPS), truth, TOLERANCES["fp64"])
+    tell(f"{case}: {findings[0]}")
+    assert all(one.passed for one in findings), findings[0]
 
 
 @pytest.mark.parametrize("bug", FP8, ids=str)

@@ -73,3 +73,67 @@ def test_sinks_go_around_blocks(asked: list[dict]) -> None:
     with pytest.raises(RecipeError, match="takes heads of 6 in bf16"):
         build._refuse_attention(spec(sinks | {"model.d_head": 6}), device=CUDA)
     assert asked == []
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A GPU of sm90 on which torch takes what the test says, with what torch says of the others."""
+    says: dict[str, object] = {"taken": "cudnn", "why": ""}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(sdpa, "served_by", lambda **sizes: says["taken"])
+    monkeypatch.setattr(sdpa, "why_not", lambda name, **sizes: says["why"])
+    return says
+
+
+def test_another_kernel_than_the_plans_is_an_error(on_hopper: dict[str, object]) -> None:
+    made = spec({"precision.kind": "bf16", "kernels.attention": "sdpa", "model.d_head": 64})
+    build._refuse_attention(made, device=CUDA)
+    on_hopper |= {"taken": "efficient", "why": "cuDNN version 0 is too old"}
+    with pytest.raises(
+        RecipeError, match=r"takes memory-efficient attention for .* the plan's times are of cuDNN"
+    ) as it:
+        build._refuse_attention(made, device=CUDA)
+    for word in ("kernels.attention=sdpa", "(cuDNN version 0 is too old)", "set kernels.attention=flash_attn"):
+        assert word in str(it.value)
+    # heads that cuDNN is not expected to take, and formats
+    build._refuse_attention(
+        spec({"precision.kind": "bf16", "kernels.attention": "sdpa", "model.d_head": 192}), device=CUDA
+    )
+    build._refuse_attention(
+        spec({"precision.kind": "fp32", "kernels.attention": "sdpa", "model.d_head": 64}), device=CUDA
+    )
+
+
+def test_with_gradients_in_order_the_kernel_is_named(on_hopper: dict[str, object]) -> None:
+    given = {"precision.kind": "bf16", "kernels.attention": "sdpa", "model.d_head": 64, "train.deterministic": True}
+    on_hopper["taken"] = "flash"
+    build._refuse_attention(spec(given), device=CUDA)
+    on_hopper["taken"] = "efficient"
+    with pytest.raises(
+        RecipeError, match=r"the plan's times are of FlashAttention-2; set kernels\.attention=reference"
+    ):
+        build._refuse_attention(spec(given), device=CUDA)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash_attn"])
+def test_layers_that_hide_nothing_are_torchs_but_for_flash_attention(
+    name: str, on_hopper: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "require", lambda module: None)
+    on_hopper["taken"] = "efficient"
+    base = spec({"precision.kind": "bf16", "kernels.attention": "sdpa", "model.d_head": 64})
+    named = base.model_copy(update={"kernels": base.kernels.model_copy(update={"attention": name})})
+    hidden = named.model_copy(update={"data": named.data.model_copy(update={"document_mask": True})})
+    build._refuse_attention(hidden, device=CUDA)
+    if name == "flash_attn":
+        build._refuse_attention(named, device=CUDA)
+    else:
+        with pytest.raises(RecipeError, match="memory-efficient"):
+            build._refuse_attention(named, device=CUDA)
+
+
+def test_a_package_that_does_not_load_is_an_error_with_the_extra() -> None:
+    base = spec({"precision.kind": "bf16", "kernels.attention": "sdpa", "model.d_head": 64})
+    named = base.model_copy(update={"kernels": base.kernels.model_copy(update={"attention": "flash_attn_3"})})
+    with pytest.raises(RecipeError, match=r"flash_attn_interface can't be imported .* or set kernels\.attention=sdpa"):
+        build._refuse_attention(named, device=CUDA)

@@ -27,12 +27,22 @@ NARROW = ("fp8", "fp16")
 _STATE_BYTES = {WIDE: 4 + 4 + 4, NARROW: (2 + 2) + 1 + 2}
 # Bytes that it reads alone: the gradient.
 _GRADIENT_BYTES = 4
+# Bytes that it writes alone: a weight in bf16 beside its master in fp32.
+_COPY_BYTES = 2
 
 
 class State:
     """Weights, what is kept of their masters, and both moments."""
 
-    def __init__(self, values: Sequence[Tensor], formats: tuple[str, str], wide: torch.dtype):
+    def __init__(
+        self,
+        values: Sequence[Tensor],
+        formats: tuple[str, str],
+        wide: torch.dtype,
+        *,
+        weights: torch.dtype | None = None,
+    ):
+        """`weights`: their format beside masters in `wide`; None: they are the masters, or with narrow formats half."""
         self.wide = wide
         self.is_narrow = formats == NARROW
         self.weights: list[Tensor] = []
@@ -41,8 +51,8 @@ class State:
             if self.is_narrow:
                 weight, master = split(value.to(torch.float32))
             else:
-                weight = value.to(wide)
-                master = weight
+                master = value.to(wide)
+                weight = master if weights is None else master.to(weights)
             self.weights.append(weight)
             self.masters.append(master)
         self.first = self._moments(formats[0])
@@ -80,7 +90,7 @@ class State:
 def _by_torch(values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Results:
     """The same steps by torch.optim.AdamW."""
     weights = [value.to(torch.float32).requires_grad_() for value in values]
-    optimizer = _torch(weights)
+    optimizer = torch_adamw(weights)
     for of_step in gradients:
         for weight, gradient in zip(weights, of_step, strict=True):
             weight.grad = gradient.to(torch.float32)
@@ -93,7 +103,7 @@ def _by_torch(values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -
     return found
 
 
-def _torch(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
+def torch_adamw(weights: Sequence[Tensor]) -> torch.optim.Optimizer:
     """torch's optimizer, in which vectors have no weight decay."""
     matrices = [weight for weight in weights if weight.dim() > 1]
     vectors = [weight for weight in weights if weight.dim() == 1]
@@ -130,27 +140,48 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
 
 
 def works(name: str, device: torch.device) -> Iterator[Work]:
-    """A step over matrices: gradients in fp32 are read; weights, masters and moments read and written."""
+    """A step over matrices: gradients in fp32 are read; weights, masters and moments read and written. And the same of
+    weights in bf16, with gradients to be scaled, as a training step has it."""
     count, side = (16, 4096) if device.type == "cuda" else (2, 256)
     values = [0.02 * torch.randn(side, side, device=device) for _ in range(count)]
     gradients = [0.01 * torch.randn_like(value) for value in values]
     elements = count * side * side
     if name == "torch":
         weights = [value.requires_grad_() for value in values]
-        optimizer = _torch(weights)
+        optimizer = torch_adamw(weights)
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         yield _work(optimizer.step, elements, WIDE)
+        yield _work(torch_and_copy(optimizer, weights), elements, WIDE, copied=True)
         return
     for formats in (WIDE, NARROW):
         state = State(values, formats, torch.float32)
         yield _work(partial(state.update, REGISTRY["adamw"][name], gradients), elements, formats)
+    state = State(values, WIDE, torch.float32, weights=torch.bfloat16)
+    yield _work(partial(state.update, REGISTRY["adamw"][name], gradients), elements, WIDE, copied=True)
 
 
-def _work(call: Callable[[], object], elements: int, formats: tuple[str, str]) -> Work:
-    """A step, with the bytes that it moves."""
-    moved = (_GRADIENT_BYTES + 2 * _STATE_BYTES[formats]) * elements
-    return Work(f"{elements / 1e6:,.1f} M weights, {_moments_in(formats)}", call, moved, "bytes")
+def torch_and_copy(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> Callable[[], None]:
+    """A step of torch's that divides the gradients, and the copy of masters into weights, as optim/adamw.py does it."""
+    copies = [master.detach().to(torch.bfloat16) for master in masters]
+    kept = [master.detach() for master in masters]
+    device = masters[0].device
+
+    def call() -> None:
+        if device.type == "cuda":
+            optimizer.grad_scale = torch.ones((), device=device)
+            optimizer.found_inf = torch.zeros((), device=device)
+        optimizer.step()
+        torch._foreach_copy_(copies, kept)
+
+    return call
+
+
+def _work(call: Callable[[], object], elements: int, formats: tuple[str, str], *, copied: bool = False) -> Work:
+    """A step, with the bytes that one pass has to move."""
+    moved = (_GRADIENT_BYTES + 2 * _STATE_BYTES[formats] + _COPY_BYTES * copied) * elements
+    weights = "bf16 weights" if copied else "weights"
+    return Work(f"{elements / 1e6:,.1f} M {weights}, {_moments_in(formats)}", call, moved, "bytes")
 
 
 def _moments_in(formats: tuple[str, str]) -> str:

@@ -1,6 +1,8 @@
-"""AdamW with narrow states in one kernel over all tensors: each element is read once and written once."""
+"""AdamW in one kernel over all tensors, with the factor on gradients and the weights' copy in the model's format: each
+element is read once and written once."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -17,8 +19,8 @@ except ImportError:  # a machine without GPU: the resolver never picks this file
     triton = None
 
 BLOCK = 2048
-# Elements that one program goes through.
-CHUNK = 16 * BLOCK
+# Elements that one program goes through: few, so that what runs at once lies close together in memory.
+CHUNK = 4 * BLOCK
 WARPS = 8
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
@@ -26,19 +28,31 @@ if triton is not None:
 
     @triton.jit
     def typed(address, name: tl.constexpr, is_aligned: tl.constexpr):
-        """The pointer that an int64 is. fp8 is read as bytes, low halves of master weights as int16."""
+        """The pointer that an int64 is. fp8 is read as bytes, low halves of master weights as int16.
+
+        Four elements are said to be aligned, not 16 bytes: then a thread takes four of each tensor, 16 bytes of those
+        in fp32. With eight of a bf16 weight all else would go to other threads through shared memory.
+        """
         if name == "fp32":
             p = address.to(tl.pointer_type(tl.float32))
+            if is_aligned:
+                p = tl.multiple_of(p, 16)
         elif name == "bf16":
             p = address.to(tl.pointer_type(tl.bfloat16))
+            if is_aligned:
+                p = tl.multiple_of(p, 8)
         elif name == "fp16":
             p = address.to(tl.pointer_type(tl.float16))
+            if is_aligned:
+                p = tl.multiple_of(p, 8)
         elif name == "int16":
             p = address.to(tl.pointer_type(tl.int16))
+            if is_aligned:
+                p = tl.multiple_of(p, 8)
         else:
             p = address.to(tl.pointer_type(tl.uint8))
-        if is_aligned:
-            p = tl.multiple_of(p, 16)
+            if is_aligned:
+                p = tl.multiple_of(p, 4)
         return p
 
     @triton.jit
@@ -130,11 +144,10 @@ if triton is not None:
         """`unit`: 1 / scale. `scalars`: 1 / divide_by, 1 / (1 − β₁ᵗ), 1 / (1 − β₂ᵗ), skip. `decayed`: lr times decay.
         `gain`: 1 − β. `largest`: of what is stored, scale included; left alone unless `has_scales`, as units and
         next scales are. Master "none": the weights are fp32 themselves."""
-        if tl.load(scalars_ptr + 3) != 0.0:
-            return
         tensor = tl.load(which_ptr + tl.program_id(0))
         first = tl.multiple_of(tl.load(start_ptr + tl.program_id(0)), 16)
-        size = tl.load(size_ptr + tensor)
+        # nothing is in the tensor where the step is skipped: a branch would wait before it asks for the rest
+        size = tl.load(size_ptr + tensor) * (tl.load(scalars_ptr + 3) == 0.0)
         if is_aligned:
             size = tl.multiple_of(size, 16)
         w_ptr = typed(tl.load(addresses_ptr + tensor), weight, is_aligned)
@@ -217,14 +230,34 @@ if triton is not None:
             tl.atomic_max(v_largest_ptr + tensor, tl.max(v_largest, 0))
 
 
+@dataclass(frozen=True)
+class _Programs:
+    """Of each program of a launch its tensor, int32, and first element, int64."""
+
+    which: Tensor
+    start: Tensor
+    is_aligned: bool
+    """Four elements of each of their tensors are aligned: a thread loads them at a time."""
+
+
 @lru_cache(maxsize=8)
-def _chunks(sizes: tuple[int, ...], chunk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each program its tensor, int32, and first element, int64; and every tensor's size, int64."""
-    counts = [-(-size // chunk) for size in sizes]
-    which = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
-    start = np.concatenate([np.arange(count, dtype=np.int64) * chunk for count in counts])
-    size = np.array(sizes, dtype=np.int64)
-    return torch.from_numpy(which).to(device), torch.from_numpy(start).to(device), torch.from_numpy(size).to(device)
+def _programs(
+    sizes: tuple[int, ...], aligned: tuple[bool, ...], chunk: int, device: torch.device
+) -> tuple[list[_Programs], Tensor]:
+    """A launch for aligned tensors and one for others, as far as there are any; and every tensor's size, int64."""
+    launches = []
+    for is_aligned in (True, False):
+        which = []
+        start = []
+        for tensor, size in enumerate(sizes):
+            if aligned[tensor] is is_aligned:
+                first = np.arange(0, size, chunk, dtype=np.int64)
+                start.append(first)
+                which.append(np.full(len(first), tensor, dtype=np.int32))
+        if which:
+            columns = (torch.from_numpy(np.concatenate(column)).to(device) for column in (which, start))
+            launches.append(_Programs(*columns, is_aligned))
+    return launches, torch.tensor(sizes, dtype=torch.int64).to(device)
 
 
 def _grid(form: Format | None) -> tuple[int, int, float]:
@@ -245,7 +278,12 @@ def adamw_(
     keys: Tensor,
     step: Step,
 ) -> None:
-    """See reference.py; contiguous tensors that are not empty, gradients in float32, weights of one dtype."""
+    """See reference.py; contiguous tensors that are not empty, gradients in float32, weights of one dtype.
+
+    Of a weight in bf16 with states in 32 bits 30 bytes move: gradient, master and moments are read, the last three
+    and the weight written. torch's fused kernel and a copy move 38: it writes scaled gradients back, and the copy reads
+    masters again.
+    """
     device = weights[0].device
     n = len(weights)
     # in the order in which the kernel reads their addresses
@@ -254,16 +292,19 @@ def adamw_(
     if masters[0].data_ptr() != weights[0].data_ptr():
         columns.append(masters)
         master = "int16" if masters[0].dtype == torch.int16 else "fp32"
+    elements = tuple(weight.numel() for weight in weights)
+    # a single odd one, such as the bias of a router, is not to slow down all others
+    aligned = [size % 16 == 0 for size in elements]
     addresses: list[int] = []
     for column in columns:
         assert all(t.is_contiguous() and t.numel() for t in column), "a tensor is empty or not contiguous"
         formats = {str(t.dtype) for t in column}
         assert len(formats) == 1, f"tensors of several formats: {sorted(formats)}"
-        addresses += [t.data_ptr() for t in column]
+        for number, one in enumerate(column):
+            address = one.data_ptr()
+            addresses.append(address)
+            aligned[number] = aligned[number] and address % 16 == 0
     assert gradients[0].dtype == torch.float32, f"gradients in {gradients[0].dtype}"
-    elements = [weight.numel() for weight in weights]
-    # then a thread loads 16 bytes at a time
-    is_aligned = all(number % 16 == 0 for number in (*addresses, *elements))
     is_cuda = device.type == "cuda"
 
     def sent(values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -278,46 +319,52 @@ def adamw_(
     scalars = torch.stack([factor, unbias1, unbias2, step.skip.to(torch.float64)])
     # which takes a pass over the gradients, for formats with a scale alone
     has_scales = first.has_scale or second.has_scale
-    scales = (first.scale, second.scale)
+    # all 1 unless there are scales, as their inverses are
+    scales = units = (first.scale, second.scale)
     if has_scales:
         scales = next_scales(first, second, gradients, step)
+        units = (1 / first.scale, 1 / second.scale)
     # programs of one tensor find its largest moments together
     largest = torch.zeros(2, n, dtype=torch.float32, device=device)
-    which, start, sizes = _chunks(tuple(elements), CHUNK, device)
-    adamw_kernel[(len(which),)](
-        sent(addresses, torch.int64),
-        which,
-        start,
-        sizes,
-        sent(list(map(float, decays)), torch.float32),
-        keys,
-        1 / first.scale,
-        scales[0],
-        largest[0],
-        1 / second.scale,
-        scales[1],
-        largest[1],
-        scalars.to(torch.float32),
-        n,
-        step.lr,
-        step.lr * step.weight_decay,
-        1 - step.beta1,
-        1 - step.beta2,
-        step.eps,
-        _NAMES[weights[0].dtype],
-        master,
-        _NAMES[first.values[0].dtype],
-        *_grid(first.form),
-        _NAMES[second.values[0].dtype],
-        *_grid(second.form),
-        0.0 if second.form is None else second.form.smallest,
-        second.has_scale,
-        has_scales,
-        is_aligned,
-        CHUNK,
-        BLOCK,
-        num_warps=WARPS,
-    )
+    launches, sizes = _programs(elements, tuple(aligned), CHUNK, device)
+    table = sent(addresses, torch.int64)
+    decay = sent(list(map(float, decays)), torch.float32)
+    scalars = scalars.to(torch.float32)
+    for programs in launches:
+        adamw_kernel[(len(programs.which),)](
+            table,
+            programs.which,
+            programs.start,
+            sizes,
+            decay,
+            keys,
+            units[0],
+            scales[0],
+            largest[0],
+            units[1],
+            scales[1],
+            largest[1],
+            scalars,
+            n,
+            step.lr,
+            step.lr * step.weight_decay,
+            1 - step.beta1,
+            1 - step.beta2,
+            step.eps,
+            _NAMES[weights[0].dtype],
+            master,
+            _NAMES[first.values[0].dtype],
+            *_grid(first.form),
+            _NAMES[second.values[0].dtype],
+            *_grid(second.form),
+            0.0 if second.form is None else second.form.smallest,
+            second.has_scale,
+            has_scales,
+            programs.is_aligned,
+            CHUNK,
+            BLOCK,
+            num_warps=WARPS,
+        )
     if not has_scales:
         return
     apply = step.skip == 0

@@ -27,10 +27,13 @@ _BLOCK = 128
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _compiled(*, by_documents: bool) -> Callable[..., Any]:
     """flex_attention for those who aren't compiled themselves: without the compiler torch computes all scores."""
+    # A graph for shapes that vary fails with a mask of documents on torch 2.11 (pytorch/pytorch#183677). Those are of
+    # training, whose shapes are few: a graph for each.
+    dynamic = False if by_documents else None
     # fullgraph, since torch would do that silently, too, once it has compiled as often as recompile_limit allows
-    return torch.compile(flex_attention, fullgraph=True)
+    return torch.compile(flex_attention, fullgraph=True, dynamic=dynamic)
 
 
 def attention(
@@ -57,7 +60,7 @@ def attention(
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q_BTNH, k_BTKH, v_BTKH))
     attend = flex_attention
     if q.device.type != "cpu" and not torch.compiler.is_compiling():
-        attend = _compiled()
+        attend = _compiled(by_documents=documents is not None)
     out, aux = attend(
         q,
         k,

@@ -2,6 +2,7 @@
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ from megaspec_kernels.attention.scoring import PLAIN, Scoring
 # The first that takes the inputs. cuDNN, the fastest on Hopper, takes bf16 and fp16, groups included, and has no
 # deterministic backward pass; memory-efficient attention takes fp32, and no grouped heads, so as_kernels_want repeats
 # keys and values there. MATH would take everything and keep the scores, T² for each head. It is not in the list: what
-# no fused kernel takes fails instead (see is_refused).
+# no fused kernel takes fails instead, when a run is built (see served_by and expected).
 _FUSED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 # No fused kernel computes in fp64, which is for comparing.
 _FP64 = (SDPBackend.MATH,)
@@ -102,26 +103,76 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def served_by(
+    *, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The kernel that takes such attention on this GPU in training: cudnn, flash or efficient, or None. Asked of torch,
+    without attending, as `attention` sets it up.
+
+    Of attention that hides nothing and has no sinks; what goes as a block has sdpa_block.choose. In fp64 it is plain
+    products. torch.use_deterministic_algorithms counts: cuDNN is left out then.
+    """
+    asked = _asked(n_heads, n_kv_heads, d_head, tokens, dtype, device)
+    with sdpa_kernel(list(_FUSED), set_priority=True):
+        for name in _NAMES:
+            if _takes(name, asked):
+                return name
+    return None
+
+
 def is_refused(
     *, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether no kernel takes such attention on this GPU in training, asked of torch without attending.
-
-    Of attention that hides nothing and has no sinks; what goes as a block has sdpa_block.is_refused.
-    torch.use_deterministic_algorithms counts: cuDNN is left out then.
-    """
+    """Whether no kernel takes such attention, see served_by; in fp64 none is wanted."""
     if dtype == torch.float64:
         return False
+    taken = served_by(n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=d_head, tokens=tokens, dtype=dtype, device=device)
+    return taken is None
 
+
+def expected(*, d_head: int, tokens: int, dtype: torch.dtype, sm: int, deterministic: bool) -> str | None:
+    """The kernel that a plan's times are of, where they are of one: anything else that torch takes is another run.
+
+    cuDNN on Hopper and later, in bf16 and fp16; it has no deterministic backward pass, FlashAttention-2 has one.
+    """
+    is_usual = dtype in (torch.bfloat16, torch.float16) and tokens > 1 and d_head % 8 == 0
+    if not is_usual:
+        return None
+    if deterministic:
+        return "flash" if d_head <= 256 and sm >= 80 else None
+    return "cudnn" if d_head <= 128 and sm >= 90 else None
+
+
+def why_not(
+    name: str, *, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """What torch says of a kernel that does not take such attention; empty where it says nothing."""
+    asked = _asked(n_heads, n_kv_heads, d_head, tokens, dtype, device)
+    with sdpa_kernel(list(_FUSED), set_priority=True), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _takes(name, asked, debug=True)
+    reasons = []
+    for one in said:
+        # torch adds where in its sources it said so
+        first, _, _ = str(one.message).partition(" (Triggered internally")
+        reasons.append(first)
+    return "; ".join(reasons)
+
+
+# In the order in which `attention` has them tried.
+_NAMES = ("cudnn", "flash", "efficient")
+
+
+def _takes(name: str, asked: torch.backends.cuda.SDPAParams, *, debug: bool = False) -> bool:
+    return getattr(torch.backends.cuda, f"can_use_{name}_attention")(asked, debug)
+
+
+def _asked(
+    n_heads: int, n_kv_heads: int, d_head: int, tokens: int, dtype: torch.dtype, device: torch.device
+) -> torch.backends.cuda.SDPAParams:
     def heads(count: int) -> Tensor:
         one = torch.empty(1, 1, 1, d_head, dtype=dtype, device=device, requires_grad=True)
         return one.expand(1, count, tokens, d_head)
 
     q, k, v = as_kernels_want(heads(n_heads), heads(n_kv_heads), heads(n_kv_heads))
-    asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])
-    takes = (
-        torch.backends.cuda.can_use_cudnn_attention(asked),
-        torch.backends.cuda.can_use_flash_attention(asked),
-        torch.backends.cuda.can_use_efficient_attention(asked),
-    )
-    return not any(takes)
+    return torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1])

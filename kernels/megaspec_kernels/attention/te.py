@@ -56,7 +56,14 @@ def attention(
 
 
 def is_refused(
-    *, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, documents: bool, dtype: torch.dtype, device: torch.device
+    *,
+    n_heads: int,
+    n_kv_heads: int,
+    d_head: int,
+    tokens: int,
+    documents: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> str | None:
     """Why cuDNN does not take such attention on this GPU in training, in its words; None when it does. It is tried."""
     q = torch.zeros(1, tokens, n_heads, d_head, dtype=dtype, device=device, requires_grad=True)

@@ -4,9 +4,9 @@ flash: FlashAttention-2 (Dao 2023) as torch has it, for documents of different l
 fp16. It takes grouped heads and windows, and adds gradients in one order where torch.use_deterministic_algorithms asks
 for it. each: one document after the other by the equation, on a CPU, where the host may read how long they are.
 
-Note "cuDNN". Its kernels for documents are reached through aten._cudnn_attention_forward with cum_seq_q, and are about
-twice as fast as FlashAttention-2 on Hopper. Up to torch 2.13 every such call makes its plan anew on the host, 42 ms
-(pytorch/pytorch#191576, which mends it), against a few ms that a layer computes. So it stands here in no table.
+Note "cuDNN". Its kernels for documents are reached through aten._cudnn_attention_forward with cum_seq_q, too. Up to
+torch 2.13 every such call makes its plan anew on the host, 42 ms (pytorch/pytorch#191576, which mends it), against a
+few ms that a layer computes. So cudnn.py reaches them through NVIDIA's own package.
 """
 
 # B sequences, T queries, S keys, N query heads, K key and value heads, H head size; P = B · T and R = B · S packed
@@ -37,13 +37,18 @@ def forward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """-> [B, T, N, H], [B, N, T]; see reference_block.py. Zeros and -inf where a query's document has no key here."""
-    B, T = q_BTNH.shape[:2]
-    packed = _packed(q_BTNH, k_BSKH, v_BSKH)
     bounds = (documents.queries.starts, documents.keys.starts, documents.queries.longest, documents.keys.longest)
     run = _flash_forward if way == "flash" else _each_forward
-    out_PNH, lse_NP = run(*packed, *bounds, causal, window, scale)
-    out_BTNH = out_PNH.unflatten(0, (B, T))
-    lse_BNT = lse_NP.unflatten(1, (B, T)).transpose(0, 1)
+    out_PNH, lse_NP = run(*packed(q_BTNH, k_BSKH, v_BSKH), *bounds, causal, window, scale)
+    return block_results(out_PNH, lse_NP, documents, rows=q_BTNH.shape[0], causal=causal)
+
+
+def block_results(
+    out_PNH: Tensor, lse_NP: Tensor, documents: BlockDocuments, *, rows: int, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Of packed tokens -> [B, T, N, H], [B, N, T] of so many rows, with zeros and -inf where a query sees nothing."""
+    out_BTNH = out_PNH.unflatten(0, (rows, -1))
+    lse_BNT = lse_NP.unflatten(1, (rows, -1)).transpose(0, 1)
     if causal:
         # a query sees itself at least
         return out_BTNH, lse_BNT
@@ -68,16 +73,19 @@ def backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> what the block adds to the gradients of q, k and v; see reference_block.py."""
-    B, T = q_BTNH.shape[:2]
-    S = k_BSKH.shape[1]
     lse_NP = lse_BNT.transpose(0, 1).flatten(1).contiguous()
-    packed = _packed(grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH)
+    tensors = packed(grad_BTNH, q_BTNH, k_BSKH, v_BSKH, out_BTNH)
     bounds = (documents.queries.starts, documents.keys.starts, documents.queries.longest, documents.keys.longest)
     run = _flash_backward if way == "flash" else _each_backward
-    d_q, d_k, d_v = run(*packed, lse_NP, *bounds, causal, window, scale)
-    d_q = d_q.unflatten(0, (B, T))
-    d_k = d_k.unflatten(0, (B, S))
-    d_v = d_v.unflatten(0, (B, S))
+    grads = run(*tensors, lse_NP, *bounds, causal, window, scale)
+    return block_gradients(grads, documents, rows=q_BTNH.shape[0], causal=causal)
+
+
+def block_gradients(
+    grads: tuple[Tensor, Tensor, Tensor], documents: BlockDocuments, *, rows: int, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of packed tokens -> of so many rows, with zeros where a document has no queries or no keys."""
+    d_q, d_k, d_v = (x.unflatten(0, (rows, -1)) for x in grads)
     if causal:
         return d_q, d_k, d_v
     has_keys_BT = _is_met(documents.queries.number, documents.keys.starts)[..., None, None]
@@ -89,7 +97,7 @@ def backward(
     )
 
 
-def _packed(*tensors: Tensor) -> tuple[Tensor, ...]:
+def packed(*tensors: Tensor) -> tuple[Tensor, ...]:
     """[B, T, N, H] -> [B · T, N, H] of each."""
     return tuple(x.flatten(0, 1) for x in tensors)
 

@@ -3,13 +3,14 @@
 # M tokens, D model, V rows of the weight on this rank, C tokens of a piece
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec_kernels.catalog import logits_piece
-from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
+from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard, WeightSum
 from megaspec_kernels.product import add_product_
 
 Stats = Callable[[Tensor, Tensor, VocabShard, LogitForm], tuple[Tensor, Tensor, Tensor]]
@@ -66,18 +67,30 @@ def local_gradient(
     return grad_CV.to(product_CV.dtype)
 
 
+def _add_piece(grad_VC: Tensor, x_CD: Tensor, into: Tensor, overwrite: bool) -> None:
+    """The weight's gradient of a piece, into its sum."""
+    add_product_(into, grad_VC, x_CD, overwrite=overwrite)
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The loss and the gradients that are needed in one pass over the tokens; backward only scales them."""
+    """The loss and the gradients that are needed in one pass over the tokens; backward only scales them.
+
+    With a `weight_sum` the weight's is added to it here. Then backward can't scale it, and takes a gradient of 1 alone.
+    """
 
     @staticmethod
-    def forward(ctx, x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, stats: Stats, gradient: Gradient):
+    def forward(
+        ctx, x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, weight_sum, stats: Stats, gradient: Gradient
+    ):
         M = x_MD.shape[0]
         piece = logits_piece(M, weight_VD.shape[0] * x_MD.element_size())
         wide = torch.promote_types(x_MD.dtype, torch.float32)
         loss = weights_M.new_zeros(())
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        ctx.weight_sum = weight_sum if needs_weight else None
+        makes_weight = needs_weight and weight_sum is None
         grad_x_MD = torch.empty_like(x_MD) if needs_x else None
-        grad_weight_VD = torch.empty_like(weight_VD, dtype=wide) if needs_weight else None
+        grad_weight_VD = torch.empty_like(weight_VD, dtype=wide) if makes_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
         for first in range(0, M, piece):
             part = slice(first, first + piece)
@@ -93,11 +106,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             grad_CV = gradient(product_CV, labels_M[part], top_C, total_C, weights_M[part], shard, form)
             if needs_x:
                 torch.mm(grad_CV, weight_VD, out=grad_x_MD[part])
-            if needs_weight:
+            if makes_weight:
                 add_product_(grad_weight_VD, grad_CV.t(), x_MD[part], overwrite=first == 0)
+            elif needs_weight:
+                weight_sum.add(partial(_add_piece, grad_CV.t(), x_MD[part]))
             if needs_bias:
                 grad_bias_V += grad_CV.sum(0, dtype=wide)
-        if needs_weight:
+        if makes_weight:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         if needs_bias:
             grad_bias_V = grad_bias_V.to(bias_V.dtype)
@@ -106,11 +121,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        found = []
-        for grad in ctx.saved_tensors:
-            found.append(None if grad is None else grad * grad_out.to(grad.dtype))
-        # of x, weight and bias; nothing for labels, weights, shard, form and the two functions
-        return *found, None, None, None, None, None, None
+        if ctx.weight_sum is not None:
+            # on a GPU the device looks, and no one waits
+            torch._assert_async(grad_out == 1, "the gradient of a loss whose weight_sum has its own already is not 1")
+            ctx.weight_sum.arrived()
+            found = ctx.saved_tensors
+        else:
+            found = []
+            for grad in ctx.saved_tensors:
+                found.append(None if grad is None else grad * grad_out.to(grad.dtype))
+        # of x, weight and bias; nothing for labels, weights, shard, form, the sum and the two functions
+        return *found, None, None, None, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -122,8 +143,10 @@ def linear_cross_entropy(
     *,
     bias_V: Tensor | None = None,
     form: LogitForm = PLAIN_LOGITS,
+    weight_sum: WeightSum | None = None,
 ) -> Tensor:
-    """See reference.py; logits of two pieces live at a time (catalog.logits_piece)."""
+    """See reference.py; logits of two pieces live at a time (catalog.logits_piece). `weight_sum`: takes the gradient of
+    the weight, which autograd has none of then."""
     return ChunkedCrossEntropy.apply(
-        x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, local_stats, local_gradient
+        x_MD, weight_VD, bias_V, labels_M, weights_M, shard, form, weight_sum, local_stats, local_gradient
     )

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,18 @@ class VocabShard:
     """Columns that are tokens; those after it are padding."""
     sum: Callable[[Tensor], Tensor] = _same
     max: Callable[[Tensor], Tensor] = _same
+
+
+class WeightSum(Protocol):
+    """Where the weight's gradient is added up beside autograd, in the forward pass of a loss whose gradient is 1."""
+
+    def add(self, product: Callable[[Tensor, bool], None]) -> None:
+        """`product(buffer, overwrite)` adds to the buffer [V, D], or overwrites it."""
+        ...
+
+    def arrived(self) -> None:
+        """Called in the backward pass."""
+        ...
 
 
 @dataclass(frozen=True)

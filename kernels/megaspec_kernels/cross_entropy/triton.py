@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.cross_entropy.chunked import ChunkedCrossEntropy
-from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
+from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard, WeightSum
 
 try:
     import triton
@@ -168,8 +168,9 @@ def linear_cross_entropy(
     *,
     bias_V: Tensor | None = None,
     form: LogitForm = PLAIN_LOGITS,
+    weight_sum: WeightSum | None = None,
 ) -> Tensor:
-    """See reference.py; fp32 sums, logits in the dtype of x (fp32, bf16 or fp16)."""
+    """See reference.py; fp32 sums, logits in the dtype of x (fp32, bf16 or fp16). `weight_sum`: as chunked's."""
     assert x_MD.dtype != torch.float64, "the fused kernels sum in fp32; fp64 takes chunked"
     return ChunkedCrossEntropy.apply(
         x_MD,
@@ -179,6 +180,7 @@ def linear_cross_entropy(
         weights_M.contiguous(),
         shard,
         form,
+        weight_sum,
         softmax_stats,
         softmax_gradient,
     )

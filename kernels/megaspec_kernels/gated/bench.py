@@ -25,8 +25,8 @@ FORMS = (
 
 def held(name: str, device: torch.device) -> Iterator[Held]:
     """Each form, and rows that fill no tile."""
-    kernel = REGISTRY["gated"][name]
-    plain = REGISTRY["gated"]["reference"]
+    kernel = REGISTRY["gated"][name].gated
+    plain = REGISTRY["gated"]["reference"].gated
     dtype = training_dtype(device)
     for M, F in ((1, 1), (7, 1000), (2, 4097)):
         gate_up = random(M, 2 * F, seed=1, device=device)
@@ -44,7 +44,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     """A micro batch of 8B and one of 1B: gate and up are read, one number written; backward the gradient is read too,
     and two are written. Plain operations are timed as they are compiled."""
     sizes = ((8192, 14336), (16384, 8192)) if device.type == "cuda" else ((64, 512),)
-    kernel = partial(REGISTRY["gated"][name], form=GatedForm("silu"))
+    kernel = partial(REGISTRY["gated"][name].gated, form=GatedForm("silu"))
     if name == "reference":
         kernel = compiled_on_gpu(kernel, device)
     dtype = training_dtype(device)

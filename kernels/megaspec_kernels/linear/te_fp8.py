@@ -52,9 +52,7 @@ def factor_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tensor:
 def cast_current(x_MK: Tensor, dtype: torch.dtype, *, columns: bool) -> Cast:
     """By the tensor's own largest element."""
     te = transformer_engine()
-    quantizer = te.pytorch.Float8CurrentScalingQuantizer(
-        te.dtype(dtype), x_MK.device, rowwise=True, columnwise=columns
-    )
+    quantizer = te.pytorch.Float8CurrentScalingQuantizer(te.dtype(dtype), x_MK.device, rowwise=True, columnwise=columns)
     return _of_tensor(quantizer, x_MK, dtype)
 
 

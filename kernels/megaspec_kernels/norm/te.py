@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.norm import reference
-from megaspec_kernels.norm.form import NormForm, Normed, decoded
+from megaspec_kernels.norm.form import Normed, NormForm, decoded
 from megaspec_kernels.norm.reference import add
 from megaspec_kernels.te_package import transformer_engine
 
@@ -77,9 +77,7 @@ def _gradients(ctx, grad_stream: Tensor | None, grad: Tensor) -> tuple[Tensor, T
 
 # Operations of their own, which torch.compile leaves whole.
 @torch.library.custom_op("megaspec::te_norm_forward", mutates_args=())
-def _te_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, code: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _te_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, code: str) -> tuple[Tensor, Tensor, Tensor]:
     """-> normed; of its rows the mean, empty where none is taken off, and 1 / std, in fp32."""
     form = decoded(code)
     if x.numel() == 0:
@@ -96,9 +94,7 @@ def _te_norm_forward(
         return y.view(x.shape), deviation.new_empty(0), deviation
     if bias is None:
         bias = torch.zeros_like(weight)
-    y, mean, deviation = te.functions.layernorm_fwd(
-        rows, weight, bias, form.eps, None, None, kind, _MARGIN, is_centred
-    )
+    y, mean, deviation = te.functions.layernorm_fwd(rows, weight, bias, form.eps, None, None, kind, _MARGIN, is_centred)
     return y.view(x.shape), mean, deviation
 
 
@@ -131,9 +127,7 @@ def _te_norm_backward(
     of_rows = grad.flatten(0, -2).contiguous()
     is_centred = form.gain == "one_plus"
     if form.kind == "layer":
-        d_x, d_weight, d_bias = te.functions.layernorm_bwd(
-            of_rows, rows, mean, deviation, weight, _MARGIN, is_centred
-        )
+        d_x, d_weight, d_bias = te.functions.layernorm_bwd(of_rows, rows, mean, deviation, weight, _MARGIN, is_centred)
         d_x = d_x.view(x.shape)
         if grad_stream is not None:
             d_x = d_x.add_(grad_stream)

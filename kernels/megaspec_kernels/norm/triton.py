@@ -492,7 +492,7 @@ def norm_forward_in_fp8(
     return NormInFp8(total, written, statistics)
 
 
-class _Gradients(NamedTuple):
+class NormGradients(NamedTuple):
     x: Tensor
     term: Tensor
     """Empty where it is that of x."""
@@ -500,21 +500,26 @@ class _Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def _gradients(
-    ctx, grad_stream: Tensor | None, grad: Tensor, *, needs: tuple[bool, bool], has_term: bool = False
-) -> _Gradients:
-    """Of what a norm below has saved. `needs`: of weight and bias."""
-    x, weight, statistics = ctx.saved_tensors
+def gradients(
+    grad: Tensor,
+    grad_stream: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    code: str,
+    *,
+    has_term: bool,
+    needs: tuple[bool, bool],
+) -> NormGradients:
+    """`norm_backward`. `needs`: of weight and bias."""
     # the weight's sum comes first, also where there is a bias alone
     vectors = 0
     if needs[0]:
         vectors = 1
     if needs[1]:
         vectors = 2
-    grad_x, grad_term, grad_vectors = norm_backward(
-        grad, grad_stream, x, weight, statistics, ctx.code, has_term, vectors
-    )
-    return _Gradients(
+    grad_x, grad_term, grad_vectors = norm_backward(grad, grad_stream, x, weight, statistics, code, has_term, vectors)
+    return NormGradients(
         grad_x,
         grad_term,
         grad_vectors[0] if needs[0] else None,
@@ -534,7 +539,8 @@ class NormOp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        found = _gradients(ctx, None, grad, needs=ctx.needs_input_grad[1:3])
+        needs = ctx.needs_input_grad[1:3]
+        found = gradients(grad, None, *ctx.saved_tensors, ctx.code, has_term=False, needs=needs)
         return found.x, found.weight, found.bias, None
 
 
@@ -550,7 +556,8 @@ class NormOfStreamOp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_stream, grad):
-        found = _gradients(ctx, grad_stream, grad, needs=ctx.needs_input_grad[1:3])
+        needs = ctx.needs_input_grad[1:3]
+        found = gradients(grad, grad_stream, *ctx.saved_tensors, ctx.code, has_term=False, needs=needs)
         return found.x, found.weight, found.bias, None
 
 
@@ -567,7 +574,8 @@ class NormOfSumOp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_stream, grad):
-        found = _gradients(ctx, grad_stream, grad, needs=ctx.needs_input_grad[2:4], has_term=True)
+        needs = ctx.needs_input_grad[2:4]
+        found = gradients(grad, grad_stream, *ctx.saved_tensors, ctx.code, has_term=True, needs=needs)
         grad_term = found.term if ctx.is_scaled else found.x
         return found.x, grad_term, found.weight, found.bias, None, None
 

@@ -13,6 +13,7 @@ from megaspec.core.part_facts import ALL_OF_THE_PAST, Sight
 from megaspec.nn.attention.spec import GroupedQuerySpec, LogTemperature
 from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.hashing import keep_mask, site_key
+from megaspec.nn.fp8 import Fp8Input
 from megaspec.nn.linear import Linear
 from megaspec.nn.norm.module import RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
@@ -253,7 +254,12 @@ class Attention(nn.Module):
         """Query heads of this rank."""
         return self.wqkv.parts[0] // self.d_head
 
-    def forward(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+    @property
+    def entry(self) -> Linear:
+        """The one layer that takes the input, and nothing else does."""
+        return self.wqkv
+
+    def forward(self, x_BTD: Tensor | Fp8Input, context: SequenceContext) -> Tensor:
         q, k, v, *gate = self.wqkv(x_BTD).split(self.wqkv.parts, dim=-1)
         if self.mean_squares is not None:
             q, k = self._normed_whole(q, k)

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.spec import LearnedPositionsSpec, NoPositionsSpec
+from megaspec.nn.linear import TableSum
 from megaspec.nn.rope.module import PositionModules
+from megaspec_kernels.product import add_rows_
 
 
 def padded(n: int, multiple: int) -> int:
@@ -16,8 +18,29 @@ def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+class SummedEmbeddingOp(torch.autograd.Function):
+    """Rows of a table. Their gradients are added to the table's sum; no gradient of the whole table is made."""
+
+    @staticmethod
+    def forward(ctx, weight_VD, tokens_BT, table_sum):
+        ctx.save_for_backward(tokens_BT)
+        ctx.table_sum = table_sum
+        return F.embedding(tokens_BT, weight_VD)
+
+    @staticmethod
+    def backward(ctx, grad_BTD):
+        (tokens_BT,) = ctx.saved_tensors
+        # never deferred: it takes no time, and what it needs takes memory
+        ctx.table_sum.add(lambda into, overwrite: add_rows_(into, tokens_BT, grad_BTD, overwrite=overwrite))
+        ctx.table_sum.arrived()
+        return None, None, None
+
+
 class Embedding(nn.Module):
-    """Rows of a table by token id, times `scale`, int64 [B, T] -> [B, T, D]. Rows past `vocab_size` are padding."""
+    """Rows of a table by token id, times `scale`, int64 [B, T] -> [B, T, D]. Rows past `vocab_size` are padding.
+
+    `table_sum`, when set, is where the table's gradient goes in a step: see linear.py, note "Tables".
+    """
 
     def __init__(self, vocab_size: int, d: int, *, pad_to: int = 1, scale: float = 1.0):
         super().__init__()
@@ -25,9 +48,16 @@ class Embedding(nn.Module):
         self.pad_to = pad_to
         self.scale = scale
         self.weight = nn.Parameter(torch.empty(padded(vocab_size, pad_to), d))
+        self.table_sum: TableSum | None = None
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        return self.scaled(F.embedding(tokens_BT, self.weight))
+        return self.scaled(self.rows(tokens_BT))
+
+    def rows(self, places_BT: Tensor) -> Tensor:
+        """Of the weight, by their numbers in it."""
+        if self.table_sum is not None and self.table_sum.is_open:
+            return SummedEmbeddingOp.apply(self.weight, places_BT, self.table_sum)
+        return F.embedding(places_BT, self.weight)
 
     def scaled(self, x_BTD: Tensor) -> Tensor:
         """Times the scale, which is rounded to the model's format, as Gemma's is."""

@@ -2,6 +2,7 @@
 
 # B sequences, T tokens, D model, V vocabulary
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec.nn.embedding.module import padded
+from megaspec.nn.linear import TableSum
 from megaspec_kernels.cross_entropy.reference import PLAIN_LOGITS, LogitForm, VocabShard
 from megaspec_kernels.registry import CrossEntropyKernel
 
@@ -16,7 +18,8 @@ from megaspec_kernels.registry import CrossEntropyKernel
 class OutputHead(nn.Module):
     """Logits and cross-entropy over the vocabulary. Rows of the weight past `vocab_size` are padding.
 
-    `bias`: add a learned number to the product of each token; `form`: what becomes of it then.
+    `bias`: add a learned number to the product of each token; `form`: what becomes of it then. `table_sum`, when set,
+    is where the weight's gradient goes in a step: see linear.py, note "Tables".
     """
 
     def __init__(
@@ -37,6 +40,12 @@ class OutputHead(nn.Module):
         rows = padded(vocab_size, pad_to)
         self.weight = nn.Parameter(torch.empty(rows, d))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
+        self.table_sum: TableSum | None = None
+
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether the loss can add the weight's gradient to a sum itself."""
+        return "weight_sum" in signature(self.kernel).parameters
 
     @property
     def shard(self) -> VocabShard:
@@ -70,4 +79,6 @@ class OutputHead(nn.Module):
         more: dict[str, Any] = {}
         if self.bias is not None or self.form != PLAIN_LOGITS:
             more = {"bias_V": self.bias, "form": self.form}
+        if self.table_sum is not None and self.table_sum.is_open:
+            more["weight_sum"] = self.table_sum
         return self.kernel(x_MD, self.weight, labels_BT.flatten(), weights_BT.flatten(), self.shard, **more)

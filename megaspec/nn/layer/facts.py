@@ -114,6 +114,14 @@ class LayerFacts:
         return frozenset(names)
 
     @cached_property
+    def fp8_inputs(self) -> frozenset[str]:
+        """Of kept tensors, by name, those that products in fp8 keep. A router, and experts that every token takes, keep
+        theirs in the model's format."""
+        if not self.in_fp8:
+            return frozenset()
+        return frozenset(linear.input_kept for linear in self.linears if linear.takes_fp8)
+
+    @cached_property
     def attends_backward(self) -> bool:
         """The backward pass goes through attention's own products: what goes out of them has a gradient to give on."""
         behind = [linear for one in self.sublayers if one.kind == "attention" for linear in one.mix.linears[-1:]]

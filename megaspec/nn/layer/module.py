@@ -2,7 +2,7 @@
 
 # B sequences, T tokens, D model
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,6 +85,15 @@ class Layer(nn.Module):
         if self.norm:
             mixer_input_BTD = common_BTD
         return h_BTD, mixer_input_BTD
+
+    def pairs(self) -> Iterator[tuple[Norm, nn.Module]]:
+        """Norms whose result one mixer takes and nobody else, with it."""
+        sublayers = list(self.traced)
+        if self.last is not None:
+            sublayers.append(self.last)
+        for sublayer in sublayers:
+            if sublayer.pre:
+                yield getattr(self, sublayer.pre), getattr(self, sublayer.mix)
 
     def compile_parts(self, *, options: Options | None = None) -> None:
         """Compiles what can be traced: all of it, or with experts `lead` and what Moe.compile_parts says."""

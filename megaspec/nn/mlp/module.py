@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megaspec.nn.dropout import Dropout, Noise
+from megaspec.nn.fp8 import Fp8Input
+from megaspec.nn.fp8_producers import gated
 from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.spec import ClampedMlpSpec, GatedMlpSpec, PlainMlpSpec
 from megaspec_kernels.gated.form import GatedForm
@@ -28,15 +30,22 @@ class FeedForward(nn.Module):
         """-> [..., F]"""
         raise NotImplementedError
 
-    def forward(self, x_BTD: Tensor, noise: Noise | None) -> Tensor:
+    @property
+    def entry(self) -> Linear | None:
+        """The one layer that takes the input, and nothing else does; None: it can't be said."""
+        return None
+
+    def forward(self, x_BTD: Tensor | Fp8Input, noise: Noise | None) -> Tensor:
         return self.dropout(self.w_down(self.activate(self.into(x_BTD))), noise)
 
 
 class Gated(FeedForward):
     """A layer of two products and a gate between them."""
 
-    kernel: GatedKernel = staticmethod(REGISTRY["gated"]["reference"])
+    kernel: GatedKernel = REGISTRY["gated"]["reference"]
     """The slot of its implementation."""
+    fp8_producer = ""
+    """The implementation that writes what w_down takes, and the gradient of w_gate_up, in fp8; none: they do."""
 
     def __init__(self, d_model: int, d_ffn: int, form: GatedForm, *, bias: bool, out: Dropout):
         super().__init__()
@@ -45,13 +54,31 @@ class Gated(FeedForward):
         self.form = form
         self.dropout = out
 
-    def into(self, x_BTD: Tensor) -> Tensor:
+    @property
+    def entry(self) -> Linear:
+        return self.w_gate_up
+
+    def into(self, x_BTD: Tensor | Fp8Input) -> Tensor:
         """[B, T, D] -> [B, T, 2 F]"""
         return self.w_gate_up(x_BTD)
 
     def activate(self, gate_up: Tensor) -> Tensor:
         """[..., 2 F] -> [..., F]"""
-        return self.kernel(gate_up, form=self.form)
+        return self.kernel.gated(gate_up, form=self.form)
+
+    def forward(self, x_BTD: Tensor | Fp8Input, noise: Noise | None) -> Tensor:
+        if not self.fp8_producer:
+            return super().forward(x_BTD, noise)
+        gate_up, slots = self.w_gate_up.with_slots(x_BTD)
+        between = gated(
+            gate_up,
+            slots,
+            form=self.form,
+            implementation=self.fp8_producer,
+            before=self.w_gate_up,
+            behind=self.w_down,
+        )
+        return self.dropout(self.w_down(between), noise)
 
 
 class GatedMlp(Gated):
@@ -79,7 +106,11 @@ class PlainMlp(FeedForward):
         self.activation = ACTIVATIONS[spec.activation]
         self.dropout = out
 
-    def into(self, x_BTD: Tensor) -> Tensor:
+    @property
+    def entry(self) -> Linear:
+        return self.w_up
+
+    def into(self, x_BTD: Tensor | Fp8Input) -> Tensor:
         """[B, T, D] -> [B, T, F]"""
         return self.w_up(x_BTD)
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.dropout import Dropout
+from megaspec.nn.fp8 import Split
 from megaspec.nn.linear import Linear, sum_of
 from megaspec.nn.mlp.module import FeedForward
 from megaspec.nn.moe.activation import WeightedActivation, WeightedActivationOp, WeightedRowsOp
+from megaspec.nn.moe.fp8 import GroupedFp8LinearOp
 from megaspec.nn.moe.router import Router, Routing
 from megaspec.nn.moe.rows import sorted_rows
 from megaspec.nn.moe.spec import Weighted
@@ -119,12 +121,15 @@ class GroupedLinear(Linear):
         super().__init__(n_in, *parts * n_experts, bias=bias, residual=residual)
         self.n_experts = n_experts
         self.kernel = kernel
+        self.split: Split = "none"
+        """What of each expert's matrix ranks divide among them."""
         self.adds_bias = True
 
     def forward(self, x_RI: Tensor, ends_E: Tensor, *, whole: bool = True, bias_scale: Tensor | None = None) -> Tensor:
         """`ends_E`: int32, the end of each expert's rows. Rows behind the last are zero, unless `whole`: there are none
         then. `bias_scale`: [R], what the bias is multiplied by; None: 1."""
-        y_RO = GroupedLinearOp.apply(x_RI, self.weight, ends_E, whole, self)
+        operation = GroupedLinearOp if self.fp8 is None else GroupedFp8LinearOp
+        y_RO = operation.apply(x_RI, self.weight, ends_E, whole, self)
         if self.bias is None:
             return y_RO
         return GroupBiasOp.apply(y_RO, self.bias, bias_scale, ends_E, self.adds_bias)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megaspec.nn.fp8 import Fp8Input
+from megaspec.nn.fp8_producers import Producer, norm_of_stream, norm_of_sum
 from megaspec.nn.norm.spec import LayerNormSpec, RmsNormSpec
 from megaspec_kernels.norm.form import NormForm, Normed
 from megaspec_kernels.norm.reference import add, rms_norm
@@ -38,6 +40,8 @@ class KernelNorm(Norm):
     """The slot of its implementation."""
     is_alone = False
     """What is around it is computed apart: it is computed again by itself."""
+    fp8: Producer | None = None
+    """Writes what the layer behind it takes in fp8; None: that layer does."""
 
     def __init__(self, d: int, form: NormForm, *, bias: bool):
         super().__init__()
@@ -52,14 +56,18 @@ class KernelNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernel.norm(x, self.weight, self.bias, form=self.form)
 
-    def of_stream(self, x: Tensor) -> Normed:
+    def of_stream(self, x: Tensor) -> Normed | tuple[Tensor, Fp8Input]:
         if self.is_alone:
             return super().of_stream(x)
+        if self.fp8 is not None:
+            return norm_of_stream(x, self.weight, self.bias, form=self.form, into=self.fp8)
         return self.kernel.norm_of_stream(x, self.weight, self.bias, form=self.form)
 
-    def of_sum(self, x: Tensor, term: Tensor) -> Normed:
+    def of_sum(self, x: Tensor, term: Tensor) -> Normed | tuple[Tensor, Fp8Input]:
         if self.is_alone:
             return super().of_sum(x, term)
+        if self.fp8 is not None:
+            return norm_of_sum(x, term, self.weight, self.bias, form=self.form, into=self.fp8)
         return self.kernel.norm_of_sum(x, term, self.weight, self.bias, form=self.form)
 
     def set_term_scale(self, scale: float) -> None:

@@ -1,0 +1,137 @@
+"""Products of fp8 tokens with the fp8 matrices of their experts."""
+
+# E experts, R rows, I inputs, O outputs
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
+from megaspec_kernels.catalog import Use
+from megaspec_kernels.fp8_cast.formats import scale_of
+from megaspec_kernels.fp8_cast.groups import padded_ends, padded_rows, scale_of_rows
+from megaspec_kernels.gate import Results
+from megaspec_kernels.registry import REGISTRY, ScaledGroupedKernel
+
+E4M3 = torch.float8_e4m3fn
+# Whether a group shares a scale, or a row and in columns a feature of a group.
+SCALES = {"groups": False, "rows": True}
+# Experts, rows, inputs, outputs: a gpt-oss-20b layer and a Qwen3-30B layer, 16 k tokens.
+SHAPES = ((32, 65536, 2880, 5760), (32, 65536, 2880, 2880), (128, 131072, 2048, 1536), (128, 131072, 768, 2048))
+
+
+class Factors:
+    """What the three products of a layer take."""
+
+    def __init__(self, x_RI: Tensor, weight_EOI: Tensor, grad_RO: Tensor, ends_E: Tensor, *, by_rows: bool):
+        cast = REGISTRY["fp8_cast"]["triton" if x_RI.device.type == "cuda" else "reference"]
+        E, O, _ = weight_EOI.shape  # noqa: E741
+        R = x_RI.shape[0]
+        self.ends_E = ends_E
+        self.padded_E = padded_ends(ends_E)
+        columns = padded_rows(R, E)
+        ends_of_weights = torch.arange(1, E + 1, device=ends_E.device, dtype=torch.int32) * O
+
+        def by_group(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+            amax = cast.group_amax(x, ends)
+            if not by_rows:
+                amax = amax.amax(1, keepdim=True)
+            scale = scale_of(amax, E4M3)
+            return cast.group_cast(x, scale, ends, dtype=E4M3), scale
+
+        def by_row(x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+            if not by_rows:
+                values, scale = by_group(x, ends)
+                return values, scale_of_rows(scale, ends, x.shape[0])
+            scale = scale_of(cast.amax(x, block=(1, None)), E4M3)
+            return cast.cast(x, scale, block=(1, None), dtype=E4M3)[0], scale
+
+        self.x, self.x_scale = by_row(x_RI, ends_E)
+        self.grad, self.grad_scale = by_row(grad_RO, ends_E)
+        weight, scale = by_row(weight_EOI.flatten(0, 1), ends_of_weights)
+        self.weight = weight.view(weight_EOI.shape)
+        self.weight_scale = scale.expand(E * O, 1).reshape(E, O)
+        turned, self.turned_scale = by_group(weight_EOI.flatten(0, 1), ends_of_weights)
+        in_columns = cast.group_columns(turned, ends_of_weights, ends_of_weights, columns=E * O)
+        self.turned = in_columns.view(-1, E, O).permute(1, 0, 2)
+        x_columns, self.x_columns_scale = by_group(x_RI, ends_E)
+        self.x_columns = cast.group_columns(x_columns, ends_E, self.padded_E, columns=columns)
+        grad_columns, self.grad_columns_scale = by_group(grad_RO, ends_E)
+        self.grad_columns = cast.group_columns(grad_columns, ends_E, self.padded_E, columns=columns)
+
+
+def _results(kernel: ScaledGroupedKernel, one: Factors, *, dtype: torch.dtype, wide: bool = False) -> Results:
+    """Forward, and the gradients of tokens and weights, as a layer of experts calls them. `wide`: scales in fp64."""
+
+    def scale(x: Tensor) -> Tensor:
+        return x.to(torch.float64) if wide else x
+
+    return {
+        "out": kernel.product(
+            one.x, one.weight, scale(one.x_scale), scale(one.weight_scale), one.ends_E, dtype=dtype, fast=False
+        ),
+        "x": kernel.product(
+            one.grad, one.turned, scale(one.grad_scale), scale(one.turned_scale), one.ends_E, dtype=dtype
+        ),
+        "weight": kernel.weight_product(
+            one.grad_columns,
+            one.x_columns,
+            scale(one.grad_columns_scale),
+            scale(one.x_columns_scale),
+            one.padded_E,
+            dtype=dtype,
+        ),
+    }
+
+
+def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+
+
+def held(name: str, device: torch.device) -> Iterator[Held]:
+    """Experts without rows, experts with one."""
+    dtype = training_dtype(device)
+    kernel = REGISTRY["scaled_grouped"][name]
+    plain = REGISTRY["scaled_grouped"]["reference"]
+    for sizes, n_in, n_out in (((3,), 16, 32), ((5, 0, 1, 57), 48, 64), ((0, 0, 130, 7), 64, 32)):
+        rows = sum(sizes)
+        x_RI = random(rows, n_in, seed=1, device=device).to(dtype)
+        weight_EOI = random(len(sizes), n_out, n_in, seed=2, device=device).to(dtype)
+        grad_RO = random(rows, n_out, seed=3, device=device).to(dtype)
+        for what, by_rows in SCALES.items():
+            one = Factors(x_RI, weight_EOI, grad_RO, _ends(sizes, device), by_rows=by_rows)
+            yield Held(
+                f"rows {sizes}, {n_in} to {n_out}, scales of {what}",
+                _results(kernel, one, dtype=dtype),
+                _results(plain, one, dtype=dtype),
+                _results(plain, one, dtype=torch.float64, wide=True),
+            )
+
+
+def works(name: str, device: torch.device) -> Iterator[Work]:
+    """Three products: forward, and the gradients of tokens and weights."""
+    dtype = training_dtype(device)
+    kernel = REGISTRY["scaled_grouped"][name]
+    shapes = SHAPES if device.type == "cuda" else ((4, 256, 128, 96),)
+    for E, rows, n_in, n_out in shapes:
+        x_RI = torch.randn(rows, n_in, device=device).to(dtype)
+        weight_EOI = torch.randn(E, n_out, n_in, device=device).to(dtype)
+        grad_RO = torch.randn(rows, n_out, device=device).to(dtype)
+        one = Factors(x_RI, weight_EOI, grad_RO, _ends((rows // E,) * E, device), by_rows=True)
+        calls = {
+            "forward": lambda one=one: kernel.product(
+                one.x, one.weight, one.x_scale, one.weight_scale, one.ends_E, dtype=dtype, fast=True
+            ),
+            "input gradient": lambda one=one: kernel.product(
+                one.grad, one.turned, one.grad_scale, one.turned_scale, one.ends_E, dtype=dtype
+            ),
+            "weight gradient": lambda one=one: kernel.weight_product(
+                one.grad_columns, one.x_columns, one.grad_columns_scale, one.x_columns_scale, one.padded_E, dtype=dtype
+            ),
+        }
+        for what, call in calls.items():
+            yield Work(f"{what}, {E} x {rows // E} rows, {n_in} to {n_out}", call, 2 * rows * n_in * n_out, "flops")
+
+
+BENCH = Bench(held, works, uses=lambda name: Use(precision="bf16", widths=(2880, 5760, 2048, 1536, 768)))

@@ -1,0 +1,130 @@
+"""Which implementation of attention `auto` takes: the fastest that was measured for the use."""
+
+from dataclasses import replace
+
+import pytest
+
+from megaspec.core.errors import RecipeError
+from megaspec.estimate import throughput as throughput_module
+from megaspec.estimate.attention_rates import AttentionRate, fastest, kind_of
+from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
+from megaspec.resolve import fill
+from tests.resolve.test_fill import FACTS, H200, spec_of
+
+
+def rate(implementation: str, kind: str, seen: int, seconds: float, head_size: int = 128) -> AttentionRate:
+    return AttentionRate(
+        implementation=implementation, kind=kind, head_size=head_size, tokens=8192, seen=seen, seconds=seconds
+    )
+
+
+RATES = (
+    rate("sdpa", "causal", 8192, 4e-3),
+    rate("flash_attn", "causal", 8192, 3e-3),
+    rate("sdpa", "documents", 256, 2e-3),
+    rate("sdpa", "documents", 1024, 3e-3),
+    rate("cudnn", "documents", 256, 1.9e-3),
+    rate("cudnn", "documents", 1024, 1e-3),
+    # shorter documents alone would speak for it
+    rate("flex", "documents", 256, 1.5e-3),
+    rate("flex", "documents", 1024, 2.5e-3),
+    rate("flex", "window", 128, 1e-3),
+    rate("cudnn", "window", 1024, 1e-3),
+    rate("sdpa", "causal", 8192, 1e-3, head_size=64),
+)
+EVERY = ("sdpa", "flex", "cudnn", "flash_attn", "reference")
+
+
+def test_the_least_time_over_shared_points_wins() -> None:
+    assert fastest(RATES, among=EVERY, kind="documents", head_size=128) == "cudnn"
+    assert fastest(RATES, among=("sdpa", "flex"), kind="documents", head_size=128) == "flex"
+    assert fastest(RATES, among=EVERY, kind="causal", head_size=128) == "flash_attn"
+
+
+def test_what_can_not_be_compared_is_not() -> None:
+    """One of them alone, none, and others in other points."""
+    assert fastest(RATES, among=EVERY, kind="causal", head_size=64) is None
+    assert fastest(RATES, among=("reference",), kind="causal", head_size=128) is None
+    assert fastest(RATES, among=EVERY, kind="window", head_size=128) is None
+    assert fastest(RATES, among=EVERY, kind="documents", head_size=96) is None
+
+
+def test_documents_decide_before_windows() -> None:
+    assert kind_of(documents=True, window=True) == "documents"
+    assert kind_of(documents=False, window=True) == "window"
+    assert kind_of(documents=False, window=False) == "causal"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200 whose table has rates."""
+    shipped = throughput_of(HARDWARE["H200"]).table
+    table = shipped.model_copy(update={"attention_rates": RATES})
+    monkeypatch.setattr(fill, "throughput_of", lambda hardware: MeasuredThroughput(table, hardware))
+
+
+WITH = H200.model_copy(update={"gpus": 1, "versions": H200.versions | {"nvidia-cudnn-frontend": "1.18.0"}})
+WIDE = ("model.d_head=128", "precision.kind=bf16")
+DOCUMENTS = (*WIDE, "data.document_mask=true")
+
+
+def attention_of(*overrides: str, target: object) -> tuple[str, str]:
+    spec = spec_of(*overrides, target=target)
+    reason = next(one.reason for one in spec.decisions if one.key == "kernels.attention")
+    return spec.kernels.attention, reason
+
+
+def test_auto_takes_the_fastest_that_is_installed(measured: None) -> None:
+    name, reason = attention_of(*DOCUMENTS, target=WITH)
+    assert name == "cudnn"
+    assert "the fastest that was measured on NVIDIA H200 for heads of 128" in reason
+    # not installed
+    assert attention_of(*DOCUMENTS, target=H200.model_copy(update={"gpus": 1}))[0] == "flex"
+    # it adds gradients in no order
+    assert attention_of(*DOCUMENTS, "train.deterministic=true", target=WITH)[0] == "flex"
+    # nothing measured of such heads: the catalog's order
+    assert attention_of("precision.kind=bf16", "data.document_mask=true", target=WITH)[0] == "flex"
+
+
+def test_without_figures_auto_takes_the_catalogs_order() -> None:
+    assert throughput_of(HARDWARE["B200"]).attention_rates == ()
+    if throughput_module.throughput_of(HARDWARE["H200"]).attention_rates:
+        pytest.skip("the shipped table has figures")
+    assert attention_of(*DOCUMENTS, target=WITH)[0] == "flex"
+    assert attention_of(*WIDE, target=WITH)[0] == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "versions", "told"),
+    [
+        (
+            ("kernels.attention=flash_attn",),
+            {},
+            r"kernels\.attention=flash_attn needs the package flash-attn-4, which is not installed \(pip install "
+            r"'megaspec\[fa\]'\); set kernels\.attention=sdpa",
+        ),
+        (
+            ("kernels.attention=cudnn", "train.deterministic=true"),
+            {"nvidia-cudnn-frontend": "1.18.0"},
+            r"kernels\.attention=cudnn adds gradients in no order, train\.deterministic=true wants one; set "
+            r"kernels\.attention=sdpa",
+        ),
+        (
+            ("kernels.attention=cudnn", "model.d_head=192"),
+            {"nvidia-cudnn-frontend": "1.18.0"},
+            r"needs heads of at most 128, the model's have 192",
+        ),
+        (
+            ("kernels.attention=flash_attn_2", "model.attention.score_cap=30.0", "model.attention.dropout=0.1"),
+            {"flash-attn": "2.8.3"},
+            r"has no attention dropout",
+        ),
+    ],
+)
+def test_what_an_implementation_lacks_is_said_before_the_run(
+    overrides: tuple[str, ...], versions: dict[str, str], told: str
+) -> None:
+    target = H200.model_copy(update={"gpus": 1, "versions": H200.versions | versions})
+    with pytest.raises(RecipeError, match=told):
+        spec_of(*overrides, "precision.kind=bf16", target=target, facts=replace(FACTS))
