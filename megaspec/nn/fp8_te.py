@@ -1,7 +1,7 @@
 """Linear layers whose three products take fp8 through Transformer Engine's casts and products.
 
-The layouts, the roles, what is kept and who asks whom are those of fp8.py; only what touches numbers differs. Scales are
-Transformer Engine's: the format's largest number over amax, which is no power of two, but for blocks.
+The layouts, the roles, what is kept and who asks whom are those of fp8.py; only what touches numbers differs. Scales
+are Transformer Engine's: the format's largest number over amax, which is no power of two, but for blocks.
 
 Note "Scales over steps". Its delayed scaling keeps a history of its own, which moves with each micro batch and lies in
 buffers of its modules. Here the history is that of parallelism/fp8.py: it moves once a step, so that it is a property

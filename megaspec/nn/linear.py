@@ -47,8 +47,14 @@ class WeightGradientSum:
     buffer has no memory: a product that comes then is a bug, and is told so.
     """
 
-    def __init__(self, owner: "WeightGradientSums", buffer: Tensor, done: Callable[[], None], products: LinearKernel):
-        """`products`: the layer's."""
+    def __init__(
+        self,
+        owner: "WeightGradientSums",
+        buffer: Tensor,
+        done: Callable[[], None],
+        products: LinearKernel = TORCH,
+    ):
+        """`products`: the linear layer's."""
         self.products = products
         self._owner = owner
         self._buffer = buffer

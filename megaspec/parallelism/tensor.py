@@ -136,7 +136,7 @@ class RowParallelLinear(Linear):
         return y + self.bias
 
 
-# Layers whose products are those of kernels.linear. A router's are in fp32, and experts' have an operation of their own.
+# Layers whose products are those of kernels.linear. A router's are in fp32, and experts have an operation of their own.
 _OF_PRODUCTS = (Linear, ColumnParallelLinear, RowParallelLinear)
 
 

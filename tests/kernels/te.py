@@ -1,8 +1,8 @@
 """Where Transformer Engine runs, and one that computes on a CPU in its place.
 
-The fake takes what the package's own functions take, by the same names (test_te_signatures.py holds them to it), refuses
-what those would refuse or read wrongly, and computes in fp64 what its documentation says. What it can't tell is whether
-the package does so: the tests marked `gpu` do.
+The fake takes what the package's own functions take, by the same names (test_te_signatures.py holds them to it),
+refuses what those would refuse or read wrongly, and computes in fp64 what its documentation says. What it can't tell is
+whether the package does so: the tests marked `gpu` do.
 """
 
 from dataclasses import dataclass, field

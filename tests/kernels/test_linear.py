@@ -64,7 +64,7 @@ def products_of(name: str, given: dict[str, Tensor]) -> Results:
 
 
 def words(given: dict[str, Tensor], *, sums_narrow: bool = False) -> Results:
-    """The same, said once more in another way. `sums_narrow`: each of the two gradients is rounded before it is added."""
+    """The same, said once more in another way. `sums_narrow`: each of two gradients is rounded before it is added."""
     x, weight, bias, grad = given.values()
     wide = torch.promote_types(x.dtype, torch.float32)
     into = x.dtype if sums_narrow else wide

@@ -1,11 +1,11 @@
 """Causal attention through Transformer Engine's functions for cuDNN: whole sequences, documents, windows, sinks.
 
-cuDNN keeps its plans between calls here, also for documents (see varlen.py, note "cuDNN", for torch's), and has a
-backward pass that adds in one order. Sinks go around it by sinks.py, from the log-sum-exp that it tells. What cuDNN does
-not take is an error of Transformer Engine's, and when a run is built one of ours (see is_refused).
+cuDNN keeps its plans between calls here, also for documents, and has a backward pass that adds in one order. Sinks go
+around it by sinks.py, from the log-sum-exp that it tells. What cuDNN does not take is an error of Transformer Engine's,
+and when a run is built one of ours (see is_refused).
 
-Note "Documents". With lengths the tensors are packed, [B · T, heads, size], and all documents of all rows lie one behind
-the other; some may have no token. The log-sum-exp is packed then, too: [B · T, N, 1] instead of [B, N, T, 1].
+Note "Documents". With lengths the tensors are packed, [B · T, heads, size], and all documents of all rows lie one
+behind the other; some may have no token. The log-sum-exp is packed then, too: [B · T, N, 1] instead of [B, N, T, 1].
 """
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size; P = B · T packed
