@@ -16,8 +16,9 @@ from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import MeasuredThroughput, ThroughputTable
 from megaspec_launchers.environment import RankPlace, rank_from_environment
 
-_THROUGHPUT = """Measure matrix products, attention, element-wise work and the host's share of a step, in about a
-minute, and write them to a file that plan and tune read: megaspec plan recipe=NAME throughput=FILE
+_THROUGHPUT = """Measure matrix products, attention through every implementation that is installed, element-wise work
+and the host's share of a step, in a few minutes, and write them to a file that plan and tune read:
+megaspec plan recipe=NAME throughput=FILE
 
 On several GPUs, their collectives too: torchrun --nproc-per-node 4 -m megaspec.cli bench throughput"""
 
@@ -81,12 +82,24 @@ def summary(table: ThroughputTable) -> Iterator[str]:
             )
             tflops.append(f"{n_products * tokens**2 * heads * head_size / seconds / 1e12:,.0f}")
         yield f"attention, heads of {head_size}, {tokens} tokens, forward, backward: {', '.join(tflops)} TFLOP/s"
+    yield from _attention_rates(table)
     copied = 2**30 / throughput.memory_seconds(2**30) / 1e12
     updated = 2**30 / throughput.update_seconds(2**30) / 1e12
     yield f"element-wise: {copied:.2f} TB/s, an optimizer's update: {updated:.2f} TB/s"
     for one in table.collectives:
         yield f"{one.kind} over {one.ranks} GPUs, 256 MiB: {2**28 / one.curve.at(2**28) / 1e9:,.0f} GB/s"
     yield f"host: {table.launch_seconds * 1e3:.2f} ms a step, {table.layer_seconds * 1e3:.2f} ms a layer"
+
+
+def _attention_rates(table: ThroughputTable) -> Iterator[str]:
+    """Milliseconds of every implementation, a line for each use."""
+    by_use: dict[str, list[str]] = {}
+    for one in table.attention_rates:
+        use = one.kind if one.kind == "causal" else f"{one.kind} of {one.seen}"
+        in_ms = f"{one.implementation} {one.seconds * 1e3:.2f}"
+        by_use.setdefault(f"heads of {one.head_size}, {one.tokens} tokens, {use}", []).append(in_ms)
+    for use, times in by_use.items():
+        yield f"a layer's attention, forward and backward, {use}: {', '.join(times)} ms"
 
 
 def _hardware(target: Target) -> Hardware:

@@ -15,6 +15,7 @@ from megaspec.estimate.target import Target, detect_target
 from megaspec.estimate.throughput import MeasuredThroughput, read_throughput, throughput_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.beside import with_rules
+from megaspec_kernels.catalog import packages_of
 
 DEFAULT = "H100"
 CPU = "cpu"
@@ -74,12 +75,14 @@ def _machine(given: dict[str, str], recipe: Recipe, here: Target) -> tuple[Targe
     if name is None and here.device == "cuda" and "gpus" not in given and is_enough:
         return here, hardware_of(here), "this machine"
     hardware, why = _hardware(name, recipe, here)
-    return planned_target(hardware, _gpus(given, recipe, hardware), here), hardware, why
+    return planned_target(hardware, _gpus(given, recipe, hardware), here, recipe), hardware, why
 
 
-def planned_target(hardware: Hardware, gpus: int, here: Target) -> Target:
-    """A machine, or several, of this many GPUs, with the packages of this one."""
-    versions = here.versions | {"torch": here.versions.get("torch", "").partition("+")[0]}
+def planned_target(hardware: Hardware, gpus: int, here: Target, recipe: Recipe) -> Target:
+    """A machine, or several, of this many GPUs, with the packages of this one, and those that kernels which the recipe
+    names are made of: whoever wants them there installs them there."""
+    versions = dict.fromkeys(packages_of(recipe.kernels.model_dump()), "")
+    versions |= here.versions | {"torch": here.versions.get("torch", "").partition("+")[0]}
     return Target(
         gpus=gpus,
         gpu=hardware.name,

@@ -61,7 +61,7 @@ def _hardware(recipe: Recipe) -> Hardware:
 
 
 def _target(recipe: Recipe, hardware: Hardware) -> Target:
-    return planned_target(hardware, stated_gpus(recipe, hardware), _here())
+    return planned_target(hardware, stated_gpus(recipe, hardware), _here(), recipe)
 
 
 def recipe_named(word: str, config_dirs: Sequence[str | Path] = ()) -> tuple[str, tuple[str | Path, ...]]:

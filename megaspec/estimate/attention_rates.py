@@ -1,6 +1,7 @@
 """Which implementation of attention was measured to be the fastest for a use. Torch-free."""
 
 from collections.abc import Collection, Iterable
+from math import exp, log
 from typing import Literal, NamedTuple
 
 from megaspec.core.frozen import Frozen, PositiveInt
@@ -61,3 +62,36 @@ def fastest(
     if not shared:
         return None
     return min(times, key=lambda name: sum(times[name][point] for point in shared))
+
+
+def against_causal(
+    rates: Iterable[AttentionRate], implementation: str, *, head_size: int, seq_len: int, window: int | None
+) -> float | None:
+    """How many times as long as sdpa's causal attention of sequences of `seq_len` an implementation takes, in a window
+    or without; None: it was not measured at heads of this size."""
+    of_size = [one for one in rates if one.head_size == head_size]
+    plain = next((one for one in of_size if (one.implementation, one.kind) == ("sdpa", "causal")), None)
+    own = [one for one in of_size if one.implementation == implementation]
+    if plain is None:
+        return None
+    if window is None:
+        whole = next((one for one in own if one.kind == "causal"), None)
+        return None if whole is None else whole.seconds / plain.seconds
+    points = sorted((one.seen, one.seconds) for one in own if one.kind == "window")
+    if not points:
+        return None
+    # a window costs by the token, causal attention by the token and the length
+    return _between(points, window) / plain.seconds * plain.tokens / seq_len
+
+
+def _between(points: list[tuple[int, float]], seen: int) -> float:
+    """Seconds, linear in the logarithms; below the first point that of the first, above the last in proportion."""
+    first, last = points[0], points[-1]
+    if seen <= first[0]:
+        return first[1]
+    if seen >= last[0]:
+        return last[1] * seen / last[0]
+    right = next(i for i, point in enumerate(points) if point[0] > seen)
+    (low, low_seconds), (high, high_seconds) = points[right - 1 : right + 1]
+    share = log(seen / low) / log(high / low)
+    return exp((1 - share) * log(low_seconds) + share * log(high_seconds))

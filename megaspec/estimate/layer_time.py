@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from megaspec.estimate.attention_rates import against_causal
 from megaspec.estimate.communication import end_collectives, layer_collectives
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_run import layer_run
@@ -286,7 +287,20 @@ class LayerTimes:
             )
 
         # what was measured of all at once holds the noise of one long run: never more than twice the half
-        return one.pairs * one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
+        return self._pairs(one) * one.share * min(seconds(one.tokens), 2 * seconds(one.tokens / 2))
+
+    def _pairs(self, one: AttentionWork) -> float:
+        """By the table's own figures of the implementation where it has them, else as work.py reckons."""
+        if not one.is_plain or precision_outside_fp8(self.recipe) not in ("bf16", "fp16"):
+            return one.pairs
+        measured = against_causal(
+            self.throughput.attention_rates,
+            self.recipe.kernels.attention,
+            head_size=one.head_size,
+            seq_len=one.seq_len,
+            window=one.window,
+        )
+        return one.pairs if measured is None else measured
 
     def _plain_attention(self, one: AttentionWork, direction: Literal["forward", "backward"]) -> float:
         """Every query against every key, masked ones too, as two products with a softmax in between that is written

@@ -76,6 +76,10 @@ class AttentionWork:
     share: float = 1.0
     pairs: float = 1.0
     """What a fused kernel computes takes so many times as long as causal attention."""
+    window: int | None = None
+    """A query sees so many keys; None: all of the past, or what no window says."""
+    is_plain: bool = True
+    """Whole sequences, of which a window hides keys at most: what implementations are measured at."""
 
 
 @dataclass
@@ -189,6 +193,10 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
     heads_split = context_split(recipe.parallelism.context, cp).heads
     heads = attention.queries.on(run.degrees) // attention.d_key
     kv_heads = attention.keys.on(run.degrees) // attention.d_key
+    window = None
+    if attention.sight.hides_keys(run.tokens.seq_len):
+        window = attention.sight.window
+    hides_otherwise = recipe.data.document_mask or attention.caps_scores or attention.sight.chunk is not None
     if not attention.makes_latents:
         kv_heads = max(1, kv_heads // heads_split)
     return AttentionWork(
@@ -199,6 +207,8 @@ def _attention_work(recipe: Recipe, run: LayerRun, attention: AttentionProducts)
         head_size=(attention.d_key + attention.d_value) // 2,
         share=heads_split / cp,
         pairs=_computed_pairs(recipe, attention, whole_sequences=heads_split == cp),
+        window=window,
+        is_plain=heads_split == cp and not hides_otherwise,
     )
 
 

@@ -444,6 +444,8 @@ def kernels(draft: ResolverDraft) -> None:
             if measured is not None:
                 best = measured
                 reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
+            if best == "sdpa" and device == "cuda" and use.deterministic:
+                reason += ", FlashAttention-2 with train.deterministic=true"
         if CATALOG[operation].implementations[best].skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
         draft.fill(f"kernels.{operation}", best, reason)

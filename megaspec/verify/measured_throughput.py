@@ -111,7 +111,7 @@ def measure(
 ) -> ThroughputTable:
     """The table of this GPU, and of the links of the world's GPUs where there are several; every rank calls it.
 
-    `tell` hears what is measured next. About a minute; one more where FlashAttention-4 is installed, which compiles.
+    `tell` hears what is measured next. About two minutes; more where FlashAttention-4 is installed, which compiles.
     """
     products = {}
     for name in ("bf16", "fp8", "fp32", "fp64"):
@@ -253,6 +253,8 @@ def measure_attention_rates(watch: Stopwatch, device: torch.device, target: Targ
         for name in runs_on("attention", device="cuda", sm=target.sm, use=use, packages=target.versions):
             if name == "reference":
                 continue
+            # flex compiles for each use, and torch compiles a function eight times at most
+            torch.compiler.reset()
             for kind, points in SEEN.items():
                 for seen in points:
                     work = partial(_attend, REGISTRY["attention"][name], inputs, grad, _options(kind, seen, device))

@@ -134,7 +134,8 @@ def test_types_in_words():
     assert field("optim.beta1").type_in_words == "number at least 0 and below 1"
     assert field("optim.clip").type_in_words == "number above 0 or null"
     assert field("data.document_mask").type_in_words == "true or false"
-    assert field("kernels.attention").type_in_words == "sdpa, flex, reference or auto"
+    implementations = "sdpa, flex, cudnn, flash_attn, flash_attn_3, flash_attn_2, reference or auto"
+    assert field("kernels.attention").type_in_words == implementations
     assert field("parallelism.context.factors").type_in_words.startswith("list of 2, each whole number above 0")
     assert field("model.moe").type_in_words == "section or null"
     assert field("name").type_in_words == "text"

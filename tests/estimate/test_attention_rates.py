@@ -4,11 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from megaspec.commands.planned import planned_target
+from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
 from megaspec.estimate import throughput as throughput_module
-from megaspec.estimate.attention_rates import AttentionRate, fastest, kind_of
+from megaspec.estimate.attention_rates import AttentionRate, against_causal, fastest, kind_of
 from megaspec.estimate.hardware import HARDWARE
+from megaspec.estimate.layer_time import LayerTimes
 from megaspec.estimate.throughput import MeasuredThroughput, throughput_of
+from megaspec.estimate.topology import topology_of
+from megaspec.estimate.trained import facts_of
+from megaspec.estimate.work import layer_parts
 from megaspec.resolve import fill
 from tests.resolve.test_fill import FACTS, H200, spec_of
 
@@ -65,6 +71,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WITH = H200.model_copy(update={"gpus": 1, "versions": H200.versions | {"nvidia-cudnn-frontend": "1.18.0"}})
+INSTALLED = H200.model_copy(update={"gpus": 1, "versions": H200.versions | {"flash-attn-4": "4.0.0"}})
 WIDE = ("model.d_head=128", "precision.kind=bf16")
 DOCUMENTS = (*WIDE, "data.document_mask=true")
 
@@ -128,3 +135,56 @@ def test_what_an_implementation_lacks_is_said_before_the_run(
     target = H200.model_copy(update={"gpus": 1, "versions": H200.versions | versions})
     with pytest.raises(RecipeError, match=told):
         spec_of(*overrides, "precision.kind=bf16", target=target, facts=replace(FACTS))
+
+
+def test_who_plans_for_another_machine_takes_its_packages_to_be_there() -> None:
+    """Those that the recipe names; auto knows of none."""
+    here = H200.model_copy(update={"gpus": 0, "gpu": None, "sm": 0, "versions": {"torch": "2.13.0+cpu"}})
+    recipe = compose("hello", ["kernels.attention=cudnn"]).recipe
+    assert "nvidia-cudnn-frontend" in planned_target(HARDWARE["H200"], 8, here, recipe).versions
+    kernels = recipe.kernels.model_copy(update={"attention": "auto"})
+    other = planned_target(HARDWARE["H200"], 8, here, recipe.model_copy(update={"kernels": kernels}))
+    assert set(other.versions) == {"torch"}
+
+
+WINDOWS = (
+    rate("sdpa", "causal", 8192, 4e-3),
+    rate("flash_attn", "causal", 8192, 3e-3),
+    rate("flash_attn", "window", 128, 1e-4),
+    rate("flash_attn", "window", 2048, 4e-4),
+)
+
+
+def test_what_an_implementation_costs_beside_causal_attention() -> None:
+    def cost(window: int | None, *, name: str = "flash_attn", seq_len: int = 8192, head_size: int = 128):
+        return against_causal(WINDOWS, name, head_size=head_size, seq_len=seq_len, window=window)
+
+    assert cost(None) == pytest.approx(0.75)
+    assert cost(None, name="sdpa") == 1.0
+    assert cost(128) == pytest.approx(1e-4 / 4e-3)
+    # the mean by logarithms, twice the keys of the last point, and fewer than of the first
+    assert cost(512) == pytest.approx(2e-4 / 4e-3)
+    assert cost(4096) == pytest.approx(8e-4 / 4e-3)
+    assert cost(16) == cost(128)
+    # half as long a sequence: a window's share is twice as large
+    assert cost(128, seq_len=4096) == pytest.approx(2e-4 / 4e-3)
+    assert cost(None, head_size=64) is None
+    assert cost(128, name="sdpa") is None
+    assert cost(None, name="flex") is None
+
+
+def test_the_plan_reckons_with_the_figures() -> None:
+    """As much of sdpa's causal time as was measured; packed documents have no figures of their own."""
+    base = ("kernels.attention=flash_attn", *WIDE)
+    shipped = throughput_of(HARDWARE["H200"]).table.model_copy(update={"attention_rates": ()})
+    hardware = HARDWARE["H200"]
+    for more, expected in (((), 0.75), (("data.document_mask=true",), 1.0)):
+        spec = spec_of(*base, *more, target=INSTALLED)
+        (layer,) = set(facts_of(spec).layers)
+        part = next(one for one in layer_parts(spec, layer, in_fp8=False) if one.attention is not None)
+        seconds = []
+        for rates in ((), WINDOWS):
+            throughput = MeasuredThroughput(shipped.model_copy(update={"attention_rates": rates}), hardware)
+            times = LayerTimes(spec, hardware, topology_of(spec, hardware), throughput)
+            seconds.append(times._attention(part, "forward"))
+        assert seconds[1] == pytest.approx(expected * seconds[0])

@@ -26,6 +26,7 @@ def losses(
     compile: str,
     fast: bool = True,
     steps: int = 8,
+    moe: dict[str, Any] | None = None,
     device: str = "cuda",
     tp: int = 1,
     rank: int = 0,
@@ -36,10 +37,11 @@ def losses(
     model = FAMILIES["llama"] | {
         "n_layers": 4, "d_model": 256, "n_heads": 4, "n_kv_heads": 4, "d_head": 64, "d_ffn": 512, "vocab_size": VOCAB,
         "max_seq_len": TOKENS, "init_std": 0.05,
+        "moe": moe,
     }  # fmt: skip
     kernels = {"attention": "sdpa", "cross_entropy": "chunked", "grouped": "reference", "compile": compile}
     if fast:
-        kernels |= {"fp8_cast": "triton", "scaled_product": "torch"}
+        kernels |= {"fp8_cast": "triton", "scaled_product": "torch", "grouped": "torch", "scaled_grouped": "torch"}
     kernels |= others or {}
     content = {
         "name": "fp8",

@@ -21,6 +21,7 @@ SMALL = {
     "HEAD_ROWS": (2**16, 2**18),
     "LENGTHS": (1024, 8192),
     "MOVED": (2**20, 2**28),
+    "SEEN": {"causal": (8192,), "documents": (1024,)},
 }
 
 
@@ -41,6 +42,14 @@ def test_a_small_table_is_measured_and_read_back(monkeypatch, tmp_path):
             rate = 2 * 4096 * 2048 * 2048 / throughput.matmul_seconds(4096, 2048, 2048, precision=name, kind=kind)
             assert 0.25 < rate / hardware.peak[name] < 1.0, (name, kind, rate)
     assert 0.6 < 2**28 / throughput.memory_seconds(2**28) / hardware.memory_bandwidth < 1.0
+    for name in {one.implementation for one in table.attention_rates}:
+        # documents of an eighth of the row are an eighth of the pairs, and of more than that
+        causal, packed = (
+            [one.seconds for one in table.attention_rates if (one.implementation, one.kind) == (name, kind)]
+            for kind in ("causal", "documents")
+        )
+        assert len(causal) == len(packed) == len(module.HEAD_SIZES)
+        assert all(short < whole for short, whole in zip(packed, causal, strict=True)), name
     assert 1e-5 < table.launch_seconds < 0.1
     assert 1e-5 < table.layer_seconds < 0.1
 

@@ -73,6 +73,8 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
     dtype = training_dtype(device)
     scaled = Scoring(scale=0.5)
     for B, T, N, K, H in ((1, 1, 1, 1, 16), (2, 63, 6, 2, 16), (2, 63, 4, 4, 64), (1, 1000, 2, 1, 128)):
+        # flex compiles for each shape, and torch compiles a function eight times at most
+        torch.compiler.reset()
         # the truth is computed from these, the implementation and plain PyTorch from the same in the training format
         inputs = _inputs(B, T, N, K, H, device)
         grad = random(B, T, N, H, seed=9, device=device)
@@ -128,6 +130,7 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
     yield Work(f"block, {shape}", partial(_block, kernel, fixed, grad), _PRODUCTS * 2 * pairs * H, "flops")
     T, sizes, means = (8192, (64, 128), (256, 1024, 4096)) if is_gpu else (512, (64,), (64,))
     for H in sizes:
+        torch.compiler.reset()
         row = in_dtype(_inputs(1, T, N, K, H, device), training_dtype(device))
         for mean in means:
             documents = packed_documents(T, mean, device)

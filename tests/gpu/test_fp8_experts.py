@@ -1,0 +1,41 @@
+"""Experts in fp8 on a GPU: steps of a small mixture, compiled and not, beside bf16 and the reference's products."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_fp8 import fp8, losses
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS: dict[str, Any] = {"n_experts": 8, "d_expert": 256, "every": 1, "top_k": 2, "router": {"z_loss": 0.001}}
+RECIPES = ("tensorwise", "delayed", "rowwise")
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch's scaled grouped product is Hopper's")
+
+
+@pytest.mark.parametrize("compile", ["none", "block"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_small_mixture_learns_as_in_bf16(recipe: str, compile: str) -> None:
+    """Experts through torch's scaled grouped products: routers, unequal numbers of tokens, the compiled activation."""
+    plain = losses({"kind": "bf16"}, compile=compile, moe=EXPERTS)
+    found = losses(fp8(recipe), compile=compile, moe=EXPERTS)
+    # the first step differs by rounding alone, the next ones by what follows from it (on a CPU by 1.1 % at most); what
+    # learns by heart then goes ways of its own
+    assert found[0] == pytest.approx(plain[0], rel=5e-3)
+    assert found[0] != plain[0]
+    assert found[3] == pytest.approx(plain[3], rel=3e-2)
+    assert found[-1] < 0.65 * found[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_first_steps_of_a_mixture_are_those_of_the_reference(recipe: str) -> None:
+    """The same numbers on the grid: only sums differ, and bf16's rounding of them."""
+    fast = losses(fp8(recipe), compile="none", steps=2, moe=EXPERTS)
+    plain = losses(fp8(recipe), compile="none", fast=False, steps=2, moe=EXPERTS)
+    assert fast == pytest.approx(plain, rel=2e-3)
