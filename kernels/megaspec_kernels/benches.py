@@ -8,6 +8,7 @@ from megaspec_kernels.cross_entropy.bench import BENCH as CROSS_ENTROPY
 from megaspec_kernels.fp8_cast.bench import BENCH as FP8_CAST
 from megaspec_kernels.gated.bench import BENCH as GATED
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
+from megaspec_kernels.linear.bench import BENCH as LINEAR
 from megaspec_kernels.norm.bench import BENCH as NORM
 from megaspec_kernels.scaled_grouped.bench import BENCH as SCALED_GROUPED
 from megaspec_kernels.scaled_product.bench import BENCH as SCALED_PRODUCT
@@ -17,6 +18,7 @@ BENCHES: dict[str, Bench] = {
     "attention": ATTENTION,
     "attention_merge": ATTENTION_MERGE,
     "cross_entropy": CROSS_ENTROPY,
+    "linear": LINEAR,
     "grouped": GROUPED,
     "unpermute": UNPERMUTE,
     "norm": NORM,

@@ -71,6 +71,8 @@ class Operation:
 UP_TO_FP32 = ("fp32", "bf16", "fp16", "fp8")
 # What kernels on tensor cores take; beside fp8, attention is in bf16.
 HALF = ("bf16", "fp16", "fp8")
+TE = "transformer-engine"
+INSTALL_TE = "pip install 'megaspec[te]'"
 
 CATALOG: dict[str, Operation] = {
     "attention": Operation(
@@ -135,6 +137,20 @@ CATALOG: dict[str, Operation] = {
                 package="flash-attn",
                 install="pip install flash-attn --no-build-isolation",
             ),
+            "te": Requirement(
+                devices=("cuda",),
+                min_sm=90,
+                attention_dropout=False,
+                score_cap=False,
+                skips_hidden=True,
+                head_size=8,
+                largest_head=256,
+                head_step=8,
+                blocks=False,
+                precisions=HALF,
+                package=TE,
+                install=INSTALL_TE,
+            ),
             "reference": Requirement(),
         }
     ),
@@ -148,6 +164,20 @@ CATALOG: dict[str, Operation] = {
         {
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
             "chunked": Requirement(),
+            "reference": Requirement(),
+        }
+    ),
+    "linear": Operation(
+        {
+            "torch": Requirement(),
+            "te": Requirement(
+                devices=("cuda",),
+                min_sm=80,
+                precisions=("bf16", "fp16"),
+                fp8_recipes=("tensorwise", "delayed", "blockwise"),
+                package=TE,
+                install=INSTALL_TE,
+            ),
             "reference": Requirement(),
         }
     ),
@@ -167,6 +197,7 @@ CATALOG: dict[str, Operation] = {
         {
             "reference": Requirement(),
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+            "te": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, package=TE, install=INSTALL_TE),
         }
     ),
     "gated": Operation(

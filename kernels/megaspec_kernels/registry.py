@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megaspec_kernels.attention import reference as attention_reference
 from megaspec_kernels.attention import reference_block as attention_reference_block
 from megaspec_kernels.attention import sdpa as attention_sdpa
 from megaspec_kernels.attention import sdpa_block as attention_sdpa_block
+from megaspec_kernels.attention import te as attention_te
 from megaspec_kernels.attention_merge import reference as attention_merge_reference
 from megaspec_kernels.attention_merge import triton as attention_merge_triton
 from megaspec_kernels.cross_entropy.chunked import linear_cross_entropy as cross_entropy_chunked
@@ -29,7 +31,11 @@ from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
+from megaspec_kernels.linear import reference as linear_reference
+from megaspec_kernels.linear import te as linear_te
+from megaspec_kernels.linear import torch as linear_torch
 from megaspec_kernels.norm import reference as norm_reference
+from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.norm import triton as norm_triton
 from megaspec_kernels.norm.form import Normed
 from megaspec_kernels.scaled_grouped import reference as scaled_grouped_reference
@@ -64,6 +70,20 @@ class AttentionMergeKernel:
     """(out_BTNH, lse_BNT, new_BTNH, new_lse_BNT)"""
     add: Callable[..., None]
     """(total_BTNH, new_BTNH)"""
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """The products of a linear layer, see linear/reference.py."""
+
+    forward: Callable[..., torch.Tensor]
+    """(x, weight_OI, bias_O) -> [..., O]"""
+    input_gradient: Callable[..., torch.Tensor]
+    """(grad_out, weight_OI) -> [..., I]"""
+    weight_gradient: Callable[..., torch.Tensor]
+    """(grad_out, x) -> [O, I]"""
+    add_weight_gradient: Callable[..., None]
+    """(into_OI, grad_out, x, *, overwrite), in place"""
 
 
 @dataclass(frozen=True)
@@ -163,6 +183,10 @@ AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
 
+def _linear(file: ModuleType) -> LinearKernel:
+    return LinearKernel(file.forward, file.input_gradient, file.weight_gradient, file.add_weight_gradient)
+
+
 def _of_flash_attention(version: attention_flash_attn.FlashAttention) -> AttentionKernel:
     return AttentionKernel(version.attention, version.block_forward, version.block_backward)
 
@@ -179,6 +203,9 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "flash_attn": _of_flash_attention(attention_flash_attn.FLASH_ATTN_4),
         "flash_attn_3": _of_flash_attention(attention_flash_attn.FLASH_ATTN_3),
         "flash_attn_2": _of_flash_attention(attention_flash_attn.FLASH_ATTN_2),
+        "te": AttentionKernel(
+            attention_te.attention, attention_sdpa_block.block_forward, attention_sdpa_block.block_backward
+        ),
         "reference": AttentionKernel(
             attention_reference.attention,
             attention_reference_block.block_forward,
@@ -194,6 +221,11 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "chunked": cross_entropy_chunked,
         "reference": cross_entropy_reference,
     },
+    "linear": {
+        "torch": _linear(linear_torch),
+        "te": _linear(linear_te),
+        "reference": _linear(linear_reference),
+    },
     "grouped": {"torch": grouped_torch, "reference": grouped_reference},
     "unpermute": {"triton": unpermute_triton, "reference": unpermute_reference},
     "norm": {
@@ -202,10 +234,9 @@ REGISTRY: dict[str, dict[str, Any]] = {
             norm_triton.norm,
             norm_triton.norm_of_stream,
             norm_triton.norm_of_sum,
-            NormProducer(
-                "triton", norm_triton.norm_forward, norm_triton.norm_forward_in_fp8, norm_triton.gradients
-            ),
+            NormProducer("triton", norm_triton.norm_forward, norm_triton.norm_forward_in_fp8, norm_triton.gradients),
         ),
+        "te": NormKernel(norm_te.norm, norm_te.norm_of_stream, norm_te.norm_of_sum),
     },
     "gated": {
         "reference": GatedKernel(gated_reference.gated),
@@ -260,6 +291,7 @@ class Kernels:
     attention: AttentionKernel
     attention_merge: AttentionMergeKernel
     cross_entropy: CrossEntropyKernel
+    linear: LinearKernel
     grouped: GroupedKernel
     unpermute: UnpermuteKernel
     norm: NormKernel
@@ -275,6 +307,7 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         attention=REGISTRY["attention"][spec.attention],
         attention_merge=REGISTRY["attention_merge"][spec.attention_merge],
         cross_entropy=REGISTRY["cross_entropy"][spec.cross_entropy],
+        linear=REGISTRY["linear"][spec.linear],
         grouped=REGISTRY["grouped"][spec.grouped],
         unpermute=REGISTRY["unpermute"][spec.unpermute],
         norm=REGISTRY["norm"][spec.norm],

@@ -8,9 +8,9 @@ from megaspec.core.frozen import Auto, Frozen
 class KernelsSpec(Frozen):
     """One implementation per operation; `auto` is decided from the target before the run starts (see catalog.py)."""
 
-    attention: Auto[Literal["sdpa", "flex", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "reference"]] = (
-        "auto"
-    )
+    attention: Auto[
+        Literal["sdpa", "flex", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te", "reference"]
+    ] = "auto"
     """Core attention.
 
     sdpa: torch's fused attention, cuDNN first on CUDA; windows, chunks and documents go through FlashAttention-2 with
@@ -18,9 +18,10 @@ class KernelsSpec(Frozen):
     leaves out what they hide and can cap scores; layers with nothing of that go through sdpa, and so do blocks of
     sequences that lie on several ranks. cudnn: cuDNN's kernels for documents and windows, of the package
     nvidia-cudnn-frontend; all else as sdpa. flash_attn: FlashAttention-4, of the package flash-attn-4; flash_attn_3 and
-    flash_attn_2: the versions before it, where they are installed. reference: plain matrix products, the only one with
-    attention dropout. auto on CUDA: the fastest that was measured for the use; where nothing was, flex where a layer
-    hides or caps something, else sdpa."""
+    flash_attn_2: the versions before it, where they are installed. te: cuDNN's through the package transformer-engine,
+    also in one order; blocks go through sdpa. reference: plain matrix products, the only one with attention dropout.
+    auto on CUDA: the fastest that was measured for the use; where nothing was, flex where a layer hides or caps
+    something, else sdpa."""
     attention_merge: Auto[Literal["triton", "reference"]] = "auto"
     """How context-parallel ranks put attention over parts of a sequence together, and sum its gradients.
 
@@ -30,6 +31,11 @@ class KernelsSpec(Frozen):
 
     chunked: in a few big pieces, the gradient computed with the loss, logits never held whole. triton: the same with
     fused softmax kernels. reference: plain."""
+    linear: Auto[Literal["torch", "te", "reference"]] = "auto"
+    """The three products of linear layers: of layers alone, not of the head, of routers and of experts.
+
+    torch: torch's, and in fp8 those of fp8_cast and scaled_product. te: Transformer Engine's, in fp8 with its casts and
+    scales; weight gradients are added inside the product; needs the extra `te`. reference: plain."""
     grouped: Auto[Literal["torch", "reference"]] = "auto"
     """Products of tokens with the matrices of their experts.
 
@@ -39,22 +45,23 @@ class KernelsSpec(Frozen):
     """The sum over each token's experts.
 
     triton: one kernel that reads each row once. reference: a copy of the rows in the order of the tokens, then sums."""
-    norm: Auto[Literal["reference", "triton"]] = "auto"
+    norm: Auto[Literal["reference", "triton", "te"]] = "auto"
     """Norms of the residual stream and of what is added to it; those of heads are plain operations.
 
     reference: plain, which `compile` puts into one kernel with what is around it. triton: one kernel for the sum before
-    a norm and the norm, and one for both of their gradients."""
+    a norm and the norm, and one for both of their gradients. te: Transformer Engine's kernels, the sum before a norm
+    apart; needs the extra `te`."""
     gated: Auto[Literal["reference", "triton"]] = "auto"
     """What gated feed-forward layers compute between their products; experts' own are plain operations.
 
     reference: plain, which `compile` puts into one kernel. triton: one kernel for each direction, which keeps its input
     alone."""
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
-    """Quantising to fp8, of precision=fp8.
+    """Quantising to fp8, of precision=fp8; linear=te has its own.
 
     triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
     scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
-    """Products of fp8 matrices, of precision=fp8.
+    """Products of fp8 matrices, of precision=fp8; linear=te has its own.
 
     cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
     torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is

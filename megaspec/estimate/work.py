@@ -38,7 +38,7 @@ MASK_COST = 3.25
 FLEX_COST = 1.49
 FLASH_COST = 1.83
 # Implementations of packages, which leave out what documents and windows hide.
-OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2")
+OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
 
 
 class PassBytes(NamedTuple):

@@ -23,6 +23,7 @@ PACKAGES = (
     "megaspec",
     "torch",
     "triton",
+    "transformer-engine",
     "numpy",
     "pydantic",
     "hydra-core",

@@ -45,7 +45,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.formats import Block, scale_shape
+from megaspec_kernels.fp8_cast.formats import Block, scale_of, scale_shape
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
 Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise"]
@@ -92,11 +92,23 @@ class Fp8Form:
     cast: Fp8CastKernel
     product: ScaledProductKernel
 
+    counts_saturated = True
+    takes_written = True
+    """Whether layers take what norms and gates write in fp8."""
+
     def blocks(self, role: Role) -> Blocks:
         return BLOCKS[self.recipe][role]
 
+    def memory_dtype(self, wide: torch.dtype) -> torch.dtype:
+        """Of what is remembered. `wide`: at least fp32."""
+        return wide
+
     def dtype(self, role: Role) -> torch.dtype:
         return FORMATS[self.gradient_format if role == "gradient" else "e4m3"]
+
+    def delayed_scale(self, amax: Tensor, role: Role) -> Tensor:
+        """Of elements up to `amax`, with room for larger ones."""
+        return scale_of(amax, self.dtype(role), margin=self.margin)
 
 
 class Fp8Tensor(NamedTuple):
@@ -175,6 +187,15 @@ class Fp8Shared:
     """Whether what is quantised now is part of a training step."""
     is_fresh: bool = True
     """No step has been remembered: scales are those of the tensors themselves."""
+
+
+# The dimension of a matrix that ranks divide, where they divide one.
+_DIVIDED: dict[tuple[Split, Role], int] = {
+    ("outputs", "weight"): 0,
+    ("inputs", "weight"): 1,
+    ("inputs", "input"): 1,
+    ("outputs", "gradient"): 1,
+}
 
 
 def _alone(amax: Tensor) -> Tensor:
@@ -306,14 +327,12 @@ class Fp8Linear:
 
     def _goes_across_ranks(self, role: Role, block: Block) -> bool:
         """Whether blocks hold elements of several ranks, which hold parts of one matrix."""
-        # the dimension of the matrix that ranks divide
-        divided = {
-            ("outputs", "weight"): 0,
-            ("inputs", "weight"): 1,
-            ("inputs", "input"): 1,
-            ("outputs", "gradient"): 1,
-        }.get((self.split, role))
+        divided = _DIVIDED.get((self.split, role))
         return divided is not None and block[divided] is None
+
+    def is_divided(self, role: Role) -> bool:
+        """Whether ranks hold parts of the matrix."""
+        return (self.split, role) in _DIVIDED
 
     def _cast(self, x_MK: Tensor, role: Role, block: Block, scale: Tensor, *, rows: bool, columns: bool) -> Fp8Pair:
         recorded = self._recorded(role)

@@ -9,7 +9,6 @@ from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec.nn.fp8 import (
@@ -24,7 +23,9 @@ from megaspec.nn.fp8 import (
     slots_of,
     weight_gradient_of,
 )
-from megaspec_kernels.product import add_product_
+from megaspec_kernels.registry import REGISTRY, LinearKernel
+
+TORCH: LinearKernel = REGISTRY["linear"]["torch"]
 
 Product = Callable[[Tensor, bool], None]
 """(buffer, overwrite) -> nothing: adds a gradient to the buffer, or overwrites it"""
@@ -46,8 +47,18 @@ class WeightGradientSum:
     buffer has no memory: a product that comes then is a bug, and is told so.
     """
 
-    def __init__(self, owner: "WeightGradientSums", buffer: Tensor, done: Callable[[], None]):
-        self._owner, self._buffer, self._done = owner, buffer, done
+    def __init__(
+        self,
+        owner: "WeightGradientSums",
+        buffer: Tensor,
+        done: Callable[[], None],
+        products: LinearKernel = TORCH,
+    ):
+        """`products`: the linear layer's."""
+        self.products = products
+        self._owner = owner
+        self._buffer = buffer
+        self._done = done
         self._is_open = True
         self._is_fresh = True
 
@@ -145,7 +156,7 @@ class WeightGradientSums:
 
     def connect(self, layer: "Linear", buffer: Tensor, done: Callable[[], None]) -> WeightGradientSum:
         """From now on the layer's weight gradients are summed in `buffer`; `done` is called after each."""
-        one = WeightGradientSum(self, buffer, done)
+        one = WeightGradientSum(self, buffer, done, layer.products)
         number = next(_numbers)
         _sum_of_number[number] = one
         self._sums.append(one)
@@ -208,9 +219,8 @@ def add_weight_gradient(buffer: Tensor, ticket: Tensor, grad_out: Tensor, x: Ten
 
     [O, I], [1], [..., O], [..., I]
     """
-    a = grad_out.flatten(0, -2).t()
-    b = x.flatten(0, -2)
-    sum_of(ticket).add(lambda into, overwrite: add_product_(into, a, b, overwrite=overwrite))
+    one = sum_of(ticket)
+    one.add(lambda into, overwrite: one.products.add_weight_gradient(into, grad_out, x, overwrite=overwrite))
 
 
 @add_weight_gradient.register_fake
@@ -239,20 +249,17 @@ class WeightGradientQueue:
             one.add_now(product)
 
 
-def input_gradient(grad_out: Tensor, weight: Tensor) -> Tensor:
-    """[..., O], [O, I] -> [..., I]"""
-    return grad_out @ weight
-
-
-def weight_gradient(main_grad: MainGrad | None, grad_out: Tensor, x: Tensor) -> Tensor | None:
+def weight_gradient(
+    main_grad: MainGrad | None, grad_out: Tensor, x: Tensor, products: LinearKernel = TORCH
+) -> Tensor | None:
     """[..., O], [..., I] -> [O, I], the one place where weight gradients of linear layers are made.
 
-    Added to `main_grad` when there is one, now or later (then None), else handed to autograd.
+    Added to `main_grad` when there is one, now or later (then None), else handed to autograd. `products`: the layer's.
     """
     if main_grad is not None:
         add_weight_gradient(main_grad.buffer, main_grad.ticket, grad_out, x)
         return None
-    return grad_out.flatten(0, -2).t() @ x.flatten(0, -2)
+    return products.weight_gradient(grad_out, x)
 
 
 def bias_gradient(grad_out: Tensor) -> Tensor:
@@ -264,19 +271,21 @@ class LinearOp(torch.autograd.Function):
     """y = x Wᵀ + b. `main_grad`: see weight_gradient. A frozen weight has no gradient, and its input is not kept."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad):
+    def forward(ctx, x, weight, bias, main_grad, products):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.main_grad = main_grad
-        return F.linear(x, weight, bias)
+        ctx.products = products
+        return products.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_x = input_gradient(grad_out, weight) if needs_x else None
-        grad_weight = weight_gradient(ctx.main_grad, grad_out, x) if needs_weight else None
+        products = ctx.products
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = products.input_gradient(grad_out, weight) if needs_x else None
+        grad_weight = weight_gradient(ctx.main_grad, grad_out, x, products) if needs_weight else None
         grad_bias = bias_gradient(grad_out) if needs_bias else None
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 @torch.library.custom_op("megaspec::add_fp8_weight_gradient", mutates_args=("buffer",))
@@ -405,7 +414,7 @@ class Linear(nn.Module):
     `parts` are the sizes of outputs that are computed together (query, key, value; gate, up): O is their sum, and
     each is initialised and split on its own. `residual` marks a layer that writes into the residual stream.
     `main_grad`, when set, is where the weight gradient goes: see WeightGradientSums.connect. `fp8`, when set, has the
-    products take fp8: see fp8.py.
+    products take fp8: see fp8.py. `products` are what computes them otherwise, kernels.linear.
     """
 
     def __init__(self, n_in: int, *parts: int, bias: bool = False, residual: bool = False):
@@ -413,6 +422,7 @@ class Linear(nn.Module):
         self.n_in, self.parts, self.residual = n_in, parts, residual
         self.weight = nn.Parameter(torch.empty(sum(parts), n_in))
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
+        self.products = TORCH
         self.main_grad: MainGrad | None = None
         self.fp8: Fp8Use | None = None
 
@@ -422,7 +432,7 @@ class Linear(nn.Module):
     def product(self, x: Tensor | Fp8Input, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, by the operation that the layer's precision asks for."""
         if self.fp8 is None:
-            return LinearOp.apply(x, self.weight, bias, self.main_grad)
+            return LinearOp.apply(x, self.weight, bias, self.main_grad, self.products)
         carrier, given = _carrier_and_given(x)
         return Fp8LinearOp.apply(carrier, self.weight, bias, self.main_grad, self.fp8, given)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
 from megaspec.nn.fp8_producers import Producer
+from megaspec.nn.fp8_te import TeFp8Form, TeFp8Linear
 from megaspec.nn.layer.module import Layer
 from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.module import Gated
@@ -32,6 +33,9 @@ from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
 from megaspec_kernels.fp8_cast.formats import scale_of
 from megaspec_kernels.registry import ScaledGroupedKernel
 
+LAYERS: dict[type[Fp8Form | TeFp8Form], type[Fp8Linear]] = {Fp8Form: Fp8Linear, TeFp8Form: TeFp8Linear}
+"""What computes a layer, by the form of the model's. Experts have one of their own."""
+
 
 class Fp8:
     """The strategy. `apply` to all chunks, when their modules are what they stay and lie in memory."""
@@ -39,7 +43,7 @@ class Fp8:
     def __init__(
         self,
         mesh: Mesh,
-        form: Fp8Form | None,
+        form: Fp8Form | TeFp8Form | None,
         *,
         names: Mapping[int, Sequence[str]],
         history: int,
@@ -75,8 +79,9 @@ class Fp8:
         device = self._mesh.device
         count = len(modules)
         # what is remembered of each layer, of what a step takes in, in the order of REMEMBERED, the newest step first
-        self.largest = torch.zeros(count, len(REMEMBERED), self._history, dtype=wide, device=device)
-        self._scales = torch.ones(count, len(REMEMBERED), dtype=wide, device=device)
+        dtype = self._form.memory_dtype(wide)
+        self.largest = torch.zeros(count, len(REMEMBERED), self._history, dtype=dtype, device=device)
+        self._scales = torch.ones(count, len(REMEMBERED), dtype=dtype, device=device)
         self._seen = torch.zeros_like(self._scales)
         self.saturated = torch.zeros(1, dtype=torch.int64, device=device)
         experts = [i for i, module in enumerate(modules.values()) if isinstance(module, GroupedLinear)]
@@ -88,7 +93,7 @@ class Fp8:
             linear = self._linear(module, memory)
             module.fp8 = Fp8Use(linear.ticket, self._form.recipe, self._form.gradient_format)
             self.linears[name] = linear
-        if self.is_delayed and self._writes_fp8:
+        if self.is_delayed and self._writes_fp8 and self._form.takes_written:
             for chunk in chunks:
                 for layer in chunk.layers.values():
                     _have_fp8_written(layer)
@@ -96,7 +101,8 @@ class Fp8:
     def _linear(self, module: Linear, memory: Fp8Memory | None) -> Fp8Linear:
         parts = self._parts(module)
         if not isinstance(module, GroupedLinear):
-            return Fp8Linear(self._form, self._shared, **parts, memory=memory)
+            make = LAYERS[type(self._form)]
+            return make(self._form, self._shared, **parts, memory=memory)
         return Fp8Experts(
             self._form, self._shared, **parts, memory=memory, n_experts=module.n_experts, grouped=self._grouped
         )
@@ -143,7 +149,7 @@ class Fp8:
     @torch.no_grad()
     def finish_step(self) -> Tensor | None:
         """Call behind the last backward pass of a step, on all ranks: remembers its largest elements. -> how many
-        elements saturated, over all ranks; None: none can."""
+        elements saturated, over all ranks; None: none can, or nobody counts them."""
         if not self.is_delayed:
             return None
         self._shared.is_recording = False
@@ -151,9 +157,12 @@ class Fp8:
         if group is not None and len(self.linears):
             dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)
         # a step that saw nothing, or nothing finite, is taken to be as the one before it
-        newest = torch.where(self._seen > 0, self._seen, self.largest[..., 0])
+        is_seen = (self._seen > 0) & torch.isfinite(self._seen)
+        newest = torch.where(is_seen, self._seen, self.largest[..., 0])
         self.largest.copy_(torch.cat((newest[..., None], self.largest[..., :-1]), dim=-1))
         self._shared.is_fresh = False
+        if not self._form.counts_saturated:
+            return None
         saturated = self.saturated.clone()
         if self._mesh.world_size > 1:
             dist.all_reduce(saturated)
@@ -163,7 +172,7 @@ class Fp8:
     def _set_scales(self) -> None:
         amax = self.largest.amax(-1)
         for place, role in enumerate(REMEMBERED):
-            self._scales[:, place] = scale_of(amax[:, place], self._form.dtype(role), margin=self._form.margin)
+            self._scales[:, place] = self._form.delayed_scale(amax[:, place], role)
         # of experts, whose gradients are in a format of their own
         place = REMEMBERED.index("gradient")
         mine = amax[self._of_experts, place]

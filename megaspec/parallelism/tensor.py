@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megaspec.core.layout import Layout, Piece, whole
@@ -20,7 +19,7 @@ from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.module import Embedding, padded
 from megaspec.nn.head.module import OutputHead
-from megaspec.nn.linear import Linear, bias_gradient, input_gradient, weight_gradient
+from megaspec.nn.linear import Linear, bias_gradient, weight_gradient
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec.parallelism.collectives import (
     all_reduce,
@@ -37,6 +36,7 @@ from megaspec.parallelism.collectives import (
 from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp
 from megaspec.parallelism.mesh import Mesh
 from megaspec_kernels.cross_entropy.reference import VocabShard
+from megaspec_kernels.registry import LinearKernel
 
 # Twins are made without memory: the parameters that they hold then are put in by the strategy.
 _META = torch.device("meta")
@@ -50,19 +50,21 @@ class ColumnLinearOp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, main_grad, group, sequence, overlap):
+    def forward(ctx, x, weight, bias, main_grad, products, group, sequence, overlap):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.main_grad = main_grad
+        ctx.products = products
         ctx.group = group
         ctx.sequence = sequence
         ctx.overlap = overlap
         if sequence:
             x = wait_sequence(gather_sequence(x, group))
-        return F.linear(x, weight, bias)
+        return products.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_out):
         x, weight = ctx.saved_tensors
+        products = ctx.products
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         gathers = needs_weight and ctx.sequence
         # started before the input gradient's product, so that it runs beside it
@@ -73,17 +75,17 @@ class ColumnLinearOp(torch.autograd.Function):
         if needs_x:
             # started before the weight gradient's product: the layer below waits for it, nobody for the weight gradient
             reduce = reduce_scatter_sequence if ctx.sequence else all_reduce
-            reducing = reduce(input_gradient(grad_out, weight), ctx.group)
+            reducing = reduce(products.input_gradient(grad_out, weight), ctx.group)
             if not ctx.overlap:
                 reducing = wait(reducing)
         if gathers:
             x = wait_sequence(gathering)
-        grad_weight = weight_gradient(ctx.main_grad, grad_out, x) if needs_weight else None
+        grad_weight = weight_gradient(ctx.main_grad, grad_out, x, products) if needs_weight else None
         grad_bias = bias_gradient(grad_out) if needs_bias else None
         grad_x = None
         if needs_x:
             grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 class ColumnParallelLinear(Linear):
@@ -109,7 +111,9 @@ class ColumnParallelLinear(Linear):
             return Fp8ColumnLinearOp.apply(
                 x, self.weight, self.bias, self.main_grad, self.fp8, self.group, self.sequence, self.overlap
             )
-        return ColumnLinearOp.apply(x, self.weight, self.bias, self.main_grad, self.group, self.sequence, self.overlap)
+        return ColumnLinearOp.apply(
+            x, self.weight, self.bias, self.main_grad, self.products, self.group, self.sequence, self.overlap
+        )
 
 
 class RowParallelLinear(Linear):
@@ -130,6 +134,17 @@ class RowParallelLinear(Linear):
             return y
         # once, behind the sum: every rank has the whole bias
         return y + self.bias
+
+
+# Layers whose products are those of kernels.linear. A router's are in fp32, and experts have an operation of their own.
+_OF_PRODUCTS = (Linear, ColumnParallelLinear, RowParallelLinear)
+
+
+def use_products(model: nn.Module, products: LinearKernel) -> None:
+    """Has the linear layers of a model, split or not, compute by an implementation of their products."""
+    for module in model.modules():
+        if type(module) in _OF_PRODUCTS:
+            module.products = products
 
 
 @dataclass(frozen=True)

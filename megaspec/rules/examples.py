@@ -13,6 +13,10 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 SERVICES = {"wandb": "0.31.0", "mlflow-skinny": "3.17.2", "trackio": "0.43.0"}
 WITH_SERVICES = CPU.model_copy(update={"versions": CPU.versions | SERVICES})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
+H200_WITH_TE = H200.model_copy(update={"versions": H200.versions | {"transformer-engine": "2.20.2"}})
+B200_WITH_TE = Target(
+    gpus=8, gpu="NVIDIA B200", sm=100, cores=64, versions={"torch": "2.13.0", "transformer-engine": "2.20.2"}
+)
 A100 = Target(gpus=1, gpu="NVIDIA A100-SXM4-80GB", sm=80, cores=8, versions={"torch": "2.13.0"})
 V100 = Target(gpus=1, gpu="Tesla V100", sm=70, cores=8, versions={"torch": "2.13.0"})
 FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_tokens=10**5)
@@ -374,6 +378,19 @@ _MODEL = {
         (_FP8, _moe(), "kernels.scaled_grouped=torch"), ("kernels.scaled_grouped=reference",), "kernels.scaled_grouped"
     ),
     "kernel-adamw": Example(("kernels.adamw=triton",), ("kernels.adamw=torch",), "kernels.adamw"),
+    "kernel-linear": Example(("kernels.linear=te",), ("kernels.linear=torch",), "kernels.linear"),
+    "te-experts": Example(
+        (_FP8, _moe(), "kernels.linear=te"),
+        ("kernels.linear=torch",),
+        "kernels.linear",
+        target=H200_WITH_TE,
+    ),
+    "te-fp8-gpu": Example(
+        (_FP8, "precision.recipe=delayed", "kernels.linear=te"),
+        ("kernels.linear=torch",),
+        "kernels.linear",
+        target=B200_WITH_TE,
+    ),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _PRECISION = {

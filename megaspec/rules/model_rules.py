@@ -2,10 +2,14 @@
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
+from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
 from megaspec.rules.ways import Way, way_out
 from megaspec_kernels.catalog import choose, unmet
+
+# From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
+_BLACKWELL = 100
 
 
 def kv_heads_divide_heads(case: Case) -> Problem | None:
@@ -82,6 +86,31 @@ def attention_merge_kernel_runs(case: Case) -> Problem | None:
 def cross_entropy_kernel_runs(case: Case) -> Problem | None:
     """The cross-entropy implementation runs on the target, in the model's format."""
     return _kernel(case, "cross_entropy")
+
+
+def linear_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of linear layers' products runs on the target, in the model's format."""
+    return _kernel(case, "linear")
+
+
+def te_casts_run_on_the_gpu(case: Case) -> Problem | None:
+    """In fp8 linear=te scales whole tensors on GPUs of sm89 to sm99."""
+    precision = case.recipe.precision
+    if case.recipe.kernels.linear != "te" or not isinstance(precision, Fp8Precision):
+        return None
+    sm = case.target.sm
+    if precision.recipe not in ("tensorwise", "delayed") or sm < _BLACKWELL:
+        return None
+    text = f"kernels.linear=te with precision.recipe={precision.recipe} needs a GPU below sm{_BLACKWELL}"
+    return Problem("kernels.linear", f"{text}, this one is sm{sm}; set kernels.linear=torch")
+
+
+def te_casts_no_experts(case: Case) -> Problem | None:
+    """In fp8 linear=te has no experts: their products are of an operation with scales of its own."""
+    if case.recipe.kernels.linear != "te" or not isinstance(case.recipe.precision, Fp8Precision) or case.moe is None:
+        return None
+    text = "kernels.linear=te with precision.kind=fp8 has no experts, model.moe asks for some"
+    return Problem("kernels.linear", f"{text}; set kernels.linear=torch, or precision=bf16")
 
 
 def grouped_kernel_runs(case: Case) -> Problem | None:

@@ -19,6 +19,7 @@ from megaspec.core.problems import show
 from megaspec.core.weight_facts import WeightFacts
 from megaspec.nn.decoder import Decoder, fill_buffers
 from megaspec.nn.fp8 import Fp8Form
+from megaspec.nn.fp8_te import TeFp8Form
 from megaspec.nn.init import initial_value, start_weights
 from megaspec.nn.linear import COMPILED, COMPILED_FOR_LATER
 from megaspec.nn.model_facts import InitialValues, Matrix, ModelFacts
@@ -38,7 +39,7 @@ from megaspec.parallelism.recompute import Recompute
 from megaspec.parallelism.saved import SavedTensors
 from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import first_trained_stage, stages_of
-from megaspec.parallelism.tensor import TensorParallel
+from megaspec.parallelism.tensor import TensorParallel, use_products
 from megaspec.parallelism.whole_matrices import MatrixUpdates
 from megaspec.precision.spec import Fp8Precision, model_format
 from megaspec.recipe import ModelSpec
@@ -47,10 +48,13 @@ from megaspec.runtime.plugins import loaded_builders
 from megaspec.runtime.position import Position
 from megaspec.spec import Spec
 from megaspec.train.trainable import trained_names
+from megaspec_kernels import te_package
 from megaspec_kernels.attention import sdpa, sdpa_block
+from megaspec_kernels.attention import te as te_attention
 from megaspec_kernels.attention.packages import MODULES as ATTENTION_MODULES
 from megaspec_kernels.attention.packages import require
-from megaspec_kernels.registry import Kernels, kernels_of
+from megaspec_kernels.catalog import CATALOG
+from megaspec_kernels.registry import Kernels, LinearKernel, kernels_of
 from megaspec_kernels.scaled_product import cublaslt
 
 # What torch's kernels of attention are called, see sdpa.served_by.
@@ -246,7 +250,7 @@ def build_split_model(spec: Spec, *, mesh: Mesh) -> SplitModel:
         facts[name] = replace(one, is_trained=name in trained)
     starts = model.facts.initial_values(std=spec.model.init_std)
     strategies = _strategies(spec, model.facts, facts, trained=trained, kernels=kernels, mesh=mesh)
-    chunks = _split_model(model, strategies, spec, device=mesh.device)
+    chunks = _split_model(model, strategies, spec, products=kernels.linear, device=mesh.device)
     return SplitModel(chunks=chunks, facts=facts, starts=starts, strategies=strategies)
 
 
@@ -298,12 +302,17 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
     names = {}
     for number in precision.layers(spec.model.n_layers):
         names[number] = [linear.name for linear in model.layers[number].linears if linear.takes_fp8]
+    form: Fp8Form | TeFp8Form
+    gradient_format = "e5m2" if precision.format == "hybrid" else "e4m3"
+    if spec.kernels.linear == "te":
+        form = TeFp8Form(precision.recipe, gradient_format, precision.margin)
+        return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
     if spec.kernels.scaled_product == "cublaslt" and mesh.device.type == "cuda":
         # what is missing is told before anything is built
         cublaslt.library()
     form = Fp8Form(
         recipe=precision.recipe,
-        gradient_format="e5m2" if precision.format == "hybrid" else "e4m3",
+        gradient_format=gradient_format,
         margin=precision.margin,
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
@@ -327,7 +336,9 @@ def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[st
     return {name: matrices for name, matrices in model.matrices().items() if name in trained}
 
 
-def _split_model(model: Decoder, strategies: Strategies, spec: Spec, *, device: torch.device) -> list[Decoder]:
+def _split_model(
+    model: Decoder, strategies: Strategies, spec: Spec, *, products: LinearKernel, device: torch.device
+) -> list[Decoder]:
     """The order, first part: from the whole model to this rank's chunks in memory. It begins on the meta device, so
     that no rank ever holds the whole model."""
     # first, so that tensor parallel tells the attention that stays which heads are here
@@ -338,6 +349,9 @@ def _split_model(model: Decoder, strategies: Strategies, spec: Spec, *, device: 
     strategies.expert.split_model(model)
     # behind all that splits single modules: the layers of other ranks are left out from here on
     chunks = strategies.pipeline.split_model(model)
+    # layers are what they stay: what computes their products
+    for chunk in chunks:
+        use_products(chunk, products)
     # memory, for what is left; in one module, so that what chunks share stays shared. Where weights are shared out, no
     # rank ever holds all of its chunks': their memory comes with the buckets
     keeps_weights = spec.parallelism.dp_strategy == "replicate"
@@ -415,6 +429,7 @@ def build(spec: Spec, *, mesh: Mesh, position: Position | None = None) -> TrainS
     if problems:
         raise RecipeError(problems)
     _set_determinism(spec)
+    _refuse_missing(spec, device=mesh.device)
     _refuse_attention(spec, device=mesh.device)
     position = position or Position(mesh.device)
     split = build_split_model(spec, mesh=mesh)
@@ -455,6 +470,9 @@ def _refuse_attention(spec: Spec, *, device: torch.device) -> None:
     are of. After determinism is set, which decides what may be taken."""
     name = spec.kernels.attention
     if device.type != "cuda" or name == "reference":
+        return
+    if name == "te":
+        _refuse_te_attention(spec, device=device)
         return
     if name in ATTENTION_MODULES:
         try:
@@ -531,6 +549,47 @@ def _no_fused_attention(name: str, asked: str) -> RecipeError:
 
 def _refused_attention(text: str) -> RecipeError:
     return RecipeError([Problem("kernels.attention", text, code="kernel-attention")])
+
+
+def _refuse_te_attention(spec: Spec, *, device: torch.device) -> None:
+    """RecipeError where Transformer Engine's cuDNN does not take the attention, whole sequences on this rank."""
+    model = spec.model
+    heads = whole_sequence_heads(model.n_heads, model.n_kv_heads, parallelism=spec.parallelism)
+    if heads is None:
+        # blocks, which sdpa has: `_refuse_attention` asks for its heads
+        if not sdpa_block.is_refused(d_head=model.d_head, dtype=model_dtype(spec)):
+            return
+        why = f"blocks of heads of {model.d_head} in {model_format(spec.precision)} have no fused kernel"
+    else:
+        why = te_attention.is_refused(
+            n_heads=heads[0],
+            n_kv_heads=heads[1],
+            d_head=model.d_head,
+            # what cuDNN takes does not depend on how long sequences are, but for single tokens
+            tokens=min(spec.data.seq_len, 256),
+            documents=spec.data.document_mask,
+            dtype=model_dtype(spec),
+            device=device,
+        )
+    if why is not None:
+        text = f"kernels.attention=te: Transformer Engine takes no such attention here: {why}"
+        raise _refused_attention(f"{text}; set kernels.attention=sdpa")
+
+
+def _refuse_missing(spec: Spec, *, device: torch.device) -> None:
+    """RecipeError where an implementation is named whose package is not here."""
+    asked = [name for name in CATALOG if getattr(spec.kernels, name) == "te"]
+    if device.type != "cuda" or not asked:
+        return
+    why = te_package.missing()
+    if why is None:
+        return
+    problems = []
+    for name in asked:
+        key = f"kernels.{name}"
+        other = "torch" if name == "linear" else "auto"
+        problems.append(Problem(key, f"{key}=te {why}, or set {key}={other}", code=f"kernel-{name}"))
+    raise RecipeError(problems)
 
 
 def mesh_of(spec: Spec, *, rank: int, device: torch.device, timeout: timedelta | None = None) -> Mesh:

@@ -12,6 +12,7 @@ from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
 from tests.families import FAMILIES, with_attention
+from tests.ranks import gpu_of
 
 pytestmark = pytest.mark.gpu
 
@@ -32,8 +33,12 @@ def losses(
     steps: int = 8,
     moe: dict[str, Any] | None = None,
     device: str = "cuda",
+    tp: int = 1,
+    rank: int = 0,
+    others: dict[str, str] | None = None,
 ) -> list[float]:
-    """Of a model that learns the same few sequences by heart. `product`: another one than `auto` takes."""
+    """Of a model that learns the same few sequences by heart. `product`: another one than `auto` takes. `others`:
+    implementations of other operations. With `tp` sequences are divided, too."""
     model = FAMILIES["llama"] | {
         "n_layers": 4, "d_model": 256, "n_heads": 4, "n_kv_heads": 4, "d_head": 64, "d_ffn": 512, "vocab_size": VOCAB,
         "max_seq_len": TOKENS, "init_std": 0.05,
@@ -44,15 +49,16 @@ def losses(
         best = PRODUCTS[precision.get("recipe", "tensorwise")]
         kernels |= {"fp8_cast": "triton", "scaled_product": product or best}
         kernels |= {"grouped": "torch", "scaled_grouped": "torch"}
+    kernels |= others or {}
     content = {
         "name": "fp8",
         "run_dir": "-",
         "model": with_attention(model, qk_norm="none"),
         "parallelism": {
-            "tp": 1,
+            "tp": tp,
             "dp_shard": 1,
             "dp_replicate": 1,
-            "sequence_parallel": False,
+            "sequence_parallel": tp > 1,
             "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
         },
         "precision": precision,
@@ -61,16 +67,16 @@ def losses(
         "kernels": kernels,
         "train": {"steps": 20, "global_batch": SEQUENCES, "micro_batch": SEQUENCES // 2},
         "log": {"tensorboard": False},
-        "launcher": {"ranks": 1},
-        "world_size": 1,
+        "launcher": {"ranks": tp},
+        "world_size": tp,
         "device": device,
         "segments": [SEQUENCES * 20],
         "forked_from": None,
     }
     spec = Spec.model_validate_json(json.dumps(content))
-    on = torch.device(device)
+    on = gpu_of(rank) if device == "cuda" else torch.device(device)
     torch._dynamo.reset()
-    built = build(spec, mesh=mesh_of(spec, rank=0, device=on))
+    built = build(spec, mesh=mesh_of(spec, rank=rank, device=on))
     initialise(built)
     scaler = build_scaler(spec.precision, device=on)
     draw = torch.Generator().manual_seed(3)

@@ -18,6 +18,7 @@ from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.gate import check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
+from tests.kernels.te import te_runs
 
 IMPLEMENTATIONS = sorted(REGISTRY["attention"])
 
@@ -135,7 +136,7 @@ def skip_what_has_another_test(name: str, scoring: Scoring, device: torch.device
     need = CATALOG["attention"].implementations[name]
     if scoring.cap is not None and not need.score_cap:
         pytest.skip(f"the catalog says that {name} caps no scores")
-    if need.package and device.type == "cuda":
+    if need.package and name != "te" and device.type == "cuda":
         pytest.skip(
             f"{need.package} has tests of its own on GPUs: test_attention_cudnn.py, test_attention_flash_attn.py"
         )
@@ -150,6 +151,8 @@ def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device)
     skip_what_has_another_test(name, shape.scoring, device)
     if name == "flex":
         flex_runs(shape, dtype, device)
+    if name == "te":
+        te_runs(dtype, device)
     inputs, grad, documents = make(shape, device)
     words = partial(plain, documents=documents, shape=shape)
     truth = results(words, inputs, grad)
@@ -167,7 +170,7 @@ def test_gate(name: str, shape: Shape, dtype: torch.dtype, device: torch.device)
 @pytest.mark.parametrize(
     "shape", [Shape(2, 5, 4, 2, 8, documents=True), Shape(2, 5, 4, 2, 8, window=3, sinks=True)], ids=str
 )
-@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "flex"])
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name not in ("flex", "te")])
 def test_gradcheck(name: str, shape: Shape) -> None:
     inputs, _, documents = make(shape, torch.device("cpu"))
     leaves = tuple(x.requires_grad_() for x in inputs.values())

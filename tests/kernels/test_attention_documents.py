@@ -12,10 +12,11 @@ from megaspec_kernels.attention import reference_block, sdpa, sdpa_block, varlen
 from megaspec_kernels.attention.documents import BlockDocuments, Documents, chunks_of, documents_of, starts_of
 from megaspec_kernels.gate import Results, check, in_dtype, results
 from megaspec_kernels.registry import REGISTRY
+from tests.kernels.te import te_runs
 
 CPU = torch.device("cpu")
-# flex trains on GPUs alone
-IMPLEMENTATIONS = [name for name in sorted(REGISTRY["attention"]) if name != "flex"]
+# flex and te train on GPUs alone
+IMPLEMENTATIONS = [name for name in sorted(REGISTRY["attention"]) if name not in ("flex", "te")]
 
 
 @dataclass(frozen=True)
@@ -336,6 +337,15 @@ def test_gate_on_a_gpu(packed: Packed, dtype: torch.dtype, poisoned: None) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", ON_GPU, ids=str)
+def test_gate_of_transformer_engine(packed: Packed, dtype: torch.dtype, poisoned: None) -> None:
+    """Documents of no token and of one, windows, sinks."""
+    te_runs(dtype, CUDA)
+    hold("te", packed, dtype, CUDA)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_gate_of_blocks_on_a_gpu(part: Part, poisoned: None) -> None:
     """Documents without keys, and without queries: zeros, -inf, and gradients of zero."""
@@ -360,7 +370,11 @@ def test_gate_of_blocks_on_a_gpu(part: Part, poisoned: None) -> None:
 
 
 @pytest.mark.gpu
-def test_sums_are_kept_in_one_order() -> None:
+@pytest.mark.parametrize("name", ["sdpa", "te"])
+def test_sums_are_kept_in_one_order(name: str) -> None:
+    if name == "te":
+        te_runs(torch.bfloat16, CUDA)
+    attention = REGISTRY["attention"][name].attend
     packed = Packed(((1000, 24, 1, 999), (2024,)), N=8, K=2, H=128)
     inputs, grad, documents = make(packed, CUDA)
     mine = in_dtype(inputs, torch.bfloat16)
@@ -370,7 +384,7 @@ def test_sums_are_kept_in_one_order() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(3):
-            out = sdpa.attention(*leaves, documents=documents)
+            out = attention(*leaves, documents=documents)
             runs.append([out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))])
     finally:
         torch.use_deterministic_algorithms(False)
@@ -380,14 +394,20 @@ def test_sums_are_kept_in_one_order() -> None:
 
 
 @pytest.mark.gpu
-def test_the_host_does_not_wait() -> None:
+@pytest.mark.parametrize("name", ["sdpa", "te"])
+def test_the_host_does_not_wait(name: str) -> None:
+    attention = REGISTRY["attention"][name].attend
     inputs, grad, documents = make(Packed(((300, 212), (512,)), H=64), CUDA)
     leaves = [x.bfloat16().requires_grad_() for x in inputs.values()]
     met = BlockDocuments(documents.at(slice(256, 512)), documents.at(slice(0, 256)))
+    if name == "te":
+        te_runs(torch.bfloat16, CUDA)
+        # the first call loads libraries and makes plans
+        torch.autograd.grad(attention(*leaves, documents=documents), leaves, grad.bfloat16())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = sdpa.attention(*leaves, documents=documents)
+        out = attention(*leaves, documents=documents)
         torch.autograd.grad(out, leaves, grad.bfloat16())
         q, k, v = (x.detach() for x in leaves)
         sdpa_block.block_forward(q[:, 256:], k[:, :256], v[:, :256], causal=False, documents=met)

@@ -11,6 +11,7 @@ from megaspec_kernels.norm import triton as triton
 from megaspec_kernels.norm.form import NormForm
 from megaspec_kernels.registry import REGISTRY, NormKernel
 from tests.kernels.fp8_producers import check_written, known_of
+from tests.kernels.te import Fake, fake_transformer_engine, te_runs
 
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 FORMS = [
@@ -29,6 +30,8 @@ Run = Callable[..., Tensor]
 def implementation(request: pytest.FixtureRequest, device: torch.device) -> str:
     if request.param == "triton" and device.type == "cpu" and not INTERPRETED:
         pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
+    if request.param == "te":
+        te_runs(torch.bfloat16, device)
     return request.param
 
 
@@ -92,7 +95,7 @@ def functions(kernel: NormKernel, form: NormForm) -> dict[str, Run]:
 def test_equations_and_their_gradients(
     implementation: str, dtype: torch.dtype, form: NormForm, M: int, D: int, device: torch.device
 ) -> None:
-    if implementation == "triton" and dtype == torch.float64:
+    if implementation != "reference" and dtype == torch.float64:
         pytest.skip("the kernel computes in fp32")
     inputs = inputs_of(M, D, form, bias=form.kind == "layer", device=device)
     draw = torch.Generator().manual_seed(7)
@@ -105,6 +108,27 @@ def test_equations_and_their_gradients(
         fast = results(functions(REGISTRY["norm"][implementation], form)[name], in_dtype(mine, dtype), grad)
         plain = results(functions(REGISTRY["norm"]["reference"], form)[name], in_dtype(mine, dtype), grad)
         check(fast, plain, results(equation, mine, grad))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.code.replace(" ", "-"))
+def test_transformer_engine_is_asked_for_the_equations(form: NormForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that computes on a CPU in its place. The gradient of the stream goes into its backward kernel."""
+    fake: Fake = fake_transformer_engine(monkeypatch)
+    inputs = inputs_of(63, 100, form, bias=form.kind == "layer", device=torch.device("cpu"))
+    draw = torch.Generator().manual_seed(7)
+    for name, equation in equations(form).items():
+        mine = dict(inputs)
+        if name != "norm_of_sum":
+            del mine["term"]
+        grad = torch.randn(*equation(**mine).shape, generator=draw).bfloat16().double()
+        narrow = in_dtype(mine, torch.bfloat16)
+        fast = results(functions(REGISTRY["norm"]["te"], form)[name], narrow, grad)
+        plain = results(functions(REGISTRY["norm"]["reference"], form)[name], narrow, grad)
+        check(fast, plain, results(equation, mine, grad))
+    if form.kind == "rms":
+        assert fake.norms == ["rmsnorm_fwd", "rmsnorm_bwd", *["rmsnorm_fwd", "rmsnorm_bwd_add"] * 2]
+    else:
+        assert fake.norms == ["layernorm_fwd", "layernorm_bwd"] * 3
 
 
 @pytest.mark.parametrize("name", ["norm_of_stream", "norm_of_sum"])

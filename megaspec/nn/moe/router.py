@@ -12,7 +12,7 @@ from torch import Tensor
 from megaspec.nn.attention.module import SequenceContext
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.hashing import site_key, uniform
-from megaspec.nn.linear import Linear, bias_gradient, input_gradient, weight_gradient
+from megaspec.nn.linear import TORCH, Linear, bias_gradient, weight_gradient
 from megaspec.nn.moe.balance import load, sinkhorn, within_capacity
 from megaspec.nn.moe.spec import MoeSpec
 
@@ -91,7 +91,7 @@ class RouterOp(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad_x = None
         if needs_x:
-            grad_x = input_gradient(grad_out, weight.to(grad_out.dtype)).to(ctx.x_dtype)
+            grad_x = TORCH.input_gradient(grad_out, weight.to(grad_out.dtype)).to(ctx.x_dtype)
         grad_weight = None
         if needs_weight:
             grad_weight = weight_gradient(ctx.main_grad, grad_out, x.to(grad_out.dtype))

@@ -1,0 +1,384 @@
+"""Where Transformer Engine runs, and one that computes on a CPU in its place.
+
+The fake takes what the package's own functions take, by the same names (test_te_signatures.py holds them to it),
+refuses what those would refuse or read wrongly, and computes in fp64 what its documentation says. What it can't tell is
+whether the package does so: the tests marked `gpu` do.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaspec_kernels import te_package
+from megaspec_kernels.attention import reference_block
+from megaspec_kernels.attention import te as attention_te
+from megaspec_kernels.attention.documents import BlockDocuments, Documents
+from megaspec_kernels.attention.scoring import Scoring
+from megaspec_kernels.linear import te, te_fp8
+from megaspec_kernels.norm import te as norm_te
+from megaspec_kernels.te_package import TransformerEngine
+
+E4M3 = "e4m3"
+E5M2 = "e5m2"
+TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+LINE = 128
+
+
+def te_runs(dtype: torch.dtype, device: torch.device) -> None:
+    """Skips what the catalog says that te doesn't run, and where it is not installed."""
+    if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        pytest.skip("the catalog says that te computes on GPUs in bf16 and fp16")
+    lacks = te_package.missing()
+    if lacks is not None:
+        pytest.skip(lacks)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A product that was asked for."""
+
+    layout: str
+    accumulate: bool
+    out: Tensor | None
+    split: bool
+    in_fp8: bool
+
+
+@dataclass
+class Fake:
+    """What was asked of it."""
+
+    products: list[Call] = field(default_factory=list)
+    casts: list[str] = field(default_factory=list)
+    attentions: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
+
+
+class Float8TensorStorage:
+    def __init__(self, *, data, fp8_scale_inv, fp8_dtype, fake_dtype=None, data_transpose=None, quantizer=None):
+        self._data = data
+        self._transpose = data_transpose
+        self._scale_inv = fp8_scale_inv
+        self._fp8_dtype = fp8_dtype
+        for values in (data, data_transpose):
+            assert values is None or (values.dtype == torch.uint8 and values.is_contiguous())
+        assert fp8_scale_inv.shape == (1,), f"a scale of a tensor {tuple(fp8_scale_inv.shape)}"
+        assert fp8_scale_inv.dtype == torch.float32
+
+    def wide(self, *, in_rows: bool) -> Tensor:
+        """[M, K] in fp64 of one of the layouts, which has to be there: Hopper has no other."""
+        values = self._data if in_rows else self._transpose
+        assert values is not None, f"a product asks for {'rows' if in_rows else 'columns'}, which are not there"
+        wide = values.view(TORCH[self._fp8_dtype]).double() * self._scale_inv.double()
+        return wide if in_rows else wide.t()
+
+
+class Float8BlockwiseQTensorStorage:
+    def __init__(
+        self, rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv, fp8_dtype, quantizer,
+        is_2D_scaled, fake_dtype=None,
+    ):  # fmt: skip
+        self._rowwise_data = rowwise_data
+        self._rowwise_scale_inv = rowwise_scale_inv
+        self._columnwise_data = columnwise_data
+        self._columnwise_scale_inv = columnwise_scale_inv
+        self._fp8_dtype = fp8_dtype
+        self._is_2D_scaled = is_2D_scaled
+
+    def wide(self, *, in_rows: bool) -> Tensor:
+        values = self._rowwise_data if in_rows else self._columnwise_data
+        scale = self._rowwise_scale_inv if in_rows else self._columnwise_scale_inv
+        assert values is not None, f"a product asks for {'rows' if in_rows else 'columns'}, which are not there"
+        assert values.dtype == torch.uint8
+        assert values.is_contiguous()
+        assert scale.is_contiguous(), "scales that lie apart are read wrongly"
+        rows, inner = values.shape
+        if self._is_2D_scaled:
+            assert scale.shape == (-(-rows // LINE), _padded(-(-inner // LINE)))
+            each = scale.repeat_interleave(LINE, 0)[:rows].repeat_interleave(LINE, 1)[:, :inner]
+        else:
+            assert scale.shape == (-(-inner // LINE), _padded(rows))
+            each = scale[:, :rows].t().repeat_interleave(LINE, 1)[:, :inner]
+        wide = values.view(TORCH[self._fp8_dtype]).double() * each.double()
+        return wide if in_rows else wide.t()
+
+
+def _padded(count: int) -> int:
+    return -(-count // 4) * 4
+
+
+def _cast(x: Tensor, factor: Tensor, form: str) -> Tensor:
+    """Multiplied, and what is too large cut off: as bytes."""
+    scaled = (x.float() * factor).clamp(-LARGEST[form], LARGEST[form])
+    return scaled.to(TORCH[form]).view(torch.uint8)
+
+
+class _Quantizer:
+    internal = False
+    fake: Fake
+
+    def __call__(self, x: Tensor) -> Any:
+        assert self.internal, "its class for autograd is slow, and not what is taken apart here"
+        assert x.dim() == 2
+        self.fake.casts.append(type(self).__name__)
+        return self.cast(x.contiguous())
+
+
+class Float8CurrentScalingQuantizer(_Quantizer):
+    def __init__(self, fp8_dtype, device, *, rowwise=True, columnwise=True):
+        assert rowwise, "it makes no columns without rows"
+        self.form = fp8_dtype
+        self.columns = columnwise
+
+    def cast(self, x: Tensor) -> Float8TensorStorage:
+        amax = x.abs().amax().float().view(1)
+        factor = torch.where(amax > 0, LARGEST[self.form] / amax, 1.0)
+        values = _cast(x, factor, self.form)
+        turned = values.t().contiguous() if self.columns else None
+        return Float8TensorStorage(data=values, data_transpose=turned, fp8_scale_inv=1 / factor, fp8_dtype=self.form)
+
+
+class Float8Quantizer(_Quantizer):
+    def __init__(self, scale, amax, fp8_dtype, *, rowwise=True, columnwise=True):
+        assert rowwise, "it makes no columns without rows"
+        assert scale.shape == amax.shape == (1,)
+        assert scale.dtype == amax.dtype == torch.float32
+        self.scale = scale
+        self.amax = amax
+        self.form = fp8_dtype
+        self.columns = columnwise
+
+    def cast(self, x: Tensor) -> Float8TensorStorage:
+        self.amax.copy_(torch.maximum(self.amax, x.abs().amax().float()))
+        values = _cast(x, self.scale, self.form)
+        turned = values.t().contiguous() if self.columns else None
+        return Float8TensorStorage(
+            data=values, data_transpose=turned, fp8_scale_inv=1 / self.scale, fp8_dtype=self.form
+        )
+
+
+class Float8BlockQuantizer(_Quantizer):
+    def __init__(
+        self, fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2
+    ):
+        assert force_pow_2_scales
+        assert amax_epsilon == 0.0
+        self.form = fp8_dtype
+        self.dim = block_scaling_dim
+        self.columns = columnwise
+
+    def cast(self, x: Tensor) -> Float8BlockwiseQTensorStorage:
+        rows = self._one(x)
+        columns = self._one(x.t().contiguous()) if self.columns else (None, None)
+        return Float8BlockwiseQTensorStorage(*rows, *columns, self.form, None, self.dim == 2)
+
+    def _one(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows, inner = x.shape
+        high = LINE if self.dim == 2 else 1
+        # blocks at the ends may be smaller
+        whole = torch.nn.functional.pad(x.float(), (0, -inner % LINE, 0, -rows % high))
+        blocks = whole.unflatten(1, (-1, LINE)).unflatten(0, (-1, high))
+        amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+        factor = torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(LARGEST[self.form] / amax))), 1.0)
+        values = _cast(blocks, factor, self.form).flatten(2, 3).flatten(0, 1)[:rows, :inner]
+        scale = (1 / factor)[:, 0, :, 0]
+        if self.dim == 1:
+            scale = scale.t()
+        scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4))
+        return values.contiguous(), scale.contiguous()
+
+
+def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Puts one in the place of the package that computes on a CPU."""
+    fake = Fake()
+    package = package_of(fake)
+    for user in (te, te_fp8, attention_te, norm_te):
+        monkeypatch.setattr(user, "transformer_engine", lambda: package)
+    return fake
+
+
+def package_of(fake: Fake) -> TransformerEngine:
+    """A package that tells `fake` what it is asked for."""
+
+    def general_gemm(
+        A, B, out_dtype=None, *, layout="TN", out=None, bias=None, accumulate=False, use_split_accumulator=False,
+        grad=False,
+    ):  # fmt: skip
+        in_fp8 = not isinstance(A, Tensor)
+        fake.products.append(Call(layout, accumulate, out, use_split_accumulator, in_fp8))
+        assert grad == (layout != "TN"), "a bias with `grad` would be one of a backward pass"
+        if in_fp8:
+            a = A.wide(in_rows=layout[0] == "T")
+            b = B.wide(in_rows=layout[1] == "N")
+        else:
+            assert A.is_contiguous(), "strides are not looked at"
+            assert B.is_contiguous(), "strides are not looked at"
+            assert A.dim() == B.dim() == 2
+            a = A.double()
+            b = B.double()
+        products = {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}
+        wide = products[layout]()
+        if bias is not None:
+            wide = wide + bias.double()
+        if out is None:
+            assert not accumulate
+            return wide.to(out_dtype), None, None, None
+        assert out.is_contiguous()
+        assert out.dtype == out_dtype
+        if accumulate:
+            wide = wide + out.double()
+        out.copy_(wide)
+        return out, None, None, None
+
+    kinds = {}
+    for kind in (Float8CurrentScalingQuantizer, Float8Quantizer, Float8BlockQuantizer):
+        kinds[kind.__name__] = type(kind.__name__, (kind,), {"fake": fake})
+    pytorch = SimpleNamespace(
+        DType=SimpleNamespace(kFloat8E4M3=E4M3, kFloat8E5M2=E5M2),
+        Float8TensorStorage=Float8TensorStorage,
+        Float8BlockwiseQTensorStorage=Float8BlockwiseQTensorStorage,
+        constants=SimpleNamespace(TE_DType={dtype: dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}),
+        **kinds,
+    )
+    functions = SimpleNamespace(compute_amax=lambda x, amax: amax.copy_(x.abs().amax().float()), **_norms(fake))
+    return TransformerEngine(general_gemm, _attention(fake), functions, pytorch)
+
+
+def _norms(fake: Fake) -> dict[str, Any]:
+    """By autograd through the equation, in fp64."""
+
+    def equation(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, layer: bool) -> Tensor:
+        if layer:
+            x = x - x.mean(-1, keepdim=True)
+        y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight + centred)
+        return y if bias is None else y + bias
+
+    def told(name: str, *tensors: Tensor) -> None:
+        fake.norms.append(name)
+        for x in tensors:
+            assert x.is_contiguous(), "strides are not looked at"
+            assert x.dim() <= 2
+
+    def statistics(x: Tensor, eps: float, layer: bool) -> tuple[Tensor, Tensor]:
+        wide = x.double()
+        mean = wide.mean(-1) if layer else torch.zeros(len(x))
+        deviation = ((wide - mean[:, None].double()).square().mean(-1) + eps).rsqrt()
+        return mean.float(), deviation.float()
+
+    def forward(name: str, layer: bool) -> Any:
+        def fwd(x: Tensor, weight: Tensor, *more: Any) -> list[Tensor | None]:
+            bias = more[0] if layer else None
+            eps, out, quantizer, kind, _, centred = more[1:] if layer else more
+            assert out is None
+            assert quantizer is None
+            told(name, x, weight)
+            mean, deviation = statistics(x, eps, layer)
+            wide_bias = None if bias is None else bias.double()
+            y = equation(x.double(), weight.double(), wide_bias, eps, centred, layer)
+            return [y.to(kind), mean if layer else None, deviation]
+
+        return fwd
+
+    def backward(name: str, layer: bool, adds: bool) -> Any:
+        def bwd(grad: Tensor, x: Tensor, *more: Any) -> list[Tensor]:
+            added = more[0] if adds else None
+            mean = more[0] if layer else None
+            *_, deviation, weight, _, centred = more
+            told(name, grad, x, deviation, weight)
+            of_row = x.double()
+            if mean is not None:
+                of_row = of_row - mean[:, None].double()
+            normed = of_row * deviation[:, None].double()
+            scaled = grad.double() * (weight.double() + centred)
+            inner = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+            if layer:
+                inner = inner - scaled.mean(-1, keepdim=True)
+            d_x = inner * deviation[:, None].double()
+            if added is not None:
+                d_x = d_x + added.double()
+            found = [d_x.to(x.dtype), (grad.double() * normed).sum(0).to(weight.dtype)]
+            if layer:
+                found.append(grad.double().sum(0).to(weight.dtype))
+            return found
+
+        return bwd
+
+    return {
+        "rmsnorm_fwd": forward("rmsnorm_fwd", layer=False),
+        "layernorm_fwd": forward("layernorm_fwd", layer=True),
+        "rmsnorm_bwd": backward("rmsnorm_bwd", layer=False, adds=False),
+        "rmsnorm_bwd_add": backward("rmsnorm_bwd_add", layer=False, adds=True),
+        "layernorm_bwd": backward("layernorm_bwd", layer=True, adds=False),
+    }
+
+
+def _attention(fake: Fake) -> SimpleNamespace:
+    """Of whole sequences and packed ones, by the equations."""
+
+    def options(q: Tensor, starts: Tensor, longest: int, layout: str, mask: str, window: tuple[int, int], scale: float):
+        assert starts.dtype == torch.int32
+        assert window[1] == 0
+        documents = None
+        if layout == "thd_thd_thd":
+            assert (q.dim(), mask) == (3, "padding_causal")
+            assert int(starts[-1]) == q.shape[0]
+            assert int(starts.diff().max()) <= longest
+            lengths = starts.diff().to(torch.int64)
+            number = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[None]
+            one = Documents(number, starts, len(lengths), longest)
+            documents = BlockDocuments(one, one)
+        else:
+            assert (layout, q.dim(), mask) == ("bshd_bshd_bshd", 4, "causal")
+            B, T = q.shape[:2]
+            assert starts.tolist() == [T * row for row in range(B + 1)]
+        width = None if window[0] == -1 else window[0] + 1
+        return {"causal": True, "documents": documents, "window": width, "scoring": Scoring(scale)}
+
+    def rows(packed: bool, *tensors: Tensor) -> list[Tensor]:
+        for x in tensors:
+            assert x.is_contiguous(), "strides are not looked at"
+        return [x[None] if packed else x for x in tensors]
+
+    def fused_attn_fwd(
+        is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype,
+        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None,
+        qkv_layout="sbh3d", o_format="sbhd", attn_mask_type="padding", window_size=(-1, -1),
+    ):  # fmt: skip
+        fake.attentions.append(qkv_layout)
+        packed = q.dim() == 3
+        assert is_training
+        assert o_format == qkv_layout.partition("_")[0]
+        assert (cu_seqlens_q_padded is None) == (not packed)
+        given = options(q, cu_seqlens_q, max_seqlen_q, qkv_layout, attn_mask_type, window_size, attn_scale)
+        out, lse = reference_block.block_forward(*rows(packed, q, k, v), **given)
+        if packed:
+            return out[0], [lse[0].t().contiguous()[..., None].float(), torch.zeros(2, dtype=torch.int64)]
+        return out.contiguous(), [lse[..., None].float(), torch.zeros(2, dtype=torch.int64)]
+
+    def fused_attn_bwd(
+        max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors,
+        fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, attn_scale=None,
+        qkv_layout="sbh3d", o_format="sbhd", do_format="sbhd", dqkv_layout="sbh3d", attn_mask_type="padding",
+        window_size=(-1, -1), deterministic=False,
+    ):  # fmt: skip
+        packed = q.dim() == 3
+        lse, state = aux_ctx_tensors
+        assert (state.dtype, state.shape) == (torch.int64, (2,))
+        assert dqkv_layout == qkv_layout
+        assert do_format == o_format
+        given = options(q, cu_seqlens_q, max_seqlen_q, qkv_layout, attn_mask_type, window_size, attn_scale)
+        lse = lse[..., 0].t()[None] if packed else lse[..., 0]
+        grads = reference_block.block_backward(*rows(packed, d_o, q, k, v, o), lse, **given)
+        grads = [x[0].contiguous() if packed else x.contiguous() for x in grads]
+        return *grads, None, None
+
+    return SimpleNamespace(
+        fused_attn_fwd=fused_attn_fwd,
+        fused_attn_bwd=fused_attn_bwd,
+        FusedAttnBackend=SimpleNamespace(F16_arbitrary_seqlen="f16"),
+    )

@@ -1,0 +1,99 @@
+"""kernels.linear=te on many ranks is what it is on one: the same scales, the same numbers on the grid.
+
+One that computes in fp64 on a CPU stands in the package's place (tests/kernels/te.py), so that what is compared is who
+gathers, casts, multiplies, adds and asks whom. The package's own numbers are the GPU's: tests/gpu/test_te.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megaspec.verify.parity import TOLERANCES, compare
+from tests.conftest import Tell
+from tests.parity.cases import Case, alone
+from tests.parity.tasks import run_case
+from tests.ranks import RankPool
+from tests.source_patch import Patch, check
+
+IN_ITS_PLACE = Patch(
+    "megaspec_kernels.te_package",
+    "def transformer_engine() -> TransformerEngine:",
+    "def transformer_engine() -> TransformerEngine:\n"
+    "    from tests.kernels.te import Fake, package_of\n"
+    "    return package_of(Fake())\n\n"
+    "def _theirs() -> TransformerEngine:",
+)
+TE = (("kernels.linear", "te"),)
+CASES = [
+    Case(tp=2, accumulate=2, mask="uneven", also=TE),
+    Case(tp=2, sequence=True, accumulate=2, mask="uneven", also=TE),
+    Case(dp=2, strategy="fsdp", accumulate=2, also=TE),
+    Case(pp=2, schedule="zb_h1", accumulate=3, also=TE),
+    Case(tp=2, sequence=True, precision="fp8 tensorwise", accumulate=2, mask="uneven", also=TE),
+    Case(tp=2, precision="fp8 delayed", accumulate=2, also=TE),
+    Case(dp=2, precision="fp8 delayed", accumulate=2, mask="uneven", also=TE),
+    Case(dp=2, strategy="fsdp", precision="fp8 tensorwise", accumulate=2, also=TE),
+    Case(pp=2, schedule="zb_h1", precision="fp8 delayed", accumulate=3, also=TE),
+    Case(tp=2, sequence=True, precision="fp8 blockwise", wide=True, accumulate=2, also=TE),
+]
+STEPS = 3
+# Planted: what the cases above have to feel.
+BUGS = {
+    "amax of a rank's own part": (
+        Patch(
+            "megaspec.nn.fp8_te",
+            "factor = te_fp8.factor_of(self.largest(te_fp8.amax(x_MK)), dtype)",
+            "factor = te_fp8.factor_of(te_fp8.amax(x_MK), dtype)",
+        ),
+        CASES[4],
+    ),
+    "a sum that is overwritten": (
+        Patch("megaspec_kernels.linear.te_fp8", "accumulate=not overwrite", "accumulate=False"),
+        CASES[5],
+    ),
+    "a sum of wide gradients that is overwritten": (
+        Patch("megaspec_kernels.linear.te", "accumulate=not overwrite", "accumulate=False"),
+        CASES[0],
+    ),
+    "steps remembered by each rank for itself": (
+        Patch("megaspec.parallelism.fp8", "dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"),
+        CASES[6],
+    ),
+    "weights of the step before": (
+        Patch("megaspec.parallelism.fp8", "self._shared.version += 1", "self._shared.version = 1"),
+        CASES[4],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    check(IN_ITS_PLACE)
+    with RankPool(patches=(IN_ITS_PLACE,)) as pool:
+        yield pool
+
+
+def one_rank(case: Case) -> Case:
+    return replace(alone(case), also=case.also)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layouts_equal_one_rank(ranks: RankPool, case: Case, tell: Tell) -> None:
+    truth = run_case(ranks, one_rank(case), steps=STEPS)
+    findings = compare(run_case(ranks, case, steps=STEPS), truth, TOLERANCES["fp64"])
+    tell(f"{case}: {findings[0]}")
+    assert all(finding.passed for finding in findings), findings
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_caught(ranks: RankPool, name: str, tell: Tell) -> None:
+    patch, case = BUGS[name]
+    check(patch)
+    truth = run_case(ranks, one_rank(case), steps=STEPS)
+    with RankPool(patches=(IN_ITS_PLACE, patch)) as wrong:
+        findings = compare(run_case(wrong, case, steps=STEPS), truth, TOLERANCES["fp64"])
+    fired = [finding for finding in findings if not finding.passed and finding.tolerance]
+    assert fired, f"not caught: {findings[0]}"
+    tell(f"{name}: {fired[0]}, margin {fired[0].margin:.0e}")
+    assert fired[0].margin >= 100
