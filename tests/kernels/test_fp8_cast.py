@@ -17,7 +17,8 @@ from tests.kernels.fp8 import power_of_two_scale, quantised
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 BLOCKS = [(None, None), (1, None), (None, 1), (1, 128), (128, 1), (128, 128)]
-SHAPES = [(1, 1), (63, 96), (128, 256), (130, 257)]
+# the last two are of the sizes that models have, in whole tiles and not
+SHAPES = [(1, 1), (63, 96), (130, 257), (128, 256), (144, 272)]
 KERNELS = REGISTRY["fp8_cast"]
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
 
@@ -109,8 +110,89 @@ def test_every_implementation_makes_the_reference_s_bits(name, dtype, block, sha
     there = x.to(device)
     with filled_with_nan():
         assert torch.equal(kernel.amax(there, block=block).cpu(), amax)
+        assert torch.equal(kernel.scale(there, block=block, dtype=dtype).cpu(), scale_of(amax, dtype))
+        assert torch.equal(kernel.scale_of(amax.to(device), dtype).cpu(), scale_of(amax, dtype))
         for scale in (scale_of(amax, dtype), torch.ones_like(amax)):
             _check_cast(kernel.cast, there, scale, block, dtype)
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_scales_are_those_of_the_definition(name, dtype, device) -> None:
+    """Of all that largest elements can be: every exponent, the ends of what fits, none, infinity, NaN."""
+    kernel = kernel_on(name, device)
+    powers = torch.exp2(torch.arange(-149, 128).double()).float()
+    near = [
+        powers,
+        powers * 1.75,
+        torch.nextafter(powers * 1.75, torch.tensor(inf)),
+        torch.tensor([0.0, inf, nan, 3.4e38]),
+    ]
+    amax = torch.cat(near).view(-1, 1)
+    assert torch.equal(kernel.scale_of(amax.to(device), dtype).cpu(), scale_of(amax, dtype))
+    for bad in (inf, nan):
+        x = numbers(48, 80, torch.bfloat16)
+        x[5, 7] = bad
+        found = kernel.scale(x.to(device), block=(None, None), dtype=dtype).cpu()
+        assert found.item() == 1.0
+
+
+@pytest.mark.parametrize("shape", [(63, 96), (144, 272), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_one_pass_casts_and_records(name, wide, dtype, shape, device) -> None:
+    """By a scale that is known before: both layouts, the largest finite element, how many saturate, a copy of it."""
+    kernel = kernel_on(name, device)
+    plain = KERNELS["reference"]
+    x = numbers(*shape, wide)
+    x[1, 2], x[3, 4], x[60, 95] = inf, -inf, nan
+    largest = torch.where(torch.isfinite(x), x, 0).abs().max().float()
+    scale = scale_of(largest.view(1, 1), dtype)
+    # nothing saturates, a few do, most do; what was seen before is less or more
+    for smaller, before in ((1.0, 0.0), (2.0**-3, 2.0**90), (2.0**-14, 1.0)):
+        found = []
+        for one, there in ((kernel, x.to(device)), (plain, x)):
+            seen = torch.tensor([before], device=there.device)
+            saturated = torch.full((1,), 5, dtype=torch.int64, device=there.device)
+            copy = torch.full((1, 1), nan, device=there.device)
+            known = (scale * smaller).to(there.device)
+            with filled_with_nan():
+                by_rows, by_columns = one.cast(
+                    there,
+                    known,
+                    block=(None, None),
+                    dtype=dtype,
+                    columns=True,
+                    seen=seen,
+                    saturated=saturated,
+                    scale_copy=copy,
+                )
+            found.append((by_rows, by_columns, seen, saturated, copy, known))
+        for mine, asked in zip(*found, strict=True):
+            assert same_bits(mine, asked)
+        assert found[0][2].item() == max(before, largest.item())
+        assert (found[0][3].item() == 5) == (smaller == 1.0)
+        assert found[0][4].item() == found[0][5].item()
+
+
+def test_every_tile_of_triton_makes_the_same_bits(device) -> None:
+    """Tiles of which the fastest is chosen."""
+    kernel_on("triton", device)
+    x = numbers(256, 384, torch.bfloat16)
+    one = torch.tensor([[2.0**-4]])
+    asked = KERNELS["reference"].cast(x, one, block=(None, None), dtype=E5M2, columns=True)
+    for tile in triton.TILES.values():
+        for count in (384, 272):
+            part = x[:, :count].contiguous()
+            seen = torch.zeros(1, device=device)
+            with filled_with_nan():
+                found = triton.cast(
+                    part.to(device), one.to(device), block=(None, None), dtype=E5M2, columns=True, seen=seen, tile=tile
+                )
+            assert same_bits(found[0], asked[0][:, :count].contiguous()), tile
+            assert same_bits(found[1], asked[1][:count]), tile
+            assert seen.item() == part.abs().max().item()
 
 
 def _check_cast(cast: Callable, x: Tensor, scale: Tensor, block, dtype) -> None:

@@ -2,17 +2,20 @@
 
 # M rows, K columns
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
 from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
+from megaspec_kernels.fp8_cast.triton import TILES
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 
 E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 BLOCKS: dict[str, Block] = {"a tensor": (None, None), "rows": (1, None), "1x128": (1, 128), "128x128": (128, 128)}
 
 
@@ -47,25 +50,54 @@ def held(name: str, device: torch.device) -> Iterator[Held]:
 
 
 def works(name: str, device: torch.device) -> Iterator[Work]:
-    """The largest elements: read once. The cast: read once, written in both layouts."""
+    """What is read and written once: the largest elements and their scales, the cast into both layouts, and both at
+    once by a scale that is known before, as delayed scales are. Sizes of a model of 8B."""
     M, K = (8192, 14336) if device.type == "cuda" else (256, 512)
     kernel = REGISTRY["fp8_cast"][name]
     x_MK = torch.randn(M, K, device=device).to(training_dtype(device))
+    where = f"{M} x {K}, a scale for"
+    size = M * K
     for what, block in BLOCKS.items():
         scale = scale_of(kernel.amax(x_MK, block=block), E4M3)
 
         def find(block: Block = block) -> Tensor:
-            return kernel.amax(x_MK, block=block)
+            return kernel.scale(x_MK, block=block, dtype=E4M3)
 
         def cast(block: Block = block, scale: Tensor = scale) -> object:
             return kernel.cast(x_MK, scale, block=block, dtype=E4M3, columns=True)
 
-        calls: dict[str, tuple[Callable[[], object], int]] = {
-            "largest elements": (find, x_MK.itemsize),
-            "cast, both layouts": (cast, x_MK.itemsize + 2),
-        }
-        for step, (call, per_element) in calls.items():
-            yield Work(f"{step}, {M} x {K}, a scale for {what}", call, per_element * M * K, "bytes")
+        yield Work(f"scales, {where} {what}", find, x_MK.itemsize * size, "bytes")
+        yield Work(f"cast, both layouts, {where} {what}", cast, (x_MK.itemsize + 2) * size, "bytes")
+    yield from _known(name, device)
+
+
+def _known(name: str, device: torch.device) -> Iterator[Work]:
+    """One pass by a scale that is known: inputs and gradients of layers."""
+    shapes = [(8192, 4096), (8192, 14336), (8192, 28672)] if device.type == "cuda" else [(256, 512)]
+    # tiles of which the first one is what a run takes
+    tiles: dict[str, dict[str, object]] = {"": {}}
+    if name == "triton":
+        tiles = {f", tile {tile}": {"tile": form} for tile, form in TILES.items()}
+    for M, K in shapes:
+        x_MK = torch.randn(M, K, device=device).to(training_dtype(device))
+        scale = torch.full((1, 1), 2.0**-4, device=device)
+        seen = torch.zeros(1, device=device)
+        saturated = torch.zeros(1, dtype=torch.int64, device=device)
+        for tile, form in tiles.items():
+            call = partial(
+                REGISTRY["fp8_cast"][name].cast,
+                x_MK,
+                scale,
+                block=(None, None),
+                dtype=E5M2,
+                columns=True,
+                seen=seen,
+                saturated=saturated,
+                scale_copy=torch.empty_like(scale),
+                **form,
+            )
+            what = f"cast by a known scale, both layouts, recorded, {M} x {K}{tile}"
+            yield Work(what, call, (x_MK.itemsize + 2) * M * K, "bytes")
 
 
 BENCH = Bench(held, works)

@@ -1,12 +1,22 @@
-"""Quantising to fp8 in one kernel for the largest elements and one for the cast, which reads once and writes both
-layouts."""
+"""Quantising to fp8: kernels for the largest elements and the scales that they make, and for the cast, which reads once
+and writes both layouts.
+
+Note "Pairs". The cast is bound by memory: 2 bytes in, 1 and 1 out. Two things cost more than that when they are left to
+the compiler. Bytes that are turned round one by one go through shared memory one by one; and the compiler turns bf16
+round in place of bytes, since it thinks of the conversion to fp32 alone, and then converts everything twice, with three
+times the registers. So bf16 is read as int32, two neighbours of a row. Their bytes leave together, as the int16 of the
+row layout, and those of four rows are put together to the int32 of the column layout, four neighbours of a column. What
+is turned round is int32, and every access to memory is of 16 bytes a thread. `cast_kernel` does the same for all other
+formats and sizes, an element at a time.
+"""
 
 # M rows, K columns of a matrix; m, k blocks along them
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast import formats
 from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_shape, sizes_of
 
 try:
@@ -15,9 +25,39 @@ try:
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
-# Rows and columns of a tile: blocks of 128 are whole tiles.
+# Rows and columns of a tile where scales are of blocks: blocks of 128 are whole tiles.
 TILE = 128
 WARPS = 8
+# Of cast_kernel, an element at a time: larger ones spill.
+SMALL_TILE = 64
+# int32 of two elements each that a program of amax_of_pairs_kernel reads.
+PAIRS = 8192
+# Partial results that a program of finish_kernel takes in at a time.
+PARTS = 4096
+
+
+class Tile(NamedTuple):
+    """What a program of pairs_kernel casts. Powers of two up to 128."""
+
+    rows: int
+    columns: int
+    warps: int
+    registers: int
+    """Of a thread at most: left alone the compiler may take more, and fewer programs fit beside each other. None of
+    these spills (Triton 3.6, sm90)."""
+    group: int
+    """Tiles below each other that programs next to each other take: what they write in columns is near in memory."""
+
+
+TILES = {
+    "128x128": Tile(128, 128, 8, 64, 8),
+    "128x128, 4 warps": Tile(128, 128, 4, 112, 8),
+    "64x128": Tile(64, 128, 4, 64, 8),
+    "128x64": Tile(128, 64, 4, 64, 8),
+    "64x64": Tile(64, 64, 4, 64, 8),
+    "128x128, no groups": Tile(128, 128, 8, 64, 1),
+}
+BEST = TILES["128x128"]
 
 if triton is not None:
     # The interpreter's conversion drops the carry of a mantissa that rounds up to the next power of two, and NaN
@@ -25,8 +65,11 @@ if triton is not None:
     INTERPRETED = triton.knobs.runtime.interpret
 
     @triton.jit
-    def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr):
-        """fp32 within the range of the format -> uint8, to nearest, ties to even."""
+    def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr, largest: tl.constexpr):
+        """fp32 -> uint8 in int32, to nearest, ties to even; beyond the largest number the largest, NaN for NaN."""
+        # comparisons leave NaN as it is
+        y = tl.where(y > largest, largest, y)
+        y = tl.where(y < -largest, -largest, y)
         bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         drop: tl.constexpr = 23 - mantissa
         nearest = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) >> drop
@@ -37,9 +80,13 @@ if triton is not None:
         many: tl.constexpr = 12582912.0
         subnormal = ((tl.abs(y) * per_step + many) - many).to(tl.int32)
         magnitude = tl.where(tl.abs(y) < 2.0**least_exponent, subnormal, normal)
-        magnitude = tl.where(y == y, magnitude, 0x7F)
         sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(y == y, magnitude | sign, 0x7F).to(tl.uint8)
+        return tl.where(y == y, magnitude | sign, 0x7F)
+
+    @triton.jit
+    def inverse_of(scale):
+        """2^-e of 2^e, by its bits."""
+        return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
     @triton.jit
     def amax_kernel(x_ptr, out_ptr, M, K, by_row: tl.constexpr, by_column: tl.constexpr, tile: tl.constexpr):
@@ -58,47 +105,112 @@ if triton is not None:
             tl.store(out_ptr + place, tl.max(tl.max(bits, axis=1), axis=0))
 
     @triton.jit
+    def amax_of_pairs_kernel(pairs_ptr, out_ptr, count, block: tl.constexpr, is_even: tl.constexpr):
+        """Of a whole matrix in bf16, whose elements lie two in an int32."""
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        if is_even:
+            pairs = tl.load(pairs_ptr + at)
+        else:
+            pairs = tl.load(pairs_ptr + at, mask=at < count, other=0)
+        # bits of bf16 are ordered as those of fp32, of which they are the upper half
+        low = (pairs & 0x7FFF) << 16
+        high = pairs & 0x7FFF0000
+        tl.store(out_ptr + tl.program_id(0), tl.max(tl.maximum(low, high), axis=0))
+
+    @triton.jit
+    def finish_kernel(
+        bits_ptr,
+        out_ptr,
+        outputs,
+        parts,
+        output_stride,
+        part_stride,
+        exponent: tl.constexpr,
+        b_out: tl.constexpr,
+        b_part: tl.constexpr,
+    ):
+        """The largest of the parts of each output. `exponent`: of 2 in the format's largest number / 0.875, from which
+        their scales are made, see formats.py; 0: none are."""
+        o = tl.program_id(0) * b_out + tl.arange(0, b_out)
+        p = tl.arange(0, b_part)
+        largest = tl.zeros((b_out,), dtype=tl.int32)
+        for first in range(0, parts, b_part):
+            mask = (o < outputs)[:, None] & (first + p < parts)[None, :]
+            at = o.to(tl.int64)[:, None] * output_stride + (first + p).to(tl.int64)[None, :] * part_stride
+            largest = tl.maximum(largest, tl.max(tl.load(bits_ptr + at, mask=mask, other=0), axis=1))
+        result = largest
+        if exponent:
+            # 1.fraction · 2^e fits below 1.75 · 2^n; numbers that are subnormal have scales at the limit anyhow
+            e = (largest >> 23) - 126 - exponent + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+            e = tl.minimum(tl.maximum(e, -126), 126)
+            # nothing to scale, or nothing that a scale could save
+            e = tl.where((largest > 0) & (largest < 0x7F800000), e, 0)
+            result = (e + 127) << 23
+        tl.store(out_ptr + o, result, mask=o < outputs)
+
+    @triton.jit
+    def see(top, seen_ptr):
+        """Remembers the largest finite element of a tile."""
+        bits = top.to(tl.int32, bitcast=True)
+        # what is read may be old: then an atomic operation more is done, which changes nothing
+        if bits > tl.load(seen_ptr):
+            tl.atomic_max(seen_ptr, bits, sem="relaxed")
+
+    @triton.jit
     def cast_kernel(
         x_ptr,
         scale_ptr,
         row_ptr,
         column_ptr,
+        seen_ptr,
         saturated_ptr,
+        copy_ptr,
         M,
         K,
-        block_rows,
-        block_columns,
         scale_columns,
+        block_rows: tl.constexpr,
+        block_columns: tl.constexpr,
         largest: tl.constexpr,
         has_rows: tl.constexpr,
         has_columns: tl.constexpr,
+        sees: tl.constexpr,
         counts: tl.constexpr,
+        copies: tl.constexpr,
         mantissa: tl.constexpr,
         least_exponent: tl.constexpr,
         interpreted: tl.constexpr,
         tile: tl.constexpr,
     ):
+        """`block_rows`, `block_columns`: 0: all that there are."""
         m = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
         k = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)
         mask = (m < M)[:, None] & (k < K)[None, :]
         x = tl.load(x_ptr + m[:, None] * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
-        place = (m // block_rows)[:, None] * scale_columns + (k // block_columns)[None, :]
-        scale = tl.load(scale_ptr + place, mask=mask, other=1.0)
-        # 2^-e for 2^e, by its bits
-        inverse = ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        y = x * inverse
-        is_infinite = (x == float("inf")) | (x == -float("inf"))
-        over = (tl.abs(y) > largest) & (is_infinite == 0)
+        row = m * 0
+        if block_rows:
+            row = m // block_rows
+        column = k * 0
+        if block_columns:
+            column = k // block_columns
+        scale = tl.load(scale_ptr + row[:, None] * scale_columns + column[None, :], mask=mask, other=1.0)
+        y = x * inverse_of(scale)
+        finite = tl.abs(x) < float("inf")
         if counts:
+            over = (tl.abs(y) > largest) & finite
             tl.atomic_add(saturated_ptr, tl.sum(tl.sum(over.to(tl.int64), axis=1), axis=0))
-        # comparisons leave NaN as it is
-        y = tl.where(y > largest, largest, y)
-        y = tl.where(y < -largest, -largest, y)
+        if sees:
+            size = tl.where(finite, tl.abs(x), 0.0)
+            see(tl.max(tl.max(size, axis=1), axis=0), seen_ptr)
+        if copies:
+            # the only block's
+            is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
+            tl.store(copy_ptr, tl.load(scale_ptr), mask=is_first)
         # one NaN for all that is not finite
-        y = tl.where(is_infinite | (x != x), float("nan"), y)
+        y = tl.where(finite, y, float("nan"))
         if interpreted:
-            q = fp8_bytes(y, mantissa, least_exponent)
+            q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
         elif mantissa == 3:
+            # saturates
             q = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             q = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -108,9 +220,286 @@ if triton is not None:
             # to transposed addresses: tl.trans has corrupted fp8 tiles
             tl.store(column_ptr + k[None, :] * M + m[:, None], q, mask=mask)
 
+    @triton.jit
+    def load_pairs(pairs_ptr, at, mask, is_even: tl.constexpr):
+        if is_even:
+            pairs = tl.load(pairs_ptr + at)
+        else:
+            pairs = tl.load(pairs_ptr + at, mask=mask, other=0)
+        return pairs
+
+    @triton.jit
+    def store_masked(ptr, at, what, mask, is_even: tl.constexpr):
+        if is_even:
+            tl.store(ptr + at, what)
+        else:
+            tl.store(ptr + at, what, mask=mask)
+
+    @triton.jit
+    def split(pairs):
+        """int32 of two bf16 -> both in fp32, the first of them first."""
+        low = (pairs << 16).to(tl.float32, bitcast=True)
+        high = (pairs & -65536).to(tl.float32, bitcast=True)
+        return low, high
+
+    @triton.jit
+    def finite_in_pairs(pairs):
+        """|x| of the larger one, of those that are finite."""
+        low, high = split(pairs)
+        low = tl.where(tl.abs(low) < float("inf"), tl.abs(low), 0.0)
+        high = tl.where(tl.abs(high) < float("inf"), tl.abs(high), 0.0)
+        return tl.maximum(low, high)
+
+    @triton.jit
+    def finite_top(pairs_ptr, at, half_K, mask, rows, is_even: tl.constexpr):
+        """The largest finite |x| of a tile. `rows`: four, see count_saturated."""
+        size = at.to(tl.float32) * 0.0
+        for j in range(rows):
+            size = tl.maximum(size, finite_in_pairs(load_pairs(pairs_ptr, at + j * half_K, mask, is_even)))
+        return tl.max(tl.max(size, axis=1), axis=0)
+
+    @triton.jit
+    def over_in_pairs(pairs, inverse, largest: tl.constexpr):
+        """How many are finite and saturate."""
+        low, high = split(pairs)
+        low_over = (tl.abs(low * inverse) > largest) & (tl.abs(low) < float("inf"))
+        high_over = (tl.abs(high * inverse) > largest) & (tl.abs(high) < float("inf"))
+        return low_over.to(tl.int32) + high_over.to(tl.int32)
+
+    @triton.jit
+    def count_saturated(
+        pairs_ptr,
+        at,
+        half_K,
+        mask,
+        rows,
+        top,
+        inverse,
+        saturated_ptr,
+        largest: tl.constexpr,
+        is_even: tl.constexpr,
+    ):
+        """`rows`: four, which the compiler must not know: pairs are read again, which is rare, rather than kept, and
+        in a loop that is none it keeps their addresses."""
+        if top * inverse > largest:
+            over = at * 0
+            for j in range(rows):
+                over += over_in_pairs(load_pairs(pairs_ptr, at + j * half_K, mask, is_even), inverse, largest)
+            count = tl.sum(tl.sum(over, axis=1), axis=0)
+            tl.atomic_add(saturated_ptr, count.to(tl.int64), sem="relaxed")
+
+    @triton.jit
+    def cast_pairs(
+        pairs,
+        low_inverse,
+        high_inverse,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """int32 of two bf16 -> int16 of two fp8."""
+        low, high = split(pairs)
+        # + x · 0 turns infinity into NaN, and changes nothing else: zero has the sign of x
+        low = low * low_inverse + low * 0.0
+        high = high * high_inverse + high * 0.0
+        if interpreted:
+            first = fp8_bytes(low, mantissa, least_exponent, largest)
+            second = fp8_bytes(high, mantissa, least_exponent, largest)
+            both = (first | (second << 8)).to(tl.int16)
+        elif mantissa == 3:
+            # the first operand becomes the upper byte
+            both = tl.inline_asm_elementwise(
+                "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+            )
+        else:
+            both = tl.inline_asm_elementwise(
+                "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+            )
+        return both
+
+    @triton.jit
+    def columns_of_rows(q_0, q_1, q_2, q_3, interpreted: tl.constexpr):
+        """int16 of two columns in each of four rows -> int32 of four rows of the first column, and of the second."""
+        a = q_0.to(tl.int32)
+        b = q_1.to(tl.int32)
+        c = q_2.to(tl.int32)
+        d = q_3.to(tl.int32)
+        if interpreted:
+            first = (a & 0xFF) | (b & 0xFF) << 8 | (c & 0xFF) << 16 | (d & 0xFF) << 24
+            second = (a >> 8 & 0xFF) | (b & 0xFF00) | (c & 0xFF00) << 8 | (d & 0xFF00) << 16
+        else:
+            # bytes 0 to 3 are those of the first operand, 4 to 7 those of the second
+            ab = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+            )
+            cd = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [c, d], dtype=tl.int32, is_pure=True, pack=1
+            )
+            first = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
+            )
+            second = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
+            )
+        return first, second
+
+    @triton.jit
+    def row_inverse(scale_ptr, m, M, scale_columns, column):
+        """Of a scale for each row."""
+        return inverse_of(tl.load(scale_ptr + m * scale_columns + column, mask=m < M, other=1.0))[:, None]
+
+    @triton.jit
+    def pairs_kernel(
+        pairs_ptr,
+        scale_ptr,
+        row_ptr,
+        column_ptr,
+        seen_ptr,
+        saturated_ptr,
+        copy_ptr,
+        M,
+        K,
+        half_K,
+        quarter_M,
+        scale_columns,
+        block_rows: tl.constexpr,
+        block_columns: tl.constexpr,
+        largest: tl.constexpr,
+        has_rows: tl.constexpr,
+        has_columns: tl.constexpr,
+        sees: tl.constexpr,
+        counts: tl.constexpr,
+        copies: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        is_even: tl.constexpr,
+        b_m: tl.constexpr,
+        b_k: tl.constexpr,
+        group: tl.constexpr,
+    ):
+        """x as int32 [M, K / 2], rows as int16 [M, K / 2], columns as int32 [K, M / 4]; see note "Pairs". `block_rows`,
+        `block_columns`: 0: all that there are, else 1 or 128."""
+        pid = tl.program_id(0)
+        tiles_m = tl.cdiv(M, b_m)
+        tiles_k = tl.cdiv(K, b_k)
+        in_group = group * tiles_k
+        first_m = pid // in_group * group
+        rows_in_group = min(tiles_m - first_m, group)
+        tile_m = first_m + pid % in_group % rows_in_group
+        tile_k = pid % in_group // rows_in_group
+
+        # rows 4 i + j, columns 2 c and 2 c + 1 of the tile
+        i = tl.arange(0, b_m // 4)
+        c = tl.arange(0, b_k // 2)
+        mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (tile_k * (b_k // 2) + c < half_K)[None, :]
+        # offsets within a tile fit into 32 bits
+        begin = tile_m.to(tl.int64) * b_m * half_K + tile_k * (b_k // 2)
+        at = i[:, None] * (4 * half_K) + c[None, :]
+        pairs_ptr += begin
+        row_ptr += begin
+        # all before anything is stored: the compiler can't know that stores change nothing of what is loaded
+        pairs_0 = load_pairs(pairs_ptr, at, mask, is_even)
+        pairs_1 = load_pairs(pairs_ptr, at + half_K, mask, is_even)
+        pairs_2 = load_pairs(pairs_ptr, at + 2 * half_K, mask, is_even)
+        pairs_3 = load_pairs(pairs_ptr, at + 3 * half_K, mask, is_even)
+
+        if sees or counts:
+            # here, so that no pair has to be kept
+            bits_0 = pairs_0 & 0x7FFF7FFF
+            bits_1 = pairs_1 & 0x7FFF7FFF
+            bits_2 = pairs_2 & 0x7FFF7FFF
+            bits_3 = pairs_3 & 0x7FFF7FFF
+            # of the second ones: what is below them orders only those that are equal
+            high = tl.maximum(tl.maximum(bits_0, bits_1), tl.maximum(bits_2, bits_3))
+            low_01 = tl.maximum(bits_0 & 0x7FFF, bits_1 & 0x7FFF)
+            low = tl.maximum(low_01, tl.maximum(bits_2 & 0x7FFF, bits_3 & 0x7FFF))
+            bits = tl.maximum(high & 0x7FFF0000, low << 16)
+        row = 0
+        if block_rows == 128:
+            row = tile_m * b_m // 128
+        column = 0
+        if block_columns == 128:
+            column = tile_k * b_k // 128
+        if block_rows == 1:
+            m = tile_m * b_m + 4 * i
+            inverse_0 = row_inverse(scale_ptr, m, M, scale_columns, column)
+            inverse_1 = row_inverse(scale_ptr, m + 1, M, scale_columns, column)
+            inverse_2 = row_inverse(scale_ptr, m + 2, M, scale_columns, column)
+            inverse_3 = row_inverse(scale_ptr, m + 3, M, scale_columns, column)
+            q_0 = cast_pairs(pairs_0, inverse_0, inverse_0, largest, mantissa, least_exponent, interpreted)
+            q_1 = cast_pairs(pairs_1, inverse_1, inverse_1, largest, mantissa, least_exponent, interpreted)
+            q_2 = cast_pairs(pairs_2, inverse_2, inverse_2, largest, mantissa, least_exponent, interpreted)
+            q_3 = cast_pairs(pairs_3, inverse_3, inverse_3, largest, mantissa, least_exponent, interpreted)
+        else:
+            if block_columns == 1:
+                k = tile_k * b_k + 2 * c
+                place = scale_ptr + row * scale_columns + k
+                low = inverse_of(tl.load(place, mask=k < K, other=1.0))[None, :]
+                high = inverse_of(tl.load(place + 1, mask=k < K, other=1.0))[None, :]
+            else:
+                low = inverse_of(tl.load(scale_ptr + row * scale_columns + column))
+                high = low
+            q_0 = cast_pairs(pairs_0, low, high, largest, mantissa, least_exponent, interpreted)
+            q_1 = cast_pairs(pairs_1, low, high, largest, mantissa, least_exponent, interpreted)
+            q_2 = cast_pairs(pairs_2, low, high, largest, mantissa, least_exponent, interpreted)
+            q_3 = cast_pairs(pairs_3, low, high, largest, mantissa, least_exponent, interpreted)
+
+        if has_rows:
+            store_masked(row_ptr, at, q_0, mask, is_even)
+            store_masked(row_ptr, at + half_K, q_1, mask, is_even)
+            store_masked(row_ptr, at + 2 * half_K, q_2, mask, is_even)
+            store_masked(row_ptr, at + 3 * half_K, q_3, mask, is_even)
+        if has_columns:
+            first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+            column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
+            to = c[None, :] * (2 * quarter_M) + i[:, None]
+            store_masked(column_ptr, to, first, mask, is_even)
+            store_masked(column_ptr, to + quarter_M, second, mask, is_even)
+        if sees or counts:
+            # with a scale for the whole matrix alone
+            inverse = inverse_of(tl.load(scale_ptr))
+            top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+            if not (top < float("inf")):
+                top = finite_top(pairs_ptr, at, half_K, mask, M // quarter_M, is_even)
+            if sees:
+                see(top, seen_ptr)
+            if counts:
+                count_saturated(
+                    pairs_ptr, at, half_K, mask, M // quarter_M, top, inverse, saturated_ptr, largest, is_even
+                )
+        if copies:
+            tl.store(copy_ptr, tl.load(scale_ptr), mask=pid == 0)
+
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
     """See reference.py."""
+    return _largest(x_MK, block=block, exponent=0)
+
+
+def scale(x_MK: Tensor, *, block: Block, dtype: torch.dtype) -> Tensor:
+    """See reference.py."""
+    if x_MK.numel() == 0:
+        return x_MK.new_ones(scale_shape(block, x_MK.shape), dtype=torch.float32)
+    return _largest(x_MK, block=block, exponent=EXPONENT[dtype])
+
+
+def scale_of(amax_mk: Tensor, dtype: torch.dtype) -> Tensor:
+    """See formats.py."""
+    assert amax_mk.dtype == torch.float32, f"largest elements in {amax_mk.dtype}"
+    if amax_mk.numel() == 0 or amax_mk.is_meta:
+        return torch.empty_like(amax_mk)
+    bits = amax_mk.contiguous().view(torch.int32)
+    return _finish(bits, amax_mk.shape, strides=(1, 1), parts=1, exponent=EXPONENT[dtype])
+
+
+# The exponent of 2 in the largest number / 0.875, as in formats.py.
+EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
+
+
+def _largest(x_MK: Tensor, *, block: Block, exponent: int) -> Tensor:
+    """The largest elements of blocks, or the scales that they make."""
     M, K = x_MK.shape
     rows, columns = sizes_of(block, x_MK.shape)
     m, k = scale_shape(block, x_MK.shape)
@@ -118,6 +507,15 @@ def amax(x_MK: Tensor, *, block: Block) -> Tensor:
         return x_MK.new_zeros(m, k, dtype=torch.float32)
     assert rows in (1, TILE, M), f"blocks of {block}, tiles of {TILE}"
     assert columns in (1, TILE, K), f"blocks of {block}, tiles of {TILE}"
+    x_MK = x_MK.contiguous()
+    if block == (None, None) and x_MK.dtype == torch.bfloat16 and x_MK.numel() % 2 == 0 and x_MK.data_ptr() % 4 == 0:
+        count = x_MK.numel() // 2
+        programs = triton.cdiv(count, PAIRS)
+        bits = torch.empty(programs, dtype=torch.int32, device=x_MK.device)
+        amax_of_pairs_kernel[(programs,)](
+            x_MK.view(-1).view(torch.int32), bits, count, PAIRS, count % PAIRS == 0, num_warps=WARPS
+        )
+        return _finish(bits, (1, 1), strides=(0, 1), parts=programs, exponent=exponent)
     by_row = rows == 1
     by_column = columns == 1 and not by_row
     tiles = (triton.cdiv(M, TILE), triton.cdiv(K, TILE))
@@ -127,14 +525,30 @@ def amax(x_MK: Tensor, *, block: Block) -> Tensor:
     elif by_column:
         shape = (tiles[0], K)
     bits = torch.empty(shape, dtype=torch.int32, device=x_MK.device)
-    amax_kernel[tiles](x_MK.contiguous(), bits, M, K, by_row, by_column, TILE, num_warps=WARPS)
+    amax_kernel[tiles](x_MK, bits, M, K, by_row, by_column, TILE, num_warps=WARPS)
     # what is left of each block: a tile of it was one number, or a line of numbers
-    if m == 1 and shape[0] > 1:
-        bits = bits.amax(0, keepdim=True)
-    if k == 1 and shape[1] > 1:
-        bits = bits.amax(1, keepdim=True)
-    assert bits.shape == (m, k), f"{tuple(bits.shape)} for blocks of {block} in {tuple(x_MK.shape)}"
-    return bits.view(torch.float32)
+    if (m, k) == (1, 1):
+        return _finish(bits, (1, 1), strides=(0, 1), parts=bits.numel(), exponent=exponent)
+    if shape == (m, k):
+        return _finish(bits, (m, k), strides=(1, 1), parts=1, exponent=exponent)
+    if k == 1:
+        return _finish(bits, (m, 1), strides=(shape[1], 1), parts=shape[1], exponent=exponent)
+    assert m == 1, f"{shape} for {(m, k)} blocks of {block} in {tuple(x_MK.shape)}"
+    return _finish(bits, (1, k), strides=(1, shape[1]), parts=shape[0], exponent=exponent)
+
+
+def _finish(bits: Tensor, shape: tuple[int, int], *, strides: tuple[int, int], parts: int, exponent: int) -> Tensor:
+    """`strides`: of outputs and of the parts of one."""
+    if parts == 1 and not exponent:
+        return bits.view(shape).view(torch.float32)
+    outputs = shape[0] * shape[1]
+    b_part = min(PARTS, triton.next_power_of_2(parts))
+    b_out = min(max(1, PARTS // b_part), triton.next_power_of_2(outputs))
+    out = torch.empty(shape, dtype=torch.int32, device=bits.device)
+    finish_kernel[(triton.cdiv(outputs, b_out),)](
+        bits, out, outputs, parts, *strides, exponent, b_out, b_part, num_warps=WARPS
+    )
+    return out.view(torch.float32)
 
 
 def cast(
@@ -148,6 +562,7 @@ def cast(
     seen: Tensor | None = None,
     saturated: Tensor | None = None,
     scale_copy: Tensor | None = None,
+    tile: Tile = BEST,
 ) -> tuple[Tensor | None, Tensor | None]:
     """See reference.py."""
     assert x_MK.dtype != torch.float64, "the kernel computes in fp32"
@@ -157,36 +572,65 @@ def cast(
     by_columns = x_MK.new_empty(K, M, dtype=dtype) if columns else None
     if x_MK.numel() == 0 or x_MK.is_meta or not (rows or columns):
         return by_rows, by_columns
-    block_rows, block_columns = sizes_of(block, x_MK.shape)
     x_MK = x_MK.contiguous()
-    cast_kernel[(triton.cdiv(M, TILE), triton.cdiv(K, TILE))](
+    is_whole = block == (None, None)
+    records = seen is not None or saturated is not None or scale_copy is not None
+    # what is not asked for is not written: any address serves
+    some_rows = by_rows if rows else by_columns
+    some_columns = by_columns if columns else by_rows
+    form = {
+        "block_rows": block[0] or 0,
+        "block_columns": block[1] or 0,
+        "largest": LARGEST[dtype],
+        "has_rows": rows,
+        "has_columns": columns,
+        "sees": seen is not None,
+        "counts": saturated is not None,
+        "copies": scale_copy is not None,
+        "mantissa": 3 if dtype == torch.float8_e4m3fn else 2,
+        "least_exponent": -6 if dtype == torch.float8_e4m3fn else -14,
+        "interpreted": INTERPRETED,
+    }
+    recorded = (
+        scale_mk if seen is None else seen.view(torch.int32),
+        scale_mk if saturated is None else saturated,
+        scale_mk if scale_copy is None else scale_copy,
+    )
+    scale_mk = scale_mk.contiguous()
+    in_pairs = x_MK.dtype == torch.bfloat16 and M % 16 == 0 and K % 16 == 0 and x_MK.data_ptr() % 16 == 0
+    if in_pairs and (is_whole or not records):
+        tiles = triton.cdiv(M, tile.rows) * triton.cdiv(K, tile.columns)
+        pairs_kernel[(tiles,)](
+            x_MK.view(torch.int32),
+            scale_mk,
+            some_rows.view(torch.int16),
+            some_columns.view(torch.int32),
+            *recorded,
+            M,
+            K,
+            K // 2,
+            M // 4,
+            scale_mk.shape[1],
+            **form,
+            is_even=M % tile.rows == 0 and K % tile.columns == 0,
+            b_m=tile.rows,
+            b_k=tile.columns,
+            group=tile.group,
+            num_warps=tile.warps,
+            maxnreg=tile.registers,
+        )
+        return by_rows, by_columns
+    cast_kernel[(triton.cdiv(M, SMALL_TILE), triton.cdiv(K, SMALL_TILE))](
         x_MK,
-        scale_mk.contiguous(),
-        # what is not asked for is not written: any address of bytes serves
-        (by_rows if rows else by_columns).view(torch.uint8),
-        (by_columns if columns else by_rows).view(torch.uint8),
-        x_MK if saturated is None else saturated,
+        scale_mk,
+        some_rows.view(torch.uint8),
+        some_columns.view(torch.uint8),
+        *recorded,
         M,
         K,
-        block_rows,
-        block_columns,
         scale_mk.shape[1],
-        largest=LARGEST[dtype],
-        has_rows=rows,
-        has_columns=columns,
-        counts=saturated is not None,
-        mantissa=3 if dtype == torch.float8_e4m3fn else 2,
-        least_exponent=-6 if dtype == torch.float8_e4m3fn else -14,
-        interpreted=INTERPRETED,
-        tile=TILE,
+        **form,
+        tile=SMALL_TILE,
         num_warps=WARPS,
     )
     return by_rows, by_columns
-
-
-def scale_of(amax_mk: Tensor, dtype: torch.dtype) -> Tensor:
-    return formats.scale_of(amax_mk, dtype)
-
-
-def scale(x_MK: Tensor, *, block: Block, dtype: torch.dtype) -> Tensor:
-    return formats.scale_of(amax(x_MK, block=block), dtype)
