@@ -169,9 +169,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
             norm_triton.norm,
             norm_triton.norm_of_stream,
             norm_triton.norm_of_sum,
-            NormProducer(
-                "triton", norm_triton.norm_forward, norm_triton.norm_forward_in_fp8, norm_triton.gradients
-            ),
+            NormProducer("triton", norm_triton.norm_forward, norm_triton.norm_forward_in_fp8, norm_triton.gradients),
         ),
     },
     "gated": {

@@ -33,7 +33,13 @@ class Fp8:
     """The strategy. `apply` to all chunks, when their modules are what they stay and lie in memory."""
 
     def __init__(
-        self, mesh: Mesh, form: Fp8Form | None, *, names: Mapping[int, Sequence[str]], history: int, writes_fp8: bool = True
+        self,
+        mesh: Mesh,
+        form: Fp8Form | None,
+        *,
+        names: Mapping[int, Sequence[str]],
+        history: int,
+        writes_fp8: bool = True,
     ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
         linears. `history`: steps that delayed scales look back. `writes_fp8`: norms and gates, where their kernels can,
@@ -169,9 +175,10 @@ def _have_fp8_written(layer: Layer) -> None:
         entry = getattr(mixer, "entry", None)
         if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_fp8(entry):
             norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
-        if isinstance(mixer, Gated) and mixer.kernel.producer is not None:
-            if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down) and mixer.w_gate_up.bias is None:
-                mixer.fp8_producer = mixer.kernel.producer.implementation
+        if not isinstance(mixer, Gated) or mixer.kernel.producer is None or mixer.w_gate_up.bias is not None:
+            continue
+        if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
+            mixer.fp8_producer = mixer.kernel.producer.implementation
 
 
 def _takes_fp8(linear: nn.Module | None) -> bool:

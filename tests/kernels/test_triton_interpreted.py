@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
         ("test_attention_merge.py", 32),
         ("test_grouped.py", 18),
         ("test_fp8_cast.py", 99),
-        ("test_norm.py", 63),
-        ("test_gated.py", 70),
+        ("test_norm.py", 130),
+        ("test_gated.py", 120),
     ],
 )
 def test_passes_the_gate(file: str, least: int) -> None:

@@ -72,6 +72,7 @@ TILES = {
 BEST = TILES["128x128"]
 
 if triton is not None:
+
     @triton.jit
     def amax_kernel(x_ptr, out_ptr, M, K, by_row: tl.constexpr, by_column: tl.constexpr, tile: tl.constexpr):
         m = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)

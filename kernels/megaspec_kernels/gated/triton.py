@@ -126,7 +126,6 @@ if triton is not None:
         tl.store(grad_gate_up_ptr + row * (2 * F) + f, (grad * by_gate).to(dtype), mask=mask)
         tl.store(grad_gate_up_ptr + row * (2 * F) + F + f, (grad * by_up).to(dtype), mask=mask)
 
-
     @triton.jit
     def gated_fwd_fp8_kernel(
         gate_up_ptr,
@@ -223,7 +222,6 @@ if triton is not None:
             tl.sum(tl.sum(over.to(tl.int32) + over_up.to(tl.int32), axis=1), axis=0),
             has_seen,
         )
-
 
     @triton.jit
     def outputs_of_pairs(
@@ -448,7 +446,17 @@ if triton is not None:
             over = at * 0
             for j in range(rows):
                 a, b, u, v = gradients_of_pairs(
-                    grad_ptr, pairs_ptr, g + j * half_F, at + j * F, half_F, mask, limit, alpha, name, has_limit, is_even
+                    grad_ptr,
+                    pairs_ptr,
+                    g + j * half_F,
+                    at + j * F,
+                    half_F,
+                    mask,
+                    limit,
+                    alpha,
+                    name,
+                    has_limit,
+                    is_even,
                 )
                 size, over = recounted(size, over, a, b, inverse, largest)
                 size, over = recounted(size, over, u, v, inverse, largest)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.tile import Known, Written, empty_pair, format_constants
-from megaspec_kernels.norm.form import NormForm, Normed, decoded
+from megaspec_kernels.norm.form import Normed, NormForm, decoded
 
 try:
     import triton
@@ -163,7 +163,6 @@ if triton is not None:
             total += tl.load(partial_ptr + (which * P + p)[:, None] * D + d[None, :], mask=mask, other=0.0)
         tl.store(out_ptr + which * D + d, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=d < D)
 
-
     @triton.jit
     def norm_fwd_fp8_kernel(
         x_ptr,
@@ -249,9 +248,7 @@ if triton is not None:
                 y *= weight[None, :]
             if has_bias:
                 y += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-            q, size, is_over = in_fp8(
-                tl.where(mask, y, 0.0), inverse, largest, mantissa, least_exponent, interpreted
-            )
+            q, size, is_over = in_fp8(tl.where(mask, y, 0.0), inverse, largest, mantissa, least_exponent, interpreted)
             seen = tl.maximum(seen, size)
             over += is_over.to(tl.int32)
             tl.store(row_ptr + at, q, mask=mask)
