@@ -369,8 +369,8 @@ def norm_backward(
     has_term: bool,
     vectors: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of the normed rows -> that of x, `grad_stream` added; that of a term, empty where it is the same; those of
-    the first so many `vectors` of weight and bias, [W, D]. `has_term`: x was a sum."""
+    """Gradient of the normed rows -> that of x, `grad_stream` added; that of a term, empty where it is the same; those
+    of the first so many `vectors` of weight and bias, [W, D]. `has_term`: x was a sum."""
     grad = grad.contiguous()
     form = decoded(code)
     grad_x, grad_term, grad_vectors = _backward_results(x, code, has_term, vectors)
