@@ -163,6 +163,22 @@ if triton is not None:
         return q, tl.where(is_finite, size, 0.0), over
 
     @triton.jit
+    def top_bits(bits, low, high):
+        """The larger of them all without signs, as bits: those that are not finite are above all others."""
+        low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        high_bits = high.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return tl.maximum(bits, tl.maximum(low_bits, high_bits))
+
+    @triton.jit
+    def recounted(size, over, low, high, inverse, largest: tl.constexpr):
+        """With two more: the largest finite one of each place, and how many saturate."""
+        low_finite = tl.where(tl.abs(low) < float("inf"), tl.abs(low), 0.0)
+        high_finite = tl.where(tl.abs(high) < float("inf"), tl.abs(high), 0.0)
+        low_over = (low_finite * inverse > largest).to(tl.int32)
+        high_over = (high_finite * inverse > largest).to(tl.int32)
+        return tl.maximum(size, tl.maximum(low_finite, high_finite)), over + low_over + high_over
+
+    @triton.jit
     def record(seen_ptr, saturated_ptr, largest_seen, over, has_seen: tl.constexpr):
         """Of a program: its largest finite element, and how many saturated."""
         if has_seen:

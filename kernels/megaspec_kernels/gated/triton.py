@@ -20,8 +20,10 @@ try:
         inverse_of,
         load_pairs,
         record,
+        recounted,
         split,
         store_masked,
+        top_bits,
         two_in_fp8,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
@@ -263,22 +265,6 @@ if triton is not None:
         _, gate_low, up_low = gated_tile(gate_low, up_low, limit, alpha, name, has_limit)
         _, gate_high, up_high = gated_tile(gate_high, up_high, limit, alpha, name, has_limit)
         return grad_low * gate_low, grad_high * gate_high, grad_low * up_low, grad_high * up_high
-
-    @triton.jit
-    def top_bits(bits, low, high):
-        """The larger of them all without signs, as bits: those that are not finite are above all others."""
-        low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        high_bits = high.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        return tl.maximum(bits, tl.maximum(low_bits, high_bits))
-
-    @triton.jit
-    def recounted(size, over, low, high, inverse, largest: tl.constexpr):
-        """With two more: the largest finite one of each place, and how many saturate."""
-        low_finite = tl.where(tl.abs(low) < float("inf"), tl.abs(low), 0.0)
-        high_finite = tl.where(tl.abs(high) < float("inf"), tl.abs(high), 0.0)
-        low_over = (low_finite * inverse > largest).to(tl.int32)
-        high_over = (high_finite * inverse > largest).to(tl.int32)
-        return tl.maximum(size, tl.maximum(low_finite, high_finite)), over + low_over + high_over
 
     @triton.jit
     def gated_fwd_fp8_pairs_kernel(
