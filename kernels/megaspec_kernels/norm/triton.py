@@ -389,7 +389,18 @@ if triton is not None:
                 for j in range(rows):
                     at_j = at + j * half_D
                     low, high = normed_pairs(
-                        source_ptr, at_j, mask, statistics_ptr, m + j, M, weight, bias, is_layer, gain, has_bias, is_even
+                        source_ptr,
+                        at_j,
+                        mask,
+                        statistics_ptr,
+                        m + j,
+                        M,
+                        weight,
+                        bias,
+                        is_layer,
+                        gain,
+                        has_bias,
+                        is_even,
                     )
                     size, over = recounted(size, over, low, high, inverse, largest)
             top = tl.max(tl.max(size, axis=1), axis=0)
