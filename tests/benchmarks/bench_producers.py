@@ -1,30 +1,36 @@
 """Launch choices of the Triton kernels of norms and gates, on a GPU: GB/s of each beside a plain copy.
 
-python -P tests/benchmarks/bench_producers.py      about a minute on an H100
+  python tests/benchmarks/bench_producers.py 8b 1b
+
+Of the shapes of a micro batch of 8B, where none are said; about a minute each, most of it for Triton's compiler.
 """
 
 # M rows, D and F features
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from megaspec_kernels.bench import _seconds, on_device
+from megaspec_kernels import bench
+from megaspec_kernels.bench import on_device
 from megaspec_kernels.fp8_cast.tile import Known
 from megaspec_kernels.gated import triton as gates
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm import triton as norms
 from megaspec_kernels.norm.form import NormForm
 
+# Tokens, features of the stream, features of the gate.
+SIZES = {"8b": (8192, 4096, 14336), "1b": (16384, 2048, 8192)}
 RMS = NormForm("rms", "scale", 1e-5).code
 SILU = GatedForm("silu").code
 
 
 def rate(call: Callable[[], Any], moved: int) -> float:
     """GB/s."""
-    return moved / _seconds(on_device(call), torch.device("cuda")) / 1e9
+    return moved / bench._seconds(on_device(call), torch.device("cuda")) / 1e9
 
 
 def known(dtype: torch.dtype) -> Known:
@@ -91,7 +97,10 @@ def main() -> None:
     x, y = bf16(8192, 14336), bf16(8192, 14336)
     print(f"{rate(partial(y.copy_, x), 4 * x.numel()):7.0f} GB/s  copy")
     del x, y
-    for M, D, F in ((8192, 4096, 14336), (16384, 2048, 8192)):
+    bench.ROUNDS = 5
+    bench.SECONDS = 0.02
+    for size in sys.argv[1:] or ["8b"]:
+        M, D, F = SIZES[size]
         for name, found in (*of_norms(M, D), *of_gates(M, F)):
             print(f"{found:7.0f} GB/s  {M} x {F if name.startswith('gate') else D}  {name}", flush=True)
 
