@@ -208,9 +208,10 @@ def _have_fp8_written(layer: Layer) -> None:
         entry = getattr(mixer, "entry", None)
         if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_fp8(entry):
             norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
-        if isinstance(mixer, Gated) and mixer.kernel.producer is not None:
-            if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down) and mixer.w_gate_up.bias is None:
-                mixer.fp8_producer = mixer.kernel.producer.implementation
+        if not isinstance(mixer, Gated) or mixer.kernel.producer is None or mixer.w_gate_up.bias is not None:
+            continue
+        if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
+            mixer.fp8_producer = mixer.kernel.producer.implementation
 
 
 def _takes_fp8(linear: nn.Module | None) -> bool:
