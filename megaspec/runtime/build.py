@@ -299,7 +299,14 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    return Fp8(mesh, form, names=names, history=precision.amax_history, grouped=kernels.scaled_grouped)
+    return Fp8(
+        mesh,
+        form,
+        names=names,
+        history=precision.amax_history,
+        grouped=kernels.scaled_grouped,
+        gathers=precision.gather_fp8,
+    )
 
 
 def _matrices(spec: Spec, model: ModelFacts, trained: frozenset[str]) -> dict[str, tuple[Matrix, ...]] | None:
@@ -347,6 +354,7 @@ def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position
         chunks,
         on_update=strategies.fp8.renew,
         on_free=strategies.fp8.free,
+        in_fp8=strategies.fp8.gather,
         layouts=strategies.pipeline.share(strategies.tensor.layouts),
         sums=strategies.pipeline.sums,
         shared=strategies.pipeline.shared,
