@@ -149,8 +149,8 @@ def fp8_heads_have_one_rank(case: Case) -> Problem | None:
 
 
 def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
-    """Only weights that fsdp and hsdp share out are gathered for each pass, in fp8 where a tensor has one scale: it is
-    the same in rows and in columns."""
+    """Weights that fsdp and hsdp gather for each pass are gathered in fp8, where a tensor has one scale."""
+    # which is the same in rows and in columns, and the same whoever quantises
     precision = case.recipe.precision
     strategy = case.recipe.parallelism.dp_strategy
     if not isinstance(precision, Fp8Precision) or not precision.gather_fp8:
