@@ -41,6 +41,7 @@ from megaspec.nn.ranges import marked
 from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
 from megaspec.parallelism.flat import divide
+from megaspec.parallelism.fp8_gather import Fp8Gather
 from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.reductions import Reductions
@@ -115,15 +116,20 @@ class DataParallel:
         changed_later: frozenset[str] = frozenset(),
         on_update: Callable[[], None] = lambda: None,
         on_free: Callable[[Sequence[str]], None] = lambda names: None,
+        in_fp8: Fp8Gather | None = None,
     ) -> None:
         """Moves the parameters into buckets and wraps the units that use them. All ranks must call it together.
 
         `layouts`: of the parameters as they lie on this rank. `sums`: of this model's weight gradients. `shared`:
         parameters that another pipeline rank holds as well, to be divided alike there. `changed_later`: those whose
         gradients others add something to behind `finish_grads`. `on_update` is called when
-        weights have changed, `on_free` with the names of weights whose memory this rank is about to free.
+        weights have changed, `on_free` with the names of weights whose memory this rank is about to free. `in_fp8`:
+        what gathers weights in fp8; None: nothing does.
         """
         is_shared_out = self._sharing.strategy != "replicate"
+        self._in_fp8 = in_fp8
+        self._narrow = frozenset() if in_fp8 is None else in_fp8.names
+        """Weights that are gathered in fp8."""
         held = [chunk.global_parameters() for chunk in chunks]
         self.parameters: dict[str, nn.Parameter] = {}
         for parameters in held:
@@ -137,6 +143,8 @@ class DataParallel:
         if is_shared_out:
             for bucket in self.buckets:
                 bucket.hold_weights(self.parameters, kept=not self._shards_weights)
+                if bucket.names[0] in self._narrow:
+                    bucket.hold_bytes()
         self._on_update = on_update
         self._gathers = self._make_gathers([b for b in self.buckets if self.is_gathered(b)], on_free)
         self._reductions.connect(self._linears, self._tables_of(chunks), sums)
@@ -178,7 +186,11 @@ class DataParallel:
             kept=not self._shards_weights,
             overlap=self._sharing.overlap_param_gather,
             on_free=on_free,
+            on_bytes=self._hold_bytes,
         )
+
+    def _hold_bytes(self, bucket: Bucket) -> None:
+        self._in_fp8.hold(bucket)
 
     def _units_of(self, chunk: Decoder, parameters: Mapping[str, nn.Parameter]) -> list["_ShardedUnit"]:
         """The units of a chunk, which together use all of its parameters."""
@@ -291,14 +303,14 @@ class DataParallel:
             yield [name for name in names if name in mine and users[name] == 1]
 
     def _cut_by_grid(self, names: Sequence[str], most: float) -> list[list[str]]:
-        """Consecutive names of the dense grid, and of the expert grid, frozen ones apart; in the order in which they
-        are full."""
+        """Consecutive names of the dense grid, and of the expert grid, frozen ones and those that are gathered in fp8
+        apart; in the order in which they are full."""
         cuts: list[list[str]] = []
-        for is_expert, is_trained in product((False, True), (True, False)):
+        for kind in product((False, True), (True, False), (False, True)):
             alike = []
             for name in names:
                 facts = self._facts[name]
-                if (facts.is_expert, facts.is_trained) == (is_expert, is_trained):
+                if (facts.is_expert, facts.is_trained, name in self._narrow) == kind:
                     alike.append(name)
             cuts += self._cut(alike, most)
         # by the parameter that fills the bucket
@@ -373,6 +385,8 @@ class DataParallel:
         The units' `run` waits for the weights that it needs; whatever else reads parameters calls `wait_weights`.
         """
         self._on_update()
+        if self._in_fp8 is not None:
+            self._in_fp8.renew([bucket for bucket in self.buckets if bucket.bytes is not None])
         self._gathers.renew()
 
     def wait_weights(self) -> None:
@@ -384,7 +398,7 @@ class DataParallel:
         """The parameters, whole and up to date on every rank while the context lasts. All ranks call it together."""
         self.wait_weights()
         if self._shards_weights:
-            self._gathers.unshard(self.buckets)
+            self._gathers.unshard(self.buckets, exact=True)
         yield self.parameters
         if self._shards_weights:
             self._gathers.reshard(self.buckets)
