@@ -11,6 +11,7 @@ from functools import cached_property
 
 from megaspec.estimate.layer_run import LayerRun
 from megaspec.estimate.parameters import layer_weights, trained_weights
+from megaspec.estimate.trained import gathers_fp8
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.recipe import Recipe
@@ -63,10 +64,10 @@ class ExchangeMemory:
         total = self._between_stages
         if self._shares_weights:
             # the output head's, or those of the layer that runs
-            gathered = self._largest_layer
+            gathered = self._gathered_layers(1)
             if self.contents.has_head:
-                gathered = self._table
-            total += gathered * self.run.width
+                gathered = self._table * self.run.width
+            total += gathered
         if self._reduces_each and self._waits_to_the_end and self._follows_another:
             total += sum(self._layers) * self.run.wide
         return total
@@ -79,7 +80,7 @@ class ExchangeMemory:
             layers = 1
             if self._gathers_ahead:
                 layers = 2
-            total += layers * self._largest_layer * self.run.width
+            total += self._gathered_layers(layers)
         if not self._reduces_each:
             return total
         made = self._made_by_layers
@@ -181,10 +182,17 @@ class ExchangeMemory:
             found.append(weights)
         return found
 
-    @cached_property
-    def _largest_layer(self) -> int:
-        """Weights of the layer that has most."""
-        return max((self._weights(kind).total for kind in self.contents.kinds), default=0)
+    def _gathered_layers(self, layers: int) -> int:
+        """Bytes of the gathered weights of the layer that runs and of `layers` - 1 ahead of it, each the one that has
+        most. What is gathered in fp8 is a byte, of the layer that runs counted with its copies in fp8."""
+        most = 0
+        for kind in self.contents.kinds:
+            narrow = 0
+            if gathers_fp8(self.recipe):
+                narrow = kind.fp8_weights_on(self.run.degrees).total
+            wide = (self._weights(kind).total - narrow) * self.run.width
+            most = max(most, layers * wide + (layers - 1) * narrow)
+        return most
 
     @cached_property
     def _most_trained(self) -> int:

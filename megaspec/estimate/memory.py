@@ -29,7 +29,7 @@ from megaspec.estimate.schedule import (
     shape_of,
 )
 from megaspec.estimate.tables import tables_in_place
-from megaspec.estimate.trained import facts_of
+from megaspec.estimate.trained import facts_of, gathers_fp8
 from megaspec.nn.layer.facts import LayerFacts, WeightCount
 from megaspec.nn.model_facts import ModelFacts
 from megaspec.optim.spec import AdamWSpec, MuonSpec, OptimSpec
@@ -550,21 +550,20 @@ def _weights(recipe: Recipe, run: LayerRun, contents: StageContents, count: Weig
 
 def _fp8_weights(recipe: Recipe, run: LayerRun, contents: StageContents) -> int:
     """Copies of weights in fp8, a byte in each of two layouts: of all layers, or where weights are gathered for each
-    pass of a layer, of the one that runs."""
+    pass of a layer, of the one that runs. Where they are gathered in fp8, this rank's rows of all besides."""
     sizes = [0]
+    whole = WeightCount(0, 0)
     for chunk in contents.chunks:
         for layer in chunk:
-            if layer.in_fp8:
-                weights = 0
-                for one in layer.linears:
-                    if not one.takes_fp8:
-                        continue
-                    matrices = max(1, one.n_experts // run.degrees.ep)
-                    weights += matrices * one.inputs.on(run.degrees) * run.on_rank(one.outputs)
-                sizes.append(2 * weights)
-    if recipe.parallelism.dp_strategy in ("fsdp", "hsdp"):
-        return max(sizes)
-    return sum(sizes)
+            narrow = layer.fp8_weights_on(run.degrees)
+            sizes.append(2 * narrow.total)
+            whole = WeightCount(whole.dense + narrow.dense, whole.expert + narrow.expert)
+    if recipe.parallelism.dp_strategy not in ("fsdp", "hsdp"):
+        return sum(sizes)
+    rows = 0
+    if gathers_fp8(recipe):
+        rows = shared_out(recipe, whole, from_strategy=3)
+    return max(sizes) + rows
 
 
 def _states(recipe: Recipe, run: LayerRun, contents: StageContents, count: WeightCount) -> int:

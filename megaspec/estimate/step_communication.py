@@ -25,7 +25,7 @@ from megaspec.estimate.parameters import (
 )
 from megaspec.estimate.schedule import catch_ups, shape_of
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology
-from megaspec.estimate.trained import facts_of
+from megaspec.estimate.trained import facts_of, gathers_fp8
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk, stages_of
@@ -58,6 +58,7 @@ def step_collectives(recipe: Recipe, topology: Topology, rank: int, count: Weigh
     if isinstance(recipe.optim, MuonSpec):
         yield from _muon_matrices(recipe, topology, rank)
     yield from _router_statistics(recipe, topology, rank)
+    yield from _largest_weights(recipe, topology, rank)
     yield from _numbers_of_the_step(recipe, topology)
 
 
@@ -108,6 +109,10 @@ class _SharedWeights:
     held: int
     passed_over: int
     """In layers to which no backward pass comes."""
+    in_fp8: int
+    """Of `held`, those that are gathered in fp8."""
+    in_fp8_backward: int
+    """Of them, those in layers to which a backward pass comes."""
     gathered_less: _GatheredLess
 
 
@@ -122,8 +127,12 @@ def _data_parallel(recipe: Recipe, topology: Topology, rank: int, count: WeightC
     reductions = _reductions(recipe, rank, chunks, trained)
     passed_over = _never_backward(recipe, chunks)
     gathered_less = _gathered_less(recipe, chunks)
-    dense = _SharedWeights(trained.dense, count.dense, passed_over.dense, gathered_less)
-    expert = _SharedWeights(trained.expert, count.expert, passed_over.expert, _GatheredLess())
+    narrow = _in_fp8(recipe, chunks)
+    again = _in_fp8(recipe, chunks, backward=True)
+    dense = _SharedWeights(trained.dense, count.dense, passed_over.dense, narrow.dense, again.dense, gathered_less)
+    expert = _SharedWeights(
+        trained.expert, count.expert, passed_over.expert, narrow.expert, again.expert, _GatheredLess()
+    )
     replicas = ()
     if parallelism.dp_replicate > 1:
         replicas = ("dp_replicate",)
@@ -190,15 +199,13 @@ def _reduced_and_gathered(
     parameters = shared.trained
 
     # the bytes of a weight, e
-    narrow = layer_run(recipe).width
-    if recipe.precision.kind == "fp8" and recipe.precision.gather_fp8:
-        narrow = 1
+    width = layer_run(recipe).width
 
     def reduce(name: str, kind: CollectiveKind, axes: tuple[str, ...], size: float, times: int) -> Iterator[Collective]:
         return topology.make(name, kind, axes, size, times, phase="backward", overlapped=overlap.grad_reduce)
 
-    def gather(name: str, weights: int, times: int, phase: Phase) -> Iterator[Collective]:
-        size = narrow * weights
+    def gather(name: str, weights: int, times: int, phase: Phase, *, in_fp8: int = 0) -> Iterator[Collective]:
+        size = width * (weights - in_fp8) + in_fp8
         return topology.make(name, "all_gather", shards, size, times, phase=phase, overlapped=overlap.param_gather)
 
     if strategy == "replicate":
@@ -224,10 +231,26 @@ def _reduced_and_gathered(
     once = 0
     if micro_batches > 1 and recipe.parallelism.pipeline.schedule == "gpipe":
         once = shared.gathered_less.at_head
-    yield from gather(weights, shared.held - once, micro_batches, "forward")
+    yield from gather(weights, shared.held - once, micro_batches, "forward", in_fp8=shared.in_fp8)
     yield from gather(HEAD, once, 1, "forward")
     again = shared.held - shared.gathered_less.once - shared.passed_over
-    yield from gather(weights, again, micro_batches, "backward")
+    yield from gather(weights, again, micro_batches, "backward", in_fp8=shared.in_fp8_backward)
+
+
+def _in_fp8(recipe: Recipe, chunks: tuple[Chunk, ...], *, backward: bool = False) -> WeightCount:
+    """Weights that are gathered in fp8; `backward`: for backward passes, too."""
+    dense = 0
+    expert = 0
+    if gathers_fp8(recipe):
+        degrees = degrees_of(recipe)
+        for chunk in chunks:
+            for number in chunk.layers:
+                layer = facts_of(recipe).layers[number]
+                if layer.runs_backward or not backward:
+                    weights = layer.fp8_weights_on(degrees)
+                    dense += weights.dense
+                    expert += weights.expert
+    return WeightCount(dense, expert)
 
 
 def _never_backward(recipe: Recipe, chunks: tuple[Chunk, ...]) -> WeightCount:
@@ -346,6 +369,20 @@ def _router_statistics(recipe: Recipe, topology: Topology, rank: int) -> Iterato
             if routing is not None:
                 numbers += 3 * routing.n_experts + 6
     yield from topology.make("experts' statistics", "all_reduce", _STAGE_AXES, _FP64 * numbers, 1, phase="step")
+
+
+def _largest_weights(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
+    """The largest element of each weight that is gathered in fp8, of experts one for each."""
+    if not gathers_fp8(recipe):
+        return
+    numbers = 0
+    for chunk in stages_of(recipe.model.n_layers, recipe.parallelism)[rank]:
+        for number in chunk.layers:
+            layer = facts_of(recipe).layers[number]
+            if layer.in_fp8:
+                numbers += sum(linear.n_experts for linear in layer.linears if linear.takes_fp8)
+    size = layer_run(recipe).wide * numbers
+    yield from topology.make("largest weights", "all_reduce", _STAGE_AXES, size, 1, phase="step")
 
 
 def _numbers_of_the_step(recipe: Recipe, topology: Topology) -> Iterator[Collective]:

@@ -18,6 +18,11 @@ def facts_of(recipe: Recipe) -> ModelFacts:
     return _in_fp8(recipe.model, recipe.train.trainable, recipe.precision.layers(recipe.model.n_layers))
 
 
+def gathers_fp8(recipe: Recipe) -> bool:
+    """Sharded weights whose products take fp8 are gathered in fp8."""
+    return isinstance(recipe.precision, Fp8Precision) and recipe.precision.gather_fp8
+
+
 def trained_facts(model: ModelSpec, patterns: tuple[str, ...] | None) -> ModelFacts:
     """The facts of a model of which the patterns of `train.trainable` say what is trained."""
     if patterns is None:

@@ -212,6 +212,8 @@ class Fp8Linear:
     largest: Callable[[Tensor], Tensor] = _alone
     memory: Fp8Memory | None = None
     """None: scales are not delayed."""
+    gathered: Fp8Tensor | None = field(default=None, init=False)
+    """The weight in rows, where ranks have gathered it in fp8: its own memory is empty then."""
     _weight: Fp8Pair | None = field(default=None, init=False)
     _weight_version: int = field(default=-1, init=False)
     _known: dict[Role, Fp8Known] = field(default_factory=dict, init=False)
@@ -272,13 +274,18 @@ class Fp8Linear:
     def weight(self, weight_OI: Tensor) -> Fp8Pair:
         """The weight in both layouts, quantised once for each version of it."""
         if self._weight is None or self._weight_version != self.shared.version:
-            self._weight = self.quantise(weight_OI, "weight")
+            if self.gathered is None:
+                self._weight = self.quantise(weight_OI, "weight")
+            else:
+                values, scale = self.gathered
+                self._weight = Fp8Pair(self.gathered, Fp8Tensor(columns_of(values), scale))
             self._weight_version = self.shared.version
         return self._weight
 
     def forget_weight(self) -> None:
         """Frees what was quantised: the weight itself is about to be freed."""
         self._weight = None
+        self.gathered = None
 
     def product(
         self,

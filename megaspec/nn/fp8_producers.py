@@ -131,9 +131,7 @@ def norm_of_sum(
 
 
 @torch.library.custom_op("megaspec::gated_into_fp8", mutates_args=())
-def gated_into_fp8(
-    gate_up: Tensor, code: str, implementation: str, ticket: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def gated_into_fp8(gate_up: Tensor, code: str, implementation: str, ticket: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[..., 2 F] -> what the layer behind the gate takes, in fp8: rows [M, F], columns [F, M] and scale."""
     producer = REGISTRY["gated"][implementation].producer
     layer = layer_of(ticket)
@@ -182,7 +180,9 @@ class GatedBetweenFp8Op(torch.autograd.Function):
     tickets."""
 
     @staticmethod
-    def forward(ctx, gate_up, slot_rows, slot_columns, slot_scale, code, implementation, before, behind, gradient_format):
+    def forward(
+        ctx, gate_up, slot_rows, slot_columns, slot_scale, code, implementation, before, behind, gradient_format
+    ):
         ctx.save_for_backward(gate_up)
         ctx.code = code
         ctx.implementation = implementation

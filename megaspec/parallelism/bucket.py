@@ -107,6 +107,10 @@ class Bucket:
         self.is_trained = is_trained
         self.names = list(division.shapes)
         self.weights: Buffer | None = None
+        self.bytes: Buffer | None = None
+        """The weights in fp8, where they are gathered so."""
+        self.holds_bytes = False
+        """What is gathered now are the bytes."""
         self.sums: Buffer | None = None
         self.is_collecting = False
         """The whole sums can be added to."""
@@ -144,14 +148,33 @@ class Bucket:
     def hold_sums(self, *, dtype: torch.dtype, device: torch.device, kept: bool) -> None:
         self.sums = Buffer(self.division, self.shard_group.index, dtype=dtype, device=device, kept=kept)
 
-    def gather(self) -> None:
-        """Fills the whole weights from all ranks' shards."""
-        whole = self.weights.whole
+    def hold_bytes(self) -> None:
+        """Beside the weights a buffer of as many bytes, to be gathered in their place."""
         own = self.weights.own
+        self.bytes = Buffer(self.division, self.shard_group.index, dtype=torch.uint8, device=own.device, kept=False)
+        self.bytes.free()
+
+    def allocate(self, *, exact: bool) -> None:
+        """Memory for what is gathered; `exact`: the weights themselves, also where bytes serve."""
+        self.holds_bytes = self.bytes is not None and not exact
+        self._gathered_buffer.allocate()
+
+    def gather(self) -> None:
+        """Fills the whole weights, or bytes, from all ranks' shards."""
+        buffer = self._gathered_buffer
         if self.shard_group.gather is not None:
-            _all_gather(whole, own, group=self.shard_group.gather)
-        elif not self.weights.kept:
-            whole.copy_(own)
+            _all_gather(buffer.whole, buffer.own, group=self.shard_group.gather)
+        elif not buffer.kept:
+            buffer.whole.copy_(buffer.own)
+
+    def free(self) -> None:
+        """Gives the memory of what was gathered back."""
+        self._gathered_buffer.free()
+        self.holds_bytes = False
+
+    @property
+    def _gathered_buffer(self) -> Buffer:
+        return self.bytes if self.holds_bytes else self.weights
 
     def scatter(self, form: torch.dtype | None, *, add: bool) -> None:
         """The sum over ranks of the shard's gradients into `sums.own`; rounded to `form` on their way."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,7 @@ from megaspec.nn.ranges import marked
 from megaspec.nn.transfer import Side
 from megaspec.parallelism.bucket import Bucket, ShardGroup
 from megaspec.parallelism.flat import divide
+from megaspec.parallelism.fp8_gather import Fp8Gather
 from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.reductions import Reductions
@@ -114,15 +116,20 @@ class DataParallel:
         changed_later: frozenset[str] = frozenset(),
         on_update: Callable[[], None] = lambda: None,
         on_free: Callable[[Sequence[str]], None] = lambda names: None,
+        in_fp8: Fp8Gather | None = None,
     ) -> None:
         """Moves the parameters into buckets and wraps the units that use them. All ranks must call it together.
 
         `layouts`: of the parameters as they lie on this rank. `sums`: of this model's weight gradients. `shared`:
         parameters that another pipeline rank holds as well, to be divided alike there. `changed_later`: those whose
         gradients others add something to behind `finish_grads`. `on_update` is called when
-        weights have changed, `on_free` with the names of weights whose memory this rank is about to free.
+        weights have changed, `on_free` with the names of weights whose memory this rank is about to free. `in_fp8`:
+        what gathers weights in fp8; None: nothing does.
         """
         is_shared_out = self._sharing.strategy != "replicate"
+        self._in_fp8 = in_fp8
+        self._narrow = frozenset() if in_fp8 is None else in_fp8.names
+        """Weights that are gathered in fp8."""
         held = [chunk.global_parameters() for chunk in chunks]
         self.parameters: dict[str, nn.Parameter] = {}
         for parameters in held:
@@ -136,6 +143,8 @@ class DataParallel:
         if is_shared_out:
             for bucket in self.buckets:
                 bucket.hold_weights(self.parameters, kept=not self._shards_weights)
+                if bucket.names[0] in self._narrow:
+                    bucket.hold_bytes()
         self._on_update = on_update
         self._gathers = self._make_gathers([b for b in self.buckets if self.is_gathered(b)], on_free)
         self._reductions.connect(self._linears, self._tables_of(chunks), sums)
@@ -177,7 +186,11 @@ class DataParallel:
             kept=not self._shards_weights,
             overlap=self._sharing.overlap_param_gather,
             on_free=on_free,
+            on_bytes=self._hold_bytes,
         )
+
+    def _hold_bytes(self, bucket: Bucket) -> None:
+        self._in_fp8.hold(bucket)
 
     def _units_of(self, chunk: Decoder, parameters: Mapping[str, nn.Parameter]) -> list["_ShardedUnit"]:
         """The units of a chunk, which together use all of its parameters."""
@@ -213,14 +226,15 @@ class DataParallel:
         if not self._keeps_sums:
             return found
         for chunk in chunks:
-            for name, users in _users_of(chunk).items():
-                if not (self._facts[name].is_trained and all(map(_sums_in_place, users))):
+            for name, holders in _holders_in(chunk).items():
+                if not (self._facts[name].is_trained and all(map(_sums_in_place, holders))):
                     refused.add(name)
                     continue
                 # the embedding, where a chunk has both
-                has_embedding = any(isinstance(user, Embedding) for user in users)
-                for user in users:
-                    found.setdefault(name, []).append((user, isinstance(user, Embedding) or not has_embedding))
+                has_embedding = any(isinstance(one.module, Embedding) for one in holders)
+                for one in holders:
+                    ends_pass = isinstance(one.module, Embedding) or not has_embedding
+                    found.setdefault(name, []).append((one.module, ends_pass))
         return {name: users for name, users in found.items() if name not in refused}
 
     def _make_buckets(self, held: Sequence[Mapping[str, nn.Parameter]], shared: frozenset[str]) -> None:
@@ -289,14 +303,14 @@ class DataParallel:
             yield [name for name in names if name in mine and users[name] == 1]
 
     def _cut_by_grid(self, names: Sequence[str], most: float) -> list[list[str]]:
-        """Consecutive names of the dense grid, and of the expert grid, frozen ones apart; in the order in which they
-        are full."""
+        """Consecutive names of the dense grid, and of the expert grid, frozen ones and those that are gathered in fp8
+        apart; in the order in which they are full."""
         cuts: list[list[str]] = []
-        for is_expert, is_trained in product((False, True), (True, False)):
+        for kind in product((False, True), (True, False), (False, True)):
             alike = []
             for name in names:
                 facts = self._facts[name]
-                if (facts.is_expert, facts.is_trained) == (is_expert, is_trained):
+                if (facts.is_expert, facts.is_trained, name in self._narrow) == kind:
                     alike.append(name)
             cuts += self._cut(alike, most)
         # by the parameter that fills the bucket
@@ -371,6 +385,8 @@ class DataParallel:
         The units' `run` waits for the weights that it needs; whatever else reads parameters calls `wait_weights`.
         """
         self._on_update()
+        if self._in_fp8 is not None:
+            self._in_fp8.renew([bucket for bucket in self.buckets if bucket.bytes is not None])
         self._gathers.renew()
 
     def wait_weights(self) -> None:
@@ -382,7 +398,7 @@ class DataParallel:
         """The parameters, whole and up to date on every rank while the context lasts. All ranks call it together."""
         self.wait_weights()
         if self._shards_weights:
-            self._gathers.unshard(self.buckets)
+            self._gathers.unshard(self.buckets, exact=True)
         yield self.parameters
         if self._shards_weights:
             self._gathers.reshard(self.buckets)
@@ -444,20 +460,28 @@ class DataParallel:
         self._backward_at[chunk] = None
 
 
-def _users_of(chunk: Decoder) -> dict[str, list[nn.Module]]:
-    """The modules that hold a weight of a chunk, by its global name; biases are left out."""
+class _Holder(NamedTuple):
+    """A module that holds a parameter, and what it calls it."""
+
+    module: nn.Module
+    key: str
+
+
+def _holders_in(chunk: Decoder) -> dict[str, list[_Holder]]:
+    """The holders of each parameter of a chunk, by its global name."""
     names = {id(parameter): name for name, parameter in chunk.global_parameters().items()}
-    users: dict[str, list[nn.Module]] = {}
+    holders: dict[str, list[_Holder]] = {}
     for module in chunk.modules():
         for key, parameter in module.named_parameters(recurse=False):
-            if key == "weight":
-                users.setdefault(names[id(parameter)], []).append(module)
-    return users
+            holders.setdefault(names[id(parameter)], []).append(_Holder(module, key))
+    return holders
 
 
-def _sums_in_place(user: nn.Module) -> bool:
-    """Whether a module can add the gradient of its weight to a TableSum."""
-    return isinstance(user, Embedding) or (isinstance(user, OutputHead) and user.sums_in_place)
+def _sums_in_place(holder: _Holder) -> bool:
+    """Whether a module can add the gradient of a parameter to a TableSum: of its table, not of a head's bias."""
+    module = holder.module
+    is_able = isinstance(module, Embedding) or (isinstance(module, OutputHead) and module.sums_in_place)
+    return is_able and holder.key == "weight"
 
 
 def _names_of(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> list[str]:

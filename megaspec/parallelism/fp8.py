@@ -28,6 +28,7 @@ from megaspec.nn.moe.fp8 import EXPERTS_GRADIENT, Fp8Experts
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec.nn.norm.module import KernelNorm
 from megaspec.parallelism.collectives import all_reduce_max, wait
+from megaspec.parallelism.fp8_gather import Fp8Gather
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
 from megaspec_kernels.fp8_cast.formats import scale_of
@@ -49,10 +50,12 @@ class Fp8:
         history: int,
         grouped: ScaledGroupedKernel,
         writes_fp8: bool = True,
+        gathers: bool = False,
     ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
         linears. `history`: steps that delayed scales look back. `grouped`: products of experts. `writes_fp8`: norms and
-        gates, where their kernels can, write it themselves by delayed scales."""
+        gates, where their kernels can, write it themselves by delayed scales. `gathers`: sharded weights are gathered
+        in fp8."""
         self._mesh = mesh
         self._form = form
         self._names = names
@@ -62,6 +65,7 @@ class Fp8:
         self._shared = Fp8Shared()
         self.linears: dict[str, Fp8Linear] = {}
         """By global name of the weight."""
+        self._gathers = gathers
 
     @property
     def is_delayed(self) -> bool:
@@ -124,6 +128,11 @@ class Fp8:
         if split == "none":
             return {"split": split}
         return {"split": split, "largest": lambda amax: wait(all_reduce_max(amax, group))}
+
+    @property
+    def gather(self) -> Fp8Gather | None:
+        """What gathers sharded weights in fp8; None: nothing does. After `apply`."""
+        return Fp8Gather(self._mesh, self.linears) if self._gathers else None
 
     def renew(self) -> None:
         """The weights have changed, or are about to: what was quantised is of older ones."""
@@ -208,9 +217,10 @@ def _have_fp8_written(layer: Layer) -> None:
         entry = getattr(mixer, "entry", None)
         if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_fp8(entry):
             norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
-        if isinstance(mixer, Gated) and mixer.kernel.producer is not None:
-            if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down) and mixer.w_gate_up.bias is None:
-                mixer.fp8_producer = mixer.kernel.producer.implementation
+        if not isinstance(mixer, Gated) or mixer.kernel.producer is None or mixer.w_gate_up.bias is not None:
+            continue
+        if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
+            mixer.fp8_producer = mixer.kernel.producer.implementation
 
 
 def _takes_fp8(linear: nn.Module | None) -> bool:

@@ -21,9 +21,12 @@ class Gathers:
         kept: bool,
         overlap: bool,
         on_free: Callable[[Sequence[str]], None] = lambda names: None,
+        on_bytes: Callable[[Bucket], None] = lambda bucket: None,
     ):
-        """`buckets`: in the order in which they are needed. `on_free` is called with the names of what is freed."""
+        """`buckets`: in the order in which they are needed. `on_free` is called with the names of what is freed,
+        `on_bytes` with a bucket whose bytes are there in place of its weights."""
         self._on_free = on_free
+        self._on_bytes = on_bytes
         self._buckets = buckets
         self._side = side
         self._kept = kept
@@ -53,12 +56,17 @@ class Gathers:
                 if not self._kept and not bucket.is_gathered:
                     self._gather(bucket)
 
-    def unshard(self, buckets: Iterable[Bucket]) -> None:
-        """What the computation starts from here on finds the whole weights, until `reshard`."""
+    def unshard(self, buckets: Iterable[Bucket], *, exact: bool = False) -> None:
+        """What the computation starts from here on finds the whole weights, until `reshard`. `exact`: never bytes."""
         for bucket in buckets:
+            if exact and bucket.holds_bytes:
+                assert bucket.users == 0, f"{bucket.names} are in use as bytes"
+                self._free(bucket)
             if not self._kept and not bucket.is_gathered:
-                self._gather(bucket)
+                self._gather(bucket, exact=exact)
             self._wait(bucket)
+            if bucket.users == 0 and bucket.holds_bytes:
+                self._on_bytes(bucket)
             bucket.users += 1
 
     def reshard(self, buckets: Iterable[Bucket]) -> None:
@@ -68,10 +76,10 @@ class Gathers:
             if not self._kept and bucket.users == 0:
                 self._free(bucket)
 
-    def _gather(self, bucket: Bucket) -> None:
+    def _gather(self, bucket: Bucket, *, exact: bool = False) -> None:
         if not self._kept:
             # in the order of the computation's stream, which the gather then waits for
-            bucket.weights.allocate()
+            bucket.allocate(exact=exact)
         with self._side.after_now():
             bucket.gather()
         bucket.is_gathered = True
@@ -85,6 +93,6 @@ class Gathers:
         # a gather may still write into the memory
         self._wait(bucket)
         self._on_free(bucket.names)
-        bucket.weights.free()
+        bucket.free()
         bucket.is_gathered = False
         bucket.users = 0

@@ -60,7 +60,8 @@ class Fp8Precision(Frozen):
     """Format of weights, activations and gradients outside of these products, and of what they return. fp32 and fp64
     are for proofs."""
     gather_fp8: bool = False
-    """Sharded weights are gathered in fp8."""
+    """Weights that fsdp and hsdp share out are gathered in fp8 where products take it, in half of bf16's bytes. Nothing
+    is lost where a tensor has one scale: tensorwise and delayed."""
 
     def layers(self, n_layers: int) -> range:
         """The numbers of the layers that compute in fp8, of so many."""

@@ -31,6 +31,7 @@ _ONLY_E4M3 = ("blockwise", "mxfp8", "nvfp4")
 # Recipes that older tensor cores have no products for.
 _BLACKWELLS = ("mxfp8", "nvfp4")
 # Recipes whose scales a grouped product takes: of rows, or of something that rows lie in.
+_OF_TENSORS = ("tensorwise", "delayed")
 _OF_ROWS = ("tensorwise", "delayed", "rowwise")
 
 
@@ -148,13 +149,20 @@ def fp8_heads_have_one_rank(case: Case) -> Problem | None:
 
 
 def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
-    """Only weights that ranks share out are gathered."""
+    """Weights that fsdp and hsdp gather for each pass are gathered in fp8, where a tensor has one scale."""
+    # which is the same in rows and in columns, and the same whoever quantises
     precision = case.recipe.precision
     strategy = case.recipe.parallelism.dp_strategy
-    if not isinstance(precision, Fp8Precision) or not precision.gather_fp8 or strategy != "replicate":
+    if not isinstance(precision, Fp8Precision) or not precision.gather_fp8:
         return None
-    text = "precision.gather_fp8=true needs sharded weights, parallelism.dp_strategy is replicate"
-    return Problem("precision.gather_fp8", f"{text}; set it to false, or dp_strategy=zero1, zero2, fsdp or hsdp")
+    key = "precision.gather_fp8"
+    if strategy not in ("fsdp", "hsdp"):
+        text = f"{key}=true needs weights that are gathered for each pass, parallelism.dp_strategy is {strategy}"
+        return Problem(key, f"{text}; set it to false, or dp_strategy=fsdp or hsdp")
+    if precision.recipe not in _OF_TENSORS:
+        text = f"{key}=true needs scales of whole tensors, precision.recipe is {precision.recipe}"
+        return Problem(key, f"{text}; set it to false, or precision.recipe={one_of(_OF_TENSORS)}")
+    return None
 
 
 def fp8_products_have_whole_tiles(case: Case) -> Problem | None:

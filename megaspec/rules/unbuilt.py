@@ -39,7 +39,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         values=("mxfp8", "nvfp4"),
         way_out="set precision.recipe=tensorwise",
     ),
-    Unbuilt("weights gathered in fp8", "precision.gather_fp8", False, ("precision.gather_fp8",)),
 )
 
 

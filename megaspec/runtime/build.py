@@ -326,6 +326,7 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         history=precision.amax_history,
         grouped=kernels.scaled_grouped,
         writes_fp8=writes_fp8,
+        gathers=precision.gather_fp8,
     )
 
 
@@ -379,6 +380,7 @@ def _apply(strategies: Strategies, chunks: Sequence[Decoder], position: Position
         chunks,
         on_update=strategies.fp8.renew,
         on_free=strategies.fp8.free,
+        in_fp8=strategies.fp8.gather,
         layouts=strategies.pipeline.share(strategies.tensor.layouts),
         sums=strategies.pipeline.sums,
         shared=strategies.pipeline.shared,

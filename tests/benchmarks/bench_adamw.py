@@ -1,6 +1,6 @@
 """The Triton kernel of AdamW with blocks, parts of programs and warps of all sizes, beside torch's: which to take.
 
-    python -m tests.benchmarks.bench_adamw            # one GPU, a minute; a line of JSON each, the fastest last
+    python tests/benchmarks/bench_adamw.py    # one GPU, a minute; a line of JSON each, the fastest last
 
 Weights in bf16 with masters and moments in fp32, shapes of a 1B model's layers and its table; milliseconds of a step
 and bytes that one pass has to move, 30 for each weight. See kernels/megaspec_kernels/adamw/triton.py.

@@ -26,6 +26,8 @@ from megaspec.nn.moe.module import Moe
 from megaspec.parallelism.mesh import Mesh
 from megaspec.precision.scaler import build_scaler
 from megaspec.profiling.exposed import profiled
+from megaspec.profiling.power import Meter
+from megaspec.profiling.recording import gpu_uuid
 from megaspec.recipe import Recipe
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
@@ -33,7 +35,8 @@ from megaspec.runtime.build import build, initialise, mesh_of
 from megaspec.runtime.rank import leave_room
 from megaspec.runtime.step import StepResult, train_step
 from megaspec.spec import Spec
-from megaspec_kernels.attention.documents import documents_of
+from megaspec_kernels.attention.documents import Documents, documents_of
+from tests.benchmarks.packed_rows import packed_rows
 
 QWEN3MOE8 = {
     "n_layers": 8, "d_model": 2048, "n_heads": 32, "n_kv_heads": 4, "d_head": 128, "d_ffn": 6144,
@@ -67,6 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3moe4": QWEN3MOE8 | {"n_layers": 4},
 }  # fmt: skip
 PEAK = 989e12
+# Micro batches that are trained on in turn.
+POOL = 8
+SEED = 7
 
 
 def spec_of(args: argparse.Namespace, world: int) -> Spec:
@@ -180,19 +186,19 @@ def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int],
     for moe in (m for chunk in built.chunks for m in chunk.modules() if isinstance(m, Moe)):
         moe.force_balance()
     scaler = build_scaler(spec.precision, device=mesh.device)
-    generator = torch.Generator(device=mesh.device).manual_seed(7 + mesh.index("dp"))
-    pool = [
-        torch.randint(0, spec.model.vocab_size, (args.mbs, args.seq + 1), device=mesh.device, generator=generator)
-        for _ in range(8)
-    ]
+    generator = torch.Generator(device=mesh.device).manual_seed(SEED + mesh.index("dp"))
+    pool = []
+    of_pool: list[Documents | None] = []
+    for _ in range(POOL):
+        shape = (args.mbs, args.seq + 1)
+        pool.append(torch.randint(0, spec.model.vocab_size, shape, device=mesh.device, generator=generator))
+        of_pool.append(None)
+    if args.documents:
+        pool, of_pool = packed_pool(args, spec, mesh)
     mask = torch.ones(args.mbs, args.seq, dtype=torch.bool, device=mesh.device)
     ids = torch.arange(args.mbs, device=mesh.device)
     batches = []
-    for tokens in pool:
-        documents = None
-        if args.documents:
-            ends = torch.rand(args.mbs, args.seq, device=mesh.device, generator=generator) < 1 / args.documents
-            documents = documents_of(ends.cumsum(dim=1, dtype=torch.int32))
+    for tokens, documents in zip(pool, of_pool, strict=True):
         batches.append(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, ids, documents))
 
     def step(i: int) -> StepResult:
@@ -200,6 +206,29 @@ def stepper(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> Callable[[int],
         return train_step(built, parts, lr=1e-4, weight_decay=0.1, scaler=scaler)
 
     return step
+
+
+def packed_pool(args: argparse.Namespace, spec: Spec, mesh: Mesh) -> tuple[list[torch.Tensor], list[Documents | None]]:
+    """Tokens [mbs, seq + 1] of POOL micro batches and their documents, the same as the peers'."""
+    rows = packed_rows(
+        mean=args.documents,
+        rows=POOL * args.mbs,
+        seq_len=args.seq,
+        vocab_size=spec.model.vocab_size,
+        seed=SEED + mesh.index("dp"),
+    )
+    pool = []
+    of_pool: list[Documents | None] = []
+    for first in range(0, len(rows), args.mbs):
+        these = rows[first : first + args.mbs]
+        pool.append(torch.stack([torch.from_numpy(row.tokens) for row in these]).to(mesh.device))
+        number = torch.zeros(args.mbs, args.seq, dtype=torch.int32)
+        for place, row in enumerate(these):
+            number[place] = torch.arange(len(row.lengths), dtype=torch.int32).repeat_interleave(
+                torch.tensor(row.lengths)
+            )
+        of_pool.append(documents_of(number).map(lambda tensor: tensor.to(mesh.device)))
+    return pool, of_pool
 
 
 def timed(step: Callable[[int], StepResult], steps: range) -> tuple[list[float], list[float]]:
@@ -225,8 +254,10 @@ def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.de
     step = stepper(args, spec, mesh_of(spec, rank=rank, device=device))
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    times, losses = timed(step, range(args.warmup + args.steps))
-    times = times[args.warmup :]
+    _, losses = timed(step, range(args.warmup))
+    with Meter(gpu_uuid(device)) as meter:
+        times, last_losses = timed(step, range(args.warmup, args.warmup + args.steps))
+    losses += last_losses
     if args.profile:
         # on all ranks, which wait for each other
         with torch.profiler.profile() as prof:
@@ -238,7 +269,11 @@ def measure(args: argparse.Namespace, *, rank: int, world: int, device: torch.de
                 prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=60, max_name_column_width=90)
             )
     peak = torch.cuda.max_memory_allocated() if cuda else 0
-    mine = {"peak": peak, "reserved": torch.cuda.max_memory_reserved() if cuda else 0}
+    mine: dict[str, Any] = {
+        "clock": vars(meter.found()),
+        "peak": peak,
+        "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
+    }
     if args.where and cuda:
         mine |= profiled(step)
     ranks: list[Any] = [mine] * world
@@ -287,11 +322,12 @@ def report(
     return {
         "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum,
         "gpus": world, "precision": args.precision, "parallelism": own, "kernels": spec.kernels.model_dump(mode="json"),
+        "documents": args.documents, "clock": ranks[0]["clock"],
         "deterministic": spec.train.deterministic, "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),
         "tokens_per_s": round(per_gpu * world, 1), "tokens_per_s_gpu": round(per_gpu, 1),
         "mfu": round(full * per_gpu / PEAK, 4), "mfu_causal": round(causal * per_gpu / PEAK, 4),
-        "peak_mem_gib": round(peak / 2**30, 2), "max_memory_allocated": peak,
+        "peak_mem_gib": round(peak / 2**30, 2), "max_memory_allocated": peak, "tables_in_place": True,
         "max_memory_reserved": max(r["reserved"] for r in ranks),
         "loss_first": round(losses[0], 4), "loss_last": round(losses[-1], 4), "ranks": ranks,
     }  # fmt: skip

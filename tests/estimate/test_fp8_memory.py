@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megaspec.estimate.activations import kept_tensors
+from megaspec.estimate.communication import collectives_of
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of
 from megaspec.estimate.trained import facts_of
@@ -114,3 +115,36 @@ def test_weights_are_held_in_two_layouts(router: str) -> None:
     assert names == [f"layers.1.{name}.weight" for name in parts]
     built.fp8.free(names)
     assert all(linear._weight is None for linear in built.fp8.linears.values())
+
+
+def gathering_spec(gathers: bool) -> Spec:
+    """Sharded over two ranks, with experts, one layer of three in fp8."""
+    spec = spec_of(Case(dp=2, strategy="fsdp", precision="bf16", n_layers=3, accumulate=2, router="softmax"))
+    precision = Fp8Precision(kind="fp8", recipe="tensorwise", format="e4m3", gather_fp8=gathers)
+    return spec.model_copy(update={"precision": precision})
+
+
+def test_of_weights_in_fp8_half_of_the_bytes_are_gathered() -> None:
+    sent = {}
+    reduced = {}
+    for gathers in (False, True):
+        found = collectives_of(gathering_spec(gathers), None)
+        sent[gathers] = sum(one.bytes * one.times for one in found if one.kind == "all_gather")
+        reduced[gathers] = [one.bytes for one in found if one.what == "largest weights"]
+    spec = gathering_spec(True)
+    model = spec.model
+    experts = 3 * model.moe.n_experts * model.moe.d_expert * model.d_model
+    heads = (2 * model.n_heads + 2 * model.n_kv_heads) * model.d_head
+    # a byte less of each, in two passes of two micro batches
+    assert sent[False] - sent[True] == 2 * 2 * (experts + heads * model.d_model)
+    # in fp32: those of two matrices, and of two of each expert
+    assert reduced == {False: [], True: [4 * (2 + 2 * model.moe.n_experts)]}
+
+
+def test_a_rank_holds_its_rows_as_bytes_besides_and_no_whole_weight() -> None:
+    plain = memory_of(gathering_spec(False))[0]
+    narrow = memory_of(gathering_spec(True))[0]
+    layer = facts_of(gathering_spec(True)).layers[1]
+    weights = layer.fp8_weights_on(layer_run(gathering_spec(True)).degrees)
+    assert narrow.weights - plain.weights == weights.total // 2
+    assert narrow.communication <= plain.communication

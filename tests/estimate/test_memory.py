@@ -9,6 +9,7 @@ from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import in_flight
 from megaspec.estimate.trained import facts_of
 from megaspec.recipe import Recipe
+from tests.estimate.earlier import tables_made_whole
 from tests.families import LLAMA as LLAMA_PARTS
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 
@@ -80,13 +81,13 @@ def test_measured_use_of_the_device(layout, used):
 
 @pytest.mark.parametrize(("dp_strategy", "tables"), [("replicate", 1), ("zero1", 1), ("zero2", 0), ("fsdp", 0)])
 @pytest.mark.parametrize("name", ["1b", "8b16"])
-def test_tables_summed_in_place_take_less(name, dp_strategy, tables, tables_before, monkeypatch):
+def test_tables_summed_in_place_take_less(name, dp_strategy, tables):
     """At the head the table's gradient in fp32; its copy in bf16 came when fewer logits were there."""
     recipe = measured_run(name)
     sharing = {"dp_strategy": dp_strategy}
     recipe = recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=sharing)})
-    (before,) = memory_of(recipe)
-    monkeypatch.undo()
+    with tables_made_whole():
+        (before,) = memory_of(recipe)
     (now,) = memory_of(recipe)
     table = 128_256 * recipe.model.d_model
     assert before.logits - now.logits == tables * 4 * table

@@ -20,11 +20,16 @@ TOKENS, VOCAB, SEQUENCES = 256, 512, 4
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 
 
+# What `auto` takes for products of each recipe.
+PRODUCTS = {"tensorwise": "cublaslt", "delayed": "cublaslt", "rowwise": "torch", "blockwise": "torch"}
+
+
 def losses(
     precision: dict[str, Any],
     *,
     compile: str,
     fast: bool = True,
+    product: str | None = None,
     steps: int = 8,
     moe: dict[str, Any] | None = None,
     device: str = "cuda",
@@ -32,8 +37,8 @@ def losses(
     rank: int = 0,
     others: dict[str, str] | None = None,
 ) -> list[float]:
-    """Of a model that learns the same few sequences by heart. `others`: implementations of other operations. With `tp`
-    sequences are divided, too."""
+    """Of a model that learns the same few sequences by heart. `product`: another one than `auto` takes. `others`:
+    implementations of other operations. With `tp` sequences are divided, too."""
     model = FAMILIES["llama"] | {
         "n_layers": 4, "d_model": 256, "n_heads": 4, "n_kv_heads": 4, "d_head": 64, "d_ffn": 512, "vocab_size": VOCAB,
         "max_seq_len": TOKENS, "init_std": 0.05,
@@ -41,7 +46,9 @@ def losses(
     }  # fmt: skip
     kernels = {"attention": "sdpa", "cross_entropy": "chunked", "grouped": "reference", "compile": compile}
     if fast:
-        kernels |= {"fp8_cast": "triton", "scaled_product": "torch", "grouped": "torch", "scaled_grouped": "torch"}
+        best = PRODUCTS[precision.get("recipe", "tensorwise")]
+        kernels |= {"fp8_cast": "triton", "scaled_product": product or best}
+        kernels |= {"grouped": "torch", "scaled_grouped": "torch"}
     kernels |= others or {}
     content = {
         "name": "fp8",
@@ -125,3 +132,22 @@ def test_the_first_step_is_that_of_the_reference(recipe: str) -> None:
     fast = losses(fp8(recipe), compile="none", steps=2)
     plain = losses(fp8(recipe), compile="none", fast=False, steps=2)
     assert fast == pytest.approx(plain, rel=2e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_model_computes_what_an_eager_one_does(recipe: str) -> None:
+    """The same numbers on the grid but where bf16 is rounded once less: a few of them are neighbours."""
+    skip_blocks(recipe)
+    eager = losses(fp8(recipe), compile="none", steps=4)
+    compiled = losses(fp8(recipe), compile="block", steps=4)
+    assert compiled == pytest.approx(eager, rel=5e-3)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_sums_inside_the_product_are_those_behind_it(recipe: str) -> None:
+    """Weight gradients of two micro batches: by cuBLASLt, and by torch's product with a sum of its own."""
+    inside = losses(fp8(recipe), compile="none", steps=3)
+    behind = losses(fp8(recipe), compile="none", product="torch", steps=3)
+    assert inside == pytest.approx(behind, rel=1e-3)
+    # and both learn
+    assert inside[-1] < inside[0]

@@ -78,6 +78,23 @@ def test_norms_that_are_taken_beside_the_backward_pass_are_those_of_its_end() ->
     assert all(torch.equal(data.norms[name], again[name]) for name in again)
 
 
+@pytest.mark.parametrize("adamw", ["torch", "triton"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_host_waits_for_nothing_in_a_step(adamw: str, tied: bool) -> None:
+    """Neither for the places of tokens, the norm nor the update; the first step makes tables that stay."""
+    case = replace(CASE, tied=tied, also=(("kernels.adamw", adamw),))
+    built = built_of(case)
+    micros = micros_on(built, case)
+    scaler = build_scaler(built.spec.precision, device=built.device)
+    train_step(built, micros, lr=1e-3, weight_decay=0.1, scaler=scaler)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(built, micros, lr=1e-3, weight_decay=0.1, scaler=scaler)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def three_steps(adamw: str, *, clip: float) -> tuple[TrainState, list[StepResult]]:
     case = replace(CASE, also=(("kernels.adamw", adamw), ("optim.clip", clip)))
     built = built_of(case)

@@ -28,8 +28,14 @@ def built_on_gpu(changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"precision": {"kind": "fp16"}}, {"model.dropout": 0.1, "data.document_mask": True}],
-    ids=["bf16", "fp16", "dropout and documents"],
+    [
+        {},
+        {"precision": {"kind": "fp16"}},
+        {"model.dropout": 0.1, "data.document_mask": True},
+        {"precision": {"kind": "fp8", "recipe": "tensorwise"}, "model.n_layers": 4},
+        {"precision": {"kind": "fp8", "recipe": "delayed", "amax_history": 16}, "model.n_layers": 4},
+    ],
+    ids=["bf16", "fp16", "dropout and documents", "fp8 of tensors", "fp8 delayed"],
 )
 def test_a_step_never_waits_for_the_gpu(changes):
     built = built_on_gpu(changes)
@@ -44,7 +50,9 @@ def test_a_step_never_waits_for_the_gpu(changes):
         result = train_step(built, moved, lr=1e-3, weight_decay=0.1, scaler=scaler)
         return loop.numbers_of(result, torch.zeros(0, device=result.loss.device))
 
-    one_step()  # libraries and kernels are loaded
+    # libraries and kernels are loaded, also those of steps that have one before them
+    one_step()
+    one_step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.fp8_cast import triton
 from megaspec_kernels.fp8_cast.formats import LARGEST, scale_of, scale_shape, spread
+from megaspec_kernels.fp8_cast.tiles import TILES
 from megaspec_kernels.gate import filled_with_nan
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 from tests.kernels.fp8 import power_of_two_scale, quantised
@@ -182,7 +183,7 @@ def test_every_tile_of_triton_makes_the_same_bits(device) -> None:
     x = numbers(256, 384, torch.bfloat16)
     one = torch.tensor([[2.0**-4]])
     asked = KERNELS["reference"].cast(x, one, block=(None, None), dtype=E5M2, columns=True)
-    for tile in triton.TILES.values():
+    for tile in TILES.values():
         for count in (384, 272):
             part = x[:, :count].contiguous()
             seen = torch.zeros(1, device=device)

@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
         ("test_unpermute.py", 32),
         ("test_attention_merge.py", 32),
         ("test_grouped.py", 18),
-        ("test_fp8_cast.py", 99),
-        ("test_norm.py", 63),
-        ("test_gated.py", 70),
+        ("test_fp8_cast.py", 130),
+        ("test_norm.py", 130),
+        ("test_gated.py", 120),
         ("test_fp8_groups.py", 36),
     ],
 )

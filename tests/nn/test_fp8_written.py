@@ -137,7 +137,6 @@ CASES = {
     "clamped": replace(_CASE, also=(("model.mlp", {"kind": "clamped", "limit": 0.5}),)),
     "recomputed": replace(_CASE, also=(("parallelism.recompute", {"kind": "full"}),)),
     "partly frozen": replace(_CASE, n_layers=4, trainable="upper"),
-    
 }
 
 

@@ -36,7 +36,7 @@ GENERAL = [
     ),
     Bug(
         "gradients doubled",
-        Patch(SUMS, "self.main_grads[name].copy_(parameter.grad)", "self.main_grads[name].copy_(parameter.grad * 2)"),
+        Patch(SUMS, "into.copy_(grad)", "into.copy_(grad * 2)"),
         Case(dp=2),
         invisible=True,
     ),
@@ -52,8 +52,40 @@ GENERAL = [
     ),
     Bug(
         "bucket not overwritten by the first micro batch",
-        Patch(SUMS, "if name in bucket.fresh:", "if False:"),
+        Patch(
+            SUMS, "_put(grad, self.main_grads[name], name in bucket.fresh)", "_put(grad, self.main_grads[name], False)"
+        ),
         Case(dp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "a table's sum begins with that of the step before",
+        Patch(
+            "megaspec.nn.linear",
+            "self._sum.add_part(product)",
+            "self._sum.add_part(lambda into, overwrite: product(into, False))",
+        ),
+        Case(dp=2, accumulate=3, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "a tied table is reduced before the embedding has added to it",
+        Patch(
+            "megaspec.parallelism.data_parallel",
+            "ends_pass = isinstance(one.module, Embedding) or not has_embedding",
+            "ends_pass = not isinstance(one.module, Embedding)",
+        ),
+        Case(dp=2, strategy="zero1", tied=True, mask="uneven"),
+        invisible=True,
+    ),
+    Bug(
+        "norms taken before tensor-parallel ranks have added up their parts",
+        Patch(
+            "megaspec.runtime.build",
+            "changed_later=strategies.tensor.summed_later | strategies.pipeline.shared",
+            "changed_later=strategies.pipeline.shared",
+        ),
+        Case(tp=2, sequence=True),
         invisible=True,
     ),
     Bug(
@@ -675,6 +707,10 @@ FP8_ROWS = Case(tp=2, precision="fp8 rowwise", accumulate=2)
 FP8_TENSORS = Case(tp=2, sequence=True, precision="fp8 tensorwise", accumulate=2)
 FP8_STEPS = Case(dp=2, precision="fp8 delayed", accumulate=2, mask="uneven")
 FP8_EXPERTS = Case(tp=2, sequence=True, router="softmax", etp=2, precision="fp8 tensorwise", accumulate=2)
+FP8_GATHERED = Case(
+    dp=2, strategy="fsdp", precision="fp8 tensorwise", accumulate=2, also=(("precision.gather_fp8", True),)
+)
+FP8_GATHER = "megaspec.parallelism.fp8_gather"
 EXPERTS_FP8 = "megaspec.nn.moe.fp8"
 # Their own tests run them, with more steps than one: see test_fp8.py.
 FP8 = [
@@ -776,6 +812,25 @@ FP8 = [
         "experts' gradients by the scale of another format",
         Patch("megaspec.parallelism.fp8", "scale_of(mine, EXPERTS_GRADIENT,", "scale_of(mine, torch.float8_e5m2,"),
         replace(FP8_EXPERTS, precision="fp8 delayed"),
+        invisible=True,
+    ),
+    Bug(
+        "bytes by the largest element of a rank's own rows",
+        Patch(FP8_GATHER, "if group is not None:", "if False:"),
+        FP8_GATHERED,
+    ),
+    Bug(
+        "bytes of the weights of the step before",
+        Patch("megaspec.parallelism.data_parallel", "if self._in_fp8 is not None:", "if not self._in_fp8._scales:"),
+        FP8_GATHERED,
+        invisible=True,
+    ),
+    Bug(
+        "gathered bytes turned into columns as they lie",
+        Patch(
+            FP8_LAYER, "Fp8Tensor(columns_of(values), scale)", "Fp8Tensor(values.reshape(values.shape[::-1]), scale)"
+        ),
+        FP8_GATHERED,
         invisible=True,
     ),
     Bug(

@@ -7,6 +7,7 @@ batches of all ranks one after the other, since each has scales of its own.
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megaspec.core.part_facts import Linear
 from megaspec.verify.parity import TOLERANCES, compare
@@ -65,6 +66,17 @@ OTHER_EXPERTS = [
         also=(("parallelism.recompute", {"kind": "selective", "parts": ["moe"]}),),
     ),
 ]  # fmt: skip
+# Weights that are gathered as bytes: to the bit what comes of gathering them first.
+GATHERED = (("precision.gather_fp8", True),)
+GATHERS = [
+    Case(dp=2, strategy="fsdp", accumulate=2, mask="uneven"),
+    Case(dp=4, strategy="hsdp", replicas=2, accumulate=1, optimizer="sgd"),
+    Case(tp=2, dp=2, strategy="fsdp", sequence=True, accumulate=2, documents=True),
+    Case(dp=2, strategy="fsdp", pp=2, schedule="zb_h1", n_layers=4, accumulate=2),
+    Case(dp=2, strategy="fsdp", router="softmax", accumulate=2, also=(("parallelism.recompute", {"kind": "full"}),)),
+    Case(tp=2, dp=2, strategy="fsdp", sequence=True, router="softmax", ep=2, accumulate=2),
+    Case(tp=2, dp=2, strategy="fsdp", sequence=True, router="softmax", etp=2, experts="clamped", accumulate=2),
+]
 STEPS = 3
 
 
@@ -77,6 +89,20 @@ def test_layouts_equal_one_rank(pool: RankPool, layout: Case, recipe: str, tell:
 @pytest.mark.parametrize("case", [*OTHERS, *OTHER_EXPERTS], ids=str)
 def test_layouts_together_equal_one_rank(pool: RankPool, case: Case, tell: Tell) -> None:
     check(pool, case, tell, steps=STEPS)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("layout", GATHERS, ids=str)
+def test_weights_gathered_in_fp8_are_those_of_one_rank(pool: RankPool, layout: Case, recipe: str, tell: Tell) -> None:
+    case = replace(layout, precision=f"fp8 {recipe}")
+    bytewise = replace(case, also=(*case.also, *GATHERED))
+    check(pool, bytewise, tell, steps=STEPS)
+    # to the bit: without clipping, since the norm of all gradients is summed up bucket by bucket
+    first = run_case(pool, replace(case, optimizer="sgd"), steps=STEPS)
+    second = run_case(pool, replace(bytewise, optimizer="sgd"), steps=STEPS)
+    assert first.losses == second.losses
+    for name, weight in first.weights.values.items():
+        assert torch.equal(weight, second.weights.values[name]), name
 
 
 def test_the_grid_is_felt() -> None:

@@ -73,10 +73,11 @@ def test_typing_alone_stays_as_it_is():
 
 def test_a_run_is_told_all_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["recipe=llama3_8b_fp8", "precision.gather_fp8=true"]
+    words = ["recipe=llama3_8b_fp8", "precision.recipe=mxfp8"]
     assert main(["train", *words]) == 64
     text = capsys.readouterr().err
-    assert "precision.gather_fp8=true: weights gathered in fp8 can be planned, not trained" in text
+    assert "precision.recipe=mxfp8: fp8 in blocks of 32 and 16, which needs Blackwell's tensor cores and" in text
+    assert "Transformer Engine, can be planned, not trained" in text
     assert "data/llama3" in text
     assert main(["train", *words, "model.n_kv_heads=6", "model.dropout=2"]) == 64
     text = capsys.readouterr().err

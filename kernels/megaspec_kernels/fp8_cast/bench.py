@@ -2,7 +2,7 @@
 
 # M rows, K columns
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
 from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
-from megaspec_kernels.fp8_cast.triton import TILES
+from megaspec_kernels.fp8_cast.tiles import TILES
 from megaspec_kernels.gate import Results
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
 

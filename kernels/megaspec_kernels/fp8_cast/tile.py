@@ -25,8 +25,11 @@ if triton is not None:
     INTERPRETED = triton.knobs.runtime.interpret
 
     @triton.jit
-    def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr):
-        """fp32 within the range of the format -> uint8, to nearest, ties to even."""
+    def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr, largest: tl.constexpr):
+        """fp32 -> uint8 in int32, to nearest, ties to even; beyond the largest number the largest, NaN for NaN."""
+        # comparisons leave NaN as it is
+        y = tl.where(y > largest, largest, y)
+        y = tl.where(y < -largest, -largest, y)
         bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         drop: tl.constexpr = 23 - mantissa
         nearest = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) >> drop
@@ -37,14 +40,99 @@ if triton is not None:
         many: tl.constexpr = 12582912.0
         subnormal = ((tl.abs(y) * per_step + many) - many).to(tl.int32)
         magnitude = tl.where(tl.abs(y) < 2.0**least_exponent, subnormal, normal)
-        magnitude = tl.where(y == y, magnitude, 0x7F)
         sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(y == y, magnitude | sign, 0x7F).to(tl.uint8)
+        return tl.where(y == y, magnitude | sign, 0x7F)
 
     @triton.jit
     def inverse_of(scale):
         """2^-e of 2^e, by its bits."""
         return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+    @triton.jit
+    def see(top, seen_ptr):
+        """Remembers the largest finite element of a tile."""
+        bits = top.to(tl.int32, bitcast=True)
+        # what is read may be old: then an atomic operation more is done, which changes nothing
+        if bits > tl.load(seen_ptr):
+            tl.atomic_max(seen_ptr, bits, sem="relaxed")
+
+    @triton.jit
+    def load_pairs(pairs_ptr, at, mask, is_even: tl.constexpr):
+        if is_even:
+            pairs = tl.load(pairs_ptr + at)
+        else:
+            pairs = tl.load(pairs_ptr + at, mask=mask, other=0)
+        return pairs
+
+    @triton.jit
+    def store_masked(ptr, at, what, mask, is_even: tl.constexpr):
+        if is_even:
+            tl.store(ptr + at, what)
+        else:
+            tl.store(ptr + at, what, mask=mask)
+
+    @triton.jit
+    def split(pairs):
+        """int32 of two bf16 -> both in fp32, the first of them first."""
+        low = (pairs << 16).to(tl.float32, bitcast=True)
+        high = (pairs & -65536).to(tl.float32, bitcast=True)
+        return low, high
+
+    @triton.jit
+    def columns_of_rows(q_0, q_1, q_2, q_3, interpreted: tl.constexpr):
+        """int16 of two columns in each of four rows -> int32 of four rows of the first column, and of the second."""
+        a = q_0.to(tl.int32)
+        b = q_1.to(tl.int32)
+        c = q_2.to(tl.int32)
+        d = q_3.to(tl.int32)
+        if interpreted:
+            first = (a & 0xFF) | (b & 0xFF) << 8 | (c & 0xFF) << 16 | (d & 0xFF) << 24
+            second = (a >> 8 & 0xFF) | (b & 0xFF00) | (c & 0xFF00) << 8 | (d & 0xFF00) << 16
+        else:
+            # bytes 0 to 3 are those of the first operand, 4 to 7 those of the second
+            ab = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+            )
+            cd = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [c, d], dtype=tl.int32, is_pure=True, pack=1
+            )
+            first = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
+            )
+            second = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
+            )
+        return first, second
+
+    @triton.jit
+    def two_in_fp8(
+        low,
+        high,
+        low_inverse,
+        high_inverse,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """Two neighbours of a row in fp32 -> int16 of two fp8."""
+        # + x · 0 turns infinity into NaN, and changes nothing else: zero has the sign of x
+        low = low * low_inverse + low * 0.0
+        high = high * high_inverse + high * 0.0
+        if interpreted:
+            first = fp8_bytes(low, mantissa, least_exponent, largest)
+            second = fp8_bytes(high, mantissa, least_exponent, largest)
+            both = (first | (second << 8)).to(tl.int16)
+        elif mantissa == 3:
+            # the first operand becomes the upper byte
+            both = tl.inline_asm_elementwise(
+                "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+            )
+        else:
+            both = tl.inline_asm_elementwise(
+                "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
+            )
+        return both
 
     @triton.jit
     def in_fp8(
@@ -60,27 +148,43 @@ if triton is not None:
         is_finite = size < float("inf")
         y = x * inverse
         over = is_finite & (tl.abs(y) > largest)
-        # comparisons leave NaN as it is
-        y = tl.where(y > largest, largest, y)
-        y = tl.where(y < -largest, -largest, y)
         # one NaN for all that is not finite
         y = tl.where(is_finite, y, float("nan"))
         if interpreted:
-            q = fp8_bytes(y, mantissa, least_exponent)
-        elif mantissa == 3:
+            q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
+            return q, tl.where(is_finite, size, 0.0), over
+        # comparisons leave NaN as it is
+        y = tl.where(y > largest, largest, y)
+        y = tl.where(y < -largest, -largest, y)
+        if mantissa == 3:
             q = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             q = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
         return q, tl.where(is_finite, size, 0.0), over
 
     @triton.jit
+    def top_bits(bits, low, high):
+        """The larger of them all without signs, as bits: those that are not finite are above all others."""
+        low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        high_bits = high.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return tl.maximum(bits, tl.maximum(low_bits, high_bits))
+
+    @triton.jit
+    def recounted(size, over, low, high, inverse, largest: tl.constexpr):
+        """With two more: the largest finite one of each place, and how many saturate."""
+        low_finite = tl.where(tl.abs(low) < float("inf"), tl.abs(low), 0.0)
+        high_finite = tl.where(tl.abs(high) < float("inf"), tl.abs(high), 0.0)
+        low_over = (low_finite * inverse > largest).to(tl.int32)
+        high_over = (high_finite * inverse > largest).to(tl.int32)
+        return tl.maximum(size, tl.maximum(low_finite, high_finite)), over + low_over + high_over
+
+    @triton.jit
     def record(seen_ptr, saturated_ptr, largest_seen, over, has_seen: tl.constexpr):
         """Of a program: its largest finite element, and how many saturated."""
         if has_seen:
-            # numbers that are not negative are ordered as their bits are
-            tl.atomic_max(seen_ptr, largest_seen.to(tl.int32, bitcast=True))
+            see(largest_seen, seen_ptr)
         if over > 0:
-            tl.atomic_add(saturated_ptr, over.to(tl.int64))
+            tl.atomic_add(saturated_ptr, over.to(tl.int64), sem="relaxed")
 
 
 def format_constants(dtype: torch.dtype) -> tuple[float, int, int, bool]:

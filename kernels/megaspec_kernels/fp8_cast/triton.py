@@ -12,16 +12,27 @@ formats and sizes, an element at a time.
 
 # M rows, K columns of a matrix; m, k blocks along them
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import LARGEST, Block, scale_shape, sizes_of
+from megaspec_kernels.fp8_cast.tiles import BEST, Tile
 
 try:
     import triton
     import triton.language as tl
+
+    from megaspec_kernels.fp8_cast.tile import (
+        INTERPRETED,
+        columns_of_rows,
+        fp8_bytes,
+        inverse_of,
+        load_pairs,
+        see,
+        split,
+        store_masked,
+        two_in_fp8,
+    )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
@@ -36,57 +47,7 @@ PAIRS = 8192
 PARTS = 4096
 
 
-class Tile(NamedTuple):
-    """What a program of pairs_kernel casts. Powers of two up to 128."""
-
-    rows: int
-    columns: int
-    warps: int
-    registers: int
-    """Of a thread at most: left alone the compiler may take more, and fewer programs fit beside each other. None of
-    these spills (Triton 3.6, sm90)."""
-    group: int
-    """Tiles below each other that programs next to each other take: what they write in columns is near in memory."""
-
-
-TILES = {
-    "128x128": Tile(128, 128, 8, 64, 8),
-    "128x128, 4 warps": Tile(128, 128, 4, 112, 8),
-    "64x128": Tile(64, 128, 4, 64, 8),
-    "128x64": Tile(128, 64, 4, 64, 8),
-    "64x64": Tile(64, 64, 4, 64, 8),
-    "128x128, no groups": Tile(128, 128, 8, 64, 1),
-}
-BEST = TILES["128x128"]
-
 if triton is not None:
-    # The interpreter's conversion drops the carry of a mantissa that rounds up to the next power of two, and NaN
-    # (Triton 3.7), so there the kernel makes the bytes itself.
-    INTERPRETED = triton.knobs.runtime.interpret
-
-    @triton.jit
-    def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr, largest: tl.constexpr):
-        """fp32 -> uint8 in int32, to nearest, ties to even; beyond the largest number the largest, NaN for NaN."""
-        # comparisons leave NaN as it is
-        y = tl.where(y > largest, largest, y)
-        y = tl.where(y < -largest, -largest, y)
-        bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        drop: tl.constexpr = 23 - mantissa
-        nearest = (bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) >> drop
-        # the exponent of the format's smallest normal number is written as 1
-        normal = nearest - ((126 + least_exponent) << mantissa)
-        # below it steps are equal: added to 1.5 · 2^23 of them, a number is rounded to a whole number of steps
-        per_step: tl.constexpr = 2.0 ** (mantissa - least_exponent)
-        many: tl.constexpr = 12582912.0
-        subnormal = ((tl.abs(y) * per_step + many) - many).to(tl.int32)
-        magnitude = tl.where(tl.abs(y) < 2.0**least_exponent, subnormal, normal)
-        sign = (y.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(y == y, magnitude | sign, 0x7F)
-
-    @triton.jit
-    def inverse_of(scale):
-        """2^-e of 2^e, by its bits."""
-        return ((254 << 23) - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
     @triton.jit
     def amax_kernel(x_ptr, out_ptr, M, K, by_row: tl.constexpr, by_column: tl.constexpr, tile: tl.constexpr):
@@ -147,14 +108,6 @@ if triton is not None:
             e = tl.where((largest > 0) & (largest < 0x7F800000), e, 0)
             result = (e + 127) << 23
         tl.store(out_ptr + o, result, mask=o < outputs)
-
-    @triton.jit
-    def see(top, seen_ptr):
-        """Remembers the largest finite element of a tile."""
-        bits = top.to(tl.int32, bitcast=True)
-        # what is read may be old: then an atomic operation more is done, which changes nothing
-        if bits > tl.load(seen_ptr):
-            tl.atomic_max(seen_ptr, bits, sem="relaxed")
 
     @triton.jit
     def cast_kernel(
@@ -221,28 +174,6 @@ if triton is not None:
             tl.store(column_ptr + k[None, :] * M + m[:, None], q, mask=mask)
 
     @triton.jit
-    def load_pairs(pairs_ptr, at, mask, is_even: tl.constexpr):
-        if is_even:
-            pairs = tl.load(pairs_ptr + at)
-        else:
-            pairs = tl.load(pairs_ptr + at, mask=mask, other=0)
-        return pairs
-
-    @triton.jit
-    def store_masked(ptr, at, what, mask, is_even: tl.constexpr):
-        if is_even:
-            tl.store(ptr + at, what)
-        else:
-            tl.store(ptr + at, what, mask=mask)
-
-    @triton.jit
-    def split(pairs):
-        """int32 of two bf16 -> both in fp32, the first of them first."""
-        low = (pairs << 16).to(tl.float32, bitcast=True)
-        high = (pairs & -65536).to(tl.float32, bitcast=True)
-        return low, high
-
-    @triton.jit
     def finite_in_pairs(pairs):
         """|x| of the larger one, of those that are finite."""
         low, high = split(pairs)
@@ -300,49 +231,7 @@ if triton is not None:
     ):
         """int32 of two bf16 -> int16 of two fp8."""
         low, high = split(pairs)
-        # + x · 0 turns infinity into NaN, and changes nothing else: zero has the sign of x
-        low = low * low_inverse + low * 0.0
-        high = high * high_inverse + high * 0.0
-        if interpreted:
-            first = fp8_bytes(low, mantissa, least_exponent, largest)
-            second = fp8_bytes(high, mantissa, least_exponent, largest)
-            both = (first | (second << 8)).to(tl.int16)
-        elif mantissa == 3:
-            # the first operand becomes the upper byte
-            both = tl.inline_asm_elementwise(
-                "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
-            )
-        else:
-            both = tl.inline_asm_elementwise(
-                "cvt.rn.satfinite.e5m2x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1
-            )
-        return both
-
-    @triton.jit
-    def columns_of_rows(q_0, q_1, q_2, q_3, interpreted: tl.constexpr):
-        """int16 of two columns in each of four rows -> int32 of four rows of the first column, and of the second."""
-        a = q_0.to(tl.int32)
-        b = q_1.to(tl.int32)
-        c = q_2.to(tl.int32)
-        d = q_3.to(tl.int32)
-        if interpreted:
-            first = (a & 0xFF) | (b & 0xFF) << 8 | (c & 0xFF) << 16 | (d & 0xFF) << 24
-            second = (a >> 8 & 0xFF) | (b & 0xFF00) | (c & 0xFF00) << 8 | (d & 0xFF00) << 16
-        else:
-            # bytes 0 to 3 are those of the first operand, 4 to 7 those of the second
-            ab = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-            )
-            cd = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [c, d], dtype=tl.int32, is_pure=True, pack=1
-            )
-            first = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
-            )
-            second = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [ab, cd], dtype=tl.int32, is_pure=True, pack=1
-            )
-        return first, second
+        return two_in_fp8(low, high, low_inverse, high_inverse, largest, mantissa, least_exponent, interpreted)
 
     @triton.jit
     def row_inverse(scale_ptr, m, M, scale_columns, column):

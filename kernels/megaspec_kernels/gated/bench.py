@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, random, replayed, training_dtype
+from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, on_device, random, replayed, training_dtype
+from megaspec_kernels.fp8_cast.tile import Known
 from megaspec_kernels.gate import results
 from megaspec_kernels.gated.form import GatedForm
-from megaspec_kernels.registry import REGISTRY
+from megaspec_kernels.registry import REGISTRY, GatedProducer
 
 FORMS = (
     GatedForm("silu"),
@@ -55,6 +57,25 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         size = M * F * grad.itemsize
         yield Work(f"silu, forward, {M} x {F}", forward, 3 * size, "bytes")
         yield Work(f"silu, backward, {M} x {F}", backward, 5 * size, "bytes")
+        producer = REGISTRY["gated"][name].producer
+        if producer is not None and device.type == "cuda":
+            yield from _in_fp8(producer, grad, gate_up.detach())
+
+
+def _in_fp8(producer: GatedProducer, grad: Tensor, gate_up: Tensor) -> Iterator[Work]:
+    """What is written is a byte in each layout."""
+    M, F = grad.shape
+    known = Known(
+        torch.ones(1, device=grad.device),
+        torch.zeros(1, device=grad.device),
+        torch.zeros(1, dtype=torch.int64, device=grad.device),
+        torch.float8_e4m3fn,
+    )
+    code = GatedForm("silu").code
+    forward = partial(producer.forward_in_fp8, gate_up, code, known=known)
+    yield Work(f"silu in fp8, forward, {M} x {F}", on_device(forward), M * F * (2 * grad.itemsize + 2), "bytes")
+    backward = partial(producer.backward_in_fp8, grad, gate_up, code, known=known._replace(dtype=torch.float8_e5m2))
+    yield Work(f"silu in fp8, backward, {M} x {F}", on_device(backward), M * F * (3 * grad.itemsize + 4), "bytes")
 
 
 BENCH = Bench(held, works)

@@ -14,7 +14,18 @@ try:
     import triton
     import triton.language as tl
 
-    from megaspec_kernels.fp8_cast.tile import in_fp8, inverse_of, record
+    from megaspec_kernels.fp8_cast.tile import (
+        columns_of_rows,
+        in_fp8,
+        inverse_of,
+        load_pairs,
+        record,
+        recounted,
+        split,
+        store_masked,
+        top_bits,
+        two_in_fp8,
+    )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
@@ -117,7 +128,6 @@ if triton is not None:
         tl.store(grad_gate_up_ptr + row * (2 * F) + f, (grad * by_gate).to(dtype), mask=mask)
         tl.store(grad_gate_up_ptr + row * (2 * F) + F + f, (grad * by_up).to(dtype), mask=mask)
 
-
     @triton.jit
     def gated_fwd_fp8_kernel(
         gate_up_ptr,
@@ -215,6 +225,231 @@ if triton is not None:
             has_seen,
         )
 
+    @triton.jit
+    def outputs_of_pairs(
+        pairs_ptr,
+        at,
+        half_F,
+        mask,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        is_even: tl.constexpr,
+    ):
+        """Of two neighbours each in gate and up, int32 of two bf16 -> both outputs in fp32."""
+        gate_low, gate_high = split(load_pairs(pairs_ptr, at, mask, is_even))
+        up_low, up_high = split(load_pairs(pairs_ptr, at + half_F, mask, is_even))
+        low, _, _ = gated_tile(gate_low, up_low, limit, alpha, name, has_limit)
+        high, _, _ = gated_tile(gate_high, up_high, limit, alpha, name, has_limit)
+        return low, high
+
+    @triton.jit
+    def gradients_of_pairs(
+        grad_ptr,
+        pairs_ptr,
+        grad_at,
+        at,
+        half_F,
+        mask,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        is_even: tl.constexpr,
+    ):
+        """-> of both gates, and of both of up."""
+        grad_low, grad_high = split(load_pairs(grad_ptr, grad_at, mask, is_even))
+        gate_low, gate_high = split(load_pairs(pairs_ptr, at, mask, is_even))
+        up_low, up_high = split(load_pairs(pairs_ptr, at + half_F, mask, is_even))
+        _, gate_low, up_low = gated_tile(gate_low, up_low, limit, alpha, name, has_limit)
+        _, gate_high, up_high = gated_tile(gate_high, up_high, limit, alpha, name, has_limit)
+        return grad_low * gate_low, grad_high * gate_high, grad_low * up_low, grad_high * up_high
+
+    @triton.jit
+    def gated_fwd_fp8_pairs_kernel(
+        pairs_ptr,
+        row_ptr,
+        column_ptr,
+        scale_ptr,
+        scale_copy_ptr,
+        seen_ptr,
+        saturated_ptr,
+        half_F,
+        quarter_M,
+        rows,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        has_seen: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        is_even: tl.constexpr,
+        b_m: tl.constexpr,
+        b_f: tl.constexpr,
+    ):
+        """gate_up as int32 [M, F], rows as int16 [M, F / 2], columns as int32 [F, M / 4]: as fp8_cast/triton.py does,
+        see its note "Pairs". `rows`: four, which the compiler must not know."""
+        tile_m = tl.program_id(0)
+        tile_f = tl.program_id(1)
+        # rows 4 i + j, features 2 c and 2 c + 1 of the tile
+        i = tl.arange(0, b_m // 4)
+        c = tl.arange(0, b_f // 2)
+        mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (tile_f * (b_f // 2) + c < half_F)[None, :]
+        F = 2 * half_F
+        pairs_ptr += tile_m.to(tl.int64) * b_m * F + tile_f * (b_f // 2)
+        row_ptr += tile_m.to(tl.int64) * b_m * half_F + tile_f * (b_f // 2)
+        at = i[:, None] * (4 * F) + c[None, :]
+        to = i[:, None] * (4 * half_F) + c[None, :]
+        scale = tl.load(scale_ptr)
+        inverse = inverse_of(scale)
+        if (tile_m == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
+        # all are loaded before anything is stored
+        a_0, b_0 = outputs_of_pairs(pairs_ptr, at, half_F, mask, limit, alpha, name, has_limit, is_even)
+        a_1, b_1 = outputs_of_pairs(pairs_ptr, at + F, half_F, mask, limit, alpha, name, has_limit, is_even)
+        a_2, b_2 = outputs_of_pairs(pairs_ptr, at + 2 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
+        a_3, b_3 = outputs_of_pairs(pairs_ptr, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
+        bits = top_bits(top_bits(top_bits(top_bits(at * 0, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
+        q_0 = two_in_fp8(a_0, b_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_1 = two_in_fp8(a_1, b_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_2 = two_in_fp8(a_2, b_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_3 = two_in_fp8(a_3, b_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        store_masked(row_ptr, to, q_0, mask, is_even)
+        store_masked(row_ptr, to + half_F, q_1, mask, is_even)
+        store_masked(row_ptr, to + 2 * half_F, q_2, mask, is_even)
+        store_masked(row_ptr, to + 3 * half_F, q_3, mask, is_even)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        column_ptr += tile_f.to(tl.int64) * b_f * quarter_M + tile_m * (b_m // 4)
+        down = c[None, :] * (2 * quarter_M) + i[:, None]
+        store_masked(column_ptr, down, first, mask, is_even)
+        store_masked(column_ptr, down + quarter_M, second, mask, is_even)
+        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        count = 0
+        if not (top * inverse <= largest):
+            # rare: computed again rather than kept
+            size = at.to(tl.float32) * 0.0
+            over = at * 0
+            for j in range(rows):
+                a, b = outputs_of_pairs(pairs_ptr, at + j * F, half_F, mask, limit, alpha, name, has_limit, is_even)
+                size, over = recounted(size, over, a, b, inverse, largest)
+            top = tl.max(tl.max(size, axis=1), axis=0)
+            count = tl.sum(tl.sum(over, axis=1), axis=0)
+        record(seen_ptr, saturated_ptr, top, count, has_seen)
+
+    @triton.jit
+    def gated_bwd_fp8_pairs_kernel(
+        grad_ptr,
+        pairs_ptr,
+        row_ptr,
+        column_ptr,
+        scale_ptr,
+        scale_copy_ptr,
+        seen_ptr,
+        saturated_ptr,
+        half_F,
+        quarter_M,
+        rows,
+        limit,
+        alpha,
+        name: tl.constexpr,
+        has_limit: tl.constexpr,
+        has_seen: tl.constexpr,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+        is_even: tl.constexpr,
+        b_m: tl.constexpr,
+        b_f: tl.constexpr,
+    ):
+        """The gradient as int32 [M, F / 2], gate_up as int32 [M, F], rows as int16 [M, F], columns as int32
+        [2 F, M / 4]; see gated_fwd_fp8_pairs_kernel."""
+        tile_m = tl.program_id(0)
+        tile_f = tl.program_id(1)
+        i = tl.arange(0, b_m // 4)
+        c = tl.arange(0, b_f // 2)
+        mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (tile_f * (b_f // 2) + c < half_F)[None, :]
+        F = 2 * half_F
+        begin = tile_m.to(tl.int64) * b_m * F + tile_f * (b_f // 2)
+        grad_ptr += tile_m.to(tl.int64) * b_m * half_F + tile_f * (b_f // 2)
+        pairs_ptr += begin
+        row_ptr += begin
+        at = i[:, None] * (4 * F) + c[None, :]
+        g = i[:, None] * (4 * half_F) + c[None, :]
+        scale = tl.load(scale_ptr)
+        inverse = inverse_of(scale)
+        if (tile_m == 0) & (tile_f == 0):
+            tl.store(scale_copy_ptr, scale)
+        a_0, b_0, u_0, v_0 = gradients_of_pairs(
+            grad_ptr, pairs_ptr, g, at, half_F, mask, limit, alpha, name, has_limit, is_even
+        )
+        a_1, b_1, u_1, v_1 = gradients_of_pairs(
+            grad_ptr, pairs_ptr, g + half_F, at + F, half_F, mask, limit, alpha, name, has_limit, is_even
+        )
+        a_2, b_2, u_2, v_2 = gradients_of_pairs(
+            grad_ptr, pairs_ptr, g + 2 * half_F, at + 2 * F, half_F, mask, limit, alpha, name, has_limit, is_even
+        )
+        a_3, b_3, u_3, v_3 = gradients_of_pairs(
+            grad_ptr, pairs_ptr, g + 3 * half_F, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even
+        )
+        bits = top_bits(top_bits(top_bits(top_bits(at * 0, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
+        bits = top_bits(top_bits(top_bits(top_bits(bits, u_0, v_0), u_1, v_1), u_2, v_2), u_3, v_3)
+        column_ptr += tile_f.to(tl.int64) * b_f * quarter_M + tile_m * (b_m // 4)
+        down = c[None, :] * (2 * quarter_M) + i[:, None]
+        q_0 = two_in_fp8(a_0, b_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_1 = two_in_fp8(a_1, b_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_2 = two_in_fp8(a_2, b_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_3 = two_in_fp8(a_3, b_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        store_masked(row_ptr, at, q_0, mask, is_even)
+        store_masked(row_ptr, at + F, q_1, mask, is_even)
+        store_masked(row_ptr, at + 2 * F, q_2, mask, is_even)
+        store_masked(row_ptr, at + 3 * F, q_3, mask, is_even)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_masked(column_ptr, down, first, mask, is_even)
+        store_masked(column_ptr, down + quarter_M, second, mask, is_even)
+        # behind all of the gate
+        row_ptr += half_F
+        column_ptr += F.to(tl.int64) * quarter_M
+        q_0 = two_in_fp8(u_0, v_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_1 = two_in_fp8(u_1, v_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_2 = two_in_fp8(u_2, v_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_3 = two_in_fp8(u_3, v_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        store_masked(row_ptr, at, q_0, mask, is_even)
+        store_masked(row_ptr, at + F, q_1, mask, is_even)
+        store_masked(row_ptr, at + 2 * F, q_2, mask, is_even)
+        store_masked(row_ptr, at + 3 * F, q_3, mask, is_even)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        store_masked(column_ptr, down, first, mask, is_even)
+        store_masked(column_ptr, down + quarter_M, second, mask, is_even)
+        top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
+        count = 0
+        if not (top * inverse <= largest):
+            size = at.to(tl.float32) * 0.0
+            over = at * 0
+            for j in range(rows):
+                a, b, u, v = gradients_of_pairs(
+                    grad_ptr,
+                    pairs_ptr,
+                    g + j * half_F,
+                    at + j * F,
+                    half_F,
+                    mask,
+                    limit,
+                    alpha,
+                    name,
+                    has_limit,
+                    is_even,
+                )
+                size, over = recounted(size, over, a, b, inverse, largest)
+                size, over = recounted(size, over, u, v, inverse, largest)
+            top = tl.max(tl.max(size, axis=1), axis=0)
+            count = tl.sum(tl.sum(over, axis=1), axis=0)
+        record(seen_ptr, saturated_ptr, top, count, has_seen)
+
 
 def _grid(M: int, F: int) -> tuple[int, int]:
     return M, triton.cdiv(F, BLOCK)
@@ -284,8 +519,10 @@ class Tile(NamedTuple):
     warps: int
 
 
-FORWARD_TILE = Tile(rows=64, features=128, warps=8)
-BACKWARD_TILE = Tile(rows=64, features=64, warps=8)
+FORWARD_TILE = Tile(rows=128, features=64, warps=4)
+BACKWARD_TILE = Tile(rows=64, features=128, warps=8)
+# An element at a time.
+SMALL_TILE = Tile(rows=64, features=64, warps=8)
 
 
 def gated_forward_in_fp8(gate_up: Tensor, code: str, *, known: Known) -> Written:
@@ -293,7 +530,8 @@ def gated_forward_in_fp8(gate_up: Tensor, code: str, *, known: Known) -> Written
     F = gate_up.shape[-1] // 2
     M = gate_up.numel() // (2 * F)
     written = empty_pair(gate_up, M, F, known.dtype)
-    _write(gated_fwd_fp8_kernel, (gate_up,), written, M, F, code, known, FORWARD_TILE)
+    kernels = Kernels(gated_fwd_fp8_pairs_kernel, gated_fwd_fp8_kernel, FORWARD_TILE)
+    _write(kernels, (gate_up,), written, M, F, code, known)
     return written
 
 
@@ -302,31 +540,65 @@ def gated_backward_in_fp8(grad: Tensor, gate_up: Tensor, code: str, *, known: Kn
     F = grad.shape[-1]
     M = grad.numel() // F
     written = empty_pair(gate_up, M, 2 * F, known.dtype)
-    _write(gated_bwd_fp8_kernel, (grad, gate_up), written, M, F, code, known, BACKWARD_TILE)
+    kernels = Kernels(gated_bwd_fp8_pairs_kernel, gated_bwd_fp8_kernel, BACKWARD_TILE)
+    _write(kernels, (grad, gate_up), written, M, F, code, known)
     return written
 
 
+class Kernels(NamedTuple):
+    """Of one direction."""
+
+    of_pairs: Any
+    """bf16 in sizes that 16 divides."""
+    of_elements: Any
+    tile: Tile
+    """Of the first."""
+
+
 def _write(
-    kernel: Any, inputs: tuple[Tensor, ...], written: Written, M: int, F: int, code: str, known: Known, tile: Tile
+    kernels: Kernels, inputs: tuple[Tensor, ...], written: Written, M: int, F: int, code: str, known: Known
 ) -> None:
     assert inputs[-1].dtype != torch.float64, "the kernel computes in fp32"
     form = decoded(code)
-    kernel[(triton.cdiv(M, tile.rows), triton.cdiv(F, tile.features))](
-        *(x.contiguous() for x in inputs),
-        written.rows.view(torch.uint8),
-        written.columns.view(torch.uint8),
+    inputs = tuple(x.contiguous() for x in inputs)
+    recorded = (
         known.scale,
         written.scale,
         # where nothing is recorded nothing is written: any address serves
         known.scale.view(torch.int32) if known.seen is None else known.seen.view(torch.int32),
         known.saturated,
+    )
+    what = (form.limit, form.alpha, form.activation, form.has_limit, known.seen is not None)
+    in_pairs = M % 16 == 0 and F % 16 == 0
+    for x in inputs:
+        in_pairs = in_pairs and x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0
+    if in_pairs:
+        tile = kernels.tile
+        kernels.of_pairs[(triton.cdiv(M, tile.rows), triton.cdiv(F, tile.features))](
+            *(x.view(torch.int32) for x in inputs),
+            written.rows.view(torch.int16),
+            written.columns.view(torch.int32),
+            *recorded,
+            F // 2,
+            M // 4,
+            M // (M // 4),
+            *what,
+            *format_constants(known.dtype),
+            M % tile.rows == 0 and F % tile.features == 0,
+            tile.rows,
+            tile.features,
+            num_warps=tile.warps,
+        )
+        return
+    tile = SMALL_TILE
+    kernels.of_elements[(triton.cdiv(M, tile.rows), triton.cdiv(F, tile.features))](
+        *inputs,
+        written.rows.view(torch.uint8),
+        written.columns.view(torch.uint8),
+        *recorded,
         M,
         F,
-        form.limit,
-        form.alpha,
-        form.activation,
-        form.has_limit,
-        known.seen is not None,
+        *what,
         *format_constants(known.dtype),
         tile.rows,
         tile.features,

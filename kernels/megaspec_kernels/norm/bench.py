@@ -3,14 +3,16 @@
 # M rows, D features
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, random, replayed, training_dtype
+from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, on_device, random, replayed, training_dtype
+from megaspec_kernels.fp8_cast.tile import Known
 from megaspec_kernels.gate import Results, results
 from megaspec_kernels.norm.form import NormForm
-from megaspec_kernels.registry import REGISTRY, NormKernel
+from megaspec_kernels.registry import REGISTRY, NormKernel, NormProducer
 
 RMS = NormForm("rms", "scale", 1e-5)
 FORMS = (RMS, NormForm("rms", "one_plus", 1e-6), NormForm("layer", "scale", 1e-5))
@@ -84,6 +86,21 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
             size = M * D * x.itemsize
             yield Work(f"{what}, forward, {M} x {D}", forward, numbers * size, "bytes")
             yield Work(f"{what}, backward, {M} x {D}", backward, 4 * size, "bytes")
+        if kernel.producer is not None and device.type == "cuda":
+            yield _in_fp8(kernel.producer, x.detach(), term.detach(), weight.detach())
+
+
+def _in_fp8(producer: NormProducer, x: Tensor, term: Tensor, weight: Tensor) -> Work:
+    """Both terms are read, their sum is written, and what is normed in both layouts."""
+    M, D = x.shape
+    known = Known(
+        torch.ones(1, device=x.device),
+        torch.zeros(1, device=x.device),
+        torch.zeros(1, dtype=torch.int64, device=x.device),
+        torch.float8_e4m3fn,
+    )
+    call = partial(producer.forward_in_fp8, x, term, weight, None, RMS.code, known=known)
+    return Work(f"sum and norm in fp8, {M} x {D}", on_device(call), M * D * (3 * x.itemsize + 2), "bytes")
 
 
 BENCH = Bench(held, works)

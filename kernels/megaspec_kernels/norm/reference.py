@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaspec_kernels.norm.form import NormForm, Normed
+from megaspec_kernels.norm.form import Normed, NormForm
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, form: NormForm) -> Tensor:

@@ -11,6 +11,7 @@ from megaspec_kernels.bench import Bench, Held, Work, random, training_dtype
 from megaspec_kernels.catalog import Use
 from megaspec_kernels.fp8_cast.formats import Block, scale_of, spread
 from megaspec_kernels.registry import REGISTRY
+from megaspec_kernels.scaled_product import cublaslt
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
@@ -108,10 +109,10 @@ def _weight_gradients(name: str, device: torch.device) -> Iterator[Work]:
         x_IM, x_scale = _factor(torch.randn(inputs, tokens, device=device), whole, E4M3)
         into = torch.zeros(outputs, inputs, device=device)
         # what cuBLASLt thinks best, and its second thoughts
-        algorithms: tuple[int, ...] = (0,)
+        count = 1
         if name == "cublaslt":
-            algorithms = (0, 1, 2)
-        for algorithm in algorithms:
+            count = min(3, cublaslt.algorithms(grad_OM, x_IM, into))
+        for algorithm in range(count):
 
             def call(
                 grad_OM: Tensor = grad_OM,

@@ -153,25 +153,13 @@ def scaled_product(
 ) -> Tensor:
     """See reference.py. Scales of whole tensors; M, N and K are multiples of 16. `algorithm`: of those that cuBLASLt
     found, for benchmarks."""
-    M, K = a_MK.shape
-    N = b_NK.shape[0]
     out = into
     if out is None:
-        out = a_MK.new_empty(M, N, dtype=dtype)
+        out = a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
     if a_MK.is_meta or out.numel() == 0:
         return out
     _check(a_MK, b_NK, a_scale, b_scale, out)
-    shape = Shape(
-        a_MK.get_device(),
-        M,
-        N,
-        K,
-        a_MK.dtype,
-        b_NK.dtype,
-        out.dtype,
-        fast,
-        (_alignment(b_NK), _alignment(a_MK), _alignment(out)),
-    )
+    shape = _shape(a_MK, b_NK, out, fast=fast)
     plan = _plan(shape)
     stream = torch.cuda.current_stream().cuda_stream
     adds = into is not None and not overwrite
@@ -202,6 +190,26 @@ def scaled_product(
         )
     _must(status, f"product {shape}, algorithm {algorithm}")
     return out
+
+
+def algorithms(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor) -> int:
+    """How many there are for a product without fast sums, for benchmarks."""
+    return len(_plan(_shape(a_MK, b_NK, out_MN, fast=False)).found)
+
+
+def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, fast: bool) -> Shape:
+    M, K = a_MK.shape
+    return Shape(
+        a_MK.get_device(),
+        M,
+        b_NK.shape[0],
+        K,
+        a_MK.dtype,
+        b_NK.dtype,
+        out_MN.dtype,
+        fast,
+        (_alignment(b_NK), _alignment(a_MK), _alignment(out_MN)),
+    )
 
 
 # alpha and beta; they are read when a product is started

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megaspec.core.part_facts import ALL_OF_THE_PAST, Sight
 from megaspec.nn.attention.spec import GroupedQuerySpec, LogTemperature
 from megaspec.nn.dropout import Dropout, Noise
-from megaspec.nn.hashing import keep_mask, site_key
 from megaspec.nn.fp8 import Fp8Input
+from megaspec.nn.hashing import keep_mask, site_key
 from megaspec.nn.linear import Linear
 from megaspec.nn.norm.module import RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec

@@ -44,8 +44,8 @@ class OutputHead(nn.Module):
 
     @property
     def sums_in_place(self) -> bool:
-        """Whether the loss can add the weight's gradient to a sum itself."""
-        return "weight_sum" in signature(self.kernel).parameters
+        """Whether the loss can add the weight's gradient to a sum itself: ours, with a kernel that takes one."""
+        return type(self).loss is OutputHead.loss and "weight_sum" in signature(self.kernel).parameters
 
     @property
     def shard(self) -> VocabShard:

@@ -204,6 +204,19 @@ class LayerFacts:
                 dense += size
         return WeightCount(dense + sum(vector.on(degrees) for vector in self.vectors), expert)
 
+    def fp8_weights_on(self, degrees: Degrees) -> "WeightCount":
+        """Of them, those whose products take fp8."""
+        dense = 0
+        expert = 0
+        for linear in self.linears:
+            if not self.in_fp8 or not linear.takes_fp8:
+                continue
+            if linear.tokens == "routed":
+                expert += linear.weights_on(degrees)
+            else:
+                dense += linear.weights_on(degrees)
+        return WeightCount(dense, expert)
+
 
 @dataclass(frozen=True)
 class WeightCount:

@@ -2,7 +2,6 @@
 
 # B sequences, T tokens, D model, F width between both products
 
-import torch
 from torch import Tensor, nn
 
 from megaspec.nn.dropout import Dropout, Noise

@@ -88,7 +88,9 @@ class Fp8Experts(Fp8Linear):
         E = self.n_experts
         n_out = weight.shape[0] // E
         ends_E = torch.arange(1, E + 1, device=weight.device, dtype=torch.int32) * n_out
-        lying = self.lying(weight, "weight", ends_E)
+        lying = self.gathered
+        if lying is None:
+            lying = self.lying(weight, "weight", ends_E)
         in_rows = lying
         scale_EO = lying.scale
         if not self.shares_tensors:

@@ -38,10 +38,9 @@ def _kept(
     """Its input, its row's sums, and its output."""
     numbers = (features(width),)
     stream = Kept(f"{name}.stream", numbers, "stream")
-    if acts_on_heads:
-        # plain operations
-        execution = replace(execution, fused=execution.fused - {"norm"})
     wide = spec.wide_copies(execution)
+    if spec.has_kernel and not acts_on_heads and "norm" in execution.fused:
+        wide = 0
     # to make wide copies again takes the input as it came
     if wide == 0 or "norm" in execution.recomputed:
         yield stream

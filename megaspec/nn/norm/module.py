@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megaspec.nn.fp8 import Fp8Input
 from megaspec.nn.fp8_producers import Producer, norm_of_stream, norm_of_sum
 from megaspec.nn.norm.spec import LayerNormSpec, RmsNormSpec
-from megaspec_kernels.norm.form import NormForm, Normed
+from megaspec_kernels.norm.form import Normed, NormForm
 from megaspec_kernels.norm.reference import add, rms_norm
 from megaspec_kernels.registry import REGISTRY, NormKernel
 

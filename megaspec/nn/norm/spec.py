@@ -15,6 +15,8 @@ class NormSpec(Frozen):
 
     statistics: ClassVar[int]
     """Sums of a row that wait for the backward pass."""
+    has_kernel: ClassVar[bool] = False
+    """The operation `norm` of kernels/ computes it, but for norms of heads."""
 
     @property
     def head_eps(self) -> float:
@@ -47,6 +49,7 @@ class RmsNormSpec(NormSpec):
 
     # the root of the mean square
     statistics: ClassVar[int] = 1
+    has_kernel: ClassVar[bool] = True
 
     @property
     def head_eps(self) -> float:
@@ -56,7 +59,7 @@ class RmsNormSpec(NormSpec):
         return gain_and_bias(self.weight, width, name=name)
 
     def wide_copies(self, execution: Execution) -> int:
-        if execution.is_compiled or "norm" in execution.fused:
+        if execution.is_compiled:
             return 0
         # before it is divided, and where a weight multiplies it afterwards, divided
         return 1 if self.weight == "none" else 2
@@ -76,6 +79,7 @@ class LayerNormSpec(NormSpec):
 
     # the mean, and what the rest is divided by
     statistics: ClassVar[int] = 2
+    has_kernel: ClassVar[bool] = True
 
     @property
     def head_eps(self) -> float:
@@ -85,9 +89,7 @@ class LayerNormSpec(NormSpec):
         return gain_and_bias(self.weight, width, name=name, bias=self.bias)
 
     def wide_copies(self, execution: Execution) -> int:
-        if execution.is_compiled or "norm" in execution.fused or self.weight != "one_plus":
-            return 0
-        return 2
+        return 2 if self.weight == "one_plus" and not execution.is_compiled else 0
 
 
 NORM_KINDS = Kinds()

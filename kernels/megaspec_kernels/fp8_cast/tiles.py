@@ -1,0 +1,27 @@
+"""Tiles of the cast in triton.py, from which a benchmark chooses."""
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """What a program of pairs_kernel casts. Powers of two up to 128."""
+
+    rows: int
+    columns: int
+    warps: int
+    registers: int
+    """Of a thread at most: left alone the compiler may take more, and fewer programs fit beside each other. None of
+    these spills (Triton 3.6, sm90)."""
+    group: int
+    """Tiles below each other that programs next to each other take: what they write in columns is near in memory."""
+
+
+TILES = {
+    "128x128": Tile(128, 128, 8, 64, 8),
+    "128x128, 4 warps": Tile(128, 128, 4, 112, 8),
+    "64x128": Tile(64, 128, 4, 64, 8),
+    "128x64": Tile(128, 64, 4, 64, 8),
+    "64x64": Tile(64, 64, 4, 64, 8),
+    "128x128, no groups": Tile(128, 128, 8, 64, 1),
+}
+BEST = TILES["128x128"]

@@ -1,0 +1,248 @@
+"""fp8 beside bf16 over real text: losses of every step, and gradients beside bf16's of the same weights and batch.
+
+  megaspec data prepare python --tokenizer bpe:32000 --out data/there
+  python tests/benchmarks/bench_fp8_accuracy.py --text data/there --out accuracy.jsonl --plot accuracy.png
+
+bf16 runs first, and again with micro batches of another size, which sum in another order, and from another seed: so far
+runs of one format are apart. Then each recipe of fp8. Before some of its steps a twin in bf16 takes its weights and the
+step's batch: signal to noise is |g|² / |g - g of fp8|² in dB, of all weights of a layer together. A JSON line each.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaspec.data.batch import Batch
+from megaspec.data.loader import Loader, open_source
+from megaspec.data.manifest import load_manifest
+from megaspec.optim.schedule import learning_rate, weight_decay
+from megaspec.precision.scaler import build_scaler
+from megaspec.recipe import Recipe
+from megaspec.resolve.gather import gather_facts
+from megaspec.resolve.resolver import resolve
+from megaspec.runtime.build import TrainState, build, initialise, mesh_of
+from megaspec.runtime.step import train_step
+from megaspec.spec import Spec
+from megaspec.train.batch_schedule import BatchSchedule
+from tests.benchmarks.bench_train import device_here, target_of
+
+# 110 million parameters with a vocabulary of 32,000
+MODEL = {
+    "kind": "decoder", "n_layers": 12, "d_model": 768, "n_heads": 12, "n_kv_heads": 12, "d_ffn": 2048,
+    "tied_embeddings": True, "positions": {"kind": "rotary", "base": 1e4},
+}  # fmt: skip
+SMALL = MODEL | {"n_layers": 4, "d_model": 64, "n_heads": 2, "n_kv_heads": 2, "d_ffn": 128}
+SEQ, BATCH, MICRO_BATCH = 1024, 16, 8
+# What each run sets beside the rest.
+RUNS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "bf16, another order": {"train": {"micro_batch": MICRO_BATCH // 2}},
+    "bf16, another seed": {"train": {"seed": 2}},
+    "tensorwise": {"precision": {"kind": "fp8", "recipe": "tensorwise"}},
+    "delayed": {"precision": {"kind": "fp8", "recipe": "delayed"}},
+    "rowwise": {"precision": {"kind": "fp8", "recipe": "rowwise"}},
+    "blockwise": {"precision": {"kind": "fp8", "recipe": "blockwise"}},
+}
+# Losses of so many steps together are the loss of the end: one batch is far from the mean.
+AT_THE_END = 20
+
+
+def spec_of(args: argparse.Namespace, more: dict[str, Any]) -> Spec:
+    """The Spec of one run. All see the same tokens in the same order."""
+    vocab = load_manifest(args.text).tokenizer.vocab_size
+    fields: dict[str, Any] = {
+        "name": "accuracy",
+        "run_dir": "-",
+        "model": (SMALL if args.small else MODEL) | {"vocab_size": vocab, "max_seq_len": args.seq},
+        "precision": {"kind": "bf16"},
+        "data": {"kind": "indexed", "blend": [{"prefix": args.text}], "seq_len": args.seq, "seed": 1},
+        "optim": {"kind": "adamw", "lr": args.lr, "schedule": {"warmup_steps": max(1, args.steps // 10)}},
+        "train": {"steps": args.steps, "global_batch": BATCH, "micro_batch": MICRO_BATCH, "seed": 1, "eval_every": 0},
+        "log": {"tensorboard": False},
+        "launcher": {"ranks": 1},
+    }
+    for section, keys in more.items():
+        fields[section] = fields[section] | keys
+    recipe = Recipe.model_validate_json(json.dumps(fields))
+    return resolve(recipe, target_of(1), gather_facts(recipe))
+
+
+class Twin:
+    """The same model in bf16, for gradients beside those of a run in fp8."""
+
+    def __init__(self, spec: Spec, device: torch.device):
+        self.built = build(spec, mesh=mesh_of(spec, rank=0, device=device))
+        initialise(self.built)
+        self._scaler = build_scaler(spec.precision, device=device)
+
+    def gradients(self, of: TrainState, batches: list[Batch]) -> dict[str, Tensor]:
+        """Of the weights of a run and a step's batch."""
+        with torch.no_grad():
+            for here, there in zip(self.built.chunks, of.chunks, strict=True):
+                weights = dict(there.named_parameters())
+                for name, parameter in here.named_parameters():
+                    parameter.copy_(weights[name])
+        return gradients_of(self.built, batches, scaler=self._scaler, lr=0.0, weight_decay=0.0)[1]
+
+
+def gradients_of(built: TrainState, batches: list[Batch], **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Trains one step -> its result, and the gradients that it was made with."""
+    kept: dict[str, Tensor] = {}
+
+    def keep() -> None:
+        # the update may divide them in place
+        kept.update({name: grad.clone() for name, grad in built.data_parallel.gradients.items()})
+
+    return train_step(built, batches, on_gradients=keep, **options), kept
+
+
+def decibels(truth: dict[str, Tensor], noisy: dict[str, Tensor]) -> dict[str, float]:
+    """Signal to noise of each layer, and of what lies outside of layers."""
+    signal: dict[str, float] = defaultdict(float)
+    noise: dict[str, float] = defaultdict(float)
+    assert truth.keys() == noisy.keys(), truth.keys() ^ noisy.keys()
+    for name, grad in truth.items():
+        begin, _, rest = name.partition(".")
+        layer = f"layers.{rest.partition('.')[0]}" if begin == "layers" else begin
+        wide = grad.double()
+        signal[layer] += wide.square().sum().item()
+        noise[layer] += (noisy[name].double() - wide).square().sum().item()
+    # gradients that are equal have no noise
+    return {layer: 10 * math.log10(signal[layer] / max(noise[layer], 1e-300)) for layer in signal}
+
+
+def run(args: argparse.Namespace, name: str, device: torch.device) -> dict[str, Any]:
+    """Trains one run. -> its line."""
+    begun = time.monotonic()
+    spec = spec_of(args, RUNS[name])
+    torch._dynamo.reset()
+    built = build(spec, mesh=mesh_of(spec, rank=0, device=device))
+    initialise(built)
+    twin = Twin(spec_of(args, {}), device) if spec.precision.kind == "fp8" else None
+    scaler = build_scaler(spec.precision, device=device)
+    source = open_source(
+        spec.data, split="train", seed=spec.data.seed, segments=spec.segments, vocab_size=spec.model.vocab_size
+    )
+    losses = []
+    snr: dict[int, dict[str, float]] = {}
+    with Loader(
+        source,
+        BatchSchedule(spec.train, moved=0),
+        start_step=0,
+        steps=spec.train.steps,
+        micro_batch=spec.train.micro_batch,
+        dp_rank=0,
+        dp_size=1,
+        device=device,
+    ) as loader:
+        for step, batch in enumerate(loader, start=1):
+            options = {
+                "lr": learning_rate(spec.optim.schedule, spec.optim.lr, step),
+                "weight_decay": weight_decay(spec.optim, step),
+                "scaler": scaler,
+            }
+            if twin is not None and step in args.at:
+                truth = twin.gradients(built, batch.micro_batches)
+                result, noisy = gradients_of(built, batch.micro_batches, **options)
+                snr[step] = decibels(truth, noisy)
+            else:
+                result = train_step(built, batch.micro_batches, **options)
+            losses.append(result.loss.double())
+    of_steps = torch.stack(losses).tolist()
+    last = of_steps[-AT_THE_END:]
+    return {
+        "run": name,
+        "precision": spec.precision.model_dump(mode="json"),
+        "parameters": sum(parameter.numel() for parameter in built.chunks[0].parameters()),
+        "tokens_a_step": BATCH * args.seq,
+        "steps": args.steps,
+        "last_loss": sum(last) / len(last),
+        "decibels": snr,
+        "seconds": round(time.monotonic() - begun, 1),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "losses": of_steps,
+    }
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """Losses at the end over bf16's, and the layer with most noise at each step."""
+    first = next((line for line in lines if line["run"] == "bf16"), None)
+    rows = ["| run | loss at the end | from bf16's | least signal to noise, dB |", "|---|---|---|---|"]
+    for line in lines:
+        apart = ""
+        if first is not None:
+            apart = f"{line['last_loss'] / first['last_loss'] - 1:+.3%}"
+        least = []
+        for step, layers in line["decibels"].items():
+            layer = min(layers, key=layers.__getitem__)
+            least.append(f"step {step}: {layers[layer]:.1f} ({layer})")
+        rows.append(f"| {line['run']} | {line['last_loss']:.4f} | {apart} | {', '.join(least)} |")
+    return "\n".join(rows)
+
+
+def draw(lines: list[dict[str, Any]], path: Path) -> None:
+    """Each run's losses over bf16's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first = next(line for line in lines if line["run"] == "bf16")
+    figure, (above, below) = pyplot.subplots(2, sharex=True, figsize=(9, 8))
+    for line in lines:
+        steps = range(1, len(line["losses"]) + 1)
+        above.plot(steps, line["losses"], label=line["run"], linewidth=0.8)
+        ratios = [100 * (a / b - 1) for a, b in zip(line["losses"], first["losses"], strict=True)]
+        below.plot(steps, ratios, linewidth=0.8)
+    above.set_ylabel("loss")
+    above.legend()
+    below.set_ylabel("from bf16's, %")
+    below.set_xlabel("step")
+    figure.savefig(path, dpi=120)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", required=True, help="prefix of token files")
+    parser.add_argument("--runs", default=";".join(RUNS), help="of them, with ; between")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seq", type=int, default=SEQ)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--at", type=int, nargs="*", default=[1, 100, 500], help="steps whose gradients are compared")
+    parser.add_argument("--small", action="store_true", help="a model that a CPU trains")
+    parser.add_argument("--out", help="a file that every line is appended to")
+    parser.add_argument("--plot", type=Path, help="a picture of the losses; needs matplotlib")
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        # known before minutes of training
+        raise SystemExit("--plot needs matplotlib, which is not installed; leave it out: --out keeps all losses")
+    device = device_here()
+    lines = []
+    for name in args.runs.split(";"):
+        line = run(args, name, device)
+        lines.append(line)
+        text = json.dumps(line)
+        print(json.dumps({key: value for key, value in line.items() if key != "losses"}), flush=True)
+        if args.out:
+            with open(args.out, "a") as file:
+                file.write(text + "\n")
+    print(summary(lines))
+    if args.plot:
+        draw(lines, args.plot)
+
+
+if __name__ == "__main__":
+    main()
