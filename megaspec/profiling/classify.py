@@ -67,6 +67,8 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"flash_(fwd|bwd|attn)|_sdpa_|fmha|mha_(fwd|bwd)|flex_attention|attention_(fwd|bwd|forward|backward)",
             ATTENTION,
         ),
+        # Transformer Engine's casts, norms and largest elements, before products: cuBLAS's have no name of its
+        (r"transformer_engine::", ELEMENT_WISE),
         # our own: kernels/megaspec_kernels/attention_merge
         (r"^(merge|add)_kernel$", ATTENTION),
         # before products, whose names hold the names of optimizers never
