@@ -47,8 +47,8 @@ class Fp8Experts(Fp8Linear):
     grouped: ScaledGroupedKernel
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.form = replace(self.form, gradient_format="e4m3")
+        super().__post_init__()
 
     @property
     def shares_tensors(self) -> bool:
