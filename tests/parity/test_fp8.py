@@ -51,7 +51,10 @@ EXPERTS = [
     Case(tp=2, sequence=True, router="first", etp=2, dispatch="all_gather", accumulate=2, drop="position"),
     Case(dp=2, strategy="fsdp", router="softmax", accumulate=2, mask="uneven", n_layers=4, every=2),
 ]
+GATHERED = (("precision.gather_fp8", True),)
 OTHER_EXPERTS = [
+    # compiled blocks never touch a weight that has no memory
+    Case(dp=2, strategy="fsdp", router="softmax", precision="fp8 tensorwise", compile="block", also=GATHERED),
     Case(tp=4, sequence=True, router="softmax", ep=2, etp=2, precision="fp8 delayed", accumulate=2),
     Case(tp=2, dp=2, sequence=True, strategy="fsdp", router="softmax", ep=2, precision="fp8 rowwise", drop="padded"),
     Case(tp=2, pp=2, sequence=True, schedule="zb_h1", router="root", ep=2, precision="fp8 delayed", accumulate=4),
@@ -67,7 +70,6 @@ OTHER_EXPERTS = [
     ),
 ]  # fmt: skip
 # Weights that are gathered as bytes: to the bit what comes of gathering them first.
-GATHERED = (("precision.gather_fp8", True),)
 GATHERS = [
     Case(dp=2, strategy="fsdp", accumulate=2, mask="uneven"),
     Case(dp=4, strategy="hsdp", replicas=2, accumulate=1, optimizer="sgd"),
