@@ -535,9 +535,6 @@ def _refuse_other_attention(spec: Spec, asked: str, sizes: dict[str, Any]) -> No
     name = spec.kernels.attention
     text = f"kernels.attention={name}: torch {torch.__version__} takes {KERNEL_NAMES[taken]} for {asked} on this GPU,"
     text += f" the plan's times are of {KERNEL_NAMES[wanted]}"
-    reasons = sdpa.why_not(wanted, **sizes)
-    if reasons:
-        text += f" ({reasons})"
     other = "flash_attn, or install a torch with cuDNN 9"
     if spec.train.deterministic:
         other = "reference, or train.deterministic=false"

@@ -2,7 +2,6 @@
 
 # B sequences, T tokens, N query heads, K key and value heads, H head size
 
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -143,28 +142,12 @@ def expected(*, d_head: int, tokens: int, dtype: torch.dtype, sm: int, determini
     return "cudnn" if d_head <= 128 and sm >= 90 else None
 
 
-def why_not(
-    name: str, *, n_heads: int, n_kv_heads: int, d_head: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """What torch says of a kernel that does not take such attention; empty where it says nothing."""
-    asked = _asked(n_heads, n_kv_heads, d_head, tokens, dtype, device)
-    with sdpa_kernel(list(_FUSED), set_priority=True), warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        _takes(name, asked, debug=True)
-    reasons = []
-    for one in said:
-        # torch adds where in its sources it said so
-        first, _, _ = str(one.message).partition(" (Triggered internally")
-        reasons.append(first)
-    return "; ".join(reasons)
-
-
 # In the order in which `attention` has them tried.
 _NAMES = ("cudnn", "flash", "efficient")
 
 
-def _takes(name: str, asked: torch.backends.cuda.SDPAParams, *, debug: bool = False) -> bool:
-    return getattr(torch.backends.cuda, f"can_use_{name}_attention")(asked, debug)
+def _takes(name: str, asked: torch.backends.cuda.SDPAParams) -> bool:
+    return getattr(torch.backends.cuda, f"can_use_{name}_attention")(asked)
 
 
 def _asked(

@@ -26,7 +26,11 @@ if triton is not None:
 
     @triton.jit
     def fp8_bytes(y, mantissa: tl.constexpr, least_exponent: tl.constexpr, largest: tl.constexpr):
-        """fp32 -> uint8 in int32, to nearest, ties to even; beyond the largest number the largest, NaN for NaN."""
+        """fp32 -> uint8 in int32, to nearest, ties to even; beyond the largest number the largest, NaN for NaN.
+
+        Kernels that store a tile as it is and turned round take this one element at a time: what a GPU's own conversion
+        makes, ptxas 12.9 mixes up between two such stores (triton-lang/triton#11111).
+        """
         # comparisons leave NaN as it is
         y = tl.where(y > largest, largest, y)
         y = tl.where(y < -largest, -largest, y)
@@ -141,7 +145,6 @@ if triton is not None:
         largest: tl.constexpr,
         mantissa: tl.constexpr,
         least_exponent: tl.constexpr,
-        interpreted: tl.constexpr,
     ):
         """A tile in fp32 -> its bytes; its finite elements without their signs, else 0; where they saturate."""
         size = tl.abs(x)
@@ -150,16 +153,8 @@ if triton is not None:
         over = is_finite & (tl.abs(y) > largest)
         # one NaN for all that is not finite
         y = tl.where(is_finite, y, float("nan"))
-        if interpreted:
-            q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
-            return q, tl.where(is_finite, size, 0.0), over
-        # comparisons leave NaN as it is
-        y = tl.where(y > largest, largest, y)
-        y = tl.where(y < -largest, -largest, y)
-        if mantissa == 3:
-            q = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            q = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        # by integers, see fp8_bytes
+        q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
         return q, tl.where(is_finite, size, 0.0), over
 
     @triton.jit
@@ -187,9 +182,9 @@ if triton is not None:
             tl.atomic_add(saturated_ptr, over.to(tl.int64), sem="relaxed")
 
 
-def format_constants(dtype: torch.dtype) -> tuple[float, int, int, bool]:
+def format_constants(dtype: torch.dtype) -> tuple[float, int, int]:
     """Of a format, what `in_fp8` takes behind the inverse."""
-    return LARGEST[dtype], MANTISSA[dtype], LEAST_EXPONENT[dtype], INTERPRETED
+    return LARGEST[dtype], MANTISSA[dtype], LEAST_EXPONENT[dtype]
 
 
 class Known(NamedTuple):

@@ -131,7 +131,6 @@ if triton is not None:
         copies: tl.constexpr,
         mantissa: tl.constexpr,
         least_exponent: tl.constexpr,
-        interpreted: tl.constexpr,
         tile: tl.constexpr,
     ):
         """`block_rows`, `block_columns`: 0: all that there are."""
@@ -160,17 +159,11 @@ if triton is not None:
             tl.store(copy_ptr, tl.load(scale_ptr), mask=is_first)
         # one NaN for all that is not finite
         y = tl.where(finite, y, float("nan"))
-        if interpreted:
-            q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
-        elif mantissa == 3:
-            # saturates
-            q = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            q = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        # by integers, see fp8_bytes
+        q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
         if has_rows:
             tl.store(row_ptr + m[:, None] * K + k[None, :], q, mask=mask)
         if has_columns:
-            # to transposed addresses: tl.trans has corrupted fp8 tiles
             tl.store(column_ptr + k[None, :] * M + m[:, None], q, mask=mask)
 
     @triton.jit
@@ -478,7 +471,6 @@ def cast(
         "copies": scale_copy is not None,
         "mantissa": 3 if dtype == torch.float8_e4m3fn else 2,
         "least_exponent": -6 if dtype == torch.float8_e4m3fn else -14,
-        "interpreted": INTERPRETED,
     }
     recorded = (
         scale_mk if seen is None else seen.view(torch.int32),
@@ -501,6 +493,7 @@ def cast(
             M // 4,
             scale_mk.shape[1],
             **form,
+            interpreted=INTERPRETED,
             is_even=M % tile.rows == 0 and K % tile.columns == 0,
             b_m=tile.rows,
             b_k=tile.columns,

@@ -89,7 +89,7 @@ if triton is not None:
         # one NaN for all that is not finite
         y = tl.where(is_infinite | (x != x), float("nan"), y)
         if interpreted:
-            q = fp8_bytes(y, mantissa, least_exponent)
+            q = fp8_bytes(y, mantissa, least_exponent, largest).to(tl.uint8)
         elif mantissa == 3:
             q = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:

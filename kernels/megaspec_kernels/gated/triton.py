@@ -15,6 +15,7 @@ try:
     import triton.language as tl
 
     from megaspec_kernels.fp8_cast.tile import (
+        INTERPRETED,
         columns_of_rows,
         in_fp8,
         inverse_of,
@@ -147,7 +148,6 @@ if triton is not None:
         largest: tl.constexpr,
         mantissa: tl.constexpr,
         least_exponent: tl.constexpr,
-        interpreted: tl.constexpr,
         b_m: tl.constexpr,
         b_f: tl.constexpr,
     ):
@@ -161,9 +161,9 @@ if triton is not None:
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             tl.store(scale_copy_ptr, scale)
         out, _, _ = gated_tile(gate, up, limit, alpha, name, has_limit)
-        q, size, over = in_fp8(out, inverse_of(scale), largest, mantissa, least_exponent, interpreted)
+        q, size, over = in_fp8(out, inverse_of(scale), largest, mantissa, least_exponent)
         tl.store(row_ptr + m[:, None] * F + f[None, :], q, mask=mask)
-        # to transposed addresses: tl.trans has corrupted fp8 tiles
+        # to transposed addresses
         tl.store(column_ptr + f.to(tl.int64)[None, :] * M + m[:, None], q, mask=mask)
         record(
             seen_ptr,
@@ -193,7 +193,6 @@ if triton is not None:
         largest: tl.constexpr,
         mantissa: tl.constexpr,
         least_exponent: tl.constexpr,
-        interpreted: tl.constexpr,
         b_m: tl.constexpr,
         b_f: tl.constexpr,
     ):
@@ -211,10 +210,10 @@ if triton is not None:
         _, by_gate, by_up = gated_tile(gate, up, limit, alpha, name, has_limit)
         column = f.to(tl.int64)[None, :] * M + m[:, None]
         # masked elements are 0 · something finite
-        q, size, over = in_fp8(grad * by_gate, inverse, largest, mantissa, least_exponent, interpreted)
+        q, size, over = in_fp8(grad * by_gate, inverse, largest, mantissa, least_exponent)
         tl.store(row_ptr + at, q, mask=mask)
         tl.store(column_ptr + column, q, mask=mask)
-        q, size_up, over_up = in_fp8(grad * by_up, inverse, largest, mantissa, least_exponent, interpreted)
+        q, size_up, over_up = in_fp8(grad * by_up, inverse, largest, mantissa, least_exponent)
         tl.store(row_ptr + F + at, q, mask=mask)
         tl.store(column_ptr + column + (f * 0 + F).to(tl.int64)[None, :] * M, q, mask=mask)
         record(
@@ -584,6 +583,7 @@ def _write(
             M // (M // 4),
             *what,
             *format_constants(known.dtype),
+            INTERPRETED,
             M % tile.rows == 0 and F % tile.features == 0,
             tile.rows,
             tile.features,

@@ -23,6 +23,7 @@ try:
     import triton.language as tl
 
     from megaspec_kernels.fp8_cast.tile import (
+        INTERPRETED,
         columns_of_rows,
         in_fp8,
         inverse_of,
@@ -433,7 +434,6 @@ if triton is not None:
         largest: tl.constexpr,
         mantissa: tl.constexpr,
         least_exponent: tl.constexpr,
-        interpreted: tl.constexpr,
         b_m: tl.constexpr,
         b_d: tl.constexpr,
     ):
@@ -466,11 +466,11 @@ if triton is not None:
                 y *= weight[None, :]
             if has_bias:
                 y += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-            q, size, is_over = in_fp8(tl.where(mask, y, 0.0), inverse, largest, mantissa, least_exponent, interpreted)
+            q, size, is_over = in_fp8(tl.where(mask, y, 0.0), inverse, largest, mantissa, least_exponent)
             seen = tl.maximum(seen, size)
             over += is_over.to(tl.int32)
             tl.store(row_ptr + at, q, mask=mask)
-            # to transposed addresses: tl.trans has corrupted fp8 tiles
+            # to transposed addresses
             tl.store(column_ptr + d.to(tl.int64)[None, :] * M + m[:, None], q, mask=mask)
         record(
             seen_ptr,
@@ -715,6 +715,7 @@ def norm_forward_in_fp8(
             form.eps,
             form.scale,
             *what,
+            INTERPRETED,
             M % tile.rows == 0 and D % features == 0,
             tile.rows,
             features,
