@@ -36,6 +36,7 @@ def losses(
     tp: int = 1,
     rank: int = 0,
     others: dict[str, str] | None = None,
+    recompute: dict[str, Any] | None = None,
 ) -> list[float]:
     """Of a model that learns the same few sequences by heart. `product`: another one than `auto` takes. `others`:
     implementations of other operations. With `tp` sequences are divided, too."""
@@ -60,6 +61,7 @@ def losses(
             "dp_replicate": 1,
             "sequence_parallel": tp > 1,
             "pipeline": {"schedule": "1f1b", "micro_batch_group": 1},
+            "recompute": recompute or {"kind": "none"},
         },
         "precision": precision,
         "data": {"kind": "synthetic", "vocab_size": VOCAB, "seq_len": TOKENS, "seed": 1},
