@@ -56,6 +56,9 @@ class Requirement:
     """Whether it can keep an optimizer's states in fewer than 32 bits."""
     fp8_recipes: tuple[str, ...] = ()
     """Of precision.recipe, those whose scales it takes; empty: all."""
+    writes_fp8: bool = False
+    """Whether it writes what the next layer multiplies in fp8 itself, by a delayed scale: with such scales `auto` takes
+    such a one first."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
 
@@ -196,14 +199,14 @@ CATALOG: dict[str, Operation] = {
     "norm": Operation(
         {
             "reference": Requirement(),
-            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
             "te": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, package=TE, install=INSTALL_TE),
         }
     ),
     "gated": Operation(
         {
             "reference": Requirement(),
-            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
         }
     ),
     "fp8_cast": Operation(
@@ -345,6 +348,10 @@ def runs_on(
 def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE) -> str:
     """The best implementation that the target can run, by the catalog's order."""
     runs = runs_on(operation, device=device, sm=sm, use=use, packages=packages)
+    if use.fp8_recipe == "delayed":
+        for name, need in runs.items():
+            if need.writes_fp8:
+                return name
     if use.hides_keys:
         for name, need in runs.items():
             if need.skips_hidden:

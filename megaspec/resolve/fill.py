@@ -446,8 +446,11 @@ def kernels(draft: ResolverDraft) -> None:
                 reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
             if best == "sdpa" and device == "cuda" and use.deterministic:
                 reason += ", FlashAttention-2 with train.deterministic=true"
-        if CATALOG[operation].implementations[best].skips_hidden:
+        chosen = CATALOG[operation].implementations[best]
+        if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
+        if chosen.writes_fp8 and use.fp8_recipe == "delayed":
+            reason += ", writes fp8 itself by delayed scales"
         draft.fill(f"kernels.{operation}", best, reason)
     if device == "cuda":
         draft.fill("kernels.compile", "block", "fuses what lies between matrix products")

@@ -321,7 +321,8 @@ def report(
     own = spec.parallelism.model_dump(mode="json")
     return {
         "peer": "megaspec", "model": args.model, "seq": args.seq, "mbs": args.mbs, "accum": args.accum,
-        "gpus": world, "precision": args.precision, "parallelism": own, "kernels": spec.kernels.model_dump(mode="json"),
+        "gpus": world, "precision": args.precision, "set": args.set, "parallelism": own,
+        "kernels": spec.kernels.model_dump(mode="json"),
         "documents": args.documents, "clock": ranks[0]["clock"],
         "deterministic": spec.train.deterministic, "torch": torch.__version__, "step_ms": round(median * 1e3, 2),
         "step_ms_min": round(min(times) * 1e3, 2), "step_ms_mean": round(statistics.mean(times) * 1e3, 2),

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megaspec.core.document_lengths import begun_at_random
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.memory import fullest, memory_of
 from megaspec.estimate.step_time import StepTime, step_time
@@ -316,10 +317,19 @@ def recipe_of(line: Line, kind: str) -> Recipe:
         words += [f"--{name}", str(line[name])]
     for name, value in line.get("parallelism", {}).items():
         words += ["--set", f"parallelism.{name}={json.dumps(value)}"]
+    if "set" in line:
+        # lines say since 2026-11-25 all that was asked for
+        words += ["--precision", line["precision"], "--documents", str(line["documents"])]
+        words += ["--attention", line["kernels"]["attention"]]
+        for word in line["set"]:
+            words += ["--set", word]
     recipe = bench_train.recipe_of(bench_train.parser().parse_args(words), line["gpus"])
     gpu = HARDWARE[kind]
     target = Target(gpus=line["gpus"], gpu=gpu.name, sm=90, gpu_memory=gpu.memory, versions={"torch": "2.11.0"})
-    return plainly_filled(recipe, target, Facts(run_dir="-"))
+    facts = Facts(run_dir="-")
+    if line.get("documents"):
+        facts = Facts(run_dir="-", document_lengths=begun_at_random(1 / line["documents"]))
+    return plainly_filled(recipe, target, facts)
 
 
 def _kind(file: str) -> str:
