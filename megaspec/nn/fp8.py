@@ -45,7 +45,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.formats import Block, scale_of, scale_shape
+from megaspec_kernels.fp8_cast.formats import Block, Known, scale_of, scale_shape
 from megaspec_kernels.registry import Fp8CastKernel, ScaledProductKernel
 
 Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise"]
@@ -151,20 +151,6 @@ class Fp8Slots(NamedTuple):
     """[1, 1]"""
 
 
-class Fp8Known(NamedTuple):
-    """What a kernel has to know to write fp8 before it has seen all of a matrix, and what it records."""
-
-    scale: Tensor
-    """[1], in at least fp32: what elements are divided by, a power of two."""
-    seen: Tensor | None
-    """[1], in at least fp32, never negative: becomes the largest finite |x| where that is larger. None: nothing is
-    recorded now."""
-    saturated: Tensor
-    """int64 [1]: elements that were finite and beyond the largest number of their format are added."""
-    dtype: torch.dtype
-    """The format to write."""
-
-
 @dataclass
 class Fp8Memory:
     """What delayed scales of one layer are made of, as views of what all layers of a rank have."""
@@ -216,7 +202,7 @@ class Fp8Linear:
     """The weight in rows, where ranks have gathered it in fp8: its own memory is empty then."""
     _weight: Fp8Pair | None = field(default=None, init=False)
     _weight_version: int = field(default=-1, init=False)
-    _known: dict[Role, Fp8Known] = field(default_factory=dict, init=False)
+    _known: dict[Role, Known] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.number = next(_numbers)
@@ -227,15 +213,15 @@ class Fp8Linear:
                 place = REMEMBERED.index(role)
                 scale = self.memory.scales[place].view(1)
                 seen = self.memory.seen[place].view(1)
-                self._known[role] = Fp8Known(scale, seen, self.memory.saturated, self.form.dtype(role))
+                self._known[role] = Known(scale, seen, self.memory.saturated, self.form.dtype(role))
 
-    def known(self, role: Role) -> Fp8Known | None:
+    def known(self, role: Role) -> Known | None:
         """What a kernel needs that writes fp8 without having seen all of a matrix. None: no scale is known before."""
         if self.shared.is_fresh:
             return None
         return self._recorded(role)
 
-    def _recorded(self, role: Role) -> Fp8Known | None:
+    def _recorded(self, role: Role) -> Known | None:
         """What is known and recorded of a role, if anything is; fresh or not."""
         known = self._known.get(role)
         if known is None or self.shared.is_recording:

@@ -16,7 +16,7 @@ import torch
 
 from megaspec_kernels import bench
 from megaspec_kernels.bench import on_device
-from megaspec_kernels.fp8_cast.tile import Known
+from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gated import triton as gates
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm import triton as norms

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.formats import LARGEST
-from megaspec_kernels.fp8_cast.tile import Known, Written
+from megaspec_kernels.fp8_cast.formats import LARGEST, Known
+from megaspec_kernels.fp8_cast.tile import Written
 
 
 def known_of(scale: float, dtype: torch.dtype, device: torch.device, *, seen: float | None = 0.0) -> Known:

@@ -11,7 +11,8 @@ from torch import Tensor
 from megaspec.runtime.build import mesh_of
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, run_steps
 from megaspec_kernels.fp8_cast import reference as fp8_cast
-from megaspec_kernels.fp8_cast.tile import Known, Written
+from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.tile import Written
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.gated.form import decoded as decoded_gate

@@ -7,6 +7,8 @@ nothing: what is quantised depends on the rounding to fp8 alone, on every device
 other dimensions can be put on afterwards without loss. Nothing saturates whose own largest element made the scale.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,20 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _LARGEST_EXPONENT = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}
 # A scale and its inverse are normal numbers of fp32.
 _LIMIT = 126
+
+
+class Known(NamedTuple):
+    """What a kernel has to know to write fp8 before it has seen all of a matrix, and what it records."""
+
+    scale: Tensor
+    """[1], in at least fp32: what elements are divided by, a power of two."""
+    seen: Tensor | None
+    """[1], in at least fp32, never negative: becomes the largest finite |x| where that is larger. None: nothing is
+    recorded now."""
+    saturated: Tensor
+    """int64 [1]: elements that were finite and beyond the largest number of their format are added."""
+    dtype: torch.dtype
+    """The format to write."""
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, *, margin: int = 0) -> Tensor:

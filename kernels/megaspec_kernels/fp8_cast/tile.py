@@ -187,19 +187,6 @@ def format_constants(dtype: torch.dtype) -> tuple[float, int, int]:
     return LARGEST[dtype], MANTISSA[dtype], LEAST_EXPONENT[dtype]
 
 
-class Known(NamedTuple):
-    """What a kernel has to know to write fp8 before it has seen all of a matrix, and what it records."""
-
-    scale: Tensor
-    """[1], fp32: what elements are divided by, a power of two."""
-    seen: Tensor | None
-    """fp32 [1]: becomes the largest finite |x| where that is larger. None: nothing is recorded now."""
-    saturated: Tensor
-    """int64 [1]: finite elements beyond the largest number of the format are added."""
-    dtype: torch.dtype
-    """The format to write."""
-
-
 class Written(NamedTuple):
     """A matrix in fp8, in both layouts, and its scale."""
 

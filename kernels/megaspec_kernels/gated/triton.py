@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.tile import Known, Written, empty_pair, format_constants
+from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
 from megaspec_kernels.gated.form import GatedForm, decoded
 
 try:

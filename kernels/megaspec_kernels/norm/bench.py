@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.bench import Bench, Held, Work, compiled_on_gpu, on_device, random, replayed, training_dtype
-from megaspec_kernels.fp8_cast.tile import Known
+from megaspec_kernels.fp8_cast.formats import Known
 from megaspec_kernels.gate import Results, results
 from megaspec_kernels.norm.form import NormForm
 from megaspec_kernels.registry import REGISTRY, NormKernel, NormProducer

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaspec_kernels.fp8_cast.tile import Known, Written, empty_pair, format_constants
+from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.tile import Written, empty_pair, format_constants
 from megaspec_kernels.norm.form import Normed, NormForm, decoded
 
 try:
