@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the files, keep their lengths, and print a report. Raises DataError and WriteError."""
-    from megaspec.core.errors import DataError
+    from megaspec.core.errors import DataError, printable
     from megaspec.core.terminal import terminal
     from megaspec.data.inspect import as_json, inspect, print_report
     from megaspec.data.lengths import lengths_path, write_lengths
@@ -42,5 +42,5 @@ def run(args: argparse.Namespace) -> int:
     # behind the report, which a folder that nothing can be written to doesn't keep back
     write_lengths(args.prefix, report.lengths)
     if not args.json:
-        print(f"lengths: {lengths_path(args.prefix)}, for plan and tune")
+        print(printable(f"lengths: {lengths_path(args.prefix)}, for plan and tune"))
     return 0

@@ -57,7 +57,7 @@ class DataSpec(Frozen):
     """Seed of the data order. auto: train.seed."""
     document_mask: bool = False
     """Attention and positions stop at document bounds inside a packed sequence, and no loss crosses them."""
-    document_lengths: Auto[Lengths] = Field("auto", exclude_if=lambda lengths: not lengths)
+    document_lengths: Auto[Lengths] = "auto"
     """With a document mask: how long documents are, which decides what attention costs in plan and tune, and nothing of
     a run. auto: what `megaspec data inspect` has counted of token files, or what a made source makes of its settings;
     where nobody knows, a row counts as one document. Bins as `megaspec data inspect --json` prints them."""

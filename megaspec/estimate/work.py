@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megaspec.core.document_lengths import Lengths, twice_the_pairs_in_a_row
-from megaspec.core.frozen import AUTO
 from megaspec.core.part_facts import AttentionProducts, Linear, Moved, PartFacts
 from megaspec.estimate.layer_run import LayerRun, context_split, layer_run
 from megaspec.estimate.schedule import shape_of
@@ -220,11 +219,9 @@ def seen_pairs(recipe: Recipe, attention: AttentionProducts) -> float:
 
 def document_lengths(recipe: Recipe) -> Lengths:
     """Of the documents that attention stays inside of; (): rows are one document, or nobody knows."""
-    lengths = recipe.data.document_lengths
-    # a filled recipe that nobody knows the lengths of says nothing of them in JSON
-    if not recipe.data.document_mask or lengths == AUTO:
+    if not recipe.data.document_mask:
         return ()
-    return lengths
+    return recipe.data.document_lengths
 
 
 def _computed_pairs(recipe: Recipe, attention: AttentionProducts, *, whole_sequences: bool) -> float:

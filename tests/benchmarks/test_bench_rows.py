@@ -13,12 +13,15 @@ from megaspec.estimate.target import Target
 from megaspec.resolve.resolver import resolve
 from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
+from megaspec_kernels.catalog import PACKAGES
 from tests.benchmarks import bench_rows, bench_train
 from tests.benchmarks.packed_rows import packed_rows
 from tests.benchmarks.peers import mcore_rows
 
 H200 = HARDWARE["H200"]
-TARGET = Target(gpus=1, gpu="NVIDIA H200", sm=90, gpu_memory=H200.memory, cores=16, versions={"torch": "2.11.0"})
+# with every package that an implementation is made of
+VERSIONS = {"torch": "2.11.0"} | dict.fromkeys(PACKAGES, "1")
+TARGET = Target(gpus=1, gpu="NVIDIA H200", sm=90, gpu_memory=H200.memory, cores=16, versions=VERSIONS)
 WORKS = list(bench_rows.all_works(16, quick=False))
 RUNS = [pytest.param(work, run, id=f"{work.name}: {run.label}") for work in WORKS for run in work.runs]
 

@@ -12,6 +12,7 @@ from megaspec.commands.codes import CODES
 from megaspec.commands.explain import explain_key, explain_rule, first_sentence, read_by, refusal, rules_about, unit_of
 from megaspec.compose.compose import compose
 from megaspec.compose.search_path import SearchPath
+from megaspec.core.document_lengths import LengthBin
 from megaspec.core.errors import RecipeError
 from megaspec.core.fields import ENTRY, NAME, FieldAt, fields_of, same_path
 from megaspec.core.marked_yaml import parse_yaml
@@ -134,7 +135,7 @@ def test_types_in_words():
     assert field("optim.beta1").type_in_words == "number at least 0 and below 1"
     assert field("optim.clip").type_in_words == "number above 0 or null"
     assert field("data.document_mask").type_in_words == "true or false"
-    implementations = "sdpa, flex, cudnn, flash_attn, flash_attn_3, flash_attn_2, reference or auto"
+    implementations = "sdpa, flex, cudnn, flash_attn, flash_attn_3, flash_attn_2, te, reference or auto"
     assert field("kernels.attention").type_in_words == implementations
     assert field("parallelism.context.factors").type_in_words.startswith("list of 2, each whole number above 0")
     assert field("model.moe").type_in_words == "section or null"
@@ -156,6 +157,7 @@ def test_fields_are_those_that_pydantic_knows():
     assert {path for path in entries if not path.startswith("log.sinks.")} == {
         "data.blend.*.prefix",
         "data.blend.*.weight",
+        *(f"data.document_lengths.*.{name}" for name in LengthBin.model_fields),
         "data.files.*.path",
         "data.files.*.weight",
         "init.rename.*.name",

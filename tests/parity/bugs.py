@@ -110,8 +110,8 @@ GENERAL = [
         "input gradient of a column-split layer not summed",
         Patch(
             TENSOR,
-            "reducing = reduce(input_gradient(grad_out, weight), ctx.group)",
-            "reducing = input_gradient(grad_out, weight)",
+            "reducing = reduce(products.input_gradient(grad_out, weight), ctx.group)",
+            "reducing = products.input_gradient(grad_out, weight)",
         ),
         Case(tp=2),
         invisible=True,
