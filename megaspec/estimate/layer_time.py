@@ -10,6 +10,7 @@ from megaspec.estimate.communication import end_collectives, layer_collectives
 from megaspec.estimate.hardware import Hardware
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.parameters import rank_parameters
+from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.throughput import MeasuredThroughput, ProductKind
 from megaspec.estimate.topology import Collective, Topology, topology_of
 from megaspec.estimate.trained import facts_of
@@ -403,6 +404,8 @@ def layer_times(recipe: Recipe, hardware: Hardware, throughput: MeasuredThroughp
         parallelism.dispatch,
         recipe.train.micro_batch,
         recipe.train.trainable,
+        # which the strategy decides
+        tables_in_place(recipe),
     )
     found = _KEPT.get(key)
     if found is None:

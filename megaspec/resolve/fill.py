@@ -449,7 +449,7 @@ def kernels(draft: ResolverDraft) -> None:
         chosen = CATALOG[operation].implementations[best]
         if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
-        if chosen.writes_fp8 and use.fp8_recipe == "delayed":
+        if chosen.writes_fp8 and use.writes_fp8:
             reason += ", writes fp8 itself by delayed scales"
         draft.fill(f"kernels.{operation}", best, reason)
     if device == "cuda":
@@ -489,6 +489,12 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),
         fp8_recipe=fp8_recipe(draft.recipe.precision),
+        writes_fp8=(
+            fp8_recipe(draft.recipe.precision) == "delayed"
+            and draft["parallelism.tp"] == 1
+            and draft["parallelism.recompute.kind"] in ("none", "full")
+            and draft.recipe.kernels.linear != "te"
+        ),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
     )

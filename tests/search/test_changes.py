@@ -29,7 +29,6 @@ LARGE = ("llama3_1_405b", ("launcher.ranks=16384", "parallelism.pp=16", "paralle
 CASES = [
     LARGE,
     ("llama3_8b", (), 8),
-    ("llama3_2_1b", (), 8),
     ("mixtral_8x7b", (), 64),
     ("qwen3_30b_a3b", (), 16),
     ("llama3_70b", ("parallelism.recompute={kind: full, parts: null}",), 64),

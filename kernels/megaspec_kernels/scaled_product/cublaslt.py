@@ -151,11 +151,20 @@ def scaled_product(
     overwrite: bool = False,
     algorithm: int = 0,
 ) -> Tensor:
-    """See reference.py. Scales of whole tensors; M, N and K are multiples of 16. `algorithm`: of those that cuBLASLt
-    found, for benchmarks."""
+    """See reference.py. Scales of whole tensors; N and K are multiples of 16, and M where it is added to something.
+
+    `algorithm`: of those that cuBLASLt found, for benchmarks.
+    """
+    M = a_MK.shape[0]
+    if into is None and M % UNIT and not a_MK.is_meta:
+        # tokens of a text that is being written, of any number: rows of zeros make whole units, and are cut off
+        padded_MN = scaled_product(
+            _in_units(a_MK), b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype, fast=fast
+        )
+        return padded_MN[:M]
     out = into
     if out is None:
-        out = a_MK.new_empty(a_MK.shape[0], b_NK.shape[0], dtype=dtype)
+        out = a_MK.new_empty(M, b_NK.shape[0], dtype=dtype)
     if a_MK.is_meta or out.numel() == 0:
         return out
     _check(a_MK, b_NK, a_scale, b_scale, out)
@@ -210,6 +219,15 @@ def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, fast: bool) -> Shape:
         fast,
         (_alignment(b_NK), _alignment(a_MK), _alignment(out_MN)),
     )
+
+
+def _in_units(a_MK: Tensor) -> Tensor:
+    """With rows of zeros behind, as many as units need."""
+    M, K = a_MK.shape
+    # as bytes, of which 0 is the number 0 in both formats
+    whole_MK = torch.zeros(-(-M // UNIT) * UNIT, K, dtype=torch.uint8, device=a_MK.device)
+    whole_MK[:M] = a_MK.view(torch.uint8)
+    return whole_MK.view(a_MK.dtype)
 
 
 # alpha and beta; they are read when a product is started
