@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megaspec.core.document_lengths import Lengths, mixed
 from megaspec.core.errors import DataError, Problem
+from megaspec.core.frozen import AUTO
 from megaspec.data.lengths import LengthsRecord, lengths_path, load_lengths
 from megaspec.data.manifest import DataManifest, load_manifest
 from megaspec.data.spec import BlendPart, DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
@@ -153,7 +154,8 @@ def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
             counts = _counts(part.prefix, spec.split)
             if manifest is not None:
                 _check_sizes(part.prefix, manifest)
-            if is_training and spec.document_mask:
+            # lengths that are given stand, whatever lies beside the files
+            if is_training and spec.document_mask and spec.document_lengths == AUTO:
                 counted.add(part, load_lengths(part.prefix, manifest))
         except DataError as error:
             text = f"{prefix_key}={part.prefix}: {error}"
