@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec_kernels.gate import Results, check, in_dtype, results
+from megaspec_kernels.grouped.add import add_, add_with_triton
 from megaspec_kernels.grouped.empty_groups import zero_empty_groups, zero_with_triton
 from megaspec_kernels.grouped.reference import grouped_product
 from megaspec_kernels.registry import REGISTRY
@@ -122,3 +123,29 @@ def test_experts_without_tokens_have_no_gradient_in_used_memory() -> None:
         assert out.isfinite().all()
         for group, size in zip(out, sizes, strict=True):
             assert (size > 0) == bool((group != 0).any())
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (4, 4096), (1, 8193)], ids=str)
+def test_gradients_are_added_up_as_torch_adds_them(
+    shape: tuple[int, int], dtype: torch.dtype, overwrite: bool, device: torch.device
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(*shape, generator=draw).to(dtype).to(device)
+    into = torch.randn(*shape, generator=draw).to(device)
+    if overwrite:
+        into.fill_(float("nan"))
+    expected = x.to(torch.float32) if overwrite else into + x
+    add_(into, x, overwrite=overwrite)
+    assert torch.equal(into, expected)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernel runs here under TRITON_INTERPRET=1")
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_the_kernel_adds_up_bf16(overwrite: bool) -> None:
+    x = torch.randn(3, 4099).to(torch.bfloat16)
+    into = torch.randn(3, 4099)
+    expected = x.to(torch.float32) if overwrite else into + x
+    add_with_triton(into, x, overwrite=overwrite)
+    assert torch.equal(into, expected)

@@ -38,7 +38,8 @@ def product(
 def weight_product(
     a_OP: Tensor, b_IP: Tensor, a_scale: Tensor, b_scale: Tensor, ends_E: Tensor, *, dtype: torch.dtype
 ) -> Tensor:
-    """(a_e · a_scale) (b_e · b_scale)ᵀ for each group e of columns, [E, O, I] in `dtype`.
+    """(a_e · a_scale) (b_e · b_scale)ᵀ for each group e of columns, [E, O, I] in `dtype`, which is what it is added up
+    in: an implementation that rounds to a narrower format returns that.
 
     `a_scale`: [E or 1, O or 1]. `b_scale`: [E or 1, I or 1]. `ends_E`: int32, multiples of 16, ascending, no group
     empty (fp8_cast/groups.py, note "Padding").

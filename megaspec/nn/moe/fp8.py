@@ -27,8 +27,9 @@ from torch import Tensor
 
 from megaspec.nn.fp8 import FORMATS, REMEMBERED, Fp8Linear, Fp8Pair, Fp8Tensor, Role, layer_of
 from megaspec.nn.linear import MainGrad, sum_of
-from megaspec_kernels.fp8_cast.formats import Block, scale_of
+from megaspec_kernels.fp8_cast.formats import Block
 from megaspec_kernels.fp8_cast.groups import padded_ends, padded_rows, scale_of_rows
+from megaspec_kernels.grouped.add import add_
 from megaspec_kernels.registry import ScaledGroupedKernel
 
 # What shares a scale, where it is an expert's tensor or one of its rows: dimensions that a scale is taken over.
@@ -62,7 +63,7 @@ class Fp8Experts(Fp8Linear):
         if self.shares_tensors:
             scale = self._scale_of_tensors(amax_EI.amax(1, keepdim=True), role)
         else:
-            scale = scale_of(self._of_all(amax_EI, role, _COLUMN), self.form.dtype(role))
+            scale = self.form.cast.scale_of(self._of_all(amax_EI, role, _COLUMN), self.form.dtype(role))
         saturated = None
         if self.memory is not None and role != "weight":
             saturated = self.memory.saturated
@@ -73,7 +74,7 @@ class Fp8Experts(Fp8Linear):
         """Rows by scales of their own, [R, 1]."""
         assert not self.shares_tensors, "a tensor is quantised once: `lying` is in rows, too"
         amax_R = self.form.cast.amax(x_RI, block=_ROW)
-        scale = scale_of(self._of_all(amax_R, role, _ROW), self.form.dtype(role))
+        scale = self.form.cast.scale_of(self._of_all(amax_R, role, _ROW), self.form.dtype(role))
         values, _ = self.form.cast.cast(x_RI, scale, block=_ROW, dtype=self.form.dtype(role))
         return Fp8Tensor(values, scale)
 
@@ -89,6 +90,8 @@ class Fp8Experts(Fp8Linear):
         n_out = weight.shape[0] // E
         ends_E = torch.arange(1, E + 1, device=weight.device, dtype=torch.int32) * n_out
         lying = self.gathered
+        if lying is None and self.shares_tensors:
+            return self._quantised_at_once(weight, ends_E)
         if lying is None:
             lying = self.lying(weight, "weight", ends_E)
         in_rows = lying
@@ -100,6 +103,17 @@ class Fp8Experts(Fp8Linear):
         columns = self.form.cast.group_columns(lying.values, ends_E, ends_E, columns=E * n_out)
         return Fp8Pair(Fp8Tensor(in_rows.values, scale_EO), Fp8Tensor(columns, lying.scale))
 
+    def _quantised_at_once(self, weight: Tensor, ends_E: Tensor) -> Fp8Pair:
+        """Matrices with a scale each: one pass writes both layouts, since all rows of an expert share its scale."""
+        amax_EI = self.form.cast.group_amax(weight, ends_E)
+        scale_E = self._scale_of_tensors(amax_EI.amax(1, keepdim=True), "weight")
+        n_out = weight.shape[0] // self.n_experts
+        scale_R = scale_E.expand(-1, n_out).reshape(-1, 1)
+        values, columns = self.form.cast.cast(
+            weight, scale_R, block=_ROW, dtype=self.form.dtype("weight"), rows=True, columns=True
+        )
+        return Fp8Pair(Fp8Tensor(values, scale_E), Fp8Tensor(columns, scale_E))
+
     def _of_all(self, amax: Tensor, role: Role, block: Block) -> Tensor:
         """Of whole tensors, where a block goes across the ranks that hold parts of one."""
         if self._goes_across_ranks(role, block):
@@ -109,7 +123,7 @@ class Fp8Experts(Fp8Linear):
     def _scale_of_tensors(self, amax_E: Tensor, role: Role) -> Tensor:
         """Of each expert's, [E, 1], or delayed of all, [1, 1]."""
         if self.memory is None or role == "weight":
-            return scale_of(self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))
+            return self.form.cast.scale_of(self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))
         place = REMEMBERED.index(role)
         if self.shared.is_recording:
             seen = self.memory.seen[place]
@@ -117,7 +131,7 @@ class Fp8Experts(Fp8Linear):
             finite_E = torch.where(torch.isfinite(amax_E), amax_E, 0)
             seen.copy_(torch.maximum(seen, finite_E.amax().to(seen.dtype)))
         if self.shared.is_fresh:
-            return scale_of(self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))
+            return self.form.cast.scale_of(self._of_all(amax_E, role, _TENSOR), self.form.dtype(role))
         return self.memory.scales[place].view(1, 1)
 
     def forward_product(
@@ -237,11 +251,7 @@ def _summed(main_grad: MainGrad | None, product: Callable[[torch.dtype], Tensor]
         return product(weight.dtype)
 
     def add(into: Tensor, overwrite: bool) -> None:
-        grad_weight = product(into.dtype)
-        if overwrite:
-            into.copy_(grad_weight)
-        else:
-            into.add_(grad_weight)
+        add_(into, product(into.dtype), overwrite=overwrite)
 
     sum_of(main_grad.ticket).add(add)
     return None

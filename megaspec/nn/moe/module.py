@@ -20,6 +20,7 @@ from megaspec.nn.moe.fp8 import GroupedFp8LinearOp
 from megaspec.nn.moe.router import Router, Routing
 from megaspec.nn.moe.rows import sorted_rows
 from megaspec.nn.moe.spec import Weighted
+from megaspec_kernels.grouped.add import add_
 from megaspec_kernels.registry import GroupedKernel, UnpermuteKernel
 
 
@@ -48,11 +49,7 @@ class GroupedLinearOp(torch.autograd.Function):
             return grad_x, kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1), None, None, None
 
         def product(into: Tensor, overwrite: bool) -> None:
-            grad_weight = kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1)
-            if overwrite:
-                into.copy_(grad_weight)
-            else:
-                into.add_(grad_weight)
+            add_(into, kernel(grad_RO.t(), x_RI, ends_E).flatten(0, 1), overwrite=overwrite)
 
         sum_of(ctx.main_grad.ticket).add(product)
         return grad_x, None, None, None, None
