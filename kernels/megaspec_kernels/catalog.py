@@ -198,15 +198,15 @@ CATALOG: dict[str, Operation] = {
     ),
     "norm": Operation(
         {
-            "reference": Requirement(),
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
+            "reference": Requirement(),
             "te": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, package=TE, install=INSTALL_TE),
         }
     ),
     "gated": Operation(
         {
-            "reference": Requirement(),
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
+            "reference": Requirement(),
         }
     ),
     "fp8_cast": Operation(
@@ -237,8 +237,8 @@ CATALOG: dict[str, Operation] = {
     ),
     "adamw": Operation(
         {
-            "torch": Requirement(narrow_states=False),
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
+            "torch": Requirement(narrow_states=False),
             "reference": Requirement(),
         }
     ),

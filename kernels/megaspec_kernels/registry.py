@@ -29,6 +29,7 @@ from megaspec_kernels.fp8_cast import triton as fp8_cast_triton
 from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
+from megaspec_kernels.gated import weighted as gated_weighted
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.linear import reference as linear_reference
@@ -117,6 +118,16 @@ class GatedProducer:
 
 
 @dataclass(frozen=True)
+class WeightedGatedKernel:
+    """The same times a weight of each row, as experts compute it, see gated/weighted.py."""
+
+    forward: Callable[..., torch.Tensor]
+    """([R, 2 F], [R], *, form) -> [R, F]"""
+    gradients: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """([R, F], [R, 2 F], [R], *, form) -> [R, 2 F], [R]"""
+
+
+@dataclass(frozen=True)
 class GatedKernel:
     """What gated feed-forward layers compute between their products, see gated/reference.py."""
 
@@ -124,6 +135,8 @@ class GatedKernel:
     """(gate_up, *, form) -> [..., F]"""
     producer: GatedProducer | None = None
     """Of implementations that can write it, and its gradient, in fp8."""
+    weighted: WeightedGatedKernel | None = None
+    """What experts take in place of plain operations; none: these."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +262,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
                 gated_triton.gated_backward,
                 gated_triton.gated_backward_in_fp8,
             ),
+            WeightedGatedKernel(gated_weighted.forward, gated_weighted.gradients),
         ),
     },
     "fp8_cast": {

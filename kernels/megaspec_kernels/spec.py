@@ -52,10 +52,10 @@ class KernelsSpec(Frozen):
     a norm and the norm, and one for both of their gradients. te: Transformer Engine's kernels, the sum before a norm
     apart; needs the extra `te`."""
     gated: Auto[Literal["reference", "triton"]] = "auto"
-    """What gated feed-forward layers compute between their products; experts' own are plain operations.
+    """What gated feed-forward layers compute between their products, experts' included.
 
-    reference: plain, which `compile` puts into one kernel. triton: one kernel for each direction, which keeps its input
-    alone."""
+    triton: one kernel for each direction, which keeps its input alone. reference: plain, which `compile` puts into one
+    kernel."""
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
     """Quantising to fp8, of precision=fp8; linear=te has its own.
 
@@ -74,7 +74,7 @@ class KernelsSpec(Frozen):
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 
-    torch: torch's fused kernel, for states in 32 bits. triton: the only fused one for optim.formats. reference:
-    plain."""
+    triton: one kernel, which also scales gradients and writes weights, with states in any of optim.formats. torch:
+    torch's fused kernel, for states in 32 bits. reference: plain."""
     compile: Auto[Literal["block", "none"]] = "auto"
     """torch.compile of each transformer block. auto: block on CUDA."""

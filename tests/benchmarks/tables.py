@@ -21,7 +21,7 @@ from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_filled
 from megaspec.rules.run_facts import Facts
 from tests.benchmarks import bench_train
-from tests.estimate.earlier import tables_made_whole
+from tests.estimate.earlier import earlier_code
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent / "README.md"
@@ -320,7 +320,8 @@ def recipe_of(line: Line, kind: str) -> Recipe:
     if "set" in line:
         # lines say since 2026-11-25 all that was asked for
         words += ["--precision", line["precision"], "--documents", str(line["documents"])]
-        words += ["--attention", line["kernels"]["attention"]]
+        for name, implementation in line["kernels"].items():
+            words += ["--set", f"kernels.{name}={implementation}"]
         for word in line["set"]:
             words += ["--set", word]
     recipe = bench_train.recipe_of(bench_train.parser().parse_args(words), line["gpus"])
@@ -338,7 +339,7 @@ def _kind(file: str) -> str:
 
 def _as_measured(line: Line) -> AbstractContextManager[None]:
     """The plan for the code that a line was measured of: lines say since 2026-11-25 that tables are summed in place."""
-    return nullcontext() if line.get("tables_in_place") else tables_made_whole()
+    return nullcontext() if line.get("tables_in_place") else earlier_code()
 
 
 def _time(line: Line, kind: str) -> StepTime:

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.estimate.earlier import tables_made_whole
+from tests.estimate.earlier import earlier_code
 
 
 @pytest.fixture
-def tables_before() -> Iterator[None]:
+def before() -> Iterator[None]:
     """See earlier.py."""
-    with tables_made_whole():
+    with earlier_code():
         yield

@@ -55,7 +55,7 @@ TARGET = Target(gpus=4, gpu="NVIDIA H200", sm=90, gpu_memory=H200.memory, versio
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} seq{row['seq']} tp{row['tp']}")
-@pytest.mark.usefixtures("tables_before")
+@pytest.mark.usefixtures("before")
 def test_time_within_ten_and_memory_within_five_per_cent(row):
     dp = row["gpus"] // row["tp"]
     words = (
@@ -86,7 +86,7 @@ ONE_H100 = Target(gpus=1, gpu="NVIDIA H100 80GB HBM3", sm=90, gpu_memory=H100.me
 
 
 @pytest.mark.parametrize("row", lines("train_one_h100.jsonl"), ids=lambda row: f"{row['model']} mb{row['mbs']}")
-@pytest.mark.usefixtures("tables_before")
+@pytest.mark.usefixtures("before")
 def test_one_h100(row):
     """By the H200's table the dense rows came out 1.7 to 4.2 % too long; by its own they are within 2 %. Experts lie
     as far off as on the H200."""
@@ -121,7 +121,7 @@ def recipe_of(row):
 
 
 @pytest.mark.parametrize("row", DIMENSIONS, ids=layout_of)
-@pytest.mark.usefixtures("tables_before")
+@pytest.mark.usefixtures("before")
 def test_every_dimension(row):
     recipe = recipe_of(row)
     stages = memory_of(recipe)
@@ -133,7 +133,7 @@ def test_every_dimension(row):
 
 
 @pytest.mark.parametrize("row", PIPELINES, ids=layout_of)
-@pytest.mark.usefixtures("tables_before")
+@pytest.mark.usefixtures("before")
 def test_what_stages_wait(row):
     """Of the rank that computes most, over what it computes: within a hundredth for each stage, where equal stages
     would wait 0.02 to 0.125 of two, 0.06 to 0.375 of four."""
@@ -145,7 +145,7 @@ def test_what_stages_wait(row):
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['layout']} {row['switch']}={row['value']}")
-@pytest.mark.usefixtures("tables_before")
+@pytest.mark.usefixtures("before")
 def test_every_switch(row):
     n = row["gpus"]
     (switch,) = (s for s in SWITCHES if (s.path, s.layout.format(n=n)) == (row["switch"], row["layout"]))

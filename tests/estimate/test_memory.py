@@ -9,7 +9,7 @@ from megaspec.estimate.parameters import rank_parameters
 from megaspec.estimate.schedule import in_flight
 from megaspec.estimate.trained import facts_of
 from megaspec.recipe import Recipe
-from tests.estimate.earlier import tables_made_whole
+from tests.estimate.earlier import earlier_code
 from tests.families import LLAMA as LLAMA_PARTS
 from tests.plan.plans import GPT, LLAMA, MLA, MOE, plan
 
@@ -56,7 +56,7 @@ def measured_run(name, *, tp=1, dp=1, micro_batch=1, accumulation=1):
         ("1b", {"tp": 4, "micro_batch": 4, "accumulation": 4}, 22_298_149_888),
     ],
 )
-@pytest.mark.usefixtures("tables_before")
+@pytest.mark.usefixtures("before")
 def test_measured_peaks(name, layout, peak):
     """The project's gate is 5 %; tensors that are counted one by one come closer."""
     (stage,) = memory_of(measured_run(name, **layout))
@@ -74,7 +74,7 @@ def test_measured_peaks(name, layout, peak):
         ({"tp": 4, "micro_batch": 4, "accumulation": 4}, 24_265_031_680),
     ],
 )
-@pytest.mark.usefixtures("tables_before")
+@pytest.mark.usefixtures("before")
 def test_measured_use_of_the_device(layout, used):
     assert memory_of(measured_run("1b", **layout))[0].total == pytest.approx(used, rel=0.03)
 
@@ -86,7 +86,7 @@ def test_tables_summed_in_place_take_less(name, dp_strategy, tables):
     recipe = measured_run(name)
     sharing = {"dp_strategy": dp_strategy}
     recipe = recipe.model_copy(update={"parallelism": recipe.parallelism.model_copy(update=sharing)})
-    with tables_made_whole():
+    with earlier_code():
         (before,) = memory_of(recipe)
     (now,) = memory_of(recipe)
     table = 128_256 * recipe.model.d_model
@@ -124,8 +124,8 @@ def test_a_plain_block_keeps_what_autograd_saves(model, changes):
     from megaspec_kernels.registry import kernels_of
 
     wide = {"d_model": 64, "d_ffn": 96, "n_layers": 1, "max_seq_len": 128}
-    base = {"kernels.compile": "none", "data.seq_len": 128, "train.micro_batch": 2}
-    recipe = plan(model | wide, base | changes)
+    plain = {"kernels.compile": "none", "kernels.norm": "reference", "kernels.gated": "reference"}
+    recipe = plan(model | wide, plain | {"data.seq_len": 128, "train.micro_batch": 2} | changes)
     dtype, device = DTYPES[recipe.precision.kind], torch.device("cpu")
     decoder = build_model(recipe.model, kernels_of(recipe.kernels), dtype=dtype)
     materialise(decoder, device=device, dtype=dtype)

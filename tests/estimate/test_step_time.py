@@ -50,6 +50,7 @@ def test_layouts_come_out_in_the_measured_order():
     assert sorted(found, key=predicted) == sorted(found, key=lambda row: row["step_ms"])
 
 
+@pytest.mark.usefixtures("before")
 def test_two_gpus():
     """results/train_two_h200.jsonl: 51.3k tokens/s/GPU with dp 2 and 44.0k with tp 2, two sequences of 8192."""
     dp2 = step_time(shaped("llama3_2_1b", gpus=2, micro_batch=2, global_batch=4), H200, THROUGHPUT)

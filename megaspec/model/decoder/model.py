@@ -19,8 +19,8 @@ from megaspec.nn.init import start_weights
 from megaspec.nn.layer.module import Layer, SubLayer
 from megaspec.nn.layer.spec import Mixer, ParallelLayer, SequentialLayer
 from megaspec.nn.linear import Linear
-from megaspec.nn.mlp.module import FeedForward
-from megaspec.nn.moe.activation import WeightedActivation, weighted
+from megaspec.nn.mlp.module import ClampedMlp, FeedForward, GatedMlp
+from megaspec.nn.moe.activation import WeightedActivation, weighted, weighted_by
 from megaspec.nn.moe.module import Experts, Moe
 from megaspec.nn.moe.router import Router
 from megaspec.nn.norm.module import Norm
@@ -137,6 +137,10 @@ class _Parts:
     @cached_property
     def expert_activation(self) -> WeightedActivation:
         """One for all layers, so that it is compiled once."""
+        kernel = self.kernels.gated.weighted
+        # a plug-in's layer may compute something else
+        if kernel is not None and type(self.expert) in (GatedMlp, ClampedMlp):
+            return weighted_by(kernel, self.expert.form)
         return weighted(self.spec.mlp, self.expert.activate)
 
     def experts(self, name: str) -> Moe:

@@ -4,13 +4,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaspec.nn.mlp.spec import GatedMlpSpec, MlpSpec
+from megaspec_kernels.gated.form import GatedForm
+from megaspec_kernels.registry import WeightedGatedKernel
 
 Activate = Callable[[Tensor], Tensor]
 """[..., I] -> [..., F]"""
@@ -24,6 +26,8 @@ class WeightedActivation:
     """[R, I], [R] -> [R, F]"""
     gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     """Gradient of the result [R, F], [R, I], [R] -> those of both inputs."""
+    is_kernel: bool = False
+    """Each is a kernel, in which the compiler has nothing to put together."""
 
 
 def weighted_swiglu(gate_up_RF: Tensor, weights_R: Tensor) -> Tensor:
@@ -50,8 +54,13 @@ SWIGLU = WeightedActivation(weighted_swiglu, weighted_swiglu_gradients)
 """What most models have, with its gradients written out."""
 
 
+def weighted_by(kernel: WeightedGatedKernel, form: GatedForm) -> WeightedActivation:
+    """Of experts with a gate, by a kernel."""
+    return WeightedActivation(partial(kernel.forward, form=form), partial(kernel.gradients, form=form), is_kernel=True)
+
+
 def weighted(spec: MlpSpec, activate: Activate) -> WeightedActivation:
-    """Of experts that are feed-forward layers of these options, whose activation is `activate`."""
+    """Of experts that are feed-forward layers of these options, whose activation is `activate`, in plain operations."""
     # every other option is at its default
     if isinstance(spec, GatedMlpSpec) and spec == GatedMlpSpec(bias=spec.bias):
         return SWIGLU
@@ -80,8 +89,8 @@ class WeightedActivationOp(torch.autograd.Function):
     def forward(ctx, x_RI, weights_R, activation, fused):
         ctx.save_for_backward(x_RI, weights_R)
         ctx.activation = activation
-        ctx.fused = fused
-        run = compiled(activation.forward) if fused else activation.forward
+        ctx.fused = fused and not activation.is_kernel
+        run = compiled(activation.forward) if ctx.fused else activation.forward
         return run(x_RI, weights_R)
 
     @staticmethod
