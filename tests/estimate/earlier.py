@@ -19,9 +19,9 @@ def _none_in_place(recipe: Recipe) -> TablesInPlace:
 
 @contextmanager
 def earlier_code() -> Iterator[None]:
-    """For what was measured before 2026-11-25: gradients of the vocabulary's tables were made whole then, in the model's
-    format, as they still are with zero2, fsdp and hsdp, and `auto` took plain norms and gates and torch's AdamW. The
-    same formulas, told so."""
+    """For what was measured before 2026-11-25: gradients of the vocabulary's tables were made whole then, in the
+    model's format, as they still are with zero2, fsdp and hsdp, and `auto` took plain norms and gates and torch's
+    AdamW. The same formulas, told so."""
     first = {}
     for operation, name in _FIRST.items():
         implementations = CATALOG[operation].implementations

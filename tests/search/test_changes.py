@@ -169,7 +169,7 @@ def test_it_stands_in_the_plan_and_not_before_training(monkeypatch):
     assert content["seconds"] == pytest.approx(plan.change.seconds)
     assert content["overrides"] == list(plan.change.overrides)
     shown = text_of(print_whole_plan, plan)
-    assert "The one change that would save most: 5.9" in shown
+    assert "The one change that would save most: 5,9" in shown
     assert "\n  parallelism.pipeline.schedule=interleaved parallelism.pipeline.virtual_stages=8\n" in shown
 
     def never(*arguments, **named):
