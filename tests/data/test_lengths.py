@@ -1,4 +1,4 @@
-"""PREFIX.lengths.json: counted in any pieces, refused where it is of other files, and put together for a blend."""
+"""PREFIX.lengths.json: counted in any pieces, left aside where it is of other files, and put together for a blend."""
 
 import json
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megaspec.core.document_lengths import mean_length, twice_the_pairs_in_a_row
-from megaspec.core.errors import DataError
 from megaspec.data import lengths as module
 from megaspec.data.facts import data_facts
 from megaspec.data.inspect import as_json, inspect
@@ -69,7 +68,7 @@ def test_inspect_in_json_says_what_the_key_takes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("manifest", [True, False])
-def test_lengths_of_other_files_are_an_error(tmp_path, manifest):
+def test_lengths_of_other_files_are_not_used(tmp_path, manifest):
     write_dataset(tmp_path / "a", [50] * 20, manifest=manifest)
     counted(tmp_path / "a")
     spec = indexed(BlendPart(prefix=str(tmp_path / "a")))
@@ -78,12 +77,12 @@ def test_lengths_of_other_files_are_an_error(tmp_path, manifest):
     assert mean_length(facts.document_lengths) == 50
     # the same number of tokens in other documents
     write_dataset(tmp_path / "a", [100] * 10, manifest=manifest)
-    (problem,) = data_facts(spec).problems
-    assert problem.key == "data.blend.0.prefix"
-    assert "a.lengths.json: idx_sha256=" in problem.message
-    assert f"count them again with `megaspec data inspect {tmp_path}/a`" in problem.message
-    # who doesn't ask for documents isn't kept from training
-    assert data_facts(indexed(BlendPart(prefix=str(tmp_path / "a")), document_mask=False)).problems == ()
+    facts = data_facts(spec)
+    # they decide nothing of a run, so that they keep none from starting
+    assert facts.problems == ()
+    assert facts.document_lengths == ()
+    assert f"{tmp_path}/a.lengths.json is not used: it has the lengths of other files: idx_sha256=" in facts.how_lengths
+    assert facts.how_lengths.endswith(f"; `megaspec data inspect {tmp_path}/a` counts how long documents are")
     counted(tmp_path / "a")
     assert mean_length(data_facts(spec).document_lengths) == 100
 
@@ -91,20 +90,31 @@ def test_lengths_of_other_files_are_an_error(tmp_path, manifest):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda text: text[:-9], "content: Invalid JSON"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), "version: Input should be 1"),
-        (lambda text: text.replace('"squares": 50000.0', '"squares": 49999.0'), "squares of at least"),
+        (lambda text: text[:-9], "damaged: content: Invalid JSON"),
+        (lambda text: text.replace('"version": 1', '"version": 2'), "damaged: version: Input should be 1"),
+        (lambda text: text.replace('"squares": 50000.0', '"squares": 49999.0'), "content: squares of at least"),
         (lambda text: text + " " * 2**20, "larger than"),
     ],
 )
-def test_damage_is_told(tmp_path, damage, said):
+def test_damage_is_told_and_stops_nothing(tmp_path, damage, said):
     write_dataset(tmp_path / "a", [50] * 20)
     counted(tmp_path / "a")
     path = lengths_path(tmp_path / "a")
     path.write_text(damage(path.read_text()))
-    with pytest.raises(DataError, match=said) as error:
-        load_lengths(tmp_path / "a", load_manifest(tmp_path / "a"))
-    assert "megaspec data inspect" in str(error.value)
+    facts = data_facts(indexed(BlendPart(prefix=str(tmp_path / "a"))))
+    assert facts.problems == ()
+    assert facts.document_lengths == ()
+    assert f"{path} is not used: " in facts.how_lengths
+    assert said in facts.how_lengths
+    assert facts.how_lengths.count("megaspec data inspect") == 1
+
+
+def test_lengths_that_nobody_can_read_are_told(tmp_path):
+    write_dataset(tmp_path / "a", [50] * 20)
+    lengths_path(tmp_path / "a").mkdir()
+    facts = data_facts(indexed(BlendPart(prefix=str(tmp_path / "a"))))
+    assert facts.problems == ()
+    assert "a.lengths.json is not used: it can't be read: Is a directory" in facts.how_lengths
 
 
 def test_a_blend_counts_by_its_weights(tmp_path):
@@ -129,14 +139,21 @@ def test_a_blend_counts_by_its_weights(tmp_path):
     assert row_of(None, None) == pytest.approx((rows["short"] + 5 * rows["long"]) / 6)
 
 
-def test_a_part_that_was_not_counted_is_named(tmp_path):
-    for name in ("a", "b c"):
+def test_parts_that_were_not_counted_are_named(tmp_path):
+    for name in ("a", "b c", "d"):
         write_dataset(tmp_path / name, [50] * 20)
     counted(tmp_path / "a")
     facts = data_facts(indexed(*(BlendPart(prefix=str(tmp_path / name)) for name in ("a", "b c"))))
     assert facts.problems == ()
     assert facts.document_lengths == ()
     assert facts.how_lengths == f"`megaspec data inspect '{tmp_path}/b c'` counts how long documents are"
+    facts = data_facts(indexed(*(BlendPart(prefix=str(tmp_path / name)) for name in ("a", "b c", "d"))))
+    text = f"here of 2 data sets: '{tmp_path}/b c', {tmp_path}/d"
+    assert facts.how_lengths == f"`megaspec data inspect PREFIX` counts how long documents are, {text}"
+    # of very many it says how many
+    facts = data_facts(indexed(*([BlendPart(prefix=str(tmp_path / "d"))] * 10)))
+    assert facts.how_lengths.endswith("d and 2 more")
+    assert facts.how_lengths.count(f"{tmp_path}/d") == 8
 
 
 def test_a_stream_says_how_it_can_be_known(tmp_path):
