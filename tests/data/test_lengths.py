@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from megaspec.cli import main
 from megaspec.core.document_lengths import mean_length, twice_the_pairs_in_a_row
 from megaspec.data import lengths as module
 from megaspec.data.facts import data_facts
@@ -61,10 +62,50 @@ def test_inspect_in_json_says_what_the_key_takes(tmp_path, capsys):
     write_dataset(tmp_path / "a", [5, 17, 900, 1])
     assert run("inspect", tmp_path / "a", "--json", "--samples", 1) == 0
     said = json.loads(capsys.readouterr().out)
+    assert (said.pop("lengths_file"), said.pop("lengths_not_kept")) == (f"{tmp_path}/a.lengths.json", None)
     assert said == json.loads(json.dumps(as_json(inspect(tmp_path / "a", samples=1))))
     assert said["lengths"]["tokens"] == 923
-    words = json.dumps({"kind": "random", "vocab_size": 9, "seq_len": 8, "document_lengths": said["document_lengths"]})
-    assert mean_length(RandomSpec.model_validate_json(words).document_lengths) == pytest.approx(923 / 4)
+    assert mean_length(RandomSpec.model_validate_json(lengths_of(said)).document_lengths) == pytest.approx(923 / 4)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_inspect_tells_where_it_can_write_nothing(tmp_path, capsys, flags):
+    """In the way lies a folder, which stops root, too."""
+    write_dataset(tmp_path / "a", [5, 17])
+    lengths_path(tmp_path / "a").mkdir()
+    # whoever looks at files that are whole sees that they are
+    assert main(["data", "inspect", str(tmp_path / "a"), *flags]) == 0
+    printed = capsys.readouterr()
+    assert f"megaspec: lengths are not kept: {tmp_path}/a.lengths.json: can't be written: " in printed.err
+    assert "or set data.document_lengths to what --json prints under that name" in printed.err
+    if not flags:
+        assert "whole: every field" in printed.out
+        assert "for plan and tune" not in printed.out
+        return
+    # one document
+    said = json.loads(printed.out)
+    assert said["lengths_file"] is None
+    assert "can't be written" in said["lengths_not_kept"]
+    assert mean_length(RandomSpec.model_validate_json(lengths_of(said)).document_lengths) == 11
+
+
+def lengths_of(said) -> str:
+    """The recipe's words for the lengths that a report names."""
+    lengths = said["document_lengths"]
+    return json.dumps({"kind": "random", "vocab_size": 9, "seq_len": 8, "document_lengths": lengths})
+
+
+def test_files_that_are_made_again_lose_what_was_counted(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "some words"}\n')
+    words = ["prepare", tmp_path / "t.jsonl", "--out", tmp_path / "d", "--tokenizer", "byte", "--workers", 1]
+    assert run(*words) == 0
+    assert run("inspect", tmp_path / "d") == 0
+    # nothing is made again
+    assert run(*words) == 0
+    assert lengths_path(tmp_path / "d").exists()
+    (tmp_path / "t.jsonl").write_text('{"text": "some more words"}\n')
+    assert run(*words, "--overwrite") == 0
+    assert not lengths_path(tmp_path / "d").exists()
 
 
 @pytest.mark.parametrize("manifest", [True, False])
