@@ -550,7 +550,7 @@ def _decided_value(decision: Decision) -> str:
         return show(decision.value)
     if not decision.value:
         return "unknown"
-    return f"{len(decision.value)} bins"
+    return f"{len(decision.value)} {plural('bin', len(decision.value))}"
 
 
 def _is_idle(key: str, plan: Plan) -> bool:
