@@ -151,7 +151,7 @@ def _without_unsaid_lengths(data: DataSpec) -> DataSpec:
     """Data, and its evaluation sets, with no lengths of documents where none are said."""
     update: dict[str, Any] = {}
     if "document_lengths" not in data.model_fields_set:
-        update["document_lengths"] = ()
+        update["document_lengths"] = None
     sets = {name: _without_unsaid_lengths(one) for name, one in data.valid.items()}
     if any(sets[name] is not one for name, one in data.valid.items()):
         update["valid"] = sets

@@ -37,6 +37,7 @@ MICRO_BATCH_TOKENS = 8192
 # A rank holds data.window bytes of text for each lane that it reads.
 MOST_LANES = 256
 CPU_RANKS = 2
+_UNKNOWN_LENGTHS = "not known: rows are weighed as one document each, the most that attention can cost"
 NODE_RANKS = 8
 # What only a search decides, and what stands there without one.
 PLAIN = {
@@ -161,7 +162,7 @@ def document_lengths(draft: ResolverDraft) -> None:
     if not data.document_mask:
         # nothing asks for them
         if draft.is_open("data.document_lengths"):
-            draft.content["data"]["document_lengths"] = []
+            draft.content["data"]["document_lengths"] = None
         return
     lengths = data.made_lengths
     source = "the settings of the data"
@@ -169,10 +170,10 @@ def document_lengths(draft: ResolverDraft) -> None:
         lengths = draft.facts.document_lengths
         source = draft.facts.how_lengths
     if not lengths:
-        reason = "not known: rows are weighed as one document each, the most that attention can cost"
+        reason = _UNKNOWN_LENGTHS
         if source:
             reason += f"; {source}"
-        draft.fill("data.document_lengths", [], reason)
+        draft.fill("data.document_lengths", None, reason)
         return
     reason = _weighed_by(lengths, data.seq_len, source)
     draft.fill("data.document_lengths", [one.model_dump(mode="json") for one in lengths], reason)
@@ -193,6 +194,8 @@ def documents_in_words(draft: ResolverDraft) -> str:
     for decision in draft.decisions:
         if decision.key == "data.document_lengths":
             return decision.reason
+    if data.document_lengths is None:
+        return f"{_UNKNOWN_LENGTHS}; data.document_lengths=null"
     return _weighed_by(data.document_lengths, data.seq_len, "data.document_lengths")
 
 

@@ -133,7 +133,10 @@ def test_lengths_of_other_files_are_not_used(tmp_path, manifest):
     [
         (lambda text: text[:-9], "damaged: content: Invalid JSON"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "damaged: version: Input should be 1"),
-        (lambda text: text.replace('"squares": 50000.0', '"squares": 49999.0'), "content: squares of at least"),
+        (
+            lambda text: text.replace('"squares": 50000.0', '"squares": 49999.0'),
+            "content: a bin whose squares are at least tokens² / documents = 50000",
+        ),
         (lambda text: text + " " * 2**20, "larger than"),
     ],
 )

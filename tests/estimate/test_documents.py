@@ -226,7 +226,7 @@ def test_lengths_of_other_files_are_told_and_a_plan_is_made(tmp_path):
     write_lengths(prefix, inspect(prefix).lengths)
     write_dataset(prefix, [40] * 100, vocab_size=257)
     (decision,) = [one for one in spec_of(*blend(prefix)).decisions if one.key == "data.document_lengths"]
-    assert decision.value == []
+    assert decision.value is None
     assert "one document each" in decision.reason
     assert f"{prefix}.lengths.json is not used: it has the lengths of other files" in decision.reason
     assert f"`megaspec data inspect {prefix}`" in decision.reason
@@ -239,4 +239,4 @@ def test_what_a_spec_says_of_lengths_comes_back(packed):
     # a Spec from before they had a name
     content = json.loads(spec_of(*blend(packed)).model_dump_json())
     del content["data"]["document_lengths"]
-    assert Spec.model_validate_json(json.dumps(content)).data.document_lengths == ()
+    assert Spec.model_validate_json(json.dumps(content)).data.document_lengths is None

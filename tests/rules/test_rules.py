@@ -88,6 +88,40 @@ def test_weights_that_are_no_share_of_their_sum(weights, said):
     assert "set weights nearer to 1" in text
 
 
+_BIN = "[{documents: 10, tokens: 1000, squares: 1e5}]"
+_RANDOM = ("data=random", "~data.blend", "train.sample=null")
+
+
+def test_lengths_of_documents_that_nothing_asks_for_are_refused():
+    (problem,) = broken((f"data.document_lengths={_BIN}",))
+    assert problem.message == (
+        "data.document_lengths=[1 bin] needs data.document_mask=true, without which nothing asks where documents end; "
+        "set data.document_mask=true, or drop data.document_lengths"
+    )
+    (problem,) = broken((*_RANDOM, "data.document_length=30"))
+    assert problem.message.startswith("data.document_length=30 needs data.document_mask=true, ")
+    # nor does anything ask for those of an evaluation set
+    web = ("data.valid.web={blend: [{prefix: data/web}]}", "data.document_mask=true")
+    (problem,) = broken((*web, f"data.valid.web.document_lengths={_BIN}"))
+    assert problem.message.endswith("plans weigh what is trained on; drop it: ~data.valid.web.document_lengths")
+    chance = "data.valid.web={kind: random, vocab_size: 257, document_length: 9}"
+    (problem,) = broken((*_RANDOM, chance))
+    assert problem.key == "data.valid.web.document_length"
+    # what follows the training data is not said twice
+    assert not broken((*web, f"data.document_lengths={_BIN}"))
+    assert not broken((*_RANDOM, "data.document_length=30", "data.document_mask=true", chance))
+    assert not broken(web)
+    assert not broken(_RANDOM)
+
+
+def test_no_lengths_are_no_lengths_of_documents():
+    with pytest.raises(RecipeError) as error:
+        compose("hello", ("data.document_mask=true", "data.document_lengths=[]"))
+    (problem,) = error.value.problems
+    assert problem.message == "data.document_lengths=[] must be a list whose length is at least 1 or auto"
+    assert not broken(("data.document_mask=true", "data.document_lengths=null"))
+
+
 def test_messages_hold_both_values_and_the_nearest_legal_ones():
     wrong = ("launcher.ranks=24", "parallelism.tp=12", "model.n_heads=32", "model.d_head=4", "model.n_kv_heads=8")
     wrong += ("train.global_batch=48",)
