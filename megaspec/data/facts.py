@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megaspec.core.document_lengths import Lengths, mixed
 from megaspec.core.errors import DataError, Problem
 from megaspec.core.frozen import AUTO
+from megaspec.core.units import plural
 from megaspec.data.lengths import lengths_path, load_lengths
 from megaspec.data.manifest import DataManifest, load_manifest
 from megaspec.data.spec import BlendPart, DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
@@ -321,8 +322,9 @@ def _check_sizes(prefix: str, manifest: DataManifest) -> None:
 
 
 def _nothing_to_count(key: str, prefix: str, spec: IndexedSpec, tokens: int) -> Problem:
-    text = f"{key}={prefix} has {tokens} tokens for training, data.seq_len={spec.seq_len} needs {spec.seq_len + 1} "
-    text += "of each data set of a blend without weights; leave it out, or give every data set a weight"
+    text = f"{key}={prefix} has {tokens} {plural('token', tokens)} for training, data.seq_len={spec.seq_len} needs"
+    text += f" {spec.seq_len + 1} of each data set of a blend without weights; leave it out, or give every data set"
+    text += " a weight"
     return Problem(key, text, code="data-files")
 
 

@@ -7,7 +7,7 @@ from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import show
-from megaspec.core.units import plural
+from megaspec.core.units import counted
 from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, shares_documents
 from megaspec.rules.case import LONGEST_RAMP, Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
@@ -303,7 +303,7 @@ def _said_of_documents(prefix: str, data: DataSpec) -> dict[str, str]:
         said[f"{prefix}.document_length"] = show(data.document_length)
     lengths = data.document_lengths
     if lengths is not None and lengths != AUTO:
-        said[f"{prefix}.document_lengths"] = f"[{len(lengths)} {plural('bin', len(lengths))}]"
+        said[f"{prefix}.document_lengths"] = f"[{counted(len(lengths), 'bin')}]"
     return said
 
 

@@ -2,6 +2,7 @@
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
+from megaspec.core.units import counted
 from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
@@ -249,8 +250,8 @@ def flat_layers_are_as_many_as_the_model_has(case: Case) -> Problem | None:
     n_layers = case.recipe.model.n_layers
     if layer.kind != "flat" or len(layer.mixers) == n_layers:
         return None
-    text = f"model.layer.mixers has {len(layer.mixers)} entries and must have one for each of model.n_layers={n_layers}"
-    text += f"; write {n_layers}"
+    text = f"model.layer.mixers has {counted(len(layer.mixers), 'entry')} and must have one for each of"
+    text += f" model.n_layers={n_layers}; write {n_layers}"
     if layer.mixers:
         text += f", or set model.n_layers={len(layer.mixers)}"
     return Problem("model.layer.mixers", text)
