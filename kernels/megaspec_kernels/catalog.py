@@ -317,11 +317,11 @@ def _unmet_by_attention(need: Requirement, use: Use) -> str | None:
     if use.score_cap and not need.score_cap:
         return "caps no scores"
     if use.documents and not need.documents:
-        return "keeps attention inside no documents"
+        return "keeps no documents apart"
     if use.window and not need.window:
         return "has no windows"
     if use.deterministic and not need.deterministic:
-        return "adds gradients in no order"
+        return "adds gradients in no fixed order"
     return None
 
 

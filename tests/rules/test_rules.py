@@ -136,9 +136,67 @@ def test_messages_hold_both_values_and_the_nearest_legal_ones():
     )
     (text,) = map(str, broken(("kernels.attention=sdpa", "model.attention.dropout=0.1")))
     assert text == (
-        "kernels.attention=sdpa has no attention dropout, model.attention.dropout=0.1; "
+        "kernels.attention=sdpa has no attention dropout, model.attention.dropout=0.1 asks for it; "
         "set kernels.attention=reference   (command line)"
     )
+
+
+B200 = H200.model_copy(update={"gpu": "NVIDIA B200", "sm": 100})
+_FP8 = ("precision.kind=fp8",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "said"),
+    [
+        # recipes that are planned alone are no way out
+        (
+            ("precision.recipe=blockwise", "model.n_kv_heads=4", "model.d_ffn=512"),
+            B200,
+            "needs Hopper (sm90), this GPU is sm100; set precision.recipe=tensorwise, delayed or rowwise",
+        ),
+        (("model.n_layers=1",), H200, "1 + 1 = 2 layers in bf16 must be fewer than model.n_layers=1; lower both"),
+        (
+            ("model.n_layers=1", "precision.last_layers_bf16=0"),
+            H200,
+            "precision.first_layers_bf16=1: 1 layer in bf16 must be fewer than model.n_layers=1; try 0",
+        ),
+        (
+            ("model.d_head=20", "parallelism.tp=1"),
+            H200,
+            "model.d_head=20 · 2 key and value heads a rank must be a multiple of 16",
+        ),
+        (
+            ("data.seq_len=100", "train.micro_batch=2", "train.global_batch=32"),
+            H200,
+            "data.seq_len=100 · 2 sequences of a micro batch must be a multiple of 16",
+        ),
+        (("precision.gather_fp8=true",), H200, "set it to false, or parallelism.dp_strategy=fsdp or hsdp"),
+        (("precision.margin=1",), H200, "it is tensorwise; drop it, or set precision.recipe=delayed"),
+        (
+            ("optim.formats.exp_avg=bf16",),
+            H200,
+            "try parallelism.dp_strategy=zero1, or optim.formats.exp_avg=fp32",
+        ),
+    ],
+)
+def test_messages_on_number_formats_are_true_and_whole(overrides, target, said):
+    texts = [problem.message for problem in broken((*_FP8, *overrides), target)]
+    assert any(said in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("model.attention.score_cap=30",),
+            "kernels.attention=sdpa caps no scores, model.attention.score_cap=30.0 asks",
+        ),
+        (("model.attention.dropout=0.1",), "has no attention dropout, model.attention.dropout=0.1 asks for it"),
+    ],
+)
+def test_a_kernel_that_lacks_something_names_who_asks_for_it(overrides, said):
+    (problem,) = broken(("kernels.attention=sdpa", *overrides))
+    assert said in problem.message
 
 
 def test_a_batch_that_ranks_do_not_divide_is_blamed_on_no_micro_batch_that_was_decided():
@@ -382,7 +440,9 @@ def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
         problems = broken(("precision.kind=fp8", f"precision.recipe={recipe}", *wide), target)
         assert ("fp8-gpu" in {p.code for p in problems}) == (recipe not in legal)
         for problem in problems:
-            assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == legal
+            # what is planned alone is no way out
+            trained = legal - {"mxfp8", "nvfp4"}
+            assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == trained
 
 
 def test_a_warm_up_that_outlasts_the_run_is_held_against_the_steps_that_were_set():
