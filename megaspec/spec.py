@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt, PositiveInt
@@ -106,6 +106,14 @@ class Spec(Recipe):
     """What was decided for the user, and why."""
     plugins: tuple[str, ...] = ()
     """Packages that it was typed with: a command line that starts it again names them with --plugin."""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _no_lengths_are_null(cls, said: Any) -> Any:
+        """A file of the first version that had lengths of documents says [] where nobody knows them."""
+        if isinstance(said, dict) and said.get("document_lengths") == []:
+            return {**said, "document_lengths": None}
+        return said
 
     @model_validator(mode="after")
     def _names_every_kernel(self) -> Self:

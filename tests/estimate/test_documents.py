@@ -236,6 +236,10 @@ def test_what_a_spec_says_of_lengths_comes_back(packed):
     for spec in (spec_of(*blend(packed)), spec_of("data=random", "data.vocab_size=9")):
         again = Spec.model_validate_json(spec.model_dump_json())
         assert again == spec
+    # a Spec that says [] where nobody knows
+    content = json.loads(spec_of("data=random", "data.vocab_size=9").model_dump_json())
+    content["data"]["document_lengths"] = []
+    assert Spec.model_validate_json(json.dumps(content)).data.document_lengths is None
     # a Spec from before they had a name
     content = json.loads(spec_of(*blend(packed)).model_dump_json())
     del content["data"]["document_lengths"]
