@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megaspec.checkpoint.format import FORMAT_VERSION
 from megaspec.core.frozen import AUTO, Frozen, NonNegativeInt, PositiveInt
@@ -107,6 +107,14 @@ class Spec(Recipe):
     plugins: tuple[str, ...] = ()
     """Packages that it was typed with: a command line that starts it again names them with --plugin."""
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _no_lengths_are_null(cls, said: Any) -> Any:
+        """A file of the first version that had lengths of documents says [] where nobody knows them."""
+        if isinstance(said, dict) and said.get("document_lengths") == []:
+            return {**said, "document_lengths": None}
+        return said
+
     @model_validator(mode="after")
     def _names_every_kernel(self) -> Self:
         """A file from before these operations had names is read with what its runs took."""
@@ -151,7 +159,7 @@ def _without_unsaid_lengths(data: DataSpec) -> DataSpec:
     """Data, and its evaluation sets, with no lengths of documents where none are said."""
     update: dict[str, Any] = {}
     if "document_lengths" not in data.model_fields_set:
-        update["document_lengths"] = ()
+        update["document_lengths"] = None
     sets = {name: _without_unsaid_lengths(one) for name, one in data.valid.items()}
     if any(sets[name] is not one for name, one in data.valid.items()):
         update["valid"] = sets

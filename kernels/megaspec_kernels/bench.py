@@ -156,6 +156,11 @@ class Row:
         """The gate does not pass."""
         return self.error is not None and not self.error <= 1
 
+    @property
+    def cannot_run(self) -> bool:
+        """It needs what this machine does not have."""
+        return self.error is None
+
 
 def measure(
     operation: str,

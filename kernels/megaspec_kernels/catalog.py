@@ -6,6 +6,8 @@ registry.py holds the functions under the same names; a test keeps the two equal
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
+from megaspec.core.problems import one_of
+
 # Bytes of logits that the chunked losses hold at a time. Few big pieces: GEMMs below about 4 k tokens lose their speed.
 LOGITS_BYTES = 1 << 30
 
@@ -287,7 +289,7 @@ def unmet(
     target that implementations may need."""
     need = CATALOG[operation].implementations[name]
     if device not in need.devices:
-        return f"needs {' or '.join(need.devices)}, the target is {device}"
+        return f"needs {one_of(need.devices)}, the target is {device}"
     if device == "cuda" and sm < need.min_sm:
         return f"needs sm{need.min_sm}, this GPU is sm{sm}"
     if device == "cuda" and sm > need.max_sm:
@@ -300,9 +302,9 @@ def unmet(
     if use.narrow_states and not need.narrow_states:
         return "keeps states in 32 bits"
     if use.precision is not None and need.precisions and use.precision not in need.precisions:
-        return f"needs {' or '.join(need.precisions)}, the model is in {use.precision}"
+        return f"needs {one_of(need.precisions)}, the model is in {use.precision}"
     if use.fp8_recipe is not None and need.fp8_recipes and use.fp8_recipe not in need.fp8_recipes:
-        return f"needs precision.recipe={' or '.join(need.fp8_recipes)}, it is {use.fp8_recipe}"
+        return f"needs precision.recipe={one_of(need.fp8_recipes)}, it is {use.fp8_recipe}"
     odd = next((width for width in use.widths if width % need.step), None)
     if odd is not None:
         return f"needs matrices whose widths are multiples of {need.step}, one is {odd} wide"
@@ -315,11 +317,11 @@ def _unmet_by_attention(need: Requirement, use: Use) -> str | None:
     if use.score_cap and not need.score_cap:
         return "caps no scores"
     if use.documents and not need.documents:
-        return "keeps attention inside no documents"
+        return "keeps no documents apart"
     if use.window and not need.window:
         return "has no windows"
     if use.deterministic and not need.deterministic:
-        return "adds gradients in no order"
+        return "adds gradients in no fixed order"
     return None
 
 

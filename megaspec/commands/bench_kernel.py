@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """Hold every implementation of an operation to the gate: its error from an fp64 truth against that of
 plain PyTorch, for the output and every gradient. Then time it on shapes of a large model and compare
 it with what the machine was measured to reach (megaspec bench throughput). What does not pass the gate
-gets no figure, and the command exits with 70. On a CPU shapes are small."""
+gets no figure, and the command exits with 70. What can't run on this machine says what it needs; was it asked for by
+its name, the command exits with 64. On a CPU shapes are small."""
 
 # A large product in the middle of the measured table, which others are compared with.
 _PRODUCT = (8192, 8192, 4096)
@@ -44,7 +45,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 70 where an implementation does not pass the gate. RecipeError: there is no such operation."""
+    """Measure and print; 70 where an implementation does not pass the gate, 64 where one that is named can't run here.
+    RecipeError: there is no such operation."""
     asked = _asked(args.operations)
     target = detect_target()
     throughput = _throughput(target)
@@ -56,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     device = torch.device(target.device)
     not_passed = []
+    cannot_run = []
     if not args.json:
         print(printable(_where(target, throughput)))
     for name, only in asked.items():
@@ -64,11 +67,18 @@ def run(args: argparse.Namespace) -> int:
             line = as_json(row, target, throughput) if args.json else as_text(row, throughput)
             # each as it comes: the next one takes a while
             print(printable(line), flush=True)
+            word = f"{row.operation}={row.implementation}"
             if row.is_red:
-                not_passed.append(f"{row.operation}={row.implementation} ({row.name})")
+                not_passed.append(f"{word} ({row.name})")
+            if row.cannot_run and word in args.operations:
+                cannot_run.append(f"{word} {row.why}")
+    if cannot_run:
+        print(printable(f"megaspec: can't run here: {'; '.join(cannot_run)}"), file=sys.stderr)
     if not_passed:
         print(printable(f"megaspec: the gate does not pass: {'; '.join(not_passed)}"), file=sys.stderr)
         return MegaspecError.exit_code
+    if cannot_run:
+        return RecipeError.exit_code
     return 0
 
 
@@ -114,10 +124,10 @@ def _where(target: Target, throughput: MeasuredThroughput | None) -> str:
 def as_text(row: "Row", throughput: MeasuredThroughput | None) -> str:
     """A row for people: `unpermute triton  16384 x 8 x 2048  0.12 of the gate  0.31 ms  1,912 GB/s, 55 %`."""
     head = f"{row.operation:16}{row.implementation:11}"
+    if row.cannot_run:
+        return f"{head}can't run here: {row.why}"
     if row.seconds is None:
-        if row.error is not None:
-            head += f"{row.error:.2f} of the gate in {row.name}: "
-        return f"{head}{row.why}"
+        return f"{head}{row.error:.2f} of the gate in {row.name}: {row.why}"
     reached = f"{rate(row):>15}"
     share = share_of(row, throughput)
     if share is not None:

@@ -154,8 +154,11 @@ def _refuse(args: argparse.Namespace, composed: Composed, spec: Spec, ranks: lis
         text += f" --steps {args.steps} are; set train.steps={needed}, or give fewer"
         problems.append(Problem("train.steps", text, composed.origins.get("train.steps", "")))
     if ranks[-1] >= spec.world_size:
-        text = f"--rank {ranks[-1]} must be below the {spec.world_size} ranks of the run"
-        problems.append(Problem("launcher.ranks", f"{text}; try 0 to {spec.world_size - 1}"))
+        text = f"--rank {ranks[-1]} must be below launcher.ranks={spec.world_size}"
+        way_out = "try 0"
+        if spec.world_size > 1:
+            way_out = f"try 0 to {spec.world_size - 1}"
+        problems.append(Problem("launcher.ranks", f"{text}; {way_out}"))
     if problems:
         raise RecipeError(problems)
 

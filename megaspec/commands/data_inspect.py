@@ -2,15 +2,20 @@
 
 import argparse
 import json
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from megaspec.commands.numbers import count, positive
 from megaspec.commands.paragraphs import Paragraphs
 
+if TYPE_CHECKING:
+    from megaspec.data.lengths import LengthsRecord
+
 _INSPECT = """Show counts, lengths and decoded samples of PREFIX.bin and PREFIX.idx, and check every byte of them.
 
 How long documents are is kept in PREFIX.lengths.json, where plan and tune take it from for runs with
-data.document_mask=true."""
+data.document_mask=true. Where that can't be written, as in a folder that is read-only, the report says so: the files
+are checked all the same, and the exit code is 0."""
 
 
 def add_parser(commands: Any) -> None:
@@ -24,23 +29,39 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the files, keep their lengths, and print a report. Raises DataError and WriteError."""
+    """Check the files, keep their lengths, and print a report. Raises DataError."""
     from megaspec.core.errors import DataError, printable
     from megaspec.core.terminal import terminal
     from megaspec.data.inspect import as_json, inspect, print_report
-    from megaspec.data.lengths import lengths_path, write_lengths
+    from megaspec.data.lengths import lengths_path
     from megaspec.data.tokenizer import BpeRequest, parse_tokenizer
 
     tokenizer = None if args.tokenizer is None else parse_tokenizer(args.tokenizer)
     if isinstance(tokenizer, BpeRequest):
         raise DataError(f"--tokenizer {args.tokenizer}: nothing is trained here; give byte or a tokenizer.json")
     report = inspect(args.prefix, vocab_size=args.vocab_size, tokenizer=tokenizer, samples=args.samples)
+    not_kept = _keep_lengths(args.prefix, report.lengths)
+    kept = None
+    if not not_kept:
+        kept = str(lengths_path(args.prefix))
     if args.json:
-        print(json.dumps(as_json(report)))
+        print(json.dumps({**as_json(report), "lengths_file": kept, "lengths_not_kept": not_kept}))
     else:
         print_report(report, terminal())
-    # behind the report, which a folder that nothing can be written to doesn't keep back
-    write_lengths(args.prefix, report.lengths)
-    if not args.json:
-        print(printable(f"lengths: {lengths_path(args.prefix)}, for plan and tune"))
+    if not_kept:
+        print(printable(f"megaspec: lengths are not kept: {not_kept}"), file=sys.stderr)
+    elif not args.json:
+        print(printable(f"lengths: {kept}, for plan and tune"))
     return 0
+
+
+def _keep_lengths(prefix: str, lengths: "LengthsRecord") -> str | None:
+    """Put the histogram beside the files. -> why that can't be; None: it is there."""
+    from megaspec.core.errors import WriteError
+    from megaspec.data.lengths import write_lengths
+
+    try:
+        write_lengths(prefix, lengths)
+    except WriteError as error:
+        return f"{error}, or set data.document_lengths to what --json prints under that name"
+    return None

@@ -23,7 +23,7 @@ from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.parallelism.stages import stages_of
 from megaspec.recipe import Recipe
-from megaspec.resolve.fill import plainly_filled
+from megaspec.resolve.fill import documents_in_words, plainly_drafted
 from megaspec.resolve.gather import gather_facts
 from megaspec.rules.difference import leaves
 from megaspec.rules.unbuilt import unbuilt_problems
@@ -43,6 +43,8 @@ class Search:
     hardware: Hardware
     grid: Grid
     found: Found
+    documents: str
+    """By which lengths of documents layouts are weighed, in words; "" without a document mask."""
 
 
 _DESCRIPTION = """Search for the fastest layouts of a recipe that fit. What the command line sets stays as it is.
@@ -131,9 +133,11 @@ def find(args: argparse.Namespace) -> Search:
         content["train"]["micro_batch"] = AUTO
     asked = Recipe.model_validate_json(json.dumps(content))
     facts = replace(gather_facts(asked), problems=())
-    base = plainly_filled(asked, target, facts)
+    draft = plainly_drafted(asked, target, facts)
+    base = Recipe.model_validate_json(json.dumps(draft.content))
     grid = Grid(base, target, facts, planned.hardware, planned.throughput, open_keys, is_for_training=args.trainable)
-    return Search(composed, planned.hardware, grid, tune(grid, most=max(args.top, args.take)))
+    found = tune(grid, most=max(args.top, args.take))
+    return Search(composed, planned.hardware, grid, found, documents_in_words(draft))
 
 
 def _fixed_keys(composed: Composed, content: dict[str, Any]) -> set[str]:
@@ -206,6 +210,8 @@ def show_found(search: Search) -> None:
         f"{recipe.name} on {recipe.launcher.ranks} x {search.hardware.name}, {batch} a step: {found.considered:,} "
         f"layouts, pipelines and micro batches considered"
     )
+    if search.documents:
+        out.print(escape(f"documents: {search.documents}"))
     out.print(_table(search))
     pipelines = [one.recipe.parallelism.pipeline for one in found.best if one.recipe.parallelism.pp > 1]
     if any(pipeline.virtual_stages > 1 for pipeline in pipelines):
@@ -253,6 +259,7 @@ def as_json(search: Search) -> dict[str, Any]:
         "hardware": search.hardware.name,
         "gpus": search.grid.recipe.launcher.ranks,
         "considered": search.found.considered,
+        "documents": search.documents or None,
         "best": [_candidate(one) for one in search.found.best],
     }
 

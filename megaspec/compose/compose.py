@@ -8,6 +8,7 @@ a tenth of a second to import, so that is done where something is composed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from megaspec.core.problems import (
 from megaspec.recipe import SECTIONS, Recipe
 
 if TYPE_CHECKING:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override
 
 GROUPS = ("recipe", *SECTIONS)
@@ -409,7 +411,7 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
             refuse(text, f"nested deeper than {MAX_DEPTH}; write it in a recipe", "override.size")
             continue
         try:
-            [one] = parser.parse_overrides([text])
+            one = _parse_one(parser, text)
         except (HydraException, ValueError):  # ValueError: a number of thousands of digits
             what = "not an override; write path=value, and where the value has spaces, commas or brackets"
             refuse(text, f"{what} \"path='value'\", for the shell takes the outer quotes", "override.syntax")
@@ -426,6 +428,42 @@ def _parse(overrides: Sequence[str], *, sweeps: bool = False) -> list[Override]:
     if problems:
         raise RecipeError(problems)
     return parsed
+
+
+def _parse_one(parser: OverridesParser, text: str) -> Override:
+    """An override, whose value may also be a list or a section in JSON, as programs print it: Hydra's grammar has no
+    quotes around names of keys. HydraException, ValueError."""
+    from hydra.errors import HydraException
+
+    try:
+        [one] = parser.parse_overrides([text])
+    except HydraException:
+        key, _, value = text.partition("=")
+        if not value.startswith(("[", "{")):
+            raise
+        [one] = parser.parse_overrides([f"{key}={_in_hydras_words(json.loads(value))}"])
+        one.input_line = text
+    return one
+
+
+def _in_hydras_words(content: Any) -> str:
+    """Plain data of JSON as Hydra's grammar writes it. A name of a key that is no plain word keeps its quotes, so that
+    it is refused."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if isinstance(content, dict):
+        entries = []
+        for name, value in content.items():
+            word = name
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                word = json.dumps(name)
+            entries.append(f"{word}: {_in_hydras_words(value)}")
+        return f"{{{', '.join(entries)}}}"
+    if isinstance(content, list):
+        return f"[{', '.join(map(_in_hydras_words, content))}]"
+    if isinstance(content, str):
+        return QuotedString(text=content, quote=Quote.double).with_quotes()
+    return json.dumps(content)
 
 
 def _value_of(override: Override) -> Any:

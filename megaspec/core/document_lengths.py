@@ -44,7 +44,7 @@ class LengthBin(Frozen):
     def _can_be(self) -> Self:
         """A mean square is no less than the square of a mean, but for rounding."""
         if self.squares * self.documents < self.tokens**2 * (1 - 1e-9):
-            rule = "squares of at least tokens² / documents"
+            rule = f"a bin whose squares are at least tokens² / documents = {self.tokens**2 / self.documents:g}"
             raise PydanticCustomError(
                 "squares", "{rule}; take what `megaspec data inspect --json` prints", {"rule": rule}
             )

@@ -174,6 +174,11 @@ def typed_problems(
             key = f"{key}.{one['ctx']['discriminator'].strip(chr(39))}"
         errors_of.setdefault(key, []).append(one)
         owner_of[key] = owner
+    for key in list(errors_of):
+        # a list or section of the right form: that it is no word such as auto either adds nothing to what is in it
+        has_wrong_entries = any(other.startswith(f"{key}.") for other in errors_of)
+        if has_wrong_entries and all(one["type"] == "literal_error" for one in errors_of[key]):
+            del errors_of[key]
     problems = []
     for key in list(errors_of)[:MOST_PROBLEMS]:
         problems.append(_problem(recipe, key, errors_of[key], owner=owner_of[key]))

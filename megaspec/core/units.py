@@ -32,7 +32,14 @@ def count_in_words(count: int) -> str:
 
 
 def plural(noun: str, count: int) -> str:
-    """The noun as it stands behind a count: `recipe` behind 1, else `recipes`."""
+    """The noun as it stands behind a count: `recipe` behind 1, else `recipes`; `entries` of `entry`."""
     if count == 1:
         return noun
+    if noun.endswith("y"):
+        return f"{noun[:-1]}ies"
     return f"{noun}s"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 bin`, `1,200 bins`."""
+    return f"{count:,} {plural(noun, count)}"

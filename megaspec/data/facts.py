@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from megaspec.core.document_lengths import Lengths, mixed
 from megaspec.core.errors import DataError, Problem
 from megaspec.core.frozen import AUTO
-from megaspec.data.lengths import LengthsRecord, lengths_path, load_lengths
+from megaspec.core.units import plural
+from megaspec.data.lengths import lengths_path, load_lengths
 from megaspec.data.manifest import DataManifest, load_manifest
 from megaspec.data.spec import BlendPart, DataSpec, IndexedSpec, RandomSpec, StreamSpec, SyntheticSpec, shares_documents
 from megaspec.data.stream_files import file_problems, find_groups, fingerprint, stream_tokenizer
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from megaspec.data.counts import Counts
 
 SPLITS = ("train", "valid", "test")
+# Data sets that a message names; of more it says how many.
+_MOST_NAMED = 8
 # What is read as text has no index to count; a sample of it has.
 _OF_A_STREAM = (
     "prepare some of the text with `megaspec data prepare`, and set data.document_lengths to what "
@@ -156,7 +159,7 @@ def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
                 _check_sizes(part.prefix, manifest)
             # lengths that are given stand, whatever lies beside the files
             if is_training and spec.document_mask and spec.document_lengths == AUTO:
-                counted.add(part, load_lengths(part.prefix, manifest))
+                counted.add(part, manifest)
         except DataError as error:
             text = f"{prefix_key}={part.prefix}: {error}"
             if not Path(f"{part.prefix}.idx").exists():
@@ -208,15 +211,25 @@ def _indexed(spec: IndexedSpec, *, key: str) -> DataFacts:
 
 
 class _CountedLengths:
-    """The histograms of a blend's data sets, put together by the share of the tokens that each has."""
+    """The histograms of a blend's data sets, put together by the share of the tokens that each has.
+
+    They decide what a plan believes and nothing of a run: one that can't be used is told, and keeps nobody from
+    training.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[Lengths, float]] = []
         self._files: list[str] = []
         self._uncounted: list[str] = []
+        self._unusable: list[str] = []
 
-    def add(self, part: BlendPart, record: LengthsRecord | None) -> None:
-        """A data set and what was counted of it."""
+    def add(self, part: BlendPart, manifest: DataManifest | None) -> None:
+        """A data set, with what was counted of it. `manifest`: its own."""
+        try:
+            record = load_lengths(part.prefix, manifest)
+        except DataError as error:
+            self._unusable.append(str(error))
+            record = None
         if record is None:
             self._uncounted.append(part.prefix)
         elif record.tokens:
@@ -234,10 +247,27 @@ class _CountedLengths:
 
     @property
     def how(self) -> str:
-        """Where they are from, or what counts them."""
-        if self._uncounted:
-            return f"`megaspec data inspect {shlex.join(self._uncounted[:1])}` counts how long documents are"
-        return ", ".join(self._files)
+        """Where they are from, or why they can't be used and what counts them."""
+        if not self._uncounted:
+            return ", ".join(self._files)
+        reasons = self._unusable[:_MOST_NAMED]
+        more = len(self._unusable) - len(reasons)
+        if more:
+            reasons.append(f"{more} more can't be used")
+        return "; ".join([*reasons, self._what_counts])
+
+    @property
+    def _what_counts(self) -> str:
+        """The command for the data sets that have not been counted."""
+        named = self._uncounted[:_MOST_NAMED]
+        more = len(self._uncounted) - len(named)
+        counts = "counts how long documents are"
+        if len(self._uncounted) == 1:
+            return f"`megaspec data inspect {shlex.join(named)}` {counts}"
+        sets = ", ".join(map(shlex.quote, named))
+        if more:
+            sets += f" and {more} more"
+        return f"`megaspec data inspect PREFIX` {counts}, here of {len(self._uncounted)} data sets: {sets}"
 
 
 def prepare_command(spec: IndexedSpec, number: int) -> str:
@@ -292,8 +322,9 @@ def _check_sizes(prefix: str, manifest: DataManifest) -> None:
 
 
 def _nothing_to_count(key: str, prefix: str, spec: IndexedSpec, tokens: int) -> Problem:
-    text = f"{key}={prefix} has {tokens} tokens for training, data.seq_len={spec.seq_len} needs {spec.seq_len + 1} "
-    text += "of each data set of a blend without weights; leave it out, or give every data set a weight"
+    text = f"{key}={prefix} has {tokens} {plural('token', tokens)} for training, data.seq_len={spec.seq_len} needs"
+    text += f" {spec.seq_len + 1} of each data set of a blend without weights; leave it out, or give every data set"
+    text += " a weight"
     return Problem(key, text, code="data-files")
 
 

@@ -1,5 +1,5 @@
 """`<prefix>.lengths.json`: how long the documents of token files are, which `megaspec data inspect` counts for `plan`
-and `tune`. It names the index that it was counted from, so that one of other files is an error.
+and `tune`. It names the index that it was counted from, so that one of other files is not taken for theirs.
 
 A document is what attention stays inside of: a sequence of the index, one per document unless the files were made
 elsewhere.
@@ -117,31 +117,32 @@ def load_lengths(prefix: str | Path, manifest: DataManifest | None) -> LengthsRe
     """The histogram beside the files, None when there is none. `manifest`: theirs, which has the hash of the index;
     without one the index is read for it.
 
-    Raises DataError when it is damaged, or was counted from another index.
+    Raises DataError when it can't be used: it is damaged, or was counted from another index.
     """
     path = lengths_path(prefix)
-    again = f"count them again with `megaspec data inspect {prefix}`"
     try:
         with open(path, "rb") as file:
             raw = file.read(_LIMIT + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise DataError(f"{path}: can't be read: {error.strerror}") from error
+        raise DataError(f"{path} is not used: it can't be read: {error.strerror}") from error
     if len(raw) > _LIMIT:
-        raise DataError(f"{path}: larger than {_LIMIT} bytes, so no histogram of lengths; {again}")
+        raise DataError(f"{path} is not used: larger than {_LIMIT} bytes, so no histogram of lengths")
     try:
         record = LengthsRecord.model_validate_json(raw)
         # a bin that no lengths can have
         record.lengths  # noqa: B018
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path}: {field or 'content'}: {first['msg']}; {again}") from error
+        field = ".".join(str(part) for part in first["loc"]) or "content"
+        # without the way out for who writes lengths into a recipe
+        wrong = first.get("ctx", {}).get("rule", first["msg"])
+        raise DataError(f"{path} is not used: damaged: {field}: {wrong}") from error
     found = manifest.idx_sha256 if manifest is not None else sha256_of_files([Path(f"{prefix}.idx")])
     if record.idx_sha256 != found:
         raise DataError(
-            f"{path}: idx_sha256={record.idx_sha256[:8]}..., {prefix}.idx has {found[:8]}...: the lengths of other "
-            f"files; {again}"
+            f"{path} is not used: it has the lengths of other files: idx_sha256={record.idx_sha256[:8]}..., "
+            f"{prefix}.idx has {found[:8]}..."
         )
     return record

@@ -28,6 +28,7 @@ from megaspec.data.bad_lines import bad_lines_path, check_bad_lines, scan_inputs
 from megaspec.data.files import write_atomically, write_error
 from megaspec.data.indexed import index_bytes, token_dtype
 from megaspec.data.inputs import Input, InputPart, changed, cut, find_inputs, read_documents
+from megaspec.data.lengths import lengths_path
 from megaspec.data.manifest import (
     DataManifest,
     block_bytes_for,
@@ -359,7 +360,7 @@ def _publish(
     tokenizer: Tokenizer,
     description: dict[str, Any],
 ) -> DataManifest:
-    """Put the parts together under the final names, the manifest last."""
+    """Put the parts together under the final names, the manifest last. What was counted of an earlier data set goes."""
     dtype = token_dtype(tokenizer.vocab_size)
     # tokens of each document, of all parts one after the other
     lengths = np.zeros(0, dtype=np.int32)
@@ -372,6 +373,8 @@ def _publish(
     index = b"".join(index_bytes(dtype, lengths))
     # from here on what lies under the final names is ours to replace, see _refuse_overwriting
     write_atomically(folder / "publishing", [b""])
+    # of the documents that are replaced
+    lengths_path(prefix).unlink(missing_ok=True)
     block = block_bytes_for(n_bytes)
     bin_path = Path(f"{prefix}.bin")
     write_atomically(bin_path, _chunks(folder, parts, entries), need=n_bytes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaspec.core.terminal import Terminal, escape
-from megaspec.core.units import plural
+from megaspec.core.units import counted, plural
 from megaspec.data.manifest import DataManifest
 from megaspec.data.parts import JobProgress, losses
 from megaspec.data.prepare import PreparedData
@@ -40,7 +40,7 @@ def prepare_progress() -> Iterator[Callable[[JobProgress], None]]:
         task = bar.add_task("starting", total=None, counts="")
 
         def show(now: JobProgress) -> None:
-            counts = f"{now.documents:,} documents, {now.tokens:,} tokens"
+            counts = f"{counted(now.documents, 'document')}, {counted(now.tokens, 'token')}"
             if now.bad:
                 counts += f", {now.bad} bad"
             bar.update(
@@ -59,8 +59,9 @@ def print_prepared(prepared: PreparedData) -> None:
     console = Terminal(soft_wrap=True)
     manifest = prepared.manifest
     how = "was already prepared" if prepared.was_there else "prepared"
+    counts = f"{counted(manifest.documents, 'document')}, {counted(manifest.tokens, 'token')}"
     text = (
-        f"{prepared.prefix}: {how}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.dtype}, "
+        f"{prepared.prefix}: {how}: {counts} of {manifest.dtype}, "
         f"tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size} ids), {_end_of_document(manifest)}"
     )
     console.print(escape(text))

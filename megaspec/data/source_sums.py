@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaspec.core.errors import DataError
+from megaspec.core.units import plural
 from megaspec.data.files import write_atomically
 from megaspec.data.inputs import PYTHON_CORPUS, Input, find_inputs
 from megaspec.data.manifest import SourceRecord, load_manifest, manifest_path
@@ -83,7 +84,7 @@ def difference(before: SourceRecord, now: SourceRecord) -> str:
             changes.append(f"{path} changed: sha256={new[name]}, it was {old[name]}")
     shown = changes[:_MOST_TOLD]
     if len(changes) > _MOST_TOLD:
-        shown.append(f"{len(changes) - _MOST_TOLD:,} more files")
+        shown.append(f"{len(changes) - _MOST_TOLD:,} more {plural('file', len(changes) - _MOST_TOLD)}")
     return ", ".join(shown)
 
 

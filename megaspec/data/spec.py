@@ -40,6 +40,8 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 """Name of an evaluation set: a part of dotted paths and of TensorBoard's, so it holds no dot and no slash."""
 # What an editor is told of evaluation sets: each may leave out what follows the training data.
 _SETS_SCHEMA = {"type": "object", "additionalProperties": {"type": ["object", "string"]}}
+KnownLengths = Annotated[Lengths, Field(min_length=1)]
+"""A histogram that somebody has counted."""
 
 
 class DataSpec(Frozen):
@@ -57,10 +59,10 @@ class DataSpec(Frozen):
     """Seed of the data order. auto: train.seed."""
     document_mask: bool = False
     """Attention and positions stop at document bounds inside a packed sequence, and no loss crosses them."""
-    document_lengths: Auto[Lengths] = "auto"
+    document_lengths: Auto[KnownLengths] | None = "auto"
     """With a document mask: how long documents are, which decides what attention costs in plan and tune, and nothing of
-    a run. auto: what `megaspec data inspect` has counted of token files, or what a made source makes of its settings;
-    where nobody knows, a row counts as one document. Bins as `megaspec data inspect --json` prints them."""
+    a run. auto: what `megaspec data inspect` has counted of token files, or what a made source makes of its settings,
+    else null. null: not known, a row counts as one document. Bins as `megaspec data inspect --json` prints them."""
     valid: Annotated[dict[SetName, "DataSource"], WithJsonSchema(_SETS_SCHEMA)] = Field(
         {}, exclude_if=lambda sets: not sets
     )

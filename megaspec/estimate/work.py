@@ -219,9 +219,10 @@ def seen_pairs(recipe: Recipe, attention: AttentionProducts) -> float:
 
 def document_lengths(recipe: Recipe) -> Lengths:
     """Of the documents that attention stays inside of; (): rows are one document, or nobody knows."""
-    if not recipe.data.document_mask:
+    lengths = recipe.data.document_lengths
+    if not recipe.data.document_mask or lengths is None:
         return ()
-    return recipe.data.document_lengths
+    return lengths
 
 
 def _computed_pairs(recipe: Recipe, attention: AttentionProducts, *, whole_sequences: bool) -> float:

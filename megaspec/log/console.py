@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from megaspec.core.errors import printable
+from megaspec.core.units import counted
 from megaspec.log.events import (
     CheckpointSaved,
     EvalDone,
@@ -165,7 +166,7 @@ def step_parts(
     if event.loss_scale is not None:
         parts.append(f"loss scale {event.loss_scale:g}")
     if event.fp8_saturated:
-        parts.append(f"{event.fp8_saturated:,} elements saturated in fp8")
+        parts.append(f"{counted(event.fp8_saturated, 'element')} saturated in fp8")
     if event.skipped:
         parts.append("update skipped: gradient not finite")
     if seconds > 0:

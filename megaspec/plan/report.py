@@ -8,7 +8,7 @@ from rich.table import Table
 from megaspec.core.axes import DENSE_AXES, EXPERT_AXES
 from megaspec.core.problems import in_a_shell, one_of, show
 from megaspec.core.terminal import escape
-from megaspec.core.units import bytes_in_words, plural, seconds_in_words
+from megaspec.core.units import bytes_in_words, counted, plural, seconds_in_words
 from megaspec.estimate.hardware import LEFT_FREE, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
@@ -155,14 +155,15 @@ def _about(plan: Plan) -> Lines:
 
 def _model(plan: Plan) -> Lines:
     model = plan.model
-    heads = f"{model['n_heads']} heads"
+    heads = counted(model["n_heads"], "head")
     if model["n_kv_heads"] != model["n_heads"]:
         heads += f" ({model['n_kv_heads']} for keys and values)"
-    shape = f"{model['kind']}, {model['n_layers']} layers of {model['d_model']}, {heads} of {model['d_head']}"
+    layers = counted(model["n_layers"], "layer")
+    shape = f"{model['kind']}, {layers} of {model['d_model']}, {heads} of {model['d_head']}"
     yield "model", f"{shape}, feed-forward {model['d_ffn']}, vocabulary {model['vocab_size']:,}"
     moe = model.get("moe")
     if moe:
-        yield "", f"{moe['n_experts']} experts of {moe['d_expert']}, {moe['top_k']} for each token"
+        yield "", f"{counted(moe['n_experts'], 'expert')} of {moe['d_expert']}, {moe['top_k']} for each token"
     counts = plan.parameters
     kinds = [f"{name.replace('_', ' ')} {n:,}" for name, n in counts["by_kind"].items() if n]
     text = f"{counts['total']:,} = {' + '.join(kinds)}"
@@ -289,10 +290,11 @@ def _data(text: str) -> Lines:
 def _batch(plan: Plan) -> Lines:
     batch = plan.batch
     product = f"micro {batch['micro_batch']} · accumulation {batch['accumulation']} · dp {batch['dp']}"
-    yield "batch", f"{batch['global_batch']} sequences = {product}; {batch['tokens_per_step']:,} tokens a step"
+    sequences = f"{batch['global_batch']} {plural('sequence', batch['global_batch'])}"
+    yield "batch", f"{sequences} = {product}; {batch['tokens_per_step']:,} tokens a step"
     if len(batch["stages"]) > 1:
         yield "", f"ramp: {', '.join(map(str, batch['stages']))} sequences"
-    length = f"{batch['steps']:,} steps, {batch['sequences']:,} sequences of {batch['seq_len']:,}"
+    length = f"{counted(batch['steps'], 'step')}, {counted(batch['sequences'], 'sequence')} of {batch['seq_len']:,}"
     length += f", {batch['tokens']:,} tokens"
     if plan.segments != 1:
         length += f", in {plan.segments} segments of the data order"
@@ -550,7 +552,7 @@ def _decided_value(decision: Decision) -> str:
         return show(decision.value)
     if not decision.value:
         return "unknown"
-    return f"{len(decision.value)} bins"
+    return counted(len(decision.value), "bin")
 
 
 def _is_idle(key: str, plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megaspec.core.axes import fewest_gpus
 from megaspec.core.divisors import divisors
-from megaspec.core.document_lengths import mean_length, share_hidden
+from megaspec.core.document_lengths import Lengths, mean_length, share_hidden
 from megaspec.core.errors import Problem
 from megaspec.core.frozen import AUTO
 from megaspec.core.problems import value_at
@@ -37,6 +37,7 @@ MICRO_BATCH_TOKENS = 8192
 # A rank holds data.window bytes of text for each lane that it reads.
 MOST_LANES = 256
 CPU_RANKS = 2
+_UNKNOWN_LENGTHS = "not known: rows are weighed as one document each, the most that attention can cost"
 NODE_RANKS = 8
 # What only a search decides, and what stands there without one.
 PLAIN = {
@@ -161,7 +162,7 @@ def document_lengths(draft: ResolverDraft) -> None:
     if not data.document_mask:
         # nothing asks for them
         if draft.is_open("data.document_lengths"):
-            draft.content["data"]["document_lengths"] = []
+            draft.content["data"]["document_lengths"] = None
         return
     lengths = data.made_lengths
     source = "the settings of the data"
@@ -169,15 +170,33 @@ def document_lengths(draft: ResolverDraft) -> None:
         lengths = draft.facts.document_lengths
         source = draft.facts.how_lengths
     if not lengths:
-        reason = "not known: rows are weighed as one document each, the most that attention can cost"
+        reason = _UNKNOWN_LENGTHS
         if source:
             reason += f"; {source}"
-        draft.fill("data.document_lengths", [], reason)
+        draft.fill("data.document_lengths", None, reason)
         return
-    hidden = share_hidden(lengths, data.seq_len)
-    reason = f"documents of {mean_length(lengths):,.1f} tokens on average: rows of {data.seq_len:,} hide {hidden:.1%} "
-    reason += f"of the pairs of causal attention ({source})"
+    reason = _weighed_by(lengths, data.seq_len, source)
     draft.fill("data.document_lengths", [one.model_dump(mode="json") for one in lengths], reason)
+
+
+def _weighed_by(lengths: Lengths, seq_len: int, source: str) -> str:
+    """How long documents are, and what of attention that leaves out."""
+    hidden = share_hidden(lengths, seq_len)
+    text = f"documents of {mean_length(lengths):,.1f} tokens on average: rows of {seq_len:,} hide {hidden:.1%} "
+    return f"{text}of the pairs of causal attention ({source})"
+
+
+def documents_in_words(draft: ResolverDraft) -> str:
+    """By which lengths of documents attention is weighed in a draft that is filled; "" without a document mask."""
+    data = draft.recipe.data
+    if not data.document_mask:
+        return ""
+    for decision in draft.decisions:
+        if decision.key == "data.document_lengths":
+            return decision.reason
+    if data.document_lengths is None:
+        return f"{_UNKNOWN_LENGTHS}; data.document_lengths=null"
+    return _weighed_by(data.document_lengths, data.seq_len, "data.document_lengths")
 
 
 def searched(draft: ResolverDraft) -> None:

@@ -5,8 +5,10 @@ from pathlib import PurePath
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
+from megaspec.core.frozen import AUTO
 from megaspec.core.problems import show
-from megaspec.data.spec import DataSpec, IndexedSpec, StreamSpec, shares_documents
+from megaspec.core.units import counted
+from megaspec.data.spec import DataSpec, IndexedSpec, RandomSpec, StreamSpec, shares_documents
 from megaspec.rules.case import LONGEST_RAMP, Case, sequence_unit
 from megaspec.rules.ways import Way, way_out
 from megaspec.train.batch_schedule import BatchSchedule
@@ -271,6 +273,38 @@ def evaluation_masks_as_training(case: Case) -> Problem | None:
             )
             return Problem(key, f"{text} is trained; drop it")
     return None
+
+
+def lengths_of_documents_need_a_mask(case: Case) -> Problem | None:
+    """How long documents are is said where a mask keeps them apart, and of what is trained on."""
+    training = case.recipe.data
+    if not training.document_mask:
+        for key, value in _said_of_documents("data", training).items():
+            text = f"{key}={value} needs data.document_mask=true, without which nothing asks where documents end"
+            return Problem(key, f"{text}; set data.document_mask=true, or drop {key}")
+    for name, one in case.recipe.data.valid.items():
+        prefix = f"data.valid.{name}"
+        said = _said_of_documents(prefix, one)
+        key = f"{prefix}.document_lengths"
+        if key in said and one.document_lengths != training.document_lengths:
+            text = f"{key}={said[key]} is read by nothing: plans weigh what is trained on"
+            return Problem(key, f"{text}; drop it: ~{key}")
+        key = f"{prefix}.document_length"
+        if key in said and not one.document_mask:
+            text = f"{key}={said[key]} needs data.document_mask=true, without which nothing asks where documents end"
+            return Problem(key, f"{text}; set data.document_mask=true, or drop it: ~{key}")
+    return None
+
+
+def _said_of_documents(prefix: str, data: DataSpec) -> dict[str, str]:
+    """Path -> value of what is set of a source about how long documents are."""
+    said = {}
+    if isinstance(data, RandomSpec) and data.document_length is not None:
+        said[f"{prefix}.document_length"] = show(data.document_length)
+    lengths = data.document_lengths
+    if lengths is not None and lengths != AUTO:
+        said[f"{prefix}.document_lengths"] = f"[{counted(len(lengths), 'bin')}]"
+    return said
 
 
 def evaluation_sets_are_not_trained_on(case: Case) -> Problem | None:

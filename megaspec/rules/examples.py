@@ -415,6 +415,9 @@ _PRECISION = {
         target=H200,
     ),
     "fp8-margin": Example((_FP8, "precision.margin=1"), ("precision.recipe=delayed",), "precision.margin", target=H200),
+    "fp8-history": Example(
+        (_FP8, "precision.amax_history=16"), ("precision.recipe=delayed",), "precision.amax_history", target=H200
+    ),
     "fp8-heads": Example((_FP8, "model.n_kv_heads=1", _TP2), (_TP1,), "parallelism.tp", target=H200),
     "fp8-gather": Example(
         (_FP8, "precision.gather_fp8=true"), ("parallelism.dp_strategy=fsdp",), "precision.gather_fp8", target=H200
@@ -501,6 +504,11 @@ _BATCH = {
         ("data.valid.web={blend: [{prefix: data/web}], document_mask: true}",),
         ("~data.valid.web.document_mask",),
         "data.valid.web.document_mask",
+    ),
+    "documents-off": Example(
+        ("data.document_lengths=[{documents: 10, tokens: 1000, squares: 1e5}]",),
+        ("data.document_mask=true",),
+        "data.document_lengths",
     ),
     "valid-trained": Example(
         ("data.valid.web={blend: [{prefix: data/hello}]}",),

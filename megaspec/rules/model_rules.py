@@ -2,6 +2,7 @@
 
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
+from megaspec.core.units import counted
 from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
@@ -109,7 +110,7 @@ def te_casts_no_experts(case: Case) -> Problem | None:
     """In fp8 linear=te has no experts: their products are of an operation with scales of its own."""
     if case.recipe.kernels.linear != "te" or not isinstance(case.recipe.precision, Fp8Precision) or case.moe is None:
         return None
-    text = "kernels.linear=te with precision.kind=fp8 has no experts, model.moe asks for some"
+    text = "kernels.linear=te with precision.kind=fp8 computes no experts, model.moe asks for some"
     return Problem("kernels.linear", f"{text}; set kernels.linear=torch, or precision=bf16")
 
 
@@ -173,18 +174,25 @@ def _kernel(case: Case, operation: str) -> Problem | None:
     lacks = unmet(operation, name, device=device, sm=sm, use=use, packages=packages)
     if lacks is None:
         return None
-    # the catalog knows what is asked, not where
-    if lacks == "has no attention dropout":
-        lacks += f", model.attention.dropout={case.recipe.model.attention.dropout}"
-    if lacks == "caps no scores":
-        lacks += ", model.attention.score_cap says so"
-    if lacks == "keeps states in 32 bits":
-        lacks += ", optim.formats says fewer"
-    if lacks == "adds gradients in no order":
-        lacks += ", train.deterministic=true wants one"
+    asked = _who_asks(case).get(lacks)
+    if asked is not None:
+        lacks += f", {asked}"
     best = choose(operation, device=device, sm=sm, use=use, packages=packages)
     key = f"kernels.{operation}"
     return Problem(key, f"{key}={name} {lacks}; set {key}={best}")
+
+
+def _who_asks(case: Case) -> dict[str, str]:
+    """The catalog's words for what an implementation lacks -> the setting that asks for it, which it doesn't know."""
+    model = case.recipe.model
+    return {
+        "has no attention dropout": f"model.attention.dropout={model.attention.dropout} asks for it",
+        "caps no scores": f"model.attention.score_cap={getattr(model.attention, 'score_cap', None)} asks for it",
+        "keeps no documents apart": "data.document_mask=true asks for it",
+        "has no windows": "some layer of the model has one",
+        "adds gradients in no fixed order": "train.deterministic=true asks for one",
+        "keeps states in 32 bits": "optim.formats asks for fewer",
+    }
 
 
 def latent_attention_has_no_groups(case: Case) -> Problem | None:
@@ -249,8 +257,8 @@ def flat_layers_are_as_many_as_the_model_has(case: Case) -> Problem | None:
     n_layers = case.recipe.model.n_layers
     if layer.kind != "flat" or len(layer.mixers) == n_layers:
         return None
-    text = f"model.layer.mixers has {len(layer.mixers)} entries and must have one for each of model.n_layers={n_layers}"
-    text += f"; write {n_layers}"
+    text = f"model.layer.mixers has {counted(len(layer.mixers), 'entry')} and must have one for each of"
+    text += f" model.n_layers={n_layers}; write {n_layers}"
     if layer.mixers:
         text += f", or set model.n_layers={len(layer.mixers)}"
     return Problem("model.layer.mixers", text)

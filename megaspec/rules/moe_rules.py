@@ -6,6 +6,7 @@ from megaspec.core.axes import fewest_gpus
 from megaspec.core.divisors import divisors, multiples, nearest, widths
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of, show
+from megaspec.core.units import counted
 from megaspec.nn.moe.spec import RouterSpec
 from megaspec.rules.case import Case, legal_tp
 from megaspec.rules.ways import Way, mending, way_out
@@ -37,7 +38,8 @@ def layer_list_is_as_long_as_the_model(case: Case) -> Problem | None:
     n_layers = case.recipe.model.n_layers
     if moe is None or moe.layers is None or len(moe.layers) == n_layers:
         return None
-    text = f"model.moe.layers has {len(moe.layers)} entries and must have one for each of model.n_layers={n_layers}"
+    text = f"model.moe.layers has {counted(len(moe.layers), 'entry')} and must have one for each of"
+    text += f" model.n_layers={n_layers}"
     return Problem("model.moe.layers", f"{text}; write {n_layers}, or use model.moe.every and first_dense")
 
 

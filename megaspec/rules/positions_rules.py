@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megaspec.core.divisors import multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import did_you_mean, one_of
+from megaspec.core.units import counted
 from megaspec.nn.rope.spec import RotarySpec
 from megaspec.rules.case import Case
 from megaspec.rules.ways import Way, way_out
@@ -97,8 +98,10 @@ def longrope_has_a_factor_for_each_frequency(case: Case) -> Problem | None:
         for name in ("short_factor", "long_factor"):
             count = len(getattr(positions.scaling, name))
             if count != n_frequencies:
-                text = f"{key}.scaling.{name} has {count} entries and must have {n_frequencies}, one for each pair of"
-                text += f" features that turn of model.d_head={model.d_head}; write {n_frequencies}"
+                text = f"{key}.scaling.{name} has {counted(count, 'entry')} and must have {n_frequencies}"
+                text += (
+                    f", one for each pair of features that turn of model.d_head={model.d_head}; write {n_frequencies}"
+                )
                 return Problem(f"{key}.scaling.{name}", text)
     return None
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
+from megaspec.core.units import counted
 from megaspec.optim.spec import AdamWSpec
 from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case
@@ -30,6 +31,7 @@ _FP8_UNIT = {"tensorwise": 16, "delayed": 16, "rowwise": 16, "blockwise": 128, "
 _ONLY_E4M3 = ("blockwise", "mxfp8", "nvfp4")
 # Recipes that older tensor cores have no products for.
 _BLACKWELLS = ("mxfp8", "nvfp4")
+_TRAINED = tuple(name for name in _FP8_SM if name not in _BLACKWELLS)
 # Recipes whose scales a grouped product takes: of rows, or of something that rows lie in.
 _OF_TENSORS = ("tensorwise", "delayed")
 _OF_ROWS = ("tensorwise", "delayed", "rowwise")
@@ -42,6 +44,10 @@ class _GemmSide(NamedTuple):
     value: int
     times: int = 1
     parts: int = 1
+    what: str = ""
+    """What there are `times` of."""
+    axis: str = ""
+    """What divides it into `parts`: tp, etp or cp."""
 
 
 def precision_runs_on_the_gpu(case: Case) -> Problem | None:
@@ -75,7 +81,8 @@ def fp8_runs_on_the_gpu(case: Case) -> Problem | None:
         needed = f"Blackwell (sm{first}), whose tensor cores scale such blocks, and Transformer Engine"
     elif sm < first:
         needed = f"sm{first}"
-    runs = one_of([name for name, (low, high) in _FP8_SM.items() if low <= sm <= high])
+    # not those that are planned alone
+    runs = one_of([name for name in _TRAINED if _FP8_SM[name][0] <= sm <= _FP8_SM[name][1]])
     text = f"precision.recipe={precision.recipe} needs {needed}, this GPU is sm{sm}; set precision.recipe={runs}"
     return Problem("precision.recipe", text)
 
@@ -107,10 +114,10 @@ def fp8_leaves_layers_to_itself(case: Case) -> Problem | None:
     else:
         key = "precision.last_layers_bf16"
         value = last
-    total = f"{in_bf16}"
+    total = counted(in_bf16, "layer")
     if first and last:
-        total = f"{first} + {last} = {in_bf16}"
-    text = f"{key}={value}: {total} layers in bf16 must be below model.n_layers={n_layers}"
+        total = f"{first} + {last} = {total}"
+    text = f"{key}={value}: {total} in bf16 must be fewer than model.n_layers={n_layers}"
     room = n_layers - 1 - (in_bf16 - value)
     if room < 0:
         return Problem(key, f"{text}; lower both")
@@ -128,13 +135,26 @@ def fp8_format_is_one_of_the_recipe(case: Case) -> Problem | None:
     return Problem("precision.format", f"{text}; set precision.format=e4m3")
 
 
-def fp8_looks_back_where_scales_are_delayed(case: Case) -> Problem | None:
+def fp8_margins_are_of_delayed_scales(case: Case) -> Problem | None:
     """A margin is for delayed scales: others fit their elements."""
     precision = case.recipe.precision
     if not isinstance(precision, Fp8Precision) or precision.recipe == "delayed" or precision.margin == 0:
         return None
     text = f"precision.margin={precision.margin} needs precision.recipe=delayed, it is {precision.recipe}"
-    return Problem("precision.margin", f"{text}; set precision.margin=0")
+    return Problem("precision.margin", f"{text}; drop it, or set precision.recipe=delayed")
+
+
+def fp8_looks_back_where_scales_are_delayed(case: Case) -> Problem | None:
+    """A history is for delayed scales: others are those of the elements at hand."""
+    precision = case.recipe.precision
+    if not isinstance(precision, Fp8Precision) or precision.recipe == "delayed":
+        return None
+    key = "precision.amax_history"
+    value = precision.amax_history
+    if value == Fp8Precision.model_fields["amax_history"].default:
+        return None
+    text = f"{key}={value} needs precision.recipe=delayed, it is {precision.recipe}"
+    return Problem(key, f"{text}; drop it, or set precision.recipe=delayed")
 
 
 def fp8_heads_have_one_rank(case: Case) -> Problem | None:
@@ -158,7 +178,7 @@ def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
     key = "precision.gather_fp8"
     if strategy not in ("fsdp", "hsdp"):
         text = f"{key}=true needs weights that are gathered for each pass, parallelism.dp_strategy is {strategy}"
-        return Problem(key, f"{text}; set it to false, or dp_strategy=fsdp or hsdp")
+        return Problem(key, f"{text}; set it to false, or parallelism.dp_strategy=fsdp or hsdp")
     if case.recipe.kernels.linear == "te":
         text = f"{key}=true needs kernels.linear=torch, which takes weights that arrive in fp8; it is te"
         return Problem(key, f"{text}; set it to false, or kernels.linear=torch")
@@ -185,9 +205,9 @@ def fp8_products_have_whole_tiles(case: Case) -> Problem | None:
 def _uneven_tiles(case: Case, side: _GemmSide, unit: int) -> Problem:
     size = f"{side.key}={side.value}"
     if side.times > 1:
-        size += f" · {side.times}"
+        size += f" · {side.times} {side.what}"
     if side.parts > 1:
-        size += f" / {side.parts}"
+        size += f" / parallelism.{side.axis}={side.parts}"
     text = f"{size} must be a multiple of {unit} with precision.kind=fp8 and"
     text += f" precision.recipe={case.recipe.precision.recipe}"
     # the smallest step of the value by which value · times / parts stays a multiple of the unit
@@ -206,20 +226,22 @@ def _gemm_sides(case: Case) -> Iterator[_GemmSide]:
     # with more ranks than key and value heads each rank holds a copy of one
     kv_heads = max(1, model.n_kv_heads // tp)
     yield _GemmSide("model.d_model", model.d_model)
-    yield _GemmSide("model.d_head", model.d_head, times=heads)
+    yield _GemmSide("model.d_head", model.d_head, times=heads, what="heads a rank")
     if mla is None:
-        yield _GemmSide("model.d_head", model.d_head, times=kv_heads)
+        yield _GemmSide("model.d_head", model.d_head, times=kv_heads, what="key and value heads a rank")
     else:
-        yield _GemmSide("model.attention.d_value", mla.d_value, times=heads)
+        yield _GemmSide("model.attention.d_value", mla.d_value, times=heads, what="heads a rank")
         yield _GemmSide("model.attention.q_rank", mla.q_rank or 0)
         yield _GemmSide("model.attention.kv_rank", mla.kv_rank)
         yield _GemmSide("model.attention.d_rope", mla.d_rope)
     if case.dense_layers:
-        yield _GemmSide("model.d_ffn", model.d_ffn, parts=tp)
+        yield _GemmSide("model.d_ffn", model.d_ffn, parts=tp, axis="tp")
     if moe is not None:
-        yield _GemmSide("model.moe.d_expert", moe.d_expert, parts=case.etp)
-        yield _GemmSide("model.moe.d_shared", moe.d_shared or 0, parts=tp)
-    yield _GemmSide("data.seq_len", case.recipe.data.seq_len, times=case.recipe.train.micro_batch, parts=case.cp)
+        yield _GemmSide("model.moe.d_expert", moe.d_expert, parts=case.etp, axis="etp")
+        yield _GemmSide("model.moe.d_shared", moe.d_shared or 0, parts=tp, axis="tp")
+    sequences = case.recipe.train.micro_batch
+    seq_len = case.recipe.data.seq_len
+    yield _GemmSide("data.seq_len", seq_len, sequences, case.cp, what="sequences of a micro batch", axis="cp")
 
 
 def narrow_state_is_sharded(case: Case) -> Problem | None:
@@ -229,7 +251,7 @@ def narrow_state_is_sharded(case: Case) -> Problem | None:
         return None
     key, value = narrow
     text = f"{key}={value} needs a sharded optimizer, parallelism.dp_strategy is replicate"
-    return Problem(key, f"{text}; try parallelism.dp_strategy=zero1, or fp32")
+    return Problem(key, f"{text}; try parallelism.dp_strategy=zero1, or {key}=fp32")
 
 
 def narrow_state_goes_with_narrow_weights(case: Case) -> Problem | None:

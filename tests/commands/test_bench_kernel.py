@@ -95,3 +95,26 @@ def test_one_implementation_alone(capsys):
     assert {(one["operation"], one["implementation"]) for one in lines} == {("unpermute", "reference")}
     assert main(["bench", "kernel", "attention=cuddn"]) != 0
     assert "bench kernel attention=cuddn: no such implementation; did you mean cudnn?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_what_is_asked_for_by_name_and_cannot_run_is_no_success(capsys, flags):
+    words = ["unpermute=triton", "unpermute=reference"]
+    assert main(["bench", "kernel", *words, *flags]) == 64
+    out, err = capsys.readouterr()
+    assert "megaspec: can't run here: unpermute=triton needs cuda, the target is cpu" in err
+    # the others are measured all the same
+    if flags:
+        rows = {row["implementation"]: row for row in map(json.loads, out.splitlines())}
+        assert rows["reference"]["seconds"] > 0
+        assert rows["triton"]["why"] == "needs cuda, the target is cpu"
+    else:
+        assert "can't run here: needs cuda, the target is cpu" in out
+        assert "of the gate" in out
+
+
+def test_what_is_merely_listed_says_what_it_needs(capsys):
+    assert main(["bench", "kernel", "unpermute"]) == 0
+    out, err = capsys.readouterr()
+    assert "can't run here: needs cuda, the target is cpu" in out
+    assert err == ""

@@ -169,3 +169,39 @@ def test_deepseek_v3_is_shipped_as_the_fastest_layout_that_is_found(capsys):
     assert main(["tune", "recipe=deepseek_v3", "hardware=H100", "gpus=256", "--json", "--top", "1"]) == 0
     (best,) = json.loads(capsys.readouterr().out)["best"]
     assert planned_speed("deepseek_v3", capsys)["seconds"] <= 1.01 * best["seconds"]
+
+
+def documents_line(capsys, *words) -> tuple[str, str | None]:
+    """The line of `tune` on documents, "" where there is none, and what it says as JSON."""
+    words = (*WORDS, "data=random", "data.vocab_size=128256", "parallelism.tp=8", "train.micro_batch=1", *words)
+    assert main(["tune", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert main(["tune", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["documents"]
+    if "documents: " not in text:
+        return "", found
+    return text.partition("documents: ")[2].partition(" step tok/s")[0], found
+
+
+@pytest.mark.parametrize("lengths", ["data.document_length=1000", "data.document_length=null"])
+def test_it_says_by_which_documents_layouts_are_weighed(capsys, lengths):
+    line, found = documents_line(capsys, "data.document_mask=true", lengths)
+    assert line == found
+    words = (*WORDS, "data=random", "data.vocab_size=128256", "data.document_mask=true", lengths)
+    planned = plan_words([*words, "parallelism.tp=8", "parallelism.cp=1"])
+    spec = resolve(planned.composed.recipe, planned.target, Facts(run_dir="runs/x"))
+    (decision,) = [one for one in spec.decisions if one.key == "data.document_lengths"]
+    assert line == decision.reason
+    assert ("1,000.0 tokens on average" in line) == lengths.endswith("1000")
+    assert ("one document each" in line) == lengths.endswith("null")
+
+
+def test_lengths_that_were_given_are_said(capsys):
+    words = "data.document_lengths=[{documents: 10, tokens: 10000, squares: 1e7}]"
+    line, _ = documents_line(capsys, "data.document_mask=true", words)
+    assert line.startswith("documents of 1,000.0 tokens on average: rows of 8,192 hide")
+    assert line.endswith("(data.document_lengths)")
+
+
+def test_without_a_mask_it_says_nothing_of_documents(capsys):
+    assert documents_line(capsys) == ("", None)

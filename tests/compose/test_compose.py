@@ -318,6 +318,43 @@ QUOTED = [
 ]
 
 
+LENGTHS = "data.document_lengths"
+
+
+def test_a_list_may_be_json_as_programs_print_it():
+    """As `megaspec data inspect --json` prints document_lengths; Hydra's grammar has no quotes around keys."""
+    bins = [{"documents": 10.0, "tokens": 1000.0, "squares": 1e5}]
+    recipe = compose("hello", [f"{LENGTHS}={json.dumps(bins)}"]).recipe
+    assert [one.model_dump() for one in recipe.data.document_lengths] == bins
+    # what is text there stays text
+    text = 'a "quoted" \\" \\ end\\'
+    stream = {"kind": "stream", "files": [{"path": text}], "tokenizer": "9"}
+    made = compose("hello", [f"data={json.dumps(stream)}", "~data.blend", "~data.prepare"]).recipe
+    assert (made.data.files[0].path, made.data.tokenizer) == (text, "9")
+    (problem,) = problems_of("hello", [f'{LENGTHS}=[{{"documents": "10", "tokens": 1000, "squares": 1e5}}]'])
+    assert "'10' is text in quotes" in problem.message
+    for wrong in ('[{"documents" 10}]', '[{"two words": 10}]', '{"documents": 1', '[{"": 1}]'):
+        (problem,) = problems_of("hello", [f"{LENGTHS}={wrong}"])
+        assert problem.code == "override.syntax"
+        assert problem.message.startswith(f"{LENGTHS}={wrong}: not an override")
+
+
+@pytest.mark.parametrize(
+    ("bins", "said"),
+    [
+        ("[{documents: 10, tokens: 1000, squares: 5}]", "must be a bin whose squares are at least"),
+        ("[{documents: 10, tokens: 1000}]", "squares is missing"),
+        ("[{documents: 10, tokens: 1000, squares: 1e5, x: 1}]", "x is no key"),
+        ("[1]", "must be a section"),
+    ],
+)
+def test_a_wrong_entry_of_a_list_is_told_alone(bins, said):
+    """Nothing says that the list must be auto: it is of the right form."""
+    (problem,) = problems_of("hello", [f"{LENGTHS}={bins}"])
+    assert problem.key.startswith(f"{LENGTHS}.0")
+    assert said in problem.message
+
+
 @pytest.mark.parametrize(("key", "text"), QUOTED)
 @pytest.mark.parametrize("quote", ["'", '"'])
 def test_a_text_in_quotes_is_no_number(folder, key, text, quote):

@@ -96,5 +96,5 @@ def test_a_mixture_counts_by_tokens():
 
 
 def test_what_no_documents_can_have_is_refused():
-    with pytest.raises(ValidationError, match="squares of at least"):
+    with pytest.raises(ValidationError, match="a bin whose squares are at least tokens² / documents = "):
         LengthBin(documents=10, tokens=100, squares=999)

@@ -88,7 +88,7 @@ def test_auto_takes_the_fastest_that_is_installed(measured: None) -> None:
     assert "the fastest that was measured on NVIDIA H200 for heads of 128" in reason
     # not installed
     assert attention_of(*DOCUMENTS, target=H200.model_copy(update={"gpus": 1}))[0] == "flex"
-    # it adds gradients in no order
+    # it adds gradients in no fixed order
     assert attention_of(*DOCUMENTS, "train.deterministic=true", target=WITH)[0] == "flex"
     # nothing measured of such heads: the catalog's order
     assert attention_of("precision.kind=bf16", "data.document_mask=true", target=WITH)[0] == "flex"
@@ -114,7 +114,7 @@ def test_without_figures_auto_takes_the_catalogs_order() -> None:
         (
             ("kernels.attention=cudnn", "train.deterministic=true"),
             {"nvidia-cudnn-frontend": "1.18.0"},
-            r"kernels\.attention=cudnn adds gradients in no order, train\.deterministic=true wants one; set "
+            r"kernels\.attention=cudnn adds gradients in no fixed order, train\.deterministic=true asks for one; set "
             r"kernels\.attention=sdpa",
         ),
         (

@@ -220,11 +220,27 @@ def test_a_plan_says_what_it_knows(packed):
     assert seconds[0] == pytest.approx((1 - hidden) * seconds[1], rel=0.02)
 
 
+def test_lengths_of_other_files_are_told_and_a_plan_is_made(tmp_path):
+    prefix = tmp_path / "d"
+    write_dataset(prefix, [100] * 40, vocab_size=257)
+    write_lengths(prefix, inspect(prefix).lengths)
+    write_dataset(prefix, [40] * 100, vocab_size=257)
+    (decision,) = [one for one in spec_of(*blend(prefix)).decisions if one.key == "data.document_lengths"]
+    assert decision.value is None
+    assert "one document each" in decision.reason
+    assert f"{prefix}.lengths.json is not used: it has the lengths of other files" in decision.reason
+    assert f"`megaspec data inspect {prefix}`" in decision.reason
+
+
 def test_what_a_spec_says_of_lengths_comes_back(packed):
     for spec in (spec_of(*blend(packed)), spec_of("data=random", "data.vocab_size=9")):
         again = Spec.model_validate_json(spec.model_dump_json())
         assert again == spec
+    # a Spec that says [] where nobody knows
+    content = json.loads(spec_of("data=random", "data.vocab_size=9").model_dump_json())
+    content["data"]["document_lengths"] = []
+    assert Spec.model_validate_json(json.dumps(content)).data.document_lengths is None
     # a Spec from before they had a name
     content = json.loads(spec_of(*blend(packed)).model_dump_json())
     del content["data"]["document_lengths"]
-    assert Spec.model_validate_json(json.dumps(content)).data.document_lengths == ()
+    assert Spec.model_validate_json(json.dumps(content)).data.document_lengths is None

@@ -67,7 +67,7 @@ def test_what_is_missing_is_named() -> None:
     assert unmet("attention", "sdpa", device="cpu", sm=0, use=Use(attention_dropout=True)) == "has no attention dropout"
     assert unmet("adamw", "torch", device="cuda", sm=90, use=Use(narrow_states=True)) == "keeps states in 32 bits"
     assert unmet("cross_entropy", "triton", device="cuda", sm=90, use=Use(precision="fp64")) == (
-        "needs fp32 or bf16 or fp16 or fp8, the model is in fp64"
+        "needs fp32, bf16, fp16 or fp8, the model is in fp64"
     )
     assert unmet("grouped", "torch", device="cuda", sm=90, use=Use(precision="fp32")) == (
         "needs bf16, the model is in fp32"

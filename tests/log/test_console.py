@@ -51,6 +51,12 @@ def test_the_numbers_of_a_step():
     )
 
 
+@pytest.mark.parametrize(("saturated", "said"), [(1, "  1 element saturated"), (1200, "  1,200 elements saturated")])
+def test_what_is_too_large_for_fp8_is_counted(saturated, said):
+    (line,) = show(io.StringIO(), [step_done(10, fp8_saturated=saturated)]).splitlines()
+    assert f"{said} in fp8" in line
+
+
 def test_a_line_says_so_where_the_host_waits_for_data():
     run = RunStarted(step=0, steps=100)
     slow = show(io.StringIO(), [run, *(step_done(s, data_seconds=0.1) for s in range(1, 11))])

@@ -255,3 +255,15 @@ def test_hardware_that_is_not_in_the_table_is_planned_without_times():
     assert plan.step_time is None
     assert plan.hardware.name == "Unheard-of GPU"
     assert "A step takes" not in text_of(print_whole_plan, plan)
+
+
+@pytest.mark.parametrize("length", [1, 8])
+def test_a_histogram_is_told_by_how_fine_it_is(length):
+    words = ("data=random", "data.vocab_size=257", "data.document_mask=true", f"data.document_length={length}")
+    recipe = compose("hello", (*words, "train.eval_every=0", "train.sample=null")).recipe
+    spec = resolve(recipe, CPU, Facts(run_dir="runs/x"))
+    n_bins = len(spec.data.document_lengths)
+    assert (n_bins == 1) == (length == 1)
+    said = "1 bin" if length == 1 else f"{n_bins} bins"
+    text = text_of(print_plan, spec, CPU, width=300)
+    assert f"data.document_lengths={said}: documents of {length}.0 tokens" in text

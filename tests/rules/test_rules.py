@@ -88,6 +88,40 @@ def test_weights_that_are_no_share_of_their_sum(weights, said):
     assert "set weights nearer to 1" in text
 
 
+_BIN = "[{documents: 10, tokens: 1000, squares: 1e5}]"
+_RANDOM = ("data=random", "~data.blend", "train.sample=null")
+
+
+def test_lengths_of_documents_that_nothing_asks_for_are_refused():
+    (problem,) = broken((f"data.document_lengths={_BIN}",))
+    assert problem.message == (
+        "data.document_lengths=[1 bin] needs data.document_mask=true, without which nothing asks where documents end; "
+        "set data.document_mask=true, or drop data.document_lengths"
+    )
+    (problem,) = broken((*_RANDOM, "data.document_length=30"))
+    assert problem.message.startswith("data.document_length=30 needs data.document_mask=true, ")
+    # nor does anything ask for those of an evaluation set
+    web = ("data.valid.web={blend: [{prefix: data/web}]}", "data.document_mask=true")
+    (problem,) = broken((*web, f"data.valid.web.document_lengths={_BIN}"))
+    assert problem.message.endswith("plans weigh what is trained on; drop it: ~data.valid.web.document_lengths")
+    chance = "data.valid.web={kind: random, vocab_size: 257, document_length: 9}"
+    (problem,) = broken((*_RANDOM, chance))
+    assert problem.key == "data.valid.web.document_length"
+    # what follows the training data is not said twice
+    assert not broken((*web, f"data.document_lengths={_BIN}"))
+    assert not broken((*_RANDOM, "data.document_length=30", "data.document_mask=true", chance))
+    assert not broken(web)
+    assert not broken(_RANDOM)
+
+
+def test_no_lengths_are_no_lengths_of_documents():
+    with pytest.raises(RecipeError) as error:
+        compose("hello", ("data.document_mask=true", "data.document_lengths=[]"))
+    (problem,) = error.value.problems
+    assert problem.message == "data.document_lengths=[] must be a list whose length is at least 1 or auto"
+    assert not broken(("data.document_mask=true", "data.document_lengths=null"))
+
+
 def test_messages_hold_both_values_and_the_nearest_legal_ones():
     wrong = ("launcher.ranks=24", "parallelism.tp=12", "model.n_heads=32", "model.d_head=4", "model.n_kv_heads=8")
     wrong += ("train.global_batch=48",)
@@ -102,9 +136,67 @@ def test_messages_hold_both_values_and_the_nearest_legal_ones():
     )
     (text,) = map(str, broken(("kernels.attention=sdpa", "model.attention.dropout=0.1")))
     assert text == (
-        "kernels.attention=sdpa has no attention dropout, model.attention.dropout=0.1; "
+        "kernels.attention=sdpa has no attention dropout, model.attention.dropout=0.1 asks for it; "
         "set kernels.attention=reference   (command line)"
     )
+
+
+B200 = H200.model_copy(update={"gpu": "NVIDIA B200", "sm": 100})
+_FP8 = ("precision.kind=fp8",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "said"),
+    [
+        # recipes that are planned alone are no way out
+        (
+            ("precision.recipe=blockwise", "model.n_kv_heads=4", "model.d_ffn=512"),
+            B200,
+            "needs Hopper (sm90), this GPU is sm100; set precision.recipe=tensorwise, delayed or rowwise",
+        ),
+        (("model.n_layers=1",), H200, "1 + 1 = 2 layers in bf16 must be fewer than model.n_layers=1; lower both"),
+        (
+            ("model.n_layers=1", "precision.last_layers_bf16=0"),
+            H200,
+            "precision.first_layers_bf16=1: 1 layer in bf16 must be fewer than model.n_layers=1; try 0",
+        ),
+        (
+            ("model.d_head=20", "parallelism.tp=1"),
+            H200,
+            "model.d_head=20 · 2 key and value heads a rank must be a multiple of 16",
+        ),
+        (
+            ("data.seq_len=100", "train.micro_batch=2", "train.global_batch=32"),
+            H200,
+            "data.seq_len=100 · 2 sequences of a micro batch must be a multiple of 16",
+        ),
+        (("precision.gather_fp8=true",), H200, "set it to false, or parallelism.dp_strategy=fsdp or hsdp"),
+        (("precision.margin=1",), H200, "it is tensorwise; drop it, or set precision.recipe=delayed"),
+        (
+            ("optim.formats.exp_avg=bf16",),
+            H200,
+            "try parallelism.dp_strategy=zero1, or optim.formats.exp_avg=fp32",
+        ),
+    ],
+)
+def test_messages_on_number_formats_are_true_and_whole(overrides, target, said):
+    texts = [problem.message for problem in broken((*_FP8, *overrides), target)]
+    assert any(said in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ("model.attention.score_cap=30",),
+            "kernels.attention=sdpa caps no scores, model.attention.score_cap=30.0 asks",
+        ),
+        (("model.attention.dropout=0.1",), "has no attention dropout, model.attention.dropout=0.1 asks for it"),
+    ],
+)
+def test_a_kernel_that_lacks_something_names_who_asks_for_it(overrides, said):
+    (problem,) = broken(("kernels.attention=sdpa", *overrides))
+    assert said in problem.message
 
 
 def test_a_batch_that_ranks_do_not_divide_is_blamed_on_no_micro_batch_that_was_decided():
@@ -348,7 +440,9 @@ def test_fp8_recipes_run_on_the_gpus_that_they_are_for(sm, legal):
         problems = broken(("precision.kind=fp8", f"precision.recipe={recipe}", *wide), target)
         assert ("fp8-gpu" in {p.code for p in problems}) == (recipe not in legal)
         for problem in problems:
-            assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == legal
+            # what is planned alone is no way out
+            trained = legal - {"mxfp8", "nvfp4"}
+            assert set(re.split(", | or ", problem.message.rpartition("precision.recipe=")[2])) == trained
 
 
 def test_a_warm_up_that_outlasts_the_run_is_held_against_the_steps_that_were_set():

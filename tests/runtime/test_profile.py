@@ -217,7 +217,7 @@ def test_bench_step_balances_experts(place, capfd):
     ("words", "code", "told"),
     [
         (("train.steps=4", "--steps", "3"), 64, "train.steps=4 must be at least the 11 steps"),
-        (("--rank", "1"), 64, "--rank 1 must be below the 1 ranks"),
+        (("--rank", "1"), 64, "--rank 1 must be below launcher.ranks=1; try 0"),
         (("--steps", "51"), 64, "--steps 51"),
         (("--steps", "0"), 64, "no whole number from 1 on"),
         (("--out", "absent/step.jsonl"), 73, "absent/step.jsonl can't be written"),
