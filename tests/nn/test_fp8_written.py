@@ -158,16 +158,38 @@ def test_the_same_as_layers_that_quantise(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("parts", "writers"),
+    [
+        (None, {"norm", "gate", "gradient"}),
+        (["core_attention"], {"norm", "gate", "gradient"}),
+        (["shared_experts", "moe"], {"norm", "gate", "gradient"}),
+        (["norm"], {"gate", "gradient"}),
+        (["activation"], {"norm"}),
+        (["mlp"], {"norm"}),
+        (["core_attention", "norm", "mlp"], set()),
+    ],
+    ids=str,
+)
+def test_who_is_computed_again_by_itself_writes_none(parts: list[str] | None, writers: set[str]) -> None:
+    """And all others do."""
+    case = replace(_CASE, also=(("parallelism.recompute", {"kind": "selective", "parts": parts}),))
+    plain = trained(case, "reference")
+    found = trained(case, "triton")
+    findings = compare(found, plain, TOLERANCES["fp64"])
+    assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
+    assert {name for name, times in calls.items() if times} == writers
+
+
+@pytest.mark.parametrize(
     "change",
     [
-        ("parallelism.recompute", {"kind": "selective", "parts": ["norm", "activation"]}),
         ("model.layer", {"kind": "parallel"}),
         ("precision.recipe", "tensorwise"),
     ],
     ids=str,
 )
 def test_who_quantises_where_nobody_can_before(change: tuple[str, Any]) -> None:
-    """What is computed again by itself, has two takers, or scales that are not known."""
+    """What has two takers, or scales that are not known."""
     found = trained(replace(_CASE, also=(change,)), "triton")
     plain = trained(replace(_CASE, also=(change,)), "reference")
     findings = compare(found, plain, TOLERANCES["fp64"])
