@@ -26,7 +26,7 @@ from megaspec.nn.linear import Linear
 from megaspec.nn.mlp.module import Gated
 from megaspec.nn.moe.fp8 import EXPERTS_GRADIENT, Fp8Experts
 from megaspec.nn.moe.module import GroupedLinear
-from megaspec.nn.norm.module import KernelNorm, Norm
+from megaspec.nn.norm.module import KernelNorm
 from megaspec.parallelism.collectives import all_reduce_max, wait
 from megaspec.parallelism.fp8_gather import Fp8Gather
 from megaspec.parallelism.mesh import Mesh
@@ -214,22 +214,16 @@ def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
     that are `recomputed`, is no part of another operation.
     """
     for norm, mixer in layer.pairs():
+        if not isinstance(norm, KernelNorm) or norm.kernel.producer is None or recomputed & norm.recompute_parts:
+            continue
         entry = getattr(mixer, "entry", None)
-        if not recomputed & norm.recompute_parts and _writes_fp8(norm) and _takes_fp8(entry):
+        if _takes_fp8(entry):
             norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
-        if not isinstance(mixer, Gated) or not _writes_fp8(mixer) or mixer.w_gate_up.bias is not None:
+    for mixer in layer.children():
+        if not isinstance(mixer, Gated) or mixer.kernel.producer is None or recomputed & mixer.recompute_parts:
             continue
-        if recomputed & mixer.recompute_parts:
-            continue
-        if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
+        if mixer.w_gate_up.bias is None and _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
             mixer.fp8_producer = mixer.kernel.producer.implementation
-
-
-def _writes_fp8(module: Norm | Gated) -> bool:
-    """Whether its kernel can."""
-    if isinstance(module, Norm) and not isinstance(module, KernelNorm):
-        return False
-    return module.kernel.producer is not None
 
 
 def _takes_fp8(linear: nn.Module | None) -> bool:

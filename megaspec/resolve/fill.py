@@ -23,6 +23,8 @@ from megaspec.estimate.attention_rates import fastest, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
+from megaspec.nn.layer.spec import norms_before_mixers
+from megaspec.nn.mlp.spec import ClampedMlpSpec, GatedMlpSpec
 from megaspec.optim.spec import has_narrow_states
 from megaspec.precision.spec import Fp8Precision, fp8_recipe, model_format
 from megaspec.recipe import Recipe
@@ -449,7 +451,7 @@ def kernels(draft: ResolverDraft) -> None:
         chosen = CATALOG[operation].implementations[best]
         if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
-        if chosen.writes_fp8 and use.writes_fp8:
+        if chosen.writes_fp8 and operation in use.writes_fp8:
             reason += ", writes fp8 itself by delayed scales"
         draft.fill(f"kernels.{operation}", best, reason)
     if device == "cuda":
@@ -489,15 +491,35 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),
         fp8_recipe=fp8_recipe(draft.recipe.precision),
-        writes_fp8=(
-            fp8_recipe(draft.recipe.precision) == "delayed"
-            and draft["parallelism.tp"] == 1
-            and draft["parallelism.recompute.kind"] in ("none", "full")
-            and draft.recipe.kernels.linear != "te"
-        ),
+        writes_fp8=_writers_of_fp8(draft),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
     )
+
+
+def _writers_of_fp8(draft: ResolverDraft) -> frozenset[str]:
+    """Norms and gates, where some layer has one that can write fp8 itself; see parallelism/fp8.py."""
+    precision = draft.recipe.precision
+    is_delayed = isinstance(precision, Fp8Precision) and precision.recipe == "delayed"
+    # ranks that share a layer gather what they multiply; Transformer Engine's scales are others
+    if not is_delayed or draft["parallelism.tp"] > 1 or draft.recipe.kernels.linear == "te":
+        return frozenset()
+    model = draft.recipe.model
+    layers = precision.layers(model.n_layers)
+    takers = set()
+    for mixers in model.mixers[layers.start : layers.stop]:
+        takers.update(mixers)
+    # experts quantise their rows themselves
+    takers.discard("moe")
+    recompute = draft.recipe.parallelism.recompute
+    recomputed = recompute.model_copy(update={"kind": draft["parallelism.recompute.kind"]}).alone
+    found = set()
+    if takers and "norm" not in recomputed and norms_before_mixers(model.layer):
+        found.add("norm")
+    has_gate = isinstance(model.mlp, GatedMlpSpec | ClampedMlpSpec) and not model.mlp.bias
+    if "mlp" in takers and has_gate and not recomputed & {"mlp", "activation"}:
+        found.add("gated")
+    return frozenset(found)
 
 
 def number_format(draft: ResolverDraft) -> None:

@@ -181,17 +181,18 @@ def test_who_is_computed_again_by_itself_writes_none(parts: list[str] | None, wr
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "writers"),
     [
-        ("model.layer", {"kind": "parallel"}),
-        ("precision.recipe", "tensorwise"),
+        (("model.layer", {"kind": "parallel"}), {"gate", "gradient"}),
+        (("model.layer", {"kind": "sequential", "norms": "post"}), {"gate", "gradient"}),
+        (("precision.recipe", "tensorwise"), set()),
     ],
     ids=str,
 )
-def test_who_quantises_where_nobody_can_before(change: tuple[str, Any]) -> None:
+def test_who_quantises_where_nobody_can_before(change: tuple[str, Any], writers: set[str]) -> None:
     """What has two takers, or scales that are not known."""
     found = trained(replace(_CASE, also=(change,)), "triton")
     plain = trained(replace(_CASE, also=(change,)), "reference")
     findings = compare(found, plain, TOLERANCES["fp64"])
     assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
-    assert not calls["norm"]
+    assert {name for name, times in calls.items() if times} == writers
