@@ -244,6 +244,9 @@ CATALOG: dict[str, Operation] = {
     ),
 }
 
+IDLE_BESIDE_TE = ("fp8_cast", "scaled_product")
+"""Operations that nothing asks for in fp8 with linear=te: Transformer Engine casts and multiplies itself."""
+
 
 @dataclass(frozen=True)
 class Use:

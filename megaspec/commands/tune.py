@@ -23,7 +23,7 @@ from megaspec.data.files import write_text
 from megaspec.estimate.hardware import HARDWARE, Hardware
 from megaspec.parallelism.stages import stages_of
 from megaspec.recipe import Recipe
-from megaspec.resolve.fill import plainly_filled
+from megaspec.resolve.fill import plainly_drafted
 from megaspec.resolve.gather import gather_facts
 from megaspec.rules.difference import leaves
 from megaspec.rules.unbuilt import unbuilt_problems
@@ -131,8 +131,17 @@ def find(args: argparse.Namespace) -> Search:
         content["train"]["micro_batch"] = AUTO
     asked = Recipe.model_validate_json(json.dumps(content))
     facts = replace(gather_facts(asked), problems=())
-    base = plainly_filled(asked, target, facts)
-    grid = Grid(base, target, facts, planned.hardware, planned.throughput, open_keys, is_for_training=args.trainable)
+    plain = plainly_drafted(asked, target, facts)
+    grid = Grid(
+        plain.filled,
+        target,
+        facts,
+        planned.hardware,
+        planned.throughput,
+        open_keys,
+        is_for_training=args.trainable,
+        decided=plain.decided,
+    )
     return Search(composed, planned.hardware, grid, tune(grid, most=max(args.top, args.take)))
 
 

@@ -33,7 +33,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import CATALOG, Use, choose, runs_on
+from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, Use, choose, runs_on
 
 MICRO_BATCH_TOKENS = 8192
 # A rank holds data.window bytes of text for each lane that it reads.
@@ -66,6 +66,11 @@ class ResolverDraft:
     def __getitem__(self, key: str) -> Any:
         return value_at(self.content, key)
 
+    @property
+    def filled(self) -> Recipe:
+        """Once all that is open is filled."""
+        return Recipe.model_validate_json(json.dumps(self.content))
+
     def is_open(self, key: str) -> bool:
         return self[key] == AUTO
 
@@ -74,6 +79,11 @@ class ResolverDraft:
         if self.is_open(key):
             return None
         return self[key]
+
+    @property
+    def decided(self) -> frozenset[str]:
+        """Paths that were open and are filled."""
+        return frozenset(decision.key for decision in self.decisions)
 
     def fill(self, key: str, value: Any, reason: str) -> None:
         """Decides an open field; a field that was set stays."""
@@ -228,16 +238,24 @@ def _grid(draft: ResolverDraft, hardware: Hardware) -> Grid | None:
         recipe = Recipe.model_validate_json(json.dumps(draft.content))
     except ValidationError:
         return None
-    base = plainly_filled(recipe, draft.target, draft.facts)
+    plain = plainly_drafted(recipe, draft.target, draft.facts)
+    base = plain.filled
     can_train = not unbuilt_problems(base)
     return Grid(
-        base, draft.target, draft.facts, hardware, throughput_of(hardware), open_keys, is_for_training=can_train
+        base,
+        draft.target,
+        draft.facts,
+        hardware,
+        throughput_of(hardware),
+        open_keys,
+        is_for_training=can_train,
+        decided=draft.decided | plain.decided,
     )
 
 
 def plainly_filled(recipe: Recipe, target: Target, facts: Facts) -> Recipe:
     """The recipe with every auto filled, without a search: what a search starts from."""
-    return Recipe.model_validate_json(json.dumps(plainly_drafted(recipe, target, facts).content))
+    return plainly_drafted(recipe, target, facts).filled
 
 
 def plainly_drafted(recipe: Recipe, target: Target, facts: Facts) -> ResolverDraft:
@@ -448,6 +466,8 @@ def kernels(draft: ResolverDraft) -> None:
                 reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
             if best == "sdpa" and device == "cuda" and use.deterministic:
                 reason += ", FlashAttention-2 with train.deterministic=true"
+        if operation in IDLE_BESIDE_TE and use.fp8_recipe is not None and draft["kernels.linear"] == "te":
+            reason = "not used: kernels.linear=te casts and multiplies itself"
         chosen = CATALOG[operation].implementations[best]
         if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
