@@ -210,17 +210,19 @@ def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
     """Has norms and gates of a layer write fp8 for what takes it, and for the gradient of what a gate takes.
 
     Tensor-parallel ranks gather what they multiply, so layers whose outputs they divide quantise it themselves; so do
-    those that have a bias, for the gradient. A norm or a gate that is computed again by itself, being one of the parts
+    those that have a bias, for the gradient. A norm that is computed apart, and a gate that is, being one of the parts
     that are `recomputed`, is no part of another operation.
     """
     for norm, mixer in layer.pairs():
-        if not isinstance(norm, KernelNorm) or norm.kernel.producer is None or recomputed & norm.recompute_parts:
+        if not isinstance(norm, KernelNorm) or norm.is_alone or norm.kernel.producer is None:
             continue
         entry = getattr(mixer, "entry", None)
         if _takes_fp8(entry):
             norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
     for mixer in layer.children():
-        if not isinstance(mixer, Gated) or mixer.kernel.producer is None or recomputed & mixer.recompute_parts:
+        if not isinstance(mixer, Gated) or not mixer.is_by_kernel or mixer.kernel.producer is None:
+            continue
+        if recomputed & mixer.recompute_parts:
             continue
         if mixer.w_gate_up.bias is None and _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
             mixer.fp8_producer = mixer.kernel.producer.implementation

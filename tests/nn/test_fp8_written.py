@@ -8,6 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaspec.model.part_builders import PARTS
+from megaspec.nn.attention.module import Attention, AttentionSetting, SequenceContext, grouped_query
+from megaspec.nn.attention.spec import GroupedQuerySpec
+from megaspec.nn.mlp.module import MLPS, GatedMlp
+from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.norm.module import NORMS, RmsNorm
+from megaspec.nn.norm.spec import RmsNormSpec
 from megaspec.runtime.build import mesh_of
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, run_steps
 from megaspec_kernels.fp8_cast import reference as fp8_cast
@@ -178,6 +185,62 @@ def test_who_is_computed_again_by_itself_writes_none(parts: list[str] | None, wr
     findings = compare(found, plain, TOLERANCES["fp64"])
     assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
     assert {name for name, times in calls.items() if times} == writers
+
+
+class TwiceNorm(RmsNorm):
+    def forward(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(x, mean_square)
+
+
+class SquaredGate(GatedMlp):
+    def activate(self, gate_up: Tensor) -> Tensor:
+        return super().activate(gate_up) ** 2
+
+
+class CutGate(GatedMlp):
+    def into(self, x_BTD: Tensor) -> Tensor:
+        return super().into(x_BTD.clamp(max=0.1))
+
+
+class CutAttention(Attention):
+    def forward(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+        return super().forward(x_BTD.clamp(max=0.1), context)
+
+
+@pytest.mark.parametrize(
+    ("norm", "gate", "attention", "writers"),
+    [
+        (TwiceNorm, GatedMlp, Attention, {"gate", "gradient"}),
+        (RmsNorm, SquaredGate, Attention, {"norm"}),
+        (RmsNorm, CutGate, Attention, {"norm"}),
+        (RmsNorm, CutGate, CutAttention, set()),
+    ],
+)
+def test_what_derives_from_ours_and_computes_something_else_writes_none(
+    norm: type[RmsNorm],
+    gate: type[GatedMlp],
+    attention: type[Attention],
+    writers: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a plug-in: what it computes is taken."""
+    monkeypatch.setitem(NORMS, RmsNormSpec, norm)
+    monkeypatch.setitem(MLPS, GatedMlpSpec, gate)
+
+    def attends(spec: GroupedQuerySpec, setting: AttentionSetting) -> Attention:
+        built = grouped_query(spec, setting)
+        built.__class__ = attention
+        return built
+
+    monkeypatch.setitem(PARTS.attentions, GroupedQuerySpec, attends)
+    plain = trained(_CASE, "reference")
+    found = trained(_CASE, "triton")
+    findings = compare(found, plain, TOLERANCES["fp64"])
+    assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
+    assert {name for name, times in calls.items() if times} == writers
+    monkeypatch.undo()
+    findings = compare(trained(_CASE, "reference"), plain, TOLERANCES["fp64"])
+    assert not all(finding.passed for finding in findings), "nothing else was computed"
 
 
 @pytest.mark.parametrize(
