@@ -15,6 +15,7 @@ from megaspec.nn.mlp.module import MLPS, GatedMlp
 from megaspec.nn.mlp.spec import GatedMlpSpec
 from megaspec.nn.norm.module import NORMS, RmsNorm
 from megaspec.nn.norm.spec import RmsNormSpec
+from megaspec.parallelism.fp8 import Fp8
 from megaspec.runtime.build import mesh_of
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, run_steps
 from megaspec_kernels.fp8_cast import reference as fp8_cast
@@ -259,3 +260,38 @@ def test_who_quantises_where_nobody_can_before(change: tuple[str, Any], writers:
     findings = compare(found, plain, TOLERANCES["fp64"])
     assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
     assert {name for name, times in calls.items() if times} == writers
+
+
+RECOMPUTED = [
+    {"kind": "full"},
+    {"kind": "full", "method": "block", "layers": 1},
+    {"kind": "selective", "parts": ["mlp", "moe"]},
+    {"kind": "selective", "parts": ["norm", "activation", "core_attention"]},
+]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+@pytest.mark.parametrize("router", [None, "softmax"])
+def test_what_saturates_is_counted_once(router: str | None, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what the backward pass computes again."""
+    counted: list[int] = []
+    finish = Fp8.finish_step
+
+    def finish_with_small_scales(fp8: Fp8) -> Tensor | None:
+        saturated = finish(fp8)
+        counted.append(int(saturated))
+        fp8.largest /= 16
+        return saturated
+
+    monkeypatch.setattr(Fp8, "finish_step", finish_with_small_scales)
+    case = _CASE
+    if router is not None:
+        case = replace(case, router=router)
+    trained(case, kernel)
+    kept = counted.copy()
+    assert kept[0] == 0, "a first step has scales of its own"
+    assert min(kept[1:]) > 100
+    for recompute in RECOMPUTED:
+        counted.clear()
+        trained(replace(case, also=(("parallelism.recompute", recompute),)), kernel)
+        assert counted == kept, recompute
