@@ -104,18 +104,9 @@ def test_any_number_of_tokens(recipe: str, tokens: int, fake: Fake) -> None:
     grad = grad.flatten(0, 1)[:tokens]
     y = layer(x)
     y.backward(grad)
-
-    def on_grid(matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
-        pair = fp8.quantise(matrix, role)
-        scales = SCALES[recipe][role]
-        rows = wide(*pair.rows, scales)
-        # of lines they are handed on turned
-        turned = pair.columns.scale if scales != "lines" else pair.columns.scale.t()
-        return rows, wide(pair.columns.values, turned, scales)
-
-    x_MI, x_IM = on_grid(x.detach(), "input")
-    grad_MO, grad_OM = on_grid(grad, "gradient")
-    weight_OI, weight_IO = on_grid(layer.weight.detach(), "weight")
+    x_MI, x_IM = on_grid(fp8, x.detach(), "input")
+    grad_MO, grad_OM = on_grid(fp8, grad, "gradient")
+    weight_OI, weight_IO = on_grid(fp8, layer.weight.detach(), "weight")
     tolerance = {"rtol": 1e-6, "atol": 1e-6}
     torch.testing.assert_close(y.detach(), x_MI @ weight_OI.t(), **tolerance)
     torch.testing.assert_close(x.grad, grad_MO @ weight_IO.t(), **tolerance)
@@ -123,6 +114,18 @@ def test_any_number_of_tokens(recipe: str, tokens: int, fake: Fake) -> None:
     # without a gradient no columns are made
     with torch.no_grad():
         assert torch.equal(layer(x), y)
+
+
+def on_grid(fp8: TeFp8Linear, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+    """What it casts a matrix to, in rows and in columns, in fp64."""
+    pair = fp8.quantise(matrix, role)
+    scales = fp8.form.scales(role)
+    rows = wide(*pair.rows, scales)
+    turned = pair.columns.scale
+    if scales == "lines":
+        # as they are handed on
+        turned = turned.t()
+    return rows, wide(pair.columns.values, turned, scales)
 
 
 def wide(values: Tensor, scale: Tensor, scales: Scales) -> Tensor:
