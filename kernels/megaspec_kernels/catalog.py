@@ -246,6 +246,9 @@ CATALOG: dict[str, Operation] = {
     ),
 }
 
+IDLE_BESIDE_TE = ("fp8_cast", "scaled_product")
+"""Operations that nothing asks for in fp8 with linear=te: Transformer Engine casts and multiplies itself."""
+
 
 @dataclass(frozen=True)
 class Use:
@@ -267,9 +270,9 @@ class Use:
     """The model's format; None when it does not matter."""
     fp8_recipe: str | None = None
     """What elements share a scale in fp8; None when it does not matter."""
-    writes_fp8: bool = False
-    """Norms and gates may write what the next layer multiplies in fp8: scales are delayed, and whole layers lie on a
-    rank, which nothing computes again by itself."""
+    writes_fp8: frozenset[str] = frozenset()
+    """Operations that may write what the next layer multiplies in fp8: scales are delayed, whole layers lie on a rank,
+    and something takes what they write."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
     narrow_states: bool = False
@@ -353,7 +356,7 @@ def runs_on(
 def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE) -> str:
     """The best implementation that the target can run, by the catalog's order."""
     runs = runs_on(operation, device=device, sm=sm, use=use, packages=packages)
-    if use.writes_fp8:
+    if operation in use.writes_fp8:
         for name, need in runs.items():
             if need.writes_fp8:
                 return name

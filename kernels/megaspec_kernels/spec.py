@@ -57,11 +57,11 @@ class KernelsSpec(Frozen):
     triton: one kernel for each direction, which keeps its input alone. reference: plain, which `compile` puts into one
     kernel."""
     fp8_cast: Auto[Literal["triton", "reference"]] = "auto"
-    """Quantising to fp8, of precision=fp8; linear=te has its own.
+    """Quantising to fp8, of precision=fp8; with linear=te auto, since it has its own.
 
     triton: a kernel for the largest elements, and one that writes both layouts. reference: plain."""
     scaled_product: Auto[Literal["cublaslt", "torch", "reference"]] = "auto"
-    """Products of fp8 matrices, of precision=fp8; linear=te has its own.
+    """Products of fp8 matrices, of precision=fp8; with linear=te auto, since it has its own.
 
     cublaslt: cuBLASLt itself, which sums weight gradients inside the product; scales of whole tensors alone. torch:
     torch's scaled matrix product, on tensor cores. reference: dequantised and multiplied in at least fp32, which is
@@ -70,7 +70,7 @@ class KernelsSpec(Frozen):
     """Products of fp8 tokens with the fp8 matrices of their experts, of precision=fp8.
 
     torch: torch's scaled grouped product, one kernel for all experts, on Hopper. reference: dequantised, one product an
-    expert."""
+    expert; auto takes it on CPUs alone."""
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 

@@ -134,8 +134,16 @@ def find(args: argparse.Namespace) -> Search:
     asked = Recipe.model_validate_json(json.dumps(content))
     facts = replace(gather_facts(asked), problems=())
     draft = plainly_drafted(asked, target, facts)
-    base = Recipe.model_validate_json(json.dumps(draft.content))
-    grid = Grid(base, target, facts, planned.hardware, planned.throughput, open_keys, is_for_training=args.trainable)
+    grid = Grid(
+        draft.filled,
+        target,
+        facts,
+        planned.hardware,
+        planned.throughput,
+        open_keys,
+        is_for_training=args.trainable,
+        decided=draft.decided,
+    )
     found = tune(grid, most=max(args.top, args.take))
     return Search(composed, planned.hardware, grid, found, documents_in_words(draft))
 

@@ -100,9 +100,7 @@ class LayerRun:
 def recomputed_parts(recompute: RecomputeSpec) -> frozenset[str]:
     """Parts that the backward pass of every layer computes again: those that `selective` names. The activation stands
     inside each feed-forward layer."""
-    if recompute.kind != "selective":
-        return frozenset()
-    parts = frozenset(recompute.parts or ("core_attention",))
+    parts = recompute.alone
     if parts & _FEED_FORWARD:
         return parts | {"activation"}
     return parts

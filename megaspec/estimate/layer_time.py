@@ -18,9 +18,11 @@ from megaspec.estimate.work import (
     AttentionWork,
     Product,
     RecomputablePart,
+    dequantised_precision,
     embedding_part,
     fp8_bytes,
     head_part,
+    is_dequantised,
     layer_parts,
     precision_outside_fp8,
     recomputed_layers,
@@ -246,7 +248,7 @@ class LayerTimes:
                 backward[_PRODUCTS] += self._product(product, "dgrad")
             if product.makes_weight_gradient:
                 sums.weight[_PRODUCTS] += self._product(product, "wgrad")
-        cast = fp8_bytes(part.products)
+        cast = fp8_bytes(self.recipe, part.products)
         forward[_BYTES] += self.throughput.memory_seconds(part.forward_bytes + cast.forward)
         backward[_BYTES] += self.throughput.memory_seconds(part.backward_bytes + cast.backward)
         if part.attention is not None:
@@ -260,6 +262,8 @@ class LayerTimes:
     def _product(self, one: Product, kind: ProductKind) -> float:
         """Seconds in a step, of what was measured of the product alone."""
         precision = one.precision
+        if is_dequantised(self.recipe, one):
+            precision = dequantised_precision(self.recipe)
         if one.groups:
             alone = self.throughput.grouped_matmul_seconds(
                 one.groups, one.m, one.n, one.k, precision=precision, kind=kind

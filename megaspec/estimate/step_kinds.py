@@ -7,6 +7,8 @@ from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.step_time import StepTime, update_bytes
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import (
+    NO_BYTES,
+    PassBytes,
     Product,
     RecomputablePart,
     embedding_part,
@@ -109,11 +111,12 @@ def rank_work(recipe: Recipe, rank: int) -> RankWork:
             for part in layer_parts(recipe, layer, in_fp8=in_fp8 and _in_fp8(recipe, number)):
                 # as often as the forward pass of the part is computed
                 again = max(share, float(part.name in recomputed)) * layer.runs_backward
-                total.add(part, _pair_flops(recipe, part, layer), times_forward=1 + again)
+                cast = fp8_bytes(recipe, part.products)
+                total.add(part, cast, _pair_flops(recipe, part, layer), times_forward=1 + again)
         if chunk.embedding:
-            total.add(embedding_part(recipe), 0.0)
+            total.add(embedding_part(recipe), NO_BYTES, 0.0)
         if chunk.head:
-            total.add(head_part(recipe), 0.0)
+            total.add(head_part(recipe), NO_BYTES, 0.0)
     return RankWork(total.products, total.attention, total.moved, update_bytes(recipe, rank))
 
 
@@ -125,13 +128,13 @@ class _Work:
     attention: float = 0.0
     moved: float = 0.0
 
-    def add(self, part: RecomputablePart, pair_flops: float, *, times_forward: float = 1.0) -> None:
+    def add(self, part: RecomputablePart, cast: PassBytes, pair_flops: float, *, times_forward: float = 1.0) -> None:
+        """`cast`: of turning factors into fp8."""
         for product in part.products:
             self.products += _flops(product) * (
                 times_forward + product.makes_input_gradient + product.makes_weight_gradient
             )
         self.attention += pair_flops * (times_forward + 2 * part.attends_backward)
-        cast = fp8_bytes(part.products)
         self.moved += times_forward * (part.forward_bytes + cast.forward) + part.backward_bytes + cast.backward
 
 

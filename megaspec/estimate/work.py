@@ -38,6 +38,23 @@ FLEX_COST = 1.49
 FLASH_COST = 1.83
 # Implementations of packages, which leave out what documents and windows hide.
 OWN_LENGTHS = ("cudnn", "flash_attn", "flash_attn_3", "flash_attn_2", "te")
+# Bytes that the cast to fp8 moves of a number in bf16: one kernel reads it once and writes it in both layouts.
+FP8_CAST = 4.0
+# The same operation by operation: the largest element, the cast with what of it is not finite, and with delayed scales
+# what saturates and is remembered. With scales of lines, and of blocks, each layout is cast by itself.
+PLAIN_FP8_CAST = {
+    "tensorwise": 79.0,
+    "delayed": 111.0,
+    "rowwise": 157.0,
+    "blockwise": 182.0,
+    "mxfp8": 182.0,
+    "nvfp4": 182.0,
+}
+# Of a factor in fp8 that is dequantised before it is multiplied: to fp32, and times its scale.
+DEQUANTISED = 13.0
+# Of what comes out of that product in fp32: rounded to bf16, and added to a sum in fp32.
+ROUNDED = 6.0
+SUMMED = 12.0
 
 
 class PassBytes(NamedTuple):
@@ -109,12 +126,12 @@ def head_sizes(run: LayerRun, attention: AttentionProducts) -> HeadSizes:
 
 
 def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[RecomputablePart, ...]:
-    """The parts of one layer. `in_fp8`: its matrix products take fp8."""
+    """The parts of one layer. `in_fp8`: its matrix products take fp8, where they can."""
     run = layer_run(recipe)
-    precision = "fp8" if in_fp8 else precision_outside_fp8(recipe)
     products: dict[str, RecomputablePart] = {}
     for linear in layer.linears:
         if linear.in_time:
+            precision = "fp8" if in_fp8 and linear.takes_fp8 else precision_outside_fp8(recipe)
             part = products.setdefault(linear.recomputed_with, RecomputablePart(linear.recomputed_with))
             part.products.append(_product(linear, run, layer, precision))
     between = [_between_products(recipe, run, layer, moved) for moved in layer.moved]
@@ -321,15 +338,51 @@ def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
     return work.tokens * work.heads * work.seq_len * (2.0 * run.width + 4) * passes
 
 
-def fp8_bytes(products: list[Product]) -> PassBytes:
-    """Of turning the factors of products into fp8, in both layouts: 2 bytes in and 1 out for each of two, of the input
-    [m, k] in the forward pass and of the output's gradient [m, n] in the backward pass; the input is read once."""
+def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
+    """Of turning the factors of products into fp8, in both layouts: of the input [m, k] in the forward pass and of the
+    output's gradient [m, n] in the backward pass. And of turning them back, where products are computed in fp32."""
     forward = 0.0
     backward = 0.0
+    cast = FP8_CAST
+    if recipe.precision.kind == "fp8" and recipe.kernels.fp8_cast == "reference" and recipe.kernels.linear != "te":
+        cast = PLAIN_FP8_CAST[recipe.precision.recipe]
     for product in products:
         if product.precision == "fp8":
-            forward += 4.0 * product.m * product.k
-            backward += 4.0 * product.m * product.n
+            forward += cast * product.m * product.k
+            backward += cast * product.m * product.n
+        if is_dequantised(recipe, product):
+            turned = _dequantised_bytes(product)
+            forward += turned.forward
+            backward += turned.backward
+    return PassBytes(forward, backward)
+
+
+def is_dequantised(recipe: Recipe, product: Product) -> bool:
+    """Whether factors in fp8 are turned back into numbers of at least fp32, and multiplied as such."""
+    if product.precision != "fp8" or recipe.kernels.linear == "te":
+        return False
+    if product.groups:
+        return recipe.kernels.scaled_grouped == "reference"
+    return recipe.kernels.scaled_product == "reference"
+
+
+def dequantised_precision(recipe: Recipe) -> str:
+    """What such factors are multiplied in."""
+    outside = precision_outside_fp8(recipe)
+    return "fp64" if outside == "fp64" else "fp32"
+
+
+def _dequantised_bytes(product: Product) -> PassBytes:
+    """Two factors of each product, and what comes out of it."""
+    inputs = product.m * product.k
+    outputs = product.m * product.n
+    weights = max(1, product.groups) * product.n * product.k
+    forward = DEQUANTISED * (inputs + weights) + ROUNDED * outputs
+    backward = 0.0
+    if product.makes_input_gradient:
+        backward += DEQUANTISED * (outputs + weights) + ROUNDED * inputs
+    if product.makes_weight_gradient:
+        backward += DEQUANTISED * (outputs + inputs) + SUMMED * weights
     return PassBytes(forward, backward)
 
 

@@ -161,6 +161,17 @@ class Fp8Memory:
     """[2]: the largest elements that this rank saw in this step."""
     saturated: Tensor
     """int64 [1]: elements that were beyond the largest number of their format, of all layers."""
+    saturated_again: Tensor = field(init=False)
+    """int64 [1]: those of what the backward pass computes again. They are counted already: nobody reads it."""
+
+    def __post_init__(self) -> None:
+        self.saturated_again = torch.zeros_like(self.saturated)
+
+    def saturated_in(self, role: Role) -> Tensor:
+        """What counts them now."""
+        # an input that is quantised while a backward pass runs is computed again
+        is_again = role == "input" and torch._C._current_graph_task_id() != -1
+        return self.saturated_again if is_again else self.saturated
 
 
 @dataclass
@@ -224,7 +235,10 @@ class Fp8Linear:
     def _recorded(self, role: Role) -> Known | None:
         """What is known and recorded of a role, if anything is; fresh or not."""
         known = self._known.get(role)
-        if known is None or self.shared.is_recording:
+        if known is None:
+            return None
+        known = known._replace(saturated=self.memory.saturated_in(role))
+        if self.shared.is_recording:
             return known
         return known._replace(seen=None)
 

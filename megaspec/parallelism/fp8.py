@@ -49,18 +49,17 @@ class Fp8:
         names: Mapping[int, Sequence[str]],
         history: int,
         grouped: ScaledGroupedKernel,
-        writes_fp8: bool = True,
+        recomputed: frozenset[str] = frozenset(),
         gathers: bool = False,
     ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
-        linears. `history`: steps that delayed scales look back. `grouped`: products of experts. `writes_fp8`: norms and
-        gates, where their kernels can, write it themselves by delayed scales. `gathers`: sharded weights are gathered
-        in fp8."""
+        linears. `history`: steps that delayed scales look back. `grouped`: products of experts. `recomputed`: parts of
+        each layer that are computed again by themselves. `gathers`: sharded weights are gathered in fp8."""
         self._mesh = mesh
         self._form = form
         self._names = names
         self._history = history
-        self._writes_fp8 = writes_fp8
+        self._recomputed = recomputed
         self._grouped = grouped
         self._shared = Fp8Shared()
         self.linears: dict[str, Fp8Linear] = {}
@@ -97,10 +96,10 @@ class Fp8:
             linear = self._linear(module, memory)
             module.fp8 = Fp8Use(linear.ticket, self._form.recipe, self._form.gradient_format)
             self.linears[name] = linear
-        if self.is_delayed and self._writes_fp8 and self._form.takes_written:
+        if self.is_delayed and self._form.takes_written:
             for chunk in chunks:
                 for layer in chunk.layers.values():
-                    _have_fp8_written(layer)
+                    _have_fp8_written(layer, self._recomputed)
 
     def _linear(self, module: Linear, memory: Fp8Memory | None) -> Fp8Linear:
         parts = self._parts(module)
@@ -207,19 +206,25 @@ class Fp8:
         self._set_scales()
 
 
-def _have_fp8_written(layer: Layer) -> None:
+def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
     """Has norms and gates of a layer write fp8 for what takes it, and for the gradient of what a gate takes.
 
     Tensor-parallel ranks gather what they multiply, so layers whose outputs they divide quantise it themselves; so do
-    those that have a bias, for the gradient.
+    those that have a bias, for the gradient. A norm that is computed apart, and a gate that is, being one of the parts
+    that are `recomputed`, is no part of another operation.
     """
     for norm, mixer in layer.pairs():
-        entry = getattr(mixer, "entry", None)
-        if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_fp8(entry):
-            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
-        if not isinstance(mixer, Gated) or mixer.kernel.producer is None or mixer.w_gate_up.bias is not None:
+        if not isinstance(norm, KernelNorm) or norm.is_alone or norm.kernel.producer is None:
             continue
-        if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
+        entry = getattr(mixer, "entry", None)
+        if _takes_fp8(entry):
+            norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
+    for mixer in layer.children():
+        if not isinstance(mixer, Gated) or not mixer.is_by_kernel or mixer.kernel.producer is None:
+            continue
+        if recomputed & mixer.recompute_parts:
+            continue
+        if mixer.w_gate_up.bias is None and _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
             mixer.fp8_producer = mixer.kernel.producer.implementation
 
 

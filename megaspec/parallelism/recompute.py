@@ -53,12 +53,11 @@ class Recompute:
         return _uniform(layers, count)
 
     def _parts_of_layers(self, layers: Sequence[Unit]) -> list[Unit]:
-        named = frozenset(self.spec.parts or ("core_attention",))
         units = []
         for unit in layers:
             # one layer each: only whole layers are joined
             (layer,) = unit.modules
-            remade = _RemadeParts(layer, named, self.saved, compiled=self.compiled)
+            remade = _RemadeParts(layer, self.spec.alone, self.saved, compiled=self.compiled)
             units.append(replace(unit, run=remade.around(unit.run)))
         return units
 

@@ -60,6 +60,13 @@ class RecomputeSpec(Frozen):
     layers: PositiveInt | None = None
     """Layers of a group (uniform) or to recompute (block). None: 1 with full."""
 
+    @property
+    def alone(self) -> frozenset[str]:
+        """Parts of each layer that are computed again by themselves; also while `kind` is open."""
+        if self.kind != "selective":
+            return frozenset()
+        return frozenset(self.parts or ("core_attention",))
+
 
 class OffloadSpec(Frozen):
     """What waits in the memory of the CPU until it is needed."""

@@ -212,6 +212,8 @@ class Plan(Frozen):
     hardware: PlannedMachine
     device: str
     precision: str
+    kernels: dict[str, str]
+    """The implementation of each operation, and what is compiled."""
     mesh: dict[str, int]
     equations: tuple[str, str]
     groups: tuple[RankGroup, ...]
@@ -307,6 +309,7 @@ def make_plan(
         hardware=_machine(target, topology, hardware=hardware, throughput=throughput, why=why),
         device=spec.device,
         precision=spec.precision.kind,
+        kernels=spec.kernels.model_dump(mode="json"),
         mesh={
             "world": spec.world_size,
             **degrees,

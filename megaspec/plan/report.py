@@ -16,6 +16,7 @@ from megaspec.plan.plan import Fit, MachineMemory, Message, Plan, RankGroup, Ran
 from megaspec.resolve.fill import PLAIN
 from megaspec.search.tune import SEARCHED
 from megaspec.spec import Decision, Spec
+from megaspec_kernels.catalog import IDLE_BESIDE_TE
 
 _BAR = 40
 _MOST_STAGES = 8
@@ -563,8 +564,8 @@ def _is_idle(key: str, plan: Plan) -> bool:
         return not plan.model.get("moe")
     if key == "kernels.attention_merge":
         return plan.mesh["cp"] == 1
-    if key in ("kernels.fp8_cast", "kernels.scaled_product"):
-        return plan.precision != "fp8"
+    if key.removeprefix(_KERNELS) in IDLE_BESIDE_TE:
+        return plan.precision != "fp8" or plan.kernels["linear"] == "te"
     if key == "kernels.scaled_grouped":
         return plan.precision != "fp8" or not plan.model.get("moe")
     return key == "parallelism.sequence_parallel"

@@ -23,6 +23,8 @@ from megaspec.estimate.attention_rates import fastest, kind_of
 from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
+from megaspec.nn.layer.spec import norms_before_mixers
+from megaspec.nn.mlp.spec import ClampedMlpSpec, GatedMlpSpec
 from megaspec.optim.spec import has_narrow_states
 from megaspec.precision.spec import Fp8Precision, fp8_recipe, model_format
 from megaspec.recipe import Recipe
@@ -31,7 +33,7 @@ from megaspec.rules.run_facts import Facts
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.search.tune import DIVIDES, SEARCHED, Grid, shards_of_a_replica, tune
 from megaspec.spec import Decision
-from megaspec_kernels.catalog import CATALOG, Use, choose, runs_on
+from megaspec_kernels.catalog import CATALOG, IDLE_BESIDE_TE, Use, choose, runs_on
 
 MICRO_BATCH_TOKENS = 8192
 # A rank holds data.window bytes of text for each lane that it reads.
@@ -65,6 +67,11 @@ class ResolverDraft:
     def __getitem__(self, key: str) -> Any:
         return value_at(self.content, key)
 
+    @property
+    def filled(self) -> Recipe:
+        """Once all that is open is filled."""
+        return Recipe.model_validate_json(json.dumps(self.content))
+
     def is_open(self, key: str) -> bool:
         return self[key] == AUTO
 
@@ -73,6 +80,11 @@ class ResolverDraft:
         if self.is_open(key):
             return None
         return self[key]
+
+    @property
+    def decided(self) -> frozenset[str]:
+        """Paths that were open and are filled."""
+        return frozenset(decision.key for decision in self.decisions)
 
     def fill(self, key: str, value: Any, reason: str) -> None:
         """Decides an open field; a field that was set stays."""
@@ -245,16 +257,24 @@ def _grid(draft: ResolverDraft, hardware: Hardware) -> Grid | None:
         recipe = Recipe.model_validate_json(json.dumps(draft.content))
     except ValidationError:
         return None
-    base = plainly_filled(recipe, draft.target, draft.facts)
+    plain = plainly_drafted(recipe, draft.target, draft.facts)
+    base = plain.filled
     can_train = not unbuilt_problems(base)
     return Grid(
-        base, draft.target, draft.facts, hardware, throughput_of(hardware), open_keys, is_for_training=can_train
+        base,
+        draft.target,
+        draft.facts,
+        hardware,
+        throughput_of(hardware),
+        open_keys,
+        is_for_training=can_train,
+        decided=draft.decided | plain.decided,
     )
 
 
 def plainly_filled(recipe: Recipe, target: Target, facts: Facts) -> Recipe:
     """The recipe with every auto filled, without a search: what a search starts from."""
-    return Recipe.model_validate_json(json.dumps(plainly_drafted(recipe, target, facts).content))
+    return plainly_drafted(recipe, target, facts).filled
 
 
 def plainly_drafted(recipe: Recipe, target: Target, facts: Facts) -> ResolverDraft:
@@ -465,10 +485,12 @@ def kernels(draft: ResolverDraft) -> None:
                 reason = f"the fastest that was measured on {draft.target.gpu} for heads of {use.head_size}"
             if best == "sdpa" and device == "cuda" and use.deterministic:
                 reason += ", FlashAttention-2 with train.deterministic=true"
+        if operation in IDLE_BESIDE_TE and use.fp8_recipe is not None and draft["kernels.linear"] == "te":
+            reason = "not used: kernels.linear=te casts and multiplies itself"
         chosen = CATALOG[operation].implementations[best]
         if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
-        if chosen.writes_fp8 and use.writes_fp8:
+        if chosen.writes_fp8 and operation in use.writes_fp8:
             reason += ", writes fp8 itself by delayed scales"
         draft.fill(f"kernels.{operation}", best, reason)
     if device == "cuda":
@@ -508,15 +530,35 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),
         fp8_recipe=fp8_recipe(draft.recipe.precision),
-        writes_fp8=(
-            fp8_recipe(draft.recipe.precision) == "delayed"
-            and draft["parallelism.tp"] == 1
-            and draft["parallelism.recompute.kind"] in ("none", "full")
-            and draft.recipe.kernels.linear != "te"
-        ),
+        writes_fp8=_writers_of_fp8(draft),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
     )
+
+
+def _writers_of_fp8(draft: ResolverDraft) -> frozenset[str]:
+    """Norms and gates, where some layer has one that can write fp8 itself; see parallelism/fp8.py."""
+    precision = draft.recipe.precision
+    is_delayed = isinstance(precision, Fp8Precision) and precision.recipe == "delayed"
+    # ranks that share a layer gather what they multiply; Transformer Engine's scales are others
+    if not is_delayed or draft["parallelism.tp"] > 1 or draft.recipe.kernels.linear == "te":
+        return frozenset()
+    model = draft.recipe.model
+    layers = precision.layers(model.n_layers)
+    takers = set()
+    for mixers in model.mixers[layers.start : layers.stop]:
+        takers.update(mixers)
+    # experts quantise their rows themselves
+    takers.discard("moe")
+    recompute = draft.recipe.parallelism.recompute
+    recomputed = recompute.model_copy(update={"kind": draft["parallelism.recompute.kind"]}).alone
+    found = set()
+    if takers and "norm" not in recomputed and norms_before_mixers(model.layer):
+        found.add("norm")
+    has_gate = isinstance(model.mlp, GatedMlpSpec | ClampedMlpSpec) and not model.mlp.bias
+    if "mlp" in takers and has_gate and not recomputed & {"mlp", "activation"}:
+        found.add("gated")
+    return frozenset(found)
 
 
 def number_format(draft: ResolverDraft) -> None:

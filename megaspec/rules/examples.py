@@ -391,6 +391,12 @@ _MODEL = {
         "kernels.linear",
         target=B200_WITH_TE,
     ),
+    "te-casts": Example(
+        (_FP8, "kernels.linear=te", "kernels.fp8_cast=triton"),
+        ("kernels.fp8_cast=auto",),
+        "kernels.fp8_cast",
+        target=H200_WITH_TE,
+    ),
     "kernel-grouped": Example((_moe(), "kernels.grouped=torch"), ("kernels.grouped=reference",), "kernels.grouped"),
 }
 _PRECISION = {
@@ -401,6 +407,9 @@ _PRECISION = {
         ("precision.recipe=rowwise",),
         "precision.recipe",
         target=H200,
+    ),
+    "fp8-dequantised": Example(
+        (_FP8, _moe()), ("kernels.scaled_grouped=reference",), "kernels.scaled_grouped", target=B200_WITH_TE
     ),
     "fp8-layers": Example(
         (_FP8, "precision.first_layers_bf16=4"),

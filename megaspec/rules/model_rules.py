@@ -1,5 +1,7 @@
 """Rules about the model and its vocabulary, and kernels."""
 
+from dataclasses import replace
+
 from megaspec.core.divisors import divisors, multiples
 from megaspec.core.errors import Problem
 from megaspec.core.units import counted
@@ -7,7 +9,7 @@ from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case, sequence_unit
 from megaspec.rules.kernel_use import use_of
 from megaspec.rules.ways import Way, way_out
-from megaspec_kernels.catalog import choose, unmet
+from megaspec_kernels.catalog import IDLE_BESIDE_TE, choose, unmet
 
 # From here on tensor cores take fp8 matrices as they are, and Transformer Engine makes no columns of whole tensors.
 _BLACKWELL = 100
@@ -112,6 +114,34 @@ def te_casts_no_experts(case: Case) -> Problem | None:
         return None
     text = "kernels.linear=te with precision.kind=fp8 computes no experts, model.moe asks for some"
     return Problem("kernels.linear", f"{text}; set kernels.linear=torch, or precision=bf16")
+
+
+def te_casts_and_multiplies_itself(case: Case) -> Problem | None:
+    """In fp8 linear=te has casts and products of its own: no other can be chosen."""
+    kernels = case.recipe.kernels
+    if kernels.linear != "te" or not isinstance(case.recipe.precision, Fp8Precision):
+        return None
+    for operation in IDLE_BESIDE_TE:
+        key = f"kernels.{operation}"
+        if key not in case.decided:
+            text = f"{key}={getattr(kernels, operation)} is not read with kernels.linear=te, which casts and multiplies"
+            return Problem(key, f"{text} itself; set {key}=auto, or kernels.linear=torch")
+    return None
+
+
+def experts_are_dequantised_where_it_is_chosen(case: Case) -> Problem | None:
+    """Experts' fp8 products without a kernel, dequantised and multiplied in fp32, have to be chosen on a GPU."""
+    key = "kernels.scaled_grouped"
+    is_chosen = key not in case.decided or case.recipe.kernels.scaled_grouped != "reference"
+    if is_chosen or case.recipe.precision.kind != "fp8" or case.moe is None or case.target.device != "cuda":
+        return None
+    # of widths another rule speaks
+    use = replace(use_of(case.recipe), widths=())
+    lacks = unmet("scaled_grouped", "torch", device="cuda", sm=case.target.sm, use=use)
+    if lacks is None:
+        return None
+    text = f"{key}=auto has no kernel for experts in fp8: torch {lacks}; set precision=bf16, or"
+    return Problem(key, f"{text} {key}=reference, which multiplies them in fp32, slower than bf16")
 
 
 def grouped_kernel_runs(case: Case) -> Problem | None:

@@ -317,15 +317,13 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    # what is computed again by itself is no part of another operation
-    writes_fp8 = spec.parallelism.recompute.kind != "selective"
     return Fp8(
         mesh,
         form,
         names=names,
         history=precision.amax_history,
         grouped=kernels.scaled_grouped,
-        writes_fp8=writes_fp8,
+        recomputed=spec.parallelism.recompute.alone,
         gathers=precision.gather_fp8,
     )
 

@@ -104,6 +104,8 @@ class Grid:
     throughput: MeasuredThroughput
     open: frozenset[str]
     """Those of SEARCHED that are free."""
+    decided: frozenset[str] = frozenset()
+    """What else of the recipe the resolver filled."""
     is_for_training: bool = False
     """Only what can be trained today, not all that can be planned."""
 
@@ -439,4 +441,4 @@ def _changed(recipe: Recipe, parallelism: ParallelismSpec, micro_batch: int) -> 
 
 
 def _case(grid: Grid, recipe: Recipe) -> Case:
-    return Case(recipe, grid.target, grid.facts, frozenset(grid.open))
+    return Case(recipe, grid.target, grid.facts, grid.open | grid.decided)

@@ -9,6 +9,7 @@ from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.layer_time import collective_seconds
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import throughput_of
+from megaspec.estimate.work import layer_parts
 from tests.resolve.planned import filled, shaped
 
 H200 = HARDWARE["H200"]
@@ -127,15 +128,76 @@ def test_scales_of_blocks_cost_what_was_measured():
     def products(*words):
         return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, THROUGHPUT).parts["matrix products"]
 
-    sizes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     layer = sum(
         THROUGHPUT.matmul_seconds(8192, n, k, precision="fp8", kind=kind)
-        for n, k in sizes
+        for n, k in SIZES
         for kind in ("forward", "dgrad", "wgrad")
     )
     more = products("precision.recipe=blockwise") - products()
     assert more == pytest.approx(14 * layer / 0.95 * (1508 / 1297 - 1))
     assert products("precision.format=e4m3") == products()
+
+
+# Products of a layer of 8B: outputs and inputs.
+SIZES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+
+
+def fp8_parts(*words):
+    """Of 16 layers, the first and the last of which stay in bf16."""
+    return step_time(shaped("llama3_8b_half", *words, precision="fp8"), H200, THROUGHPUT).parts
+
+
+@pytest.mark.parametrize(("recipe", "bytes_of_element"), [("tensorwise", 79), ("delayed", 111), ("rowwise", 157)])
+def test_a_cast_operation_by_operation_costs_what_its_operations_move(recipe, bytes_of_element):
+    """In place of 4 bytes for each number of an input and of a gradient."""
+    words = (f"precision.recipe={recipe}", "kernels.norm=reference", "kernels.gated=reference")
+    fast = fp8_parts(*words)
+    plain = fp8_parts(*words, "kernels.fp8_cast=reference")
+    numbers = 8192 * sum(n + k for n, k in SIZES)
+    more = THROUGHPUT.memory_seconds(14 * numbers * (bytes_of_element - 4))
+    assert plain["element-wise"] - fast["element-wise"] == pytest.approx(more, rel=5e-3)
+    assert plain["matrix products"] == fast["matrix products"]
+
+
+def test_fp8_that_is_dequantised_is_multiplied_in_fp32():
+    fast = fp8_parts()
+    plain = fp8_parts("kernels.scaled_product=reference")
+    products = 0.0
+    moved = 0
+    for n, k in SIZES:
+        for kind in ("forward", "dgrad", "wgrad"):
+            products += THROUGHPUT.matmul_seconds(8192, n, k, precision="fp32", kind=kind)
+            products -= THROUGHPUT.matmul_seconds(8192, n, k, precision="fp8", kind=kind)
+        # two factors of each are read as a byte, written, scaled; what comes out is rounded, or added to a sum in fp32
+        moved += 13 * 2 * (8192 * k + n * k + 8192 * n) + 6 * (8192 * n + 8192 * k) + 12 * n * k
+    assert plain["matrix products"] - fast["matrix products"] == pytest.approx(14 * products / 0.95)
+    assert plain["element-wise"] - fast["element-wise"] == pytest.approx(
+        THROUGHPUT.memory_seconds(14 * moved), rel=5e-3
+    )
+
+
+EXPERTS = "model.moe={n_experts: 8, top_k: 2, d_expert: 1024, d_shared: 2048}"
+
+
+def test_experts_products_that_are_dequantised_take_longer():
+    fast = fp8_parts(EXPERTS)
+    plain = fp8_parts(EXPERTS, "kernels.scaled_grouped=reference")
+    assert plain["matrix products"] > 3 * fast["matrix products"]
+    assert plain["element-wise"] > fast["element-wise"]
+
+
+def test_experts_that_every_token_takes_are_not_multiplied_in_fp8():
+    recipe = shaped("llama3_8b_half", EXPERTS, precision="fp8")
+    found = {}
+    for part in layer_parts(recipe, recipe.model.facts.layers[1], in_fp8=True):
+        for product in part.products:
+            found.setdefault(product.precision, set()).add((product.n, product.k))
+    assert found == {
+        "fp8": {(6144, 4096), (4096, 4096), (2048, 4096), (4096, 1024)},
+        "bf16": {(4096, 4096), (4096, 2048)},
+        # the router
+        "fp32": {(8, 4096)},
+    }
 
 
 GROUPS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel", "pp": "pipeline bubble"}

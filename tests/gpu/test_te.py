@@ -13,9 +13,11 @@ from megaspec.estimate.target import Target
 from megaspec.nn.linear import WeightGradientSums
 from megaspec_kernels import te_package
 from megaspec_kernels.attention import te as te_attention
+from megaspec_kernels.gate import check
+from megaspec_kernels.scaled_product.bench import by_tensor_cores
 from tests.conftest import Tell
 from tests.gpu.test_fp8 import fp8, losses
-from tests.nn.test_fp8_te import RECIPES, format_of, inputs, layer_in, quantised
+from tests.nn.test_fp8_te import RECIPES, format_of, inputs, layer_in, on_grid, quantised
 from tests.parity.cases import Case
 from tests.parity.checks import check_low
 from tests.ranks import RankPool
@@ -91,6 +93,35 @@ def test_products_are_those_of_the_numbers_on_the_grid(recipe: str, tell: Tell) 
         assert error <= (0.05 if name == "weight" else 0.25) * felt, name
     layer(x).backward(grad)
     torch.testing.assert_close(total, 2 * once, rtol=1e-5, atol=1e-5 * once.abs().max().item())
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_number_of_tokens(recipe: str, tokens: int) -> None:
+    """Its own checks let the products pass, and the gate: of the numbers that its casts have made."""
+    layer, fp8_layer = layer_in(recipe, dtype=torch.bfloat16)
+    layer = layer.to(CUDA)
+    if fp8_layer.memory is not None:
+        fp8_layer.memory.scales = fp8_layer.memory.scales.to(CUDA)
+        fp8_layer.memory.seen = fp8_layer.memory.seen.to(CUDA)
+    draw = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, layer.weight.shape[1], generator=draw).to(CUDA, torch.bfloat16).requires_grad_()
+    grad = (torch.randn(tokens, layer.weight.shape[0], generator=draw) * 2e-3).to(CUDA, torch.bfloat16)
+    y = layer(x)
+    y.backward(grad)
+    x_MI, x_IM = on_grid(fp8_layer, x.detach(), "input")
+    grad_MO, grad_OM = on_grid(fp8_layer, grad, "gradient")
+    weight_OI, weight_IO = on_grid(fp8_layer, layer.weight.detach(), "weight")
+    factors = {"out": (x_MI, weight_OI), "x": (grad_MO, weight_IO), "weight": (grad_OM, x_IM)}
+    found = {"out": y.detach(), "x": x.grad, "weight": layer.weight.grad}
+    plain = {name: by_tensor_cores(a, b, dtype=torch.bfloat16) for name, (a, b) in factors.items()}
+    truth = {name: a @ b.t() for name, (a, b) in factors.items()}
+    if recipe != "blockwise":
+        # fewer bits in the sums of the forward pass, as its recipes have it: 2^-7 of the terms, as of torch's
+        a, b = factors["out"]
+        terms = (a.abs() @ b.abs().t()).max()
+        assert (found.pop("out").double() - truth.pop("out")).abs().max() <= 2**-7 * terms
+    check(found, plain, truth)
 
 
 def test_amax_is_seen_and_the_scale_is_the_formulas() -> None:

@@ -215,6 +215,7 @@ def package_of(fake: Fake) -> TransformerEngine:
         if in_fp8:
             a = A.wide(in_rows=layout[0] == "T")
             b = B.wide(in_rows=layout[1] == "N")
+            _refuse_sizes(layout, b, in_blocks=isinstance(A, Float8BlockwiseQTensorStorage))
         else:
             assert A.is_contiguous(), "strides are not looked at"
             assert B.is_contiguous(), "strides are not looked at"
@@ -247,6 +248,15 @@ def package_of(fake: Fake) -> TransformerEngine:
     )
     functions = SimpleNamespace(compute_amax=lambda x, amax: amax.copy_(x.abs().amax().float()), **_norms(fake))
     return TransformerEngine(general_gemm, _attention(fake), functions, pytorch)
+
+
+def _refuse_sizes(layout: str, b: Tensor, *, in_blocks: bool) -> None:
+    """What common/gemm/cublaslt_gemm.cu, CanonicalizeGemmInput, checks of a number of tokens in fp8 on Hopper. Widths
+    are the rules', and smaller here."""
+    if layout == "NT":
+        assert b.shape[0] % 16 == 0, f"Leading dimension requirement on B for FP8 GEMM, {b.shape[0]}. Caller must pad."
+    elif in_blocks:
+        assert b.shape[0] % 8 == 0, f"Outer dimension requirement on B, {b.shape[0]}. Caller must pad."
 
 
 def _norms(fake: Fake) -> dict[str, Any]:

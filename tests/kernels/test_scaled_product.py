@@ -127,6 +127,46 @@ def test_sums_of_cublaslt_are_those_of_torch(dtype, M, N, K) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 63, 1000])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+def test_cublaslt_multiplies_any_number_of_tokens(dtype, out, tokens) -> None:
+    """As rows of a product, and as what a weight gradient is summed over, made anew and added to a main gradient."""
+    device = torch.device("cuda")
+    product = REGISTRY["scaled_product"]["cublaslt"]
+    form = {"a_block": ALL, "b_block": ALL, "dtype": out}
+    (a, a8, a_scale), (b, b8, b_scale) = factors(tokens, 272, 1008, ALL, ALL, dtype, device)
+    found = product(a8, b8, a_scale, b_scale, **form)
+    assert found.shape == (tokens, 272)
+    check({"out": found}, {"out": by_tensor_cores(a, b, dtype=out)}, {"out": a @ b.t()})
+    # [O, tokens] and [I, tokens]
+    (a, a8, a_scale), (b, b8, b_scale) = factors(48, 272, tokens, ALL, ALL, dtype, device)
+    plain = by_tensor_cores(a, b, dtype=out)
+    truth = a @ b.t()
+    check({"out": product(a8, b8, a_scale, b_scale, **form)}, {"out": plain}, {"out": truth})
+    into = torch.full((48, 272), float("nan"), dtype=out, device=device)
+    product(a8, b8, a_scale, b_scale, **form, into=into, overwrite=True)
+    check({"out": into}, {"out": plain}, {"out": truth})
+    product(a8, b8, a_scale, b_scale, **form, into=into)
+    check({"out": into}, {"out": plain + plain}, {"out": 2 * truth})
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("count", [1, 63, 1000, 1008])
+def test_zeros_make_whole_units_and_change_no_product(count, dim) -> None:
+    (_, whole, _), (b, _, _) = factors(1008, 1008, 1008, ALL, ALL, E5M2, torch.device("cpu"))
+    part = whole.view(torch.uint8).narrow(dim, 0, count).contiguous().view(E5M2)
+    found = cublaslt.in_units(part, dim=dim)
+    size = -(-count // 16) * 16
+    assert found.shape[dim] == size
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8).narrow(dim, 0, count), part.view(torch.uint8))
+    assert not found.float().narrow(dim, count, size - count).any()
+    if dim == 1:
+        assert torch.equal(found.double() @ b[:, :size].t(), part.double() @ b[:, :count].t())
+
+
+@pytest.mark.gpu
 def test_products_of_several_streams_do_not_meet() -> None:
     """Each stream has a workspace of its own, and scales are those of the product that they were given to."""
     device = torch.device("cuda")
@@ -169,7 +209,10 @@ def test_what_cublaslt_is_not_made_for_is_told() -> None:
     (_, a8, a_scale), (_, b8, b_scale) = factors(32, 32, 128, ALL, ALL, E5M2, device)
     product = partial(REGISTRY["scaled_product"]["cublaslt"], a_block=ALL, b_block=ALL, dtype=torch.float32)
     with pytest.raises(AssertionError, match="for units of 16"):
-        product(a8[:24].contiguous(), b8, a_scale, b_scale)
+        product(a8, b8[:24].contiguous(), a_scale, b_scale)
+    into = torch.zeros(24, 32, device=device)
+    with pytest.raises(AssertionError, match="for units of 16"):
+        product(a8[:24].contiguous(), b8, a_scale, b_scale, into=into)
     # both in e5m2: no tensor core takes them
     with pytest.raises(RuntimeError, match=r"set kernels\.scaled_product=torch"):
         product(a8, b8.view(E5M2), a_scale, b_scale)

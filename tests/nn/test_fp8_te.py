@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import Fp8Memory, Fp8Shared, Fp8Use, columns_of, fp8_forward
+from megaspec.nn.fp8 import Fp8Memory, Fp8Shared, Fp8Use, Role, columns_of, fp8_forward
 from megaspec.nn.fp8_te import SCALES, TeFp8Form, TeFp8Linear
 from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
+from megaspec_kernels.linear.te_fp8 import Scales
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.te import Fake, fake_transformer_engine
 
@@ -90,6 +91,53 @@ def test_three_products(recipe: str, fake: Fake) -> None:
     assert all(call.in_fp8 for call in fake.products)
     # as its recipes have it: fewer bits in the sums of the forward pass alone
     assert [call.split for call in fake.products] == [False, True, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 63, 130])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_number_of_tokens(recipe: str, tokens: int, fake: Fake) -> None:
+    """As when a text is written; a product of Transformer Engine's takes 16 at a time. What stands behind them changes
+    nothing: the products are those of the numbers on the grid."""
+    layer, fp8 = layer_in(recipe)
+    x, grad = inputs()
+    x = x.detach().flatten(0, 1)[:tokens].requires_grad_()
+    grad = grad.flatten(0, 1)[:tokens]
+    y = layer(x)
+    y.backward(grad)
+    x_MI, x_IM = on_grid(fp8, x.detach(), "input")
+    grad_MO, grad_OM = on_grid(fp8, grad, "gradient")
+    weight_OI, weight_IO = on_grid(fp8, layer.weight.detach(), "weight")
+    tolerance = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(y.detach(), x_MI @ weight_OI.t(), **tolerance)
+    torch.testing.assert_close(x.grad, grad_MO @ weight_IO.t(), **tolerance)
+    torch.testing.assert_close(layer.weight.grad, grad_OM @ x_IM.t(), **tolerance)
+    # without a gradient no columns are made
+    with torch.no_grad():
+        assert torch.equal(layer(x), y)
+
+
+def on_grid(fp8: TeFp8Linear, matrix: Tensor, role: Role) -> tuple[Tensor, Tensor]:
+    """What it casts a matrix to, in rows and in columns, in fp64."""
+    pair = fp8.quantise(matrix, role)
+    scales = fp8.form.scales(role)
+    rows = wide(*pair.rows, scales)
+    turned = pair.columns.scale
+    if scales == "lines":
+        # as they are handed on
+        turned = turned.t()
+    return rows, wide(pair.columns.values, turned, scales)
+
+
+def wide(values: Tensor, scale: Tensor, scales: Scales) -> Tensor:
+    """A matrix in one layout, in fp64; scales as Transformer Engine has them."""
+    rows, inner = values.shape
+    if scales == "lines":
+        scale = scale[:, :rows].t()
+    if scales != "tensor":
+        scale = scale.repeat_interleave(128, 1)[:, :inner]
+    if scales == "squares":
+        scale = scale.repeat_interleave(128, 0)[:rows]
+    return values.double() * scale.double()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,6 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaspec.model.part_builders import PARTS
+from megaspec.nn.attention.module import Attention, AttentionSetting, SequenceContext, grouped_query
+from megaspec.nn.attention.spec import GroupedQuerySpec
+from megaspec.nn.mlp.module import MLPS, GatedMlp
+from megaspec.nn.mlp.spec import GatedMlpSpec
+from megaspec.nn.norm.module import NORMS, RmsNorm
+from megaspec.nn.norm.spec import RmsNormSpec
+from megaspec.parallelism.fp8 import Fp8
 from megaspec.runtime.build import mesh_of
 from megaspec.verify.parity import TOLERANCES, Trajectory, compare, run_steps
 from megaspec_kernels.fp8_cast import reference as fp8_cast
@@ -158,18 +166,132 @@ def test_the_same_as_layers_that_quantise(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("parts", "writers"),
     [
-        ("parallelism.recompute", {"kind": "selective", "parts": ["norm", "activation"]}),
-        ("model.layer", {"kind": "parallel"}),
-        ("precision.recipe", "tensorwise"),
+        (None, {"norm", "gate", "gradient"}),
+        (["core_attention"], {"norm", "gate", "gradient"}),
+        (["shared_experts", "moe"], {"norm", "gate", "gradient"}),
+        (["norm"], {"gate", "gradient"}),
+        (["activation"], {"norm"}),
+        (["mlp"], {"norm"}),
+        (["core_attention", "norm", "mlp"], set()),
     ],
     ids=str,
 )
-def test_who_quantises_where_nobody_can_before(change: tuple[str, Any]) -> None:
-    """What is computed again by itself, has two takers, or scales that are not known."""
+def test_who_is_computed_again_by_itself_writes_none(parts: list[str] | None, writers: set[str]) -> None:
+    """And all others do."""
+    case = replace(_CASE, also=(("parallelism.recompute", {"kind": "selective", "parts": parts}),))
+    plain = trained(case, "reference")
+    found = trained(case, "triton")
+    findings = compare(found, plain, TOLERANCES["fp64"])
+    assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
+    assert {name for name, times in calls.items() if times} == writers
+
+
+class TwiceNorm(RmsNorm):
+    def forward(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
+        return 2 * super().forward(x, mean_square)
+
+
+class SquaredGate(GatedMlp):
+    def activate(self, gate_up: Tensor) -> Tensor:
+        return super().activate(gate_up) ** 2
+
+
+class CutGate(GatedMlp):
+    def into(self, x_BTD: Tensor) -> Tensor:
+        return super().into(x_BTD.clamp(max=0.1))
+
+
+class CutAttention(Attention):
+    def forward(self, x_BTD: Tensor, context: SequenceContext) -> Tensor:
+        return super().forward(x_BTD.clamp(max=0.1), context)
+
+
+@pytest.mark.parametrize(
+    ("norm", "gate", "attention", "writers"),
+    [
+        (TwiceNorm, GatedMlp, Attention, {"gate", "gradient"}),
+        (RmsNorm, SquaredGate, Attention, {"norm"}),
+        (RmsNorm, CutGate, Attention, {"norm"}),
+        (RmsNorm, CutGate, CutAttention, set()),
+    ],
+)
+def test_what_derives_from_ours_and_computes_something_else_writes_none(
+    norm: type[RmsNorm],
+    gate: type[GatedMlp],
+    attention: type[Attention],
+    writers: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a plug-in: what it computes is taken."""
+    monkeypatch.setitem(NORMS, RmsNormSpec, norm)
+    monkeypatch.setitem(MLPS, GatedMlpSpec, gate)
+
+    def attends(spec: GroupedQuerySpec, setting: AttentionSetting) -> Attention:
+        built = grouped_query(spec, setting)
+        built.__class__ = attention
+        return built
+
+    monkeypatch.setitem(PARTS.attentions, GroupedQuerySpec, attends)
+    plain = trained(_CASE, "reference")
+    found = trained(_CASE, "triton")
+    findings = compare(found, plain, TOLERANCES["fp64"])
+    assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
+    assert {name for name, times in calls.items() if times} == writers
+    monkeypatch.undo()
+    findings = compare(trained(_CASE, "reference"), plain, TOLERANCES["fp64"])
+    assert not all(finding.passed for finding in findings), "nothing else was computed"
+
+
+@pytest.mark.parametrize(
+    ("change", "writers"),
+    [
+        (("model.layer", {"kind": "parallel"}), {"gate", "gradient"}),
+        (("model.layer", {"kind": "sequential", "norms": "post"}), {"gate", "gradient"}),
+        (("precision.recipe", "tensorwise"), set()),
+    ],
+    ids=str,
+)
+def test_who_quantises_where_nobody_can_before(change: tuple[str, Any], writers: set[str]) -> None:
+    """What has two takers, or scales that are not known."""
     found = trained(replace(_CASE, also=(change,)), "triton")
     plain = trained(replace(_CASE, also=(change,)), "reference")
     findings = compare(found, plain, TOLERANCES["fp64"])
     assert all(finding.passed for finding in findings), [str(one) for one in findings if not one.passed]
-    assert not calls["norm"]
+    assert {name for name, times in calls.items() if times} == writers
+
+
+RECOMPUTED = [
+    {"kind": "full"},
+    {"kind": "full", "method": "block", "layers": 1},
+    {"kind": "selective", "parts": ["mlp", "moe"]},
+    {"kind": "selective", "parts": ["norm", "activation", "core_attention"]},
+]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+@pytest.mark.parametrize("router", [None, "softmax"])
+def test_what_saturates_is_counted_once(router: str | None, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of what the backward pass computes again."""
+    counted: list[int] = []
+    finish = Fp8.finish_step
+
+    def finish_with_small_scales(fp8: Fp8) -> Tensor | None:
+        saturated = finish(fp8)
+        counted.append(int(saturated))
+        fp8.largest /= 16
+        return saturated
+
+    monkeypatch.setattr(Fp8, "finish_step", finish_with_small_scales)
+    case = _CASE
+    if router is not None:
+        case = replace(case, router=router)
+    trained(case, kernel)
+    kept = counted.copy()
+    assert kept[0] == 0, "a first step has scales of its own"
+    assert min(kept[1:]) > 100
+    for recompute in RECOMPUTED:
+        counted.clear()
+        trained(replace(case, also=(("parallelism.recompute", recompute),)), kernel)
+        assert counted == kept, recompute

@@ -22,15 +22,20 @@ CPU = Target(cores=2, versions={"torch": "2.13.0+cpu"})
 
 def machine(gpus, name="H100"):
     kind = HARDWARE[name]
-    return Target(gpus=gpus, gpu=name, sm=kind.sm, gpu_memory=kind.memory, cores=16, versions={"torch": "2.13.0"})
+    versions = {"torch": "2.13.0", "transformer-engine": "2.20.2"}
+    return Target(gpus=gpus, gpu=name, sm=kind.sm, gpu_memory=kind.memory, cores=16, versions=versions)
+
+
+def resolved(recipe, *overrides, target):
+    composed = compose(recipe, overrides)
+    vocab = 257 if recipe == "hello" else None
+    facts = Facts(run_dir="runs/x", vocab_size=vocab, train_tokens=10**13, valid_tokens=10**9)
+    return resolve(composed.recipe, target, facts, composed.origins)
 
 
 def planned(recipe, *overrides, gpus=8, name="H100"):
     target, hardware = machine(gpus, name), HARDWARE[name]
-    composed = compose(recipe, overrides)
-    vocab = 257 if recipe == "hello" else None
-    facts = Facts(run_dir="runs/x", vocab_size=vocab, train_tokens=10**13, valid_tokens=10**9)
-    spec = resolve(composed.recipe, target, facts, composed.origins)
+    spec = resolved(recipe, *overrides, target=target)
     return make_plan(spec, target, hardware=hardware, throughput=throughput_of(hardware))
 
 
@@ -240,6 +245,32 @@ def test_before_train_the_decisions_are_told_that_say_how_it_runs():
     assert "megaspec show runs/x --origins" in lines[-1]
     for decision in plan.decisions:
         assert decision.key in whole
+
+
+@pytest.mark.parametrize(
+    ("words", "is_asked"),
+    [
+        (("precision.kind=fp8",), True),
+        (("precision.kind=fp8", "kernels.linear=te"), False),
+        (("precision.kind=bf16",), False),
+    ],
+    ids=str,
+)
+def test_casts_and_products_in_fp8_are_told_where_something_asks_for_them(words, is_asked):
+    batch = ("train.micro_batch=1", "train.global_batch=8")
+    plan = planned("hello", *batch, *words)
+    spec = resolved("hello", *batch, *words, target=machine(8))
+    first = " ".join(text_of(print_plan, spec, machine(8), width=200).split())
+    _, _, told = first.partition(" kernels: ")
+    assert ("fp8_cast triton" in told) == ("scaled_product cublaslt" in told) == is_asked
+    assert ("fp8_cast" in told) == ("scaled_product" in told) == is_asked
+    whole = " ".join(text_of(print_whole_plan, plan, width=200).split())
+    is_te = "kernels.linear=te" in words
+    for key in ("kernels.fp8_cast", "kernels.scaled_product"):
+        _, _, reason = whole.partition(f"{key} ")
+        said = reason.partition(" kernels.")[0]
+        assert ("not used" in said) == is_te, said
+    assert plan.as_json()["kernels"]["linear"] == ("te" if is_te else "torch")
 
 
 def replace_name(target, name):

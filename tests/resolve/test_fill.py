@@ -117,6 +117,52 @@ def test_micro_batch_is_the_largest_divisor_with_few_tokens(overrides, micro):
     assert spec_of(*overrides).train.micro_batch == micro
 
 
+DELAYED = ("precision={kind: fp8, recipe: delayed, first_layers_bf16: 0, last_layers_bf16: 0}", "model.n_layers=4")
+# Experts in every layer but the first.
+EXPERTS = "model.moe={n_experts: 8, top_k: 2, first_dense: 1, d_shared: 64}"
+
+
+def selective(parts):
+    """Recomputation of these parts."""
+    return f"parallelism.recompute={{kind: selective, parts: {parts}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "writers"),
+    [
+        ((), {"norm", "gated"}),
+        ((selective("null"),), {"norm", "gated"}),
+        ((selective("[core_attention]"),), {"norm", "gated"}),
+        (("parallelism.recompute.kind=full",), {"norm", "gated"}),
+        ((selective("[norm]"),), {"gated"}),
+        ((selective("[activation]"),), {"norm"}),
+        ((selective("[core_attention, mlp]"),), {"norm"}),
+        ((selective("[norm, mlp]"),), set()),
+        ((EXPERTS,), {"norm", "gated"}),
+        # the only gates are those of experts, which quantise their rows themselves
+        ((EXPERTS, "precision.first_layers_bf16=1"), {"norm"}),
+        (("model.mlp={kind: plain}",), {"norm"}),
+        (("model.mlp={kind: gated, bias: true}",), {"norm"}),
+        (("model.layer={kind: parallel}",), {"gated"}),
+        (("model.layer={kind: sequential, norms: post}",), {"gated"}),
+        (("model.layer={kind: flat, mixers: [attention, attention, mlp, attention]}",), {"norm", "gated"}),
+        (("model.layer={kind: flat, mixers: [attention, attention, attention, attention]}",), {"norm"}),
+        (("precision.recipe=tensorwise",), set()),
+        (("parallelism.tp=2",), set()),
+    ],
+    ids=str,
+)
+def test_kernels_that_write_fp8_are_taken_where_they_do(overrides, writers):
+    spec = spec_of(*DELAYED, *overrides, target=H200)
+    found = set()
+    for decision in spec.decisions:
+        if "writes fp8 itself" in decision.reason:
+            found.add(decision.key.removeprefix("kernels."))
+    assert found == writers
+    for operation in ("norm", "gated"):
+        assert getattr(spec.kernels, operation) == ("triton" if operation in writers else "reference")
+
+
 def test_what_was_set_is_never_decided():
     keys = {d.key for d in spec_of("parallelism.tp=2", "kernels.compile=none", "data.seed=3").decisions}
     assert not keys & {"parallelism.tp", "kernels.compile", "data.seed", "train.steps", "model.vocab_size"}

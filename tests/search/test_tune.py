@@ -206,3 +206,22 @@ def layout_of(strategy, tp, pp, pipeline, micro_batch):
     """What tells measured layouts apart."""
     stages = (pipeline["schedule"], pipeline["virtual_stages"], pipeline["layout"]) if pp > 1 else ()
     return strategy, tp, pp, *stages, micro_batch
+
+
+@pytest.mark.parametrize(
+    ("hardware", "words"),
+    [
+        ("H200", ("kernels.linear=te",)),
+        ("B200", ("model.moe={n_experts: 8, top_k: 2}", "kernels.scaled_grouped=reference")),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_was_chosen_and_one_that_was_not_are_told_apart(hardware: str, words: tuple[str, ...]) -> None:
+    """Transformer Engine takes no casts that are chosen, and experts are dequantised where that is chosen."""
+    target = target_of(hardware, 8)
+    versions = target.versions | {"transformer-engine": "2.20.2"}
+    target = target.model_copy(update={"versions": versions})
+    searched = ("parallelism=auto", "launcher.ranks=8", "precision={kind: fp8, recipe: tensorwise}", *words)
+    spec = resolve(compose("llama3_2_1b", searched).recipe, target, FACTS)
+    (decision,) = [one for one in spec.decisions if one.key == "parallelism.dp_strategy"]
+    assert decision.reason.startswith("fastest that fits")

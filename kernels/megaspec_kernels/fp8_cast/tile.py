@@ -139,6 +139,43 @@ if triton is not None:
         return both
 
     @triton.jit
+    def four_in_fp8(
+        a_0,
+        b_0,
+        a_1,
+        b_1,
+        a_2,
+        b_2,
+        a_3,
+        b_3,
+        inverse,
+        largest: tl.constexpr,
+        mantissa: tl.constexpr,
+        least_exponent: tl.constexpr,
+        interpreted: tl.constexpr,
+    ):
+        """Two neighbours in each of four rows, in fp32 -> int16 of two fp8 of each row."""
+        q_0 = two_in_fp8(a_0, b_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_1 = two_in_fp8(a_1, b_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_2 = two_in_fp8(a_2, b_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        q_3 = two_in_fp8(a_3, b_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
+        return q_0, q_1, q_2, q_3
+
+    @triton.jit
+    def store_four_rows(row_ptr, at, step, q_0, q_1, q_2, q_3, mask, is_even: tl.constexpr):
+        """What four_in_fp8 makes, in rows that lie `step` apart."""
+        store_masked(row_ptr, at, q_0, mask, is_even)
+        store_masked(row_ptr, at + step, q_1, mask, is_even)
+        store_masked(row_ptr, at + 2 * step, q_2, mask, is_even)
+        store_masked(row_ptr, at + 3 * step, q_3, mask, is_even)
+
+    @triton.jit
+    def store_two_columns(column_ptr, at, step, first, second, mask, is_even: tl.constexpr):
+        """What columns_of_rows makes, in columns that lie `step` apart."""
+        store_masked(column_ptr, at, first, mask, is_even)
+        store_masked(column_ptr, at + step, second, mask, is_even)
+
+    @triton.jit
     def in_fp8(
         x,
         inverse,
@@ -163,6 +200,11 @@ if triton is not None:
         low_bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         high_bits = high.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         return tl.maximum(bits, tl.maximum(low_bits, high_bits))
+
+    @triton.jit
+    def top_of_four_rows(bits, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3):
+        """The same of two neighbours of each of four rows."""
+        return top_bits(top_bits(top_bits(top_bits(bits, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
 
     @triton.jit
     def recounted(size, over, low, high, inverse, largest: tl.constexpr):

@@ -30,7 +30,8 @@ try:
         load_pairs,
         see,
         split,
-        store_masked,
+        store_four_rows,
+        store_two_columns,
         two_in_fp8,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
@@ -329,16 +330,12 @@ if triton is not None:
             q_3 = cast_pairs(pairs_3, low, high, largest, mantissa, least_exponent, interpreted)
 
         if has_rows:
-            store_masked(row_ptr, at, q_0, mask, is_even)
-            store_masked(row_ptr, at + half_K, q_1, mask, is_even)
-            store_masked(row_ptr, at + 2 * half_K, q_2, mask, is_even)
-            store_masked(row_ptr, at + 3 * half_K, q_3, mask, is_even)
+            store_four_rows(row_ptr, at, half_K, q_0, q_1, q_2, q_3, mask, is_even)
         if has_columns:
             first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
             column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
             to = c[None, :] * (2 * quarter_M) + i[:, None]
-            store_masked(column_ptr, to, first, mask, is_even)
-            store_masked(column_ptr, to + quarter_M, second, mask, is_even)
+            store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
         if sees or counts:
             # with a scale for the whole matrix alone
             inverse = inverse_of(tl.load(scale_ptr))

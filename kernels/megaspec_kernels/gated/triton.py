@@ -18,15 +18,16 @@ try:
     from megaspec_kernels.fp8_cast.tile import (
         INTERPRETED,
         columns_of_rows,
+        four_in_fp8,
         in_fp8,
         inverse_of,
         load_pairs,
         record,
         recounted,
         split,
-        store_masked,
-        top_bits,
-        two_in_fp8,
+        store_four_rows,
+        store_two_columns,
+        top_of_four_rows,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -313,20 +314,15 @@ if triton is not None:
         a_1, b_1 = outputs_of_pairs(pairs_ptr, at + F, half_F, mask, limit, alpha, name, has_limit, is_even)
         a_2, b_2 = outputs_of_pairs(pairs_ptr, at + 2 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
         a_3, b_3 = outputs_of_pairs(pairs_ptr, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even)
-        bits = top_bits(top_bits(top_bits(top_bits(at * 0, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
-        q_0 = two_in_fp8(a_0, b_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_1 = two_in_fp8(a_1, b_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_2 = two_in_fp8(a_2, b_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_3 = two_in_fp8(a_3, b_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        store_masked(row_ptr, to, q_0, mask, is_even)
-        store_masked(row_ptr, to + half_F, q_1, mask, is_even)
-        store_masked(row_ptr, to + 2 * half_F, q_2, mask, is_even)
-        store_masked(row_ptr, to + 3 * half_F, q_3, mask, is_even)
+        bits = top_of_four_rows(at * 0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four_rows(row_ptr, to, half_F, q_0, q_1, q_2, q_3, mask, is_even)
         first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
         column_ptr += tile_f.to(tl.int64) * b_f * quarter_M + tile_m * (b_m // 4)
         down = c[None, :] * (2 * quarter_M) + i[:, None]
-        store_masked(column_ptr, down, first, mask, is_even)
-        store_masked(column_ptr, down + quarter_M, second, mask, is_even)
+        store_two_columns(column_ptr, down, quarter_M, first, second, mask, is_even)
         top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
         count = 0
         if not (top * inverse <= largest):
@@ -396,35 +392,25 @@ if triton is not None:
         a_3, b_3, u_3, v_3 = gradients_of_pairs(
             grad_ptr, pairs_ptr, g + 3 * half_F, at + 3 * F, half_F, mask, limit, alpha, name, has_limit, is_even
         )
-        bits = top_bits(top_bits(top_bits(top_bits(at * 0, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
-        bits = top_bits(top_bits(top_bits(top_bits(bits, u_0, v_0), u_1, v_1), u_2, v_2), u_3, v_3)
+        bits = top_of_four_rows(at * 0, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+        bits = top_of_four_rows(bits, u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3)
         column_ptr += tile_f.to(tl.int64) * b_f * quarter_M + tile_m * (b_m // 4)
         down = c[None, :] * (2 * quarter_M) + i[:, None]
-        q_0 = two_in_fp8(a_0, b_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_1 = two_in_fp8(a_1, b_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_2 = two_in_fp8(a_2, b_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_3 = two_in_fp8(a_3, b_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        store_masked(row_ptr, at, q_0, mask, is_even)
-        store_masked(row_ptr, at + F, q_1, mask, is_even)
-        store_masked(row_ptr, at + 2 * F, q_2, mask, is_even)
-        store_masked(row_ptr, at + 3 * F, q_3, mask, is_even)
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four_rows(row_ptr, at, F, q_0, q_1, q_2, q_3, mask, is_even)
         first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
-        store_masked(column_ptr, down, first, mask, is_even)
-        store_masked(column_ptr, down + quarter_M, second, mask, is_even)
+        store_two_columns(column_ptr, down, quarter_M, first, second, mask, is_even)
         # behind all of the gate
         row_ptr += half_F
         column_ptr += F.to(tl.int64) * quarter_M
-        q_0 = two_in_fp8(u_0, v_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_1 = two_in_fp8(u_1, v_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_2 = two_in_fp8(u_2, v_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        q_3 = two_in_fp8(u_3, v_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-        store_masked(row_ptr, at, q_0, mask, is_even)
-        store_masked(row_ptr, at + F, q_1, mask, is_even)
-        store_masked(row_ptr, at + 2 * F, q_2, mask, is_even)
-        store_masked(row_ptr, at + 3 * F, q_3, mask, is_even)
+        q_0, q_1, q_2, q_3 = four_in_fp8(
+            u_0, v_0, u_1, v_1, u_2, v_2, u_3, v_3, inverse, largest, mantissa, least_exponent, interpreted
+        )
+        store_four_rows(row_ptr, at, F, q_0, q_1, q_2, q_3, mask, is_even)
         first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
-        store_masked(column_ptr, down, first, mask, is_even)
-        store_masked(column_ptr, down + quarter_M, second, mask, is_even)
+        store_two_columns(column_ptr, down, quarter_M, first, second, mask, is_even)
         top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
         count = 0
         if not (top * inverse <= largest):

@@ -4,6 +4,11 @@ Note "What a matrix is". Values are fp8 [M, K] in rows, and [K, M] in columns: H
 along the numbers that are summed over. A scale is what values are multiplied by, and lies as Transformer Engine has it:
 [1] of a whole tensor; of blocks of 128 [K / 128, M] in rows and [M / 128, K] in columns; of 128x128 blocks
 [M / 128, K / 128] in rows and its transpose in columns, whose last dimension is rounded up to a multiple of 4.
+
+Note "Whole units". Products sum over 16 numbers at a time, and with scales of blocks make 8 rows at a time; what is
+less it refuses ("Caller must pad", common/gemm/cublaslt_gemm.cu). Widths of a model are multiples by a rule; of a text
+that is being written any number of tokens comes, so zeros are put behind them, and what comes of them is cut off. Casts
+take any number.
 """
 
 # M rows, K columns of a matrix; O, I those of a weight
@@ -11,6 +16,7 @@ along the numbers that are summed over. A scale is what values are multiplied by
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megaspec_kernels.fp8_cast.formats import LARGEST
@@ -18,6 +24,9 @@ from megaspec_kernels.te_package import TransformerEngine, transformer_engine
 
 Scales = Literal["tensor", "lines", "squares"]
 """What shares a scale: all, 128 numbers along which a product sums, 128x128."""
+
+# What a number of tokens is brought to; a multiple of all that is asked for.
+UNIT = 16
 
 
 class Factor(NamedTuple):
@@ -110,6 +119,11 @@ def product(
     bits in the sums, which products of blocks never have."""
     te = transformer_engine()
     assert into is None or into.is_contiguous(), f"a sum of weight gradients with strides {into.stride()}"
+    tokens = b.values.shape[1] if layout == "NT" else b.values.shape[0]
+    if tokens % UNIT:
+        b = _in_units(b, b_scales, in_rows=layout != "NT")
+        if layout == "NT":
+            a = _in_units(a, a_scales, in_rows=False)
     out, *_ = te.general_gemm(
         _stored(te, a, a_scales, in_rows=layout[0] == "T"),
         _stored(te, b, b_scales, in_rows=layout[1] == "N"),
@@ -120,7 +134,23 @@ def product(
         use_split_accumulator=not fast,
         grad=layout != "TN",
     )
-    return out
+    return out if layout == "NT" else out[:tokens]
+
+
+def _in_units(factor: Factor, scales: Scales, *, in_rows: bool) -> Factor:
+    """With zeros behind its tokens, see the note "Whole units"; `in_rows`, or in columns."""
+    values = factor.values
+    dim = 0 if in_rows else 1
+    shape = list(values.shape)
+    shape[dim] = -(-shape[dim] // UNIT) * UNIT
+    # as bytes, of which 0 is the number 0 in both formats
+    whole = values.new_zeros(shape, dtype=torch.uint8)
+    whole.narrow(dim, 0, values.shape[dim]).copy_(values.view(torch.uint8))
+    scale = factor.scale
+    if scales == "lines" and in_rows:
+        # a scale for each token, whatever it is; lines along tokens are as many as before
+        scale = F.pad(scale, (0, shape[0] - scale.shape[1]))
+    return Factor(whole.view(values.dtype), scale)
 
 
 def _stored(te: TransformerEngine, factor: Factor, scales: Scales, *, in_rows: bool) -> object:

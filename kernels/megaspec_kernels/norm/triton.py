@@ -26,15 +26,16 @@ try:
     from megaspec_kernels.fp8_cast.tile import (
         INTERPRETED,
         columns_of_rows,
+        four_in_fp8,
         in_fp8,
         inverse_of,
         load_pairs,
         record,
         recounted,
         split,
-        store_masked,
-        top_bits,
-        two_in_fp8,
+        store_four_rows,
+        store_two_columns,
+        top_of_four_rows,
     )
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
@@ -359,19 +360,14 @@ if triton is not None:
             a_3, b_3 = normed_pairs(
                 source_ptr, at_3, mask, statistics_ptr, m + 3, M, weight, bias, is_layer, gain, has_bias, is_even
             )
-            bits = top_bits(top_bits(top_bits(top_bits(bits, a_0, b_0), a_1, b_1), a_2, b_2), a_3, b_3)
-            q_0 = two_in_fp8(a_0, b_0, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-            q_1 = two_in_fp8(a_1, b_1, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-            q_2 = two_in_fp8(a_2, b_2, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-            q_3 = two_in_fp8(a_3, b_3, inverse, inverse, largest, mantissa, least_exponent, interpreted)
-            store_masked(row_ptr, at, q_0, mask, is_even)
-            store_masked(row_ptr, at + half_D, q_1, mask, is_even)
-            store_masked(row_ptr, at_2, q_2, mask, is_even)
-            store_masked(row_ptr, at_3, q_3, mask, is_even)
+            bits = top_of_four_rows(bits, a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3)
+            q_0, q_1, q_2, q_3 = four_in_fp8(
+                a_0, b_0, a_1, b_1, a_2, b_2, a_3, b_3, inverse, largest, mantissa, least_exponent, interpreted
+            )
+            store_four_rows(row_ptr, at, half_D, q_0, q_1, q_2, q_3, mask, is_even)
             one, other = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
             down = c.to(tl.int64)[None, :] * (2 * quarter_M) + i[:, None]
-            store_masked(column_ptr, down, one, mask, is_even)
-            store_masked(column_ptr, down + quarter_M, other, mask, is_even)
+            store_two_columns(column_ptr, down, quarter_M, one, other, mask, is_even)
         top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
         count = 0
         if not (top * inverse <= largest):

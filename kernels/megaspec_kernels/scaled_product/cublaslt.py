@@ -151,15 +151,19 @@ def scaled_product(
     overwrite: bool = False,
     algorithm: int = 0,
 ) -> Tensor:
-    """See reference.py. Scales of whole tensors; N and K are multiples of 16, and M where it is added to something.
+    """See reference.py. Scales of whole tensors; N is a multiple of 16, and M where it is added to something.
 
     `algorithm`: of those that cuBLASLt found, for benchmarks.
     """
-    M = a_MK.shape[0]
+    M, K = a_MK.shape
+    # tokens of a text that is being written, of any number, as rows or as what is summed over: zeros make whole units
+    if K % UNIT and not a_MK.is_meta:
+        a_MK = in_units(a_MK, dim=1)
+        b_NK = in_units(b_NK, dim=1)
     if into is None and M % UNIT and not a_MK.is_meta:
-        # tokens of a text that is being written, of any number: rows of zeros make whole units, and are cut off
+        a_MK = in_units(a_MK, dim=0)
         padded_MN = scaled_product(
-            _in_units(a_MK), b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype, fast=fast
+            a_MK, b_NK, a_scale, b_scale, a_block=a_block, b_block=b_block, dtype=dtype, fast=fast
         )
         return padded_MN[:M]
     out = into
@@ -221,13 +225,14 @@ def _shape(a_MK: Tensor, b_NK: Tensor, out_MN: Tensor, *, fast: bool) -> Shape:
     )
 
 
-def _in_units(a_MK: Tensor) -> Tensor:
-    """With rows of zeros behind, as many as units need."""
-    M, K = a_MK.shape
+def in_units(matrix: Tensor, *, dim: int) -> Tensor:
+    """In fp8, with as many zeros behind as whole units need."""
+    shape = list(matrix.shape)
+    shape[dim] = -(-shape[dim] // UNIT) * UNIT
     # as bytes, of which 0 is the number 0 in both formats
-    whole_MK = torch.zeros(-(-M // UNIT) * UNIT, K, dtype=torch.uint8, device=a_MK.device)
-    whole_MK[:M] = a_MK.view(torch.uint8)
-    return whole_MK.view(a_MK.dtype)
+    whole = torch.zeros(shape, dtype=torch.uint8, device=matrix.device)
+    whole.narrow(dim, 0, matrix.shape[dim]).copy_(matrix.view(torch.uint8))
+    return whole.view(matrix.dtype)
 
 
 # alpha and beta; they are read when a product is started

@@ -255,8 +255,10 @@ class Attention(nn.Module):
         return self.wqkv.parts[0] // self.d_head
 
     @property
-    def entry(self) -> Linear:
-        """The one layer that takes the input, and nothing else does."""
+    def entry(self) -> Linear | None:
+        """The one layer that takes the input, and nothing else does; None: it can't be said of what derives from it."""
+        if type(self).forward is not Attention.forward:
+            return None
         return self.wqkv
 
     def forward(self, x_BTD: Tensor | Fp8Input, context: SequenceContext) -> Tensor:

@@ -34,3 +34,10 @@ class FlatLayers(Frozen):
 
 
 LayerSpec = Annotated[SequentialLayer | ParallelLayer | FlatLayers, Field(discriminator="kind")]
+
+
+def norms_before_mixers(layer: LayerSpec) -> bool:
+    """Each sub-layer has a norm before it, whose result nothing else takes."""
+    if isinstance(layer, SequentialLayer):
+        return layer.norms != "post"
+    return isinstance(layer, FlatLayers)

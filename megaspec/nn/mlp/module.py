@@ -54,8 +54,15 @@ class Gated(FeedForward):
         self.dropout = out
 
     @property
-    def entry(self) -> Linear:
-        return self.w_gate_up
+    def entry(self) -> Linear | None:
+        is_ours = type(self).forward is Gated.forward and type(self).into is Gated.into
+        return self.w_gate_up if is_ours else None
+
+    @property
+    def is_by_kernel(self) -> bool:
+        """What comes before the last product is what the kernel computes: no plug-in that derives from it has
+        another."""
+        return type(self).into is Gated.into and type(self).activate is Gated.activate
 
     def into(self, x_BTD: Tensor | Fp8Input) -> Tensor:
         """[B, T, D] -> [B, T, 2 F]"""
@@ -106,8 +113,9 @@ class PlainMlp(FeedForward):
         self.dropout = out
 
     @property
-    def entry(self) -> Linear:
-        return self.w_up
+    def entry(self) -> Linear | None:
+        is_ours = type(self).forward is FeedForward.forward and type(self).into is PlainMlp.into
+        return self.w_up if is_ours else None
 
     def into(self, x_BTD: Tensor | Fp8Input) -> Tensor:
         """[B, T, D] -> [B, T, F]"""

@@ -66,7 +66,7 @@ class Fp8Experts(Fp8Linear):
             scale = self.form.cast.scale_of(self._of_all(amax_EI, role, _COLUMN), self.form.dtype(role))
         saturated = None
         if self.memory is not None and role != "weight":
-            saturated = self.memory.saturated
+            saturated = self.memory.saturated_in(role)
         values = self.form.cast.group_cast(x_RI, scale, ends_E, dtype=self.form.dtype(role), saturated=saturated)
         return Fp8Tensor(values, scale)
 

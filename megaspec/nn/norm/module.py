@@ -39,12 +39,14 @@ class KernelNorm(Norm):
     kernel: NormKernel = REGISTRY["norm"]["reference"]
     """The slot of its implementation."""
     is_alone = False
-    """What is around it is computed apart: it is computed again by itself."""
+    """What is around it is computed apart: it is computed again by itself, or is not what its kernel computes."""
     fp8: Producer | None = None
     """Writes what the layer behind it takes in fp8; None: that layer does."""
 
     def __init__(self, d: int, form: NormForm, *, bias: bool):
         super().__init__()
+        # a plug-in that derives from one of ours and computes something else has that computed
+        self.is_alone = type(self).forward not in _BY_KERNEL
         self.form = form
         self.weight = None
         if form.gain != "none":
@@ -95,5 +97,6 @@ class LayerNorm(KernelNorm):
         super().__init__(d, NormForm("layer", spec.weight, spec.eps), bias=spec.bias)
 
 
+_BY_KERNEL = (KernelNorm.forward, RmsNorm.forward)
 # Built by (width, spec).
 NORMS: dict[type, type[Norm]] = {RmsNormSpec: RmsNorm, LayerNormSpec: LayerNorm}
