@@ -33,7 +33,7 @@ from megaspec.parallelism.collectives import (
     wait,
     wait_sequence,
 )
-from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp
+from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp, Fp8RowLinearOp
 from megaspec.parallelism.mesh import Mesh
 from megaspec_kernels.cross_entropy.reference import VocabShard
 from megaspec_kernels.registry import LinearKernel
@@ -128,12 +128,20 @@ class RowParallelLinear(Linear):
         self.sequence = sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = self.product(x, None)
-        y = scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
+        y = self._sum(x)
         if self.bias is None:
             return y
         # once, behind the sum: every rank has the whole bias
         return y + self.bias
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Of all ranks' products."""
+        if self.fp8 is not None and self.sequence and self.fp8.gathers_bytes:
+            return Fp8RowLinearOp.apply(x, self.weight, self.main_grad, self.fp8, self.group)
+        partial = self.product(x, None)
+        if self.sequence:
+            return scatter_forward(partial, self.group)
+        return reduce_forward(partial, self.group)
 
 
 # Layers whose products are those of kernels.linear. A router's are in fp32, and experts have an operation of their own.
