@@ -136,7 +136,8 @@ class TeFp8Linear(Fp8Linear):
         was kept in columns."""
         scale = one.scale
         if self.form.scales(role) == "tensor":
-            scale = scale.view(1)
+            # of a gradient in slots autograd may have made it wider than it is
+            scale = scale.view(1).to(torch.float32)
         elif turned:
             scale = scale.t().contiguous()
         return Factor(one.values, scale)

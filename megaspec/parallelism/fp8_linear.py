@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaspec.nn.fp8 import (
+    Fp8Slots,
+    Fp8Use,
     columns_of,
     fp8_backward,
-    fp8_backward_of,
     fp8_forward,
     fp8_forward_of,
     fp8_tokens,
@@ -123,34 +124,29 @@ def _forward_of_tokens(x, weight, fp8, group):
     return y, *fp8_tokens_for_columns(x, fp8.ticket)
 
 
-class Fp8RowLinearOp(torch.autograd.Function):
-    """A layer whose inputs are split, with its sum over ranks: y = scatter(x Wᵀ), products in fp8.
-
-    The gradient of y is quantised before it is gathered: see nn/fp8.py, note "Tokens".
-    """
+class Fp8ScatterOp(torch.autograd.Function):
+    """What `scatter_forward` does of a product's output, with its gradient quantised before it is gathered: it arrives
+    in the product's slots, see nn/fp8.py, notes "Tokens" and "Producers"."""
 
     @staticmethod
-    def forward(ctx, x, weight, main_grad, fp8, group):
-        ctx.main_grad = main_grad
+    def forward(ctx, y, slot_rows, slot_columns, slot_scale, fp8, group, needs_columns):
         ctx.fp8 = fp8
         ctx.group = group
-        partial, kept, kept_scale = fp8_forward(x, weight, fp8.ticket, fp8.recipe, weight.requires_grad, 0, 1)
-        ctx.save_for_backward(kept, kept_scale, weight)
-        return wait_sequence(reduce_scatter_sequence(partial, group))
+        ctx.needs_columns = needs_columns
+        return wait_sequence(reduce_scatter_sequence(y, group))
 
     @staticmethod
-    def backward(ctx, grad_y):
-        kept, kept_scale, weight = ctx.saved_tensors
+    def backward(ctx, grad):
         fp8 = ctx.fp8
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        values, scale = fp8_tokens(grad_y, fp8.ticket, fp8.recipe, fp8.gradient_format, True)
+        values, scale = fp8_tokens(grad, fp8.ticket, fp8.recipe, fp8.gradient_format, True)
         whole = _gathered(values, scale, ctx.group)
-        grad_x = None
-        if needs_x:
-            grad_MI = fp8_backward_of(whole.in_rows, scale, weight, fp8.ticket, grad_y.dtype)
-            grad_x = grad_MI.view(*whole.values_BTK.shape[:-1], weight.shape[1])
-        grad_weight = None
-        if needs_weight:
-            factors = Fp8Factors(columns_of(whole.values_BTK), scale, kept, kept_scale)
-            grad_weight = fp8_weight_gradient_into(ctx.main_grad, fp8.ticket, factors, weight)
-        return grad_x, grad_weight, None, None, None
+        columns = None
+        if ctx.needs_columns:
+            columns = columns_of(whole.values_BTK)
+        return None, whole.in_rows, columns, scale, None, None, None
+
+
+def fp8_scatter_forward(y: Tensor, slots: Fp8Slots, *, fp8: Fp8Use, group: dist.ProcessGroup, trains: bool) -> Tensor:
+    """Forward: sum, each rank keeps its part of the sequence. Backward: gather the sequence, in fp8. `trains`: the
+    product's weight has a gradient."""
+    return Fp8ScatterOp.apply(y, *slots, fp8, group, trains)

@@ -141,6 +141,25 @@ def test_of_weights_in_fp8_half_of_the_bytes_are_gathered() -> None:
     assert reduced == {False: [], True: [4 * (2 + 2 * model.moe.n_experts)]}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "tokens_in_fp8", "bytes_beside"),
+    [("tensorwise", 3, 0), ("delayed", 3, 0), ("rowwise", 2, 4), ("blockwise", 1, 0)],
+)
+def test_of_tokens_in_fp8_half_of_the_bytes_are_gathered(recipe: str, tokens_in_fp8: int, bytes_beside: int) -> None:
+    """Of an input forward and again backward, and of a gradient: those that are bytes. Rowwise with a scale a token."""
+    case = Case(tp=2, sequence=True, precision="bf16", n_layers=3, accumulate=6, attention="sdpa")
+    plain = spec_of(case)
+    spec = plain.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
+    sent = {}
+    for name, one in (("plain", plain), ("fp8", spec)):
+        found = [call for call in collectives_of(one, None) if call.kind == "all_gather" and call.group == "tp"]
+        sent[name] = sum(call.bytes * call.times for call in found)
+    tokens = spec.train.micro_batch * TOKENS * 6
+    # two pairs of products in one layer of three
+    width = spec.model.d_model
+    assert sent["plain"] - sent["fp8"] == 2 * tokens * (tokens_in_fp8 * width - bytes_beside)
+
+
 def test_a_rank_holds_its_rows_as_bytes_besides_and_no_whole_weight() -> None:
     plain = memory_of(gathering_spec(False))[0]
     narrow = memory_of(gathering_spec(True))[0]
