@@ -247,14 +247,18 @@ def _tensor_parallel(
         input_size = numbers
     if fp8 in GRADIENTS_IN_FP8:
         gradient_size = numbers
-    # compiled, a block keeps the input as it was gathered, unless the backward pass takes it by other scales
-    keeps_gathered = recipe.kernels.compile == "block" and (fp8 is None or fp8 in GRADIENTS_IN_FP8)
-    input_again = int(not keeps_gathered and not first.is_frozen)
     yield from make("all_gather", 1, "forward", size=input_size)
     yield from make("reduce_scatter", 1, "forward", last=last)
     yield from make("all_gather", int(_is_reached(second)), "backward", size=gradient_size)
-    yield from make("all_gather", input_again, "backward", size=input_again_size)
     yield from make("all_gather", int(again), "backward", size=input_size)
+    input_again = int(not first.is_frozen)
+    if recipe.kernels.compile != "block":
+        yield from make("all_gather", input_again, "backward", size=input_again_size)
+    elif fp8 is not None and fp8 not in GRADIENTS_IN_FP8:
+        # compiled, a block keeps the input as it was gathered; what the backward pass takes by other scales it gathers
+        # in its forward pass, too
+        yield from make("all_gather", input_again, "forward", size=input_again_size)
+        yield from make("all_gather", input_again * again, "backward", size=input_again_size)
     if fp8 == "rowwise":
         # the scales of tokens
         scales = run.tokens.all * run.wide

@@ -17,7 +17,7 @@ Note "Tokens". Under sequence parallelism ranks hold tokens of an input whose pr
 gradient of an output whose product divides inputs, and gather what the others hold. Where a scale in rows is that of
 the whole tensor, or of a token, each quantises its own tokens first (`fp8_tokens`), by what all agree on where blocks
 go across tokens: the bits are those of the whole tensor quantised by one rank, and a byte a number is sent. A whole
-tensor's columns are its rows turned round, without loss (`columns_of`). Which recipes do so: fp8_facts.py.
+tensor's columns are its rows turned round, without loss (`fp8_columns`). Which recipes do so: fp8_facts.py.
 
 Note "Producers". A kernel that makes an input or a gradient may write it in fp8 itself, in both layouts and without a
 copy in the model's format, where the scale is known before its elements are (recipe delayed, not its first step). It
@@ -272,9 +272,13 @@ class Fp8Linear:
                 self._weight = self.quantise(weight_OI, "weight")
             else:
                 values, scale = self.gathered
-                self._weight = Fp8Pair(self.gathered, Fp8Tensor(columns_of(values), scale))
+                self._weight = Fp8Pair(self.gathered, Fp8Tensor(self.columns(values), scale))
             self._weight_version = self.shared.version
         return self._weight
+
+    def columns(self, values_MK: Tensor) -> Tensor:
+        """fp8 as it lies -> [K, M]."""
+        return self.form.cast.columns(values_MK)
 
     def forget_weight(self) -> None:
         """Frees what was quantised: the weight itself is about to be freed."""
@@ -400,7 +404,7 @@ def fp8_forward(
     """[..., I], [O, I] -> x Wᵀ [..., O], and where it `keeps` it, the input for the weight gradient with its scales.
 
     With `parts` of 1 that is the input in columns, [I, M]. Otherwise x is [B, T, I] and what is kept are the tokens of
-    the `part`: [B, T / parts, I], by the scales of all of x, for `columns_of` once they are gathered.
+    the `part`: [B, T / parts, I], by the scales of all of x, for `fp8_columns` once they are gathered.
     """
     layer = layer_of(ticket)
     x_MI = x.flatten(0, -2)
@@ -475,7 +479,7 @@ def _(x: Tensor, ticket: Tensor, recipe: str, gradient_format: str, is_gradient:
 @torch.library.custom_op("megaspec::fp8_tokens_for_columns", mutates_args=())
 def fp8_tokens_for_columns(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
     """A rank's tokens [B, T, I] of an input -> in fp8 by the scales [I, 1] that features have over the tokens of all
-    ranks, for `columns_of` once they are gathered: a recipe in which those are others than in rows."""
+    ranks, for `fp8_columns` once they are gathered: a recipe in which those are others than in rows."""
     layer = layer_of(ticket)
     whole = layer.for_columns(x.flatten(0, -2), None)
     return whole.values.view(x.shape), whole.scale.t().contiguous()
@@ -506,10 +510,18 @@ def slots_of(y_MO: Tensor, gradient_format: str) -> Fp8Slots:
     return Fp8Slots(one.expand(tokens, outputs), one.expand(outputs, tokens), scale)
 
 
-def columns_of(kept_BTI: Tensor) -> Tensor:
-    """What ranks kept of an input, gathered to all of its tokens, in columns: [B, T, I] -> [I, M]."""
+@torch.library.custom_op("megaspec::fp8_columns", mutates_args=())
+def fp8_columns(values_BTK: Tensor, ticket: Tensor) -> Tensor:
+    """All tokens of a matrix in fp8 by a scale that columns have as well, [B, T, K] -> in columns [K, M]."""
     # as bytes: they are moved, not computed with
-    return kept_BTI.view(torch.uint8).flatten(0, -2).t().contiguous().view(kept_BTI.dtype)
+    values_MK = values_BTK.view(torch.uint8).flatten(0, -2).view(values_BTK.dtype)
+    return layer_of(ticket).columns(values_MK)
+
+
+@fp8_columns.register_fake
+def _(values_BTK: Tensor, ticket: Tensor) -> Tensor:
+    K = values_BTK.shape[-1]
+    return values_BTK.new_empty(K, values_BTK.numel() // K)
 
 
 @torch.library.custom_op("megaspec::fp8_backward", mutates_args=())

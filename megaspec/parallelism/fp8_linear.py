@@ -11,8 +11,8 @@ from torch import Tensor
 from megaspec.nn.fp8 import (
     Fp8Slots,
     Fp8Use,
-    columns_of,
     fp8_backward,
+    fp8_columns,
     fp8_forward,
     fp8_forward_of,
     fp8_tokens,
@@ -101,7 +101,7 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             if gathers:
-                kept = columns_of(wait_sequence(gathering).view(kept.dtype))
+                kept = fp8_columns(wait_sequence(gathering).view(kept.dtype), fp8.ticket)
             factors = Fp8Factors(grad_OM, grad_scale, kept, kept_scale)
             grad_weight = fp8_weight_gradient_into(ctx.main_grad, fp8.ticket, factors, weight)
         grad_bias = bias_gradient(grad_out) if needs_bias else None
@@ -142,7 +142,7 @@ class Fp8ScatterOp(torch.autograd.Function):
         whole = _gathered(values, scale, ctx.group)
         columns = None
         if ctx.needs_columns:
-            columns = columns_of(whole.values_BTK)
+            columns = fp8_columns(whole.values_BTK, fp8.ticket)
         return None, whole.in_rows, columns, scale, None, None, None
 
 

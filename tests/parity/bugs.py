@@ -759,7 +759,7 @@ FP8 = [
     ),
     Bug(
         "gathered tokens of an input in the order of ranks",
-        Patch(FP8_LINEAR, "columns_of(wait_sequence(gathering)", "columns_of(wait(gathering)"),
+        Patch(FP8_LINEAR, "fp8_columns(wait_sequence(gathering)", "fp8_columns(wait(gathering)"),
         FP8_TENSORS,
         invisible=True,
     ),
@@ -789,7 +789,7 @@ FP8 = [
     ),
     Bug(
         "gathered tokens of a gradient in the order of ranks",
-        Patch(FP8_LINEAR, "columns_of(whole.values_BTK)", "columns_of(whole.values_BTK.roll(1, 1))"),
+        Patch(FP8_LINEAR, "fp8_columns(whole.values_BTK,", "fp8_columns(whole.values_BTK.roll(1, 1),"),
         FP8_TENSORS,
         invisible=True,
     ),
@@ -859,7 +859,7 @@ FP8 = [
     Bug(
         "gathered bytes turned into columns as they lie",
         Patch(
-            FP8_LAYER, "Fp8Tensor(columns_of(values), scale)", "Fp8Tensor(values.reshape(values.shape[::-1]), scale)"
+            FP8_LAYER, "Fp8Tensor(self.columns(values), scale)", "Fp8Tensor(values.reshape(values.shape[::-1]), scale)"
         ),
         FP8_GATHERED,
         invisible=True,
