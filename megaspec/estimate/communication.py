@@ -32,6 +32,9 @@ from megaspec.parallelism.stages import Chunk, stages_of
 from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
 
+AGREED = "largest elements of products"
+"""Sent inside of operations that a trace does not look into."""
+
 # Bytes of a number of an expert or of a count of tokens: int64.
 _INDEX = 8
 
@@ -229,14 +232,15 @@ def _tensor_parallel(
     ) -> Iterator[Collective]:
         return topology.make(what, kind, ("tp",), size, times, phase=phase, overlapped=overlapped, last=last)
 
+    fp8 = None
+    if in_fp8 and first.takes_fp8 and second.takes_fp8:
+        fp8 = fp8_recipe(recipe.precision)
+        yield from _agreements(recipe, topology, pair, again=again)
     if not recipe.parallelism.sequence_parallel:
         yield from make("all_reduce", 1, "forward", last=last)
         yield from make("all_reduce", sums_again, "backward")
         yield from make("all_reduce", int(first.makes_input_gradient), "backward", overlapped=beside)
         return
-    fp8 = None
-    if in_fp8 and first.takes_fp8 and second.takes_fp8:
-        fp8 = fp8_recipe(recipe.precision)
     input_size = size
     gradient_size = size
     # what the backward pass takes of the input: of a recipe that gathers first as well, quantised since
@@ -266,6 +270,37 @@ def _tensor_parallel(
         yield from make("all_gather", int(again), "backward", size=scales)
     yield from make("reduce_scatter", sums_again, "backward")
     yield from make("reduce_scatter", int(first.makes_input_gradient), "backward", overlapped=beside)
+
+
+def _agreements(
+    recipe: Recipe, topology: Topology, pair: tuple[Linear, Linear], *, again: bool
+) -> Iterator[Collective]:
+    """The largest elements of what tensor-parallel ranks hold parts of while it is quantised, inside the operations of
+    products. Delayed scales need none, and blocks lie on one rank."""
+    first, second = pair
+    fp8 = fp8_recipe(recipe.precision)
+    run = layer_run(recipe)
+    splits_tokens = recipe.parallelism.sequence_parallel
+
+    def make(numbers: int, times: int, phase: Phase) -> Iterator[Collective]:
+        return topology.make(AGREED, "all_reduce", ("tp",), numbers * run.wide, times, phase=phase)
+
+    if fp8 == "tensorwise":
+        # the second's input, and with tokens apart the first's; their gradients the other way
+        inputs = 1 + splits_tokens
+        gradients = int(_is_reached(first)) + int(splits_tokens and _is_reached(second))
+        yield from make(1, inputs, "forward")
+        yield from make(1, inputs * again, "backward")
+        yield from make(1, gradients, "backward")
+    elif fp8 == "rowwise":
+        # of each token's features that lie apart, and of each feature's tokens for a weight gradient
+        tokens = run.tokens.all
+        features = int(splits_tokens and not first.is_frozen)
+        yield from make(tokens, 1, "forward")
+        yield from make(tokens, int(again), "backward")
+        yield from make(recipe.model.d_model, features, "forward")
+        yield from make(recipe.model.d_model, features * again, "backward")
+        yield from make(tokens, int(first.makes_input_gradient), "backward")
 
 
 def _is_reached(linear: Linear) -> bool:
