@@ -165,6 +165,8 @@ class Fp8CastKernel:
     """(x_MK, *, block, dtype) -> [m, k]: both of these, in fewer passes"""
     cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
     """(x_MK, scale_mk, *, block, dtype, rows, columns, seen, saturated, scale_copy) -> [M, K] and [K, M]"""
+    columns: Callable[..., torch.Tensor]
+    """(x_MK in fp8) -> [K, M]"""
     group_amax: Callable[..., torch.Tensor]
     """(x_RI, ends_E) -> [E, I]; of rows that belong to groups, see fp8_cast/reference_groups.py"""
     group_cast: Callable[..., torch.Tensor]
@@ -271,6 +273,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_triton.scale_of,
             fp8_cast_triton.scale,
             fp8_cast_triton.cast,
+            columns=fp8_cast_triton.columns,
             group_amax=fp8_cast_triton_groups.group_amax,
             group_cast=fp8_cast_triton_groups.group_cast,
             group_columns=fp8_cast_triton_groups.group_columns,
@@ -280,6 +283,7 @@ REGISTRY: dict[str, dict[str, Any]] = {
             fp8_cast_formats.scale_of,
             fp8_cast_reference.scale,
             fp8_cast_reference.cast,
+            columns=fp8_cast_reference.columns,
             group_amax=fp8_cast_reference_groups.group_amax,
             group_cast=fp8_cast_reference_groups.group_cast,
             group_columns=fp8_cast_reference_groups.group_columns,

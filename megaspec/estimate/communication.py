@@ -7,7 +7,7 @@ Sizes are bytes of the whole tensor (see Collective.bytes):
     T       tokens of a rank in a matrix product        run.tokens.all
     T_s     tokens of a rank between matrix products    run.tokens.stream, T / tp under sequence parallelism
     D       d_model
-    e       bytes of a number in the model's format     run.width
+    e       bytes of a number in the model's format     run.width, of one in fp8 1
     w       bytes of one in at least fp32               run.wide
 """
 
@@ -25,10 +25,15 @@ from megaspec.estimate.step_communication import step_collectives
 from megaspec.estimate.topology import Collective, CollectiveKind, Phase, Topology, topology_of
 from megaspec.estimate.trained import facts_of
 from megaspec.estimate.work import head_sizes, recomputed_layers
+from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
 from megaspec.nn.layer.facts import LayerFacts, SubLayer
 from megaspec.parallelism.passes import Shape, rank_of_stage, stage_number
 from megaspec.parallelism.stages import Chunk, stages_of
+from megaspec.precision.spec import fp8_recipe
 from megaspec.recipe import Recipe
+
+AGREED = "largest elements of products"
+"""Sent inside of operations that a trace does not look into."""
 
 # Bytes of a number of an expert or of a count of tokens: int64.
 _INDEX = 8
@@ -99,7 +104,7 @@ def layer_collectives(recipe: Recipe, topology: Topology, layer: LayerFacts) -> 
         if sublayer.kind == "attention":
             yield from _attention_collectives(recipe, topology, layer, is_last=is_last)
         elif sublayer.kind == "feed-forward":
-            yield from _feed_forward_collectives(recipe, topology, sublayer, is_last=is_last)
+            yield from _feed_forward_collectives(recipe, topology, sublayer, in_fp8=layer.in_fp8, is_last=is_last)
         else:
             yield from _expert_collectives(recipe, topology, layer.routing, sublayer, is_last=is_last)
 
@@ -120,7 +125,8 @@ def _attention_collectives(
             phases.append("backward")
         for phase in phases:
             yield from topology.make("norms of heads", "all_reduce", ("tp",), squares, 1, phase=phase)
-    yield from _tensor_parallel(recipe, topology, "attention", pair, last=is_last and _ends_with_a_sum(recipe))
+    last = is_last and _ends_with_a_sum(recipe)
+    yield from _tensor_parallel(recipe, topology, "attention", pair, in_fp8=layer.in_fp8, last=last)
     for one in _context_parallel(recipe, topology, layer.attention):
         if not layer.attends_backward and one.phase == "backward":
             continue
@@ -136,7 +142,7 @@ def _ends_with_a_sum(recipe: Recipe) -> bool:
 
 
 def _feed_forward_collectives(
-    recipe: Recipe, topology: Topology, sublayer: SubLayer, *, is_last: bool
+    recipe: Recipe, topology: Topology, sublayer: SubLayer, *, in_fp8: bool, is_last: bool
 ) -> Iterator[Collective]:
     """The residual stream over tp."""
     again = "mlp" in layer_run(recipe).execution.recomputed
@@ -145,7 +151,7 @@ def _feed_forward_collectives(
     last = is_last and _ends_with_a_sum(recipe)
     pair = (sublayer.mix.linears[0], sublayer.mix.linears[-1])
     yield from _tensor_parallel(
-        recipe, topology, "feed-forward", pair, again=again, output_again=output_again, last=last
+        recipe, topology, "feed-forward", pair, in_fp8=in_fp8, again=again, output_again=output_again, last=last
     )
 
 
@@ -191,6 +197,7 @@ def _tensor_parallel(
     what: str,
     pair: tuple[Linear, Linear],
     *,
+    in_fp8: bool = False,
     again: bool = False,
     output_again: bool = False,
     last: bool = False,
@@ -200,37 +207,100 @@ def _tensor_parallel(
     outside.
 
     The backward pass gathers the input of the first once more for its weight gradient, unless a compiled block keeps
-    it; it reduces the gradient of that input beside the weight gradient. `again`: the pair runs again, and
-    `output_again` with the sum of its output; `last`: see Collective. Where the first of the `pair` is frozen, its
-    input is not gathered again, and where nothing is trained before it, nobody waits for its input's gradient.
+    it; it reduces the gradient of that input beside the weight gradient. `in_fp8`: the layer's products take fp8, and
+    what they take is gathered as bytes where it can be. `again`: the pair runs again, and `output_again` with the sum
+    of its output; `last`: see Collective. Where the first of the `pair` is frozen, its input is not gathered again, and
+    where nothing is trained before it, nobody waits for its input's gradient.
     """
     first, second = pair
     again = again and _is_reached(second)
     run = layer_run(recipe)
     beside = recipe.parallelism.overlap.tp
+    numbers = run.tokens.all * recipe.model.d_model
     # T · D · e
-    size = run.tokens.all * recipe.model.d_model * run.width
+    size = numbers * run.width
     sums_again = int(again and output_again)
 
     def make(
-        kind: CollectiveKind, times: int, phase: Phase, *, overlapped: bool = False, last: bool = False
+        kind: CollectiveKind,
+        times: int,
+        phase: Phase,
+        *,
+        size: int = size,
+        overlapped: bool = False,
+        last: bool = False,
     ) -> Iterator[Collective]:
         return topology.make(what, kind, ("tp",), size, times, phase=phase, overlapped=overlapped, last=last)
 
+    fp8 = None
+    if in_fp8 and first.takes_fp8 and second.takes_fp8:
+        fp8 = fp8_recipe(recipe.precision)
+        yield from _agreements(recipe, topology, pair, again=again)
     if not recipe.parallelism.sequence_parallel:
         yield from make("all_reduce", 1, "forward", last=last)
         yield from make("all_reduce", sums_again, "backward")
         yield from make("all_reduce", int(first.makes_input_gradient), "backward", overlapped=beside)
         return
-    # of the gradient of the output, then of the input, which a compiled block keeps as it was gathered
-    gathers = int(_is_reached(second))
-    if recipe.kernels.compile != "block" and not first.is_frozen:
-        gathers += 1
-    yield from make("all_gather", 1, "forward")
+    input_size = size
+    gradient_size = size
+    # what the backward pass takes of the input: of a recipe that gathers first as well, quantised since
+    input_again_size = size
+    if fp8 is not None:
+        input_again_size = numbers
+    if fp8 in INPUTS_IN_FP8:
+        input_size = numbers
+    if fp8 in GRADIENTS_IN_FP8:
+        gradient_size = numbers
+    yield from make("all_gather", 1, "forward", size=input_size)
     yield from make("reduce_scatter", 1, "forward", last=last)
-    yield from make("all_gather", gathers + again, "backward")
+    yield from make("all_gather", int(_is_reached(second)), "backward", size=gradient_size)
+    yield from make("all_gather", int(again), "backward", size=input_size)
+    input_again = int(not first.is_frozen)
+    if recipe.kernels.compile != "block":
+        yield from make("all_gather", input_again, "backward", size=input_again_size)
+    elif fp8 is not None and fp8 not in GRADIENTS_IN_FP8:
+        # compiled, a block keeps the input as it was gathered; what the backward pass takes by other scales it gathers
+        # in its forward pass, too
+        yield from make("all_gather", input_again, "forward", size=input_again_size)
+        yield from make("all_gather", input_again * again, "backward", size=input_again_size)
+    if fp8 == "rowwise":
+        # the scales of tokens
+        scales = run.tokens.all * run.wide
+        yield from make("all_gather", 1, "forward", size=scales)
+        yield from make("all_gather", int(again), "backward", size=scales)
     yield from make("reduce_scatter", sums_again, "backward")
     yield from make("reduce_scatter", int(first.makes_input_gradient), "backward", overlapped=beside)
+
+
+def _agreements(
+    recipe: Recipe, topology: Topology, pair: tuple[Linear, Linear], *, again: bool
+) -> Iterator[Collective]:
+    """The largest elements of what tensor-parallel ranks hold parts of while it is quantised, inside the operations of
+    products. Delayed scales need none, and blocks lie on one rank."""
+    first, second = pair
+    fp8 = fp8_recipe(recipe.precision)
+    run = layer_run(recipe)
+    splits_tokens = recipe.parallelism.sequence_parallel
+
+    def make(numbers: int, times: int, phase: Phase) -> Iterator[Collective]:
+        return topology.make(AGREED, "all_reduce", ("tp",), numbers * run.wide, times, phase=phase)
+
+    if fp8 == "tensorwise":
+        # the second's input, and with tokens apart the first's; their gradients the other way
+        inputs = 1 + splits_tokens
+        gradients = int(_is_reached(first)) + int(splits_tokens and _is_reached(second))
+        yield from make(1, inputs, "forward")
+        yield from make(1, inputs * again, "backward")
+        yield from make(1, gradients, "backward")
+    elif fp8 == "rowwise":
+        # of each token's features that lie apart, and of each feature's tokens for a weight gradient
+        tokens = run.tokens.all
+        features = int(splits_tokens and not first.is_frozen)
+        yield from make(tokens, 1, "forward")
+        yield from make(tokens, int(again), "backward")
+        yield from make(recipe.model.d_model, features, "forward")
+        yield from make(recipe.model.d_model, features * again, "backward")
+        yield from make(tokens, int(first.makes_input_gradient), "backward")
 
 
 def _is_reached(linear: Linear) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from megaspec.core.axes import DENSE_AXES
+from megaspec.core.part_facts import Linear
 from megaspec.estimate.formula import sharing_ranks
 from megaspec.estimate.layer_run import degrees_of, layer_run
 from megaspec.estimate.muon_matrices import hidden_parameters, working_width
@@ -29,7 +30,7 @@ from megaspec.estimate.trained import facts_of, gathers_fp8
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.optim.spec import MuonSpec
 from megaspec.parallelism.stages import Chunk, stages_of
-from megaspec.precision.spec import model_format
+from megaspec.precision.spec import fp8_recipe, model_format
 from megaspec.recipe import Recipe
 
 LAYERS = "layers' gradients"
@@ -59,6 +60,7 @@ def step_collectives(recipe: Recipe, topology: Topology, rank: int, count: Weigh
         yield from _muon_matrices(recipe, topology, rank)
     yield from _router_statistics(recipe, topology, rank)
     yield from _largest_weights(recipe, topology, rank)
+    yield from _largest_of_the_step(recipe, topology, rank)
     yield from _numbers_of_the_step(recipe, topology)
 
 
@@ -375,14 +377,32 @@ def _largest_weights(recipe: Recipe, topology: Topology, rank: int) -> Iterator[
     """The largest element of each weight that is gathered in fp8, of experts one for each."""
     if not gathers_fp8(recipe):
         return
-    numbers = 0
+    numbers = sum(linear.n_experts for linear in _linears_in_fp8(recipe, rank))
+    size = layer_run(recipe).wide * numbers
+    yield from topology.make("largest weights", "all_reduce", _STAGE_AXES, size, 1, phase="step")
+
+
+def _largest_of_the_step(recipe: Recipe, topology: Topology, rank: int) -> Iterator[Collective]:
+    """What delayed scales are made of: the largest input and the largest gradient of each layer; and how many elements
+    saturated, which Transformer Engine does not count."""
+    if fp8_recipe(recipe.precision) != "delayed":
+        return
+    what = "largest elements"
+    numbers = 2 * len(_linears_in_fp8(recipe, rank))
+    yield from topology.make(what, "all_reduce", _STAGE_AXES, layer_run(recipe).wide * numbers, 1, phase="step")
+    if recipe.kernels.linear != "te":
+        yield from topology.make(what, "all_reduce", DENSE_AXES, _INDEX, 1, phase="step")
+
+
+def _linears_in_fp8(recipe: Recipe, rank: int) -> list[Linear]:
+    """Those of a pipeline rank."""
+    found = []
     for chunk in stages_of(recipe.model.n_layers, recipe.parallelism)[rank]:
         for number in chunk.layers:
             layer = facts_of(recipe).layers[number]
             if layer.in_fp8:
-                numbers += sum(linear.n_experts for linear in layer.linears if linear.takes_fp8)
-    size = layer_run(recipe).wide * numbers
-    yield from topology.make("largest weights", "all_reduce", _STAGE_AXES, size, 1, phase="step")
+                found += [linear for linear in layer.linears if linear.takes_fp8]
+    return found
 
 
 def _numbers_of_the_step(recipe: Recipe, topology: Topology) -> Iterator[Collective]:

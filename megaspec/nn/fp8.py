@@ -13,6 +13,12 @@ byte a number. Weights are quantised once for each update, in both layouts.
 Note "Whole tensors". Where ranks hold parts of one tensor, a block that goes across them has the largest element of all
 of them: `Split` says which dimension of the layer's weight they divide, and `largest` asks the other ranks.
 
+Note "Tokens". Under sequence parallelism ranks hold tokens of an input whose product divides outputs, and of the
+gradient of an output whose product divides inputs, and gather what the others hold. Where a scale in rows is that of
+the whole tensor, or of a token, each quantises its own tokens first (`fp8_tokens`), by what all agree on where blocks
+go across tokens: the bits are those of the whole tensor quantised by one rank, and a byte a number is sent. A whole
+tensor's columns are its rows turned round, without loss (`fp8_columns`). Which recipes do so: fp8_facts.py.
+
 Note "Producers". A kernel that makes an input or a gradient may write it in fp8 itself, in both layouts and without a
 copy in the model's format, where the scale is known before its elements are (recipe delayed, not its first step). It
 asks the layer that takes the matrix: `layer_of(linear.fp8.ticket).known(role)` is the scale that it divides by, and
@@ -209,6 +215,8 @@ class Fp8Linear:
     largest: Callable[[Tensor], Tensor] = _alone
     memory: Fp8Memory | None = None
     """None: scales are not delayed."""
+    of_tokens: frozenset[Role] = frozenset()
+    """What ranks quantise before they gather it, each its own tokens: see note "Tokens"."""
     gathered: Fp8Tensor | None = field(default=None, init=False)
     """The weight in rows, where ranks have gathered it in fp8: its own memory is empty then."""
     _weight: Fp8Pair | None = field(default=None, init=False)
@@ -278,9 +286,13 @@ class Fp8Linear:
                 self._weight = self.quantise(weight_OI, "weight")
             else:
                 values, scale = self.gathered
-                self._weight = Fp8Pair(self.gathered, Fp8Tensor(columns_of(values), scale))
+                self._weight = Fp8Pair(self.gathered, Fp8Tensor(self.columns(values), scale))
             self._weight_version = self.shared.version
         return self._weight
+
+    def columns(self, values_MK: Tensor) -> Tensor:
+        """fp8 as it lies -> [K, M]."""
+        return self.form.cast.columns(values_MK)
 
     def forget_weight(self) -> None:
         """Frees what was quantised: the weight itself is about to be freed."""
@@ -334,12 +346,18 @@ class Fp8Linear:
 
     def _goes_across_ranks(self, role: Role, block: Block) -> bool:
         """Whether blocks hold elements of several ranks, which hold parts of one matrix."""
-        divided = _DIVIDED.get((self.split, role))
+        divided = self._divided(role)
         return divided is not None and block[divided] is None
 
     def is_divided(self, role: Role) -> bool:
         """Whether ranks hold parts of the matrix."""
-        return (self.split, role) in _DIVIDED
+        return self._divided(role) is not None
+
+    def _divided(self, role: Role) -> int | None:
+        """The dimension of the matrix that ranks divide while it is quantised; None: each has all of it."""
+        if role in self.of_tokens:
+            return 0
+        return _DIVIDED.get((self.split, role))
 
     def _cast(self, x_MK: Tensor, role: Role, block: Block, scale: Tensor, *, rows: bool, columns: bool) -> Fp8Pair:
         recorded = self._recorded(role)
@@ -388,7 +406,9 @@ class Fp8Use(NamedTuple):
     ticket: Tensor
     recipe: str
     gradient_format: str
-    """The last two are the same for all layers of a model: shapes and formats follow from them."""
+    """Both are the same for all layers of a model: shapes and formats follow from them."""
+    gathers_bytes: bool = False
+    """What ranks gather of their tokens is in fp8: see note "Tokens"."""
 
 
 @torch.library.custom_op("megaspec::fp8_forward", mutates_args=())
@@ -398,7 +418,7 @@ def fp8_forward(
     """[..., I], [O, I] -> x Wᵀ [..., O], and where it `keeps` it, the input for the weight gradient with its scales.
 
     With `parts` of 1 that is the input in columns, [I, M]. Otherwise x is [B, T, I] and what is kept are the tokens of
-    the `part`: [B, T / parts, I], by the scales of all of x, for `columns_of` once they are gathered.
+    the `part`: [B, T / parts, I], by the scales of all of x, for `fp8_columns` once they are gathered.
     """
     layer = layer_of(ticket)
     x_MI = x.flatten(0, -2)
@@ -446,6 +466,50 @@ def _(rows: Tensor, scale: Tensor, weight: Tensor, ticket: Tensor, dtype: torch.
     return rows.new_empty(rows.shape[0], weight.shape[0], dtype=dtype)
 
 
+@torch.library.custom_op("megaspec::fp8_tokens", mutates_args=())
+def fp8_tokens(
+    x: Tensor, ticket: Tensor, recipe: str, gradient_format: str, is_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """A rank's tokens [B, T, K] of an input or of the gradient of an output, before others gather them -> in fp8 by the
+    scales in rows: of the whole tensor [1, 1], or of each token [B, T, 1]. See note "Tokens"."""
+    role = "gradient" if is_gradient else "input"
+    rows = layer_of(ticket).quantise(x.flatten(0, -2), role, columns=False).rows
+    scale = rows.scale
+    if BLOCKS[recipe][role].rows != _ALL:
+        scale = scale.view(*x.shape[:-1], 1)
+    return rows.values.view(x.shape), scale
+
+
+@fp8_tokens.register_fake
+def _(x: Tensor, ticket: Tensor, recipe: str, gradient_format: str, is_gradient: bool) -> tuple[Tensor, Tensor]:
+    role = "gradient" if is_gradient else "input"
+    scale_shape = (1, 1)
+    if BLOCKS[recipe][role].rows != _ALL:
+        scale_shape = (*x.shape[:-1], 1)
+    values = x.new_empty(x.shape, dtype=FORMATS[gradient_format if is_gradient else "e4m3"])
+    return values, x.new_empty(scale_shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@torch.library.custom_op("megaspec::fp8_tokens_for_columns", mutates_args=())
+def fp8_tokens_for_columns(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
+    """A rank's tokens [B, T, I] of an input -> in fp8 by the scales [I, 1] that features have over the tokens of all
+    ranks, for `fp8_columns` once they are gathered: a recipe in which those are others than in rows."""
+    layer = layer_of(ticket)
+    whole = layer.for_columns(x.flatten(0, -2), None)
+    return whole.values.view(x.shape), whole.scale.t().contiguous()
+
+
+@fp8_tokens_for_columns.register_fake
+def _(x: Tensor, ticket: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape, dtype=FORMATS["e4m3"]), x.new_empty(x.shape[-1], 1, dtype=wide)
+
+
+def has_one_scale(recipe: str) -> bool:
+    """Whether it is of a whole tensor: rows and columns are the same numbers."""
+    return BLOCKS[recipe]["input"] == _TENSOR
+
+
 def carrier_of(like: Tensor, *shape: int) -> Tensor:
     """What stands for an input in fp8: of a shape, in the format and on the device of `like`, one number in memory."""
     return like.new_empty(1).expand(shape)
@@ -460,10 +524,18 @@ def slots_of(y_MO: Tensor, gradient_format: str) -> Fp8Slots:
     return Fp8Slots(one.expand(tokens, outputs), one.expand(outputs, tokens), scale)
 
 
-def columns_of(kept_BTI: Tensor) -> Tensor:
-    """What ranks kept of an input, gathered to all of its tokens, in columns: [B, T, I] -> [I, M]."""
+@torch.library.custom_op("megaspec::fp8_columns", mutates_args=())
+def fp8_columns(values_BTK: Tensor, ticket: Tensor) -> Tensor:
+    """All tokens of a matrix in fp8 by a scale that columns have as well, [B, T, K] -> in columns [K, M]."""
     # as bytes: they are moved, not computed with
-    return kept_BTI.view(torch.uint8).flatten(0, -2).t().contiguous().view(kept_BTI.dtype)
+    values_MK = values_BTK.view(torch.uint8).flatten(0, -2).view(values_BTK.dtype)
+    return layer_of(ticket).columns(values_MK)
+
+
+@fp8_columns.register_fake
+def _(values_BTK: Tensor, ticket: Tensor) -> Tensor:
+    K = values_BTK.shape[-1]
+    return values_BTK.new_empty(K, values_BTK.numel() // K)
 
 
 @torch.library.custom_op("megaspec::fp8_backward", mutates_args=())

@@ -94,14 +94,17 @@ class TeFp8Linear(Fp8Linear):
             in_columns = Fp8Tensor(cast.columns.values, cast.columns.scale.t().contiguous())
         return Fp8Pair(in_rows, in_columns)
 
+    def columns(self, values_MK: Tensor) -> Tensor:
+        """See Fp8Linear."""
+        return _turned(values_MK)
+
     def for_columns(self, x_MI: Tensor, in_rows: Fp8Tensor) -> Fp8Tensor:
         """See Fp8Linear."""
         if self.form.scales("input") == "tensor":
             return Fp8Tensor(in_rows.values, in_rows.scale.view(1, 1))
         values_IM, scale = self._cast_of(x_MI, "input", columns=True).columns
         # turned back as bytes: their scales stay those of columns
-        values_MI = values_IM.view(torch.uint8).t().contiguous().view(values_IM.dtype)
-        return Fp8Tensor(values_MI, scale)
+        return Fp8Tensor(_turned(values_IM), scale)
 
     def product(
         self,
@@ -136,7 +139,8 @@ class TeFp8Linear(Fp8Linear):
         was kept in columns."""
         scale = one.scale
         if self.form.scales(role) == "tensor":
-            scale = scale.view(1)
+            # of a gradient in slots autograd may have made it wider than it is
+            scale = scale.view(1).to(torch.float32)
         elif turned:
             scale = scale.t().contiguous()
         return Factor(one.values, scale)
@@ -163,3 +167,8 @@ class TeFp8Linear(Fp8Linear):
                 amax = self.largest(amax)
             factor = te_fp8.factor_of(amax, dtype)
         return te_fp8.cast_scaled(x_MK, dtype, factor=factor, seen=seen, columns=columns)
+
+
+def _turned(values: Tensor) -> Tensor:
+    """As bytes: they are moved, not computed with."""
+    return values.view(torch.uint8).t().contiguous().view(values.dtype)

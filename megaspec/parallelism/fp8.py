@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megaspec.nn.decoder import Decoder
-from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
+from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, Split
+from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
 from megaspec.nn.fp8_producers import Producer
 from megaspec.nn.fp8_te import TeFp8Form, TeFp8Linear
 from megaspec.nn.layer.module import Layer
@@ -94,7 +95,9 @@ class Fp8:
             if self.is_delayed:
                 memory = Fp8Memory(self._scales[i], self._seen[i], self.saturated)
             linear = self._linear(module, memory)
-            module.fp8 = Fp8Use(linear.ticket, self._form.recipe, self._form.gradient_format)
+            module.fp8 = Fp8Use(
+                linear.ticket, self._form.recipe, self._form.gradient_format, gathers_bytes=bool(linear.of_tokens)
+            )
             self.linears[name] = linear
         if self.is_delayed and self._form.takes_written:
             for chunk in chunks:
@@ -121,7 +124,19 @@ class Fp8:
         }
         split = splits.get(type(module))
         assert split is not None, f"{type(module).__name__} computes in no fp8"
-        return self._parts_over(split, None if split == "none" else module.group)
+        if split == "none":
+            return self._parts_over(split, None)
+        return {**self._parts_over(split, module.group), "of_tokens": self._of_tokens(module)}
+
+    def _of_tokens(self, module: ColumnParallelLinear | RowParallelLinear) -> frozenset[Role]:
+        """What its ranks quantise before they gather it."""
+        if not module.sequence:
+            return frozenset()
+        if isinstance(module, ColumnParallelLinear) and self._form.recipe in INPUTS_IN_FP8:
+            return frozenset({"input"})
+        if isinstance(module, RowParallelLinear) and self._form.recipe in GRADIENTS_IN_FP8:
+            return frozenset({"gradient"})
+        return frozenset()
 
     def _parts_over(self, split: Split, group: dist.ProcessGroup | None) -> dict[str, object]:
         if split == "none":

@@ -1,10 +1,24 @@
-"""The linear layer whose outputs are split over tensor-parallel ranks, with products in fp8."""
+"""The linear layers that are split over tensor-parallel ranks, with products in fp8."""
 
 # B sequences, T tokens, I inputs, O outputs, M tokens
 
-import torch
+from typing import NamedTuple
 
-from megaspec.nn.fp8 import columns_of, fp8_backward, fp8_forward
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megaspec.nn.fp8 import (
+    Fp8Slots,
+    Fp8Use,
+    fp8_backward,
+    fp8_columns,
+    fp8_forward,
+    fp8_forward_of,
+    fp8_tokens,
+    fp8_tokens_for_columns,
+    has_one_scale,
+)
 from megaspec.nn.linear import Fp8Factors, bias_gradient, fp8_weight_gradient_into
 from megaspec.parallelism.collectives import (
     all_reduce,
@@ -15,28 +29,54 @@ from megaspec.parallelism.collectives import (
 )
 
 
+class _GatheredRows(NamedTuple):
+    """All tokens of a matrix whose ranks each quantised their own."""
+
+    values_BTK: Tensor
+    scale: Tensor
+    """[1, 1], or of each token [M, 1]"""
+
+    @property
+    def in_rows(self) -> Tensor:
+        """[M, K]"""
+        # as bytes: they are moved, not computed with
+        return self.values_BTK.view(torch.uint8).flatten(0, -2).view(self.values_BTK.dtype)
+
+
+def _gathered(values_BTK: Tensor, scale: Tensor, group: dist.ProcessGroup) -> _GatheredRows:
+    """A rank's tokens, and the scale of the whole or of each of its tokens [B, T, 1], to all ranks' tokens."""
+    # as bytes, which every backend moves
+    gathering = gather_sequence(values_BTK.view(torch.uint8), group)
+    if scale.dim() == 3:
+        scale = wait_sequence(gather_sequence(scale, group)).flatten(0, -2)
+    return _GatheredRows(wait_sequence(gathering).view(values_BTK.dtype), scale)
+
+
 class Fp8ColumnLinearOp(torch.autograd.Function):
     """ColumnLinearOp with products in fp8.
 
-    The input is gathered before it is quantised, so that its scales are those of the whole one on every rank without
-    asking the others. What is kept and gathered again is fp8, half the bytes.
+    With sequence parallelism a rank quantises its tokens, and bytes are gathered: see nn/fp8.py, note "Tokens". A
+    recipe that can't do so gathers first and quantises the whole. What is kept and gathered again is fp8 in any case.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap):
-        part = 0
-        parts = 1
-        if sequence:
-            x = wait_sequence(gather_sequence(x, group))
-            part = group.rank()
-            parts = group.size()
-        y, kept, kept_scale = fp8_forward(x, weight, fp8.ticket, fp8.recipe, weight.requires_grad, part, parts)
-        ctx.save_for_backward(kept, kept_scale, weight)
         ctx.main_grad = main_grad
         ctx.fp8 = fp8
         ctx.group = group
         ctx.sequence = sequence
         ctx.overlap = overlap
+        if sequence and fp8.gathers_bytes:
+            y, kept, kept_scale = _forward_of_tokens(x, weight, fp8, group)
+        else:
+            part = 0
+            parts = 1
+            if sequence:
+                x = wait_sequence(gather_sequence(x, group))
+                part = group.rank()
+                parts = group.size()
+            y, kept, kept_scale = fp8_forward(x, weight, fp8.ticket, fp8.recipe, weight.requires_grad, part, parts)
+        ctx.save_for_backward(kept, kept_scale, weight)
         return y if bias is None else y + bias
 
     @staticmethod
@@ -61,7 +101,7 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
         grad_weight = None
         if needs_weight:
             if gathers:
-                kept = columns_of(wait_sequence(gathering).view(kept.dtype))
+                kept = fp8_columns(wait_sequence(gathering).view(kept.dtype), fp8.ticket)
             factors = Fp8Factors(grad_OM, grad_scale, kept, kept_scale)
             grad_weight = fp8_weight_gradient_into(ctx.main_grad, fp8.ticket, factors, weight)
         grad_bias = bias_gradient(grad_out) if needs_bias else None
@@ -69,3 +109,44 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
         if needs_x:
             grad_x = wait_sequence(reducing) if ctx.sequence else wait(reducing)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _forward_of_tokens(x, weight, fp8, group):
+    """y of all tokens, and of this rank's tokens what is kept with its scales; of a frozen weight nothing is kept."""
+    values, scale = fp8_tokens(x, fp8.ticket, fp8.recipe, fp8.gradient_format, False)
+    whole = _gathered(values, scale, group)
+    y_MO = fp8_forward_of(whole.in_rows, whole.scale, weight, fp8.ticket, x.dtype)
+    y = y_MO.view(*whole.values_BTK.shape[:-1], weight.shape[0])
+    if not weight.requires_grad:
+        return y, None, None
+    if has_one_scale(fp8.recipe):
+        return y, values, scale
+    return y, *fp8_tokens_for_columns(x, fp8.ticket)
+
+
+class Fp8ScatterOp(torch.autograd.Function):
+    """What `scatter_forward` does of a product's output, with its gradient quantised before it is gathered: it arrives
+    in the product's slots, see nn/fp8.py, notes "Tokens" and "Producers"."""
+
+    @staticmethod
+    def forward(ctx, y, slot_rows, slot_columns, slot_scale, fp8, group, needs_columns):
+        ctx.fp8 = fp8
+        ctx.group = group
+        ctx.needs_columns = needs_columns
+        return wait_sequence(reduce_scatter_sequence(y, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        fp8 = ctx.fp8
+        values, scale = fp8_tokens(grad, fp8.ticket, fp8.recipe, fp8.gradient_format, True)
+        whole = _gathered(values, scale, ctx.group)
+        columns = None
+        if ctx.needs_columns:
+            columns = fp8_columns(whole.values_BTK, fp8.ticket)
+        return None, whole.in_rows, columns, scale, None, None, None
+
+
+def fp8_scatter_forward(y: Tensor, slots: Fp8Slots, *, fp8: Fp8Use, group: dist.ProcessGroup, trains: bool) -> Tensor:
+    """Forward: sum, each rank keeps its part of the sequence. Backward: gather the sequence, in fp8. `trains`: the
+    product's weight has a gradient."""
+    return Fp8ScatterOp.apply(y, *slots, fp8, group, trains)

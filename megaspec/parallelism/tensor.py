@@ -18,8 +18,9 @@ from megaspec.core.placement import Row
 from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.module import Embedding, padded
+from megaspec.nn.fp8 import Fp8Slots
 from megaspec.nn.head.module import OutputHead
-from megaspec.nn.linear import Linear, bias_gradient, weight_gradient
+from megaspec.nn.linear import Fp8SlotsLinearOp, Linear, bias_gradient, weight_gradient
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec.parallelism.collectives import (
     all_reduce,
@@ -33,7 +34,7 @@ from megaspec.parallelism.collectives import (
     wait,
     wait_sequence,
 )
-from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp
+from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp, fp8_scatter_forward
 from megaspec.parallelism.mesh import Mesh
 from megaspec_kernels.cross_entropy.reference import VocabShard
 from megaspec_kernels.registry import LinearKernel
@@ -128,12 +129,23 @@ class RowParallelLinear(Linear):
         self.sequence = sequence
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = self.product(x, None)
-        y = scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
+        y = self._sum(x)
         if self.bias is None:
             return y
         # once, behind the sum: every rank has the whole bias
         return y + self.bias
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Of all ranks' products."""
+        if self.fp8 is not None and self.sequence and self.fp8.gathers_bytes:
+            # the bias is added behind the sum, and has its gradient from there
+            y, *slots = Fp8SlotsLinearOp.apply(x, self.weight, self.main_grad, self.fp8, None)
+            trains = self.weight.requires_grad
+            return fp8_scatter_forward(y, Fp8Slots(*slots), fp8=self.fp8, group=self.group, trains=trains)
+        partial = self.product(x, None)
+        if self.sequence:
+            return scatter_forward(partial, self.group)
+        return reduce_forward(partial, self.group)
 
 
 # Layers whose products are those of kernels.linear. A router's are in fp32, and experts have an operation of their own.

@@ -27,6 +27,8 @@ FREE = (
     "data.valid",
     "data.workers",
     "model.vocab_pad_to",
+    # to the bit the same weights, in fewer bytes: how they travel, as parallelism says who holds them
+    "precision.gather_fp8",
     "run_dir",
     "train.steps",
     "train.micro_batch",

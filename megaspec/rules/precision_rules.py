@@ -176,15 +176,16 @@ def fp8_gathers_sharded_weights(case: Case) -> Problem | None:
     if not isinstance(precision, Fp8Precision) or not precision.gather_fp8:
         return None
     key = "precision.gather_fp8"
-    if strategy not in ("fsdp", "hsdp"):
-        text = f"{key}=true needs weights that are gathered for each pass, parallelism.dp_strategy is {strategy}"
-        return Problem(key, f"{text}; set it to false, or parallelism.dp_strategy=fsdp or hsdp")
+    # what no strategy mends comes first
     if case.recipe.kernels.linear == "te":
         text = f"{key}=true needs kernels.linear=torch, which takes weights that arrive in fp8; it is te"
-        return Problem(key, f"{text}; set it to false, or kernels.linear=torch")
+        return Problem(key, f"{text}; set {key}=false, or kernels.linear=torch")
     if precision.recipe not in _OF_TENSORS:
         text = f"{key}=true needs scales of whole tensors, precision.recipe is {precision.recipe}"
-        return Problem(key, f"{text}; set it to false, or precision.recipe={one_of(_OF_TENSORS)}")
+        return Problem(key, f"{text}; set {key}=false, or precision.recipe={one_of(_OF_TENSORS)}")
+    if strategy not in ("fsdp", "hsdp"):
+        text = f"{key}=true needs weights that are gathered for each pass, parallelism.dp_strategy is {strategy}"
+        return Problem(key, f"{text}; set {key}=false, or parallelism.dp_strategy=fsdp")
     return None
 
 

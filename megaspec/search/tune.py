@@ -310,8 +310,17 @@ def layouts(grid: Grid) -> Iterator[Recipe]:
         for pipeline in pipelines(grid, degrees["pp"]):
             parallelism = grid.recipe.parallelism.model_copy(update={**changes, "pipeline": pipeline})
             recipe = _by_time(grid, _changed(grid.recipe, parallelism, micro_batch))
-            if is_legal(_case(grid, recipe)):
+            if _is_legal_in_a_strategy(grid, recipe):
                 yield recipe
+
+
+def _is_legal_in_a_strategy(grid: Grid, layout: Recipe) -> bool:
+    """Whether every rule is kept in one of the layout's strategies: some ask for what only sharing ranks have."""
+    for shared in _strategies(grid, layout):
+        parallelism = layout.parallelism.model_copy(update=shared)
+        if is_legal(_case(grid, layout.model_copy(update={"parallelism": parallelism}))):
+            return True
+    return False
 
 
 def _degrees(grid: Grid) -> Iterator[dict[str, int]]:
@@ -387,6 +396,13 @@ def _by_time(grid: Grid, recipe: Recipe) -> Recipe:
 
 def _divisions(grid: Grid, layout: Recipe) -> Iterator[tuple[dict[str, object], int]]:
     """Data-parallel strategies, with their degrees, and micro batches of a layout."""
+    for shared in _strategies(grid, layout):
+        for micro_batch in _micro_batches(grid, data_parallel(layout.parallelism)):
+            yield shared, micro_batch
+
+
+def _strategies(grid: Grid, layout: Recipe) -> Iterator[dict[str, object]]:
+    """Data-parallel strategies of a layout, with their degrees."""
     parallelism = layout.parallelism
     dp = data_parallel(parallelism)
     tp_cp = parallelism.tp * parallelism.cp
@@ -400,8 +416,7 @@ def _divisions(grid: Grid, layout: Recipe) -> Iterator[tuple[dict[str, object], 
         # with one shard or one replica it is another strategy
         if strategy == "hsdp" and min(shares.values()) == 1:
             continue
-        for micro_batch in _micro_batches(grid, dp):
-            yield {"dp_strategy": strategy, **shares}, micro_batch
+        yield {"dp_strategy": strategy, **shares}
 
 
 def shares_of(strategy: str, dp: int, inner: int, *, node: int, grid: int = 1) -> dict[str, int]:

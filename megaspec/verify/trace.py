@@ -19,7 +19,7 @@ from megaspec.estimate.memory import memory_of
 from megaspec.estimate.parameters import PartialGradients
 from megaspec.estimate.schedule import shape_of
 from megaspec.estimate.step_communication import COPIES, TIED, WHOLE
-from megaspec.estimate.trained import facts_of
+from megaspec.estimate.trained import facts_of, gathers_fp8
 from megaspec.nn.decoder import Decoder, Unit
 from megaspec.nn.layer.facts import WeightCount
 from megaspec.nn.moe.module import Moe
@@ -207,6 +207,10 @@ def trace_rank(spec: Spec, rank: int) -> Trace:
     eager = spec.model_copy(update={"kernels": _kernels(spec)})
     with fake_world(rank, spec.world_size), recorder.watching():
         built = build(eager, mesh=mesh_of(spec, rank=rank, device=_META), position=_TracedPosition(recorder, spec))
+        if gathers_fp8(spec):
+            # what is gathered in the first pass was quantised before the step
+            built.data_parallel.gather_weights()
+            recorder.calls.clear()
         _balance(built)  # loads of experts are numbers, which a trace has none of
         _name_what_is_held(built, recorder)
         batches = _batches(spec)

@@ -12,7 +12,7 @@ from megaspec.core.axes import (
     expert_shard_degrees,
     rank_groups,
 )
-from megaspec.estimate.communication import collectives_of
+from megaspec.estimate.communication import AGREED, collectives_of
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of, shared_out
 from megaspec.estimate.parameters import partial_gradients, rank_parameters, trained_parameters
@@ -91,6 +91,8 @@ def _collectives(spec: Spec, trace: Trace) -> Iterator[Row]:
     collectives = collectives_of(plain, None, trace.stage)
     apart = {LAYERS, HEAD} & {collective.what for collective in collectives}
     for collective in collectives:
+        if collective.what == AGREED:
+            continue
         size = collective.times * _padded(collective, spec, trace, apart)
         if collective.what in trace.summed:
             size = trace.summed[collective.what] * layer_run(spec).wide

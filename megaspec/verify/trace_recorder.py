@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megaspec.nn.fp8 import layer_of
 from megaspec.nn.linear import sum_of
 from megaspec.verify.trace_memory import (
     ACTIVATIONS,
@@ -24,6 +25,7 @@ from megaspec.verify.trace_memory import (
     INSIDE,
     LOGITS,
     OPTIMIZER,
+    WEIGHTS,
     Memory,
     storage_of,
 )
@@ -228,6 +230,13 @@ class _Operations(TorchDispatchMode):
             with self:  # it is off inside of what it handles
                 sum_of(ticket).add(_Product(*factors, self._recorder.unit))
             return None
+        if func is torch.ops.megaspec.add_fp8_weight_gradient.default:
+            _, ticket, _, *factors = args
+            with self:
+                sum_of(ticket).add(_Product(*factors, self._recorder.unit))
+            return None
+        if func.namespace == "megaspec":
+            self._quantise_weight(func, args)
         out = self._shapes(func, args, kwargs or {})
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, out)
@@ -238,6 +247,18 @@ class _Operations(TorchDispatchMode):
             if isinstance(x, Tensor) and x.is_meta:
                 recorder.memory.see(x, recorder.kind)
         return out
+
+    def _quantise_weight(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> None:
+        """An operation that takes a layer's weight in fp8 has it quantised where it was not, which stays; without
+        numbers torch leaves its inside out."""
+        names = [argument.name for argument in func._schema.arguments]
+        if not func._opname.startswith("fp8_") or "weight" not in names:
+            return
+        layer = layer_of(args[names.index("ticket")])
+        # what it works with, and asks other ranks, is the operation's inside
+        pair = layer.weight(args[names.index("weight")])
+        for part in (pair.rows, pair.columns):
+            self._recorder.memory.name(part.values, WEIGHTS)
 
     def _collective(self, func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> None:
         name = func._opname

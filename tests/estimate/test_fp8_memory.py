@@ -1,18 +1,26 @@
 """What the plan counts of fp8 against what a built model keeps and holds."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
 
+from megaspec.data.batch import Batch
 from megaspec.estimate.activations import kept_tensors
-from megaspec.estimate.communication import collectives_of
+from megaspec.estimate.communication import AGREED, collectives_of
 from megaspec.estimate.layer_run import layer_run
 from megaspec.estimate.memory import memory_of
 from megaspec.estimate.trained import facts_of
 from megaspec.nn.decoder import Decoder
+from megaspec.nn.fp8 import Fp8Linear
+from megaspec.parallelism import fp8 as strategy
+from megaspec.precision.scaler import build_scaler
 from megaspec.precision.spec import Fp8Precision
 from megaspec.runtime.build import TrainState, build, initialise, mesh_of
+from megaspec.runtime.step import train_step
 from megaspec.spec import Spec
+from megaspec.verify.trace import fake_world
 from tests.parity.cases import TOKENS, Case, spec_of
 
 
@@ -139,6 +147,67 @@ def test_of_weights_in_fp8_half_of_the_bytes_are_gathered() -> None:
     assert sent[False] - sent[True] == 2 * 2 * (experts + heads * model.d_model)
     # in fp32: those of two matrices, and of two of each expert
     assert reduced == {False: [], True: [4 * (2 + 2 * model.moe.n_experts)]}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens_in_fp8", "bytes_beside"),
+    [("tensorwise", 3, 0), ("delayed", 3, 0), ("rowwise", 2, 4), ("blockwise", 1, 0)],
+)
+def test_of_tokens_in_fp8_half_of_the_bytes_are_gathered(recipe: str, tokens_in_fp8: int, bytes_beside: int) -> None:
+    """Of an input forward and again backward, and of a gradient: those that are bytes. Rowwise with a scale a token."""
+    case = Case(tp=2, sequence=True, precision="bf16", n_layers=3, accumulate=6, attention="sdpa")
+    plain = spec_of(case)
+    spec = plain.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
+    sent = {}
+    for name, one in (("plain", plain), ("fp8", spec)):
+        found = [call for call in collectives_of(one, None) if call.kind == "all_gather" and call.group == "tp"]
+        sent[name] = sum(call.bytes * call.times for call in found)
+    tokens = spec.train.micro_batch * TOKENS * 6
+    # two pairs of products in one layer of three
+    width = spec.model.d_model
+    assert sent["plain"] - sent["fp8"] == 2 * tokens * (tokens_in_fp8 * width - bytes_beside)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed", "blockwise"])
+def test_what_ranks_agree_on_is_counted(recipe: str, sequence: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what a rank asks the others in a step for inputs and gradients, once scales are remembered; what it hears
+    is its own."""
+    case = Case(tp=2, sequence=sequence, n_layers=3, accumulate=2, precision="bf16", wide=recipe == "blockwise")
+    spec = spec_of(case)
+    spec = spec.model_copy(update={"precision": Fp8Precision(kind="fp8", recipe=recipe, format="e4m3")})
+    planned = Counter()
+    for one in collectives_of(spec, None):
+        if one.what == AGREED:
+            planned[one.bytes] += one.times
+    heard = Counter()
+    quantised = []
+    scale = Fp8Linear._scale
+
+    def scale_of_role(self: Fp8Linear, x_MK: Tensor, role: str, block: object) -> Tensor:
+        quantised.append(role)
+        return scale(self, x_MK, role, block)
+
+    def hear(amax: Tensor, group: object) -> Tensor:
+        if quantised[-1] != "weight":
+            heard[amax.nbytes] += 1
+        return amax
+
+    monkeypatch.setattr(Fp8Linear, "_scale", scale_of_role)
+    monkeypatch.setattr(strategy, "all_reduce_max", hear)
+    size = (spec.train.micro_batch, spec.data.seq_len)
+    ids = torch.zeros(size, dtype=torch.int64)
+    micro_batch = Batch(ids, ids, torch.ones(size, dtype=torch.bool), torch.arange(size[0]), None)
+    scaler = build_scaler(spec.precision, device=torch.device("cpu"))
+    with fake_world(0, 2):
+        built = built_of(spec)
+        for _ in range(2):
+            heard.clear()
+            train_step(built, [micro_batch] * 2, lr=0.0, weight_decay=0.0, scaler=scaler)
+            # gathers of a world that is not there bring nothing finite to remember
+            built.fp8._shared.is_fresh = False
+    assert heard == planned
+    assert bool(planned) == (recipe in ("tensorwise", "rowwise"))
 
 
 def test_a_rank_holds_its_rows_as_bytes_besides_and_no_whole_weight() -> None:

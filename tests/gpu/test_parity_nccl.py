@@ -27,6 +27,13 @@ FUSED = [
     Case(dp=2, accumulate=3, mask="uneven", kv_heads=2, d_head=64, cross_entropy="triton", compile="block"),
 ]
 
+# Tokens that are gathered in fp8, by one scale and with scales of their own.
+IN_FP8 = [
+    Case(tp=2, sequence=True, precision="fp8 tensorwise", accumulate=2, mask="uneven"),
+    Case(tp=2, sequence=True, precision="fp8 delayed", accumulate=2, compile="block"),
+    Case(tp=2, sequence=True, precision="fp8 rowwise", accumulate=2, family="gpt"),
+]
+
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fp64_equals_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
@@ -36,3 +43,9 @@ def test_fp64_equals_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None
 @pytest.mark.parametrize("case", [c for c in CASES if c.optimizer == "sgd" or c.family == "llama"] + FUSED, ids=str)
 def test_bf16_is_as_close_to_the_truth_as_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
     check_low(gpu_pool, case, tell, device="cuda")
+
+
+@pytest.mark.parametrize("case", IN_FP8, ids=str)
+def test_products_in_fp8_are_those_of_one_gpu(gpu_pool: RankPool, case: Case, tell: Tell) -> None:
+    """Everything but the grid is fp64: what differs in the last bits rounds to the same numbers."""
+    check(gpu_pool, case, tell, steps=3, device="cuda")

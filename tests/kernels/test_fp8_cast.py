@@ -196,6 +196,30 @@ def test_every_tile_of_triton_makes_the_same_bits(device) -> None:
             assert seen.item() == part.abs().max().item()
 
 
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (63, 96), (144, 272), (256, 384)], ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_columns_are_rows_turned_round(name, shape, dtype, device) -> None:
+    """Every byte, NaN and signed zero among them."""
+    kernel = kernel_on(name, device)
+    draw = torch.Generator().manual_seed(7)
+    x8 = torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8).view(dtype)
+    with filled_with_nan():
+        found = kernel.columns(x8.to(device))
+    assert found.is_contiguous()
+    assert found.dtype == dtype
+    assert same_bits(found, x8.view(torch.uint8).t().contiguous())
+    # strides make no difference
+    assert same_bits(kernel.columns(found.t()), found)
+
+
+def test_every_tile_of_triton_turns_rows_round(device) -> None:
+    kernel_on("triton", device)
+    x8 = torch.arange(272 * 384, dtype=torch.int32).to(torch.uint8).view(272, 384).view(E4M3)
+    for tile in TILES.values():
+        assert same_bits(triton.columns(x8.to(device), tile=tile), x8.view(torch.uint8).t().contiguous()), tile
+
+
 def _check_cast(cast: Callable, x: Tensor, scale: Tensor, block, dtype) -> None:
     for rows, columns in ((True, True), (True, False), (False, True)):
         mine = torch.zeros(1, dtype=torch.int64, device=x.device)

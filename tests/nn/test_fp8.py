@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import BLOCKS, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, columns_of, fp8_forward
+from megaspec.nn.fp8 import BLOCKS, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, fp8_columns, fp8_forward
 from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
 from megaspec_kernels.registry import REGISTRY
 from tests.kernels.fp8 import quantised
@@ -166,7 +166,8 @@ def test_of_gathered_tokens_a_rank_keeps_its_own(recipe: str) -> None:
     whole = fp8_forward(x, layer.weight, fp8.ticket, recipe, True, 0, 1)[1]
     parts = [fp8_forward(x, layer.weight, fp8.ticket, recipe, True, part, 2)[1] for part in range(2)]
     assert [part.untyped_storage().nbytes() for part in parts] == [x.numel() // 2] * 2
-    assert torch.equal(columns_of(torch.cat([p.view(torch.uint8) for p in parts], 1)), whole.view(torch.uint8))
+    gathered = torch.cat([part.view(torch.uint8) for part in parts], 1).view(whole.dtype)
+    assert torch.equal(fp8_columns(gathered, fp8.ticket).view(torch.uint8), whole.view(torch.uint8))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

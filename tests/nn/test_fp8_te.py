@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaspec.nn.fp8 import Fp8Memory, Fp8Shared, Fp8Use, Role, columns_of, fp8_forward
+from megaspec.nn.fp8 import Fp8Memory, Fp8Shared, Fp8Use, Role, fp8_columns, fp8_forward
 from megaspec.nn.fp8_te import SCALES, TeFp8Form, TeFp8Linear
 from megaspec.nn.linear import COMPILED, Linear, WeightGradientQueue, WeightGradientSums
 from megaspec_kernels.linear.te_fp8 import Scales
@@ -215,7 +215,7 @@ def test_parts_of_an_input_are_gathered_to_the_whole(recipe: str, fake: Fake) ->
         assert one.shape == (SEQUENCES, TOKENS // 2, N_IN)
         assert torch.equal(its_scale, scale)
         kept.append(one.view(torch.uint8))
-    gathered = columns_of(torch.cat(kept, dim=1).view(E4M3))
+    gathered = fp8_columns(torch.cat(kept, dim=1).view(E4M3), ticket)
     assert torch.equal(gathered.view(torch.uint8), whole.view(torch.uint8))
 
 

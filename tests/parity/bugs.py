@@ -703,6 +703,7 @@ FROZEN = [
 ]
 
 FP8_LAYER = "megaspec.nn.fp8"
+FP8_LINEAR = "megaspec.parallelism.fp8_linear"
 FP8_ROWS = Case(tp=2, precision="fp8 rowwise", accumulate=2)
 FP8_TENSORS = Case(tp=2, sequence=True, precision="fp8 tensorwise", accumulate=2)
 FP8_STEPS = Case(dp=2, precision="fp8 delayed", accumulate=2, mask="uneven")
@@ -758,7 +759,37 @@ FP8 = [
     ),
     Bug(
         "gathered tokens of an input in the order of ranks",
-        Patch("megaspec.parallelism.fp8_linear", "columns_of(wait_sequence(gathering)", "columns_of(wait(gathering)"),
+        Patch(FP8_LINEAR, "fp8_columns(wait_sequence(gathering)", "fp8_columns(wait(gathering)"),
+        FP8_TENSORS,
+        invisible=True,
+    ),
+    Bug(
+        "inputs by the largest element of a rank's own tokens",
+        Patch(FP8_LAYER, "if role in self.of_tokens:", 'if role in self.of_tokens and role != "input":'),
+        FP8_TENSORS,
+    ),
+    Bug(
+        "gradients by the largest element of a rank's own tokens",
+        Patch(FP8_LAYER, "if role in self.of_tokens:", 'if role in self.of_tokens and role != "gradient":'),
+        FP8_TENSORS,
+        invisible=True,
+    ),
+    Bug(
+        "features by the largest element of a rank's own tokens",
+        Patch(FP8_LAYER, "if role in self.of_tokens:", "if False:"),
+        replace(FP8_TENSORS, precision="fp8 rowwise"),
+        invisible=True,
+    ),
+    Bug(
+        "gathered tokens by the scales of their neighbours",
+        Patch(
+            FP8_LINEAR, "gather_sequence(scale, group)).flatten", "gather_sequence(scale, group)).roll(1, 1).flatten"
+        ),
+        replace(FP8_TENSORS, precision="fp8 rowwise"),
+    ),
+    Bug(
+        "gathered tokens of a gradient in the order of ranks",
+        Patch(FP8_LINEAR, "fp8_columns(whole.values_BTK,", "fp8_columns(whole.values_BTK.roll(1, 1),"),
         FP8_TENSORS,
         invisible=True,
     ),
@@ -828,7 +859,7 @@ FP8 = [
     Bug(
         "gathered bytes turned into columns as they lie",
         Patch(
-            FP8_LAYER, "Fp8Tensor(columns_of(values), scale)", "Fp8Tensor(values.reshape(values.shape[::-1]), scale)"
+            FP8_LAYER, "Fp8Tensor(self.columns(values), scale)", "Fp8Tensor(values.reshape(values.shape[::-1]), scale)"
         ),
         FP8_GATHERED,
         invisible=True,

@@ -41,6 +41,12 @@ OTHERS = [
     Case(dp=2, strategy="fsdp", precision="fp8 blockwise", wide=True, accumulate=2),
     Case(dp=2, strategy="fsdp", precision="fp8 delayed", also=(("parallelism.recompute", {"kind": "full"}),)),
     Case(tp=2, sequence=True, precision="fp8 tensorwise", also=(("parallelism.recompute.kind", "selective"),)),
+    # what is gathered as bytes: compiled, deferred, beside what is frozen
+    Case(tp=2, sequence=True, precision="fp8 delayed", compile="block", accumulate=2),
+    Case(tp=2, sequence=True, precision="fp8 rowwise", compile="block", family="gpt"),
+    Case(tp=2, pp=2, sequence=True, schedule="zb_h1", precision="fp8 tensorwise", accumulate=4),
+    Case(tp=2, sequence=True, precision="fp8 tensorwise", n_layers=4, trainable="upper", mask="uneven"),
+    Case(tp=2, sequence=True, precision="fp8 rowwise", trainable="norms"),
 ]
 # Experts, where every rank of an ep group has tokens of the same micro batch: what an expert takes at once is the same
 # on one rank.
@@ -79,6 +85,7 @@ GATHERS = [
     Case(tp=2, dp=2, strategy="fsdp", sequence=True, router="softmax", ep=2, accumulate=2),
     Case(tp=2, dp=2, strategy="fsdp", sequence=True, router="softmax", etp=2, experts="clamped", accumulate=2),
 ]
+FP8_FACTS = "megaspec.nn.fp8_facts"
 STEPS = 3
 
 
@@ -105,6 +112,25 @@ def test_weights_gathered_in_fp8_are_those_of_one_rank(pool: RankPool, layout: C
     assert first.losses == second.losses
     for name, weight in first.weights.values.items():
         assert torch.equal(weight, second.weights.values[name]), name
+
+
+GATHERED_WHOLE = (
+    Patch(FP8_FACTS, 'INPUTS_IN_FP8 = ("tensorwise", "delayed", "rowwise")', "INPUTS_IN_FP8 = ()"),
+    Patch(FP8_FACTS, 'GRADIENTS_IN_FP8 = ("tensorwise", "delayed")', "GRADIENTS_IN_FP8 = ()"),
+)
+
+
+def test_tokens_quantised_before_they_are_gathered_are_those_of_the_whole() -> None:
+    """To the bit what comes of gathering first and quantising the whole on every rank."""
+    with RankPool() as bytewise, RankPool(patches=GATHERED_WHOLE) as whole:
+        for recipe in RECIPES:
+            case = Case(tp=2, sequence=True, precision=f"fp8 {recipe}", accumulate=2, mask="uneven", optimizer="sgd")
+            first = run_case(whole, case, steps=STEPS)
+            second = run_case(bytewise, case, steps=STEPS)
+            assert first.losses == second.losses, recipe
+            assert first.norms == second.norms, recipe
+            for name, weight in first.weights.values.items():
+                assert torch.equal(weight, second.weights.values[name]), (recipe, name)
 
 
 def test_the_grid_is_felt() -> None:

@@ -36,6 +36,7 @@ CASES = [
     Case(dp=2, strategy="fsdp", precision="fp8 tensorwise", accumulate=2, also=TE),
     Case(pp=2, schedule="zb_h1", precision="fp8 delayed", accumulate=3, also=TE),
     Case(tp=2, sequence=True, precision="fp8 blockwise", wide=True, accumulate=2, also=TE),
+    Case(tp=2, sequence=True, precision="fp8 delayed", accumulate=2, also=TE),
 ]
 STEPS = 3
 # Planted: what the cases above have to feel.

@@ -362,6 +362,14 @@ def test_the_format_of_the_gradient_sum_belongs_to_the_experiment():
         go_on(start(), "parallelism.grad_reduce=bf16")
 
 
+def test_how_weights_travel_is_no_part_of_the_experiment():
+    fp8 = ("precision=fp8", "parallelism.tp=1", "parallelism.dp_replicate=1", "parallelism.dp_shard=2")
+    run = start(*fp8, "parallelism.dp_strategy=fsdp", "model.d_ffn=64", "model.d_head=16")
+    assert go_on(run, "precision.gather_fp8=true").precision.gather_fp8
+    with pytest.raises(RecipeError, match=r"precision\.recipe=delayed changes the experiment"):
+        go_on(run, "precision.recipe=delayed")
+
+
 def test_a_constant_rate_goes_on():
     run = start("optim.schedule={kind: constant, min_lr: 0}")
     assert go_on(run, "train.steps=240", done_steps=10).train.steps == 240

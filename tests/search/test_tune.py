@@ -97,6 +97,26 @@ def test_what_is_fixed_stays():
     assert {r.parallelism.tp for r in layouts(grid)} == {8}
 
 
+@pytest.mark.parametrize("override", ["precision.gather_fp8=true", "optim.formats.exp_avg=bf16"])
+def test_what_only_sharing_ranks_can_do_leaves_layouts_in_which_they_share(override):
+    words = ("precision=fp8", "precision.recipe=delayed", override)
+    base = grid_of("llama3_8b", *words, gpus=8)
+    for keys in (base.open, base.open - {"parallelism.dp_strategy"}):
+        grid = Grid(**{**vars(base), "open": frozenset(keys)})
+        if "parallelism.dp_strategy" not in keys:
+            parallelism = grid.recipe.parallelism.model_copy(update={"dp_strategy": "fsdp"})
+            grid = Grid(**{**vars(grid), "recipe": grid.recipe.model_copy(update={"parallelism": parallelism})})
+        found = tune(grid)
+        assert found.best
+        for one in found.best:
+            assert one.fits
+            spec = resolve(one.recipe, grid.target, FACTS)
+            assert spec.parallelism.dp_strategy != "replicate"
+    auto = ("parallelism.dp_strategy=auto", "parallelism.dp_replicate=auto", "parallelism.dp_shard=auto")
+    spec = resolve(compose("llama3_8b", (*words, *auto, "launcher.ranks=8")).recipe, base.target, FACTS)
+    assert spec.parallelism.dp_strategy in ("zero1", "zero2", "fsdp", "hsdp")
+
+
 def test_experts_are_spread():
     found = tune(grid_of("qwen3_30b_a3b", "train.global_batch=16", gpus=8))
     assert found.best[0].fits

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from megaspec.commands.planned import plan_words
 from megaspec.core.errors import RecipeError
+from megaspec.estimate import communication
+from megaspec.estimate.communication import collectives_of
 from megaspec.estimate.memory import StageMemory
 from megaspec.resolve.gather import gather_facts
 from megaspec.resolve.resolver import resolve
@@ -161,6 +163,20 @@ ROUTING = [
 ]
 
 
+# What is gathered as bytes, once more by other scales or with those of tokens, again, and not at all.
+IN_FP8 = [
+    "tensorwise gpus=4 parallelism.tp=2 train.global_batch=8 kernels.compile=none",
+    "delayed gpus=4 parallelism.tp=2 train.global_batch=8",
+    "delayed gpus=4 parallelism.tp=2 parallelism.pp=2 parallelism.pipeline.schedule=zb_h1 train.global_batch=8",
+    "rowwise gpus=4 parallelism.tp=2 train.global_batch=8 kernels.compile=none",
+    "rowwise gpus=2 parallelism.tp=2 parallelism.recompute={kind:selective,parts:[mlp]} train.global_batch=4",
+    "blockwise gpus=2 parallelism.tp=2 train.global_batch=4",
+    "tensorwise gpus=2 parallelism.tp=2 parallelism.recompute.kind=full train.global_batch=4",
+    "tensorwise gpus=2 parallelism.tp=2 parallelism.sequence_parallel=false train.global_batch=4",
+    "tensorwise gpus=2 parallelism.tp=2 train.global_batch=4 train.trainable=['layers.2.*','layers.3.*','head.*']",
+]
+
+
 def spec_of(words: str) -> Spec:
     """As `plan` resolves it."""
     planned = plan_words(words.split())
@@ -194,6 +210,29 @@ def test_what_micro_batches_leave_behind(layout):
 @pytest.mark.parametrize("layout", PLAIN)
 def test_plain_layers(layout):
     check(f"{SMALL} kernels.compile=none {layout}")
+
+
+@pytest.mark.parametrize("layout", IN_FP8)
+def test_products_in_fp8(layout):
+    check(f"{SMALL} precision=fp8 precision.recipe={layout}")
+
+
+@pytest.mark.parametrize("table", ["INPUTS_IN_FP8", "GRADIENTS_IN_FP8"])
+def test_bytes_that_are_priced_as_two_show(table, monkeypatch):
+    monkeypatch.setattr(communication, table, ())
+    spec = spec_of(f"{SMALL} precision=fp8 gpus=2 parallelism.tp=2 train.global_batch=2 kernels.compile=none")
+    wrong = differences(spec, trace_rank(spec, 0))
+    assert [line.partition(":")[0] for line in wrong] == ["all gather over tp"]
+
+
+def test_weights_gathered_in_fp8_are_traced():
+    words = "gpus=2 parallelism.dp_strategy=fsdp train.global_batch=2 precision=fp8 precision.gather_fp8=true"
+    spec = spec_of(f"{SMALL} {words}")
+    trace = trace_rank(spec, 0)
+    sent = sum(call.bytes * times for call, times in trace.calls.items() if call.kind == "all_gather")
+    planned = sum(one.bytes * one.times for one in collectives_of(spec, None) if one.kind == "all_gather")
+    # the plan leaves out what buckets are padded with
+    assert 0 <= sent - planned < 1e-3 * planned
 
 
 @pytest.mark.parametrize("trained", TRAINED)

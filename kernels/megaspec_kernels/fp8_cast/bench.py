@@ -69,7 +69,16 @@ def works(name: str, device: torch.device) -> Iterator[Work]:
         yield Work(f"scales, {where} {what}", find, x_MK.itemsize * size, "bytes")
         yield Work(f"cast, both layouts, {where} {what}", cast, (x_MK.itemsize + 2) * size, "bytes")
     yield from _known(name, device)
+    yield from _columns(kernel, device)
     yield from _of_groups(kernel, device)
+
+
+def _columns(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:
+    """Rows that were gathered in fp8, turned round."""
+    shapes = [(8192, 4096), (16384, 8192)] if device.type == "cuda" else [(256, 512)]
+    for M, K in shapes:
+        x8_MK = torch.randn(M, K, device=device).to(E5M2)
+        yield Work(f"columns of fp8, {M} x {K}", partial(kernel.columns, x8_MK), 2 * M * K, "bytes")
 
 
 def _of_groups(kernel: Fp8CastKernel, device: torch.device) -> Iterator[Work]:

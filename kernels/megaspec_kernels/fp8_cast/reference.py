@@ -58,3 +58,9 @@ def cast(
         scale_copy.copy_(scale_mk)
     cut = torch.where(torch.isfinite(x_MK), wide.clamp(-largest, largest), torch.nan).to(dtype)
     return cut if rows else None, cut.t().contiguous() if columns else None
+
+
+def columns(x_MK: Tensor) -> Tensor:
+    """A matrix in fp8, [M, K] -> [K, M], contiguous: of a scale for the whole of it, its columns."""
+    # as bytes: they are moved, not computed with
+    return x_MK.view(torch.uint8).t().contiguous().view(x_MK.dtype)

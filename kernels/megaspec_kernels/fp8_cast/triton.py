@@ -351,6 +351,45 @@ if triton is not None:
         if copies:
             tl.store(copy_ptr, tl.load(scale_ptr), mask=pid == 0)
 
+    @triton.jit
+    def columns_kernel(
+        pairs_ptr,
+        column_ptr,
+        M,
+        K,
+        half_K,
+        quarter_M,
+        interpreted: tl.constexpr,
+        is_even: tl.constexpr,
+        b_m: tl.constexpr,
+        b_k: tl.constexpr,
+        group: tl.constexpr,
+    ):
+        """fp8 as int16 [M, K / 2] to int32 [K, M / 4]: what pairs_kernel does once it has cast."""
+        pid = tl.program_id(0)
+        tiles_m = tl.cdiv(M, b_m)
+        tiles_k = tl.cdiv(K, b_k)
+        in_group = group * tiles_k
+        first_m = pid // in_group * group
+        rows_in_group = min(tiles_m - first_m, group)
+        tile_m = first_m + pid % in_group % rows_in_group
+        tile_k = pid % in_group // rows_in_group
+
+        i = tl.arange(0, b_m // 4)
+        c = tl.arange(0, b_k // 2)
+        mask = (tile_m * (b_m // 4) + i < quarter_M)[:, None] & (tile_k * (b_k // 2) + c < half_K)[None, :]
+        at = i[:, None] * (4 * half_K) + c[None, :]
+        pairs_ptr += tile_m.to(tl.int64) * b_m * half_K + tile_k * (b_k // 2)
+        q_0 = load_pairs(pairs_ptr, at, mask, is_even)
+        q_1 = load_pairs(pairs_ptr, at + half_K, mask, is_even)
+        q_2 = load_pairs(pairs_ptr, at + 2 * half_K, mask, is_even)
+        q_3 = load_pairs(pairs_ptr, at + 3 * half_K, mask, is_even)
+        first, second = columns_of_rows(q_0, q_1, q_2, q_3, interpreted)
+        column_ptr += tile_k.to(tl.int64) * b_k * quarter_M + tile_m * (b_m // 4)
+        to = c[None, :] * (2 * quarter_M) + i[:, None]
+        store_masked(column_ptr, to, first, mask, is_even)
+        store_masked(column_ptr, to + quarter_M, second, mask, is_even)
+
 
 def amax(x_MK: Tensor, *, block: Block) -> Tensor:
     """See reference.py."""
@@ -513,3 +552,31 @@ def cast(
         num_warps=WARPS,
     )
     return by_rows, by_columns
+
+
+def columns(x_MK: Tensor, *, tile: Tile = BEST) -> Tensor:
+    """See reference.py."""
+    M, K = x_MK.shape
+    out = x_MK.new_empty(K, M)
+    if x_MK.numel() == 0 or x_MK.is_meta:
+        return out
+    x_MK = x_MK.contiguous()
+    if M % 16 or K % 16 or x_MK.data_ptr() % 16:
+        # no product in fp8 takes such a side
+        return x_MK.view(torch.uint8).t().contiguous().view(x_MK.dtype)
+    tiles = triton.cdiv(M, tile.rows) * triton.cdiv(K, tile.columns)
+    columns_kernel[(tiles,)](
+        x_MK.view(torch.int16),
+        out.view(torch.int32),
+        M,
+        K,
+        K // 2,
+        M // 4,
+        interpreted=INTERPRETED,
+        is_even=M % tile.rows == 0 and K % tile.columns == 0,
+        b_m=tile.rows,
+        b_k=tile.columns,
+        group=tile.group,
+        num_warps=tile.warps,
+    )
+    return out

@@ -1,0 +1,95 @@
+"""Tokens that are gathered in fp8: what compiled layers send. That numbers are the same: tests/parity/test_fp8.py."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._functorch.aot_autograd import aot_module
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+
+from megaspec.nn.fp8 import Fp8Form, Fp8Linear, Fp8Shared, Fp8Use
+from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
+from megaspec.parallelism.tensor import ColumnParallelLinear, RowParallelLinear
+from megaspec.verify.trace import fake_world
+from megaspec_kernels.registry import REGISTRY
+
+RANKS, TOKENS, WIDTH = 2, 32, 64
+
+
+class _Pair(nn.Module):
+    """Columns, then rows. Tickets are buffers, as torch.compile makes inputs of them."""
+
+    def __init__(self, group: dist.ProcessGroup, recipe: str):
+        super().__init__()
+        with torch.device("meta"):
+            self.columns = ColumnParallelLinear(
+                WIDTH, WIDTH, bias=False, residual=False, group=group, sequence=True, overlap=True
+            )
+            self.rows = RowParallelLinear(WIDTH, WIDTH, bias=False, residual=False, group=group, sequence=True)
+        self.to(torch.bfloat16)
+        self.layers = []
+        gathers = {"columns": recipe in INPUTS_IN_FP8, "rows": recipe in GRADIENTS_IN_FP8}
+        for name in gathers:
+            cast = REGISTRY["fp8_cast"]["reference"]
+            form = Fp8Form(recipe, "e4m3", 0, cast, REGISTRY["scaled_product"]["reference"])
+            layer = Fp8Linear(form, Fp8Shared())
+            self.layers.append(layer)
+            self.register_buffer(f"{name}_ticket", layer.ticket)
+        self._recipe = recipe
+        self._gathers = gathers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, gathers in self._gathers.items():
+            ticket = getattr(self, f"{name}_ticket")
+            getattr(self, name).fp8 = Fp8Use(ticket, self._recipe, "e4m3", gathers_bytes=gathers)
+        return self.rows(torch.nn.functional.silu(self.columns(x)))
+
+
+def gathered(recipe: str) -> dict[str, Counter[torch.dtype]]:
+    """Formats of what compiled passes gather, leaving scales out."""
+    found: dict[str, Counter[torch.dtype]] = {}
+
+    def count(phase: str) -> Callable[[GraphModule, list[Tensor]], GraphModule]:
+        def look(graph: GraphModule, inputs: list[Tensor]) -> GraphModule:
+            calls = graph.graph.find_nodes(
+                op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default
+            )
+            values = [call.meta["val"] for call in calls]
+            found[phase] = Counter(value.dtype for value in values if value.shape[-1] == WIDTH)
+            return graph
+
+        return look
+
+    with fake_world(0, RANKS):
+        pair = aot_module(
+            _Pair(dist.group.WORLD, recipe),
+            fw_compiler=count("forward"),
+            bw_compiler=count("backward"),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        x = torch.randn(1, TOKENS, WIDTH, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        pair(x).sum().backward()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
+@pytest.mark.parametrize(
+    ("recipe", "forward", "backward"),
+    [
+        # the input once: what the backward pass takes is what was gathered
+        ("tensorwise", {torch.uint8: 1}, {torch.uint8: 1}),
+        ("delayed", {torch.uint8: 1}, {torch.uint8: 1}),
+        # again by the scales of columns, which wait for no gradient
+        ("rowwise", {torch.uint8: 2}, {torch.bfloat16: 1}),
+        ("blockwise", {torch.bfloat16: 1, torch.uint8: 1}, {torch.bfloat16: 1}),
+    ],
+)
+def test_what_compiled_layers_gather(
+    recipe: str, forward: dict[torch.dtype, int], backward: dict[torch.dtype, int]
+) -> None:
+    found = gathered(recipe)
+    assert found == {"forward": Counter(forward), "backward": Counter(backward)}
