@@ -1,6 +1,8 @@
 """Quantising to fp8, to the bit."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from math import inf, nan
 
 import pytest
@@ -8,11 +10,12 @@ import torch
 from torch import Tensor
 
 from megaspec_kernels.catalog import CATALOG
-from megaspec_kernels.fp8_cast import triton
+from megaspec_kernels.fp8_cast import cuda, triton
 from megaspec_kernels.fp8_cast.formats import LARGEST, scale_of, scale_shape, spread
-from megaspec_kernels.fp8_cast.tiles import TILES
+from megaspec_kernels.fp8_cast.tiles import CUDA_TILES, TILES
 from megaspec_kernels.gate import filled_with_nan
 from megaspec_kernels.registry import REGISTRY, Fp8CastKernel
+from tests.kernels import cuda_emulated
 from tests.kernels.fp8 import power_of_two_scale, quantised
 
 E4M3 = torch.float8_e4m3fn
@@ -25,6 +28,9 @@ INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpre
 
 
 def kernel_on(name: str, device: torch.device) -> Fp8CastKernel:
+    if name == "cuda" and device.type == "cpu":
+        # what it has of its own
+        return replace(KERNELS["reference"], cast=cuda_emulated.cast)
     if name == "triton" and device.type == "cpu" and not INTERPRETED:
         pytest.skip("runs under TRITON_INTERPRET=1: test_triton_interpreted.py")
     return KERNELS[name]
@@ -196,6 +202,34 @@ def test_every_tile_of_triton_makes_the_same_bits(device) -> None:
             assert seen.item() == part.abs().max().item()
 
 
+@pytest.mark.parametrize("tile", CUDA_TILES.values(), ids=list(CUDA_TILES))
+def test_every_tile_in_cuda_makes_the_same_bits(tile, device) -> None:
+    """Whole tiles and parts of some, with and without numbers that are not finite and that saturate, in one of them."""
+    cast = cuda.cast if device.type == "cuda" else cuda_emulated.cast
+    for M, K in ((256, 384), (272, 80)):
+        x = numbers(M, K, torch.bfloat16)
+        for bad in ((), (inf, nan, 3e38)):
+            x.view(-1)[: len(bad)] = torch.tensor(bad)
+            found = []
+            for one, there in ((partial(cast, tile=tile), x.to(device)), (KERNELS["reference"].cast, x)):
+                seen = torch.zeros(1, device=there.device)
+                saturated = torch.zeros(1, dtype=torch.int64, device=there.device)
+                with filled_with_nan():
+                    pair = one(
+                        there,
+                        torch.full((1, 1), 2.0**-5, device=there.device),
+                        block=(None, None),
+                        dtype=E4M3,
+                        columns=True,
+                        seen=seen,
+                        saturated=saturated,
+                    )
+                found.append((*pair, seen, saturated))
+            for mine, asked in zip(*found, strict=True):
+                assert same_bits(mine, asked), (M, K, bad)
+            assert found[0][3].item() > 0
+
+
 def _check_cast(cast: Callable, x: Tensor, scale: Tensor, block, dtype) -> None:
     for rows, columns in ((True, True), (True, False), (False, True)):
         mine = torch.zeros(1, dtype=torch.int64, device=x.device)
@@ -229,4 +263,4 @@ def test_a_swapped_layout_would_be_seen() -> None:
 
 
 def test_there_is_a_fused_implementation() -> None:
-    assert list(CATALOG["fp8_cast"].implementations) == ["triton", "reference"]
+    assert list(CATALOG["fp8_cast"].implementations) == ["triton", "cuda", "reference"]

@@ -1,4 +1,4 @@
-"""Tiles of the cast in triton.py, from which a benchmark chooses."""
+"""Tiles of the casts in triton.py and in cuda.cu, from which a benchmark chooses."""
 
 from typing import NamedTuple
 
@@ -25,3 +25,32 @@ TILES = {
     "128x128, no groups": Tile(128, 128, 8, 64, 1),
 }
 BEST = TILES["128x128"]
+
+
+class CudaTile(NamedTuple):
+    """What a block of cuda.cu casts, see its notes. Rows and columns: multiples of 64 up to 128."""
+
+    rows: int
+    columns: int
+    threads: int
+    blocks: int
+    """That a multiprocessor shall hold: the fewer, the more registers a thread has, and the earlier all of its loads
+    are on their way. None of these spills (CUDA 13.0, sm_90a)."""
+    steps: int
+    """Tiles below each other that a block takes, each of them loaded while the one before is turned round."""
+    group: int
+    """Blocks below each other that are started one after the other."""
+
+
+CUDA_TILES = {
+    "128x64": CudaTile(128, 64, 256, 5, 1, 8),
+    "64x128": CudaTile(64, 128, 256, 5, 1, 8),
+    "64x64": CudaTile(64, 64, 128, 12, 1, 8),
+    "128x128": CudaTile(128, 128, 256, 4, 1, 8),
+    "128x128, 512 threads": CudaTile(128, 128, 512, 2, 1, 8),
+    "128x64, 128 threads": CudaTile(128, 64, 128, 8, 1, 8),
+    "128x64, no groups": CudaTile(128, 64, 256, 5, 1, 1),
+    "128x64, 4 steps": CudaTile(128, 64, 256, 4, 4, 2),
+    "128x128, 2 steps": CudaTile(128, 128, 256, 3, 2, 4),
+}
+CUDA_BEST = CUDA_TILES["128x64"]
