@@ -1,4 +1,5 @@
-"""Kernels in CUDA C++: compiled by nvcc at their first use, or ahead of it by `make kernels`; never at import. Torch-free.
+"""Kernels in CUDA C++: compiled by nvcc at their first use, or ahead of it by `make kernels`; never at import.
+Torch-free.
 
 Note "Cache". What was compiled lies in a folder of the user, under the source's digest, the architecture and the
 version of CUDA: a change of any of them compiles again, and nothing is ever replaced. A file gets its name once it is

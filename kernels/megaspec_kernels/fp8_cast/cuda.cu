@@ -420,8 +420,10 @@ Kernel kernel_of(int element, int scales) {
 // Starts the kernel on a stream. -> 0, or CUDA's error. `scales`: kOfAnything takes elements one at a time.
 extern "C" int megaspec_fp8_cast(const Cast* cast, int element, int format, int scales, int device, void* stream) {
   // of the runtime that is linked in here, which may not be the one of who calls
-  const cudaError_t chosen = cudaSetDevice(device);
-  if (chosen != cudaSuccess) return chosen;
+  int current = -1;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != device) error = cudaSetDevice(device);
+  if (error != cudaSuccess) return error;
 
   cudaLaunchConfig_t config = {};
   config.stream = static_cast<cudaStream_t>(stream);
