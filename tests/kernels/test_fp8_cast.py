@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megaspec_kernels.bench import on_device
 from megaspec_kernels.catalog import CATALOG
 from megaspec_kernels.fp8_cast import cuda, triton
 from megaspec_kernels.fp8_cast.formats import LARGEST, scale_of, scale_shape, spread
@@ -181,6 +182,73 @@ def test_one_pass_casts_and_records(name, wide, dtype, shape, device) -> None:
         assert found[0][2].item() == max(before, largest.item())
         assert (found[0][3].item() == 5) == (smaller == 1.0)
         assert found[0][4].item() == found[0][5].item()
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_every_number_of_bf16_becomes_what_the_reference_makes_of_it(name, dtype, device) -> None:
+    """All 65,536, NaN of both signs among them; by scales that make them normal, subnormal and too large."""
+    kernel = kernel_on(name, device)
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(256, 256)
+    x = bits.view(torch.bfloat16)
+    for exponent in (-126, -10, 0, 126):
+        scale = torch.full((1, 1), 2.0**exponent)
+        found = []
+        for one, there in ((kernel, x.to(device)), (KERNELS["reference"], x)):
+            seen = torch.zeros(1, device=there.device)
+            saturated = torch.zeros(1, dtype=torch.int64, device=there.device)
+            pair = one.cast(
+                there,
+                scale.to(there.device),
+                block=(None, None),
+                dtype=dtype,
+                columns=True,
+                seen=seen,
+                saturated=saturated,
+            )
+            found.append((*pair, seen, saturated))
+        for mine, asked in zip(*found, strict=True):
+            assert same_bits(mine, asked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda"])
+@pytest.mark.parametrize("shape", [(8192, 4096), (8192 + 16, 4096 + 48), (4096, 28672)], ids=str)
+def test_large_matrices_have_triton_s_bits(name, shape) -> None:
+    """Many blocks on every multiprocessor, whole tiles and not."""
+    x = torch.randn(shape, device="cuda").bfloat16()
+    x[shape[0] // 2, 17] = 3e38
+    found = []
+    for one in (KERNELS[name], KERNELS["triton"]):
+        seen = torch.zeros(1, device="cuda")
+        saturated = torch.zeros(1, dtype=torch.int64, device="cuda")
+        scale = torch.full((1, 1), 2.0**-8, device="cuda")
+        pair = one.cast(x, scale, block=(None, None), dtype=E4M3, columns=True, seen=seen, saturated=saturated)
+        found.append((*pair, seen, saturated))
+    for mine, asked in zip(*found, strict=True):
+        assert torch.equal(mine.view(torch.uint8), asked.view(torch.uint8))
+    assert found[0][3].item() > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda"])
+def test_a_graph_replays_the_cast(name) -> None:
+    """It is started on the stream that torch is on, in a way that a graph can take."""
+    x = torch.randn(512, 768, device="cuda").bfloat16()
+    scale = torch.full((1, 1), 2.0**-6, device="cuda")
+    seen = torch.zeros(1, device="cuda")
+
+    def call() -> tuple[Tensor, Tensor]:
+        return KERNELS[name].cast(x, scale, block=(None, None), dtype=E4M3, columns=True, seen=seen)
+
+    replay = on_device(call)
+    x.copy_(torch.randn(512, 768, device="cuda") * 3)
+    seen.zero_()
+    found = replay()
+    asked = KERNELS["reference"].cast(x, scale, block=(None, None), dtype=E4M3, columns=True)
+    for mine, one in zip(found, asked, strict=True):
+        assert same_bits(mine, one)
+    assert seen.item() == x.abs().max().item()
 
 
 def test_every_tile_of_triton_makes_the_same_bits(device) -> None:
