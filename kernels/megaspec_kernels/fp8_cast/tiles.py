@@ -1,6 +1,6 @@
 """Tiles of the casts in triton.py and in cuda.cu, from which a benchmark chooses."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Tile(NamedTuple):
@@ -14,15 +14,20 @@ class Tile(NamedTuple):
     these spills (Triton 3.6, sm90)."""
     group: int
     """Tiles below each other that programs next to each other take: what they write in columns is near in memory."""
+    policy: Literal["", "evict_first"] = ""
+    """What caches are told about what is read. evict_first: it is read once, and what is written is kept instead."""
 
 
 TILES = {
     "128x128": Tile(128, 128, 8, 64, 8),
     "128x128, 4 warps": Tile(128, 128, 4, 112, 8),
     "64x128": Tile(64, 128, 4, 64, 8),
-    "128x64": Tile(128, 64, 4, 64, 8),
+    "128x64": Tile(128, 64, 4, 72, 8),
     "64x64": Tile(64, 64, 4, 64, 8),
     "128x128, no groups": Tile(128, 128, 8, 64, 1),
+    "128x128, read once": Tile(128, 128, 8, 64, 8, "evict_first"),
+    "64x128, 8 warps": Tile(64, 128, 8, 48, 16, "evict_first"),
+    "128x64, 8 warps": Tile(128, 64, 8, 48, 16, "evict_first"),
 }
 BEST = TILES["128x128"]
 
@@ -50,6 +55,8 @@ CUDA_TILES = {
     "128x128, 512 threads": CudaTile(128, 128, 512, 2, 1, 8),
     "128x64, 128 threads": CudaTile(128, 64, 128, 8, 1, 8),
     "128x64, no groups": CudaTile(128, 64, 256, 5, 1, 1),
+    "128x64, groups of 16": CudaTile(128, 64, 256, 5, 1, 16),
+    "128x64, groups of 64": CudaTile(128, 64, 256, 5, 1, 64),
     "128x64, 4 steps": CudaTile(128, 64, 256, 4, 4, 2),
     "128x128, 2 steps": CudaTile(128, 128, 256, 3, 2, 4),
 }
