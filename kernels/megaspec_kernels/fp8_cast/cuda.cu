@@ -1,13 +1,15 @@
 // The cast to fp8 in CUDA C++, see cuda.py.
 //
 // Note "Tiles". The cast is bound by memory: 2 bytes in, 1 and 1 out. A warp takes 16 rows and 64 columns of a tile at a
-// time, a lane 4 rows and 8 columns of them: 4 loads of 16 bytes, which the 8 lanes beside each other put together to
-// whole lines of 128. A lane converts its numbers in pairs; each of its rows leaves as 8 bytes, 8 lanes fill 64. The
-// 4 x 8 bytes are turned round in registers, to a word of 4 rows for each of 8 columns, which goes into shared memory.
-// From there a thread takes 16 rows of a column at once, and a column of a tile leaves as one line.
+// time, or 8 and 128, a lane 4 rows and 8 columns of them: 4 loads of 16 bytes, which lanes beside each other put
+// together to whole lines of 128. A lane converts its numbers in pairs; each of its rows leaves as 8 bytes, 8 lanes fill
+// half a line, 16 a whole one. The 4 x 8 bytes are turned round in registers, to a word of 4 rows for each of 8 columns,
+// which goes into shared memory. From there a thread takes 16 rows of a column at once: 128 rows of a column leave as a
+// line.
 //
 // Note "Banks". Shared memory holds a tile by columns, in chunks of 16 bytes; chunk n lies in place n ^ (c % 8), c being
-// the number of its 8 columns. Lanes that write have 8 different c and the 4 words of a chunk: 32 banks. Lanes that
+// the number of its 8 columns. Lanes that write have 8 different c and the 4 words of a chunk: 32 banks. Where they
+// have 16 different c and 2 words, those of the upper 8 lie in the other half of their chunks: 32 banks, too. Lanes that
 // read take 8 chunks beside each other of one c: 32 banks for each quarter of a warp.
 //
 // Note "Records". What is rare is not prepared for: the largest element is taken of bits, and where it shows a number
@@ -27,6 +29,7 @@
 #define TILE_BLOCKS 6
 #define TILE_STEPS 1
 #define TILE_GROUP 8
+#define TILE_ACROSS 64
 #endif
 
 namespace {
@@ -43,13 +46,15 @@ constexpr int kGroup = TILE_GROUP;
 
 constexpr int kWarps = kThreads / 32;
 // What a warp takes at a time.
-constexpr int kUnitRows = 16;
-constexpr int kUnitColumns = 64;
+constexpr int kUnitColumns = TILE_ACROSS;
+constexpr int kUnitRows = 32 * 4 * 8 / kUnitColumns;
+constexpr int kLanesAcross = kUnitColumns / 8;
 constexpr int kUnitsAcross = kColumns / kUnitColumns;
 constexpr int kUnits = kRows / kUnitRows * kUnitsAcross / kWarps;
 // Pieces of 16 bytes of a column.
 constexpr int kChunks = kRows / 16;
 static_assert(kUnits * kWarps * kUnitRows * kUnitColumns == kRows * kColumns, "warps take whole units");
+static_assert(kUnitColumns == 64 || kUnitColumns == 128, "a warp is 8 or 16 lanes wide");
 static_assert(kColumns % kUnitColumns == 0 && kRows % kUnitRows == 0, "tiles are whole units");
 // so that a scale of 128 x 128 is that of a whole tile
 static_assert(128 % kRows == 0 && 128 % kColumns == 0, "tiles divide blocks of 128");
@@ -118,8 +123,12 @@ struct Place {
 __device__ __forceinline__ Place place_of(int unit) {
   const int lane = threadIdx.x % 32;
   const int number = threadIdx.x / 32 + unit * kWarps;
-  return {number / kUnitsAcross * kUnitRows + lane / 8 * 4, number % kUnitsAcross * kUnitColumns + lane % 8 * 8};
+  return {number / kUnitsAcross * kUnitRows + lane / kLanesAcross * 4,
+          number % kUnitsAcross * kUnitColumns + lane % kLanesAcross * 8};
 }
+
+// Whether a column's chunks lie with their halves swapped, see note "Banks".
+__device__ __forceinline__ bool is_swapped(int column) { return kUnitColumns == 128 && column / 64 % 2 == 1; }
 
 // Of the matrix, where a tile begins.
 struct Corner {
@@ -276,6 +285,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) cast_tiles(const __grid_con
         const Place place = place_of(unit);
         const int swizzle = place.column / 8 % 8;
         const int first = (place.column * kChunks + place.row / 16) ^ swizzle;
+        const int word = place.row / 4 % 4 ^ (is_swapped(place.column) ? 2 : 0);
         unsigned of_column[8];
         turn(low[unit], reinterpret_cast<unsigned(&)[4]>(of_column[0]));
         turn(high[unit], reinterpret_cast<unsigned(&)[4]>(of_column[4]));
@@ -283,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) cast_tiles(const __grid_con
         for (int i = 0; i < 8; ++i) {
           // ((column + i) * kChunks + row / 16) ^ swizzle, of which i changes what is known here
           const int chunk = (first ^ (i * kChunks % 8)) + i * kChunks / 8 * 8;
-          words[chunk * 4 + place.row / 4 % 4] = of_column[i];
+          words[chunk * 4 + word] = of_column[i];
         }
       }
     }
@@ -305,7 +315,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) cast_tiles(const __grid_con
       for (int i = 0; i < kColumns * kChunks / kThreads; ++i) {
         const int further = i * (kThreads / kChunks);
         const int column = first + further;
-        const uint4 chunk = turned[(threadIdx.x + i * kThreads) ^ (column / 8 % 8)];
+        uint4 chunk = turned[(threadIdx.x + i * kThreads) ^ (column / 8 % 8)];
+        if (is_swapped(column)) chunk = make_uint4(chunk.z, chunk.w, chunk.x, chunk.y);
         if (is_inside(cast, here, row, column)) *reinterpret_cast<uint4*>(to + further * column_step) = chunk;
       }
     }

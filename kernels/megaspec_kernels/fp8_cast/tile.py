@@ -66,7 +66,15 @@ if triton is not None:
             tl.atomic_max(seen_ptr, bits, sem="relaxed")
 
     @triton.jit
-    def load_pairs(pairs_ptr, at, mask, is_even: tl.constexpr, policy: tl.constexpr = ""):
+    def load_pairs(pairs_ptr, at, mask, is_even: tl.constexpr):
+        if is_even:
+            pairs = tl.load(pairs_ptr + at)
+        else:
+            pairs = tl.load(pairs_ptr + at, mask=mask, other=0)
+        return pairs
+
+    @triton.jit
+    def load_pairs_with(pairs_ptr, at, mask, is_even: tl.constexpr, policy: tl.constexpr):
         """`policy`: what caches are told about it, as tl.load has it."""
         if is_even:
             pairs = tl.load(pairs_ptr + at, eviction_policy=policy)

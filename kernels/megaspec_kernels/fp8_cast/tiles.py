@@ -45,6 +45,8 @@ class CudaTile(NamedTuple):
     """Tiles below each other that a block takes, each of them loaded while the one before is turned round."""
     group: int
     """Blocks below each other that are started one after the other."""
+    across: int = 64
+    """Columns that a warp takes beside each other: 64 or 128."""
 
 
 CUDA_TILES = {
@@ -53,6 +55,9 @@ CUDA_TILES = {
     "64x64": CudaTile(64, 64, 128, 12, 1, 8),
     "128x128": CudaTile(128, 128, 256, 4, 1, 8),
     "128x128, 512 threads": CudaTile(128, 128, 512, 2, 1, 8),
+    "128x128, warps across": CudaTile(128, 128, 256, 4, 1, 8, 128),
+    "64x128, warps across": CudaTile(64, 128, 256, 5, 1, 8, 128),
+    "64x128, warps across, groups of 32": CudaTile(64, 128, 256, 5, 1, 32, 128),
     "128x64, 128 threads": CudaTile(128, 64, 128, 8, 1, 8),
     "128x64, no groups": CudaTile(128, 64, 256, 5, 1, 1),
     "128x64, groups of 16": CudaTile(128, 64, 256, 5, 1, 16),
@@ -60,4 +65,5 @@ CUDA_TILES = {
     "128x64, 4 steps": CudaTile(128, 64, 256, 4, 4, 2),
     "128x128, 2 steps": CudaTile(128, 128, 256, 3, 2, 4),
 }
-CUDA_BEST = CUDA_TILES["128x64"]
+# Whole lines of memory in all that is read and written; to be chosen by what a GPU measures.
+CUDA_BEST = CUDA_TILES["128x128, warps across"]

@@ -28,6 +28,7 @@ try:
         fp8_bytes,
         inverse_of,
         load_pairs,
+        load_pairs_with,
         see,
         see_above,
         split,
@@ -284,10 +285,10 @@ if triton is not None:
         pairs_ptr += begin
         row_ptr += begin
         # all before anything is stored: the compiler can't know that stores change nothing of what is loaded
-        pairs_0 = load_pairs(pairs_ptr, at, mask, is_even, policy)
-        pairs_1 = load_pairs(pairs_ptr, at + half_K, mask, is_even, policy)
-        pairs_2 = load_pairs(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
-        pairs_3 = load_pairs(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
+        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
+        pairs_1 = load_pairs_with(pairs_ptr, at + half_K, mask, is_even, policy)
+        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
+        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
 
         if sees or counts:
             # here, so that no pair has to be kept
