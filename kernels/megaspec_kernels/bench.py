@@ -5,6 +5,7 @@ An operation's own bench.py says what it is held to and what is timed (`Bench`);
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -40,6 +41,8 @@ class Work:
     amount: float
     """Bytes that have to be read and written, or floating-point operations."""
     unit: Literal["bytes", "flops"]
+    copy: Callable[[], object] | None = None
+    """A copy that moves as many bytes, which is timed beside it: see `copy_of`."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,13 @@ def replayed(function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequ
     return graphs
 
 
+def copy_of(amount: int, device: torch.device) -> Callable[[], object]:
+    """A call that copies memory, so that `amount` bytes are read and written: what a kernel that moves as many can
+    reach, on the same machine and at the same size."""
+    source = torch.empty(amount // 2, dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
+
+
 def on_device(call: Callable[[], Any]) -> Callable[[], object]:
     """A call on a GPU without what the host takes to start it."""
     stream = torch.cuda.Stream()
@@ -150,6 +160,8 @@ class Row:
     amount: float | None = None
     unit: str = ""
     why: str = ""
+    copy_seconds: float | None = None
+    """Median of a copy that moves as much, where one was timed."""
 
     @property
     def is_red(self) -> bool:
@@ -185,7 +197,10 @@ def measure(
             continue
         for work in bench.works(name, device):
             seconds = _seconds(work.call, device)
-            yield Row(operation, name, work.name, error, seconds, work.amount, work.unit)
+            copy_seconds = None
+            if work.copy is not None:
+                copy_seconds = _seconds(work.copy, device)
+            yield Row(operation, name, work.name, error, seconds, work.amount, work.unit, copy_seconds=copy_seconds)
 
 
 def _worst(held: Iterable[Held]) -> tuple[float, str]:

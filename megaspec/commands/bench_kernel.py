@@ -132,6 +132,8 @@ def as_text(row: "Row", throughput: MeasuredThroughput | None) -> str:
     share = share_of(row, throughput)
     if share is not None:
         reached += f" {100 * share:4.0f} %"
+    if row.copy_seconds is not None:
+        reached += f" {100 * row.copy_seconds / row.seconds:4.0f} % of a copy"
     return f"{head}{row.name:52}{row.error:5.2f} of the gate {_time(row.seconds):>10}{reached}"
 
 

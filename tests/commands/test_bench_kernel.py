@@ -1,6 +1,7 @@
 """`megaspec bench kernel` on a machine without GPU: what passes gets a figure, what does not gets none."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,14 @@ def test_an_operation_that_is_none(capsys):
     assert "there are attention, " in capsys.readouterr().err
 
 
+def test_a_copy_moves_what_is_asked_for():
+    """And is timed beside casts."""
+    call = bench.copy_of(1 << 20, CPU)
+    assert call().numel() == 1 << 19
+    rows = list(measure("fp8_cast", BENCHES["fp8_cast"], device=CPU, sm=0, only=("reference",)))
+    assert [row.copy_seconds is not None for row in rows] == ["known scale" in row.name for row in rows]
+
+
 def test_what_is_reached_is_compared_with_what_the_machine_was_measured_to_reach():
     throughput = throughput_of(HARDWARE["H200"])
     moved = 2.0**30
@@ -84,6 +93,8 @@ def test_what_is_reached_is_compared_with_what_the_machine_was_measured_to_reach
     assert bench_kernel.share_of(row, throughput) == pytest.approx(0.5)
     assert bench_kernel.share_of(row, None) is None
     assert bench_kernel.as_text(row, throughput).endswith("  50 %")
+    beside_a_copy = replace(row, copy_seconds=0.75 * row.seconds)
+    assert bench_kernel.as_text(beside_a_copy, throughput).endswith("  50 %   75 % of a copy")
     seconds = throughput.matmul_seconds(8192, 8192, 4096, precision="bf16", kind="forward")
     product = Row("grouped", "torch", "a shape", 0.5, seconds, 2.0 * 8192 * 8192 * 4096, "flops")
     assert bench_kernel.share_of(product, throughput) == pytest.approx(1)

@@ -55,9 +55,14 @@ if triton is not None:
     @triton.jit
     def see(top, seen_ptr):
         """Remembers the largest finite element of a tile."""
+        see_above(top, tl.load(seen_ptr), seen_ptr)
+
+    @triton.jit
+    def see_above(top, before, seen_ptr):
+        """The same, with what was there before."""
         bits = top.to(tl.int32, bitcast=True)
-        # what is read may be old: then an atomic operation more is done, which changes nothing
-        if bits > tl.load(seen_ptr):
+        # what was read may be old: then an atomic operation more is done, which changes nothing
+        if bits > before:
             tl.atomic_max(seen_ptr, bits, sem="relaxed")
 
     @triton.jit
@@ -66,6 +71,15 @@ if triton is not None:
             pairs = tl.load(pairs_ptr + at)
         else:
             pairs = tl.load(pairs_ptr + at, mask=mask, other=0)
+        return pairs
+
+    @triton.jit
+    def load_pairs_with(pairs_ptr, at, mask, is_even: tl.constexpr, policy: tl.constexpr):
+        """`policy`: what caches are told about it, as tl.load has it."""
+        if is_even:
+            pairs = tl.load(pairs_ptr + at, eviction_policy=policy)
+        else:
+            pairs = tl.load(pairs_ptr + at, mask=mask, other=0, eviction_policy=policy)
         return pairs
 
     @triton.jit

@@ -28,7 +28,9 @@ try:
         fp8_bytes,
         inverse_of,
         load_pairs,
+        load_pairs_with,
         see,
+        see_above,
         split,
         store_four_rows,
         store_two_columns,
@@ -261,6 +263,7 @@ if triton is not None:
         b_m: tl.constexpr,
         b_k: tl.constexpr,
         group: tl.constexpr,
+        policy: tl.constexpr,
     ):
         """x as int32 [M, K / 2], rows as int16 [M, K / 2], columns as int32 [K, M / 4]; see note "Pairs". `block_rows`,
         `block_columns`: 0: all that there are, else 1 or 128."""
@@ -283,10 +286,10 @@ if triton is not None:
         pairs_ptr += begin
         row_ptr += begin
         # all before anything is stored: the compiler can't know that stores change nothing of what is loaded
-        pairs_0 = load_pairs(pairs_ptr, at, mask, is_even)
-        pairs_1 = load_pairs(pairs_ptr, at + half_K, mask, is_even)
-        pairs_2 = load_pairs(pairs_ptr, at + 2 * half_K, mask, is_even)
-        pairs_3 = load_pairs(pairs_ptr, at + 3 * half_K, mask, is_even)
+        pairs_0 = load_pairs_with(pairs_ptr, at, mask, is_even, policy)
+        pairs_1 = load_pairs_with(pairs_ptr, at + half_K, mask, is_even, policy)
+        pairs_2 = load_pairs_with(pairs_ptr, at + 2 * half_K, mask, is_even, policy)
+        pairs_3 = load_pairs_with(pairs_ptr, at + 3 * half_K, mask, is_even, policy)
 
         if sees or counts:
             # here, so that no pair has to be kept
@@ -299,6 +302,12 @@ if triton is not None:
             low_01 = tl.maximum(bits_0 & 0x7FFF, bits_1 & 0x7FFF)
             low = tl.maximum(low_01, tl.maximum(bits_2 & 0x7FFF, bits_3 & 0x7FFF))
             bits = tl.maximum(high & 0x7FFF0000, low << 16)
+        # beside the pairs, so that nobody waits for them when all else is done
+        if sees or counts:
+            # with a scale for the whole matrix alone
+            inverse = inverse_of(tl.load(scale_ptr))
+        if sees:
+            before = tl.load(seen_ptr)
         row = 0
         if block_rows == 128:
             row = tile_m * b_m // 128
@@ -337,13 +346,11 @@ if triton is not None:
             to = c[None, :] * (2 * quarter_M) + i[:, None]
             store_two_columns(column_ptr, to, quarter_M, first, second, mask, is_even)
         if sees or counts:
-            # with a scale for the whole matrix alone
-            inverse = inverse_of(tl.load(scale_ptr))
             top = tl.max(tl.max(bits, axis=1), axis=0).to(tl.float32, bitcast=True)
             if not (top < float("inf")):
                 top = finite_top(pairs_ptr, at, half_K, mask, M // quarter_M, is_even)
             if sees:
-                see(top, seen_ptr)
+                see_above(top, before, seen_ptr)
             if counts:
                 count_saturated(
                     pairs_ptr, at, half_K, mask, M // quarter_M, top, inverse, saturated_ptr, largest, is_even
@@ -534,6 +541,7 @@ def cast(
             b_m=tile.rows,
             b_k=tile.columns,
             group=tile.group,
+            policy=tile.policy,
             num_warps=tile.warps,
             maxnreg=tile.registers,
         )
