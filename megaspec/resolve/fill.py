@@ -497,6 +497,7 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         ),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
+        beside_forward=draft.recipe.parallelism.update == "under_forward",
     )
 
 
