@@ -4,6 +4,7 @@ from megaspec.core.divisors import divisors
 from megaspec.core.errors import Problem
 from megaspec.core.problems import one_of
 from megaspec.optim.spec import AdamWSpec, MuonSpec
+from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import stage_problem, stages_of
 from megaspec.precision.spec import Fp8Precision
 from megaspec.rules.case import Case
@@ -37,13 +38,11 @@ def overlap_needs_what_it_hides(case: Case) -> Problem | None:
 
 
 def an_update_under_the_forward_pass_is_possible(case: Case) -> Problem | None:
-    """What is updated under the forward pass is updated on the GPU, element by element, without tensors of its own, and
-    no rank needs all of it before a layer."""
+    """An update under the forward pass is AdamW's, on the GPU, and no layer waits for all of it."""
     key = "parallelism.update"
     parallelism = case.recipe.parallelism
     if parallelism.update == "at_once":
-        sms = type(parallelism).model_fields["update_sms"].default
-        if parallelism.update_sms == sms:
+        if parallelism.update_sms == ParallelismSpec.model_fields["update_sms"].default:
             return None
         key = "parallelism.update_sms"
         text = f"{key}={parallelism.update_sms} is of an update beside the forward pass, parallelism.update is at_once"

@@ -88,6 +88,7 @@ CASES = [
         also=(SMALL, ("optim.formats", {"exp_avg": "bf16", "exp_avg_sq": "fp8"}), ("kernels.adamw", "reference")),
     ),
     replace(DEEP, precision="bf16", dp=2),
+    replace(DEEP, precision="fp8 delayed", wide=True),
     *(replace(DEEP, dp=2, strategy=strategy) for strategy in ("zero1", "zero2", "fsdp")),
     replace(DEEP, dp=2, strategy="zero1", tied=True, also=(SMALL, ("parallelism.overlap.param_gather", False))),
     replace(DEEP, dp=2, strategy="zero1", ep=2, router="softmax"),
