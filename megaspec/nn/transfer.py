@@ -40,8 +40,9 @@ class Deferred:
     what was there before, as on a GPU that is slow.
     """
 
-    def __init__(self, device: torch.device):
-        self.side = Side(device)
+    def __init__(self, device: torch.device, *, priority: int = 0):
+        """`priority`: as of Side."""
+        self.side = Side(device, priority=priority)
         self._pieces: list[Callable[[], None]] = []
         """Kept until the next ones start, which is behind these: what they read keeps its memory until then."""
         self._left: dict[int, Callable[[], None]] = {}

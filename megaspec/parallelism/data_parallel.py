@@ -150,7 +150,8 @@ class DataParallel:
         self.update_groups = self._make_update_groups()
         self.deferred = None
         if self._sharing.update == "under_forward":
-            self.deferred = Deferred(self._mesh.device)
+            # first in line: the forward pass waits for it
+            self.deferred = Deferred(self._mesh.device, priority=-1)
         self._changed_later = changed_later
         self.norms: dict[str, Tensor] = {}
         self._reductions = self._make_reductions()
