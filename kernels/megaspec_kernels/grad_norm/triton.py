@@ -95,6 +95,25 @@ class _Layout(NamedTuple):
     """Of all launches, with what lies between them."""
 
 
+class _Launch(NamedTuple):
+    """What one launch is given beside the sizes. On the device."""
+
+    programs: Programs
+    parts: Tensor
+    """Where its programs leave their sums."""
+
+
+class _Plan(NamedTuple):
+    """Everything that is there before the gradients of a list are. On the device."""
+
+    layout: _Layout
+    addresses: Tensor
+    """[n] int64."""
+    parts: Tensor
+    """Sums of parts, of all launches; calls of one stream come one after the other."""
+    launches: list[_Launch]
+
+
 # Keys of both tables name the stream: what is there stays with those that may still read it.
 @lru_cache(maxsize=KEPT)
 def _layout(
@@ -115,9 +134,15 @@ def _layout(
 
 
 @lru_cache(maxsize=KEPT)
-def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """[n] int64 on the device. Gradients lie where they lay in the step before."""
-    return sent(addresses, torch.int64, device)
+def _plan(addresses: tuple[int, ...], sizes: tuple[int, ...], chunk: int, device: torch.device, stream: int) -> _Plan:
+    """Gradients lie where they lay in the step before: the next one finds it here."""
+    aligned = tuple(map(lies_aligned, addresses, sizes))
+    layout = _layout(sizes, aligned, chunk, device, stream)
+    parts = torch.empty(layout.parts, dtype=torch.float32, device=device)
+    launches = []
+    for programs, begin in zip(layout.launches, layout.begins, strict=True):
+        launches.append(_Launch(programs, parts[begin:]))
+    return _Plan(layout, sent(addresses, torch.int64, device), parts, launches)
 
 
 def grad_norm(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -134,35 +159,30 @@ def grad_norm(gradients: Sequence[Tensor]) -> list[Tensor]:
     whole = []
     sizes = []
     addresses = []
-    aligned = []
     for gradient in gradients:
         assert gradient.dtype == dtype, f"gradients in {dtype} and in {gradient.dtype}"
         one = gradient.contiguous()
-        size = one.numel()
-        address = one.data_ptr()
         whole.append(one)
-        sizes.append(size)
-        addresses.append(address)
-        aligned.append(lies_aligned(address, size))
+        sizes.append(one.numel())
+        addresses.append(one.data_ptr())
     stream = 0
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
-    layout = _layout(tuple(sizes), tuple(aligned), CHUNK, device, stream)
-    table = _addresses(tuple(addresses), device, stream)
-    parts = torch.empty(layout.parts, dtype=torch.float32, device=device)
-    norms = torch.empty(len(whole), dtype=dtype, device=device)
-    for programs, begin in zip(layout.launches, layout.begins, strict=True):
+    plan = _plan(tuple(addresses), tuple(sizes), CHUNK, device, stream)
+    layout = plan.layout
+    for programs, parts in plan.launches:
         grad_norm_squares_kernel[(len(programs.which),)](
-            table,
+            plan.addresses,
             programs.which,
             programs.start,
             layout.sizes,
-            parts[begin:],
+            parts,
             NAMES[dtype],
             programs.is_aligned,
             CHUNK,
             BLOCK,
             num_warps=WARPS,
         )
-    grad_norm_sums_kernel[(len(whole),)](parts, layout.first, layout.count, norms, PARTS, num_warps=WARPS)
+    norms = torch.empty(len(whole), dtype=dtype, device=device)
+    grad_norm_sums_kernel[(len(whole),)](plan.parts, layout.first, layout.count, norms, PARTS, num_warps=WARPS)
     return list(norms.unbind())
