@@ -4,7 +4,8 @@ take.
     python tests/benchmarks/bench_grad_norm.py    # one GPU, a minute; a line of JSON each, the fastest last
 
 Gradients in fp32, shapes of a 1B model's layers and its table, in buckets of about 100 MB. `ms`: of all norms on the
-GPU, from a graph; `host_ms`: what the host takes to start them; `of_copy`: bytes a second as a share of a copy's. See kernels/megaspec_kernels/grad_norm/triton.py.
+GPU, from a graph; `host_ms`: what the host takes to start them; `of_copy`: bytes a second as a share of a copy's. See
+kernels/megaspec_kernels/grad_norm/triton.py.
 """
 
 import argparse
