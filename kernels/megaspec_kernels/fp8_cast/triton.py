@@ -33,6 +33,7 @@ try:
         see_above,
         split,
         store_four_rows,
+        store_masked,
         store_two_columns,
         two_in_fp8,
     )
