@@ -209,6 +209,12 @@ CATALOG: dict[str, Operation] = {
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
         }
     ),
+    "rope": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
+        }
+    ),
     "fp8_cast": Operation(
         {
             # the first GPUs that convert to fp8 themselves
