@@ -57,8 +57,8 @@ class Requirement:
     fp8_recipes: tuple[str, ...] = ()
     """Of precision.recipe, those whose scales it takes; empty: all."""
     writes_fp8: bool = False
-    """Whether it writes what the next layer multiplies in fp8 itself, by a delayed scale: with such scales `auto` takes
-    such a one first."""
+    """Whether it writes what a layer beside it multiplies in fp8 itself, by a delayed scale: with such scales `auto`
+    takes such a one first."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
 
@@ -271,9 +271,9 @@ class Use:
     """The model's format; None when it does not matter."""
     fp8_recipe: str | None = None
     """What elements share a scale in fp8; None when it does not matter."""
-    writes_fp8: bool = False
-    """Norms and gates may write what the next layer multiplies in fp8: scales are delayed, and whole layers lie on a
-    rank, which nothing computes again by itself."""
+    writes_fp8: frozenset[str] = frozenset()
+    """Operations that may write what layers beside them multiply in fp8: scales are delayed, a rank has all of what
+    they make, and nothing computes it again by itself."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
     narrow_states: bool = False
@@ -357,7 +357,7 @@ def runs_on(
 def choose(operation: str, *, device: str, sm: int, use: Use = _PLAIN, packages: Container[str] = NONE) -> str:
     """The best implementation that the target can run, by the catalog's order."""
     runs = runs_on(operation, device=device, sm=sm, use=use, packages=packages)
-    if use.writes_fp8:
+    if operation in use.writes_fp8:
         for name, need in runs.items():
             if need.writes_fp8:
                 return name

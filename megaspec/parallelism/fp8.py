@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.nn.attention.module import Attention
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Split
 from megaspec.nn.fp8_producers import Producer
@@ -53,9 +54,9 @@ class Fp8:
         gathers: bool = False,
     ):
         """`form`: None: another precision. `names`: of each layer that computes in fp8, by its number, those of its
-        linears. `history`: steps that delayed scales look back. `grouped`: products of experts. `writes_fp8`: norms and
-        gates, where their kernels can, write it themselves by delayed scales. `gathers`: sharded weights are gathered
-        in fp8."""
+        linears. `history`: steps that delayed scales look back. `grouped`: products of experts. `writes_fp8`: norms,
+        gates and rotations, where their kernels can, write it themselves by delayed scales. `gathers`: sharded weights
+        are gathered in fp8."""
         self._mesh = mesh
         self._form = form
         self._names = names
@@ -208,21 +209,33 @@ class Fp8:
 
 
 def _have_fp8_written(layer: Layer) -> None:
-    """Has norms and gates of a layer write fp8 for what takes it, and for the gradient of what a gate takes.
+    """Has norms and gates of a layer write fp8 for what takes it, and gates and rotations for the gradient of what they
+    take.
 
-    Tensor-parallel ranks gather what they multiply, so layers whose outputs they divide quantise it themselves; so do
-    those that have a bias, for the gradient.
+    Tensor-parallel ranks gather what comes out of a norm, so that layers whose outputs they divide quantise it
+    themselves; what lies between a layer whose outputs they divide and one whose inputs they divide is a rank's own.
+    Layers that have a bias quantise their gradient, too.
     """
     for norm, mixer in layer.pairs():
         entry = getattr(mixer, "entry", None)
-        if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_fp8(entry):
+        if isinstance(norm, KernelNorm) and norm.kernel.producer is not None and _takes_written(entry, Linear):
             norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
-        if not isinstance(mixer, Gated) or mixer.kernel.producer is None or mixer.w_gate_up.bias is not None:
-            continue
-        if _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
-            mixer.fp8_producer = mixer.kernel.producer.implementation
+    for mixer in layer.mixers():
+        if isinstance(mixer, Gated) and mixer.kernel.producer is not None:
+            takes_output = _takes_written(mixer.w_down, Linear, RowParallelLinear)
+            if takes_output and _takes_written_gradient(mixer.w_gate_up):
+                mixer.fp8_producer = mixer.kernel.producer.implementation
+        if isinstance(mixer, Attention) and mixer.turns_product:
+            producer = mixer.rotation.kernel.producer
+            if producer is not None and _takes_written_gradient(mixer.wqkv):
+                mixer.fp8_producer = producer.implementation
 
 
-def _takes_fp8(linear: nn.Module | None) -> bool:
-    """Whether its input may arrive in fp8."""
-    return type(linear) is Linear and linear.fp8 is not None
+def _takes_written(linear: nn.Module | None, *kinds: type[Linear]) -> bool:
+    """Whether its input may arrive in fp8, where it is one of these kinds."""
+    return type(linear) in kinds and linear.fp8 is not None
+
+
+def _takes_written_gradient(linear: Linear) -> bool:
+    """Whether its output's gradient may arrive in fp8."""
+    return type(linear) in (Linear, ColumnParallelLinear) and linear.fp8 is not None and linear.bias is None

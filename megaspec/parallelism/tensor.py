@@ -18,6 +18,7 @@ from megaspec.core.placement import Row
 from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.module import Embedding, padded
+from megaspec.nn.fp8 import Fp8Input, Fp8Slots
 from megaspec.nn.head.module import OutputHead
 from megaspec.nn.linear import Linear, bias_gradient, weight_gradient
 from megaspec.nn.moe.module import GroupedLinear
@@ -33,7 +34,7 @@ from megaspec.parallelism.collectives import (
     wait,
     wait_sequence,
 )
-from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp
+from megaspec.parallelism.fp8_linear import Fp8ColumnLinearOp, Fp8SlotsColumnLinearOp
 from megaspec.parallelism.mesh import Mesh
 from megaspec_kernels.cross_entropy.reference import VocabShard
 from megaspec_kernels.registry import LinearKernel
@@ -115,6 +116,14 @@ class ColumnParallelLinear(Linear):
             x, self.weight, self.bias, self.main_grad, self.products, self.group, self.sequence, self.overlap
         )
 
+    def with_slots(self, x: Tensor) -> tuple[Tensor, Fp8Slots]:
+        assert self.fp8 is not None, "the layer has products in another precision"
+        assert self.bias is None, "the bias's gradient needs the output's, in more than fp8"
+        y, *slots = Fp8SlotsColumnLinearOp.apply(
+            x, self.weight, None, self.main_grad, self.fp8, self.group, self.sequence, self.overlap
+        )
+        return y, Fp8Slots(*slots)
+
 
 class RowParallelLinear(Linear):
     """A Linear whose inputs are split: each rank holds columns of W; outputs are summed, then the bias is added.
@@ -127,7 +136,7 @@ class RowParallelLinear(Linear):
         self.group = group
         self.sequence = sequence
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Input) -> Tensor:
         partial = self.product(x, None)
         y = scatter_forward(partial, self.group) if self.sequence else reduce_forward(partial, self.group)
         if self.bias is None:

@@ -78,6 +78,20 @@ def fp8_recipe(precision: PrecisionSpec) -> str | None:
     return None
 
 
+def may_write_fp8(precision: PrecisionSpec, *, recompute: str, linear: str, tp: int) -> frozenset[str]:
+    """Operations of kernels/ that may write what layers beside them multiply in fp8, where an implementation can.
+
+    Scales are known before the elements; what is computed again by itself is no part of another operation; linear=te
+    quantises everything itself; and what a norm makes is gathered by tensor-parallel ranks before it is quantised.
+    `recompute`: parallelism.recompute.kind; `linear`: kernels.linear.
+    """
+    if fp8_recipe(precision) != "delayed" or recompute == "selective" or linear == "te":
+        return frozenset()
+    if tp > 1:
+        return frozenset({"gated", "rope"})
+    return frozenset({"norm", "gated", "rope"})
+
+
 def model_format(precision: PrecisionSpec) -> str:
     """Of weights and activations: fp64, fp32, bf16 or fp16."""
     if isinstance(precision, Fp8Precision):

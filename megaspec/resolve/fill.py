@@ -24,7 +24,7 @@ from megaspec.estimate.hardware import LEFT_FREE, Hardware, hardware_of
 from megaspec.estimate.target import Target
 from megaspec.estimate.throughput import throughput_of
 from megaspec.optim.spec import has_narrow_states
-from megaspec.precision.spec import Fp8Precision, fp8_recipe, model_format
+from megaspec.precision.spec import Fp8Precision, fp8_recipe, may_write_fp8, model_format
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.run_facts import Facts
@@ -449,7 +449,7 @@ def kernels(draft: ResolverDraft) -> None:
         chosen = CATALOG[operation].implementations[best]
         if chosen.skips_hidden:
             reason += ", leaves out what windows, chunks or documents hide"
-        if chosen.writes_fp8 and use.writes_fp8:
+        if chosen.writes_fp8 and operation in use.writes_fp8:
             reason += ", writes fp8 itself by delayed scales"
         draft.fill(f"kernels.{operation}", best, reason)
     if device == "cuda":
@@ -489,15 +489,23 @@ def _kernel_use(draft: ResolverDraft) -> Use:
         head_size=draft["model.d_head"],
         precision=model_format(draft.recipe.precision),
         fp8_recipe=fp8_recipe(draft.recipe.precision),
-        writes_fp8=(
-            fp8_recipe(draft.recipe.precision) == "delayed"
-            and draft["parallelism.tp"] == 1
-            and draft["parallelism.recompute.kind"] in ("none", "full")
-            and draft.recipe.kernels.linear != "te"
-        ),
+        writes_fp8=_writers(draft),
         widths=widths,
         narrow_states=has_narrow_states(draft.recipe.optim),
     )
+
+
+def _writers(draft: ResolverDraft) -> frozenset[str]:
+    """Operations that may write fp8 themselves."""
+    writes = may_write_fp8(
+        draft.recipe.precision,
+        recompute=draft["parallelism.recompute.kind"],
+        linear=draft.recipe.kernels.linear,
+        tp=draft["parallelism.tp"],
+    )
+    if not draft.recipe.model.rotation_writes_gradient:
+        writes -= {"rope"}
+    return writes
 
 
 def number_format(draft: ResolverDraft) -> None:

@@ -41,7 +41,7 @@ from megaspec.parallelism.spec import ParallelismSpec
 from megaspec.parallelism.stages import first_trained_stage, stages_of
 from megaspec.parallelism.tensor import TensorParallel, use_products
 from megaspec.parallelism.whole_matrices import MatrixUpdates
-from megaspec.precision.spec import Fp8Precision, model_format
+from megaspec.precision.spec import Fp8Precision, may_write_fp8, model_format
 from megaspec.recipe import ModelSpec
 from megaspec.rules.unbuilt import unbuilt_problems
 from megaspec.runtime.plugins import loaded_builders
@@ -317,15 +317,19 @@ def _fp8(spec: Spec, model: ModelFacts, *, kernels: Kernels, mesh: Mesh) -> Fp8:
         cast=kernels.fp8_cast,
         product=kernels.scaled_product,
     )
-    # what is computed again by itself is no part of another operation
-    writes_fp8 = spec.parallelism.recompute.kind != "selective"
+    writing = may_write_fp8(
+        precision,
+        recompute=spec.parallelism.recompute.kind,
+        linear=spec.kernels.linear,
+        tp=spec.parallelism.tp,
+    )
     return Fp8(
         mesh,
         form,
         names=names,
         history=precision.amax_history,
         grouped=kernels.scaled_grouped,
-        writes_fp8=writes_fp8,
+        writes_fp8=bool(writing),
         gathers=precision.gather_fp8,
     )
 
