@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
         ("test_fp8_cast.py", 130),
         ("test_norm.py", 130),
         ("test_gated.py", 120),
-        ("test_rope.py", 60),
+        ("test_rope.py", 80),
         ("test_fp8_groups.py", 36),
     ],
 )
