@@ -1,4 +1,5 @@
-"""Layers with the Triton kernels of norms, gates and rotations, in Triton's interpreter: what they compute and what they keep.
+"""Layers with the Triton kernels of norms, gates and rotations, in Triton's interpreter: what they compute and what
+they keep.
 
 The interpreter must be chosen when Triton is imported, so that they run in a process of their own: test_interpreted.
 """

@@ -34,4 +34,5 @@ class Turned(NamedTuple):
 
 def values_of(qkv_BTC: Tensor, heads: Heads) -> Tensor:
     """A view of the value heads, [B, T, K, H]."""
-    return qkv_BTC[..., heads.turned * heads.size :].unflatten(-1, (heads.keys, heads.size))
+    before = (heads.queries + heads.keys) * heads.size
+    return qkv_BTC[..., before:].unflatten(-1, (heads.keys, heads.size))

@@ -151,6 +151,8 @@ if triton is not None:
         q_strides,
         k_strides,
         v_strides,
+        per_stride: tl.constexpr,
+        alignment: tl.constexpr,
         d_head: tl.constexpr,
         d_rotary: tl.constexpr,
         b_m: tl.constexpr,
@@ -164,9 +166,9 @@ if triton is not None:
         low_mask = is_token & (f < n_low)[None, :]
         high_mask = is_token & (f < n_high)[None, :]
         source, over_sequences, over_tokens = source_of(
-            head, q_ptr, k_ptr, v_ptr, N, K, q_strides, k_strides, v_strides, 1, 1
+            head, q_ptr, k_ptr, v_ptr, N, K, q_strides, k_strides, v_strides, per_stride, alignment
         )
-        at = (m // T * over_sequences + m % T * over_tokens)[:, None] + first + f[None, :]
+        at = (m // T * over_sequences + m % T * over_tokens)[:, None] * per_stride + first + f[None, :]
         low = tl.load(source + at, mask=low_mask, other=0.0).to(tl.float32)
         high = tl.load(source + at + n_low, mask=high_mask, other=0.0).to(tl.float32)
         angle = (m % angles)[:, None] * (d_rotary // 2) + f[None, :]
@@ -192,6 +194,8 @@ if triton is not None:
         q_strides,
         k_strides,
         v_strides,
+        per_stride: tl.constexpr,
+        alignment: tl.constexpr,
         d_head: tl.constexpr,
         d_rotary: tl.constexpr,
         b_m: tl.constexpr,
@@ -199,7 +203,7 @@ if triton is not None:
     ):
         low, high, m, column, n_low, low_mask, high_mask = gradients_of_unit(
             q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, M, T, angles, N, K, q_strides, k_strides, v_strides,
-            d_head, d_rotary, b_m, b_f,
+            per_stride, alignment, d_head, d_rotary, b_m, b_f,
         )  # fmt: skip
         to = out_ptr + m[:, None] * ((N + 2 * K) * d_head) + column[None, :]
         tl.store(to, low.to(out_ptr.dtype.element_ty), mask=low_mask)
@@ -226,6 +230,8 @@ if triton is not None:
         q_strides,
         k_strides,
         v_strides,
+        per_stride: tl.constexpr,
+        alignment: tl.constexpr,
         d_head: tl.constexpr,
         d_rotary: tl.constexpr,
         has_seen: tl.constexpr,
@@ -237,7 +243,7 @@ if triton is not None:
     ):
         low, high, m, column, n_low, low_mask, high_mask = gradients_of_unit(
             q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, M, T, angles, N, K, q_strides, k_strides, v_strides,
-            d_head, d_rotary, b_m, b_f,
+            per_stride, alignment, d_head, d_rotary, b_m, b_f,
         )  # fmt: skip
         scale = tl.load(scale_ptr)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -513,11 +519,27 @@ def _heads_of(grad_q: Tensor, grad_k: Tensor) -> Heads:
     return Heads(grad_q.shape[2], grad_k.shape[2], grad_q.shape[3])
 
 
-def _lying(grad: Tensor) -> Tensor:
-    """A gradient whose heads lie in one piece each."""
-    if grad.stride(-1) == 1:
-        return grad
-    return grad.contiguous()
+class _Lying(NamedTuple):
+    """Gradients whose heads lie in one piece each."""
+
+    grads: tuple[Tensor, Tensor, Tensor]
+    strides: tuple[tuple[int, ...], ...]
+    """Of each over sequences, tokens and heads, in so many elements as `per` says."""
+    per: int
+    alignment: int
+    """Bytes that what is read at once may have."""
+
+
+def _lying(*grads: Tensor) -> _Lying:
+    grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+    per = 8
+    alignment = 16
+    for grad in grads:
+        if grad.data_ptr() % 16 or any(stride % 8 for stride in grad.stride()[:3]):
+            per = 1
+            alignment = 1
+    strides = tuple(tuple(stride // per for stride in grad.stride()[:3]) for grad in grads)
+    return _Lying(grads, strides, per, alignment)
 
 
 @torch.library.custom_op("megaspec::rope_backward", mutates_args=())
@@ -529,12 +551,12 @@ def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, s
     M = B * T
     if M == 0:
         return out
-    grads = tuple(_lying(grad) for grad in (grad_q, grad_k, grad_v))
+    lying = _lying(grad_q, grad_k, grad_v)
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     rows = max(1, BLOCK // block)
     rope_bwd_kernel[(triton.cdiv(M, rows), _units(heads, angles.d_rotary, values=True))](
-        *grads,
+        *lying.grads,
         out,
         angles.cos,
         angles.sin,
@@ -543,7 +565,9 @@ def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, s
         angles.rows,
         heads.queries,
         heads.keys,
-        *(grad.stride()[:3] for grad in grads),
+        *lying.strides,
+        lying.per,
+        lying.alignment,
         heads.size,
         angles.d_rotary,
         rows,
@@ -558,13 +582,6 @@ def _(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) 
     return grad_q.new_empty(*grad_q.shape[:2], _heads_of(grad_q, grad_k).width)
 
 
-def _lies_in_pairs(grad: Tensor) -> bool:
-    """Whether two neighbours can be read as one, and eight at once."""
-    if grad.dtype != torch.bfloat16 or grad.data_ptr() % 16:
-        return False
-    return all(stride % 8 == 0 for stride in grad.stride()[:3])
-
-
 def rope_backward_in_fp8(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor, *, known: Known
 ) -> Written:
@@ -574,7 +591,7 @@ def rope_backward_in_fp8(
     B, T = grad_q.shape[:2]
     M = B * T
     written = empty_pair(grad_q, M, heads.width, known.dtype)
-    grads = tuple(_lying(grad) for grad in (grad_q, grad_k, grad_v))
+    lying = _lying(grad_q, grad_k, grad_v)
     angles = _angles(cos, sin, B, T)
     block = _half_block(heads)
     units = _units(heads, angles.d_rotary, values=True)
@@ -587,11 +604,11 @@ def rope_backward_in_fp8(
     )
     # both halves of every unit in 16 bytes
     in_pairs = M % 16 == 0 and T % 4 == 0 and heads.size % 16 == 0 and angles.d_rotary % 16 == 0 and block in TILES
-    if in_pairs and all(_lies_in_pairs(grad) for grad in grads):
+    if in_pairs and lying.per == 8 and grad_q.dtype == torch.bfloat16:
         tile = TILES[block]
         is_even = M % tile.rows == 0 and angles.d_rotary == heads.size == 2 * block
         rope_bwd_fp8_pairs_kernel[(triton.cdiv(M, tile.rows), units)](
-            *(grad.view(torch.int32) for grad in grads),
+            *(grad.view(torch.int32) for grad in lying.grads),
             written.rows.view(torch.int16),
             written.columns.view(torch.int32),
             angles.cos.view(torch.int64),
@@ -602,7 +619,7 @@ def rope_backward_in_fp8(
             angles.rows,
             heads.queries,
             heads.keys,
-            *(tuple(stride // 8 for stride in grad.stride()[:3]) for grad in grads),
+            *lying.strides,
             M // (M // 4),
             heads.size,
             angles.d_rotary,
@@ -617,7 +634,7 @@ def rope_backward_in_fp8(
         return written
     rows = max(16, min(64, SMALL_BLOCK // block))
     rope_bwd_fp8_kernel[(triton.cdiv(M, rows), units)](
-        *grads,
+        *lying.grads,
         written.rows.view(torch.uint8),
         written.columns.view(torch.uint8),
         angles.cos,
@@ -628,7 +645,9 @@ def rope_backward_in_fp8(
         angles.rows,
         heads.queries,
         heads.keys,
-        *(grad.stride()[:3] for grad in grads),
+        *lying.strides,
+        lying.per,
+        lying.alignment,
         heads.size,
         angles.d_rotary,
         known.seen is not None,
