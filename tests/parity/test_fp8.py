@@ -93,6 +93,21 @@ WRITTEN = [
     Case(tp=2, sequence=True, precision="fp8 delayed", router="softmax", ep=2, accumulate=2, every=2, n_layers=4),
     Case(tp=2, sequence=True, precision="fp8 delayed", compile="block", accumulate=2),
 ]  # fmt: skip
+WRITING_BUGS = {
+    "largest elements of a rank's own part": Patch(
+        "megaspec.parallelism.fp8", "dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"
+    ),
+    "turned the other way": Patch(
+        "megaspec.nn.fp8_producers",
+        "producer.backward_in_fp8(grad_q, grad_k, grad_v, cos, sin, known=known)",
+        "producer.backward_in_fp8(grad_q, grad_k, grad_v, cos, -sin, known=known)",
+    ),
+    "a scale twice as large": Patch(
+        "megaspec.parallelism.fp8_linear",
+        "Fp8Slots(grad_MO, grad_OM, grad_scale)",
+        "Fp8Slots(grad_MO, grad_OM, 2 * grad_scale)",
+    ),
+}
 # What one rank quantises otherwise: in parts of sequences, and gradients of keys that two ranks have a part of each.
 WRITTEN_IN_PARTS = [
     Case(cp=2, precision="fp8 delayed", mask="uneven", accumulate=2),
@@ -142,6 +157,19 @@ def test_what_kernels_write_is_what_one_rank_quantises(pool: RankPool, case: Cas
     findings = compare(writing(pool, case), truth_of(case, steps=STEPS), TOLERANCES["fp64"])
     tell(f"{case}: {findings[0]}")
     assert all(one.passed for one in findings), findings[0]
+
+
+@pytest.mark.parametrize("bug", WRITING_BUGS)
+def test_bugs_of_kernels_that_write_are_caught(bug: str, tell: Tell) -> None:
+    patch = WRITING_BUGS[bug]
+    check_patch(patch)
+    case = WRITTEN[0]
+    with RankPool(patches=(patch,)) as ranks:
+        findings = compare(writing(ranks, case), truth_of(case, steps=STEPS), TOLERANCES["fp64"])
+    fired = [f for f in findings if not f.passed and f.tolerance]
+    assert fired, f"not caught: {findings[0]}"
+    tell(f"{bug}: {fired[0]}, margin {fired[0].margin:.0e}")
+    assert fired[0].margin >= 100
 
 
 @pytest.mark.parametrize("case", WRITTEN_IN_PARTS, ids=str)

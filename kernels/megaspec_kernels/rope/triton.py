@@ -532,14 +532,20 @@ class _Lying(NamedTuple):
 
 def _lying(*grads: Tensor) -> _Lying:
     grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+    strides = [_strides(grad) for grad in grads]
     per = 8
     alignment = 16
-    for grad in grads:
-        if grad.data_ptr() % 16 or any(stride % 8 for stride in grad.stride()[:3]):
+    for grad, found in zip(grads, strides, strict=True):
+        if grad.data_ptr() % 16 or any(stride % 8 for stride in found):
             per = 1
             alignment = 1
-    strides = tuple(tuple(stride // per for stride in grad.stride()[:3]) for grad in grads)
-    return _Lying(grads, strides, per, alignment)
+    return _Lying(grads, tuple(tuple(stride // per for stride in found) for found in strides), per, alignment)
+
+
+def _strides(grad: Tensor) -> tuple[int, ...]:
+    """Over sequences, tokens and heads; where there is but one, any number may stand for it."""
+    shape = grad.shape[:3]
+    return tuple(stride if size > 1 else 0 for size, stride in zip(shape, grad.stride()[:3], strict=True))
 
 
 @torch.library.custom_op("megaspec::rope_backward", mutates_args=())
