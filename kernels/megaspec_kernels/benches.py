@@ -11,6 +11,7 @@ from megaspec_kernels.grad_norm.bench import BENCH as GRAD_NORM
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
 from megaspec_kernels.linear.bench import BENCH as LINEAR
 from megaspec_kernels.norm.bench import BENCH as NORM
+from megaspec_kernels.rope.bench import BENCH as ROPE
 from megaspec_kernels.scaled_grouped.bench import BENCH as SCALED_GROUPED
 from megaspec_kernels.scaled_product.bench import BENCH as SCALED_PRODUCT
 from megaspec_kernels.unpermute.bench import BENCH as UNPERMUTE
@@ -24,6 +25,7 @@ BENCHES: dict[str, Bench] = {
     "unpermute": UNPERMUTE,
     "norm": NORM,
     "gated": GATED,
+    "rope": ROPE,
     "fp8_cast": FP8_CAST,
     "scaled_product": SCALED_PRODUCT,
     "scaled_grouped": SCALED_GROUPED,

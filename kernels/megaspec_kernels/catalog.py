@@ -61,8 +61,8 @@ class Requirement:
     fp8_recipes: tuple[str, ...] = ()
     """Of precision.recipe, those whose scales it takes; empty: all."""
     writes_fp8: bool = False
-    """Whether it writes what the next layer multiplies in fp8 itself, by a delayed scale: with such scales `auto` takes
-    such a one first."""
+    """Whether it writes what a layer beside it multiplies in fp8 itself, by a delayed scale: with such scales `auto`
+    takes such a one first."""
     step: int = 1
     """What the widths of its matrices must be multiples of."""
 
@@ -213,6 +213,12 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
+    "rope": Operation(
+        {
+            "reference": Requirement(),
+            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32, writes_fp8=True),
+        }
+    ),
     "fp8_cast": Operation(
         {
             # the first GPUs that convert to fp8 themselves
@@ -287,8 +293,8 @@ class Use:
     fp8_recipe: str | None = None
     """What elements share a scale in fp8; None when it does not matter."""
     writes_fp8: frozenset[str] = frozenset()
-    """Operations that may write what the next layer multiplies in fp8: scales are delayed, whole layers lie on a rank,
-    and something takes what they write."""
+    """Operations that may write what layers beside them multiply in fp8: scales are delayed, a rank has all of what
+    they make, and nothing computes it again by itself."""
     widths: tuple[int, ...] = ()
     """Of its matrices on one rank."""
     narrow_states: bool = False

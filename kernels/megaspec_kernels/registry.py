@@ -42,6 +42,9 @@ from megaspec_kernels.norm import reference as norm_reference
 from megaspec_kernels.norm import te as norm_te
 from megaspec_kernels.norm import triton as norm_triton
 from megaspec_kernels.norm.form import Normed
+from megaspec_kernels.rope import reference as rope_reference
+from megaspec_kernels.rope import triton as rope_triton
+from megaspec_kernels.rope.form import Turned
 from megaspec_kernels.scaled_grouped import reference as scaled_grouped_reference
 from megaspec_kernels.scaled_grouped import torch as scaled_grouped_torch
 from megaspec_kernels.scaled_product.cublaslt import scaled_product as scaled_product_cublaslt
@@ -140,6 +143,31 @@ class GatedKernel:
     """Of implementations that can write it, and its gradient, in fp8."""
     weighted: WeightedGatedKernel | None = None
     """What experts take in place of plain operations; none: these."""
+
+
+@dataclass(frozen=True)
+class RopeProducer:
+    """The steps of a rotation that writes the gradient of the product in fp8 by a scale that is known, see
+    rope/triton.py."""
+
+    implementation: str
+    """Its name, by which operations of compiled code find it."""
+    forward: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """(qkv_BTC, cos, sin, queries, keys, size) -> [B, T, N, H] and [B, T, K, H]"""
+    backward: Callable[..., torch.Tensor]
+    """(grad_q, grad_k, grad_v, cos, sin) -> [B, T, C]"""
+    backward_in_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """(grad_q, grad_k, grad_v, cos, sin, *, known) -> [M, C], [C, M], scale"""
+
+
+@dataclass(frozen=True)
+class RopeKernel:
+    """Queries and keys turned by their positions, of the product of all three, see rope/reference.py."""
+
+    rope: Callable[..., Turned]
+    """(qkv_BTC, cos, sin, *, heads) -> queries, keys and values"""
+    producer: RopeProducer | None = None
+    """Of implementations that can write the product's gradient in fp8."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +300,15 @@ REGISTRY: dict[str, dict[str, Any]] = {
             WeightedGatedKernel(gated_weighted.forward, gated_weighted.gradients),
         ),
     },
+    "rope": {
+        "reference": RopeKernel(rope_reference.rope),
+        "triton": RopeKernel(
+            rope_triton.rope,
+            RopeProducer(
+                "triton", rope_triton.rope_forward, rope_triton.rope_backward, rope_triton.rope_backward_in_fp8
+            ),
+        ),
+    },
     "fp8_cast": {
         "triton": Fp8CastKernel(
             fp8_cast_triton.amax,
@@ -331,6 +368,7 @@ class Kernels:
     unpermute: UnpermuteKernel
     norm: NormKernel
     gated: GatedKernel
+    rope: RopeKernel
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
     scaled_grouped: ScaledGroupedKernel
@@ -348,6 +386,7 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         unpermute=REGISTRY["unpermute"][spec.unpermute],
         norm=REGISTRY["norm"][spec.norm],
         gated=REGISTRY["gated"][spec.gated],
+        rope=REGISTRY["rope"][spec.rope],
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
         scaled_grouped=REGISTRY["scaled_grouped"][spec.scaled_grouped],

@@ -56,6 +56,11 @@ class KernelsSpec(Frozen):
 
     triton: one kernel for each direction, which keeps its input alone. reference: plain, which `compile` puts into one
     kernel."""
+    rope: Auto[Literal["reference", "triton"]] = "auto"
+    """Rotary positions of queries and keys, where nothing stands between them and their product with the values.
+
+    reference: plain, which `compile` puts into one kernel. triton: one kernel for each direction, backward with the
+    gradient of the values."""
     fp8_cast: Auto[Literal["triton", "cuda", "reference"]] = "auto"
     """Quantising to fp8, of precision=fp8; with linear=te auto, since it has its own.
 

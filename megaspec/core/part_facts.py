@@ -89,6 +89,10 @@ class Linear:
     """Muon orthogonalises it: it is neither an embedding, an output head nor a router."""
     input_kept: str = ""
     """The `Kept.what` of the tensor that it keeps as its input."""
+    input_by: str = ""
+    """Of kernels/: the operation that makes its input and may write it in fp8; empty: none can."""
+    gradient_by: str = ""
+    """The one that makes its output's gradient and may write that."""
     dense_name: str = ""
     """Of experts: what the same product is called in a layer that has a feed-forward layer in their place."""
     is_frozen: bool = False

@@ -108,7 +108,7 @@ def recomputed_parts(recompute: RecomputeSpec) -> frozenset[str]:
 
 def fused_operations(recipe: Recipe) -> frozenset[str]:
     """Operations that a filled recipe gives kernels of their own; see Execution."""
-    return frozenset(name for name in ("norm", "gated") if getattr(recipe.kernels, name) != "reference")
+    return frozenset(name for name in ("norm", "gated", "rope") if getattr(recipe.kernels, name) != "reference")
 
 
 class ContextSplit(NamedTuple):

@@ -4,7 +4,7 @@ Counted from the facts of a layer's parts as layers run compiled: everything bet
 memory, so that its time is the bytes that its kernels read and write.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megaspec.core.document_lengths import Lengths, twice_the_pairs_in_a_row
@@ -15,8 +15,9 @@ from megaspec.estimate.tables import tables_in_place
 from megaspec.estimate.trained import facts_of
 from megaspec.nn.layer.facts import LayerFacts
 from megaspec.parallelism.spec import ContextSpec
-from megaspec.precision.spec import model_format
+from megaspec.precision.spec import may_write_fp8, model_format
 from megaspec.recipe import Recipe
+from megaspec_kernels.catalog import CATALOG
 
 # Times that plain operations read and write what a compiled kernel reads and writes once: each does it alone.
 EAGER_PASSES = 3
@@ -78,6 +79,10 @@ class Product:
     groups: int = 0
     makes_input_gradient: bool = True
     makes_weight_gradient: bool = True
+    input_is_written: bool = False
+    """What makes its input writes it in fp8."""
+    gradient_is_written: bool = False
+    """So does what makes its output's gradient."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +134,40 @@ def layer_parts(recipe: Recipe, layer: LayerFacts, *, in_fp8: bool) -> tuple[Rec
     """The parts of one layer. `in_fp8`: its matrix products take fp8, where they can."""
     run = layer_run(recipe)
     products: dict[str, RecomputablePart] = {}
+    writing = writing_operations(recipe)
     for linear in layer.linears:
         if linear.in_time:
             precision = "fp8" if in_fp8 and linear.takes_fp8 else precision_outside_fp8(recipe)
             part = products.setdefault(linear.recomputed_with, RecomputablePart(linear.recomputed_with))
-            part.products.append(_product(linear, run, layer, precision))
+            product = _product(linear, run, layer, precision)
+            written = replace(
+                product,
+                input_is_written=linear.input_by in writing,
+                gradient_is_written=linear.gradient_by in writing,
+            )
+            part.products.append(written)
     between = [_between_products(recipe, run, layer, moved) for moved in layer.moved]
     if not layer.runs_backward:
         for part in between:
             part.backward_bytes = 0.0
     return (*products.values(), *between)
+
+
+def writing_operations(recipe: Recipe) -> frozenset[str]:
+    """Operations whose kernels write fp8 themselves in a filled recipe."""
+    parallelism = recipe.parallelism
+    may = may_write_fp8(
+        recipe.precision,
+        recomputed=parallelism.recompute.alone,
+        linear=recipe.kernels.linear,
+        tp=parallelism.tp,
+    )
+    found = set()
+    for operation in may:
+        chosen = CATALOG[operation].implementations[getattr(recipe.kernels, operation)]
+        if chosen.writes_fp8:
+            found.add(operation)
+    return frozenset(found)
 
 
 def precision_outside_fp8(recipe: Recipe) -> str:
@@ -340,15 +369,19 @@ def weights_bytes(recipe: Recipe, work: AttentionWork) -> float:
 
 def fp8_bytes(recipe: Recipe, products: list[Product]) -> PassBytes:
     """Of turning the factors of products into fp8, in both layouts: of the input [m, k] in the forward pass and of the
-    output's gradient [m, n] in the backward pass. And of turning them back, where products are computed in fp32."""
+    output's gradient [m, n] in the backward pass. What makes a factor and writes it in fp8 itself writes a byte in each
+    layout in place of two. And of turning factors back, where products are computed in fp32."""
     forward = 0.0
     backward = 0.0
     cast = FP8_CAST
     if recipe.precision.kind == "fp8" and recipe.kernels.fp8_cast == "reference" and recipe.kernels.linear != "te":
         cast = PLAIN_FP8_CAST[recipe.precision.recipe]
     for product in products:
-        if product.precision == "fp8":
+        if product.precision != "fp8":
+            continue
+        if not product.input_is_written:
             forward += cast * product.m * product.k
+        if not product.gradient_is_written:
             backward += cast * product.m * product.n
         if is_dequantised(recipe, product):
             turned = _dequantised_bytes(product)

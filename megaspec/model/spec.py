@@ -45,6 +45,12 @@ class TransformerSpec(Frozen):
         """Some layer needs a kernel that caps attention scores. Also of a spec that breaks rules."""
         raise NotImplementedError
 
+    @property
+    def rotation_writes_gradient(self) -> bool:
+        """In some layer the backward pass of rotary positions makes the whole gradient of the product before them. Also
+        of a spec that breaks rules."""
+        raise NotImplementedError
+
     def hides_keys(self, seq_len: int) -> bool:
         """In some layer a query of a sequence of so many tokens doesn't see all of the past. Also of a spec that breaks
         rules."""

@@ -33,7 +33,7 @@ a gradient: `Linear.with_slots(x)` returns y and `Fp8Slots`. The producer's auto
 pass; in its backward pass it returns None for y and rows, columns and scale as the gradients of the three slots.
 
 The layer needs no copy of either in the model's format, so it must not have a bias (its gradient sums dy) where it has
-slots. Layers that gather what they multiply (ColumnParallelLinear) take neither.
+slots. Layers that gather what they multiply (ColumnParallelLinear) take a gradient alone.
 
 Note "Operations". Each pass of a layer is one operation that torch.compile leaves whole. What it does to the layer's
 own state (weights that are quantised once, largest elements that are remembered) is found by a ticket, as sums of
@@ -100,7 +100,7 @@ class Fp8Form:
 
     counts_saturated = True
     takes_written = True
-    """Whether layers take what norms and gates write in fp8."""
+    """Whether layers take what norms, gates and rotations write in fp8."""
 
     def blocks(self, role: Role) -> Blocks:
         return BLOCKS[self.recipe][role]

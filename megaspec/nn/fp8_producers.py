@@ -1,10 +1,12 @@
-"""Norms and gates that write what the layer behind them multiplies in fp8 themselves: see fp8.py, note "Producers".
+"""Norms, gates and rotations that write what layers beside them multiply in fp8 themselves: see fp8.py, note
+"Producers".
 
 A scale is known before the elements only where it is delayed, and not in the first step; then they make the matrix as
 usual, within the same operation, and have the layer quantise it.
 """
 
-# B sequences, T tokens, D model, F width between both products; M tokens
+# B sequences, T tokens, D model, F width between both products; M tokens; N query heads, K key and value heads, H head
+# size, R features of a head that turn, C features of a token in the product of queries, keys and values
 
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from megaspec_kernels.fp8_cast.tile import empty_pair
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm.form import NormForm
 from megaspec_kernels.registry import REGISTRY
+from megaspec_kernels.rope.form import Heads, Turned, values_of
 
 
 class Producer(NamedTuple):
@@ -216,3 +219,89 @@ def gated(
         before.fp8.gradient_format,
     )
     return Fp8Input(*made)
+
+
+@torch.library.custom_op("megaspec::rope_gradient_into_fp8", mutates_args=())
+def rope_gradient_into_fp8(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    implementation: str,
+    ticket: Tensor,
+    gradient_format: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T, N, H], [B, T, K, H] twice, [T or B T, R / 2] twice -> the gradient of the layer that makes queries, keys
+    and values, in fp8: rows [M, C], columns [C, M] and scale."""
+    producer = REGISTRY["rope"][implementation].producer
+    layer = layer_of(ticket)
+    known = layer.known("gradient")
+    if known is not None:
+        rows, columns, scale = producer.backward_in_fp8(grad_q, grad_k, grad_v, cos, sin, known=known)
+        return rows, columns, scale
+    pair = layer.quantise(producer.backward(grad_q, grad_k, grad_v, cos, sin).flatten(0, -2), "gradient")
+    return pair.rows.values, pair.columns.values, pair.rows.scale
+
+
+@rope_gradient_into_fp8.register_fake
+def _(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    implementation: str,
+    ticket: Tensor,
+    gradient_format: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, N, H = grad_q.shape
+    C = (N + 2 * grad_k.shape[2]) * H
+    rows, columns, scale = empty_pair(grad_q, B * T, C, FORMATS[gradient_format])
+    return rows, columns, scale
+
+
+class TurnedBehindFp8Op(torch.autograd.Function):
+    """Queries and keys that are turned by their positions, behind the layer that makes them and the values, whose
+    gradient is written in fp8. `before`: its ticket."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        qkv,
+        slot_rows,
+        slot_columns,
+        slot_scale,
+        cos,
+        sin,
+        queries,
+        keys,
+        size,
+        implementation,
+        before,
+        gradient_format,
+    ):
+        ctx.save_for_backward(cos, sin)
+        ctx.implementation = implementation
+        ctx.before = before
+        ctx.gradient_format = gradient_format
+        q, k = REGISTRY["rope"][implementation].producer.forward(qkv, cos, sin, queries, keys, size)
+        return q, k, values_of(qkv, Heads(queries, keys, size))
+
+    @staticmethod
+    def backward(ctx, grad_q, grad_k, grad_v):
+        cos, sin = ctx.saved_tensors
+        rows, columns, scale = rope_gradient_into_fp8(
+            grad_q, grad_k, grad_v, cos, sin, ctx.implementation, ctx.before, ctx.gradient_format
+        )
+        return None, rows, columns, scale, None, None, None, None, None, None, None, None
+
+
+def turned(
+    qkv_BTC: Tensor, slots: Fp8Slots, cos: Tensor, sin: Tensor, *, heads: Heads, implementation: str, before: Linear
+) -> Turned:
+    """What attention takes. `slots`: of the layer `before`, with `qkv_BTC` its output."""
+    made = TurnedBehindFp8Op.apply(
+        qkv_BTC, *slots, cos, sin, *heads, implementation, before.fp8.ticket, before.fp8.gradient_format
+    )
+    return Turned(*made)

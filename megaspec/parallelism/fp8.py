@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megaspec.nn.attention.module import Attention
 from megaspec.nn.decoder import Decoder
 from megaspec.nn.fp8 import REMEMBERED, Fp8Form, Fp8Linear, Fp8Memory, Fp8Shared, Fp8Use, Role, Split
 from megaspec.nn.fp8_facts import GRADIENTS_IN_FP8, INPUTS_IN_FP8
@@ -222,27 +223,42 @@ class Fp8:
 
 
 def _have_fp8_written(layer: Layer, recomputed: frozenset[str]) -> None:
-    """Has norms and gates of a layer write fp8 for what takes it, and for the gradient of what a gate takes.
+    """Has norms and gates of a layer write fp8 for what takes it, and gates and rotations for the gradient of what they
+    take.
 
-    Tensor-parallel ranks gather what they multiply, so layers whose outputs they divide quantise it themselves; so do
-    those that have a bias, for the gradient. A norm that is computed apart, and a gate that is, being one of the parts
-    that are `recomputed`, is no part of another operation.
+    Tensor-parallel ranks gather what comes out of a norm, so that layers whose outputs they divide quantise it
+    themselves; what lies between a layer whose outputs they divide and one whose inputs they divide is a rank's own.
+    Layers that have a bias quantise their gradient, too. A norm that is computed apart, and a gate that is, being one
+    of the parts that are `recomputed`, is no part of another operation.
     """
     for norm, mixer in layer.pairs():
         if not isinstance(norm, KernelNorm) or norm.is_alone or norm.kernel.producer is None:
             continue
         entry = getattr(mixer, "entry", None)
-        if _takes_fp8(entry):
+        if _takes_written(entry, Linear):
             norm.fp8 = Producer(norm.kernel.producer.implementation, entry.fp8.ticket)
-    for mixer in layer.children():
-        if not isinstance(mixer, Gated) or not mixer.is_by_kernel or mixer.kernel.producer is None:
-            continue
-        if recomputed & mixer.recompute_parts:
-            continue
-        if mixer.w_gate_up.bias is None and _takes_fp8(mixer.w_gate_up) and _takes_fp8(mixer.w_down):
-            mixer.fp8_producer = mixer.kernel.producer.implementation
+    for mixer in layer.mixers():
+        if isinstance(mixer, Gated):
+            _have_gate_write(mixer, recomputed)
+        if isinstance(mixer, Attention) and mixer.turns_product:
+            producer = mixer.rotation.kernel.producer
+            if producer is not None and _takes_written_gradient(mixer.wqkv):
+                mixer.fp8_producer = producer.implementation
 
 
-def _takes_fp8(linear: nn.Module | None) -> bool:
-    """Whether its input may arrive in fp8."""
-    return type(linear) is Linear and linear.fp8 is not None
+def _have_gate_write(mixer: Gated, recomputed: frozenset[str]) -> None:
+    """See _have_fp8_written."""
+    if not mixer.is_by_kernel or mixer.kernel.producer is None or recomputed & mixer.recompute_parts:
+        return
+    if _takes_written(mixer.w_down, Linear, RowParallelLinear) and _takes_written_gradient(mixer.w_gate_up):
+        mixer.fp8_producer = mixer.kernel.producer.implementation
+
+
+def _takes_written(linear: nn.Module | None, *kinds: type[Linear]) -> bool:
+    """Whether its input may arrive in fp8, where it is one of these kinds."""
+    return type(linear) in kinds and linear.fp8 is not None
+
+
+def _takes_written_gradient(linear: Linear) -> bool:
+    """Whether its output's gradient may arrive in fp8."""
+    return type(linear) in (Linear, ColumnParallelLinear) and linear.fp8 is not None and linear.bias is None

@@ -12,12 +12,14 @@ from megaspec.nn.fp8 import (
     Fp8Slots,
     Fp8Use,
     fp8_backward,
+    fp8_backward_of,
     fp8_columns,
     fp8_forward,
     fp8_forward_of,
     fp8_tokens,
     fp8_tokens_for_columns,
     has_one_scale,
+    slots_of,
 )
 from megaspec.nn.linear import Fp8Factors, bias_gradient, fp8_weight_gradient_into
 from megaspec.parallelism.collectives import (
@@ -80,7 +82,8 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx, grad_out, written: Fp8Slots | None = None):
+        """`written`: the gradient in fp8, see Fp8SlotsColumnLinearOp."""
         kept, kept_scale, weight = ctx.saved_tensors
         fp8 = ctx.fp8
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -89,9 +92,15 @@ class Fp8ColumnLinearOp(torch.autograd.Function):
         gathering = gather_sequence(kept.view(torch.uint8), ctx.group) if gathers else None
         if gathers and not ctx.overlap:
             gathering = wait(gathering)
-        grad_x, grad_OM, grad_scale = fp8_backward(
-            grad_out, weight, fp8.ticket, fp8.recipe, fp8.gradient_format, needs_x, needs_weight
-        )
+        if written is None:
+            grad_x, grad_OM, grad_scale = fp8_backward(
+                grad_out, weight, fp8.ticket, fp8.recipe, fp8.gradient_format, needs_x, needs_weight
+            )
+        else:
+            grad_OM = written.columns
+            grad_scale = written.scale
+            if needs_x:
+                grad_x = fp8_backward_of(written.rows, written.scale, weight, fp8.ticket, ctx.dtype).view(ctx.shape)
         reducing = None
         if needs_x:
             reduce = reduce_scatter_sequence if ctx.sequence else all_reduce
@@ -150,3 +159,30 @@ def fp8_scatter_forward(y: Tensor, slots: Fp8Slots, *, fp8: Fp8Use, group: dist.
     """Forward: sum, each rank keeps its part of the sequence. Backward: gather the sequence, in fp8. `trains`: the
     product's weight has a gradient."""
     return Fp8ScatterOp.apply(y, *slots, fp8, group, trains)
+
+
+# what autograd calls of it, without autograd
+_forward = Fp8ColumnLinearOp.forward
+_backward = Fp8ColumnLinearOp.backward
+
+
+class Fp8SlotsColumnLinearOp(torch.autograd.Function):
+    """Fp8ColumnLinearOp whose output's gradient arrives in fp8, as that of the slots: see nn/fp8.py, note "Producers".
+    It has no bias."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap):
+        # no gradient of y is made up where there is none
+        ctx.set_materialize_grads(False)
+        y = _forward(ctx, x, weight, bias, main_grad, fp8, group, sequence, overlap)
+        ctx.dtype = y.dtype
+        # of the whole input
+        ctx.shape = (*y.shape[:-1], weight.shape[1])
+        return y, *slots_of(y, fp8.gradient_format)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_MO, grad_OM, grad_scale):
+        # torch.compile traces this with a gradient for each output, whether there is one or not
+        if not torch.compiler.is_compiling():
+            assert grad_out is None, "the gradient arrives in the slots; y is handed to one producer alone"
+        return _backward(ctx, None, Fp8Slots(grad_MO, grad_OM, grad_scale))

@@ -26,7 +26,7 @@ from megaspec.estimate.throughput import throughput_of
 from megaspec.nn.layer.spec import norms_before_mixers
 from megaspec.nn.mlp.spec import ClampedMlpSpec, GatedMlpSpec
 from megaspec.optim.spec import has_narrow_states
-from megaspec.precision.spec import Fp8Precision, fp8_recipe, model_format
+from megaspec.precision.spec import Fp8Precision, fp8_recipe, may_write_fp8, model_format
 from megaspec.recipe import Recipe
 from megaspec.rules.case import can_split_sequences
 from megaspec.rules.run_facts import Facts
@@ -538,12 +538,17 @@ def _kernel_use(draft: ResolverDraft) -> Use:
 
 
 def _writers_of_fp8(draft: ResolverDraft) -> frozenset[str]:
-    """Norms and gates, where some layer has one that can write fp8 itself; see parallelism/fp8.py."""
+    """Operations that may write fp8 themselves, where some layer has what takes it; see parallelism/fp8.py."""
     precision = draft.recipe.precision
-    is_delayed = isinstance(precision, Fp8Precision) and precision.recipe == "delayed"
-    # ranks that share a layer gather what they multiply; Transformer Engine's scales are others
-    if not is_delayed or draft["parallelism.tp"] > 1 or draft.recipe.kernels.linear == "te":
-        return frozenset()
+    recompute = draft.recipe.parallelism.recompute
+    may = may_write_fp8(
+        precision,
+        recomputed=recompute.model_copy(update={"kind": draft["parallelism.recompute.kind"]}).alone,
+        linear=draft.recipe.kernels.linear,
+        tp=draft["parallelism.tp"],
+    )
+    if not may:
+        return may
     model = draft.recipe.model
     layers = precision.layers(model.n_layers)
     takers = set()
@@ -551,15 +556,15 @@ def _writers_of_fp8(draft: ResolverDraft) -> frozenset[str]:
         takers.update(mixers)
     # experts quantise their rows themselves
     takers.discard("moe")
-    recompute = draft.recipe.parallelism.recompute
-    recomputed = recompute.model_copy(update={"kind": draft["parallelism.recompute.kind"]}).alone
     found = set()
-    if takers and "norm" not in recomputed and norms_before_mixers(model.layer):
+    if takers and norms_before_mixers(model.layer):
         found.add("norm")
     has_gate = isinstance(model.mlp, GatedMlpSpec | ClampedMlpSpec) and not model.mlp.bias
-    if "mlp" in takers and has_gate and not recomputed & {"mlp", "activation"}:
+    if "mlp" in takers and has_gate:
         found.add("gated")
-    return frozenset(found)
+    if "attention" in takers and model.rotation_writes_gradient:
+        found.add("rope")
+    return may & found
 
 
 def number_format(draft: ResolverDraft) -> None:

@@ -373,6 +373,7 @@ _MODEL = {
     ),
     "kernel-norm": Example(("kernels.norm=triton",), ("kernels.norm=reference",), "kernels.norm"),
     "kernel-gated": Example(("kernels.gated=triton",), ("kernels.gated=reference",), "kernels.gated"),
+    "kernel-rope": Example(("kernels.rope=triton",), ("kernels.rope=reference",), "kernels.rope"),
     "kernel-fp8-cast": Example((_FP8, "kernels.fp8_cast=triton"), ("kernels.fp8_cast=reference",), "kernels.fp8_cast"),
     "kernel-scaled-product": Example(
         (_FP8, "kernels.scaled_product=torch"), ("kernels.scaled_product=reference",), "kernels.scaled_product"

@@ -168,6 +168,11 @@ def gated_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "gated")
 
 
+def rope_kernel_runs(case: Case) -> Problem | None:
+    """The implementation of rotary positions runs on the target, in the model's format."""
+    return _kernel(case, "rope")
+
+
 def fp8_cast_kernel_runs(case: Case) -> Problem | None:
     """The implementation of the cast to fp8 runs on the target."""
     if case.recipe.precision.kind != "fp8":

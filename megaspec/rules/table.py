@@ -115,6 +115,7 @@ RULES: dict[str, Rule] = {
     "kernel-unpermute": model_rules.unpermute_kernel_runs,
     "kernel-norm": model_rules.norm_kernel_runs,
     "kernel-gated": model_rules.gated_kernel_runs,
+    "kernel-rope": model_rules.rope_kernel_runs,
     "kernel-fp8-cast": model_rules.fp8_cast_kernel_runs,
     "kernel-scaled-product": model_rules.scaled_product_kernel_runs,
     "kernel-scaled-grouped": model_rules.scaled_grouped_kernel_runs,

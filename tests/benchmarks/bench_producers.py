@@ -1,4 +1,4 @@
-"""Launch choices of the Triton kernels of norms and gates, on a GPU: GB/s of each beside a plain copy.
+"""Launch choices of the Triton kernels of norms, gates and rotations, on a GPU: GB/s of each beside a plain copy.
 
   python tests/benchmarks/bench_producers.py 8b 1b
 
@@ -21,9 +21,13 @@ from megaspec_kernels.gated import triton as gates
 from megaspec_kernels.gated.form import GatedForm
 from megaspec_kernels.norm import triton as norms
 from megaspec_kernels.norm.form import NormForm
+from megaspec_kernels.rope import triton as rotations
+from megaspec_kernels.rope.bench import angles
+from megaspec_kernels.rope.form import Heads
 
 # Tokens, features of the stream, features of the gate.
 SIZES = {"8b": (8192, 4096, 14336), "1b": (16384, 2048, 8192)}
+HEADS = {"8b": Heads(32, 8, 128), "1b": Heads(32, 8, 64)}
 RMS = NormForm("rms", "scale", 1e-5).code
 SILU = GatedForm("silu").code
 
@@ -92,6 +96,25 @@ def of_gates(M: int, F: int) -> Iterator[tuple[str, float]]:
         yield f"gate in fp8, backward, {tile}", rate(call, 10 * M * F)
 
 
+def of_rotations(M: int, heads: Heads) -> Iterator[tuple[str, float]]:
+    """Of two sequences."""
+    qkv = bf16(2, M // 2, heads.width)
+    grads = tuple(bf16(2, M // 2, count, heads.size) for count in (heads.queries, heads.keys, heads.keys))
+    cos, sin = angles(M // 2, half=heads.size // 2, device=qkv.device)
+    for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
+        rotations.BLOCK, rotations.WARPS = block, warps
+        name = f"{block} features of a half, {warps} warps"
+        call = partial(rotations.rope_forward, qkv, cos, sin, *heads)
+        yield f"rotation forward, {name}", rate(call, 4 * M * heads.turned * heads.size)
+        call = partial(rotations.rope_backward, *grads, cos, sin)
+        yield f"rotation backward, {name}", rate(call, 4 * M * heads.width)
+    for rows, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
+        tile = rotations.Tile(rows, warps)
+        rotations.TILES[heads.size // 2] = tile
+        call = partial(rotations.rope_backward_in_fp8, *grads, cos, sin, known=known(torch.float8_e5m2))
+        yield f"rotation in fp8, backward, {tile}", rate(call, 4 * M * heads.width)
+
+
 def main() -> None:
     print(torch.cuda.get_device_name())
     x, y = bf16(8192, 14336), bf16(8192, 14336)
@@ -101,8 +124,10 @@ def main() -> None:
     bench.SECONDS = 0.02
     for size in sys.argv[1:] or ["8b"]:
         M, D, F = SIZES[size]
-        for name, found in (*of_norms(M, D), *of_gates(M, F)):
-            print(f"{found:7.0f} GB/s  {M} x {F if name.startswith('gate') else D}  {name}", flush=True)
+        heads = HEADS[size]
+        for width, rates in ((heads.width, of_rotations(M, heads)), (D, of_norms(M, D)), (F, of_gates(M, F))):
+            for name, found in rates:
+                print(f"{found:7.0f} GB/s  {M} x {width}  {name}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from megaspec.estimate.throughput import throughput_of
 from megaspec.recipe import Recipe
 from megaspec.resolve.fill import plainly_filled
 from megaspec.rules.run_facts import Facts
+from megaspec_kernels.catalog import CATALOG
 from tests.benchmarks import bench_train
 from tests.estimate.earlier import earlier_code
 
@@ -324,6 +325,10 @@ def recipe_of(line: Line, kind: str) -> Recipe:
             words += ["--set", f"kernels.{name}={implementation}"]
         for word in line["set"]:
             words += ["--set", word]
+        for operation in CATALOG:
+            # it had no name yet, and was plain
+            if operation not in line["kernels"]:
+                words += ["--set", f"kernels.{operation}=reference"]
     recipe = bench_train.recipe_of(bench_train.parser().parse_args(words), line["gpus"])
     gpu = HARDWARE[kind]
     target = Target(gpus=line["gpus"], gpu=gpu.name, sm=90, gpu_memory=gpu.memory, versions={"torch": "2.11.0"})

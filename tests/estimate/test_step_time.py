@@ -7,6 +7,7 @@ import pytest
 
 from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.layer_time import collective_seconds
+from megaspec.estimate.step_kinds import rank_work
 from megaspec.estimate.step_time import exposed_collectives, step_time
 from megaspec.estimate.throughput import throughput_of
 from megaspec.estimate.work import layer_parts
@@ -105,6 +106,34 @@ def test_fp8_is_faster_and_experts_cost_their_dispatch():
     assert 1.1 < wide / narrow < 1.6  # peers measure 1.33 with 4 micro batches
     experts = step_time(filled("mixtral_8x7b", gpus=64), H200, THROUGHPUT)
     assert experts.parts["expert parallel"] > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_kernels_that_write_fp8_save_the_casts(tp):
+    """By hand for 16 layers of 8B, 2 bytes read and 2 written of each number: of what a gate makes and the gradients
+    that it gives on, and of that of queries, keys and values; the rotation's backward pass, which else runs beside
+    another operation, moves a head's numbers once less, but values once more."""
+    words = ("precision.recipe=delayed", "precision.first_layers_bf16=0", "precision.last_layers_bf16=0")
+    words = (*words, f"parallelism.tp={tp}")
+
+    def moved(**kernels):
+        names = {"norm": "reference", "gated": "reference", "rope": "reference"} | kernels
+        choices = (f"kernels.{operation}={name}" for operation, name in names.items())
+        recipe = shaped("llama3_8b_half", *words, *choices, gpus=tp, precision="fp8")
+        return rank_work(recipe, 0).element_wise_bytes
+
+    def moved_in_bf16(**kernels):
+        choices = (f"kernels.{operation}={name}" for operation, name in kernels.items())
+        recipe = shaped("llama3_8b_half", f"parallelism.tp={tp}", *choices, gpus=tp)
+        return rank_work(recipe, 0).element_wise_bytes
+
+    plain = moved()
+    assert plain - moved(gated="triton") == 16 * 8192 * 4 * 3 * 14336 / tp
+    assert plain - moved(rope="triton") == 16 * 8192 * (4 * 6144 + 2 * 4096) / tp
+    # what ranks gather behind a norm they quantise themselves
+    casts = 16 * 8192 * 4 * 2 * 4096 if tp == 1 else 0
+    kernel = moved_in_bf16(norm="reference") - moved_in_bf16(norm="triton")
+    assert plain - moved(norm="triton") == kernel + casts
 
 
 def test_attention_that_is_written_out_takes_longer():

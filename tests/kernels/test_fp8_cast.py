@@ -292,6 +292,8 @@ def test_every_tile_of_triton_turns_rows_round(device) -> None:
     x8 = torch.arange(272 * 384, dtype=torch.int32).to(torch.uint8).view(272, 384).view(E4M3)
     for tile in TILES.values():
         assert same_bits(triton.columns(x8.to(device), tile=tile), x8.view(torch.uint8).t().contiguous()), tile
+
+
 @pytest.mark.parametrize("tile", CUDA_TILES.values(), ids=list(CUDA_TILES))
 def test_every_tile_in_cuda_makes_the_same_bits(tile, device) -> None:
     """Whole tiles and parts of some, with and without numbers that are not finite and that saturate, in one of them."""

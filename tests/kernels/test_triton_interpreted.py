@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
         ("test_norm.py", 130),
         ("test_gated.py", 120),
         ("test_gated_weighted.py", 22),
+        ("test_rope.py", 80),
         ("test_fp8_groups.py", 36),
         ("test_grad_norm.py", 20),
     ],

@@ -1,4 +1,5 @@
-"""Layers with the Triton kernels of norms and gates, in Triton's interpreter: what they compute and what they keep.
+"""Layers with the Triton kernels of norms, gates and rotations, in Triton's interpreter: what they compute and what
+they keep.
 
 The interpreter must be chosen when Triton is imported, so that they run in a process of their own: test_interpreted.
 """
@@ -26,7 +27,7 @@ from tests.nn.test_random_specs import OPTIONS, SEQUENCES, check_kept, model_of
 
 ROOT = Path(__file__).parents[2]
 INTERPRETED = triton.triton is not None and triton.triton.knobs.runtime.interpret
-FUSED = {"kernels.norm": "triton", "kernels.gated": "triton"}
+FUSED = {"kernels.norm": "triton", "kernels.gated": "triton", "kernels.rope": "triton"}
 LLAMA: dict[str, Any] = {
     "kind": "decoder",
     "n_layers": 2,

@@ -9,7 +9,7 @@ import torch
 
 from megaspec.nn.decoder import document_positions
 from megaspec.nn.rope.frequencies import inverse_frequencies
-from megaspec.nn.rope.module import Rope, rotate
+from megaspec.nn.rope.module import Rope
 from megaspec.nn.rope.spec import (
     DynamicRopeScaling,
     LinearRopeScaling,
@@ -21,6 +21,7 @@ from megaspec.nn.rope.spec import (
     RotarySpec,
     YarnRopeScaling,
 )
+from megaspec_kernels.rope.reference import rotate
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rope.json").read_text())["rope"]
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from megaspec.core.part_facts import Linear
-from megaspec.verify.parity import TOLERANCES, compare
+from megaspec.verify.parity import TOLERANCES, Trajectory, compare
 from tests.conftest import Tell
+from tests.nn.plain_producers import OPERATIONS
+from tests.nn.plain_producers import train as train_with_producers
 from tests.parity.bugs import FP8, Bug
 from tests.parity.cases import Case, alone, empty_of
 from tests.parity.checks import check
@@ -86,6 +88,38 @@ GATHERS = [
     Case(tp=2, dp=2, strategy="fsdp", sequence=True, router="softmax", etp=2, experts="clamped", accumulate=2),
 ]
 FP8_FACTS = "megaspec.nn.fp8_facts"
+# Norms, gates and rotations that write fp8 themselves.
+WRITTEN = [
+    Case(tp=2, precision="fp8 delayed", mask="uneven", accumulate=2),
+    Case(tp=2, sequence=True, precision="fp8 delayed", mask="uneven", kv_heads=2, accumulate=2),
+    Case(
+        tp=2, dp=2, sequence=True, strategy="fsdp", precision="fp8 delayed", accumulate=2,
+        also=(("parallelism.recompute", {"kind": "full"}),),
+    ),
+    Case(tp=2, pp=2, schedule="zb_v", virtual=2, n_layers=4, precision="fp8 delayed", accumulate=4),
+    Case(tp=2, sequence=True, precision="fp8 delayed", router="softmax", ep=2, accumulate=2, every=2, n_layers=4),
+    Case(tp=2, sequence=True, precision="fp8 delayed", compile="block", accumulate=2),
+]  # fmt: skip
+WRITING_BUGS = {
+    "largest elements of a rank's own part": Patch(
+        "megaspec.parallelism.fp8", "dist.all_reduce(self._seen, dist.ReduceOp.MAX, group=group)", "pass"
+    ),
+    "turned the other way": Patch(
+        "megaspec.nn.fp8_producers",
+        "producer.backward_in_fp8(grad_q, grad_k, grad_v, cos, sin, known=known)",
+        "producer.backward_in_fp8(grad_q, grad_k, grad_v, cos, -sin, known=known)",
+    ),
+    "a scale twice as large": Patch(
+        "megaspec.parallelism.fp8_linear",
+        "Fp8Slots(grad_MO, grad_OM, grad_scale)",
+        "Fp8Slots(grad_MO, grad_OM, 2 * grad_scale)",
+    ),
+}
+# What one rank quantises otherwise: in parts of sequences, and gradients of keys that two ranks have a part of each.
+WRITTEN_IN_PARTS = [
+    Case(cp=2, precision="fp8 delayed", mask="uneven", accumulate=2),
+    Case(tp=4, sequence=True, precision="fp8 delayed", kv_heads=2, accumulate=2, documents=True),
+]
 STEPS = 3
 
 
@@ -131,6 +165,44 @@ def test_tokens_quantised_before_they_are_gathered_are_those_of_the_whole() -> N
             assert first.norms == second.norms, recipe
             for name, weight in first.weights.values.items():
                 assert torch.equal(weight, second.weights.values[name]), (recipe, name)
+
+
+def writing(pool: RankPool, case: Case) -> Trajectory:
+    """With plain operations in the place of kernels that write fp8 themselves."""
+    named = replace(case, also=(*case.also, *((f"kernels.{name}", "triton") for name in OPERATIONS)))
+    (first, *_) = pool.run(train_with_producers, named, empty_of(case), STEPS, ranks=case.ranks)
+    calls = first["calls"]
+    # what tensor-parallel ranks gather behind a norm they quantise themselves
+    assert (calls.pop("norm") == 0) == (case.tp > 1)
+    assert all(calls.values()), calls
+    return trajectory_of(first["trajectory"])
+
+
+@pytest.mark.parametrize("case", WRITTEN, ids=str)
+def test_what_kernels_write_is_what_one_rank_quantises(pool: RankPool, case: Case, tell: Tell) -> None:
+    findings = compare(writing(pool, case), truth_of(case, steps=STEPS), TOLERANCES["fp64"])
+    tell(f"{case}: {findings[0]}")
+    assert all(one.passed for one in findings), findings[0]
+
+
+@pytest.mark.parametrize("bug", WRITING_BUGS)
+def test_bugs_of_kernels_that_write_are_caught(bug: str, tell: Tell) -> None:
+    patch = WRITING_BUGS[bug]
+    check_patch(patch)
+    case = WRITTEN[0]
+    with RankPool(patches=(patch,)) as ranks:
+        findings = compare(writing(ranks, case), truth_of(case, steps=STEPS), TOLERANCES["fp64"])
+    fired = [f for f in findings if not f.passed and f.tolerance]
+    assert fired, f"not caught: {findings[0]}"
+    tell(f"{bug}: {fired[0]}, margin {fired[0].margin:.0e}")
+    assert fired[0].margin >= 100
+
+
+@pytest.mark.parametrize("case", WRITTEN_IN_PARTS, ids=str)
+def test_what_kernels_write_is_what_layers_quantise(pool: RankPool, case: Case, tell: Tell) -> None:
+    findings = compare(writing(pool, case), run_case(pool, case, steps=STEPS), TOLERANCES["fp64"])
+    tell(f"{case}: {findings[0]}")
+    assert all(one.passed for one in findings), findings[0]
 
 
 def test_the_grid_is_felt() -> None:

@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
+from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
 from megaspec.resolve.resolver import resolve, settle
 from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec, open_fields
 from tests.pace import within
+from tests.resolve.planned import RANDOM
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
@@ -21,6 +23,9 @@ FACTS = Facts(run_dir="runs/hello", vocab_size=257, train_tokens=10**6, valid_to
 
 # What the cases below count on, whatever the recipe says.
 BASE = ("train.steps=120", "train.global_batch=16", "optim.schedule.warmup_steps=10")
+
+
+VERSIONS = {"torch": "2.13.0", "transformer-engine": "2.9"}
 
 
 def spec_of(*overrides, target=CPU, name="hello", facts=FACTS):
@@ -223,3 +228,41 @@ def test_what_a_search_would_start_from_is_told_where_it_is_out_of_bounds():
     composed = compose("hello", ("parallelism=auto", "model.d_model=1000000000000000000"))
     with pytest.raises(RecipeError, match=r"model\.d_ffn=2666666666666666624"):
         settle(composed.recipe, H200.model_copy(update={"gpu_memory": 143771 << 20}), FACTS, composed.origins)
+
+
+@pytest.mark.parametrize(
+    ("words", "writing"),
+    [
+        ((), ("norm", "gated", "rope")),
+        (("parallelism.tp=2",), ("gated", "rope")),
+        (("parallelism.recompute.kind=full",), ("norm", "gated", "rope")),
+        (("parallelism.recompute.kind=selective",), ()),
+        (("precision.recipe=tensorwise",), ()),
+        (("kernels.linear=te",), ()),
+        (("model=qwen3_8b",), ("norm", "gated")),
+        (("model=qwen2_5_7b",), ("norm", "gated")),
+    ],
+    ids=str,
+)
+def test_kernels_that_write_fp8_are_taken_where_they_may(words: tuple[str, ...], writing: tuple[str, ...]):
+    """Norms of heads stand between Qwen 3's product and its positions; Qwen 2.5's product has a bias."""
+    composed = compose(
+        "hello",
+        (
+            "model=llama3_8b_half",
+            "precision=fp8",
+            "precision.recipe=delayed",
+            "data.seq_len=8192",
+            "train.micro_batch=1",
+            *RANDOM,
+            *words,
+        ),
+    )
+    kind = HARDWARE["H100"]
+    target = Target(gpus=2, gpu=kind.name, sm=kind.sm, gpu_memory=kind.memory, cores=16, versions=VERSIONS)
+    found = settle(composed.recipe, target, replace(FACTS, vocab_size=None), composed.origins)
+    reasons = {decision.key: decision.reason for decision in found.decisions}
+    for operation in ("norm", "gated", "rope"):
+        name = "triton" if operation in writing else "reference"
+        assert getattr(found.recipe.kernels, operation) == name, operation
+        assert ("writes fp8 itself" in reasons[f"kernels.{operation}"]) == (operation in writing)

@@ -1,5 +1,6 @@
 """A decoder's facts: which part stands where."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megaspec.core.part_facts import PartFacts
@@ -78,14 +79,24 @@ def _sublayer(
 ) -> SubLayer:
     drops = spec.dropout > 0
     if mixer == "attention":
-        return SubLayer("attention", _attention(spec, layer_type, input_kept), pre, post, takes_stream=takes_stream)
+        mix = _attention(spec, layer_type, input_kept)
+        return SubLayer("attention", _behind(pre, mix, spec), pre, post, takes_stream=takes_stream)
     if mixer == "mlp":
         place = FeedForwardPlace(_FEED_FORWARD, input_kept, dropout=drops)
         mix = spec.mlp.facts(d_model=spec.d_model, d_ffn=spec.d_ffn, place=place)
-        return SubLayer("feed-forward", mix, pre, post, takes_stream=takes_stream)
+        return SubLayer("feed-forward", _behind(pre, mix, spec), pre, post, takes_stream=takes_stream)
     place = ExpertsPlace(spec.d_model, input_kept, _FEED_FORWARD, dropout=drops)
     shared = shared_facts(spec.moe, spec.mlp, place)
     return SubLayer("experts", moe_facts(spec.moe, spec.mlp, place), pre, post, shared, takes_stream)
+
+
+def _behind(norm: PartFacts | None, mix: PartFacts, spec: "DecoderSpec") -> PartFacts:
+    """A mixer whose first linear is the only one that takes what the norm makes, if it is."""
+    first, *others = mix.linears
+    is_shared = isinstance(spec.layer, ParallelLayer) or first.input_kept in [one.input_kept for one in others]
+    if norm is None or is_shared:
+        return mix
+    return replace(mix, linears=(replace(first, input_by="norm"), *others))
 
 
 def _attention(spec: "DecoderSpec", layer_type: "LayerType", input_kept: str) -> PartFacts:

@@ -99,7 +99,9 @@ class _Parts:
         if not positions.is_rotary:
             return None
         number = list(self.tables).index(positions)
-        return self.tables[positions].rotation(number)
+        rotation = self.tables[positions].rotation(number)
+        rotation.kernel = self.kernels.rope
+        return rotation
 
     def attention(self, layer_type: LayerType, name: str) -> nn.Module:
         spec = self.spec

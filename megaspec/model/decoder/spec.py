@@ -115,6 +115,10 @@ class DecoderSpec(TransformerSpec):
     def caps_scores(self) -> bool:
         return self.attention.caps_scores
 
+    @property
+    def rotation_writes_gradient(self) -> bool:
+        return self.attention.writes_gradient and bool(self.rotary_tables)
+
     def hides_keys(self, seq_len: int) -> bool:
         for mixers, layer_type in zip(self.mixers, self.types, strict=True):
             if "attention" in mixers and self.attention_of(layer_type).sight.hides_keys(seq_len):

@@ -69,6 +69,7 @@ def attention_facts(
         "attention",
         bias=spec.qkv_bias,
         input_kept=place.input_kept,
+        gradient_by="rope" if place.is_rotary and spec.writes_gradient else "",
     )
     wo = Linear(
         "attn.wo",
@@ -198,6 +199,11 @@ def _moved(spec: "GroupedQuerySpec", products: AttentionProducts, place: Attenti
         forward.append((2, products.outputs))
         backward.append((2, products.outputs))
     moved = (Moved("core_attention", tuple(forward), tuple(backward)),)
+    if place.is_rotary and spec.turns_product and spec.qk_norm == "none" and not spec.sinks:
+        # backward it reads the gradients of all three and writes that of their product
+        all_three = ((2, queries), (2, keys), (2, values))
+        of_kernel = Moved("core_attention", tuple(forward), all_three, is_fused=True)
+        moved = (replace(moved[0], operation="rope", of_kernel=of_kernel),)
     if not spec.output_gate:
         return moved
     # output and gate are read, their product is written; backward, its gradient is read and both of theirs are written

@@ -13,6 +13,7 @@ from megaspec.core.part_facts import ALL_OF_THE_PAST, Sight
 from megaspec.nn.attention.spec import GroupedQuerySpec, LogTemperature
 from megaspec.nn.dropout import Dropout, Noise
 from megaspec.nn.fp8 import Fp8Input
+from megaspec.nn.fp8_producers import turned
 from megaspec.nn.hashing import keep_mask, site_key
 from megaspec.nn.linear import Linear
 from megaspec.nn.norm.module import RmsNorm
@@ -23,6 +24,7 @@ from megaspec.nn.rope.module import Angles, Rotation
 from megaspec_kernels.attention.documents import Documents, chunks_of
 from megaspec_kernels.attention.scoring import PLAIN, Scoring
 from megaspec_kernels.registry import AttentionKernel
+from megaspec_kernels.rope.form import Heads
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,8 @@ class Attention(nn.Module):
     """
 
     recompute_parts = frozenset({"core_attention"})
+    fp8_producer = ""
+    """The implementation of the rotation that writes the gradient of wqkv in fp8; none: that layer does."""
 
     def __init__(
         self,
@@ -246,6 +250,7 @@ class Attention(nn.Module):
         if spec.sinks:
             self.sinks = nn.Parameter(torch.empty(n_heads))
         self.rotation = rotation
+        self.turns_product = rotation is not None and spec.turns_product
         self.core = core
         self.dropout = out
 
@@ -261,7 +266,40 @@ class Attention(nn.Module):
             return None
         return self.wqkv
 
+    @property
+    def heads(self) -> Heads:
+        """Of this rank, in the product of all three."""
+        return Heads(self.local_heads, self.wqkv.parts[1] // self.d_head, self.d_head)
+
     def forward(self, x_BTD: Tensor | Fp8Input, context: SequenceContext) -> Tensor:
+        if self.turns_product:
+            q, k, v = self._turned(x_BTD, context)
+            gate = None
+        else:
+            q, k, v, gate = self._made(x_BTD, context)
+        with marked(ATTENTION):
+            o_BTI = self.core(q, k, v, context, self.sinks).flatten(-2)
+        if gate is not None:
+            o_BTI = o_BTI * torch.sigmoid(gate)
+        return self.dropout(self.wo(o_BTI), context.noise)
+
+    def _turned(self, x_BTD: Tensor | Fp8Input, context: SequenceContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, where nothing stands between their product and the rotation."""
+        if self.fp8_producer:
+            cos, sin = self.rotation.of(context.angles)
+            qkv_BTC, slots = self.wqkv.with_slots(x_BTD)
+            q, k, v = turned(
+                qkv_BTC, slots, cos, sin, heads=self.heads, implementation=self.fp8_producer, before=self.wqkv
+            )
+        else:
+            q, k, v = self.rotation.of_product(self.wqkv(x_BTD), self.heads, context.angles)
+        if self.l2_norm is not None:
+            q = self.l2_norm(q)
+            k = self.l2_norm(k)
+        return q, k, v
+
+    def _made(self, x_BTD: Tensor | Fp8Input, context: SequenceContext) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values, step by step, and what the output's gate is made of."""
         q, k, v, *gate = self.wqkv(x_BTD).split(self.wqkv.parts, dim=-1)
         if self.mean_squares is not None:
             q, k = self._normed_whole(q, k)
@@ -273,11 +311,7 @@ class Attention(nn.Module):
             most = self.spec.clip_qkv
             q, k, v = (part.clamp(-most, most) for part in (q, k, v))
         q, k = self._at_positions(q, k, context)
-        with marked(ATTENTION):
-            o_BTI = self.core(q, k, v, context, self.sinks).flatten(-2)
-        if gate:
-            o_BTI = o_BTI * torch.sigmoid(gate[0])
-        return self.dropout(self.wo(o_BTI), context.noise)
+        return q, k, v, gate[0] if gate else None
 
     def _normed_whole(self, q_BTI: Tensor, k_BTI: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys normed over all heads of a token."""

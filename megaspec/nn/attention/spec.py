@@ -84,6 +84,16 @@ class AttentionSpec(Frozen):
         """It needs a kernel that caps attention scores."""
         return False
 
+    @property
+    def turns_product(self) -> bool:
+        """Nothing stands between rotary positions and the one product that makes queries, keys and values."""
+        return False
+
+    @property
+    def writes_gradient(self) -> bool:
+        """The rotation's backward pass makes all that the gradients of that product are made of."""
+        return False
+
     def facts(self, *, n_heads: int, n_kv_heads: int, d_head: int, place: AttentionPlace) -> PartFacts:
         """Of the attention of one layer."""
         raise NotImplementedError
@@ -130,6 +140,15 @@ class GroupedQuerySpec(AttentionSpec):
     @property
     def caps_scores(self) -> bool:
         return self.score_cap is not None
+
+    @property
+    def turns_product(self) -> bool:
+        return self.qk_norm in ("none", "l2") and self.clip_qkv is None and not self.output_gate
+
+    @property
+    def writes_gradient(self) -> bool:
+        # a bias's gradient sums what the layer must not have but in fp8
+        return self.turns_product and not self.qkv_bias
 
     def facts(self, *, n_heads: int, n_kv_heads: int, d_head: int, place: AttentionPlace) -> PartFacts:
         return attention_facts(self, n_heads=n_heads, n_kv_heads=n_kv_heads, d_head=d_head, place=place)

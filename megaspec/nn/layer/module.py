@@ -95,6 +95,13 @@ class Layer(nn.Module):
             if sublayer.pre:
                 yield getattr(self, sublayer.pre), getattr(self, sublayer.mix)
 
+    def mixers(self) -> Iterator[nn.Module]:
+        """What its sub-layers compute."""
+        for sublayer in self.traced:
+            yield getattr(self, sublayer.mix)
+        if self.last is not None:
+            yield getattr(self, self.last.mix)
+
     def compile_parts(self, *, options: Options | None = None) -> None:
         """Compiles what can be traced: all of it, or with experts `lead` and what Moe.compile_parts says."""
         if self.last is None:

@@ -50,6 +50,8 @@ def mlp_facts(
         bias=bias,
         recomputed_with=place.freed_by[0],
         input_kept=place.input_kept,
+        # with a bias, whose gradient is made of the output's, the layer quantises that
+        gradient_by="" if bias else activation.operation,
     )
     last = Linear(
         f"{place.name}.w_down",
@@ -60,6 +62,7 @@ def mlp_facts(
         is_residual=True,
         recomputed_with=place.freed_by[0],
         input_kept=f"{place.name}.out",
+        input_by=first.gradient_by,
     )
     return PartFacts(
         linears=(first, last),

@@ -108,6 +108,9 @@ def _routed(linear: Linear, spec: MoeSpec, name: str, dense_name: str) -> Linear
         tokens="routed",
         n_experts=spec.n_experts,
         active_experts=spec.top_k,
+        # experts quantise all that they take
+        input_by="",
+        gradient_by="",
         dense_name=dense_name + linear.name.removeprefix(name),
     )
 

@@ -1,6 +1,7 @@
 """Rotary position embedding (Su et al. 2021)."""
 
-# B sequences, T tokens, N heads, H head size, R features of a head that turn
+# B sequences, T tokens, N heads, H head size, R features of a head that turn, C features of a token in the product of
+# queries, keys and values
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from megaspec.nn.rope.frequencies import inverse_frequencies
 from megaspec.nn.rope.spec import RotarySpec
+from megaspec_kernels.registry import REGISTRY, RopeKernel
+from megaspec_kernels.rope.form import Heads, Turned
+from megaspec_kernels.rope.reference import rotate
 
 Angles = tuple[Tensor, Tensor]
 """Cosine and sine, each [T or B T, R / 2]."""
@@ -91,31 +95,14 @@ class Rope(nn.Module):
         return torch.stack(cosines).to(self.cos_TH), torch.stack(sines).to(self.sin_TH)
 
 
-def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + R/2) of the first R features of each head, the pairing of Hugging Face's Llama, in at
-    least fp32; other features stay."""
-    d_head = x_BTNH.shape[-1]
-    d_rotary = 2 * cos.shape[-1]
-    turned = x_BTNH
-    rest = None
-    if d_rotary < d_head:
-        turned, rest = x_BTNH.split((d_rotary, d_head - d_rotary), dim=-1)
-    wide = torch.promote_types(x_BTNH.dtype, torch.float32)
-    a, b = turned.to(wide).chunk(2, dim=-1)
-    # the same angles for every head
-    cos = cos.unsqueeze(-2)
-    sin = sin.unsqueeze(-2)
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BTNH.dtype)
-    if rest is None:
-        return turned
-    return torch.cat((turned, rest), dim=-1)
-
-
 class Rotation(nn.Module):
     """Turns the query and key heads of one layer by the angles of their positions.
 
     [B, T, N, H], [B, T, K, H] -> the same shapes
     """
+
+    kernel: RopeKernel = REGISTRY["rope"]["reference"]
+    """The slot of its implementation, for heads as their product has them."""
 
     def __init__(self, table: int):
         """`table`: number of the layer's angles among those of the model."""
@@ -124,8 +111,16 @@ class Rotation(nn.Module):
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, angles: tuple[Angles, ...]) -> tuple[Tensor, Tensor]:
         """`angles`: of every table of the model, SequenceContext.angles."""
-        cos, sin = angles[self.table]
+        cos, sin = self.of(angles)
         return rotate(q_BTNH, cos, sin), rotate(k_BTKH, cos, sin)
+
+    def of_product(self, qkv_BTC: Tensor, heads: Heads, angles: tuple[Angles, ...]) -> Turned:
+        """Of heads that nothing has changed since the product that made them."""
+        return self.kernel.rope(qkv_BTC, *self.of(angles), heads=heads)
+
+    def of(self, angles: tuple[Angles, ...]) -> Angles:
+        """Those that this layer turns by."""
+        return angles[self.table]
 
 
 @dataclass(frozen=True)

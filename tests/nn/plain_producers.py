@@ -1,0 +1,177 @@
+"""Plain operations in the place of kernels that write fp8: in fp64 but for the grid. tests/kernels holds the kernels
+to the same numbers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaspec_kernels.fp8_cast import reference as fp8_cast
+from megaspec_kernels.fp8_cast.formats import Known
+from megaspec_kernels.fp8_cast.tile import Written
+from megaspec_kernels.gated import reference as gated_reference
+from megaspec_kernels.gated.form import GatedForm
+from megaspec_kernels.gated.form import decoded as decoded_gate
+from megaspec_kernels.norm import reference as norm_reference
+from megaspec_kernels.norm.form import NormForm, decoded
+from megaspec_kernels.norm.triton import NormGradients, NormInFp8
+from megaspec_kernels.registry import (
+    REGISTRY,
+    GatedKernel,
+    GatedProducer,
+    NormKernel,
+    NormProducer,
+    RopeKernel,
+    RopeProducer,
+)
+from megaspec_kernels.rope import reference as rope_reference
+from megaspec_kernels.rope.form import Heads
+from tests.parity import tasks
+from tests.parity.cases import Case, Empty
+
+OPERATIONS = ("norm", "gated", "rope")
+
+
+def normed(x: Tensor, weight: Tensor | None, bias: Tensor | None, code: str) -> Tensor:
+    form = decoded(code)
+    return norm_reference.norm(x, weight, bias, form=NormForm(form.kind, form.gain, form.eps))
+
+
+def norm_forward(
+    x: Tensor, term: Tensor | None, weight: Tensor | None, bias: Tensor | None, code: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(0)
+    summed = x
+    if term is not None:
+        total = x + decoded(code).scale * term
+        summed = total
+    return total, normed(summed, weight, bias, code).clone(), x.new_empty(0)
+
+
+def written(x: Tensor, known: Known) -> Written:
+    scale = known.scale.clone().view(1, 1)
+    rows, columns = fp8_cast.cast(
+        x.flatten(0, -2),
+        scale,
+        block=(None, None),
+        dtype=known.dtype,
+        columns=True,
+        seen=known.seen,
+        saturated=known.saturated,
+    )
+    return Written(rows, columns, scale)
+
+
+def norm_in_fp8(*inputs: Any, known: Known) -> NormInFp8:
+    calls["norm"] += 1
+    total, y, statistics = norm_forward(*inputs)
+    return NormInFp8(total, written(y, known), statistics)
+
+
+@torch.enable_grad()
+def norm_gradients(
+    grad: Tensor,
+    grad_stream: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    code: str,
+    *,
+    has_term: bool,
+    needs: tuple[bool, bool],
+) -> NormGradients:
+    leaf = x.detach().requires_grad_()
+    vector = weight.detach().requires_grad_()
+    grad_x, grad_weight = torch.autograd.grad(normed(leaf, vector, None, code), (leaf, vector), grad)
+    if grad_stream is not None:
+        grad_x = grad_x + grad_stream
+    return NormGradients(grad_x, decoded(code).scale * grad_x, grad_weight if needs[0] else None, None)
+
+
+def gate_of(code: str) -> GatedForm:
+    form = decoded_gate(code)
+    return GatedForm(form.activation, form.limit if form.has_limit else None, form.alpha)
+
+
+def gated_forward(gate_up: Tensor, code: str) -> Tensor:
+    return gated_reference.gated(gate_up, form=gate_of(code))
+
+
+def gated_in_fp8(gate_up: Tensor, code: str, *, known: Known) -> Written:
+    calls["gate"] += 1
+    return written(gated_forward(gate_up, code), known)
+
+
+def gated_backward(grad: Tensor, gate_up: Tensor, code: str) -> Tensor:
+    """Written out: inside of an operation autograd records nothing. silu alone without a limit."""
+    form = gate_of(code)
+    gate, up = gate_up.chunk(2, dim=-1)
+    alpha = 1.0
+    inside_gate = inside_up = torch.ones_like(gate)
+    if form.limit is not None:
+        inside_gate = (gate <= form.limit).to(gate.dtype)
+        inside_up = (up.abs() <= form.limit).to(gate.dtype)
+        gate = gate.clamp(max=form.limit)
+        up = up.clamp(-form.limit, form.limit) + 1
+        alpha = form.alpha
+    share = torch.sigmoid(alpha * gate)
+    slope = share * (1 + alpha * gate * (1 - share))
+    return torch.cat((grad * up * slope * inside_gate, grad * gate * share * inside_up), dim=-1)
+
+
+def gated_backward_in_fp8(grad: Tensor, gate_up: Tensor, code: str, *, known: Known) -> Written:
+    calls["gradient"] += 1
+    return written(gated_backward(grad, gate_up, code), known)
+
+
+def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, keys: int, size: int) -> tuple[Tensor, Tensor]:
+    turned = rope_reference.rope(qkv, cos, sin, heads=Heads(queries, keys, size))
+    return turned.q_BTNH, turned.k_BTKH
+
+
+def rope_backward(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """By the angles the other way round."""
+    parts = (rope_reference.rotate(grad_q, cos, -sin), rope_reference.rotate(grad_k, cos, -sin), grad_v)
+    return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+
+
+def rope_backward_in_fp8(*inputs: Tensor, known: Known) -> Written:
+    calls["rope"] += 1
+    return written(rope_backward(*inputs), known)
+
+
+calls: dict[str, int] = {}
+
+_NORMS = (norm_reference.norm, norm_reference.norm_of_stream, norm_reference.norm_of_sum)
+_PLAIN = {
+    "norm": NormKernel(*_NORMS, NormProducer("triton", norm_forward, norm_in_fp8, norm_gradients)),
+    "gated": GatedKernel(
+        gated_reference.gated,
+        GatedProducer("triton", gated_forward, gated_in_fp8, gated_backward, gated_backward_in_fp8),
+    ),
+    "rope": RopeKernel(rope_reference.rope, RopeProducer("triton", rope_forward, rope_backward, rope_backward_in_fp8)),
+}
+
+
+@contextmanager
+def plain_producers() -> Iterator[dict[str, int]]:
+    """In here they stand for `triton`. -> how often each has written fp8."""
+    held = {}
+    for operation, plain in _PLAIN.items():
+        held[operation] = REGISTRY[operation]["triton"]
+        REGISTRY[operation]["triton"] = plain
+    calls.update(norm=0, gate=0, gradient=0, rope=0)
+    try:
+        yield calls
+    finally:
+        for operation, fast in held.items():
+            REGISTRY[operation]["triton"] = fast
+
+
+def train(rank: int, case: Case, empty: Empty, steps: int) -> dict[str, Any]:
+    """tasks.train with them. -> the trajectory, from rank 0, and the calls."""
+    with plain_producers() as calls:
+        trajectory = tasks.train(rank, case, empty, steps)
+        return {"trajectory": trajectory, "calls": dict(calls)}
