@@ -135,25 +135,25 @@ def selective(parts):
 @pytest.mark.parametrize(
     ("overrides", "writers"),
     [
-        ((), {"norm", "gated"}),
-        ((selective("null"),), {"norm", "gated"}),
-        ((selective("[core_attention]"),), {"norm", "gated"}),
-        (("parallelism.recompute.kind=full",), {"norm", "gated"}),
-        ((selective("[norm]"),), {"gated"}),
-        ((selective("[activation]"),), {"norm"}),
-        ((selective("[core_attention, mlp]"),), {"norm"}),
-        ((selective("[norm, mlp]"),), set()),
-        ((EXPERTS,), {"norm", "gated"}),
+        ((), {"norm", "gated", "rope"}),
+        ((selective("null"),), {"norm", "gated", "rope"}),
+        ((selective("[core_attention]"),), {"norm", "gated", "rope"}),
+        (("parallelism.recompute.kind=full",), {"norm", "gated", "rope"}),
+        ((selective("[norm]"),), {"gated", "rope"}),
+        ((selective("[activation]"),), {"norm", "rope"}),
+        ((selective("[core_attention, mlp]"),), {"norm", "rope"}),
+        ((selective("[norm, mlp]"),), {"rope"}),
+        ((EXPERTS,), {"norm", "gated", "rope"}),
         # the only gates are those of experts, which quantise their rows themselves
-        ((EXPERTS, "precision.first_layers_bf16=1"), {"norm"}),
-        (("model.mlp={kind: plain}",), {"norm"}),
-        (("model.mlp={kind: gated, bias: true}",), {"norm"}),
-        (("model.layer={kind: parallel}",), {"gated"}),
-        (("model.layer={kind: sequential, norms: post}",), {"gated"}),
-        (("model.layer={kind: flat, mixers: [attention, attention, mlp, attention]}",), {"norm", "gated"}),
-        (("model.layer={kind: flat, mixers: [attention, attention, attention, attention]}",), {"norm"}),
+        ((EXPERTS, "precision.first_layers_bf16=1"), {"norm", "rope"}),
+        (("model.mlp={kind: plain}",), {"norm", "rope"}),
+        (("model.mlp={kind: gated, bias: true}",), {"norm", "rope"}),
+        (("model.layer={kind: parallel}",), {"gated", "rope"}),
+        (("model.layer={kind: sequential, norms: post}",), {"gated", "rope"}),
+        (("model.layer={kind: flat, mixers: [attention, attention, mlp, attention]}",), {"norm", "gated", "rope"}),
+        (("model.layer={kind: flat, mixers: [attention, attention, attention, attention]}",), {"norm", "rope"}),
         (("precision.recipe=tensorwise",), set()),
-        (("parallelism.tp=2",), set()),
+        (("parallelism.tp=2",), {"gated", "rope"}),
     ],
     ids=str,
 )
@@ -164,8 +164,7 @@ def test_kernels_that_write_fp8_are_taken_where_they_do(overrides, writers):
         if "writes fp8 itself" in decision.reason:
             found.add(decision.key.removeprefix("kernels."))
     assert found == writers
-    for operation in ("norm", "gated"):
-        assert getattr(spec.kernels, operation) == ("triton" if operation in writers else "reference")
+    assert spec.kernels.rope == ("triton" if "rope" in writers else "reference")
 
 
 def test_what_was_set_is_never_decided():
