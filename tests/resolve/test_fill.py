@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from megaspec.compose.compose import compose
 from megaspec.core.errors import RecipeError
-from megaspec.estimate.hardware import HARDWARE
 from megaspec.estimate.target import Target
+from megaspec.precision.spec import may_write_fp8
 from megaspec.resolve.resolver import resolve, settle
 from megaspec.rules.run_facts import Facts
 from megaspec.spec import Spec, open_fields
 from tests.pace import within
-from tests.resolve.planned import RANDOM
 
 CPU = Target(cores=2, versions={"torch": "2.13.0+cpu", "tensorboard": "2.21.0"})
 H200 = Target(gpus=8, gpu="NVIDIA H200", sm=90, cores=64, versions={"torch": "2.13.0"})
@@ -154,6 +153,9 @@ def selective(parts):
         (("model.layer={kind: flat, mixers: [attention, attention, attention, attention]}",), {"norm", "rope"}),
         (("precision.recipe=tensorwise",), set()),
         (("parallelism.tp=2",), {"gated", "rope"}),
+        # norms of heads, or a bias, stand between the product and its positions
+        (("model.attention={kind: gqa, qk_norm: per_head}",), {"norm", "gated"}),
+        (("model.attention={kind: gqa, qkv_bias: true}",), {"norm", "gated"}),
     ],
     ids=str,
 )
@@ -229,39 +231,6 @@ def test_what_a_search_would_start_from_is_told_where_it_is_out_of_bounds():
         settle(composed.recipe, H200.model_copy(update={"gpu_memory": 143771 << 20}), FACTS, composed.origins)
 
 
-@pytest.mark.parametrize(
-    ("words", "writing"),
-    [
-        ((), ("norm", "gated", "rope")),
-        (("parallelism.tp=2",), ("gated", "rope")),
-        (("parallelism.recompute.kind=full",), ("norm", "gated", "rope")),
-        (("parallelism.recompute.kind=selective",), ()),
-        (("precision.recipe=tensorwise",), ()),
-        (("kernels.linear=te",), ()),
-        (("model=qwen3_8b",), ("norm", "gated")),
-        (("model=qwen2_5_7b",), ("norm", "gated")),
-    ],
-    ids=str,
-)
-def test_kernels_that_write_fp8_are_taken_where_they_may(words: tuple[str, ...], writing: tuple[str, ...]):
-    """Norms of heads stand between Qwen 3's product and its positions; Qwen 2.5's product has a bias."""
-    composed = compose(
-        "hello",
-        (
-            "model=llama3_8b_half",
-            "precision=fp8",
-            "precision.recipe=delayed",
-            "data.seq_len=8192",
-            "train.micro_batch=1",
-            *RANDOM,
-            *words,
-        ),
-    )
-    kind = HARDWARE["H100"]
-    target = Target(gpus=2, gpu=kind.name, sm=kind.sm, gpu_memory=kind.memory, cores=16, versions=VERSIONS)
-    found = settle(composed.recipe, target, replace(FACTS, vocab_size=None), composed.origins)
-    reasons = {decision.key: decision.reason for decision in found.decisions}
-    for operation in ("norm", "gated", "rope"):
-        name = "triton" if operation in writing else "reference"
-        assert getattr(found.recipe.kernels, operation) == name, operation
-        assert ("writes fp8 itself" in reasons[f"kernels.{operation}"]) == (operation in writing)
+def test_transformer_engine_quantises_itself():
+    delayed = compose("hello", DELAYED).recipe.precision
+    assert may_write_fp8(delayed, recomputed=frozenset(), linear="te", tp=1) == set()
