@@ -51,6 +51,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "rowwise": {"precision": {"kind": "fp8", "recipe": "rowwise"}},
     "blockwise": {"precision": {"kind": "fp8", "recipe": "blockwise"}},
 }
+# With Transformer Engine's casts, scales and products; where it is installed.
+TE_RUNS: dict[str, dict[str, Any]] = {
+    "delayed, Transformer Engine": RUNS["delayed"] | {"kernels": {"linear": "te"}},
+    "tensorwise, Transformer Engine": RUNS["tensorwise"] | {"kernels": {"linear": "te"}},
+}
 # Losses of so many steps together are the loss of the end: one batch is far from the mean.
 AT_THE_END = 20
 
@@ -70,7 +75,7 @@ def spec_of(args: argparse.Namespace, more: dict[str, Any]) -> Spec:
         "launcher": {"ranks": 1},
     }
     for section, keys in more.items():
-        fields[section] = fields[section] | keys
+        fields[section] = fields.get(section, {}) | keys
     recipe = Recipe.model_validate_json(json.dumps(fields))
     return resolve(recipe, target_of(1), gather_facts(recipe))
 
@@ -122,7 +127,7 @@ def decibels(truth: dict[str, Tensor], noisy: dict[str, Tensor]) -> dict[str, fl
 def run(args: argparse.Namespace, name: str, device: torch.device) -> dict[str, Any]:
     """Trains one run. -> its line."""
     begun = time.monotonic()
-    spec = spec_of(args, RUNS[name])
+    spec = spec_of(args, (RUNS | TE_RUNS)[name])
     torch._dynamo.reset()
     built = build(spec, mesh=mesh_of(spec, rank=0, device=device))
     initialise(built)
@@ -213,7 +218,7 @@ def draw(lines: list[dict[str, Any]], path: Path) -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True, help="prefix of token files")
-    parser.add_argument("--runs", default=";".join(RUNS), help="of them, with ; between")
+    parser.add_argument("--runs", default=";".join(RUNS), help=f"of them and of {'; '.join(TE_RUNS)}, with ; between")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seq", type=int, default=SEQ)
     parser.add_argument("--lr", type=float, default=6e-4)
