@@ -106,7 +106,10 @@ def losses(
 
 def fp8(recipe: str) -> dict[str, Any]:
     form = "hybrid" if recipe in ("tensorwise", "delayed") else "e4m3"
-    return {"kind": "fp8", "recipe": recipe, "format": form, "amax_history": 16}
+    precision = {"kind": "fp8", "recipe": recipe, "format": form}
+    if recipe == "delayed":
+        precision["amax_history"] = 16
+    return precision
 
 
 def skip_blocks(recipe: str) -> None:

@@ -390,15 +390,17 @@ def _precision(case: Case) -> dict[str, Any]:
     if not case.precision.startswith("fp8"):
         return {"kind": case.precision}
     recipe = case.precision.partition(" ")[2]
-    return {
+    precision = {
         "kind": "fp8",
         "recipe": recipe,
         "format": "hybrid" if recipe in ("tensorwise", "delayed") else "e4m3",
         "outside": "fp64",
-        "amax_history": 2,
         "first_layers_bf16": 0,
         "last_layers_bf16": 0,
     }
+    if recipe == "delayed":
+        precision["amax_history"] = 2
+    return precision
 
 
 def _experts(case: Case) -> dict[str, Any] | None:
