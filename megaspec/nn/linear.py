@@ -433,14 +433,14 @@ class Linear(nn.Module):
         """x Wᵀ + b, by the operation that the layer's precision asks for."""
         if self.fp8 is None:
             return LinearOp.apply(x, self.weight, bias, self.main_grad, self.products)
-        carrier, given = _carrier_and_given(x)
+        carrier, given = carrier_and_given(x)
         return Fp8LinearOp.apply(carrier, self.weight, bias, self.main_grad, self.fp8, given)
 
     def with_slots(self, x: Tensor | Fp8Input) -> tuple[Tensor, Fp8Slots]:
         """x Wᵀ, and what stands for it so that its gradient arrives in fp8: see fp8.py, note "Producers"."""
         assert self.fp8 is not None, "the layer has products in another precision"
         assert self.bias is None, "the bias's gradient needs the output's, in more than fp8"
-        carrier, given = _carrier_and_given(x)
+        carrier, given = carrier_and_given(x)
         y, *slots = Fp8SlotsLinearOp.apply(carrier, self.weight, self.main_grad, self.fp8, given)
         return y, Fp8Slots(*slots)
 
@@ -448,7 +448,8 @@ class Linear(nn.Module):
         return f"{self.n_in} -> {self.parts}, bias={self.bias is not None}"
 
 
-def _carrier_and_given(x: Tensor | Fp8Input) -> tuple[Tensor, Fp8Input | None]:
+def carrier_and_given(x: Tensor | Fp8Input) -> tuple[Tensor, Fp8Input | None]:
+    """What stands for an input in autograd, and the input where it arrives in fp8."""
     if isinstance(x, Fp8Input):
         return x.carrier, x
     return x, None

@@ -18,9 +18,9 @@ from megaspec.core.placement import Row
 from megaspec.nn.attention.module import Attention, CausalCore, MeanSquares
 from megaspec.nn.by_position import ByPosition
 from megaspec.nn.embedding.module import Embedding, padded
-from megaspec.nn.fp8 import Fp8Slots
+from megaspec.nn.fp8 import Fp8Input, Fp8Slots
 from megaspec.nn.head.module import OutputHead
-from megaspec.nn.linear import Fp8SlotsLinearOp, Linear, bias_gradient, weight_gradient
+from megaspec.nn.linear import Fp8SlotsLinearOp, Linear, bias_gradient, carrier_and_given, weight_gradient
 from megaspec.nn.moe.module import GroupedLinear
 from megaspec.parallelism.collectives import (
     all_reduce,
@@ -128,18 +128,19 @@ class RowParallelLinear(Linear):
         self.group = group
         self.sequence = sequence
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Fp8Input) -> Tensor:
         y = self._sum(x)
         if self.bias is None:
             return y
         # once, behind the sum: every rank has the whole bias
         return y + self.bias
 
-    def _sum(self, x: Tensor) -> Tensor:
+    def _sum(self, x: Tensor | Fp8Input) -> Tensor:
         """Of all ranks' products."""
         if self.fp8 is not None and self.sequence and self.fp8.gathers_bytes:
             # the bias is added behind the sum, and has its gradient from there
-            y, *slots = Fp8SlotsLinearOp.apply(x, self.weight, self.main_grad, self.fp8, None)
+            carrier, given = carrier_and_given(x)
+            y, *slots = Fp8SlotsLinearOp.apply(carrier, self.weight, self.main_grad, self.fp8, given)
             trains = self.weight.requires_grad
             return fp8_scatter_forward(y, Fp8Slots(*slots), fp8=self.fp8, group=self.group, trains=trains)
         partial = self.product(x, None)
