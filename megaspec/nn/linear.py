@@ -449,7 +449,7 @@ class Linear(nn.Module):
 
 
 def carrier_and_given(x: Tensor | Fp8Input) -> tuple[Tensor, Fp8Input | None]:
-    """What autograd sees of an input, and the input where it arrives in fp8."""
+    """What stands for an input in autograd, and the input where it arrives in fp8."""
     if isinstance(x, Fp8Input):
         return x.carrier, x
     return x, None
