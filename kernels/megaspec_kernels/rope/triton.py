@@ -531,21 +531,23 @@ class _Lying(NamedTuple):
 
 
 def _lying(*grads: Tensor) -> _Lying:
-    grads = tuple(grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
-    strides = [_strides(grad) for grad in grads]
+    grads = tuple(_in_one_piece(grad) for grad in grads)
     per = 8
     alignment = 16
-    for grad, found in zip(grads, strides, strict=True):
-        if grad.data_ptr() % 16 or any(stride % 8 for stride in found):
+    for grad in grads:
+        if grad.data_ptr() % 16 or any(stride % 8 for stride in grad.stride()[:3]):
             per = 1
             alignment = 1
-    return _Lying(grads, tuple(tuple(stride // per for stride in found) for found in strides), per, alignment)
+    strides = tuple(tuple(stride // per for stride in grad.stride()[:3]) for grad in grads)
+    return _Lying(grads, strides, per, alignment)
 
 
-def _strides(grad: Tensor) -> tuple[int, ...]:
-    """Over sequences, tokens and heads; where there is but one, any number may stand for it."""
-    shape = grad.shape[:3]
-    return tuple(stride if size > 1 else 0 for size, stride in zip(shape, grad.stride()[:3], strict=True))
+def _in_one_piece(grad: Tensor) -> Tensor:
+    """With heads that lie so. Over what there is but one of, any stride may stand: it becomes 0."""
+    if grad.stride(-1) != 1:
+        grad = grad.contiguous()
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(grad.shape, grad.stride(), strict=True))
+    return grad.as_strided(grad.shape, (*strides[:3], 1))
 
 
 @torch.library.custom_op("megaspec::rope_backward", mutates_args=())
