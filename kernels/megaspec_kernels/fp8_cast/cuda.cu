@@ -428,8 +428,11 @@ Kernel kernel_of(int element, int scales) {
 
 }  // namespace
 
-// Starts the kernel on a stream. -> 0, or CUDA's error. `scales`: kOfAnything takes elements one at a time.
-extern "C" int megaspec_fp8_cast(const Cast* cast, int element, int format, int scales, int device, void* stream) {
+// Starts the kernel on a stream. -> 0, or CUDA's error. `scales`: kOfAnything takes elements one at a time. `arguments`:
+// a Cast, whose type is unknown outside of this file: a function that names it would not be exported.
+extern "C" int megaspec_fp8_cast(
+    const void* arguments, int element, int format, int scales, int device, void* stream) {
+  const Cast* cast = static_cast<const Cast*>(arguments);
   // of the runtime that is linked in here, which may not be the one of who calls
   int current = -1;
   cudaError_t error = cudaGetDevice(&current);
