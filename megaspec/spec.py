@@ -121,8 +121,7 @@ class Spec(Recipe):
         fused = "triton" if self.device == "cuda" else "reference"
         adamw = fused if has_narrow_states(self.optim) else "torch"
         absent = {"attention_merge": fused, "unpermute": fused, "adamw": adamw}
-        absent |= {"norm": "reference", "gated": "reference", "rope": "reference"}
-        absent |= {"linear": "torch", "grad_norm": "reference"}
+        absent |= {"norm": "reference", "gated": "reference", "rope": "reference", "linear": "torch"}
         # no earlier run computed in fp8: none of them is asked for
         absent |= {"fp8_cast": "reference", "scaled_product": "reference", "scaled_grouped": "reference"}
         for name in self.kernels.model_fields_set:

@@ -7,7 +7,6 @@ from megaspec_kernels.bench import Bench
 from megaspec_kernels.cross_entropy.bench import BENCH as CROSS_ENTROPY
 from megaspec_kernels.fp8_cast.bench import BENCH as FP8_CAST
 from megaspec_kernels.gated.bench import BENCH as GATED
-from megaspec_kernels.grad_norm.bench import BENCH as GRAD_NORM
 from megaspec_kernels.grouped.bench import BENCH as GROUPED
 from megaspec_kernels.linear.bench import BENCH as LINEAR
 from megaspec_kernels.norm.bench import BENCH as NORM
@@ -29,6 +28,5 @@ BENCHES: dict[str, Bench] = {
     "fp8_cast": FP8_CAST,
     "scaled_product": SCALED_PRODUCT,
     "scaled_grouped": SCALED_GROUPED,
-    "grad_norm": GRAD_NORM,
     "adamw": ADAMW,
 }

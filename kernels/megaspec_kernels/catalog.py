@@ -253,12 +253,6 @@ CATALOG: dict[str, Operation] = {
             "reference": Requirement(),
         }
     ),
-    "grad_norm": Operation(
-        {
-            "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),
-            "reference": Requirement(),
-        }
-    ),
     "adamw": Operation(
         {
             "triton": Requirement(devices=("cuda",), min_sm=80, precisions=UP_TO_FP32),

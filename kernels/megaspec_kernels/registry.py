@@ -1,6 +1,6 @@
 """The functions behind the names in catalog.py."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -31,8 +31,6 @@ from megaspec_kernels.fp8_cast import triton_groups as fp8_cast_triton_groups
 from megaspec_kernels.gated import reference as gated_reference
 from megaspec_kernels.gated import triton as gated_triton
 from megaspec_kernels.gated import weighted as gated_weighted
-from megaspec_kernels.grad_norm.reference import grad_norm as grad_norm_reference
-from megaspec_kernels.grad_norm.triton import grad_norm as grad_norm_triton
 from megaspec_kernels.grouped.reference import grouped_product as grouped_reference
 from megaspec_kernels.grouped.torch import grouped_product as grouped_torch
 from megaspec_kernels.linear import reference as linear_reference
@@ -225,8 +223,6 @@ UnpermuteKernel = Callable[..., Any]
 """(y_RD, place_Mk, kept_Mk) -> [M, D]"""
 ScaledProductKernel = Callable[..., torch.Tensor]
 """(a_MK, b_NK, a_scale, b_scale, *, a_block, b_block, dtype, fast, into, overwrite) -> [M, N]"""
-GradNormKernel = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""(gradients) -> a scalar of each, see grad_norm/reference.py"""
 AdamWKernel = Callable[..., None]
 """(weights, masters, first, second, gradients, decays, keys, step), in place; `torch` is an optimizer of its own."""
 
@@ -351,7 +347,6 @@ REGISTRY: dict[str, dict[str, Any]] = {
         "torch": ScaledGroupedKernel(scaled_grouped_torch.product, scaled_grouped_torch.weight_product),
         "reference": ScaledGroupedKernel(scaled_grouped_reference.product, scaled_grouped_reference.weight_product),
     },
-    "grad_norm": {"triton": grad_norm_triton, "reference": grad_norm_reference},
     "adamw": {"torch": torch.optim.AdamW, "triton": adamw_triton, "reference": adamw_reference},
 }
 
@@ -372,7 +367,6 @@ class Kernels:
     fp8_cast: Fp8CastKernel
     scaled_product: ScaledProductKernel
     scaled_grouped: ScaledGroupedKernel
-    grad_norm: GradNormKernel
 
 
 def kernels_of(spec: KernelsSpec) -> Kernels:
@@ -390,5 +384,4 @@ def kernels_of(spec: KernelsSpec) -> Kernels:
         fp8_cast=REGISTRY["fp8_cast"][spec.fp8_cast],
         scaled_product=REGISTRY["scaled_product"][spec.scaled_product],
         scaled_grouped=REGISTRY["scaled_grouped"][spec.scaled_grouped],
-        grad_norm=REGISTRY["grad_norm"][spec.grad_norm],
     )

@@ -77,10 +77,6 @@ class KernelsSpec(Frozen):
 
     torch: torch's scaled grouped product, one kernel for all experts, on Hopper. reference: dequantised, one product an
     expert; auto takes it on CPUs alone."""
-    grad_norm: Auto[Literal["triton", "reference"]] = "auto"
-    """Norms of gradients, one by one.
-
-    triton: one kernel that reads each gradient once, and adds its squares in one order. reference: torch's."""
     adamw: Auto[Literal["torch", "triton", "reference"]] = "auto"
     """AdamW's update, also of what Muon leaves to it. On CPUs (parallelism.offload.optimizer) the best that runs there.
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from megaspec_kernels.registry import GradNormKernel
 
-
-def each_norm(gradients: Mapping[str, Tensor], *, kernel: GradNormKernel) -> dict[str, Tensor]:
+def each_norm(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The norm of each, a scalar in its dtype: the same whichever others are asked for beside it."""
-    return dict(zip(gradients, kernel(list(gradients.values())), strict=True))
+    if not gradients:
+        return {}
+    return dict(zip(gradients, torch._foreach_norm(list(gradients.values())), strict=True))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megaspec.core.layout import Layout
 from megaspec.nn.each_norm import each_norm
-from megaspec_kernels.registry import GradNormKernel
 
 
 @dataclass(frozen=True)
@@ -26,21 +25,19 @@ def local_norms(
     gradients: Mapping[str, Tensor],
     layouts: Mapping[str, Layout],
     *,
-    kernel: GradNormKernel,
     known: Mapping[str, Tensor] | None = None,
     device: torch.device | None = None,
 ) -> LocalNorms:
     """Rectangles that several ranks hold count on the first one only. Padding is zero and adds nothing.
 
-    `kernel`: what takes norms. `known`: norms of some of the gradients as `each_norm` makes them, which are not read
-    again. `device`: where a rank without parameters has its nothing.
+    `known`: norms of some of the gradients as `each_norm` makes them, which are not read again. `device`: where a rank
+    without parameters has its nothing.
     """
     if not gradients:
         nothing = torch.zeros(0, dtype=torch.float64, device=device)
         return LocalNorms(nothing, nothing.sum())
     found = dict(known or {})
-    unknown = {name: gradient for name, gradient in gradients.items() if name not in found}
-    found |= each_norm(unknown, kernel=kernel)
+    found |= each_norm({name: gradient for name, gradient in gradients.items() if name not in found})
     each = torch.stack([found[name] for name in gradients]).to(torch.float64)
     # A gradient of which this rank counts everything takes part by its norm in `each`, which is there already. Of the
     # others the rectangles that count here are `parts`, with norms of their own.
@@ -59,7 +56,7 @@ def local_norms(
     # where, since 0 · inf is not 0
     square = torch.where(weights > 0, each.square(), 0).sum()
     if parts:
-        square = square + torch.stack(kernel(parts)).to(torch.float64).square().sum()
+        square = square + torch.stack(torch._foreach_norm(parts)).to(torch.float64).square().sum()
     return LocalNorms(each, square)
 
 

@@ -52,7 +52,6 @@ from megaspec.parallelism.gathers import Gathers
 from megaspec.parallelism.mesh import Mesh
 from megaspec.parallelism.reductions import Reductions
 from megaspec.parallelism.spec import DpStrategy, UpdateTime
-from megaspec_kernels.registry import GradNormKernel
 
 
 @dataclass(frozen=True)
@@ -109,9 +108,8 @@ class DataParallel:
     tables of embedding and output head are added to in place as well, in the passes of a step.
     """
 
-    def __init__(self, mesh: Mesh, sharing: Sharing, *, facts: Mapping[str, WeightFacts], norm_kernel: GradNormKernel):
-        """`facts`: of the whole model's parameters, by global name. `norm_kernel`: what takes norms of gradients."""
-        self.norm_kernel = norm_kernel
+    def __init__(self, mesh: Mesh, sharing: Sharing, *, facts: Mapping[str, WeightFacts]):
+        """`facts`: of the whole model's parameters, by global name."""
         self._mesh = mesh
         self._sharing = sharing
         self._facts = facts
@@ -193,7 +191,7 @@ class DataParallel:
         """Of gradients that are what they stay: beside the rest of the backward pass, where reductions are."""
         stay = {name: self.gradients[name] for name in bucket.names if name not in self._changed_later}
         with marked(OPTIMIZER):
-            self.norms |= each_norm(stay, kernel=self.norm_kernel)
+            self.norms |= each_norm(stay)
 
     def _make_gathers(self, on_free: Callable[[Sequence[str]], None]) -> Gathers:
         is_late = self.deferred is not None

@@ -72,7 +72,7 @@ PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         # our own: kernels/megaspec_kernels/attention_merge
         (r"^(merge|add)_kernel$", ATTENTION),
         # before products, whose names hold the names of optimizers never
-        (r"multi_tensor_apply.*(adam|lamb|sgd)|fusedadam|^(adamw|grad_norm_[a-z]+)_kernel", OPTIMIZER),
+        (r"multi_tensor_apply.*(adam|lamb|sgd)|fusedadam|^adamw_kernel", OPTIMIZER),
         # cuBLAS (nvjet, xmma, gemv, its split sums), CUTLASS, and inductor's own templates of products
         (r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv|triton_tem_fused_.*mm|grouped_mm|scaled_mm", MATRIX_PRODUCTS),
         # our own: kernels/megaspec_kernels/cross_entropy, unpermute, norm and gated

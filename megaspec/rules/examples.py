@@ -381,7 +381,6 @@ _MODEL = {
     "kernel-scaled-grouped": Example(
         (_FP8, _moe(), "kernels.scaled_grouped=torch"), ("kernels.scaled_grouped=reference",), "kernels.scaled_grouped"
     ),
-    "kernel-grad-norm": Example(("kernels.grad_norm=triton",), ("kernels.grad_norm=reference",), "kernels.grad_norm"),
     "kernel-adamw": Example(("kernels.adamw=triton",), ("kernels.adamw=torch",), "kernels.adamw"),
     "kernel-linear": Example(("kernels.linear=te",), ("kernels.linear=torch",), "kernels.linear"),
     "te-experts": Example(

@@ -194,11 +194,6 @@ def scaled_grouped_kernel_runs(case: Case) -> Problem | None:
     return _kernel(case, "scaled_grouped")
 
 
-def grad_norm_kernel_runs(case: Case) -> Problem | None:
-    """The implementation of gradients' norms runs on the target, in the format of their sums."""
-    return _kernel(case, "grad_norm")
-
-
 def adamw_kernel_runs(case: Case) -> Problem | None:
     """The implementation of AdamW runs on the target, and keeps its states in the formats of optim.formats."""
     return _kernel(case, "adamw")

@@ -119,7 +119,6 @@ RULES: dict[str, Rule] = {
     "kernel-fp8-cast": model_rules.fp8_cast_kernel_runs,
     "kernel-scaled-product": model_rules.scaled_product_kernel_runs,
     "kernel-scaled-grouped": model_rules.scaled_grouped_kernel_runs,
-    "kernel-grad-norm": model_rules.grad_norm_kernel_runs,
     "kernel-adamw": model_rules.adamw_kernel_runs,
     "mla-kv-heads": model_rules.latent_attention_has_no_groups,
     "mla-head": model_rules.latent_heads_have_their_parts,

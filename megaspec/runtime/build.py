@@ -291,7 +291,7 @@ def _strategies(
         recompute=Recompute(parallelism.recompute, saved, compiled=is_compiled),
         offload=Offload(parallelism.offload.layers, saved, device=mesh.device),
         fp8=_fp8(spec, model, kernels=kernels, mesh=mesh),
-        data=DataParallel(mesh, _sharing(parallelism), facts=facts, norm_kernel=kernels.grad_norm),
+        data=DataParallel(mesh, _sharing(parallelism), facts=facts),
         matrices=MatrixUpdates(mesh, _matrices(spec, model, trained)),
         under_forward=UpdateUnderForward(parallelism.update_sms),
         optimizer_offload=OptimizerOffload(spec.optim, parallelism.offload.optimizer),

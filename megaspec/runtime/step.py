@@ -183,7 +183,7 @@ def train_step(
         # whoever looks may also have written
         known = {}
     with marked(OPTIMIZER):
-        norms = local_norms(data.gradients, built.shards, kernel=data.norm_kernel, known=known, device=built.device)
+        norms = local_norms(data.gradients, built.shards, known=known, device=built.device)
         scaled_norm = global_norm(norms.square, world_size=built.mesh.world_size)
         norm = scaled_norm / loss_scale
         divide_by = loss_scale

@@ -380,8 +380,7 @@ def _kernels(spec: Spec) -> KernelsSpec:
     """What runs on tensors without numbers: nothing compiled, and in place of kernels that write into memory plain
     operations, but for what a GPU's kernel does without a copy of its own."""
     adamw = "torch" if spec.kernels.adamw == "torch" else "reference"
-    changes = {"compile": "none", "attention_merge": "reference", "unpermute": "triton"}
-    changes |= {"grad_norm": "reference", "adamw": adamw}
+    changes = {"compile": "none", "attention_merge": "reference", "unpermute": "triton", "adamw": adamw}
     return spec.kernels.model_copy(update=changes)
 
 

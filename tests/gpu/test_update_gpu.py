@@ -11,7 +11,6 @@ from megaspec.precision.scaler import build_scaler
 from megaspec.runtime.build import TrainState, build, initialise
 from megaspec.runtime.step import StepResult, train_step
 from megaspec_kernels.product import add_rows_
-from megaspec_kernels.registry import REGISTRY
 from tests.parallelism.test_tables import BASE, micros_of, summed
 from tests.parity.cases import Case, spec_of
 
@@ -70,23 +69,20 @@ def test_a_step_rounds_no_gradient_of_a_table(tied: bool) -> None:
             torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("grad_norm", list(REGISTRY["grad_norm"]))
-def test_norms_that_are_taken_beside_the_backward_pass_are_those_of_its_end(grad_norm: str) -> None:
-    case = replace(CASE, also=(("kernels.grad_norm", grad_norm),))
-    built = built_of(case)
-    found, _ = summed(built, micros_on(built, case), in_step=True)
+def test_norms_that_are_taken_beside_the_backward_pass_are_those_of_its_end() -> None:
+    built = built_of(CASE)
+    found, _ = summed(built, micros_on(built, CASE), in_step=True)
     data = built.data_parallel
     assert data.norms.keys() == data.gradients.keys()
-    again = each_norm(found, kernel=REGISTRY["grad_norm"][grad_norm])
+    again = each_norm(found)
     assert all(torch.equal(data.norms[name], again[name]) for name in again)
 
 
-@pytest.mark.parametrize("grad_norm", list(REGISTRY["grad_norm"]))
 @pytest.mark.parametrize("adamw", ["torch", "triton"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_host_waits_for_nothing_in_a_step(adamw: str, grad_norm: str, tied: bool) -> None:
+def test_the_host_waits_for_nothing_in_a_step(adamw: str, tied: bool) -> None:
     """Neither for the places of tokens, the norm nor the update; the first step makes tables that stay."""
-    case = replace(CASE, tied=tied, also=(("kernels.adamw", adamw), ("kernels.grad_norm", grad_norm)))
+    case = replace(CASE, tied=tied, also=(("kernels.adamw", adamw),))
     built = built_of(case)
     micros = micros_on(built, case)
     scaler = build_scaler(built.spec.precision, device=built.device)

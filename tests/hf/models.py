@@ -35,7 +35,6 @@ KERNELS = KernelsSpec(
     fp8_cast="reference",
     scaled_product="reference",
     scaled_grouped="reference",
-    grad_norm="reference",
     adamw="torch",
     compile="none",
 )

@@ -50,7 +50,7 @@ def test_the_choice_follows_the_target() -> None:
     assert choose("cross_entropy", device="cuda", sm=75) == "chunked"
     assert choose("cross_entropy", device="cpu", sm=0) == "chunked"
     assert choose("grouped", device="cpu", sm=0) == "reference"
-    for operation in ("unpermute", "attention_merge", "grad_norm"):
+    for operation in ("unpermute", "attention_merge"):
         assert choose(operation, device="cpu", sm=0) == choose(operation, device="cuda", sm=75) == "reference"
         assert choose(operation, device="cuda", sm=90) == "triton"
     narrow = Use(precision="bf16", narrow_states=True)
@@ -62,8 +62,6 @@ def test_the_choice_follows_the_target() -> None:
     assert choose("adamw", device="cpu", sm=0, use=beside) == "torch"
     assert choose("grouped", device="cuda", sm=90, use=Use(precision="bf16", widths=(2048, 768))) == "torch"
     assert choose("grouped", device="cuda", sm=90, use=Use(precision="fp32", widths=(2048, 768))) == "reference"
-    # sums of gradients in fp64 are not for a kernel that adds in fp32
-    assert choose("grad_norm", device="cuda", sm=90, use=Use(precision="fp64")) == "reference"
 
 
 def test_what_is_missing_is_named() -> None:

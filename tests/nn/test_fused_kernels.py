@@ -8,17 +8,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 
 from megaspec.nn.linear import COMPILED
 from megaspec_kernels.norm import triton
@@ -89,47 +86,6 @@ def test_compiled_layers(change: dict[str, Any]) -> None:
     check_gradients(LLAMA | change, compiled=True)
 
 
-def graphs_of(model: dict[str, Any]) -> dict[str, list[torch.fx.GraphModule]]:
-    """What is compiled of the first layer, forward and backward."""
-    decoder, _ = model_of(model, torch.float32, changes=FUSED)
-    found: dict[str, list[torch.fx.GraphModule]] = {"forward": [], "backward": []}
-
-    def keep(direction: str) -> Callable[..., Callable[..., Any]]:
-        def compiler(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-            found[direction].append(graph)
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
-    layer = decoder.layers["0"]
-    layer.compile(backend=aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward")))
-    tokens = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % VOCABULARY
-    decoder.loss(tokens, tokens.roll(1, 1), torch.ones(SEQUENCES, TOKENS)).backward()
-    return found
-
-
-def sums_of_the_stream(graphs: list[torch.fx.GraphModule], d_model: int) -> int:
-    """Additions that are kernels of their own, of as many features as the stream has."""
-    count = 0
-    for graph in graphs:
-        for node in graph.graph.nodes:
-            if node.target is torch.ops.aten.add.Tensor and node.meta["val"].shape[-1] == d_model:
-                count += 1
-    return count
-
-
-@interpreted
-@pytest.mark.parametrize("kind", ["sequential", "parallel"])
-def test_gradients_of_the_stream_are_added_in_norms(kind: str) -> None:
-    """Backward no sum of the stream is left beside norms. Forward it is that behind the last sub-layer, whose norm
-    belongs to the next layer; sub-layers side by side have one each, and share a norm."""
-    torch._dynamo.reset()
-    graphs = graphs_of(LLAMA | {"layer": {"kind": kind}})
-    assert len(graphs["forward"]) == len(graphs["backward"]) == 1
-    assert sums_of_the_stream(graphs["backward"], LLAMA["d_model"]) == (kind == "parallel")
-    assert sums_of_the_stream(graphs["forward"], LLAMA["d_model"]) == 1 + (kind == "parallel")
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton has no wheel for this platform")
 def test_interpreted() -> None:
     done = subprocess.run(
@@ -143,5 +99,5 @@ def test_interpreted() -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:]
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|failed)", done.stdout)}
-    assert counts.get("passed") == 7, done.stdout[-500:]
+    assert counts.get("passed") == 5, done.stdout[-500:]
     assert not counts.get("skipped"), done.stdout[-500:]

@@ -27,7 +27,6 @@ from megaspec.runtime.state import tensors_of
 from megaspec.runtime.step import evaluate, train_step
 from megaspec.spec import Spec
 from megaspec.verify.parity import TOLERANCES, Tolerances, compare, divide, gradient_errors
-from megaspec_kernels.registry import REGISTRY
 from tests.halved import halved
 from tests.parity.cases import Case, Empty, batches_of, empty_of, spec_of
 from tests.parity.tasks import run_case, train, trajectory_of, truth_of
@@ -278,7 +277,7 @@ def two_grids(rank: int, case: Case) -> dict[str, float]:
         for parameter in model.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64) * 0.1)
     facts = {name: replace(facts, is_expert=name in EXPERTS) for name, facts in split.facts.items()}
-    data = DataParallel(mesh, sharing, facts=facts, norm_kernel=REGISTRY["grad_norm"]["reference"])
+    data = DataParallel(mesh, sharing, facts=facts)
     data.apply(
         split.chunks,
         layouts=split.strategies.tensor.layouts,

@@ -44,13 +44,11 @@ KERNELS = {
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": COMMUNICATION,
     "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": COMMUNICATION,
     "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": COMMUNICATION,
-    # torch's fused optimizers; kernels/megaspec_kernels/adamw and grad_norm
+    # torch's fused optimizers; kernels/megaspec_kernels/adamw
     "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor<float, 4>>": (
         OPTIMIZER
     ),
     "adamw_kernel": OPTIMIZER,
-    "grad_norm_squares_kernel": OPTIMIZER,
-    "grad_norm_sums_kernel": OPTIMIZER,
     # kernels/megaspec_kernels: cross_entropy, unpermute, attention_merge
     "softmax_stats_kernel": ELEMENT_WISE,
     "softmax_gradient_kernel": ELEMENT_WISE,

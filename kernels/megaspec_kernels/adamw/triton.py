@@ -2,19 +2,19 @@
 element is read once and written once."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megaspec_kernels.adamw.formats import Format
 from megaspec_kernels.adamw.reference import Moments, Step, next_scales
-from megaspec_kernels.multi_tensor import NAMES, lies_aligned, programs_of, sent
 
 try:
     import triton
     import triton.language as tl
-
-    from megaspec_kernels.multi_tensor import typed
 except ImportError:  # a machine without GPU: the resolver never picks this file's kernels there
     triton = None
 
@@ -25,8 +25,38 @@ WARPS = 8
 # On few SMs, for work beside others: all that an SM can ask for comes from one program.
 FEW_BLOCK = 4096
 FEW_WARPS = 16
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 if triton is not None:
+
+    @triton.jit
+    def typed(address, name: tl.constexpr, is_aligned: tl.constexpr):
+        """The pointer that an int64 is. fp8 is read as bytes, low halves of master weights as int16.
+
+        Four elements are said to be aligned, not 16 bytes: then a thread takes four of each tensor, 16 bytes of those
+        in fp32. With eight of a bf16 weight all else would go to other threads through shared memory.
+        """
+        if name == "fp32":
+            p = address.to(tl.pointer_type(tl.float32))
+            if is_aligned:
+                p = tl.multiple_of(p, 16)
+        elif name == "bf16":
+            p = address.to(tl.pointer_type(tl.bfloat16))
+            if is_aligned:
+                p = tl.multiple_of(p, 8)
+        elif name == "fp16":
+            p = address.to(tl.pointer_type(tl.float16))
+            if is_aligned:
+                p = tl.multiple_of(p, 8)
+        elif name == "int16":
+            p = address.to(tl.pointer_type(tl.int16))
+            if is_aligned:
+                p = tl.multiple_of(p, 8)
+        else:
+            p = address.to(tl.pointer_type(tl.uint8))
+            if is_aligned:
+                p = tl.multiple_of(p, 4)
+        return p
 
     @triton.jit
     def hashed(x):
@@ -205,6 +235,37 @@ if triton is not None:
             tl.atomic_max(v_largest_ptr + tensor, tl.max(v_largest, 0))
 
 
+@dataclass(frozen=True)
+class _Programs:
+    """Of each program of a launch its tensor, int32, and first element, int64."""
+
+    which: Tensor
+    start: Tensor
+    is_aligned: bool
+    """Four elements of each of their tensors are aligned: a thread loads them at a time."""
+
+
+# one for each optimizer of a rank, of which an update under the forward pass has one for each unit
+@lru_cache(maxsize=512)
+def _programs(
+    sizes: tuple[int, ...], aligned: tuple[bool, ...], chunk: int, device: torch.device
+) -> tuple[list[_Programs], Tensor]:
+    """A launch for aligned tensors and one for others, as far as there are any; and every tensor's size, int64."""
+    launches = []
+    for is_aligned in (True, False):
+        which = []
+        start = []
+        for tensor, size in enumerate(sizes):
+            if aligned[tensor] is is_aligned:
+                first = np.arange(0, size, chunk, dtype=np.int64)
+                start.append(first)
+                which.append(np.full(len(first), tensor, dtype=np.int32))
+        if which:
+            columns = (torch.from_numpy(np.concatenate(column)).to(device) for column in (which, start))
+            launches.append(_Programs(*columns, is_aligned))
+    return launches, torch.tensor(sizes, dtype=torch.int64).to(device)
+
+
 def _grid(form: Format | None) -> tuple[int, int, float]:
     """Mantissa bits, lowest exponent and largest number of a format; None: fp32, for which nobody asks."""
     if form is None:
@@ -239,7 +300,7 @@ def adamw_(
         master = "int16" if masters[0].dtype == torch.int16 else "fp32"
     elements = tuple(weight.numel() for weight in weights)
     # a single odd one, such as the bias of a router, is not to slow down all others
-    aligned = [True] * n
+    aligned = [size % 16 == 0 for size in elements]
     addresses: list[int] = []
     for column in columns:
         assert all(t.is_contiguous() and t.numel() for t in column), "a tensor is empty or not contiguous"
@@ -248,8 +309,14 @@ def adamw_(
         for number, one in enumerate(column):
             address = one.data_ptr()
             addresses.append(address)
-            aligned[number] = aligned[number] and lies_aligned(address, elements[number])
+            aligned[number] = aligned[number] and address % 16 == 0
     assert gradients[0].dtype == torch.float32, f"gradients in {gradients[0].dtype}"
+    is_cuda = device.type == "cuda"
+
+    def sent(values: Sequence[int] | Sequence[float], dtype: torch.dtype) -> Tensor:
+        # from page-locked memory, so that the host does not wait for the GPU
+        return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+
     # what the kernel loads as `scalars`, computed in fp64: reciprocals, so that it multiplies
     t = (step.updates + 1).to(torch.float64)
     factor = 1 / step.divide_by.to(torch.float64)
@@ -272,9 +339,9 @@ def adamw_(
         rounds = -(-sum(elements) // (step.sms * CHUNK))
         block = FEW_BLOCK
         warps = FEW_WARPS
-    launches, sizes = programs_of(elements, tuple(aligned), CHUNK * rounds, device)
-    table = sent(addresses, torch.int64, device)
-    decay = sent(list(map(float, decays)), torch.float32, device)
+    launches, sizes = _programs(elements, tuple(aligned), CHUNK * rounds, device)
+    table = sent(addresses, torch.int64)
+    decay = sent(list(map(float, decays)), torch.float32)
     scalars = scalars.to(torch.float32)
     for programs in launches:
         adamw_kernel[(len(programs.which),)](
@@ -298,11 +365,11 @@ def adamw_(
             1 - step.beta1,
             1 - step.beta2,
             step.eps,
-            NAMES[weights[0].dtype],
+            _NAMES[weights[0].dtype],
             master,
-            NAMES[first.values[0].dtype],
+            _NAMES[first.values[0].dtype],
             *_grid(first.form),
-            NAMES[second.values[0].dtype],
+            _NAMES[second.values[0].dtype],
             *_grid(second.form),
             0.0 if second.form is None else second.form.smallest,
             second.has_scale,
